@@ -1,0 +1,24 @@
+"""Fused output projection and cross-entropy for tensor- and sequence-parallel training."""
+
+from pathlib import Path as _Path
+
+if not (_Path(__file__).parent / "kernels").is_dir():
+    raise ImportError(
+        "parallel_lce/kernels is missing: it is a symbolic link to ../kernels in the repository, "
+        "lost by some archive tools and by git with core.symlinks=false; clone with symbolic links "
+        "or install the package with pip"
+    )
+
+from parallel_lce.functional import linear_cross_entropy, token_statistics
+from parallel_lce.losses import entropy, log_prob
+from parallel_lce.modules import LinearCrossEntropy
+from parallel_lce.statistics import TokenStatistics
+
+__all__ = [
+    "LinearCrossEntropy",
+    "TokenStatistics",
+    "entropy",
+    "linear_cross_entropy",
+    "log_prob",
+    "token_statistics",
+]

@@ -1,0 +1,407 @@
+"""The torch backend: any device, and the plain reference beside each kernel.
+
+A block of R tokens meets the vocabulary shard in tiles of a few thousand logits a side, small enough
+to stay in a processor's cache while they are projected, exponentiated in place and multiplied into
+the gradients. Nothing of size R * V exists but the exponentials that the caller asked to keep. Tiles
+are vocabulary-major, ``[columns, rows]``: per-token vectors broadcast along their contiguous rows,
+and every product of theirs finds its operands packed (:mod:`parallel_lce.backends.gemm`).
+
+Gradient of the logits: with statistics' upstream gradients folded into four per-token coefficients
+(:class:`Coefficients`),
+
+    dL/dz_j = p_j (alpha + delta (z_j - M)) - beta [j = target] - gamma,     p_j = exp(z_j - M) / s
+
+times the chain of scale and soft-cap (seed paper, Appendix A.1, generalised to any statistic).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
+from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
+from parallel_lce.weight_grad import ShardGradient, accumulation_dtype
+
+# Rows and columns of a tile: 2 MiB of fp32, a core complex's cache, or enough to fill a GPU.
+_CPU_TILE = (256, 2048)
+_CUDA_TILE = (4096, 4096)
+
+# Smallest exponent of e at which a stored exponential keeps its full precision, less a margin.
+_STORED_RANGE = {torch.float16: 20.0}
+_DEFAULT_RANGE = 80.0
+# fp16 keeps exp(z - m) in [0, 1] times this, so that it loses nothing down to e^-20.
+_FP16_SCALE = 2.0**15
+# exp(-1e4) is 0 in every dtype, and -1e4 * 0 is no NaN as -inf * 0 would be.
+_LOWEST_SHIFT = -1e4
+
+
+@dataclass(frozen=True)
+class Projection:
+    """``z = softcap(scale * (x @ weight.T + bias))`` for the real rows of a vocabulary shard.
+
+    ``weight [V/P, D]``, ``bias [V/P]`` or None; ``start``: global id of the first row; ``real``:
+    rows that are no padding; ``softcap(u) = cap * tanh(u / cap)``.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    start: int
+    real: int
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return accumulation_dtype(self.weight.dtype)
+
+    def logits(self, x: Tensor, weight: Tensor, columns: slice) -> Tensor:
+        """A tile ``[columns, rows]`` of z; ``weight`` holds the columns' weights as an operand."""
+        z = matmul_nt(weight, x)
+        if self.bias is not None:
+            z += self.bias[columns, None]
+        if self.scale != 1.0:
+            z *= self.scale
+        if self.softcap is not None:
+            z.div_(self.softcap).tanh_().mul_(self.softcap)
+        return z
+
+    def chain(self, z: Tensor) -> Tensor:
+        """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
+        return (z / self.softcap).square_().neg_().add_(1.0)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """``exp(z - maxima)`` of a block's first rows ``[real, kept]`` in the input's dtype, and the
+    maximum of each window and row ``[windows, kept]`` they are relative to."""
+
+    exponentials: Tensor
+    maxima: Tensor
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Per-token ``[R]`` upstream coefficients of the logits' gradient; None is zero."""
+
+    alpha: Tensor
+    beta: Tensor | None
+    gamma: Tensor | None
+    delta: Tensor | None
+
+
+def keepable(dtype: torch.dtype, softcap: float | None) -> bool:
+    """Whether kept exponentials still tell z, which the chain of a soft-cap needs."""
+    return softcap is None or 2 * softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE)
+
+
+def windows(projection: Projection) -> list[slice]:
+    """The vocabulary windows of a shard: the columns of its tiles."""
+    width = _width(projection)
+    return [slice(a, min(a + width, projection.real)) for a in range(0, projection.real, width)]
+
+
+def _width(projection: Projection) -> int:
+    return (_CUDA_TILE if projection.weight.is_cuda else _CPU_TILE)[1]
+
+
+def _row_tiles(rows: int, kept: int, device: torch.device) -> list[slice]:
+    """Row tiles that do not straddle the end of the kept rows."""
+    height = (_CUDA_TILE if device.type == "cuda" else _CPU_TILE)[0]
+    bounds = ((0, kept), (kept, rows))
+    return [slice(a, min(a + height, end)) for begin, end in bounds for a in range(begin, end, height)]
+
+
+def _inside(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
+    """Target columns within the window ``[1, rows]``, and which of them are hits ``[rows]``."""
+    column = target - window.start
+    width = window.stop - window.start
+    hit = (column >= 0) & (column < width)
+    return column.clamp_(0, width - 1).unsqueeze(0), hit
+
+
+def allocate_kept(projection: Projection, rows: int) -> Tensor:
+    """A buffer for the exponentials of ``rows`` tokens, in the weight's dtype."""
+    return projection.weight.new_empty(projection.real * rows)
+
+
+def block_forward(
+    projection: Projection,
+    x: Tensor,
+    target: Tensor | None,
+    columns: Columns,
+    kept_rows: int,
+    buffer: Tensor | None = None,
+) -> tuple[Tensor, Kept | None]:
+    """Partials ``[C, R]`` of ``x [R, D]`` over the shard.
+
+    The exponentials of the first ``kept_rows`` rows fill ``buffer``, which is at least as large as
+    :func:`allocate_kept` makes it. ``target [R]`` holds ids relative to the shard; one outside
+    ``[0, real)`` hits nothing.
+    """
+    rows, cut = x.shape[0], windows(projection)
+    if not cut:
+        return empty_partial(columns, rows, projection.dtype, x.device), None
+    partials = x.new_zeros(len(cut), columns.count, rows, dtype=projection.dtype)
+    exponentials = None
+    if kept_rows:
+        buffer = allocate_kept(projection, kept_rows) if buffer is None else buffer
+        shape = (projection.real, kept_rows)
+        exponentials = buffer[: projection.real * kept_rows].view(shape)
+    x = operand(x)
+    for number, window in enumerate(cut):
+        weight = operand(projection.weight[window])
+        for tile in _row_tiles(rows, kept_rows, x.device):
+            z = projection.logits(x[tile], weight, window)
+            store = exponentials[window, tile] if tile.stop <= kept_rows else None
+            _reduce_tile(
+                z,
+                None if target is None else target[tile],
+                window,
+                projection.start,
+                columns,
+                partials[number, :, tile],
+                store,
+            )
+    counts = partials.new_full((len(cut),), cut[0].stop)
+    counts[-1:].fill_(cut[-1].stop - cut[-1].start)
+    kept = Kept(exponentials, partials[:, MAX, :kept_rows].clone()) if kept_rows else None
+    return merge(partials, counts, columns), kept
+
+
+def _reduce_tile(
+    z: Tensor,
+    target: Tensor | None,
+    window: slice,
+    start: int,
+    columns: Columns,
+    partial: Tensor,
+    store: Tensor | None,
+) -> None:
+    """Write the partial ``[C, rows]`` of a tile of logits, which it consumes, and its exponentials."""
+    maximum = partial[MAX]
+    if columns.argmax:
+        ids = integer_view(partial[columns.index])
+        top, index = z.max(0)
+        maximum.copy_(top)
+        ids.copy_(index.add_(start + window.start))
+    else:
+        torch.amax(z, 0, out=maximum)
+    if target is not None:
+        column, hit = _inside(target, window)
+        partial[TARGET].copy_(z.gather(0, column).squeeze(0).masked_fill_(~hit, 0.0))
+    # A token of -inf alone would give -inf - -inf.
+    z -= maximum.masked_fill(maximum == -torch.inf, 0.0)
+    if columns.mean_logit:
+        torch.sum(z, 0, out=partial[columns.shifted])
+    shifted = z.clamp(min=_LOWEST_SHIFT) if columns.expected_logit else None
+    exponentials = torch.exp(z, out=store if store is not None and store.dtype == z.dtype else z)
+    torch.sum(exponentials, 0, out=partial[SUM_EXP])
+    if shifted is not None:
+        torch.sum(shifted.mul_(exponentials), 0, out=partial[columns.weighted])
+    if store is not None and store is not exponentials:
+        store.copy_(z.mul_(_FP16_SCALE) if store.dtype == torch.float16 else z)
+
+
+def block_backward(
+    projection: Projection,
+    x: Tensor,
+    target: Tensor | None,
+    statistics: Tensor,
+    coefficients: Coefficients,
+    kept: Kept | None,
+    *,
+    dx: Tensor | None,
+    dx_ready: Callable[[], None] | None,
+    dweight: ShardGradient | None,
+    dbias: ShardGradient | None,
+    scratch_bytes: int,
+) -> None:
+    """Gradients of a block: writes ``dx [R, D]``, adds into ``dweight`` and ``dbias``.
+
+    ``statistics [>= 3, R]`` is the merged partial; ``kept`` may cover the block's first rows, the
+    others are projected again. With ``dx_ready``, dX is completed first and announced, so that its
+    reduction runs beside the rest of dW: that of as many windows as have their recomputed logits'
+    gradients held in ``scratch_bytes``, or of all where every row was kept.
+    """
+    gradient = _LogitGradient(projection, x, target, statistics, coefficients, kept)
+    sums = _ShardGradients(dweight, dbias, gradient)
+    cut = windows(projection)
+    tiles = _row_tiles(x.shape[0], gradient.kept_rows, x.device)
+    deferred = 0
+    if dx is not None and dx_ready is not None and (dweight or dbias):
+        recomputed = x.shape[0] - gradient.kept_rows
+        width = max((w.stop - w.start for w in cut), default=0)
+        window_bytes = recomputed * width * gradient.x.element_size()
+        deferred = min(len(cut), max(1, scratch_bytes // window_bytes) if window_bytes else len(cut))
+    held: dict[tuple[int, int], Tensor] = {}
+
+    if dx is not None:
+        total = dx if dx.dtype == projection.dtype else dx.new_empty(dx.shape, dtype=projection.dtype)
+        if not cut:
+            total.zero_()
+    for number, window in enumerate(cut):
+        waits = number >= len(cut) - deferred
+        weight = operand(projection.weight[window])
+        if not waits:
+            sums.open(window)
+        for tile in tiles:
+            tile_gradient = gradient.tile(tile, window, weight)
+            if dx is not None:
+                accumulate_nt(
+                    total[tile],
+                    tile_gradient.t(),
+                    weight.t(),
+                    overwrite=number == 0,
+                    factor=gradient.unscale,
+                )
+            if not waits:
+                sums.add(tile_gradient, tile)
+            elif tile.start >= gradient.kept_rows:
+                held[number, tile.start] = tile_gradient
+        if not waits:
+            sums.close()
+    if dx is not None and total is not dx:
+        dx.copy_(total)
+    if dx_ready is not None:
+        dx_ready()
+    for number in range(len(cut) - deferred, len(cut)):
+        sums.open(cut[number])
+        for tile in tiles:
+            tile_gradient = held.pop((number, tile.start), None)
+            if tile_gradient is None:
+                tile_gradient = gradient.tile(tile, cut[number])
+            sums.add(tile_gradient, tile)
+        sums.close()
+
+
+class _LogitGradient:
+    """Tiles of a block's gradient of the projection's output ``x @ weight.T + bias``."""
+
+    def __init__(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        statistics: Tensor,
+        coefficients: Coefficients,
+        kept: Kept | None,
+    ) -> None:
+        self.x = operand(x)
+        self.kept_rows = 0 if kept is None else kept.exponentials.shape[1]
+        self._projection, self._target, self._kept = projection, target, kept
+        maximum, sum_exp, target_logit = statistics[: TARGET + 1]
+        # A row without a finite logit has M = -inf.
+        self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        self.unscale: Tensor | None = None
+        factor: Tensor | float = projection.scale
+        if self.x.dtype == torch.float16:
+            factor = _power_of_two_scale(coefficients) * factor
+            self.unscale = projection.scale / factor
+        # The 1 / s of the probabilities rides on their coefficients.
+        self._alpha = coefficients.alpha / sum_exp * factor
+        self._beta = _times(coefficients.beta, factor)
+        self._gamma = _times(coefficients.gamma, factor)
+        self._delta = _times(coefficients.delta, factor)
+        if self._delta is not None:
+            self._delta = self._delta / sum_exp
+        if self._beta is not None and projection.softcap is not None:
+            # z of the target from fp32, not from a stored exponential.
+            self._beta = self._beta * projection.chain(target_logit)
+
+    def tile(self, rows: slice, window: slice, weight: Tensor | None = None) -> Tensor:
+        """The gradient of a tile, ``[window, rows]``, as an operand of the next products.
+
+        Recomputed rows need ``weight``, the window's rows as an operand.
+        """
+        if rows.stop <= self.kept_rows:
+            gradient, chain = self._from_kept(rows, window)
+        else:
+            gradient, chain = self._recomputed(rows, window, weight)
+        if self._gamma is not None:
+            gradient -= self._gamma[rows]
+        if chain is not None:
+            gradient *= chain
+        if self._beta is not None:
+            column, hit = _inside(self._target[rows], window)
+            beta = self._beta[rows] * -hit.to(gradient.dtype)
+            gradient.scatter_add_(0, column, beta.unsqueeze(0))
+        return gradient.to(self.x.dtype)
+
+    def _from_kept(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
+        stored = self._kept.exponentials[window, rows]
+        scale = 1 / _FP16_SCALE if stored.dtype == torch.float16 else 1.0
+        maximum = self._kept.maxima[window.start // _width(self._projection), rows]
+        coefficient = self._alpha[rows] * torch.exp(maximum - self._maximum[rows])
+        gradient = stored * (coefficient * scale)
+        chain = None
+        if self._projection.softcap is not None:
+            z = torch.log(stored.to(gradient.dtype) * scale).add_(maximum)
+            chain = self._projection.chain(z)
+        return gradient, chain
+
+    def _recomputed(
+        self, rows: slice, window: slice, weight: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        z = self._projection.logits(self.x[rows], weight, window)
+        chain = self._projection.chain(z) if self._projection.softcap is not None else None
+        z -= self._maximum[rows]
+        alpha = self._alpha[rows]
+        if self._delta is None:
+            return z.exp_().mul_(alpha), chain
+        weighted = z.clamp(min=_LOWEST_SHIFT).mul_(self._delta[rows]).add_(alpha)
+        return z.exp_().mul_(weighted), chain
+
+
+class _ShardGradients:
+    """dW and dbias of one open window at a time, from tiles of the gradient of logits."""
+
+    def __init__(
+        self, dweight: ShardGradient | None, dbias: ShardGradient | None, source: _LogitGradient
+    ) -> None:
+        self._gradients = (dweight, dbias)
+        self._source = source
+
+    def open(self, window: slice) -> None:
+        self._window = window
+        self._sums = [g and list(g.open(window.start, window.stop)) for g in self._gradients]
+
+    def add(self, tile_gradient: Tensor, rows: slice) -> None:
+        weight, bias = self._sums
+        factor = self._source.unscale
+        if weight is not None:
+            total, overwrite = weight
+            x = self._source.x[rows]
+            accumulate_nt(total, tile_gradient, x.t(), overwrite=overwrite, factor=factor)
+            weight[1] = False
+        if bias is not None:
+            total, overwrite = bias
+            column_sum = tile_gradient.sum(1, dtype=total.dtype)
+            if factor is not None:
+                column_sum *= factor
+            total.copy_(column_sum) if overwrite else total.add_(column_sum)
+            bias[1] = False
+
+    def close(self) -> None:
+        for gradient, opened in zip(self._gradients, self._sums):
+            if gradient is not None:
+                gradient.close(self._window.start, self._window.stop, opened[0])
+
+
+def _times(coefficient: Tensor | None, factor: Tensor | float) -> Tensor | None:
+    return None if coefficient is None else coefficient * factor
+
+
+def _power_of_two_scale(coefficients: Coefficients) -> Tensor:
+    """A power of two that brings the largest gradient of a logit near 2^10 in fp16, so that those
+    of a mean over many tokens (1 / N each) do not underflow; 0-dimensional, on the device."""
+    largest = sum(
+        c.abs().amax()
+        for c in (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
+        if c is not None
+    )
+    exponent = 10 - torch.frexp(largest).exponent
+    return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))

@@ -1,0 +1,216 @@
+"""Refusals of bad input: a ``ValueError`` naming both sizes, before any kernel or collective."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_lce.parallel import Layout
+
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What the public functions share; the meaning of each is theirs."""
+
+    input: Tensor
+    linear_weight: Tensor
+    target: Tensor | None
+    linear_bias: Tensor | None
+    logit_scale: float
+    logit_softcap: float | None
+    process_group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    vocab_start: int | None
+    vocab_size: int | None
+    logits_budget: int | None
+    token_weight: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def check_process_group(group: object) -> None:
+    _require(
+        group is None or isinstance(group, dist.ProcessGroup),
+        f"process_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}",
+    )
+
+
+def check_arguments(a: Arguments, layout: Layout) -> None:
+    """Raise ``ValueError`` for tensors or numbers that do not fit each other or the layout."""
+    _check_tensors(a)
+    weight, rows = a.linear_weight, a.linear_weight.shape[0]
+    bias, target = a.linear_bias, a.target
+    if bias is not None:
+        _require(
+            bias.shape == (rows,),
+            f"linear_bias must have shape [{rows}], one entry per row of linear_weight "
+            f"{list(weight.shape)}, got {list(bias.shape)}",
+        )
+    tokens = torch.Size(token_shape(a.input, layout))
+    if target is not None:
+        where = (
+            f"input {list(a.input.shape)} of each of {layout.ranks} sequence-parallel ranks"
+            if layout.sequence_parallel
+            else f"input {list(a.input.shape)}"
+        )
+        _require(
+            target.shape == tokens,
+            f"target must have shape {list(tokens)} for {where}, got {list(target.shape)}",
+        )
+    if a.token_weight is not None:
+        _require(
+            a.token_weight.shape == tokens,
+            f"token_weight must have target's shape {list(tokens)}, got "
+            f"{list(a.token_weight.shape)}",
+        )
+    _check_numbers(a)
+    _check_shard(a, layout)
+
+
+def token_shape(input: Tensor, layout: Layout) -> tuple[int, ...]:
+    """Shape of the tokens in the TP layout: the leading shape of ``input``, all parts together."""
+    leading = input.shape[:-1]
+    return (leading[0] * layout.parts, *leading[1:]) if layout.parts > 1 else tuple(leading)
+
+
+def _check_tensors(a: Arguments) -> None:
+    for name in ("input", "linear_weight"):
+        value = getattr(a, name)
+        _require(
+            isinstance(value, Tensor), f"{name} must be a tensor, got {type(value).__name__}"
+        )
+    for name, value in vars(a).items():
+        _require(
+            not (isinstance(value, Tensor) and hasattr(value, "to_local")),
+            f"{name} is a DTensor; pass {name}.to_local() and the process_group that shards the "
+            "vocabulary",
+        )
+    for name in ("target", "linear_bias", "token_weight"):
+        value = getattr(a, name)
+        _require(
+            value is None or isinstance(value, Tensor),
+            f"{name} must be a tensor or None, got {type(value).__name__}",
+        )
+    input, weight = a.input, a.linear_weight
+    _require(input.dim() >= 1, f"input must be [..., D], got {list(input.shape)}")
+    _require(
+        weight.dim() == 2,
+        f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}",
+    )
+    _require(
+        input.shape[-1] == weight.shape[1],
+        f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has "
+        f"{weight.shape[1]}",
+    )
+    for name, value in a.tensors.items():
+        _require(
+            value.device == input.device,
+            f"{name} is on {value.device} and input is on {input.device}",
+        )
+    _require(
+        input.dtype in _FLOATS,
+        f"input must be bfloat16, float16, float32 or float64, got {input.dtype}",
+    )
+    for name in ("linear_weight", "linear_bias"):
+        value = getattr(a, name)
+        _require(
+            value is None or value.dtype == input.dtype,
+            f"{name} is {None if value is None else value.dtype} and input is {input.dtype}",
+        )
+    if a.target is not None:
+        _require(
+            a.target.dtype in _INTEGERS,
+            f"target must hold class indices of an integer dtype, got {a.target.dtype} "
+            "(class probabilities are not supported)",
+        )
+    if a.token_weight is not None:
+        _require(
+            not a.token_weight.is_complex(), f"token_weight must be real, got {a.token_weight.dtype}"
+        )
+
+
+def _check_numbers(a: Arguments) -> None:
+    _require(
+        _is_number(a.logit_scale),
+        f"logit_scale must be a finite Python number, got {a.logit_scale!r}",
+    )
+    _require(
+        a.logit_softcap is None or (_is_number(a.logit_softcap) and a.logit_softcap > 0),
+        f"logit_softcap must be None or a positive Python number, got {a.logit_softcap!r}",
+    )
+    _require(
+        a.logits_budget is None or (_is_count(a.logits_budget) and a.logits_budget >= 0),
+        f"logits_budget must be None or a number of bytes >= 0, got {a.logits_budget!r}",
+    )
+
+
+def _check_shard(a: Arguments, layout: Layout) -> None:
+    rows, start, size = a.linear_weight.shape[0], a.vocab_start, a.vocab_size
+    _require(
+        start is None or (_is_count(start) and start >= 0),
+        f"vocab_start must be None or an id >= 0, got {start!r}",
+    )
+    _require(
+        size is None or (_is_count(size) and size >= 1),
+        f"vocab_size must be None or a number of entries >= 1, got {size!r}",
+    )
+    if layout.ranks == 1:
+        _require(
+            not start,
+            f"vocab_start={start} without a process group of several ranks: nobody holds the "
+            f"entries [0, {start})",
+        )
+    if start is None and size is not None:
+        _require(
+            size <= rows * layout.ranks,
+            f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
+            f"{layout.ranks} rank(s) of {rows}",
+        )
+    if layout.ranks > 1:
+        backend = dist.get_backend(a.process_group)
+        _require(
+            backend != "nccl" or a.input.is_cuda,
+            f"process_group communicates through {backend}, but input is on {a.input.device}",
+        )
+
+
+def check_loss(
+    reduction: object, ignore_index: object, label_smoothing: object, z_loss: object
+) -> None:
+    """Raise ``ValueError`` for options of the loss that have no meaning."""
+    _require(
+        reduction in ("none", "mean", "sum"),
+        f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}",
+    )
+    _require(
+        ignore_index is None or _is_count(ignore_index),
+        f"ignore_index must be an integer or None, got {ignore_index!r}",
+    )
+    _require(
+        _is_number(label_smoothing) and 0 <= label_smoothing <= 1,
+        f"label_smoothing must be a Python number in [0, 1], got {label_smoothing!r}",
+    )
+    _require(_is_number(z_loss), f"z_loss must be a finite Python number, got {z_loss!r}")

@@ -1,0 +1,337 @@
+"""The public functions: check, flatten, call, reduce."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_lce import debug
+from parallel_lce.accumulate import accumulated_loss
+from parallel_lce.backends import eager as backend
+from parallel_lce.checks import (
+    Arguments,
+    check_arguments,
+    check_loss,
+    check_process_group,
+    token_shape,
+)
+from parallel_lce.losses import WeightedLoss
+from parallel_lce.parallel import Layout, Shard
+from parallel_lce.partials import Columns
+from parallel_lce.plan import DEFAULT_BUDGET, Gradients, plan, shared_shard_rows
+from parallel_lce.statistics import Call, TokenStatistics
+from parallel_lce.statistics import token_statistics as _token_statistics
+from parallel_lce.weight_grad import accumulation_dtype
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int | None = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    token_weight: Tensor | None = None,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    logits_budget: int | None = None,
+    **unsupported: object,
+) -> Tensor:
+    """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias))``.
+
+    The ``[N, V]`` logits never exist. The same call of PyTorch 2.13's
+    ``torch.nn.functional.linear_cross_entropy`` gives the same answer, except that the loss of
+    bf16 and fp16 input is fp32, that the mean of no tokens is 0 instead of NaN, and that class
+    weights, class probabilities and ``options`` are refused.
+
+    Args:
+        input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this
+            rank's part ``[S/P, ..., D]``; dimension 0 must be equal on all ranks.
+        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. Rows must be
+            contiguous in D, else they are copied. Shards may be uneven, or empty.
+        target: ids ``[...]`` of any integer dtype, the whole sequence ``[S, ...]`` under sequence
+            parallelism, the same on all ranks. A token whose target is outside ``[0, V)`` and is
+            not ``ignore_index`` has loss NaN.
+        linear_bias: ``[V/P]`` or None.
+        reduction: 'none' (losses of the target's shape), 'sum', or 'mean': the sum divided by the
+            sum of the weights of the tokens that count, over the whole sequence; 0, with zero
+            gradients, where that is 0.
+        ignore_index: tokens with this target have loss 0 and gradient 0; None means -100.
+        label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real
+            entries of all ranks.
+        z_loss: adds ``z_loss * lse**2`` per token.
+        logit_scale, logit_softcap: Python numbers; ``softcap(u) = cap * tanh(u / cap)``.
+        process_group: the tensor-parallel group that shards the vocabulary; None or a group of one
+            rank means no parallelism. No other group is used.
+        sequence_parallel: ``input`` is split along dimension 0 over ``process_group``.
+        token_weight: ``[...]`` of the target's shape, multiplies the loss of each token.
+        vocab_start: global id of this shard's first row; default ``rank * rows``, for equal shards.
+        vocab_size: V, the real entries; rows from there on are padding, left out of the softmax and
+            with zero gradient. Default: all rows of all ranks.
+        logits_budget: bytes per rank and call for what has the logits' shape: kept from forward to
+            backward plus working block, though never less than a block of 64 MiB. None means 1 GiB.
+            Must be equal on all ranks. What does not fit is recomputed, or for 'mean' and 'sum'
+            the gradients are formed in forward (:func:`parallel_lce.plan.plan`).
+
+    Returns:
+        The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
+
+    Collectives, on ``process_group`` alone, in this order on every rank; P ranks, N tokens of the
+    whole sequence, in B blocks (``plan``; one block unless the budget splits the rows):
+
+    - forward: with ``sequence_parallel``, B all-gathers of hidden states, N/P * D elements per rank
+      in all; then one all-gather of partials, 3 N + 2 elements of fp32 per rank (4 N + 2 with
+      ``label_smoothing``). Where gradients are formed in forward that gather is one per block, and
+      the B reductions of backward follow it.
+    - backward, if ``input`` needs a gradient: B all-reduces of dX, N * D elements of the input's
+      dtype in all, each beside the dW product; with ``sequence_parallel`` B reduce-scatters of the
+      same size instead, and B all-gathers of hidden states again, also where only the weight or
+      the bias needs a gradient.
+
+    The upstream gradient may be any tensor, and must be the same on all ranks. A shard set with a
+    gap or an overlap gives NaN. ``PARALLEL_LCE_DEBUG=1`` turns this, targets out of range and
+    disagreement between the ranks into errors, at the cost of waiting for the device.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or numbers that do not fit, naming both, before any
+            collective.
+    """
+    _refuse(unsupported)
+    check_loss(reduction, ignore_index, label_smoothing, z_loss)
+    arguments = Arguments(
+        input=input,
+        linear_weight=linear_weight,
+        target=target,
+        linear_bias=linear_bias,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        process_group=process_group,
+        sequence_parallel=sequence_parallel,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        logits_budget=logits_budget,
+        token_weight=token_weight,
+    )
+    if not isinstance(target, Tensor):
+        raise ValueError(f"target must be a tensor, got {type(target).__name__}")
+    ignore_index = -100 if ignore_index is None else ignore_index
+    prepared = prepare(
+        arguments,
+        Columns(mean_logit=label_smoothing > 0),
+        accumulable=reduction != "none" and not (token_weight is not None and _needs(token_weight)),
+        ignore_index=ignore_index,
+        agreed={"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss},
+    )
+    call, tokens = prepared.call, prepared.call.target
+    ignored = tokens == ignore_index
+    weights = (~ignored).to(accumulation_dtype(input.dtype))
+    if token_weight is not None:
+        weights = torch.where(ignored, 0.0, token_weight.reshape(-1).to(weights.dtype))
+    loss = WeightedLoss(tokens, weights, ignored, label_smoothing, z_loss)
+    normalizer = loss.normalizer(reduction)
+    if call.plan.accumulate:
+        return accumulated_loss(call, *prepared.tensors, loss, normalizer)
+    per_token = loss.per_token(_token_statistics(call, *prepared.tensors, prepared.differentiable))
+    if reduction == "none":
+        return per_token.view(prepared.shape)
+    return per_token.sum() * normalizer
+
+
+def token_statistics(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor | None,
+    *,
+    linear_bias: Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    logits_budget: int | None = None,
+    mean_logit: bool = False,
+    expected_logit: bool = False,
+    argmax: bool = False,
+) -> TokenStatistics:
+    """Differentiable per-token statistics of the logits, from which any loss can be made.
+
+    Arguments, layouts and errors as in :func:`linear_cross_entropy`. ``target`` may be None: no
+    statistics of a target then. A target outside ``[0, V)`` has ``target_logit`` 0, to which no
+    gradient flows; its ``target_log_prob`` is ``-lse``. ``mean_logit``, ``expected_logit`` and
+    ``argmax`` ask for the fields of :class:`TokenStatistics` that cost a little more. An upstream
+    gradient of ``expected_logit`` or ``entropy`` recomputes the logits in backward whatever the
+    budget.
+
+    Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``; the gather of
+    partials is of (3 + number of options asked for) * N + 2 elements per rank.
+    """
+    arguments = Arguments(
+        input=input,
+        linear_weight=linear_weight,
+        target=target,
+        linear_bias=linear_bias,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        process_group=process_group,
+        sequence_parallel=sequence_parallel,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        logits_budget=logits_budget,
+    )
+    prepared = prepare(arguments, Columns(bool(mean_logit), bool(expected_logit), bool(argmax)))
+    statistics = _token_statistics(prepared.call, *prepared.tensors, prepared.differentiable)
+    return statistics.view(prepared.shape)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checked call, its tensors flattened to ``[N/parts, D]``, ``[V/P, D]`` and ``[V/P]``, and the
+    shape of its tokens."""
+
+    call: Call
+    tensors: tuple[Tensor, Tensor, Tensor | None]
+    shape: tuple[int, ...]
+    differentiable: bool
+
+
+def prepare(
+    arguments: Arguments,
+    columns: Columns,
+    *,
+    accumulable: bool = False,
+    ignore_index: int | None = None,
+    agreed: dict[str, object] | None = None,
+    main_grad: Tensor | None = None,
+) -> Prepared:
+    """Check ``arguments`` and plan the call.
+
+    ``ignore_index`` and ``agreed`` serve the debug checks: None lets any target pass, and the
+    values of ``agreed`` must be the same on all ranks. ``main_grad [V/P, D]`` takes dW by addition,
+    and the weight's gradient is then None.
+    """
+    a = _autocast(arguments)
+    check_process_group(a.process_group)
+    layout = Layout.of(a.process_group, bool(a.sequence_parallel))
+    try:
+        check_arguments(a, layout)
+    except ValueError as refusal:
+        if layout.ranks == 1:
+            raise
+        if debug.enabled():
+            debug.agree(layout, None, (0, 0), a.input.device)
+            raise
+        raise ValueError(
+            f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
+            "rank(s) of process_group wait in their collective until its timeout; "
+            "PARALLEL_LCE_DEBUG=1 raises on every rank)"
+        ) from None
+
+    hidden = a.input.reshape(-1, a.input.shape[-1])
+    weight = a.linear_weight if a.linear_weight.stride(1) == 1 else a.linear_weight.contiguous()
+    rows = weight.shape[0]
+    start = layout.rank * rows if a.vocab_start is None else a.vocab_start
+    target = None if a.target is None else a.target.reshape(-1).long()
+    differentiable = any(_needs(t) for t in (hidden, weight, a.linear_bias) if t is not None)
+    sum_dtype = accumulation_dtype(weight.dtype)
+    gradients = None
+    if differentiable:
+        destination = weight if main_grad is None else main_grad
+        gradients = Gradients(
+            input=hidden.requires_grad,
+            weight=weight.requires_grad,
+            input_fp32=hidden.dtype == sum_dtype,
+            weight_fp32=destination.dtype == sum_dtype,
+        )
+    keepable = backend.keepable(weight.dtype, a.logit_softcap)
+    known = a.vocab_start is None or a.vocab_size is not None or layout.ranks == 1
+    planned = plan(
+        hidden.shape[0] * layout.parts,
+        shared_shard_rows(rows, layout.ranks, a.vocab_start, a.vocab_size),
+        hidden.shape[1],
+        weight.element_size(),
+        budget=a.logits_budget,
+        parts=layout.parts,
+        ranks=layout.ranks,
+        gradients=gradients,
+        keepable=keepable,
+        accumulable=accumulable and known,
+    )
+    if not planned.accumulate:
+        budget = DEFAULT_BUDGET if a.logits_budget is None else a.logits_budget
+        planned = planned.limited(budget // max(1, rows * weight.element_size()))
+    shard = Shard(start, rows, a.vocab_size)
+    if debug.enabled():
+        _check_together(a, layout, shard, ignore_index, dict(agreed or {}), gradients)
+    call = Call(
+        layout, shard, columns, planned, target, float(a.logit_scale), a.logit_softcap, main_grad
+    )
+    return Prepared(call, (hidden, weight, a.linear_bias), token_shape(a.input, layout), differentiable)
+
+
+def _check_together(
+    a: Arguments,
+    layout: Layout,
+    shard: Shard,
+    ignore_index: int | None,
+    agreed: dict[str, object],
+    gradients: Gradients | None,
+) -> None:
+    shards = [(shard.start, shard.rows)]
+    if layout.ranks > 1:
+        agreed |= {
+            "tokens": token_shape(a.input, layout),
+            "hidden": a.input.shape[-1],
+            "dtype": str(a.input.dtype),
+            "logit_scale": a.logit_scale,
+            "logit_softcap": a.logit_softcap,
+            "sequence_parallel": layout.sequence_parallel,
+            "vocab_size": a.vocab_size,
+            "vocab_start given": a.vocab_start is not None,
+            "logits_budget": a.logits_budget,
+            "gradients": None if gradients is None else (gradients.input, gradients.weight),
+        }
+        shards = debug.agree(layout, agreed, shards[0], a.input.device)
+    vocab_size = debug.check_cover(shards, a.vocab_size)
+    if a.target is not None and ignore_index is not None:
+        debug.check_target(a.target, a.target != ignore_index, vocab_size)
+
+
+def _needs(tensor: Tensor) -> bool:
+    return torch.is_grad_enabled() and tensor.requires_grad
+
+
+def _autocast(a: Arguments) -> Arguments:
+    """As ``F.linear`` does under autocast, take fp32 and half operands in autocast's dtype."""
+    if not isinstance(a.input, Tensor) or not torch.is_autocast_enabled(a.input.device.type):
+        return a
+    dtype = torch.get_autocast_dtype(a.input.device.type)
+    names = ("input", "linear_weight", "linear_bias")
+    cast = {
+        name: t.to(dtype)
+        for name in names
+        if isinstance(t := getattr(a, name), Tensor)
+        and t.is_floating_point()
+        and t.dtype != torch.float64
+    }
+    return replace(a, **cast)
+
+
+def _refuse(unsupported: dict[str, object]) -> None:
+    for name, value in unsupported.items():
+        if name in ("weight", "options"):
+            raise ValueError(
+                f"{name}={value!r} of torch.nn.functional.linear_cross_entropy is not supported: "
+                "use token_weight for per-token weights and logits_budget for the memory"
+            )
+        raise TypeError(f"linear_cross_entropy() got an unexpected keyword argument {name!r}")

@@ -1,0 +1,91 @@
+"""The algebra of partials: what a slice of the vocabulary says about a token.
+
+A partial of a slice with logits z is, per token, the columns
+
+    max       m  = max z                      (-inf for an empty slice)
+    sum_exp   s  = sum exp(z - m)
+    target    t  = the target's logit if the target lies in the slice, else 0
+    shifted   zs = sum (z - m)                (on request: mean logit)
+    weighted  ez = sum exp(z - m) (z - m)     (on request: expected logit, entropy)
+    argmax    the global id of the largest logit, an integer bit-cast (on request)
+
+Partials of disjoint slices merge into the partial of their union; merging is associative and
+commutative, with the empty slice as identity. The same operator joins vocabulary windows inside a
+rank and shards across ranks (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; the
+window epilogue of "From Projection to Prediction", section 3.2.1). Sums are kept relative to the
+maximum, so no statistic is ever a difference of two large numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MAX, SUM_EXP, TARGET = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns a partial has; its tensor is ``[count, N]`` in the statistics' dtype."""
+
+    mean_logit: bool = False
+    expected_logit: bool = False
+    argmax: bool = False
+
+    @property
+    def shifted(self) -> int:
+        return 3
+
+    @property
+    def weighted(self) -> int:
+        return 3 + self.mean_logit
+
+    @property
+    def index(self) -> int:
+        return 3 + self.mean_logit + self.expected_logit
+
+    @property
+    def count(self) -> int:
+        return 3 + self.mean_logit + self.expected_logit + self.argmax
+
+
+def integer_view(column: Tensor) -> Tensor:
+    """The integers that are bit-cast in a floating-point tensor (int32 in fp32, int64 in fp64)."""
+    return column.view(torch.int32 if column.dtype == torch.float32 else torch.int64)
+
+
+def empty_partial(columns: Columns, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The identity of :func:`merge`, ``[columns.count, rows]``."""
+    partial = torch.zeros(columns.count, rows, dtype=dtype, device=device)
+    partial[MAX].fill_(-torch.inf)
+    return partial
+
+
+def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
+    """Merge the partials of K disjoint slices: ``[K, C, N]`` to ``[C, N]``, in the order given.
+
+    ``counts [K]`` holds the number of entries of each slice. NaN in any slice makes the token's
+    merged columns NaN.
+    """
+    maxima = partials[:, MAX]
+    merged = torch.empty_like(partials[0])
+    top = torch.amax(maxima, 0, out=merged[MAX])
+    missing = maxima == -torch.inf
+    # -inf - -inf is NaN: a slice without a finite maximum has nothing to rescale.
+    shift = (maxima - top).masked_fill_(missing, 0.0)
+    factor = shift.exp().masked_fill_(missing, 0.0)
+    torch.sum(partials[:, SUM_EXP] * factor, 0, out=merged[SUM_EXP])
+    torch.sum(partials[:, TARGET], 0, out=merged[TARGET])
+    if columns.mean_logit:
+        entries = counts.to(partials.dtype).unsqueeze(1)
+        torch.sum(partials[:, columns.shifted] + entries * shift, 0, out=merged[columns.shifted])
+    if columns.expected_logit:
+        moved = partials[:, columns.weighted] + partials[:, SUM_EXP] * shift
+        torch.sum(moved * factor, 0, out=merged[columns.weighted])
+    if columns.argmax:
+        ids = integer_view(partials[:, columns.index])
+        ids = ids.masked_fill(maxima != top, torch.iinfo(ids.dtype).max)
+        torch.amin(ids, 0, out=integer_view(merged[columns.index]))
+    return merged

@@ -1,0 +1,329 @@
+"""Per-token statistics of the logits, differentiable, without the logits.
+
+:func:`statistics_forward` and :func:`statistics_backward` are pure; the autograd.Function around
+them only carries tensors. Every loss is plain PyTorch on the ``[N]`` statistics, and what autograd
+hands back for them is folded into four per-token coefficients of the logits' gradient
+(:func:`coefficients`). With shifted logits z - M and p = softmax(z):
+
+    lse               = M + log s                        d/dz_j = p_j
+    target_logit      = t                                d/dz_j = [j = y]
+    target_log_prob   = (t - M) - log s                  d/dz_j = [j = y] - p_j
+    mean_logit        = M + zs / V                       d/dz_j = 1 / V
+    mean_log_prob     = zs / V - log s                   d/dz_j = 1 / V - p_j
+    expected_logit E  = M + ez / s                       d/dz_j = p_j (1 + z_j - E)
+    entropy           = log s - ez / s                   d/dz_j = -p_j (z_j - E)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends import eager as backend
+from parallel_lce.backends.eager import Coefficients, Kept, Projection
+from parallel_lce.parallel import (
+    HiddenGradient,
+    Layout,
+    Pending,
+    Shard,
+    gather_hidden,
+    gather_partials,
+)
+from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, integer_view
+from parallel_lce.plan import Block, Plan
+from parallel_lce.weight_grad import ShardGradient, accumulation_dtype
+
+
+@dataclass(frozen=True)
+class TokenStatistics:
+    """Statistics of each token's logits; every field has the target's shape (hidden states' leading
+    shape without a target), fp32, or fp64 for fp64 input. Fields that were not asked for are None.
+
+    ``lse``: log-sum-exp. ``target_logit``: 0 for a target outside ``[0, V)``. ``target_log_prob``:
+    ``target_logit - lse``, computed without that difference. ``mean_logit`` over the V real entries;
+    ``mean_log_prob``: ``mean_logit - lse`` likewise. ``expected_logit``: sum of p z; ``entropy``:
+    ``lse - expected_logit`` likewise. Without gradient: ``max_logit``, ``argmax`` (int64, global
+    id, the lowest among equals, -1 where a logit is NaN) and ``vocab_size``: V, 0-dimensional.
+    """
+
+    lse: Tensor
+    target_logit: Tensor | None
+    target_log_prob: Tensor | None
+    mean_logit: Tensor | None
+    mean_log_prob: Tensor | None
+    expected_logit: Tensor | None
+    entropy: Tensor | None
+    max_logit: Tensor
+    argmax: Tensor | None
+    vocab_size: Tensor
+
+    def view(self, shape: torch.Size) -> TokenStatistics:
+        """The same with every per-token field reshaped."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "vocab_size"}
+        reshaped = {k: v if v is None else v.view(shape) for k, v in values.items()}
+        return TokenStatistics(**reshaped, vocab_size=self.vocab_size)
+
+
+DIFFERENTIABLE = tuple(f.name for f in fields(TokenStatistics))[:7]
+_NAMES = tuple(f.name for f in fields(TokenStatistics))
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call's numbers, all but the tensors that may need gradients.
+
+    ``target [N]``: ids in the whole vocabulary, or None. ``main_grad``: where dW is added, if
+    anywhere.
+    """
+
+    layout: Layout
+    shard: Shard
+    columns: Columns
+    plan: Plan
+    target: Tensor | None
+    scale: float = 1.0
+    softcap: float | None = None
+    main_grad: Tensor | None = None
+
+    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        shard = self.shard
+        return Projection(weight, bias, shard.start, shard.real, self.scale, self.softcap)
+
+    def local_target(self, block: Block) -> Tensor | None:
+        """The block's targets relative to the shard; other shards' and invalid ones hit nothing."""
+        if self.target is None:
+            return None
+        return self.layout.take(self.target, block).long() - self.shard.start
+
+
+def token_count(hidden: Tensor, layout: Layout) -> int:
+    """N, the tokens in the TP layout of this rank's ``hidden [N/parts, D]``."""
+    return hidden.shape[0] * layout.parts
+
+
+def finish_statistics(
+    partial: Tensor, vocab_size: Tensor, columns: Columns, with_target: bool
+) -> TokenStatistics:
+    """Statistics from a merged partial ``[C, N]``."""
+    top, sum_exp, target = partial[MAX], partial[SUM_EXP], partial[TARGET]
+    log_sum = sum_exp.log()
+    # A token without a finite logit has M = -inf; its sums are relative to 0.
+    values: dict[str, Tensor | None] = dict.fromkeys(_NAMES)
+    values.update(lse=top + log_sum, max_logit=top.clone(), vocab_size=vocab_size)
+    if with_target:
+        values.update(target_logit=target.clone(), target_log_prob=(target - top) - log_sum)
+    if columns.mean_logit:
+        mean = partial[columns.shifted] / vocab_size
+        values.update(mean_logit=top + mean, mean_log_prob=mean - log_sum)
+    if columns.expected_logit:
+        expected = partial[columns.weighted] / sum_exp
+        values.update(expected_logit=top + expected, entropy=log_sum - expected)
+    if columns.argmax:
+        ids = integer_view(partial[columns.index])
+        values["argmax"] = ids.long().masked_fill(ids == torch.iinfo(ids.dtype).max, -1)
+    return TokenStatistics(**values)
+
+
+def coefficients(
+    upstream: dict[str, Tensor | None], partial: Tensor, vocab_size: Tensor, columns: Columns
+) -> Coefficients:
+    """Fold the upstream gradients ``[N]`` of the statistics into coefficients of the logits'."""
+
+    def total(*terms: tuple[int, str]) -> Tensor | None:
+        found = [sign * upstream[name] for sign, name in terms if upstream.get(name) is not None]
+        return sum(found[1:], start=found[0]) if found else None
+
+    alpha = total((1, "lse"), (-1, "target_log_prob"), (-1, "mean_log_prob"), (1, "expected_logit"))
+    beta = total((-1, "target_logit"), (-1, "target_log_prob"))
+    gamma = total((-1, "mean_logit"), (-1, "mean_log_prob"))
+    delta = total((1, "expected_logit"), (-1, "entropy"))
+    if alpha is None:
+        alpha = torch.zeros_like(partial[MAX])
+    if delta is not None:
+        # The expected logit relative to the maximum, as the shifted logits that delta multiplies.
+        alpha = alpha - delta * (partial[columns.weighted] / partial[SUM_EXP])
+    return Coefficients(alpha, beta, None if gamma is None else gamma / vocab_size, delta)
+
+
+def statistics_forward(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep: bool
+) -> tuple[Tensor, Tensor, list[Kept | None]]:
+    """Merged partial ``[C, N]``, V, and what each block keeps for backward (nothing unless ``keep``).
+
+    Collectives: under sequence parallelism one all-gather of hidden states per block, each started
+    a block ahead; then one all-gather of the partials.
+    """
+    layout, columns = call.layout, call.columns
+    projection = call.projection(weight, bias)
+    rows = token_count(hidden, layout)
+    partial = hidden.new_empty(columns.count, rows, dtype=accumulation_dtype(weight.dtype))
+    kept: list[Kept | None] = []
+    for block, pending in hidden_blocks(call, hidden):
+        x = pending.wait()
+        target = call.local_target(block)
+        local, exponentials = backend.block_forward(
+            projection, x, target, columns, block.kept if keep else 0
+        )
+        layout.put(partial, block, local)
+        kept.append(exponentials)
+    merged, vocab_size = gather_partials(partial, call.shard, columns, layout)()
+    return merged, vocab_size, kept
+
+
+def hidden_blocks(call: Call, hidden: Tensor) -> Iterator[tuple[Block, Pending]]:
+    """Each block with its hidden states, gathered one block ahead of their use."""
+    blocks = call.plan.blocks
+    ahead = gather_hidden(hidden, blocks[0], call.layout) if blocks else None
+    for number, block in enumerate(blocks):
+        pending = ahead
+        if number + 1 < len(blocks):
+            ahead = gather_hidden(hidden, blocks[number + 1], call.layout)
+        yield block, pending
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients a backward must produce."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+    @property
+    def any(self) -> bool:
+        return self.hidden or self.weight or self.bias
+
+
+class GradientSums:
+    """dX, dW and dbias of one call, formed block by block.
+
+    Collectives: those of :class:`HiddenGradient`, started by each :meth:`add_block`.
+    ``dtype`` of dW and dbias, by default the parameters'.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        hidden: Tensor,
+        projection: Projection,
+        needs: Needs,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._call, self._projection = call, projection
+        visits, real = len(call.plan.blocks), projection.real
+        self._hidden = self._weight = self._bias = None
+        if needs.hidden:
+            self._hidden = HiddenGradient(hidden.new_empty(hidden.shape), call.layout)
+        if needs.weight:
+            self._weight = ShardGradient(
+                projection.weight, real, visits, dtype=dtype, main_grad=call.main_grad
+            )
+        if needs.bias:
+            self._bias = ShardGradient(projection.bias, real, visits, dtype=dtype)
+
+    def add_block(
+        self,
+        block: Block,
+        x: Tensor,
+        partial: Tensor,
+        coefficients: Coefficients,
+        kept: Kept | None,
+    ) -> None:
+        """Add a block: ``x [R, D]``, merged ``partial [C, R]``, coefficients ``[R]``."""
+        dx = dx_ready = None
+        if self._hidden is not None:
+            dx = self._hidden.destination(block)
+            if self._call.layout.ranks > 1:
+                dx_ready = lambda: self._hidden.reduce(block, dx)  # noqa: E731
+        backend.block_backward(
+            self._projection,
+            x,
+            self._call.local_target(block),
+            partial,
+            coefficients,
+            kept,
+            dx=dx,
+            dx_ready=dx_ready,
+            dweight=self._weight,
+            dbias=self._bias,
+            scratch_bytes=self._call.plan.block_bytes,
+        )
+
+    def deliver(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dX, dW and dbias; None for one that was not asked for or went into ``main_grad``."""
+        weight = self._weight and self._weight.deliver()
+        bias = self._bias and self._bias.deliver()
+        return self._hidden and self._hidden.wait(), weight, bias
+
+
+def statistics_backward(
+    call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    partial: Tensor,
+    kept: list[Kept | None],
+    coefficients: Coefficients,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dX, dW, dbias of one call.
+
+    Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a
+    block ahead; then the reduction of dX (:class:`HiddenGradient`).
+    """
+    layout = call.layout
+    sums = GradientSums(call, hidden, call.projection(weight, bias), needs)
+    per_token = (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
+    for (block, pending), exponentials in zip(hidden_blocks(call, hidden), kept, strict=True):
+        local = Coefficients(*(c if c is None else layout.take(c, block) for c in per_token))
+        sums.add_block(block, pending.wait(), layout.take(partial, block), local, exponentials)
+    return sums.deliver()
+
+
+class _Statistics(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call: Call):
+        ctx.set_materialize_grads(False)
+        partial, vocab_size, kept = statistics_forward(call, hidden, weight, bias, keep=True)
+        tensors = [t for k in kept if k is not None for t in (k.exponentials, k.maxima)]
+        ctx.save_for_backward(hidden, weight, bias, partial, vocab_size, *tensors)
+        ctx.call, ctx.holds = call, [k is not None for k in kept]
+        statistics = finish_statistics(partial, vocab_size, call.columns, call.target is not None)
+        values = tuple(getattr(statistics, name) for name in _NAMES)
+        ctx.mark_non_differentiable(*(v for v in values[len(DIFFERENTIABLE) :] if v is not None))
+        return values
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        hidden, weight, bias, partial, vocab_size, *tensors = ctx.saved_tensors
+        call = ctx.call
+        upstream = dict(zip(DIFFERENTIABLE, gradients))
+        folded = coefficients(upstream, partial, vocab_size, call.columns)
+        stored = iter(tensors)
+        kept = [Kept(next(stored), next(stored)) if holds else None for holds in ctx.holds]
+        if folded.delta is not None:
+            # Exponentials that underflowed no longer tell their logits.
+            kept = [None] * len(kept)
+        needs = Needs(*ctx.needs_input_grad[:3])
+        return (
+            *statistics_backward(call, hidden, weight, bias, partial, kept, folded, needs),
+            None,
+        )
+
+
+def token_statistics(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, differentiable: bool
+) -> TokenStatistics:
+    """Statistics ``[N]`` of ``hidden [N/parts, D]`` against the shard ``weight [V/P, D]``.
+
+    Nothing is kept unless ``differentiable``.
+    """
+    if differentiable:
+        return TokenStatistics(*_Statistics.apply(hidden, weight, bias, call))
+    with torch.no_grad():
+        partial, vocab_size, _ = statistics_forward(call, hidden, weight, bias, keep=False)
+        return finish_statistics(partial, vocab_size, call.columns, call.target is not None)

@@ -1,0 +1,70 @@
+"""Where the gradient of a vocabulary shard goes: a new tensor, or a ``main_grad`` that exists."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class ShardGradient:
+    """Gradient of a weight ``[V/P, D]`` or bias ``[V/P]``, summed in fp32 (fp64 for fp64).
+
+    ``visits`` is how often each window of rows will be opened, 0 for a gradient of no tokens. A
+    low-precision gradient that is complete in one visit is summed in a buffer of one window,
+    otherwise in a buffer of its own size. ``dtype`` is that of a new gradient, by default the
+    parameter's. ``main_grad`` receives the gradient by addition instead: an fp32 one in place, a
+    low-precision one by a single rounded addition of the whole sum. Rows from ``real_rows`` on are
+    padding: their gradient is zero.
+    """
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        real_rows: int,
+        visits: int,
+        *,
+        dtype: torch.dtype | None = None,
+        main_grad: Tensor | None = None,
+    ) -> None:
+        self._real = real_rows
+        self._adds = main_grad is not None
+        if main_grad is None:
+            self._target = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+            self._target[real_rows if visits else 0 :].zero_()
+        else:
+            self._target = main_grad
+        sum_dtype = accumulation_dtype(parameter.dtype)
+        self._window = self._target.new_empty(0, dtype=sum_dtype)
+        self._sum: Tensor | None = None
+        if self._target.dtype == sum_dtype:
+            self._sum = self._target
+        elif visits > 1:
+            self._sum = torch.empty_like(self._target, dtype=sum_dtype)
+        self._opened: set[int] = set()
+
+    def open(self, start: int, stop: int) -> tuple[Tensor, bool]:
+        """The sum of rows ``[start, stop)``; True where it holds nothing yet: overwrite it."""
+        if self._sum is None:
+            return self._window.new_empty(stop - start, *self._target.shape[1:]), True
+        holds = start in self._opened or (self._adds and self._sum is self._target)
+        self._opened.add(start)
+        return self._sum[start:stop], not holds
+
+    def close(self, start: int, stop: int, total: Tensor) -> None:
+        """End a visit; ``total`` is the tensor that :meth:`open` returned."""
+        if self._sum is None:
+            self._store(self._target[start:stop], total)
+
+    def deliver(self) -> Tensor | None:
+        """The finished gradient, or None where ``main_grad`` has received it."""
+        if self._sum is not None and self._sum is not self._target and self._opened:
+            self._store(self._target[: self._real], self._sum[: self._real])
+        return None if self._adds else self._target
+
+    def _store(self, rows: Tensor, total: Tensor) -> None:
+        rows.add_(total) if self._adds else rows.copy_(total)

@@ -1,0 +1,241 @@
+"""One call of the package, its float64 truth and its same-dtype yardstick, for any layout.
+
+The truth is :mod:`parallel_lce.reference` in float64 on one process. The yardstick is what a user
+has without the package: torch's projection in the inputs' dtype, its logits in fp32 and autograd.
+An error is the Frobenius norm of the difference from the truth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import parallel_lce
+from parallel_lce import reference
+from world import Member
+
+DTYPES = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call. ``shards``: rows per rank, None for equal shards of ``V`` padded up to a multiple of P.
+
+    ``ignored``: none, some or all; ``sharpness``: standard deviation of the logits.
+    """
+
+    N: int
+    V: int
+    D: int
+    dtype: str = "fp32"
+    ranks: int = 1
+    sequence_parallel: bool = False
+    reduction: str = "mean"
+    budget: int | None = None
+    bias: bool = False
+    ignored: str = "some"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    token_weight: bool = False
+    shards: tuple[int, ...] | None = None
+    give_vocab_size: bool = True
+    sharpness: float = 1.0
+    offset: float = 0.0
+    frozen: str = ""
+    seed: int = 0
+    options: dict = field(default_factory=dict, hash=False, compare=False)
+
+    def __str__(self) -> str:
+        changed = [
+            f"{name}={value}"
+            for name, value in vars(self).items()
+            if value != type(self).__dataclass_fields__[name].default and name not in "NVD options"
+        ]
+        return "-".join([f"{self.N}x{self.V}x{self.D}", *changed])
+
+
+@dataclass
+class Tensors:
+    """Whole tensors of a case: ``x [N, D]``, ``weight [V, D]``, ``bias [V]``, ``target [N]``,
+    ``token_weight [N]`` and the upstream gradient, of the loss's shape."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor
+    token_weight: Tensor | None
+    upstream: Tensor
+
+
+def make(case: Case, device: torch.device | str = "cpu") -> Tensors:
+    """The case's tensors, the same on every rank and device."""
+    generator = torch.Generator().manual_seed(case.seed)
+    dtype = DTYPES[case.dtype]
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    x = normal(case.N, case.D)
+    weight = normal(case.V, case.D) * (case.sharpness / case.D**0.5)
+    bias = normal(case.V) + case.offset if case.bias or case.offset else None
+    target = torch.randint(case.V, (case.N,), generator=generator)
+    if case.ignored != "none":
+        target[slice(None) if case.ignored == "all" else slice(0, None, 3)] = -100
+    token_weight = None
+    if case.token_weight:
+        token_weight = torch.rand(case.N, generator=generator, dtype=torch.float64).to(
+            torch.float64 if dtype == torch.float64 else torch.float32
+        )
+        token_weight[1::5] = 0
+    shape = (case.N,) if case.reduction == "none" else ()
+    upstream = normal(*shape)
+    if case.reduction == "none":
+        upstream[::4] = 0
+    put = lambda t: None if t is None else t.to(device)  # noqa: E731
+    return Tensors(
+        x.to(dtype).to(device),
+        weight.to(dtype).to(device),
+        put(None if bias is None else bias.to(dtype)),
+        put(target),
+        put(token_weight),
+        put(upstream.to(torch.float64 if dtype == torch.float64 else torch.float32)),
+    )
+
+
+def loss_options(case: Case) -> dict:
+    return {
+        "reduction": case.reduction,
+        "label_smoothing": case.label_smoothing,
+        "z_loss": case.z_loss,
+    }
+
+
+def dense(case: Case, t: Tensors, dtype: torch.dtype, loss_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Loss and gradients of the dense path with a projection in ``dtype``."""
+    leaves = {
+        name: None if value is None else value.detach().to(dtype).requires_grad_()
+        for name, value in (("x", t.x), ("weight", t.weight), ("bias", t.bias))
+    }
+    z = torch.nn.functional.linear(leaves["x"], leaves["weight"], leaves["bias"]).to(loss_dtype)
+    z = z * case.logit_scale
+    if case.logit_softcap is not None:
+        z = case.logit_softcap * torch.tanh(z / case.logit_softcap)
+    loss = reference.loss(z, t.target, token_weight=t.token_weight, **loss_options(case))
+    loss.backward(t.upstream.to(loss.dtype))
+    found = {"loss": loss.detach()}
+    found |= {f"d{n}": leaf.grad for n, leaf in leaves.items() if leaf is not None}
+    return found
+
+
+def local_shard(case: Case, rank: int) -> tuple[int, int, bool]:
+    """(first row, rows, whether they must be given) of a rank; the last ones may be padding."""
+    if case.shards is not None:
+        return sum(case.shards[:rank]), case.shards[rank], True
+    rows = -(-case.V // case.ranks)
+    return rank * rows, rows, False
+
+
+def ours(member: Member, case: Case) -> dict[str, Tensor]:
+    """The package's loss and gradients on one rank: of its part of x and its shard."""
+    t = make(case, member.device)
+    start, rows, given = local_shard(case, member.rank)
+    real = max(0, min(rows, case.V - start))
+    # Padding rows hold what must never matter.
+    weight = t.weight.new_full((rows, case.D), 3.0)
+    weight[:real] = t.weight[start : start + real]
+    bias = None
+    if t.bias is not None:
+        bias = t.bias.new_full((rows,), 5.0)
+        bias[:real] = t.bias[start : start + real]
+    x = t.x.chunk(case.ranks)[member.rank] if case.sequence_parallel else t.x
+    leaves = {
+        name: None if value is None else value.clone().requires_grad_(name not in case.frozen.split())
+        for name, value in (("x", x), ("weight", weight), ("bias", bias))
+    }
+    padded = case.shards is None and rows * case.ranks != case.V
+    loss = parallel_lce.linear_cross_entropy(
+        leaves["x"],
+        leaves["weight"],
+        t.target,
+        linear_bias=leaves["bias"],
+        token_weight=t.token_weight,
+        logit_scale=case.logit_scale,
+        logit_softcap=case.logit_softcap,
+        process_group=member.group if case.ranks > 1 else None,
+        sequence_parallel=case.sequence_parallel,
+        vocab_start=start if given else None,
+        vocab_size=case.V if padded or (given and case.give_vocab_size) else None,
+        logits_budget=case.budget,
+        **loss_options(case),
+        **case.options,
+    )
+    found = {"loss": loss.detach().cpu()}
+    if loss.requires_grad:
+        loss.backward(t.upstream.to(loss.dtype))
+    for name, leaf in leaves.items():
+        if leaf is None:
+            continue
+        assert (leaf.grad is None) == (name in case.frozen.split()), name
+        if leaf.grad is None:
+            continue
+        if name != "x":
+            padding = leaf.grad[real:]
+            assert torch.equal(padding, torch.zeros_like(padding)), f"d{name} of padding rows"
+        found[f"d{name}"] = (leaf.grad if name == "x" else leaf.grad[:real]).cpu()
+    return found
+
+
+def assemble(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Whole tensors from what each rank returned; what must agree bit for bit is checked."""
+    for part in parts[1:]:
+        assert torch.equal(parts[0]["loss"], part["loss"]) or part["loss"].isnan().any()
+        if not case.sequence_parallel and "dx" in part:
+            assert torch.equal(parts[0]["dx"], part["dx"]), "dx differs between ranks"
+    whole = {"loss": parts[0]["loss"]}
+    for name in parts[0]:
+        if name in ("dweight", "dbias") or (name == "dx" and case.sequence_parallel):
+            whole[name] = torch.cat([p[name] for p in parts])
+        elif name == "dx":
+            whole[name] = parts[0][name]
+    return whole
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return (found.double().cpu() - truth.double().cpu()).norm().item()
+
+
+def check(case: Case, found: dict[str, Tensor], factor: float, device: str = "cpu") -> None:
+    """Every error is at most ``factor`` times the yardstick's, or a few roundings of the result."""
+    t = make(case, device)
+    truth = dense(case, t, torch.float64, torch.float64)
+    dtype = DTYPES[case.dtype]
+    yardstick = dense(case, t, dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+    for name, value in found.items():
+        assert value.shape == truth[name].shape, name
+        # A result stored in its dtype cannot be nearer than its own rounding.
+        # In float64 truth and yardstick are one: there the order of summation is all.
+        floor = torch.finfo(value.dtype).eps * truth[name].norm().item()
+        floor *= 32 if dtype == torch.float64 else 1
+        if value.dtype == torch.float16:
+            floor += 2**-24 * value.numel() ** 0.5
+        ours_error, its_error = error(value, truth[name]), error(yardstick[name], truth[name])
+        assert ours_error <= factor * its_error + floor, (
+            f"{case}: {name} error {ours_error:.3g}, torch's {its_error:.3g}, "
+            f"norm {truth[name].norm():.3g}"
+        )
+
+
+def run(case: Case, worlds, device: str) -> dict[str, Tensor]:
+    """The package's whole result, on one process or over a real group."""
+    if case.ranks == 1:
+        return assemble(case, [ours(Member(0, 1, torch.device(device), None), case)])
+    return assemble(case, worlds(case.ranks).run(ours, case))

@@ -1,0 +1,48 @@
+"""Fixtures: devices, and process groups that live as long as the session."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+
+from world import World, configure
+
+configure()
+
+DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request) -> str:
+    """Each test body runs on the CPU and, with ``-m gpu``, on a GPU."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and there is none")
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def _worlds():
+    worlds: dict[tuple[int, str], World] = {}
+    yield worlds
+    for world in worlds.values():
+        if world.alive:
+            world.close()
+
+
+@pytest.fixture
+def worlds(_worlds, device):
+    """``worlds(P)``: P processes of the test's device, started at first use."""
+
+    def get(ranks: int) -> World:
+        if device == "cuda" and ranks > torch.cuda.device_count():
+            pytest.skip(f"needs {ranks} GPUs, and there are {torch.cuda.device_count()}")
+        known = _worlds.get((ranks, device))
+        if known is None or not known.alive:
+            known = _worlds[ranks, device] = World(ranks, device)
+        return known
+
+    return get

@@ -1,0 +1,111 @@
+"""Real process groups for tests: one set of processes per size, kept for the whole session."""
+
+from __future__ import annotations
+
+import os
+import queue
+import tempfile
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Member:
+    """What a test body knows of its process."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+    group: dist.ProcessGroup
+
+
+def _serve(rank: int, ranks: int, device_type: str, store: str, jobs, results) -> None:
+    # CUDA asks for this before its first use if cuBLAS is to be deterministic.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(1)
+    configure()
+    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
+    if device_type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device_type == "cuda" else "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=TIMEOUT),
+    )
+    member = Member(rank, ranks, device, dist.group.WORLD)
+    while (job := jobs.get()) is not None:
+        body, arguments = job
+        try:
+            results.put((True, body(member, *arguments)))
+        except Exception:
+            results.put((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+def configure() -> None:
+    """What every test process sets: memory of ``torch.empty`` is NaN, so that reading it shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+class World:
+    """``ranks`` processes with a default group over gloo, or over NCCL on as many GPUs."""
+
+    def __init__(self, ranks: int, device_type: str = "cpu") -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        self._jobs = [context.Queue() for _ in range(ranks)]
+        self._results = [context.Queue() for _ in range(ranks)]
+        store = os.path.join(self._folder.name, "store")
+        self._processes = [
+            context.Process(
+                target=_serve,
+                args=(r, ranks, device_type, store, self._jobs[r], self._results[r]),
+                daemon=True,
+            )
+            for r in range(ranks)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def run(self, body, *arguments, timeout: float = TIMEOUT) -> list:
+        """``body(member, *arguments)`` on every rank; the results in rank order.
+
+        Raises ``AssertionError`` with the traceback of the first rank that failed; a rank that does
+        not answer in time fails the test and ends the world.
+        """
+        for jobs in self._jobs:
+            jobs.put((body, arguments))
+        answers = []
+        for rank, results in enumerate(self._results):
+            try:
+                answers.append(results.get(timeout=timeout))
+            except queue.Empty:
+                self.close(kill=True)
+                raise AssertionError(f"rank {rank} hangs, or died: no answer in {timeout} s") from None
+        failed = [(r, text) for r, (good, text) in enumerate(answers) if not good]
+        if failed:
+            raise AssertionError(f"ranks {[r for r, _ in failed]} failed; rank {failed[0][0]}:\n{failed[0][1]}")
+        return [value for _, value in answers]
+
+    @property
+    def alive(self) -> bool:
+        return all(p.is_alive() for p in self._processes)
+
+    def close(self, kill: bool = False) -> None:
+        for jobs, process in zip(self._jobs, self._processes):
+            process.kill() if kill else jobs.put(None)
+        for process in self._processes:
+            process.join(20)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()

@@ -10,6 +10,7 @@ if not (_Path(__file__).parent / "kernels").is_dir():
     )
 
 from parallel_lce.functional import linear_cross_entropy, token_statistics
+from parallel_lce.logits import vocab_parallel_cross_entropy
 from parallel_lce.losses import entropy, log_prob
 from parallel_lce.modules import LinearCrossEntropy
 from parallel_lce.statistics import TokenStatistics
@@ -21,4 +22,5 @@ __all__ = [
     "linear_cross_entropy",
     "log_prob",
     "token_statistics",
+    "vocab_parallel_cross_entropy",
 ]

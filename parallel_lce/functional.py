@@ -24,7 +24,7 @@ from parallel_lce.partials import Columns
 from parallel_lce.plan import DEFAULT_BUDGET, Gradients, plan, shared_shard_rows
 from parallel_lce.statistics import Call, TokenStatistics
 from parallel_lce.statistics import token_statistics as _token_statistics
-from parallel_lce.weight_grad import accumulation_dtype
+from parallel_lce.weight_grad import MainGrad, accumulation_dtype
 
 
 def linear_cross_entropy(
@@ -212,13 +212,12 @@ def prepare(
     accumulable: bool = False,
     ignore_index: int | None = None,
     agreed: dict[str, object] | None = None,
-    main_grad: Tensor | None = None,
+    main_grad: MainGrad | None = None,
 ) -> Prepared:
     """Check ``arguments`` and plan the call.
 
     ``ignore_index`` and ``agreed`` serve the debug checks: None lets any target pass, and the
-    values of ``agreed`` must be the same on all ranks. ``main_grad [V/P, D]`` takes dW by addition,
-    and the weight's gradient is then None.
+    values of ``agreed`` must be the same on all ranks. ``main_grad`` takes dW by addition.
     """
     a = _autocast(arguments)
     check_process_group(a.process_group)
@@ -246,7 +245,7 @@ def prepare(
     sum_dtype = accumulation_dtype(weight.dtype)
     gradients = None
     if differentiable:
-        destination = weight if main_grad is None else main_grad
+        destination = weight if main_grad is None else main_grad.tensor
         gradients = Gradients(
             input=hidden.requires_grad,
             weight=weight.requires_grad,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 DEFAULT_BUDGET = 1 << 30
 """``logits_budget=None``: bytes per rank and call."""
 
-SMALLEST_BLOCK = 64 << 20
+SMALLEST_BLOCK = 32 << 20
 """Working block, in bytes of logits, that a call may use whatever its budget is."""
 
 NOMINAL_SHARD = 32768

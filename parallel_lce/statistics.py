@@ -34,7 +34,7 @@ from parallel_lce.parallel import (
 )
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, integer_view
 from parallel_lce.plan import Block, Plan
-from parallel_lce.weight_grad import ShardGradient, accumulation_dtype
+from parallel_lce.weight_grad import MainGrad, ShardGradient, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Call:
     target: Tensor | None
     scale: float = 1.0
     softcap: float | None = None
-    main_grad: Tensor | None = None
+    main_grad: MainGrad | None = None
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard
@@ -253,7 +253,7 @@ class GradientSums:
         )
 
     def deliver(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dX, dW and dbias; None for one that was not asked for or went into ``main_grad``."""
+        """dX, dW (or what :class:`MainGrad` gives for it) and dbias; None if not asked for."""
         weight = self._weight and self._weight.deliver()
         bias = self._bias and self._bias.deliver()
         return self._hidden and self._hidden.wait(), weight, bias

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,17 @@ from torch import Tensor
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics and sums: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """A gradient buffer ``[V/P, D]`` of the caller's that dW is added to in backward.
+
+    ``placeholder`` is called once it has been, and returns what autograd is given for the weight.
+    """
+
+    tensor: Tensor
+    placeholder: Callable[[], Tensor | None]
 
 
 class ShardGradient:
@@ -29,15 +43,17 @@ class ShardGradient:
         visits: int,
         *,
         dtype: torch.dtype | None = None,
-        main_grad: Tensor | None = None,
+        main_grad: MainGrad | None = None,
     ) -> None:
         self._real = real_rows
-        self._adds = main_grad is not None
+        self._main_grad = main_grad
         if main_grad is None:
-            self._target = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+            self._target = torch.empty_like(
+                parameter, dtype=dtype, memory_format=torch.contiguous_format
+            )
             self._target[real_rows if visits else 0 :].zero_()
         else:
-            self._target = main_grad
+            self._target = main_grad.tensor
         sum_dtype = accumulation_dtype(parameter.dtype)
         self._window = self._target.new_empty(0, dtype=sum_dtype)
         self._sum: Tensor | None = None
@@ -51,7 +67,7 @@ class ShardGradient:
         """The sum of rows ``[start, stop)``; True where it holds nothing yet: overwrite it."""
         if self._sum is None:
             return self._window.new_empty(stop - start, *self._target.shape[1:]), True
-        holds = start in self._opened or (self._adds and self._sum is self._target)
+        holds = start in self._opened or (self._main_grad and self._sum is self._target)
         self._opened.add(start)
         return self._sum[start:stop], not holds
 
@@ -61,10 +77,10 @@ class ShardGradient:
             self._store(self._target[start:stop], total)
 
     def deliver(self) -> Tensor | None:
-        """The finished gradient, or None where ``main_grad`` has received it."""
+        """The finished gradient, or ``main_grad``'s placeholder once it has received it."""
         if self._sum is not None and self._sum is not self._target and self._opened:
             self._store(self._target[: self._real], self._sum[: self._real])
-        return None if self._adds else self._target
+        return self._target if self._main_grad is None else self._main_grad.placeholder()
 
     def _store(self, rows: Tensor, total: Tensor) -> None:
-        rows.add_(total) if self._adds else rows.copy_(total)
+        rows.copy_(total) if self._main_grad is None else rows.add_(total)

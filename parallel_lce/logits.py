@@ -1,0 +1,152 @@
+"""Vocabulary-parallel cross-entropy of logits that exist already, in Megatron's semantics."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_lce.checks import check_process_group
+from parallel_lce.parallel import Layout, Shard, gather_partials
+from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
+from parallel_lce.weight_grad import accumulation_dtype
+
+# Rows are taken in blocks of this many bytes of fp32, so that no second [N, V/P] tensor exists.
+_BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Cross-entropy of ``vocab_parallel_logits [..., V/P]`` and ``target [...]``, ``[...]`` in fp32.
+
+    A stand-in for ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy`` with its values and
+    gradients. Ranks hold equal shards in rank order. A target outside every shard has loss
+    ``lse - max`` and the gradient of lse alone. ``label_smoothing`` in [0, 1) spreads
+    ``eps * K / (K - 1)`` over the K = V/P entries of *this rank's* shard, so that, as in Megatron,
+    the loss then depends on the rank (``linear_cross_entropy`` smooths over the whole vocabulary).
+
+    Unlike Megatron's, it leaves the logits as they are and keeps no softmax: forward reads them
+    once and keeps two numbers per token, backward reads them again and writes their gradient in
+    their dtype. Everything else is taken in blocks of rows.
+
+    ``tp_group=None`` means Megatron's own tensor-parallel group; where torch.distributed is not
+    initialised, a single process.
+
+    Collectives: forward, one all-gather of 3 N + 2 fp32 elements per rank; backward, none. The
+    upstream gradient must be the same on all ranks.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, an unknown group.
+    """
+    if vocab_parallel_logits.shape[:-1] != target.shape or vocab_parallel_logits.dim() < 1:
+        raise ValueError(
+            f"target must have shape {list(vocab_parallel_logits.shape[:-1])} for "
+            f"vocab_parallel_logits {list(vocab_parallel_logits.shape)}, got {list(target.shape)}"
+        )
+    if not vocab_parallel_logits.is_floating_point():
+        raise ValueError(
+            f"vocab_parallel_logits must be floating point, got {vocab_parallel_logits.dtype}"
+        )
+    if target.is_floating_point() or target.dtype == torch.bool:
+        raise ValueError(f"target must hold class indices, got {target.dtype}")
+    if target.device != vocab_parallel_logits.device:
+        raise ValueError(
+            f"target is on {target.device} and vocab_parallel_logits is on "
+            f"{vocab_parallel_logits.device}"
+        )
+    entries = vocab_parallel_logits.shape[-1]
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
+    if label_smoothing and entries < 2:
+        raise ValueError(
+            f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {entries}"
+        )
+    layout = Layout.of(_megatron_group() if tp_group is None else tp_group, False)
+    logits = vocab_parallel_logits.reshape(-1, entries)
+    loss = _LogitsCrossEntropy.apply(
+        logits, target.reshape(-1).long(), float(label_smoothing), layout
+    )
+    return loss.view(target.shape)
+
+
+def _megatron_group() -> dist.ProcessGroup | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    state = sys.modules.get("megatron.core.parallel_state")
+    group = state and state.get_tensor_model_parallel_group(check_initialized=False)
+    if group is None:
+        raise ValueError(
+            "tp_group is None, torch.distributed is initialised and Megatron-core has no "
+            "tensor-parallel group: pass tp_group (each rank alone would act as rank 0)"
+        )
+    check_process_group(group)
+    return group
+
+
+def _row_blocks(logits: Tensor) -> list[slice]:
+    itemsize = accumulation_dtype(logits.dtype).itemsize
+    row_bytes = max(1, logits.shape[1] * itemsize)
+    rows = max(1, _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES["cuda"]) // row_bytes)
+    return [slice(a, min(a + rows, logits.shape[0])) for a in range(0, logits.shape[0], rows)]
+
+
+def _local_target(target: Tensor, start: int, entries: int) -> tuple[Tensor, Tensor]:
+    """Columns ``[rows, 1]`` within the shard, and which of them are hits ``[rows]``."""
+    column = target - start
+    hit = (column >= 0) & (column < entries)
+    return column.clamp_(0, max(0, entries - 1)).unsqueeze(1), hit
+
+
+class _LogitsCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout):
+        rows, entries = logits.shape
+        dtype = accumulation_dtype(logits.dtype)
+        start = layout.rank * entries
+        columns = Columns()
+        partial = logits.new_empty(columns.count, rows, dtype=dtype)
+        shifted = logits.new_zeros(rows, dtype=dtype) if label_smoothing else None
+        for block in _row_blocks(logits):
+            z = logits[block].to(dtype, copy=True)
+            maximum = torch.amax(z, 1, out=partial[MAX, block])
+            column, hit = _local_target(target[block], start, entries)
+            partial[TARGET, block] = z.gather(1, column).squeeze(1).masked_fill_(~hit, 0.0)
+            z -= maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(1)
+            if shifted is not None:
+                torch.sum(z, 1, out=shifted[block])
+            torch.sum(z.exp_(), 1, out=partial[SUM_EXP, block])
+        shard = Shard(start, entries, None)
+        merged, vocab_size = gather_partials(partial, shard, columns, layout)()
+        top, log_sum = merged[MAX], merged[SUM_EXP].log()
+        inside = (target >= 0) & (target < vocab_size)
+        loss = log_sum - (merged[TARGET] - top).masked_fill(~inside, 0.0)
+        smoothing = label_smoothing * entries / (entries - 1) if label_smoothing else 0.0
+        if shifted is not None:
+            mean_log_prob = shifted / entries + (partial[MAX] - top) - log_sum
+            loss = (1 - smoothing) * loss - smoothing * mean_log_prob
+        ctx.save_for_backward(logits, target, top.clone(), merged[SUM_EXP].clone())
+        ctx.smoothing, ctx.start = smoothing, start
+        return loss
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, upstream: Tensor):
+        logits, target, top, sum_exp = ctx.saved_tensors
+        entries = logits.shape[1]
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        for block in _row_blocks(logits):
+            g = upstream[block]
+            z = logits[block].to(top.dtype) - top[block].unsqueeze(1)
+            z.exp_().mul_((g / sum_exp[block]).unsqueeze(1))
+            if ctx.smoothing:
+                z -= (g * (ctx.smoothing / entries)).unsqueeze(1)
+            column, hit = _local_target(target[block], ctx.start, entries)
+            z.scatter_add_(1, column, (g * (ctx.smoothing - 1) * hit).unsqueeze(1))
+            gradient[block] = z
+        return gradient, None, None, None

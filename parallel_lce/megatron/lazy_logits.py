@@ -1,0 +1,70 @@
+"""Logits that Megatron's model passes from its output layer to its loss without making them."""
+
+from __future__ import annotations
+
+import numbers
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class LazyLogits:
+    """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``.
+
+    The loss takes the parts; any other use (a method, an index, a torch function) makes the real
+    logits as the stock layer does. ``sequence_parallel`` is the layer's at the time of the call.
+    ``weight`` is the shared one that was passed to the layer, or None for the layer's own.
+    """
+
+    layer: torch.nn.Module
+    hidden: Tensor
+    weight: Tensor | None
+    sequence_parallel: bool
+    stock_forward: Callable[..., tuple[Tensor, Tensor | None]]
+    scale: float = 1.0
+
+    def materialize(self, use: str) -> Tensor:
+        """The real logits; in training one warning names the ``use`` that wants them."""
+        if torch.is_grad_enabled() and self.layer.training:
+            warnings.warn(
+                f"parallel_lce: {use} of the output layer's result makes the whole logits "
+                f"{list(self.hidden.shape[:-1])} x {self.layer.output_size_per_partition} per rank "
+                "during training; without it they would not exist",
+                stacklevel=3,
+            )
+        before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
+        try:
+            logits, _ = self.stock_forward(self.hidden, weight=self.weight)
+        finally:
+            self.layer.sequence_parallel = before
+        return logits if self.scale == 1.0 else logits * self.scale
+
+    def __mul__(self, factor: object) -> LazyLogits | Tensor:
+        if isinstance(factor, numbers.Real):
+            return replace(self, scale=self.scale * float(factor))
+        return self.materialize("multiplication") * factor
+
+    __rmul__ = __mul__
+
+    def __getattr__(self, name: str):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.materialize(f"attribute {name!r}"), name)
+
+    def __getitem__(self, index):
+        return self.materialize("indexing")[index]
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        use = f"torch function {getattr(function, '__name__', function)!r}"
+
+        def real(value):
+            if isinstance(value, cls):
+                return value.materialize(use)
+            return type(value)(map(real, value)) if isinstance(value, (list, tuple)) else value
+
+        return function(*map(real, args), **{k: real(v) for k, v in (kwargs or {}).items()})

@@ -8,14 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_lce.backends.logits import logits_gradient, logits_partial
 from parallel_lce.checks import check_process_group
 from parallel_lce.parallel import Layout, Shard, gather_partials
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
-from parallel_lce.weight_grad import accumulation_dtype
-
-# Rows are taken in blocks of this many bytes of fp32, so that no second [N, V/P] tensor exists.
-_BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}
-
 
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
@@ -33,7 +29,7 @@ def vocab_parallel_cross_entropy(
 
     Unlike Megatron's, it leaves the logits as they are and keeps no softmax: forward reads them
     once and keeps two numbers per token, backward reads them again and writes their gradient in
-    their dtype. Everything else is taken in blocks of rows.
+    their dtype: Triton kernels on CUDA, blocks of rows elsewhere.
 
     ``tp_group=None`` means Megatron's own tensor-parallel group; where torch.distributed is not
     initialised, a single process.
@@ -89,38 +85,12 @@ def _megatron_group() -> dist.ProcessGroup | None:
     return group
 
 
-def _row_blocks(logits: Tensor) -> list[slice]:
-    itemsize = accumulation_dtype(logits.dtype).itemsize
-    row_bytes = max(1, logits.shape[1] * itemsize)
-    rows = max(1, _BLOCK_BYTES.get(logits.device.type, _BLOCK_BYTES["cuda"]) // row_bytes)
-    return [slice(a, min(a + rows, logits.shape[0])) for a in range(0, logits.shape[0], rows)]
-
-
-def _local_target(target: Tensor, start: int, entries: int) -> tuple[Tensor, Tensor]:
-    """Columns ``[rows, 1]`` within the shard, and which of them are hits ``[rows]``."""
-    column = target - start
-    hit = (column >= 0) & (column < entries)
-    return column.clamp_(0, max(0, entries - 1)).unsqueeze(1), hit
-
-
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout):
-        rows, entries = logits.shape
-        dtype = accumulation_dtype(logits.dtype)
-        start = layout.rank * entries
-        columns = Columns()
-        partial = logits.new_empty(columns.count, rows, dtype=dtype)
-        shifted = logits.new_zeros(rows, dtype=dtype) if label_smoothing else None
-        for block in _row_blocks(logits):
-            z = logits[block].to(dtype, copy=True)
-            maximum = torch.amax(z, 1, out=partial[MAX, block])
-            column, hit = _local_target(target[block], start, entries)
-            partial[TARGET, block] = z.gather(1, column).squeeze(1).masked_fill_(~hit, 0.0)
-            z -= maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(1)
-            if shifted is not None:
-                torch.sum(z, 1, out=shifted[block])
-            torch.sum(z.exp_(), 1, out=partial[SUM_EXP, block])
+        entries = logits.shape[1]
+        start, columns = layout.rank * entries, Columns()
+        partial, shifted = logits_partial(logits, target, start, label_smoothing > 0)
         shard = Shard(start, entries, None)
         merged, vocab_size = gather_partials(partial, shard, columns, layout)()
         top, log_sum = merged[MAX], merged[SUM_EXP].log()
@@ -138,15 +108,8 @@ class _LogitsCrossEntropy(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, upstream: Tensor):
         logits, target, top, sum_exp = ctx.saved_tensors
-        entries = logits.shape[1]
-        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-        for block in _row_blocks(logits):
-            g = upstream[block]
-            z = logits[block].to(top.dtype) - top[block].unsqueeze(1)
-            z.exp_().mul_((g / sum_exp[block]).unsqueeze(1))
-            if ctx.smoothing:
-                z -= (g * (ctx.smoothing / entries)).unsqueeze(1)
-            column, hit = _local_target(target[block], ctx.start, entries)
-            z.scatter_add_(1, column, (g * (ctx.smoothing - 1) * hit).unsqueeze(1))
-            gradient[block] = z
+        uniform = upstream * (ctx.smoothing / max(1, logits.shape[1]))
+        on_target = upstream * (1 - ctx.smoothing)
+        scale = upstream / sum_exp
+        gradient = logits_gradient(logits, target, ctx.start, top, scale, uniform, on_target)
         return gradient, None, None, None

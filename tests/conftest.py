@@ -9,6 +9,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Kernels then run on the CPU; Triton reads this when they are imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from world import World, configure
 
 configure()

@@ -11,6 +11,17 @@ import torch
 from torch import Tensor
 
 
+def keep_autograd_gradient(weight: Tensor) -> None:
+    """Have Megatron's DDP add what autograd delivers for ``weight`` to its main_grad.
+
+    The fused loss adds its dW to main_grad itself and says so in ``grad_added_to_main_grad``, after
+    which DDP drops autograd's gradient, that of real logits of the same weight included, unless the
+    weight has Megatron's ``zero_out_wgrad``.
+    """
+    if torch.is_grad_enabled() and weight.requires_grad:
+        weight.zero_out_wgrad = True
+
+
 @dataclass(frozen=True, eq=False)
 class LazyLogits:
     """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``.
@@ -36,6 +47,7 @@ class LazyLogits:
                 "during training; without it they would not exist",
                 stacklevel=3,
             )
+        keep_autograd_gradient(self.layer.weight if self.weight is None else self.weight)
         before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
         try:
             logits, _ = self.stock_forward(self.hidden, weight=self.weight)

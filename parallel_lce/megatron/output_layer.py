@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel_lce.checks import Arguments
 from parallel_lce.functional import prepare
-from parallel_lce.megatron.lazy_logits import LazyLogits
+from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient
 from parallel_lce.partials import Columns
 from parallel_lce.statistics import token_statistics
 from parallel_lce.weight_grad import MainGrad
@@ -32,6 +32,8 @@ def lazy_class(base: type) -> type:
             used = self.weight if weight is None else weight
             stock = functools.partial(base.forward, self)
             if gather or self.skip_bias_add or hasattr(used, "__fsdp_param__"):
+                if used is not None:
+                    keep_autograd_gradient(used)
                 return stock(input_, weight=weight, runtime_gather_output=runtime_gather_output)
             if used is None:
                 raise RuntimeError(
@@ -91,13 +93,13 @@ def main_grad_of(weight: Tensor, shared: bool) -> MainGrad | None:
     tensor = getattr(weight, "main_grad", None)
     if tensor is None or not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    zeroed = getattr(weight, "zero_out_wgrad", False)
-    if shared and not zeroed:
+    if shared and not getattr(weight, "zero_out_wgrad", False):
         return None
 
     def placeholder() -> Tensor:
         # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.
         weight.grad_added_to_main_grad = True
-        return torch.zeros_like(weight) if zeroed else torch.empty_like(weight)
+        added = getattr(weight, "zero_out_wgrad", False)
+        return torch.zeros_like(weight) if added else torch.empty_like(weight)
 
     return MainGrad(tensor, placeholder)

@@ -1,0 +1,105 @@
+"""Partials and gradient of logits that exist already: kernels on CUDA, and their plain torch."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from parallel_lce.partials import MAX, SUM_EXP, TARGET
+from parallel_lce.weight_grad import accumulation_dtype
+
+# Torch takes rows in blocks of this many bytes of fp32, so that no second [N, V/P] tensor exists.
+_CPU_BLOCK, _CUDA_BLOCK = 2 << 20, 256 << 20
+
+
+def _uses_kernels(logits: Tensor) -> bool:
+    return (
+        logits.is_cuda
+        and logits.dtype != torch.float64
+        and logits.stride(1) == 1
+        and importlib.util.find_spec("triton") is not None
+    )
+
+
+def logits_partial(
+    logits: Tensor, target: Tensor, start: int, want_shifted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Partial ``[3, N]`` of ``logits [N, K]``, whose first column has id ``start``, and, if wanted,
+    sum(z - max) ``[N]``; ``target [N]`` holds global ids."""
+    if _uses_kernels(logits):
+        from parallel_lce.kernels import partials as kernels
+
+        return kernels.logits_partial(logits, target, start, want_shifted)
+    return torch_logits_partial(logits, target, start, want_shifted)
+
+
+def logits_gradient(
+    logits: Tensor,
+    target: Tensor,
+    start: int,
+    maximum: Tensor,
+    scale: Tensor,
+    uniform: Tensor,
+    on_target: Tensor,
+) -> Tensor:
+    """``scale * exp(z - maximum) - uniform - on_target [j = target]``, ``[N, K]``, in logits' dtype."""
+    if _uses_kernels(logits):
+        from parallel_lce.kernels import partials as kernels
+
+        return kernels.logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
+    return torch_logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
+
+
+def _row_blocks(logits: Tensor) -> list[slice]:
+    row_bytes = max(1, logits.shape[1] * accumulation_dtype(logits.dtype).itemsize)
+    rows = max(1, (_CUDA_BLOCK if logits.is_cuda else _CPU_BLOCK) // row_bytes)
+    return [slice(a, min(a + rows, logits.shape[0])) for a in range(0, logits.shape[0], rows)]
+
+
+def _local_target(target: Tensor, start: int, entries: int) -> tuple[Tensor, Tensor]:
+    """Columns ``[rows, 1]`` within the shard, and which of them are hits ``[rows]``."""
+    column = target - start
+    hit = (column >= 0) & (column < entries)
+    return column.clamp_(0, max(0, entries - 1)).unsqueeze(1), hit
+
+
+def torch_logits_partial(
+    logits: Tensor, target: Tensor, start: int, want_shifted: bool
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`logits_partial` in plain torch."""
+    rows, entries = logits.shape
+    dtype = accumulation_dtype(logits.dtype)
+    partial = logits.new_empty(3, rows, dtype=dtype)
+    shifted = logits.new_empty(rows, dtype=dtype) if want_shifted else None
+    for block in _row_blocks(logits):
+        z = logits[block].to(dtype, copy=True)
+        maximum = torch.amax(z, 1, out=partial[MAX, block])
+        column, hit = _local_target(target[block], start, entries)
+        partial[TARGET, block] = z.gather(1, column).squeeze(1).masked_fill_(~hit, 0.0)
+        z -= maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(1)
+        if shifted is not None:
+            torch.sum(z, 1, out=shifted[block])
+        torch.sum(z.exp_(), 1, out=partial[SUM_EXP, block])
+    return partial, shifted
+
+
+def torch_logits_gradient(
+    logits: Tensor,
+    target: Tensor,
+    start: int,
+    maximum: Tensor,
+    scale: Tensor,
+    uniform: Tensor,
+    on_target: Tensor,
+) -> Tensor:
+    """:func:`logits_gradient` in plain torch."""
+    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    for block in _row_blocks(logits):
+        z = logits[block].to(maximum.dtype) - maximum[block].unsqueeze(1)
+        z.exp_().mul_(scale[block].unsqueeze(1)).sub_(uniform[block].unsqueeze(1))
+        column, hit = _local_target(target[block], start, logits.shape[1])
+        z.scatter_add_(1, column, (on_target[block] * -hit.to(z.dtype)).unsqueeze(1))
+        gradient[block] = z
+    return gradient

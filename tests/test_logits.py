@@ -1,0 +1,128 @@
+"""vocab_parallel_cross_entropy against stock Megatron-core's and float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import parallel_lce
+from parallel_lce.logits import vocab_parallel_cross_entropy
+from world import Member
+
+ENTRIES, ROWS = 37, (5, 3)
+
+
+def _inputs(ranks: int, dtype: torch.dtype, scale: float = 3.0):
+    generator = torch.Generator().manual_seed(ranks)
+    logits = torch.randn(*ROWS, ranks * ENTRIES, generator=generator, dtype=torch.float64) * scale
+    target = torch.randint(ranks * ENTRIES, ROWS, generator=generator)
+    target[0, 0], target[1, 1], target[2, 2] = -100, ranks * ENTRIES, ranks * ENTRIES - 1
+    upstream = torch.randn(*ROWS, generator=generator, dtype=torch.float64)
+    return logits.to(dtype), target, upstream
+
+
+def _against_stock(member: Member, dtype: torch.dtype, smoothing: float) -> None:
+    """Ours is as near to stock run in float64-like precision as stock in this dtype is."""
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
+    from test_megatron import _start
+
+    _start(member)
+    logits, target, upstream = _inputs(member.ranks, dtype)
+    mine = logits.chunk(member.ranks, -1)[member.rank].to(member.device)
+    target, upstream = target.to(member.device), upstream.float().to(member.device)
+
+    def run(function):
+        leaf = mine.clone().requires_grad_()
+        # Stock works in place on fp32 logits, so it is given a copy that autograd can spare.
+        loss = function(leaf * 1, target, smoothing)
+        loss.backward(upstream)
+        return loss.detach(), leaf.grad
+
+    want, ours = run(stock), run(vocab_parallel_cross_entropy)
+    rounding = torch.finfo(dtype).eps
+    assert ours[0].dtype == want[0].dtype == torch.float32
+    assert ours[1].dtype == want[1].dtype == dtype
+    assert (ours[0] - want[0]).abs().max() <= 4e-6
+    assert (ours[1] - want[1]).norm() <= (2e-6 if dtype == torch.float32 else rounding) * want[1].norm()
+    # The logits are left as they were.
+    assert torch.equal(mine, logits.chunk(member.ranks, -1)[member.rank].to(member.device))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_equals_stock(ranks, dtype, smoothing, worlds):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    worlds(ranks).run(_against_stock, dtype, smoothing)
+
+
+def _shifted(member: Member, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+    logits, target, upstream = _inputs(member.ranks, torch.float32)
+    leaf = (logits + offset).chunk(member.ranks, -1)[member.rank].clone()
+    leaf = leaf.to(member.device).requires_grad_()
+    loss = vocab_parallel_cross_entropy(leaf, target.to(member.device), tp_group=member.group)
+    loss.backward(upstream.float().to(member.device))
+    return loss.detach().cpu(), leaf.grad.cpu()
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("offset", [0.0, 300.0])
+def test_against_float64(ranks, offset, worlds):
+    """Values and gradients in the dense formula, at any common offset of the logits."""
+    logits, target, upstream = _inputs(ranks, torch.float32)
+    z = (logits + offset).double().requires_grad_()
+    log_p = torch.log_softmax(z, -1)
+    inside = (target >= 0) & (target < z.shape[-1])
+    picked = log_p.gather(-1, target.clamp(0, z.shape[-1] - 1).unsqueeze(-1)).squeeze(-1)
+    lowest = torch.logsumexp(z, -1) - z.detach().amax(-1)
+    loss = torch.where(inside, -picked, lowest)
+    loss.backward(upstream)
+    parts = worlds(ranks).run(_shifted, offset)
+    for part in parts:
+        assert torch.equal(part[0], parts[0][0])
+        assert (part[0] - loss).abs().max() <= 2e-6
+    gradient = torch.cat([part[1] for part in parts], -1)
+    assert (gradient - z.grad).norm() <= 1e-6 * z.grad.norm()
+
+
+def test_row_blocks_change_nothing(monkeypatch):
+    logits, target, _ = _inputs(1, torch.float32)
+    whole = vocab_parallel_cross_entropy(logits, target, 0.1)
+    monkeypatch.setattr("parallel_lce.backends.logits._CPU_BLOCK", 4 * ENTRIES * 4)
+    assert torch.equal(vocab_parallel_cross_entropy(logits, target, 0.1), whole)
+
+
+def _unknown_group(member: Member) -> None:
+    import sys
+
+    modules = {n: sys.modules.pop(n) for n in list(sys.modules) if n.startswith("megatron")}
+    try:
+        logits, target, _ = _inputs(1, torch.float32)
+        with pytest.raises(ValueError, match="no tensor-parallel group: pass tp_group"):
+            vocab_parallel_cross_entropy(logits, target)
+    finally:
+        sys.modules.update(modules)
+
+
+def test_refuses_an_unknown_group(worlds):
+    worlds(2).run(_unknown_group)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(target=torch.zeros(5, 4, dtype=torch.int64)), r"\[5, 3\].*\[5, 4\]"),
+        (dict(target=torch.zeros(5, 3)), "class indices, got torch.float32"),
+        (dict(label_smoothing=1.0), r"label_smoothing must be in \[0, 1\), got 1.0"),
+        (dict(vocab_parallel_logits=torch.zeros(5, 3, 37, dtype=torch.int64)), "floating point"),
+        (
+            dict(vocab_parallel_logits=torch.zeros(5, 3, 1), label_smoothing=0.1),
+            "at least 2 entries per rank, got 1",
+        ),
+    ],
+)
+def test_bad_input(change, message):
+    logits, target, _ = _inputs(1, torch.float32)
+    arguments = {"vocab_parallel_logits": logits, "target": target, **change}
+    with pytest.raises(ValueError, match=message):
+        parallel_lce.vocab_parallel_cross_entropy(**arguments)

@@ -69,6 +69,10 @@ def check_arguments(a: Arguments, layout: Layout) -> None:
             f"linear_bias must have shape [{rows}], one entry per row of linear_weight "
             f"{list(weight.shape)}, got {list(bias.shape)}",
         )
+    _require(
+        a.input.dim() >= 2 or layout.parts == 1,
+        f"input must be [S/P, ..., D] under sequence parallelism, got {list(a.input.shape)}",
+    )
     tokens = torch.Size(token_shape(a.input, layout))
     if target is not None:
         where = (

@@ -79,7 +79,7 @@ def linear_cross_entropy(
         vocab_size: V, the real entries; rows from there on are padding, left out of the softmax and
             with zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for what has the logits' shape: kept from forward to
-            backward plus working block, though never less than a block of 64 MiB. None means 1 GiB.
+            backward plus working block, though never less than a block of 32 MiB. None means 1 GiB.
             Must be equal on all ranks. What does not fit is recomputed, or for 'mean' and 'sum'
             the gradients are formed in forward (:func:`parallel_lce.plan.plan`).
 

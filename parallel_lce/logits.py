@@ -40,7 +40,12 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: shapes or dtypes that do not fit, an unknown group.
     """
-    if vocab_parallel_logits.shape[:-1] != target.shape or vocab_parallel_logits.dim() < 1:
+    if vocab_parallel_logits.dim() < 1 or vocab_parallel_logits.shape[-1] < 1:
+        raise ValueError(
+            "vocab_parallel_logits must be [..., V/P] with at least 1 entry, got "
+            f"{list(vocab_parallel_logits.shape)}"
+        )
+    if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ValueError(
             f"target must have shape {list(vocab_parallel_logits.shape[:-1])} for "
             f"vocab_parallel_logits {list(vocab_parallel_logits.shape)}, got {list(target.shape)}"

@@ -153,7 +153,7 @@ def gather_partials(
     ranks hold the same bits.
     """
     if layout.ranks == 1:
-        size = partial.new_tensor(shard.real)
+        size = partial.new_full((), shard.real)
         return lambda: (partial, size)
     message = partial.new_empty(partial.numel() + 2)
     message[:-2].view_as(partial).copy_(partial)

@@ -63,4 +63,4 @@ def test_logits_gradient(shape, dtype, device):
     error, its = ((g.double() - truth).norm() for g in (found, yardstick))
     # Triton's interpreter truncates to bf16 where a GPU rounds: up to an ulp, not half of one.
     factor = 4 if dtype == torch.bfloat16 and device == "cpu" else 1.1
-    assert error <= factor * its + (2e-3 if factor == 4 else 1e-6) * truth.norm()
+    assert error <= factor * its + (4e-3 if factor == 4 else 1e-6) * truth.norm()

@@ -53,7 +53,7 @@ def _serve(rank: int, ranks: int, device_type: str, store: str, jobs, results) -
 
 def configure() -> None:
     """What every test process sets: memory of ``torch.empty`` is NaN, so that reading it shows."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
 
 

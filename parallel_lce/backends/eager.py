@@ -115,12 +115,16 @@ def _row_tiles(rows: int, kept: int, device: torch.device) -> list[slice]:
     return [slice(a, min(a + height, end)) for begin, end in bounds for a in range(begin, end, height)]
 
 
-def _inside(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
-    """Target columns within the window ``[1, rows]``, and which of them are hits ``[rows]``."""
+def _target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
+    """Where the targets of a tile's rows lie in the flattened tile, and which of them do ``[rows]``.
+
+    One-dimensional, since torch adds deterministically at one-dimensional positions only.
+    """
     column = target - window.start
-    width = window.stop - window.start
+    width, rows = window.stop - window.start, target.shape[0]
     hit = (column >= 0) & (column < width)
-    return column.clamp_(0, width - 1).unsqueeze(0), hit
+    position = column.clamp_(0, width - 1).mul_(rows)
+    return position.add_(torch.arange(rows, device=target.device)), hit
 
 
 def allocate_kept(projection: Projection, rows: int) -> Tensor:
@@ -191,8 +195,8 @@ def _reduce_tile(
     else:
         torch.amax(z, 0, out=maximum)
     if target is not None:
-        column, hit = _inside(target, window)
-        partial[TARGET].copy_(z.gather(0, column).squeeze(0).masked_fill_(~hit, 0.0))
+        position, hit = _target_positions(target, window)
+        partial[TARGET].copy_(z.view(-1).index_select(0, position).masked_fill_(~hit, 0.0))
     # A token of -inf alone would give -inf - -inf.
     z -= maximum.masked_fill(maximum == -torch.inf, 0.0)
     if columns.mean_logit:
@@ -326,9 +330,9 @@ class _LogitGradient:
         if chain is not None:
             gradient *= chain
         if self._beta is not None:
-            column, hit = _inside(self._target[rows], window)
+            position, hit = _target_positions(self._target[rows], window)
             beta = self._beta[rows] * -hit.to(gradient.dtype)
-            gradient.scatter_add_(0, column, beta.unsqueeze(0))
+            gradient.view(-1).scatter_add_(0, position, beta)
         return gradient.to(self.x.dtype)
 
     def _from_kept(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:

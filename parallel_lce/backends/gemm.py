@@ -15,6 +15,8 @@ from parallel_lce.weight_grad import accumulation_dtype
 # oneDNN sums k products one after another: in pieces of 128 its rounding error falls below MKL's, for
 # a tenth more time.
 _SUMMED = 128
+# Below this many products torch.mm is done before several calls have begun.
+_SMALL = 1 << 21
 
 
 def operand(tensor: Tensor) -> Tensor:
@@ -24,12 +26,13 @@ def operand(tensor: Tensor) -> Tensor:
     return tensor.to(accumulation_dtype(tensor.dtype))
 
 
-def _onednn(a: Tensor) -> bool:
+def _onednn(a: Tensor, b: Tensor) -> bool:
     # oneDNN picks its kernels by the processor's features; MKL, behind torch.mm, picks them by its
     # maker and runs at half the speed on AMD.
     return (
         a.device.type == "cpu"
         and a.dtype == torch.float32
+        and a.numel() * b.shape[0] >= _SMALL
         and torch.backends.mkldnn.enabled
         and torch.backends.mkldnn.is_available()
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
@@ -54,7 +57,7 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     """``a [m, k] @ b [n, k].T`` as a new fp32 (fp64) tensor ``[m, n]``."""
     if 0 in (*a.shape, b.shape[0]):
         return a.new_zeros(a.shape[0], b.shape[0], dtype=accumulation_dtype(a.dtype))
-    if _onednn(a):
+    if _onednn(a, b):
         return _onednn_nt(a, b)
     if a.dtype in (torch.float32, torch.float64):
         return torch.mm(a, b.t())

@@ -58,11 +58,12 @@ def _row_blocks(logits: Tensor) -> list[slice]:
     return [slice(a, min(a + rows, logits.shape[0])) for a in range(0, logits.shape[0], rows)]
 
 
-def _local_target(target: Tensor, start: int, entries: int) -> tuple[Tensor, Tensor]:
-    """Columns ``[rows, 1]`` within the shard, and which of them are hits ``[rows]``."""
+def _target_positions(target: Tensor, start: int, entries: int) -> tuple[Tensor, Tensor]:
+    """Positions in a flattened block of rows of its targets, and which of them are hits ``[rows]``."""
     column = target - start
     hit = (column >= 0) & (column < entries)
-    return column.clamp_(0, max(0, entries - 1)).unsqueeze(1), hit
+    first = torch.arange(target.shape[0], device=target.device) * entries
+    return column.clamp_(0, max(0, entries - 1)).add_(first), hit
 
 
 def torch_logits_partial(
@@ -74,10 +75,10 @@ def torch_logits_partial(
     partial = logits.new_empty(3, rows, dtype=dtype)
     shifted = logits.new_empty(rows, dtype=dtype) if want_shifted else None
     for block in _row_blocks(logits):
-        z = logits[block].to(dtype, copy=True)
+        z = logits[block].to(dtype, copy=True, memory_format=torch.contiguous_format)
         maximum = torch.amax(z, 1, out=partial[MAX, block])
-        column, hit = _local_target(target[block], start, entries)
-        partial[TARGET, block] = z.gather(1, column).squeeze(1).masked_fill_(~hit, 0.0)
+        position, hit = _target_positions(target[block], start, entries)
+        partial[TARGET, block] = z.view(-1).index_select(0, position).masked_fill_(~hit, 0.0)
         z -= maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(1)
         if shifted is not None:
             torch.sum(z, 1, out=shifted[block])
@@ -97,9 +98,9 @@ def torch_logits_gradient(
     """:func:`logits_gradient` in plain torch."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for block in _row_blocks(logits):
-        z = logits[block].to(maximum.dtype) - maximum[block].unsqueeze(1)
+        z = logits[block].contiguous().to(maximum.dtype) - maximum[block].unsqueeze(1)
         z.exp_().mul_(scale[block].unsqueeze(1)).sub_(uniform[block].unsqueeze(1))
-        column, hit = _local_target(target[block], start, logits.shape[1])
-        z.scatter_add_(1, column, (on_target[block] * -hit.to(z.dtype)).unsqueeze(1))
+        position, hit = _target_positions(target[block], start, logits.shape[1])
+        z.view(-1).scatter_add_(0, position, on_target[block] * -hit.to(z.dtype))
         gradient[block] = z
     return gradient

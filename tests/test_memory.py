@@ -1,0 +1,203 @@
+"""Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import parallel_lce
+from cases import DTYPES
+from parallel_lce.bench.memory import peak_memory
+from tools import alone, everywhere, shrunk
+from world import Member
+
+KiB, MiB = 1 << 10, 1 << 20
+BLOCK = MiB  # SMALLEST_BLOCK of these tests
+
+# (reduction, logits_budget): a part of the rows saved and the rest recomputed; all recomputed; accumulated.
+STRATEGIES = {"save": ("none", 3 * MiB), "recompute": ("none", 0), "accumulate": ("sum", 0)}
+
+
+def measured(
+    member: Member, N, V, D, dtype="fp32", reduction="none", budget=0, sequence_parallel=False,
+    frozen="", tile=(64, 2048), backward=True, block=BLOCK, **options,
+):  # fmt: skip
+    """(peak, alive) of a forward and backward; N and V of the whole group, equal shards."""
+    generator = torch.Generator().manual_seed(0)
+    parts = member.ranks if sequence_parallel else 1
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator).to(DTYPES[dtype]).to(member.device)
+
+    x = normal(N // parts, D).requires_grad_("input" not in frozen)
+    weight = normal(V // member.ranks, D).requires_grad_("weight" not in frozen)
+    target = torch.randint(V, (N,), generator=generator).to(member.device)
+    leaves = [leaf for leaf in (x, weight) if leaf.requires_grad]
+
+    def step():
+        loss = parallel_lce.linear_cross_entropy(
+            x, weight, target, reduction=reduction, logits_budget=budget, process_group=member.group,
+            sequence_parallel=sequence_parallel, **options,
+        )  # fmt: skip
+        if not backward:
+            return loss
+        return torch.autograd.grad(loss, leaves, torch.ones_like(loss))
+
+    with shrunk(block, tile):
+        if member.device.type == "cuda":
+            step()
+        return peak_memory(step, member.device)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequence_parallel, worlds, device):
+    """The peak has no N * V term: what doubling N costs does not depend on V."""
+    reduction, budget = STRATEGIES[strategy]
+    N, V, D = 512, 4096 * ranks, 4
+
+    def peak(n, v):
+        options = (n, v, D, dtype, reduction, budget, sequence_parallel)
+        return max(p for p, _ in everywhere(worlds, device, ranks, measured, *options))
+
+    mixed = (peak(2 * N, 2 * V) - peak(2 * N, V)) - (peak(N, 2 * V) - peak(N, V))
+    logits = N * V // ranks * DTYPES[dtype].itemsize
+    # Partials are 3 numbers per token and window of 2048: .4 % of fp32 logits.
+    assert abs(mixed) < 0.02 * logits, f"{mixed} bytes grow with N * V, of {logits} for logits"
+
+
+def test_the_tracker_sees_logits(device):
+    """The same measure of torch's own loss finds all of its [N, V] buffers."""
+    N, V = 256, 4096
+
+    def peak(n, v):
+        x = torch.randn(n, 4, device=device, requires_grad=True)
+        w = torch.randn(v, 4, device=device, requires_grad=True)
+        y = torch.zeros(n, dtype=torch.int64, device=device)
+
+        def step():
+            return torch.autograd.grad(torch.nn.functional.cross_entropy(x @ w.t(), y), [x, w])
+
+        step()
+        return peak_memory(step, device)[0]
+
+    mixed = (peak(2 * N, 2 * V) - peak(2 * N, V)) - (peak(N, 2 * V) - peak(N, V))
+    assert mixed >= 2 * N * V * 4
+
+
+@pytest.mark.parametrize("strategy", ["recompute", "accumulate"])
+def test_no_n_by_v_buffer_with_budget_zero(strategy, device):
+    N, V, D = 2048, 8192, 4
+    reduction, budget = STRATEGIES[strategy]
+    peak, alive = measured(alone(device), N, V, D, "fp32", reduction, budget)
+    assert peak - alive < 6 * MiB < N * V * 4 / 10, f"{peak - alive} bytes beyond the gradients"
+    assert alive <= (N + V) * D * 4 + 64 * KiB
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_saving_keeps_the_exponentials_and_no_more(dtype, device):
+    N, V = 512, 4096
+    whole = N * V * DTYPES[dtype].itemsize
+    _, alive = measured(alone(device), N, V, 4, dtype, budget=None, backward=False)
+    assert whole <= alive <= 1.02 * whole + 64 * KiB
+
+
+@pytest.mark.parametrize("budget", [0, MiB, 2 * MiB, 5 * MiB])
+def test_kept_bytes_are_within_the_budget(budget, device):
+    N, V = 512, 4096
+    _, alive = measured(alone(device), N, V, 4, budget=budget, backward=False)
+    assert alive <= max(0, budget - BLOCK) + 64 * KiB
+
+
+def _uneven(member: Member, budget):
+    """The larger shard of 1000 and 3000 rows, planned as 2000 each, keeps no more than the budget."""
+    rows, start = (1000, 3000)[member.rank], (0, 1000)[member.rank]
+    x = torch.randn(256, 4, device=member.device, requires_grad=True)
+    weight = torch.randn(rows, 4, device=member.device, requires_grad=True)
+    target = torch.zeros(256, dtype=torch.int64, device=member.device)
+
+    def forward():
+        return parallel_lce.linear_cross_entropy(
+            x, weight, target, reduction="none", logits_budget=budget, process_group=member.group,
+            vocab_start=start, vocab_size=4000,
+        )  # fmt: skip
+
+    with shrunk(128 * KiB, (64, 256)):
+        return peak_memory(forward, member.device)[1]
+
+
+@pytest.mark.parametrize("budget", [MiB, 256 * 2000 * 4])
+def test_the_larger_of_uneven_shards_stays_within_the_budget(budget, worlds, device):
+    for alive in worlds(2).run(_uneven, budget):
+        # Partials of 12 windows of 256 columns, and the maxima kept of them, come on top.
+        assert alive <= budget + 256 * KiB
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_keeps_nothing(mode, reduction, budget, device):
+    """Parameters that need gradients, but nobody will ask for them."""
+    N, V = 512, 4096
+    with mode():
+        peak, alive = measured(
+            alone(device), N, V, 4, budget=budget, reduction=reduction, backward=False, label_smoothing=0.1
+        )
+    assert alive <= 16 * N * 4
+    assert peak < N * V * 4 / 4
+
+
+def test_frozen_everything_keeps_nothing(device):
+    N, V = 512, 4096
+    _, alive = measured(alone(device), N, V, 4, budget=None, frozen="input weight", backward=False)
+    assert alive <= 16 * N * 4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_frozen_weight_allocates_no_buffer_of_its_size(strategy, device):
+    N, V, D = 512, 4096, 512
+    reduction, budget = STRATEGIES[strategy]
+    options = dict(reduction=reduction, budget=budget, tile=(64, 256))
+    frozen, _ = measured(alone(device), N, V, D, frozen="weight", **options)
+    free, _ = measured(alone(device), N, V, D, **options)
+    assert free >= V * D * 4
+    # dX [N, D], the budget or block and a few tiles; less than one [V, D].
+    assert frozen < N * D * 4 + max(budget, BLOCK) + 3 * MiB < V * D * 4
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_frozen_input_allocates_no_gradient_of_its_size(strategy, device):
+    N, V, D = 4096, 256, 512
+    reduction, budget = STRATEGIES[strategy]
+    options = dict(reduction=reduction, budget=budget, tile=(64, 256))
+    frozen, _ = measured(alone(device), N, V, D, frozen="input", **options)
+    free, _ = measured(alone(device), N, V, D, **options)
+    assert free >= N * D * 4
+    assert frozen < V * D * 4 + max(budget, BLOCK) + 3 * MiB < N * D * 4
+
+
+def test_low_precision_dw_in_one_visit_has_no_fp32_sum(device):
+    """All rows in one block: windows of dW are summed in fp32 one at a time (Liger #1323, #1391)."""
+    N, V, D = 32, 4096, 512
+    peak, alive = measured(alone(device), N, V, D, "bf16", tile=(64, 128))
+    assert alive >= V * D * 2
+    assert peak - alive < V * D * 4 / 4
+
+
+def _chunked(member: Member, backward: bool):
+    """64 blocks of 128 rows over both ranks."""
+    return measured(
+        member, 8192, 64 * member.ranks, 512, sequence_parallel=True, tile=(128, 64),
+        block=128 * 64 * 4, backward=backward,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
+    """Hidden states are gathered, and local dX reduced, a few blocks at a time: neither the whole
+    sequence's ``[N, D]`` hidden states nor its local dX ever exist on a rank, as the plan assumes."""
+    whole = 8192 * 512 * 4
+    for peak, alive in worlds(2).run(_chunked, backward):
+        assert alive >= whole // 2 or not backward
+        assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"

@@ -87,6 +87,7 @@ def logits_partial(
     ``target [N]`` int64 ids, of which those in ``[start, start + K)`` hit; bf16, fp16 or fp32
     logits, contiguous in K. ``want_shifted`` adds sum(z - max) ``[N]``.
     """
+    assert logits.stride(1) == 1 and target.is_contiguous()
     rows, columns = logits.shape
     partial = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     shifted = torch.empty_like(partial[0]) if want_shifted else None
@@ -120,6 +121,8 @@ def logits_gradient(
 
     All per-row tensors are ``[N]`` fp32, contiguous.
     """
+    per_row = (target, maximum, scale, uniform, on_target)
+    assert logits.stride(1) == 1 and all(t.is_contiguous() for t in per_row)
     rows, columns = logits.shape
     gradient = torch.empty(rows, columns, dtype=logits.dtype, device=logits.device)
     if rows and columns:

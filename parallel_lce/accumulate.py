@@ -25,6 +25,7 @@ from parallel_lce.statistics import (
     Needs,
     coefficients,
     finish_statistics,
+    first_order_only,
     hidden_blocks,
     token_count,
 )
@@ -105,13 +106,18 @@ def _block_coefficients(
         for name in DIFFERENTIABLE
         if (value := getattr(statistics, name)) is not None
     }
-    with torch.enable_grad():
+    # The caller's saved-tensor hooks (activation checkpointing) are for the graph of the call.
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_same, _same):
         losses = loss.per_token(
             replace(statistics, **leaves), lambda tokens: call.layout.take(tokens, block)
         )
         found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
     upstream = {name: g if g is None else g * normalizer for name, g in zip(leaves, found)}
     return losses.detach(), coefficients(upstream, partial, vocab_size, call.columns)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _AccumulatedLoss(torch.autograd.Function):
@@ -124,7 +130,7 @@ class _AccumulatedLoss(torch.autograd.Function):
         return done.per_token.sum() * normalizer
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx, upstream):
         hidden, weight, bias = ctx.saved_tensors
         # The first backward scales the sums in place and hands them over: a copy would double the
@@ -141,7 +147,7 @@ class _AccumulatedLoss(torch.autograd.Function):
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in ``dtype``, in place where that is its own; rounded once."""
+    """``gradient * factor`` in ``dtype``, in place where that is its own."""
     if gradient.dtype == factor.dtype == dtype:
         return gradient.mul_(factor)
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)

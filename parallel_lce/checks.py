@@ -187,7 +187,7 @@ def _check_shard(a: Arguments, layout: Layout) -> None:
             f"vocab_start={start} without a process group of several ranks: nobody holds the "
             f"entries [0, {start})",
         )
-    if start is None and size is not None:
+    if size is not None and (start is None or layout.ranks == 1):
         _require(
             size <= rows * layout.ranks,
             f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
@@ -202,9 +202,22 @@ def _check_shard(a: Arguments, layout: Layout) -> None:
 
 
 def check_loss(
-    reduction: object, ignore_index: object, label_smoothing: object, z_loss: object
+    target: object,
+    reduction: object,
+    ignore_index: object,
+    label_smoothing: object,
+    z_loss: object,
 ) -> None:
     """Raise ``ValueError`` for options of the loss that have no meaning."""
+    _require(
+        isinstance(target, Tensor), f"target must be a tensor, got {type(target).__name__}"
+    )
+    check_loss_options(reduction, ignore_index, label_smoothing, z_loss)
+
+
+def check_loss_options(
+    reduction: object, ignore_index: object, label_smoothing: object, z_loss: object
+) -> None:
     _require(
         reduction in ("none", "mean", "sum"),
         f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +22,7 @@ from parallel_lce.checks import (
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.parallel import Layout, Shard
 from parallel_lce.partials import Columns
-from parallel_lce.plan import DEFAULT_BUDGET, Gradients, plan, shared_shard_rows
+from parallel_lce.plan import Gradients, Plan, plan, shared_shard_rows
 from parallel_lce.statistics import Call, TokenStatistics
 from parallel_lce.statistics import token_statistics as _token_statistics
 from parallel_lce.weight_grad import MainGrad, accumulation_dtype
@@ -61,7 +62,7 @@ def linear_cross_entropy(
             contiguous in D, else they are copied. Shards may be uneven, or empty.
         target: ids ``[...]`` of any integer dtype, the whole sequence ``[S, ...]`` under sequence
             parallelism, the same on all ranks. A token whose target is outside ``[0, V)`` and is
-            not ``ignore_index`` has loss NaN.
+            not ``ignore_index`` has loss NaN, whatever its ``token_weight``, and NaN gradients.
         linear_bias: ``[V/P]`` or None.
         reduction: 'none' (losses of the target's shape), 'sum', or 'mean': the sum divided by the
             sum of the weights of the tokens that count, over the whole sequence; 0, with zero
@@ -75,13 +76,14 @@ def linear_cross_entropy(
             rank means no parallelism. No other group is used.
         sequence_parallel: ``input`` is split along dimension 0 over ``process_group``.
         token_weight: ``[...]`` of the target's shape, multiplies the loss of each token.
-        vocab_start: global id of this shard's first row; default ``rank * rows``, for equal shards.
+        vocab_start: global id of this shard's first row, given on all ranks or on none; the default
+            is ``rank * rows``, for equal shards only.
         vocab_size: V, the real entries; rows from there on are padding, left out of the softmax and
             with zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for what has the logits' shape: kept from forward to
-            backward plus working block, though never less than a block of 32 MiB. None means 1 GiB.
-            Must be equal on all ranks. What does not fit is recomputed, or for 'mean' and 'sum'
-            the gradients are formed in forward (:func:`parallel_lce.plan.plan`).
+            backward plus working block, though never less than a block of 64 MiB. None means 1 GiB.
+            Must be equal on all ranks. What does not fit is recomputed, or for 'mean' and 'sum',
+            except in fp16, the gradients are formed in forward (:func:`parallel_lce.plan.plan`).
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
@@ -91,12 +93,14 @@ def linear_cross_entropy(
 
     - forward: with ``sequence_parallel``, B all-gathers of hidden states, N/P * D elements per rank
       in all; then one all-gather of partials, 3 N + 2 elements of fp32 per rank (4 N + 2 with
-      ``label_smoothing``). Where gradients are formed in forward that gather is one per block, and
-      the B reductions of backward follow it.
+      ``label_smoothing``).
     - backward, if ``input`` needs a gradient: B all-reduces of dX, N * D elements of the input's
-      dtype in all, each beside the dW product; with ``sequence_parallel`` B reduce-scatters of the
-      same size instead, and B all-gathers of hidden states again, also where only the weight or
-      the bias needs a gradient.
+      dtype in all, each beside a dW product; with ``sequence_parallel`` B reduce-scatters of the
+      same size instead, and B all-gathers of hidden states again, each a block ahead, also where
+      only the weight or the bias needs a gradient.
+    - where gradients are formed in forward, all of it happens there, once: the hidden states'
+      gathers, one gather of partials per block and the B reductions of dX, that of a block after
+      the next block's gather of partials. Backward has none; a second backward repeats all.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. A shard set with a
     gap or an overlap gives NaN. ``PARALLEL_LCE_DEBUG=1`` turns this, targets out of range and
@@ -106,8 +110,7 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes, devices or numbers that do not fit, naming both, before any
             collective.
     """
-    _refuse(unsupported)
-    check_loss(reduction, ignore_index, label_smoothing, z_loss)
+    _refuse_unknown(unsupported)
     arguments = Arguments(
         input=input,
         linear_weight=linear_weight,
@@ -122,16 +125,21 @@ def linear_cross_entropy(
         logits_budget=logits_budget,
         token_weight=token_weight,
     )
-    if not isinstance(target, Tensor):
-        raise ValueError(f"target must be a tensor, got {type(target).__name__}")
-    ignore_index = -100 if ignore_index is None else ignore_index
+
+    def check() -> None:
+        _refuse_unsupported(unsupported)
+        check_loss(target, reduction, ignore_index, label_smoothing, z_loss)
+
+    smoothed = isinstance(label_smoothing, (int, float)) and label_smoothing > 0
     prepared = prepare(
         arguments,
-        Columns(mean_logit=label_smoothing > 0),
-        accumulable=reduction != "none" and not (token_weight is not None and _needs(token_weight)),
-        ignore_index=ignore_index,
+        Columns(mean_log_prob=smoothed),
+        check=check,
+        accumulable=reduction != "none",
+        ignore_index=-100 if ignore_index is None else ignore_index,
         agreed={"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss},
     )
+    ignore_index = -100 if ignore_index is None else ignore_index
     call, tokens = prepared.call, prepared.call.target
     ignored = tokens == ignore_index
     weights = (~ignored).to(accumulation_dtype(input.dtype))
@@ -174,7 +182,8 @@ def token_statistics(
     budget.
 
     Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``; the gather of
-    partials is of (3 + number of options asked for) * N + 2 elements per rank.
+    partials is of C * N + 2 elements per rank, C = 3 and 1 more for each of ``expected_logit`` and
+    ``argmax``, 2 more for ``mean_logit``.
     """
     arguments = Arguments(
         input=input,
@@ -189,7 +198,8 @@ def token_statistics(
         vocab_size=vocab_size,
         logits_budget=logits_budget,
     )
-    prepared = prepare(arguments, Columns(bool(mean_logit), bool(expected_logit), bool(argmax)))
+    columns = Columns(bool(mean_logit), bool(mean_logit), bool(expected_logit), bool(argmax))
+    prepared = prepare(arguments, columns)
     statistics = _token_statistics(prepared.call, *prepared.tensors, prepared.differentiable)
     return statistics.view(prepared.shape)
 
@@ -209,6 +219,7 @@ def prepare(
     arguments: Arguments,
     columns: Columns,
     *,
+    check: Callable[[], None] = lambda: None,
     accumulable: bool = False,
     ignore_index: int | None = None,
     agreed: dict[str, object] | None = None,
@@ -216,19 +227,21 @@ def prepare(
 ) -> Prepared:
     """Check ``arguments`` and plan the call.
 
-    ``ignore_index`` and ``agreed`` serve the debug checks: None lets any target pass, and the
+    ``check`` raises for what else the caller was given. ``ignore_index`` and ``agreed`` serve the debug checks: None lets any target pass, and the
     values of ``agreed`` must be the same on all ranks. ``main_grad`` takes dW by addition.
     """
     a = _autocast(arguments)
     check_process_group(a.process_group)
     layout = Layout.of(a.process_group, bool(a.sequence_parallel))
     try:
+        check()
         check_arguments(a, layout)
     except ValueError as refusal:
         if layout.ranks == 1:
             raise
         if debug.enabled():
-            debug.agree(layout, None, (0, 0), a.input.device)
+            devices = [t.device for t in a.tensors.values()]
+            debug.agree(layout, None, (0, 0), (devices or [torch.device("cpu")])[0])
             raise
         raise ValueError(
             f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
@@ -240,11 +253,13 @@ def prepare(
     weight = a.linear_weight if a.linear_weight.stride(1) == 1 else a.linear_weight.contiguous()
     rows = weight.shape[0]
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
+    shard = Shard(start, rows, a.vocab_size)
     target = None if a.target is None else a.target.reshape(-1).long()
-    differentiable = any(_needs(t) for t in (hidden, weight, a.linear_bias) if t is not None)
-    sum_dtype = accumulation_dtype(weight.dtype)
+    tensors = hidden, weight, a.linear_bias
+    differentiable = any(_needs(t) for t in tensors if t is not None)
     gradients = None
     if differentiable:
+        sum_dtype = accumulation_dtype(weight.dtype)
         destination = weight if main_grad is None else main_grad.tensor
         gradients = Gradients(
             input=hidden.requires_grad,
@@ -252,30 +267,45 @@ def prepare(
             input_fp32=hidden.dtype == sum_dtype,
             weight_fp32=destination.dtype == sum_dtype,
         )
-    keepable = backend.keepable(weight.dtype, a.logit_softcap)
-    known = a.vocab_start is None or a.vocab_size is not None or layout.ranks == 1
-    planned = plan(
-        hidden.shape[0] * layout.parts,
-        shared_shard_rows(rows, layout.ranks, a.vocab_start, a.vocab_size),
-        hidden.shape[1],
-        weight.element_size(),
-        budget=a.logits_budget,
-        parts=layout.parts,
-        ranks=layout.ranks,
-        gradients=gradients,
-        keepable=keepable,
-        accumulable=accumulable and known,
-    )
-    if not planned.accumulate:
-        budget = DEFAULT_BUDGET if a.logits_budget is None else a.logits_budget
-        planned = planned.limited(budget // max(1, rows * weight.element_size()))
-    shard = Shard(start, rows, a.vocab_size)
+    planned = _plan(a, layout, hidden, weight, gradients, accumulable)
     if debug.enabled():
         _check_together(a, layout, shard, ignore_index, dict(agreed or {}), gradients)
     call = Call(
         layout, shard, columns, planned, target, float(a.logit_scale), a.logit_softcap, main_grad
     )
-    return Prepared(call, (hidden, weight, a.linear_bias), token_shape(a.input, layout), differentiable)
+    return Prepared(call, tensors, token_shape(a.input, layout), differentiable)
+
+
+def _plan(
+    a: Arguments,
+    layout: Layout,
+    hidden: Tensor,
+    weight: Tensor,
+    gradients: Gradients | None,
+    accumulable: bool,
+) -> Plan:
+    # Accumulation needs the loss's weights as constants and, over ranks, blocks that all agree on.
+    # It writes dX before the upstream gradient is known, which in fp16 would undo loss scaling.
+    accumulable = (
+        accumulable
+        and (a.token_weight is None or not _needs(a.token_weight))
+        and (a.vocab_start is None or a.vocab_size is not None or layout.ranks == 1)
+        and hidden.dtype != torch.float16
+    )
+    rows, itemsize = weight.shape[0], weight.element_size()
+    planned = plan(
+        hidden.shape[0] * layout.parts,
+        shared_shard_rows(rows, layout.ranks, a.vocab_start, a.vocab_size),
+        hidden.shape[1],
+        itemsize,
+        budget=a.logits_budget,
+        parts=layout.parts,
+        ranks=layout.ranks,
+        gradients=gradients,
+        keepable=backend.keepable(weight.dtype, a.logit_softcap),
+        accumulable=accumulable,
+    )
+    return planned.limited(max(1, rows * itemsize), a.logits_budget)
 
 
 def _check_together(
@@ -303,7 +333,8 @@ def _check_together(
         shards = debug.agree(layout, agreed, shards[0], a.input.device)
     vocab_size = debug.check_cover(shards, a.vocab_size)
     if a.target is not None and ignore_index is not None:
-        debug.check_target(a.target, a.target != ignore_index, vocab_size)
+        target = a.target.long()
+        debug.check_target(target, target != ignore_index, vocab_size)
 
 
 def _needs(tensor: Tensor) -> bool:
@@ -326,11 +357,19 @@ def _autocast(a: Arguments) -> Arguments:
     return replace(a, **cast)
 
 
-def _refuse(unsupported: dict[str, object]) -> None:
+_OF_TORCH = ("weight", "options")
+
+
+def _refuse_unknown(unsupported: dict[str, object]) -> None:
+    for name in unsupported:
+        if name not in _OF_TORCH:
+            raise TypeError(f"linear_cross_entropy() got an unexpected keyword argument {name!r}")
+
+
+def _refuse_unsupported(unsupported: dict[str, object]) -> None:
     for name, value in unsupported.items():
-        if name in ("weight", "options"):
+        if value is not None:
             raise ValueError(
                 f"{name}={value!r} of torch.nn.functional.linear_cross_entropy is not supported: "
                 "use token_weight for per-token weights and logits_budget for the memory"
             )
-        raise TypeError(f"linear_cross_entropy() got an unexpected keyword argument {name!r}")

@@ -12,6 +12,7 @@ from parallel_lce.backends.logits import logits_gradient, logits_partial
 from parallel_lce.checks import check_process_group
 from parallel_lce.parallel import Layout, Shard, gather_partials
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
+from parallel_lce.statistics import first_order_only
 
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
@@ -68,10 +69,12 @@ def vocab_parallel_cross_entropy(
         raise ValueError(
             f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {entries}"
         )
-    layout = Layout.of(_megatron_group() if tp_group is None else tp_group, False)
+    group = _megatron_group() if tp_group is None else tp_group
+    check_process_group(group)
+    layout = Layout.of(group, False)
     logits = vocab_parallel_logits.reshape(-1, entries)
     loss = _LogitsCrossEntropy.apply(
-        logits, target.reshape(-1).long(), float(label_smoothing), layout
+        logits, target.reshape(-1).long().contiguous(), float(label_smoothing), layout
     )
     return loss.view(target.shape)
 
@@ -86,7 +89,6 @@ def _megatron_group() -> dist.ProcessGroup | None:
             "tp_group is None, torch.distributed is initialised and Megatron-core has no "
             "tensor-parallel group: pass tp_group (each rank alone would act as rank 0)"
         )
-    check_process_group(group)
     return group
 
 
@@ -110,7 +112,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx, upstream: Tensor):
         logits, target, top, sum_exp = ctx.saved_tensors
         uniform = upstream * (ctx.smoothing / max(1, logits.shape[1]))

@@ -30,7 +30,7 @@ def cross_entropy(
     ``-(1 - eps) log p_y - eps mean_j log p_j + z_loss * lse^2``: label smoothing as in
     ``torch.nn.functional.cross_entropy`` (Szegedy et al. 2015, arXiv:1512.00567) over all real
     entries, and the z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311). Smoothing needs
-    ``mean_logit=True``.
+    ``mean_logit=True``, which also gives ``mean_log_prob``.
     """
     loss = -statistics.target_log_prob
     if label_smoothing:
@@ -62,9 +62,10 @@ class WeightedLoss:
         loss = cross_entropy(
             statistics, label_smoothing=self.label_smoothing, z_loss=self.z_loss
         )
-        outside = (target < 0) | (target >= statistics.vocab_size)
-        loss = loss.masked_fill(outside, torch.nan)
-        return (loss * select(self.weights)).masked_fill(ignored, 0.0)
+        outside = ((target < 0) | (target >= statistics.vocab_size)) & ~ignored
+        # A factor, so that the token's gradient is NaN as its loss is.
+        weights = select(self.weights).masked_fill(outside, torch.nan)
+        return (loss * weights).masked_fill(ignored, 0.0)
 
     def normalizer(self, reduction: str) -> Tensor | float:
         """What the sum of :meth:`per_token` is multiplied by."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_lce.checks import check_loss
+from parallel_lce.checks import check_loss_options
 from parallel_lce.functional import linear_cross_entropy
 
 
@@ -29,7 +29,7 @@ class LinearCrossEntropy(nn.Module):
         logits_budget: int | None = None,
     ) -> None:
         super().__init__()
-        check_loss(reduction, ignore_index, label_smoothing, z_loss)
+        check_loss_options(reduction, ignore_index, label_smoothing, z_loss)
         self.options = {
             "reduction": reduction,
             "ignore_index": ignore_index,

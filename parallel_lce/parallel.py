@@ -6,6 +6,7 @@ the same order. Work is asynchronous: on NCCL a wait orders streams, never the h
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.partials import TARGET, Columns, integer_view, merge
+from parallel_lce.partials import Columns, integer_view, merge
 from parallel_lce.plan import Block
 
 # torch 2.13 renamed these two.
@@ -93,12 +94,12 @@ class HiddenGradient:
 
     Per block, in order, one all-reduce of R * D elements in dX's dtype or, under sequence
     parallelism, one reduce-scatter of the same size; started when the block's dX is done and
-    waited for in :meth:`wait`.
+    waited for once the next block's is done, so that two blocks' dX are alive at most.
     """
 
     total: Tensor
     layout: Layout
-    pending: list[tuple[dist.Work, Tensor]] = field(default_factory=list)
+    pending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
 
     def destination(self, block: Block) -> Tensor:
         """Where to write the block's local dX ``[R, D]``."""
@@ -118,11 +119,12 @@ class HiddenGradient:
         else:
             work = dist.all_reduce(local, group=layout.group, async_op=True)
         self.pending.append((work, local))
+        while len(self.pending) > 1:
+            self.pending.popleft()[0].wait()
 
     def wait(self) -> Tensor:
-        for work, _ in self.pending:
-            work.wait()
-        self.pending.clear()
+        while self.pending:
+            self.pending.popleft()[0].wait()
         return self.total
 
 
@@ -147,8 +149,8 @@ def gather_partials(
     """Start merging partials ``[C, R]`` over the ranks; the result is a function that ends it.
 
     That function returns the merged partial ``[C, R]`` and the number V of real entries as a
-    0-dimensional tensor. The maxima, and so every statistic, are NaN where the shards leave a gap
-    or overlap. One all-gather of C * R + 2 elements per rank (fp32, or fp64 for fp64 input): the
+    0-dimensional tensor. Where the shards leave a gap or overlap the columns are NaN, and the
+    argmax is the largest integer. One all-gather of C * R + 2 elements per rank (fp32, or fp64 for fp64 input): the
     partials and the shard's bounds; none for a single rank. The merge runs in rank order, so all
     ranks hold the same bits.
     """
@@ -163,8 +165,8 @@ def gather_partials(
     gathered = message.new_empty(layout.ranks * message.numel())
     work = _all_gather(gathered, message, group=layout.group, async_op=True)
 
-    def finish() -> tuple[Tensor, Tensor]:
-        work.wait()
+    def finish(message: Tensor = message) -> tuple[Tensor, Tensor]:
+        work.wait()  # until then the message must stay alive, too
         messages = gathered.view(layout.ranks, -1)
         starts, rows = integer_view(messages[:, -2:]).long().unbind(1)
         real = rows
@@ -172,7 +174,10 @@ def gather_partials(
             real = (shard.vocab_size - starts).clamp(min=0).minimum(rows)
         merged = merge(messages[:, :-2].unflatten(1, partial.shape), real, columns)
         covered = _cover(starts, rows, shard.vocab_size)
-        merged[: TARGET + 1].masked_fill_(~covered, torch.nan)
+        merged[: columns.index].masked_fill_(~covered, torch.nan)
+        if columns.argmax:
+            ids = integer_view(merged[columns.index])
+            ids.masked_fill_(~covered, torch.iinfo(ids.dtype).max)
         return merged, real.sum().to(partial.dtype)
 
     return finish

@@ -5,7 +5,8 @@ A partial of a slice with logits z is, per token, the columns
     max       m  = max z                      (-inf for an empty slice)
     sum_exp   s  = sum exp(z - m)
     target    t  = the target's logit if the target lies in the slice, else 0
-    shifted   zs = sum (z - m)                (on request: mean logit)
+    shifted   zs = sum (z - m)                (on request: mean log-probability)
+    total     zt = sum z                      (on request: mean logit)
     weighted  ez = sum exp(z - m) (z - m)     (on request: expected logit, entropy)
     argmax    the global id of the largest logit, an integer bit-cast (on request)
 
@@ -13,7 +14,8 @@ Partials of disjoint slices merge into the partial of their union; merging is as
 commutative, with the empty slice as identity. The same operator joins vocabulary windows inside a
 rank and shards across ranks (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; the
 window epilogue of "From Projection to Prediction", section 3.2.1). Sums are kept relative to the
-maximum, so no statistic is ever a difference of two large numbers.
+maximum, so no statistic is ever a difference of two large numbers; the mean logit, which lies far
+from the maximum, has a sum of its own.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ MAX, SUM_EXP, TARGET = 0, 1, 2
 class Columns:
     """Which columns a partial has; its tensor is ``[count, N]`` in the statistics' dtype."""
 
+    mean_log_prob: bool = False
     mean_logit: bool = False
     expected_logit: bool = False
     argmax: bool = False
@@ -39,16 +42,20 @@ class Columns:
         return 3
 
     @property
+    def total(self) -> int:
+        return 3 + self.mean_log_prob
+
+    @property
     def weighted(self) -> int:
-        return 3 + self.mean_logit
+        return self.total + self.mean_logit
 
     @property
     def index(self) -> int:
-        return 3 + self.mean_logit + self.expected_logit
+        return self.weighted + self.expected_logit
 
     @property
     def count(self) -> int:
-        return 3 + self.mean_logit + self.expected_logit + self.argmax
+        return self.index + self.argmax
 
 
 def integer_view(column: Tensor) -> Tensor:
@@ -79,6 +86,8 @@ def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
     torch.sum(partials[:, SUM_EXP] * factor, 0, out=merged[SUM_EXP])
     torch.sum(partials[:, TARGET], 0, out=merged[TARGET])
     if columns.mean_logit:
+        torch.sum(partials[:, columns.total], 0, out=merged[columns.total])
+    if columns.mean_log_prob:
         entries = counts.to(partials.dtype).unsqueeze(1)
         torch.sum(partials[:, columns.shifted] + entries * shift, 0, out=merged[columns.shifted])
     if columns.expected_logit:

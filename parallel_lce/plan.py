@@ -13,7 +13,7 @@ DEFAULT_BUDGET = 1 << 30
 """``logits_budget=None``: bytes per rank and call."""
 
 SMALLEST_BLOCK = 32 << 20
-"""Working block, in bytes of logits, that a call may use whatever its budget is."""
+"""Bytes of a block of logits that a call may use whatever its budget is; a few tiles come on top."""
 
 NOMINAL_SHARD = 32768
 """Vocabulary rows per rank assumed where the shards are uneven and nobody said how large V is."""
@@ -39,7 +39,8 @@ class Plan:
     """The blocks of a call, in order, and how their gradients come about.
 
     ``accumulate``: gradients are formed in forward, block by block, and nothing is recomputed.
-    ``block_bytes``: bound of the logits-shaped scratch beside what is kept.
+    ``block_bytes``: what the exponentials of a block may take when accumulating, else the
+    logits-shaped scratch beside what is kept.
     ``accumulator_bytes``: fp32 sums beside the gradients themselves (low-precision dW over several
     blocks, or low-precision dX over vocabulary slices).
     """
@@ -49,11 +50,23 @@ class Plan:
     block_bytes: int
     accumulator_bytes: int
 
-    def limited(self, kept_rows: int) -> Plan:
-        """The same blocks keeping at most ``kept_rows`` rows in all; collectives do not change."""
+    def limited(self, row_bytes: int, budget: int | None) -> Plan:
+        """The same blocks, keeping no more than the budget allows on this rank.
+
+        ``row_bytes``: logits of one token on this rank, whose shard may be larger than
+        ``shard_rows``. The rows that are not kept are recomputed; collectives do not change.
+        """
+        budget = DEFAULT_BUDGET if budget is None else budget
+        kept_rows = sum(block.kept for block in self.blocks)
+        if self.accumulate:
+            per_block = self.block_bytes // row_bytes
+        elif kept_rows * row_bytes > budget:
+            per_block = kept_rows = max(0, budget - SMALLEST_BLOCK) // row_bytes
+        else:
+            return self
         blocks = []
         for block in self.blocks:
-            blocks.append(replace(block, kept=min(block.kept, kept_rows)))
+            blocks.append(replace(block, kept=min(block.kept, per_block, kept_rows)))
             kept_rows -= blocks[-1].kept
         return replace(self, blocks=tuple(blocks))
 
@@ -106,8 +119,8 @@ def plan(
             for b in [min(a + size, per_part)]
         )
 
-    def decided(blocks: tuple[Block, ...], accumulate: bool = False, accumulator: int = 0) -> Plan:
-        return Plan(blocks, accumulate, SMALLEST_BLOCK, accumulator)
+    def decided(blocks: tuple[Block, ...], accumulator: int = 0) -> Plan:
+        return Plan(blocks, False, SMALLEST_BLOCK, accumulator)
 
     single = () if per_part == 0 else (Block(0, per_part, 0),)
     if gradients is None:
@@ -119,10 +132,10 @@ def plan(
     dw_kept = shard_rows * hidden * max(4, itemsize) if gradients.weight else 0
     if accumulable and keepable and dx_kept + dw_kept < whole:
         # Over ranks a block's gradients wait for its statistics while the next block is projected.
-        block_bytes = max(budget, SMALLEST_BLOCK) // (2 if ranks > 1 else 1)
+        block_bytes = max(budget - SMALLEST_BLOCK, SMALLEST_BLOCK) // (2 if ranks > 1 else 1)
         blocks = blocks_of(block_bytes, 0, True)
         split = gradients.weight and not gradients.weight_fp32
-        return decided(blocks, True, dw_kept if split else 0)
+        return Plan(blocks, True, block_bytes, dw_kept if split else 0)
 
     kept_rows = max(0, budget - SMALLEST_BLOCK) // row_bytes if keepable else 0
     kept_per_part = kept_rows // parts
@@ -136,8 +149,8 @@ def plan(
         dx_sum += 2 * rows * hidden * itemsize
     if dx_sum < dw_sum or (dx_sum == dw_sum and ranks == 1):
         blocks = tuple(replace(block, kept=kept_rows) for block in single)
-        return decided(blocks, False, dx_sum)
-    return decided(by_rows, False, dw_sum)
+        return decided(blocks, dx_sum)
+    return decided(by_rows, dw_sum)
 
 
 def shared_shard_rows(

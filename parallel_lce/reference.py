@@ -69,4 +69,4 @@ def loss(
     total = per_token.sum()
     if reduction == "sum":
         return total
-    return torch.where(weight.sum() == 0, 0.0, total / weight.sum())
+    return total / torch.where(weight.sum() == 0, 1.0, weight.sum())

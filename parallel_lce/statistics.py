@@ -8,7 +8,7 @@ hands back for them is folded into four per-token coefficients of the logits' gr
     lse               = M + log s                        d/dz_j = p_j
     target_logit      = t                                d/dz_j = [j = y]
     target_log_prob   = (t - M) - log s                  d/dz_j = [j = y] - p_j
-    mean_logit        = M + zs / V                       d/dz_j = 1 / V
+    mean_logit        = zt / V                           d/dz_j = 1 / V
     mean_log_prob     = zs / V - log s                   d/dz_j = 1 / V - p_j
     expected_logit E  = M + ez / s                       d/dz_j = p_j (1 + z_j - E)
     entropy           = log s - ez / s                   d/dz_j = -p_j (z_j - E)
@@ -16,7 +16,8 @@ hands back for them is folded into four per-token coefficients of the logits' gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 
 import torch
@@ -46,7 +47,7 @@ class TokenStatistics:
     ``target_logit - lse``, computed without that difference. ``mean_logit`` over the V real entries;
     ``mean_log_prob``: ``mean_logit - lse`` likewise. ``expected_logit``: sum of p z; ``entropy``:
     ``lse - expected_logit`` likewise. Without gradient: ``max_logit``, ``argmax`` (int64, global
-    id, the lowest among equals, -1 where a logit is NaN) and ``vocab_size``: V, 0-dimensional.
+    id, the lowest among equals, -1 where a logit is NaN or the shards are no partition) and ``vocab_size``: V, 0-dimensional.
     """
 
     lse: Tensor
@@ -116,8 +117,9 @@ def finish_statistics(
     if with_target:
         values.update(target_logit=target.clone(), target_log_prob=(target - top) - log_sum)
     if columns.mean_logit:
-        mean = partial[columns.shifted] / vocab_size
-        values.update(mean_logit=top + mean, mean_log_prob=mean - log_sum)
+        values.update(mean_logit=partial[columns.total] / vocab_size)
+    if columns.mean_log_prob:
+        values.update(mean_log_prob=partial[columns.shifted] / vocab_size - log_sum)
     if columns.expected_logit:
         expected = partial[columns.weighted] / sum_exp
         values.update(expected_logit=top + expected, entropy=log_sum - expected)
@@ -283,6 +285,34 @@ def statistics_backward(
     return sums.deliver()
 
 
+class _Once(torch.autograd.Function):
+    """The identity on a gradient, without a derivative; ``anchor`` makes autograd record it."""
+
+    @staticmethod
+    def forward(ctx, gradient: Tensor, anchor: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        raise RuntimeError("gradients of parallel_lce cannot be differentiated twice")
+
+
+def first_order_only(backward: Callable) -> Callable:
+    """With ``create_graph=True``, have second derivatives raise: without a graph of their own the
+    gradients would be taken for constants."""
+
+    @functools.wraps(backward)
+    def call(ctx, *upstream):
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        if not torch.is_grad_enabled():
+            return gradients
+        anchor = torch.ones((), requires_grad=True)
+        return tuple(g if g is None else _Once.apply(g, anchor) for g in gradients)
+
+    return call
+
+
 class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call):
@@ -297,7 +327,7 @@ class _Statistics(torch.autograd.Function):
         return values
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_order_only
     def backward(ctx, *gradients):
         hidden, weight, bias, partial, vocab_size, *tensors = ctx.saved_tensors
         call = ctx.call

@@ -331,6 +331,33 @@ def test_a_gap_or_an_overlap_gives_nan(shift, worlds, device):
         assert worlds(2).run(_uncovered, shift, budget) == [(True, True, True)] * 2
 
 
+def _empty_anywhere(member: Member, start: int):
+    """Rank 1 of 3 has no rows; where it says they start means nothing."""
+    sizes = (10, 0, 10)
+    arguments = good(member.device) | dict(process_group=member.group)
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(20, D, generator=generator).to(member.device)
+    first = (0, start, 10)[member.rank]
+    arguments |= dict(
+        linear_weight=weight[first : first + sizes[member.rank]] if sizes[member.rank] else weight[:0],
+        vocab_start=first,
+    )
+    plain = call(arguments)
+    with debug_mode():
+        checked = call(arguments)
+    exact = torch.nn.functional.cross_entropy(
+        arguments["input"].double() @ weight.double().t(), arguments["target"]
+    )
+    return plain.item(), checked.item(), exact.item()
+
+
+@pytest.mark.parametrize("start", [0, 7, 10, 20, 1000])
+def test_an_empty_shard_may_start_anywhere(start, worlds, device):
+    for plain, checked, exact in worlds(3).run(_empty_anywhere, start):
+        assert plain == checked
+        assert abs(plain - exact) < 1e-6
+
+
 def _beyond(member: Member):
     """vocab_size says there is more than the shards hold."""
     call_ = good(member.device) | dict(process_group=member.group, vocab_start=10 * member.rank, vocab_size=25)

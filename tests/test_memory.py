@@ -15,7 +15,7 @@ KiB, MiB = 1 << 10, 1 << 20
 BLOCK = MiB  # SMALLEST_BLOCK of these tests
 
 # (reduction, logits_budget): a part of the rows saved and the rest recomputed; all recomputed; accumulated.
-STRATEGIES = {"save": ("none", 3 * MiB), "recompute": ("none", 0), "accumulate": ("sum", 0)}
+STRATEGIES = {"save": ("none", 3 * MiB // 2), "recompute": ("none", 0), "accumulate": ("sum", 0)}
 
 
 def measured(
@@ -49,22 +49,26 @@ def measured(
         return peak_memory(step, member.device)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("ranks", "sequence_parallel", "dtype"),
+    [(1, False, "fp32"), (1, False, "bf16"), (2, False, "fp32"), (2, True, "fp32")],
+)
 def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequence_parallel, worlds, device):
-    """The peak has no N * V term: what doubling N costs does not depend on V."""
+    """Twice the tokens cost some more numbers per token, and no more logits."""
     reduction, budget = STRATEGIES[strategy]
-    N, V, D = 512, 4096 * ranks, 4
+    N, V, D = 256, 8192 * ranks, 4
 
-    def peak(n, v):
-        options = (n, v, D, dtype, reduction, budget, sequence_parallel)
+    def peak(n):
+        options = (n, V, D, dtype, reduction, budget, sequence_parallel)
         return max(p for p, _ in everywhere(worlds, device, ranks, measured, *options))
 
-    mixed = (peak(2 * N, 2 * V) - peak(2 * N, V)) - (peak(N, 2 * V) - peak(N, V))
+    growth = peak(2 * N) - peak(N)
     logits = N * V // ranks * DTYPES[dtype].itemsize
-    # Partials are 3 numbers per token and window of 2048: .4 % of fp32 logits.
-    assert abs(mixed) < 0.02 * logits, f"{mixed} bytes grow with N * V, of {logits} for logits"
+    # Per token: hidden states and their gradient, statistics, and 3 numbers per window of 2048.
+    assert growth < N * (4 * D + 40 + 3 * V // ranks // 2048) * 4 < 0.06 * logits, (
+        f"{growth} bytes for {N} more tokens, whose logits are {logits}"
+    )
 
 
 def test_the_tracker_sees_logits(device):
@@ -156,39 +160,39 @@ def test_frozen_everything_keeps_nothing(device):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_frozen_weight_allocates_no_buffer_of_its_size(strategy, device):
-    N, V, D = 512, 4096, 512
+    N, V, D = 128, 4096, 256
     reduction, budget = STRATEGIES[strategy]
-    options = dict(reduction=reduction, budget=budget, tile=(64, 256))
+    options = dict(reduction=reduction, budget=budget, tile=(64, 256), block=256 * KiB)
     frozen, _ = measured(alone(device), N, V, D, frozen="weight", **options)
     free, _ = measured(alone(device), N, V, D, **options)
     assert free >= V * D * 4
     # dX [N, D], the budget or block and a few tiles; less than one [V, D].
-    assert frozen < N * D * 4 + max(budget, BLOCK) + 3 * MiB < V * D * 4
+    assert frozen < N * D * 4 + max(budget, 256 * KiB) + MiB < V * D * 4
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_frozen_input_allocates_no_gradient_of_its_size(strategy, device):
-    N, V, D = 4096, 256, 512
+    N, V, D = 2048, 64, 512
     reduction, budget = STRATEGIES[strategy]
-    options = dict(reduction=reduction, budget=budget, tile=(64, 256))
+    options = dict(reduction=reduction, budget=budget, tile=(64, 64), block=64 * KiB)
     frozen, _ = measured(alone(device), N, V, D, frozen="input", **options)
     free, _ = measured(alone(device), N, V, D, **options)
     assert free >= N * D * 4
-    assert frozen < V * D * 4 + max(budget, BLOCK) + 3 * MiB < N * D * 4
+    assert frozen < V * D * 4 + max(budget, 64 * KiB) + MiB < N * D * 4
 
 
 def test_low_precision_dw_in_one_visit_has_no_fp32_sum(device):
     """All rows in one block: windows of dW are summed in fp32 one at a time (Liger #1323, #1391)."""
-    N, V, D = 32, 4096, 512
+    N, V, D = 32, 4096, 256
     peak, alive = measured(alone(device), N, V, D, "bf16", tile=(64, 128))
     assert alive >= V * D * 2
     assert peak - alive < V * D * 4 / 4
 
 
 def _chunked(member: Member, backward: bool):
-    """64 blocks of 128 rows over both ranks."""
+    """32 blocks of 128 rows over both ranks."""
     return measured(
-        member, 8192, 64 * member.ranks, 512, sequence_parallel=True, tile=(128, 64),
+        member, 4096, 64 * member.ranks, 256, sequence_parallel=True, tile=(128, 64),
         block=128 * 64 * 4, backward=backward,
     )  # fmt: skip
 
@@ -197,7 +201,7 @@ def _chunked(member: Member, backward: bool):
 def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
     """Hidden states are gathered, and local dX reduced, a few blocks at a time: neither the whole
     sequence's ``[N, D]`` hidden states nor its local dX ever exist on a rank, as the plan assumes."""
-    whole = 8192 * 512 * 4
+    whole = 4096 * 256 * 4
     for peak, alive in worlds(2).run(_chunked, backward):
         assert alive >= whole // 2 or not backward
         assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"

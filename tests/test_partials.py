@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
 
-ALL = Columns(mean_logit=True, expected_logit=True, argmax=True)
+ALL = Columns(mean_log_prob=True, mean_logit=True, expected_logit=True, argmax=True)
 LAST = torch.iinfo(torch.int64).max
 RELAXED = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -23,8 +23,10 @@ def partial_of(z: torch.Tensor, start: int, target: int, columns: Columns = ALL)
     partial[SUM_EXP] = shifted.exp().sum(1)
     if start <= target < start + K:
         partial[TARGET] = z[:, target - start]
-    if columns.mean_logit:
+    if columns.mean_log_prob:
         partial[columns.shifted] = shifted.sum(1)
+    if columns.mean_logit:
+        partial[columns.total] = z.sum(1)
     if columns.expected_logit:
         partial[columns.weighted] = torch.where(shifted == -torch.inf, 0.0, shifted.exp() * shifted).sum(1)
     if columns.argmax:
@@ -108,7 +110,7 @@ def test_nan_makes_its_own_token_nan_and_no_other():
     z[1, 5] = torch.nan
     found = joined([partial_of(z[:, a:b], a, 2) for a, b in ((0, 3), (3, 6), (6, 8))], [3, 3, 2])
     clean = joined([partial_of(z[:, a:b].nan_to_num(), a, 2) for a, b in ((0, 3), (3, 6), (6, 8))], [3, 3, 2])
-    for row in (MAX, SUM_EXP, ALL.shifted, ALL.weighted):
+    for row in (MAX, SUM_EXP, ALL.shifted, ALL.total, ALL.weighted):
         assert found[row].isnan().tolist() == [False, True, False]
     assert integer_view(found[ALL.index])[1] == LAST, "an id that no vocabulary has"
     assert torch.equal(found[:, [0, 2]].view(torch.int64), clean[:, [0, 2]].view(torch.int64))
@@ -130,16 +132,17 @@ def test_uneven_counts_give_the_mean_of_all_entries():
     found = joined([partial_of(z[:, a:b], a, 0) for a, b in slices], [b - a for a, b in slices])
     mean = found[MAX] + found[ALL.shifted] / 90
     torch.testing.assert_close(mean, z.mean(1), rtol=1e-14, atol=0)
+    torch.testing.assert_close(found[ALL.total] / 90, z.mean(1), rtol=1e-14, atol=0)
 
 
 def test_columns_do_not_depend_on_each_other():
     """A merge of fewer columns gives the same bits as one of all."""
     z = torch.randn(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     everything = joined([partial_of(z[:, a : a + 4], a, 7) for a in (0, 4, 8)], [4] * 3)
-    for number in range(8):
-        columns = Columns(bool(number & 1), bool(number & 2), bool(number & 4))
+    for number in range(16):
+        columns = Columns(*(bool(number & bit) for bit in (1, 2, 4, 8)))
         found = joined([partial_of(z[:, a : a + 4], a, 7, columns) for a in (0, 4, 8)], [4] * 3, columns)
         assert torch.equal(found[:3], everything[:3])
-        for name, asked in (("shifted", number & 1), ("weighted", number & 2), ("index", number & 4)):
+        for name, asked in zip(("shifted", "total", "weighted", "index"), (number & b for b in (1, 2, 4, 8))):
             if asked:
                 assert torch.equal(found[getattr(columns, name)], everything[getattr(ALL, name)]), name

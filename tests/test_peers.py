@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import parallel_lce
-from cases import DTYPES, error
+from cases import DTYPES, Case, check, error, run
 from parallel_lce.statistics import DIFFERENTIABLE
 from tools import alone, everywhere, shrunk
 from world import Member
@@ -160,6 +160,18 @@ def test_a_large_hidden_dimension(device):
         t[:3], t[4], torch.float32,
     )  # fmt: skip
     compare(call, found, torchs(call, *t, torch.float32, fused=True), exact)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(521, 2560, 2048, "bf16", ranks=3, reduction="none", budget=0, bias=True),
+        Case(522, 2560, 2048, "fp32", ranks=2, sequence_parallel=True),
+    ],
+    ids=str,
+)
+def test_a_large_hidden_dimension_over_ranks(case, worlds, device):
+    check(case, run(case, worlds, device), factor=2.0, device=device)
 
 
 @pytest.mark.parametrize("call", CALLS[::4], ids=str)

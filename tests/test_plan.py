@@ -221,14 +221,22 @@ def test_equal_shards_are_counted_as_they_are():
 
 
 @RELAXED
-@given(calls(), st.integers(0, 30000))
-def test_limited_keeps_the_blocks_and_fewer_rows(call, most):
+@given(calls(), st.integers(1, 1 << 22))
+def test_limited_keeps_the_blocks_and_what_fits_this_rank(call, row_bytes):
+    """A rank with a larger shard than the plan's keeps fewer rows; nothing collective changes."""
     found = planned(call)
-    limited = found.limited(most)
+    limited = found.limited(row_bytes, call["budget"])
     assert [(b.start, b.stop) for b in limited.blocks] == [(b.start, b.stop) for b in found.blocks]
-    assert sum(b.kept for b in limited.blocks) == min(most, sum(b.kept for b in found.blocks))
     assert all(a.kept <= b.kept for a, b in zip(limited.blocks, found.blocks))
     assert replace(limited, blocks=found.blocks) == found
+    budget = DEFAULT_BUDGET if call["budget"] is None else call["budget"]
+    kept = [b.kept * row_bytes for b in limited.blocks]
+    if found.accumulate:
+        assert max(kept) <= found.block_bytes
+    else:
+        assert sum(kept) <= budget
+    if row_bytes <= max(1, call["shard_rows"] * call["itemsize"]):
+        assert limited == found
 
 
 def test_sequence_parallel_chunks_hold_every_rank_s_rows():

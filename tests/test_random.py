@@ -52,7 +52,7 @@ def problems(draw, ranks: int):
         shards=shards,
         give_vocab_size=draw(st.booleans()),
         sharpness=draw(st.sampled_from([0.1, 1.0, 3.0])),
-        frozen=draw(st.sampled_from(["", "", "x", "weight", "weight bias"])),
+        frozen=draw(st.sampled_from(["", "", "x", "weight", "weight bias", "x weight"])),
         seed=draw(st.integers(0, 5)),
     )
     tile = (draw(st.integers(1, 64)), draw(st.integers(1, 200)))

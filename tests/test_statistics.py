@@ -5,6 +5,7 @@ Bodies run on a rank of a real group or alone; errors are measured against the s
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 import parallel_lce
 from cases import DTYPES, Case, error, make
 from parallel_lce import functional, reference
+from parallel_lce.backends import eager
 from parallel_lce.statistics import DIFFERENTIABLE
 from tools import alone, everywhere, shrunk
 from world import Member
@@ -577,15 +579,38 @@ def test_gradients_at_large_logits(strategy, device):
         assert_near(g, truth, 2e-6)
 
 
+@contextmanager
+def half_operands(half: bool):
+    """Gradients of logits enter their products in fp16 on a CPU too, as they do on CUDA."""
+    if not half:
+        yield
+        return
+    saved = eager.operand, eager.matmul_nt, eager.accumulate_nt
+
+    def accumulate_nt(total, a, b, **options):
+        saved[2](total, a.float(), b.float(), **options)
+
+    eager.operand = lambda tensor: tensor
+    eager.matmul_nt = lambda a, b: saved[1](a.float(), b.float())
+    eager.accumulate_nt = accumulate_nt
+    try:
+        yield
+    finally:
+        eager.operand, eager.matmul_nt, eager.accumulate_nt = saved
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["", "half operands"])
 @pytest.mark.parametrize("name", REDUCED)
-def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, device):
+def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, half, device):
     """1 / N and a small loss weight push the logits' gradients below fp16's 6e-8; weights of norm
     2^10 bring dX back into its range. torch's own path loses most of it."""
+    if half and device == "cuda":
+        pytest.skip("CUDA's operands are fp16 anyway")
     t = small(device, N=512, V=96, D=4, dtype="fp16")
     big = (t.weight.detach() * 2**10).requires_grad_()
     x = (t.x.detach() * 2**-10).requires_grad_()
     upstream = 2.0**-14
-    with shrunk(16384, (64, 32)):
+    with shrunk(16384, (64, 32)), half_operands(half):
         loss = parallel_lce.linear_cross_entropy(x, big, t.target, **REDUCED[name])
         if loss.dim():
             loss = loss.sum() / 512
@@ -596,8 +621,8 @@ def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, device):
     )
     z = torch.nn.functional.linear(x, big).float()
     its = torch.autograd.grad(torch.nn.functional.cross_entropy(z, t.target) * upstream, [x, big])
-    # fp16 holds dX in steps of 2^-24.
-    floor = 2**-24 * dx.numel() ** 0.5
+    # fp16 holds dX in steps of 2^-24, and operands to 2^-11.
+    floor = 2**-24 * dx.numel() ** 0.5 + 2**-11 * exact[0].norm().item()
     assert exact[0].abs().max() > 2**-19, "the case must be one that fp16 can hold"
     assert error(its[0], exact[0]) > 0.2 * exact[0].norm(), "torch's path underflows here"
     assert error(dx, exact[0]) <= floor < 0.25 * error(its[0], exact[0])
@@ -711,6 +736,17 @@ def test_evaluation_gives_the_same_bits(device):
         assert torch.equal(value, getattr(evaluated, name)), name
         assert torch.equal(value, getattr(inferred, name)), name
         assert not getattr(evaluated, name).requires_grad
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+def test_a_second_derivative_is_refused_in_words(budget, device):
+    t = small(device, N=48, V=200, D=8)
+    with shrunk(8192):
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, logits_budget=budget)
+        scale = torch.ones((), device=device, requires_grad=True)
+        (dx,) = torch.autograd.grad(loss * scale, t.x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dx.square().sum().backward()
 
 
 def test_entropy_needs_its_column(device):

@@ -16,6 +16,7 @@ times the chain of scale and soft-cap (seed paper, Appendix A.1, generalised to 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,9 +27,11 @@ from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
 from parallel_lce.weight_grad import ShardGradient, accumulation_dtype
 
-# Rows and columns of a tile: 2 MiB of fp32, a core complex's cache, or enough to fill a GPU.
+# Rows and columns of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.
 _CPU_TILE = (256, 2048)
-_CUDA_TILE = (4096, 4096)
+_CUDA_TILE = (2048, 2048)
+# Tiles of rows whose window partials are alive at once: a buffer of V, but none that grows with N.
+_GROUP = 16
 
 # Smallest exponent of e at which a stored exponential keeps its full precision, less a margin.
 _STORED_RANGE = {torch.float16: 20.0}
@@ -132,6 +135,18 @@ def allocate_kept(projection: Projection, rows: int) -> Tensor:
     return projection.weight.new_empty(projection.real * rows)
 
 
+def _without_autocast(function: Callable) -> Callable:
+    """Operands have their dtypes: autocast must not round the products of fp32 ones."""
+
+    @functools.wraps(function)
+    def call(projection: Projection, *arguments, **options):
+        with torch.autocast(projection.weight.device.type, enabled=False):
+            return function(projection, *arguments, **options)
+
+    return call
+
+
+@_without_autocast
 def block_forward(
     projection: Projection,
     x: Tensor,
@@ -149,31 +164,37 @@ def block_forward(
     rows, cut = x.shape[0], windows(projection)
     if not cut:
         return empty_partial(columns, rows, projection.dtype, x.device), None
-    partials = x.new_zeros(len(cut), columns.count, rows, dtype=projection.dtype)
-    exponentials = None
+    merged = x.new_empty(columns.count, rows, dtype=projection.dtype)
+    exponentials = maxima = None
     if kept_rows:
         buffer = allocate_kept(projection, kept_rows) if buffer is None else buffer
         shape = (projection.real, kept_rows)
         exponentials = buffer[: projection.real * kept_rows].view(shape)
+        maxima = merged.new_empty(len(cut), kept_rows)
     x = operand(x)
-    for number, window in enumerate(cut):
-        weight = operand(projection.weight[window])
-        for tile in _row_tiles(rows, kept_rows, x.device):
-            z = projection.logits(x[tile], weight, window)
-            store = exponentials[window, tile] if tile.stop <= kept_rows else None
-            _reduce_tile(
-                z,
-                None if target is None else target[tile],
-                window,
-                projection.start,
-                columns,
-                partials[number, :, tile],
-                store,
-            )
-    counts = partials.new_full((len(cut),), cut[0].stop)
+    counts = merged.new_full((len(cut),), cut[0].stop)
     counts[-1:].fill_(cut[-1].stop - cut[-1].start)
-    kept = Kept(exponentials, partials[:, MAX, :kept_rows].clone()) if kept_rows else None
-    return merge(partials, counts, columns), kept
+    tiles = _row_tiles(rows, kept_rows, x.device)
+    for group in (tiles[a : a + _GROUP] for a in range(0, len(tiles), _GROUP)):
+        first, last = group[0].start, group[-1].stop
+        partials = merged.new_zeros(len(cut), columns.count, last - first)
+        for number, window in enumerate(cut):
+            weight = operand(projection.weight[window])
+            for tile in group:
+                _reduce_tile(
+                    projection.logits(x[tile], weight, window),
+                    None if target is None else target[tile],
+                    window,
+                    projection.start,
+                    columns,
+                    partials[number, :, tile.start - first : tile.stop - first],
+                    exponentials[window, tile] if tile.stop <= kept_rows else None,
+                )
+        merged[:, first:last] = merge(partials, counts, columns)
+        if first < kept_rows:
+            end = min(last, kept_rows)
+            maxima[:, first:end] = partials[:, MAX, : end - first]
+    return merged, Kept(exponentials, maxima) if kept_rows else None
 
 
 def _reduce_tile(
@@ -197,9 +218,11 @@ def _reduce_tile(
     if target is not None:
         position, hit = _target_positions(target, window)
         partial[TARGET].copy_(z.view(-1).index_select(0, position).masked_fill_(~hit, 0.0))
+    if columns.mean_logit:
+        torch.sum(z, 0, out=partial[columns.total])
     # A token of -inf alone would give -inf - -inf.
     z -= maximum.masked_fill(maximum == -torch.inf, 0.0)
-    if columns.mean_logit:
+    if columns.mean_log_prob:
         torch.sum(z, 0, out=partial[columns.shifted])
     shifted = z.clamp(min=_LOWEST_SHIFT) if columns.expected_logit else None
     exponentials = torch.exp(z, out=store if store is not None and store.dtype == z.dtype else z)
@@ -210,6 +233,7 @@ def _reduce_tile(
         store.copy_(z.mul_(_FP16_SCALE) if store.dtype == torch.float16 else z)
 
 
+@_without_autocast
 def block_backward(
     projection: Projection,
     x: Tensor,
@@ -228,19 +252,22 @@ def block_backward(
 
     ``statistics [>= 3, R]`` is the merged partial; ``kept`` may cover the block's first rows, the
     others are projected again. With ``dx_ready``, dX is completed first and announced, so that its
-    reduction runs beside the rest of dW: that of as many windows as have their recomputed logits'
-    gradients held in ``scratch_bytes``, or of all where every row was kept.
+    reduction runs beside the rest of dW: all of it where every row was kept, else that of as many
+    windows as have their recomputed logits' gradients held in ``scratch_bytes``, or of one window
+    that is then projected once more.
     """
     gradient = _LogitGradient(projection, x, target, statistics, coefficients, kept)
     sums = _ShardGradients(dweight, dbias, gradient)
     cut = windows(projection)
     tiles = _row_tiles(x.shape[0], gradient.kept_rows, x.device)
-    deferred = 0
+    deferred, hold = 0, True
     if dx is not None and dx_ready is not None and (dweight or dbias):
         recomputed = x.shape[0] - gradient.kept_rows
         width = max((w.stop - w.start for w in cut), default=0)
-        window_bytes = recomputed * width * gradient.x.element_size()
-        deferred = min(len(cut), max(1, scratch_bytes // window_bytes) if window_bytes else len(cut))
+        window_bytes = max(1, recomputed * width * gradient.x.element_size())
+        hold = window_bytes <= scratch_bytes
+        fitting = max(1, scratch_bytes // window_bytes) if recomputed else len(cut)
+        deferred = min(len(cut), fitting)
     held: dict[tuple[int, int], Tensor] = {}
 
     if dx is not None:
@@ -264,8 +291,9 @@ def block_backward(
                 )
             if not waits:
                 sums.add(tile_gradient, tile)
-            elif tile.start >= gradient.kept_rows:
+            elif hold and tile.start >= gradient.kept_rows:
                 held[number, tile.start] = tile_gradient
+            del tile_gradient
         if not waits:
             sums.close()
     if dx is not None and total is not dx:
@@ -277,8 +305,10 @@ def block_backward(
         for tile in tiles:
             tile_gradient = held.pop((number, tile.start), None)
             if tile_gradient is None:
-                tile_gradient = gradient.tile(tile, cut[number])
+                weight = None if hold else operand(projection.weight[cut[number]])
+                tile_gradient = gradient.tile(tile, cut[number], weight)
             sums.add(tile_gradient, tile)
+            del tile_gradient
         sums.close()
 
 
@@ -303,8 +333,8 @@ class _LogitGradient:
         self.unscale: Tensor | None = None
         factor: Tensor | float = projection.scale
         if self.x.dtype == torch.float16:
-            factor = _power_of_two_scale(coefficients) * factor
-            self.unscale = projection.scale / factor
+            power = _power_of_two_scale(coefficients, projection.scale)
+            factor, self.unscale = factor * power, 1 / power
         # The 1 / s of the probabilities rides on their coefficients.
         self._alpha = coefficients.alpha / sum_exp * factor
         self._beta = _times(coefficients.beta, factor)
@@ -399,7 +429,7 @@ def _times(coefficient: Tensor | None, factor: Tensor | float) -> Tensor | None:
     return None if coefficient is None else coefficient * factor
 
 
-def _power_of_two_scale(coefficients: Coefficients) -> Tensor:
+def _power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, so that those
     of a mean over many tokens (1 / N each) do not underflow; 0-dimensional, on the device."""
     largest = sum(
@@ -407,5 +437,5 @@ def _power_of_two_scale(coefficients: Coefficients) -> Tensor:
         for c in (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
         if c is not None
     )
-    exponent = 10 - torch.frexp(largest).exponent
+    exponent = 10 - torch.frexp(largest * abs(scale)).exponent
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from parallel_lce.logits import vocab_parallel_cross_entropy
@@ -45,7 +47,7 @@ def install(logits_budget: int | None = None) -> None:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     budget = logits_budget if logits_budget is not None else _budget_of_environment()
-    if budget is not None and (not isinstance(budget, int) or budget < 0):
+    if budget is not None and (type(budget) is not int or budget < 0):
         raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {budget!r}")
     if _installed is not None:
         _installed.logits_budget = budget
@@ -117,6 +119,13 @@ def _wrap_loss(original: Callable) -> Callable:
         if isinstance(logits, LazyLogits):
             loss = fused_loss(logits, target, _installed.logits_budget)
         else:
+            if torch.is_grad_enabled() and self.training:
+                warnings.warn(
+                    "parallel_lce: the output layer gave the whole logits to the loss during "
+                    "training: the model was built before install(), gathers its output, or has "
+                    "fully sharded or separately biased output weights",
+                    stacklevel=2,
+                )
             loss = vocab_parallel_cross_entropy(logits, target, tp_group=self.pg_collection.tp)
         return loss.transpose(0, 1).contiguous()
 

@@ -75,7 +75,8 @@ def fused_loss(logits: LazyLogits, target: Tensor, logits_budget: int | None) ->
         vocab_size=None,
         logits_budget=logits_budget,
     )
-    main_grad = main_grad_of(weight, shared=logits.weight is not None)
+    fused = layer.config.gradient_accumulation_fusion and logits.weight is None
+    main_grad = main_grad_of(weight, fused)
     prepared = prepare(arguments, Columns(), main_grad=main_grad)
     statistics = token_statistics(prepared.call, *prepared.tensors, prepared.differentiable)
     inside = (prepared.call.target >= 0) & (prepared.call.target < statistics.vocab_size)
@@ -83,18 +84,19 @@ def fused_loss(logits: LazyLogits, target: Tensor, logits_budget: int | None) ->
     return torch.where(inside, -statistics.target_log_prob, outside_loss).view(target.shape)
 
 
-def main_grad_of(weight: Tensor, shared: bool) -> MainGrad | None:
+def main_grad_of(weight: Tensor, fused: bool) -> MainGrad | None:
     """Where Megatron's DistributedDataParallel wants dW, or None: then autograd delivers it.
 
     Once ``grad_added_to_main_grad`` is set, DDP drops what autograd delivers for the parameter,
-    unless it has ``zero_out_wgrad``. A shared weight without that would lose the gradient of its
-    other use, so its main_grad is left to DDP.
+    unless it has ``zero_out_wgrad``. With ``fused``, ``gradient_accumulation_fusion`` of a weight
+    that is the output layer's own, stock drops it as well and nothing is owed; else the weight is
+    marked, since no one here knows its other uses.
     """
     tensor = getattr(weight, "main_grad", None)
     if tensor is None or not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    if shared and not getattr(weight, "zero_out_wgrad", False):
-        return None
+    if not fused:
+        keep_autograd_gradient(weight)
 
     def placeholder() -> Tensor:
         # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.

@@ -553,3 +553,36 @@ def test_inputs_are_left_alone(device):
             call(arguments | options).sum().backward()
         for name, value in before.items():
             assert torch.equal(arguments[name], value), name
+
+
+@pytest.mark.parametrize(("dtype", "V"), [(torch.int8, 300), (torch.uint8, 300), (torch.int16, 40000)])
+def test_debug_takes_narrow_targets(dtype, V, device):
+    """Ids of a dtype that cannot hold V are compared as wide ones."""
+    x, w = torch.randn(6, 4, device=device), torch.randn(V, 4, device=device)
+    target = torch.tensor([0, 1, 100, 127, 49, 3], dtype=dtype, device=device)
+    want = parallel_lce.linear_cross_entropy(x, w, target.long())
+    with debug_mode():
+        assert torch.equal(parallel_lce.linear_cross_entropy(x, w, target), want)
+
+
+def _refusals_everywhere(member: Member, wrong: dict) -> str:
+    good = dict(
+        input=torch.randn(6, 4, device=member.device),
+        linear_weight=torch.randn(5, 4, device=member.device),
+        target=torch.zeros(6, dtype=torch.long, device=member.device),
+        process_group=member.group,
+    )
+    with debug_mode(), pytest.raises(ValueError) as refusal:
+        parallel_lce.linear_cross_entropy(**{**good, **(wrong if member.rank == 1 else {})})
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [dict(reduction="avg"), dict(input=None), dict(target=None), dict(options=1), dict(label_smoothing="x")],
+    ids=str,
+)
+def test_debug_refuses_every_argument_on_every_rank(wrong, worlds, device):
+    first, second = worlds(2).run(_refusals_everywhere, wrong)
+    assert "rank(s) [1]" in first
+    assert next(iter(wrong)) in second

@@ -126,3 +126,13 @@ def test_bad_input(change, message):
     arguments = {"vocab_parallel_logits": logits, "target": target, **change}
     with pytest.raises(ValueError, match=message):
         parallel_lce.vocab_parallel_cross_entropy(**arguments)
+
+
+def test_strided_target(device):
+    """Every second id of a longer tensor, which stays strided when it is flattened."""
+    logits, target, _ = _inputs(1, torch.float32)
+    logits, ids = logits[0].to(device), target[0].clamp(0, ENTRIES - 1).to(device)
+    wide = torch.stack([ids, ids * 0], 1).flatten()[::2]
+    assert not wide.is_contiguous()
+    want = torch.nn.functional.cross_entropy(logits, ids, reduction="none")
+    torch.testing.assert_close(vocab_parallel_cross_entropy(logits, wide), want)

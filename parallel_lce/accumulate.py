@@ -36,7 +36,7 @@ _SCALED_BYTES = 16 << 20
 
 @dataclass
 class Accumulated:
-    """Weighted losses ``[N]`` and the gradients of their sum times the normalizer: dX in the hidden
+    """Weighted losses ``[N]`` and the gradients of their sum over the divisor: dX in the hidden
     states' dtype, dW and dbias in fp32 (fp64 for fp64)."""
 
     per_token: Tensor
@@ -49,7 +49,7 @@ def accumulate(
     weight: Tensor,
     bias: Tensor | None,
     loss: WeightedLoss,
-    normalizer: Tensor | float,
+    divisor: Tensor | float,
     needs: Needs,
 ) -> Accumulated:
     """Losses and gradients in one pass over the blocks.
@@ -66,7 +66,7 @@ def accumulate(
 
     def complete(block: Block, x, merged, kept) -> None:
         partial, vocab_size = merged()
-        losses, folded = _block_coefficients(call, block, partial, vocab_size, loss, normalizer)
+        losses, folded = _block_coefficients(call, block, partial, vocab_size, loss, divisor)
         layout.put(per_token, block, losses)
         sums.add_block(block, x, partial, folded, kept)
 
@@ -97,7 +97,7 @@ def _block_coefficients(
     partial: Tensor,
     vocab_size: Tensor,
     loss: WeightedLoss,
-    normalizer: Tensor | float,
+    divisor: Tensor | float,
 ) -> tuple[Tensor, Coefficients]:
     """A block's weighted losses ``[R]`` and the coefficients that autograd finds for them."""
     statistics = finish_statistics(partial, vocab_size, call.columns, True)
@@ -112,7 +112,7 @@ def _block_coefficients(
             replace(statistics, **leaves), lambda tokens: call.layout.take(tokens, block)
         )
         found = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)
-    upstream = {name: g if g is None else g * normalizer for name, g in zip(leaves, found)}
+    upstream = {name: g if g is None else g / divisor for name, g in zip(leaves, found)}
     return losses.detach(), coefficients(upstream, partial, vocab_size, call.columns)
 
 
@@ -122,12 +122,12 @@ def _same(tensor: Tensor) -> Tensor:
 
 class _AccumulatedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss, normalizer):
+    def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss, divisor):
         needs = Needs(*ctx.needs_input_grad[:3])
-        done = accumulate(call, hidden, weight, bias, loss, normalizer, needs)
+        done = accumulate(call, hidden, weight, bias, loss, divisor, needs)
         ctx.save_for_backward(hidden, weight, bias)
-        ctx.arguments, ctx.gradients = (call, loss, normalizer, needs), done.gradients
-        return done.per_token.sum() * normalizer
+        ctx.arguments, ctx.gradients = (call, loss, divisor, needs), done.gradients
+        return done.per_token.sum() / divisor
 
     @staticmethod
     @first_order_only
@@ -137,8 +137,8 @@ class _AccumulatedLoss(torch.autograd.Function):
         # largest buffer of the call. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            call, loss, normalizer, needs = ctx.arguments
-            gradients = accumulate(call, hidden, weight, bias, loss, normalizer, needs).gradients
+            call, loss, divisor, needs = ctx.arguments
+            gradients = accumulate(call, hidden, weight, bias, loss, divisor, needs).gradients
         scaled = (
             g if g is None else _scaled(g, upstream, tensor.dtype)
             for g, tensor in zip(gradients, (hidden, weight, bias))
@@ -163,7 +163,7 @@ def accumulated_loss(
     weight: Tensor,
     bias: Tensor | None,
     loss: WeightedLoss,
-    normalizer: Tensor | float,
+    divisor: Tensor | float,
 ) -> Tensor:
     """The reduced loss, 0-dimensional, whose gradients exist when this returns."""
-    return _AccumulatedLoss.apply(hidden, weight, bias, call, loss, normalizer)
+    return _AccumulatedLoss.apply(hidden, weight, bias, call, loss, divisor)

@@ -146,13 +146,13 @@ def linear_cross_entropy(
     if token_weight is not None:
         weights = torch.where(ignored, 0.0, token_weight.reshape(-1).to(weights.dtype))
     loss = WeightedLoss(tokens, weights, ignored, label_smoothing, z_loss)
-    normalizer = loss.normalizer(reduction)
+    divisor = loss.divisor(reduction)
     if call.plan.accumulate:
-        return accumulated_loss(call, *prepared.tensors, loss, normalizer)
+        return accumulated_loss(call, *prepared.tensors, loss, divisor)
     per_token = loss.per_token(_token_statistics(call, *prepared.tensors, prepared.differentiable))
     if reduction == "none":
         return per_token.view(prepared.shape)
-    return per_token.sum() * normalizer
+    return per_token.sum() / divisor
 
 
 def token_statistics(

@@ -67,9 +67,10 @@ class WeightedLoss:
         weights = select(self.weights).masked_fill(outside, torch.nan)
         return (loss * weights).masked_fill(ignored, 0.0)
 
-    def normalizer(self, reduction: str) -> Tensor | float:
-        """What the sum of :meth:`per_token` is multiplied by."""
+    def divisor(self, reduction: str) -> Tensor | float:
+        """What the sum of :meth:`per_token` is divided by."""
         if reduction != "mean":
             return 1.0
         total = self.weights.sum()
-        return torch.where(total == 0, 0.0, 1.0 / total)
+        # The mean of nothing is 0, and so are its gradients.
+        return total.masked_fill(total == 0, torch.inf)

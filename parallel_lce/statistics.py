@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import eager as backend
-from parallel_lce.backends.eager import Coefficients, Kept, Projection
+from parallel_lce.backends.eager import Coefficients, Destinations, Kept, Projection
 from parallel_lce.parallel import (
     HiddenGradient,
     Layout,
@@ -247,11 +247,8 @@ class GradientSums:
             partial,
             coefficients,
             kept,
-            dx=dx,
-            dx_ready=dx_ready,
-            dweight=self._weight,
-            dbias=self._bias,
-            scratch_bytes=self._call.plan.block_bytes,
+            Destinations(dx, dx_ready, self._weight, self._bias),
+            self._call.plan.block_bytes,
         )
 
     def deliver(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

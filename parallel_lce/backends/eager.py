@@ -96,6 +96,19 @@ class Coefficients:
     delta: Tensor | None
 
 
+@dataclass(frozen=True)
+class Destinations:
+    """Where a block's gradients go; None where one is not wanted.
+
+    ``dx [R, D]`` is written, then ``dx_ready`` called; ``dweight`` and ``dbias`` are added to.
+    """
+
+    dx: Tensor | None
+    dx_ready: Callable[[], None] | None
+    dweight: ShardGradient | None
+    dbias: ShardGradient | None
+
+
 def keepable(dtype: torch.dtype, softcap: float | None) -> bool:
     """Whether kept exponentials still tell z, which the chain of a soft-cap needs."""
     return softcap is None or 2 * softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE)
@@ -241,27 +254,23 @@ def block_backward(
     statistics: Tensor,
     coefficients: Coefficients,
     kept: Kept | None,
-    *,
-    dx: Tensor | None,
-    dx_ready: Callable[[], None] | None,
-    dweight: ShardGradient | None,
-    dbias: ShardGradient | None,
+    to: Destinations,
     scratch_bytes: int,
 ) -> None:
-    """Gradients of a block: writes ``dx [R, D]``, adds into ``dweight`` and ``dbias``.
+    """Gradients of a block of ``x [R, D]``, written or added where ``to`` says.
 
     ``statistics [>= 3, R]`` is the merged partial; ``kept`` may cover the block's first rows, the
-    others are projected again. With ``dx_ready``, dX is completed first and announced, so that its
+    others are projected again. With ``to.dx_ready``, dX is completed first and announced, so that its
     reduction runs beside the rest of dW: all of it where every row was kept, else that of as many
     windows as have their recomputed logits' gradients held in ``scratch_bytes``, or of one window
     that is then projected once more.
     """
     gradient = _LogitGradient(projection, x, target, statistics, coefficients, kept)
-    sums = _ShardGradients(dweight, dbias, gradient)
+    dx, sums = to.dx, _OpenWindow(to, gradient)
     cut = windows(projection)
     tiles = _row_tiles(x.shape[0], gradient.kept_rows, x.device)
     deferred, hold = 0, True
-    if dx is not None and dx_ready is not None and (dweight or dbias):
+    if dx is not None and to.dx_ready is not None and (to.dweight or to.dbias):
         recomputed = x.shape[0] - gradient.kept_rows
         width = max((w.stop - w.start for w in cut), default=0)
         window_bytes = max(1, recomputed * width * gradient.x.element_size())
@@ -298,8 +307,8 @@ def block_backward(
             sums.close()
     if dx is not None and total is not dx:
         dx.copy_(total)
-    if dx_ready is not None:
-        dx_ready()
+    if to.dx_ready is not None:
+        to.dx_ready()
     for number in range(len(cut) - deferred, len(cut)):
         sums.open(cut[number])
         for tile in tiles:
@@ -390,13 +399,11 @@ class _LogitGradient:
         return z.exp_().mul_(weighted), chain
 
 
-class _ShardGradients:
-    """dW and dbias of one open window at a time, from tiles of the gradient of logits."""
+class _OpenWindow:
+    """dW and dbias of one vocabulary window at a time, from tiles of the gradient of logits."""
 
-    def __init__(
-        self, dweight: ShardGradient | None, dbias: ShardGradient | None, source: _LogitGradient
-    ) -> None:
-        self._gradients = (dweight, dbias)
+    def __init__(self, to: Destinations, source: _LogitGradient) -> None:
+        self._gradients = (to.dweight, to.dbias)
         self._source = source
 
     def open(self, window: slice) -> None:

@@ -205,3 +205,44 @@ def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
     for peak, alive in worlds(2).run(_chunked, backward):
         assert alive >= whole // 2 or not backward
         assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"
+
+
+def test_forward_s_window_partials_do_not_grow_with_n(device):
+    """Four times the tokens, with 64 windows: their partials are merged group by group."""
+    peaks = [measured(alone(device), N, 2048, 4, tile=(4, 32), backward=False)[0] for N in (128, 512)]
+    per_token = 200  # bytes: columns, statistics and losses, none of them 64 long
+    assert peaks[1] - peaks[0] <= (512 - 128) * per_token
+
+
+def test_gradients_that_wait_for_the_reduction_fit_the_scratch(device):
+    """A window that does not fit is projected again instead of held; the gradients are the same."""
+    from parallel_lce.backends import eager
+    from parallel_lce.partials import Columns
+    from parallel_lce.weight_grad import ShardGradient
+
+    rows, V, D, columns = 512, 4096, 8, 1024
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(rows, D, generator=generator).to(device)
+    projection = eager.Projection(torch.randn(V, D, generator=generator).to(device), None, 0, V)
+    target = torch.randint(V, (rows,), generator=generator).to(device)
+    alpha = torch.rand(rows, generator=generator).to(device)
+    coefficients = eager.Coefficients(alpha, alpha, None, None)
+
+    def backward(scratch: int):
+        dweight, dx = ShardGradient(projection.weight, V, 1), torch.empty_like(x)
+        to = eager.Destinations(dx, lambda: None, dweight, None)
+        eager.block_backward(projection, x, target, partial, coefficients, None, to, scratch)
+        return dx, dweight.deliver()
+
+    with shrunk(tile=(16, columns)):
+        partial, _ = eager.block_forward(projection, x, target, Columns(), 0)
+        held, projected = backward(rows * columns * 4), backward(0)
+        for a, b in zip(held, projected, strict=True):
+            assert torch.equal(a, b)
+        small, large = (
+            peak_memory(lambda scratch=scratch: backward(scratch), torch.device(device))[0]
+            for scratch in (0, rows * columns * 4)
+        )
+    window = rows * columns * 4
+    assert large - small >= 0.8 * window, "the larger scratch holds a window"
+    assert small <= V * D * 4 + rows * D * 8 + window // 4

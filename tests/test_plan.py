@@ -246,3 +246,14 @@ def test_sequence_parallel_chunks_hold_every_rank_s_rows():
     size = SMALLEST_BLOCK // (shard * 4)
     assert found.blocks[0] == Block(0, size // parts, 0)
     assert len(found.blocks) == rows // size
+
+
+def test_a_larger_shard_than_the_plan_s_accumulates_what_fits_and_recomputes_the_rest():
+    found = plan(2048, 10000, 8, 4, budget=70 << 20, ranks=2, gradients=FP32, accumulable=True)
+    assert found.accumulate
+    large = found.limited(18000 * 4, 70 << 20)
+    for block, whole in zip(large.blocks, found.blocks, strict=True):
+        assert (block.start, block.stop) == (whole.start, whole.stop)
+        assert 0 < block.kept <= whole.kept
+        assert block.kept * 18000 * 4 <= found.block_bytes
+    assert large.blocks[0].kept < found.blocks[0].kept

@@ -1,4 +1,5 @@
-"""Gradients formed in forward: Algorithms 3 and 4 of the seed paper, over ranks and row blocks.
+"""Gradients formed in forward: Algorithms 3 and 4 of "From Projection to Prediction", over ranks and
+row blocks.
 
 A ``mean`` or ``sum`` knows each token's weight before backward, so a block's gradients are formed
 from its exponentials as soon as its statistics are merged, and backward only scales them by the
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import eager as backend
-from parallel_lce.backends.eager import Coefficients
+from parallel_lce.backends.blocks import Coefficients
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.parallel import gather_partials
 from parallel_lce.plan import Block

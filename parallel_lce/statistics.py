@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import eager as backend
-from parallel_lce.backends.eager import Coefficients, Destinations, Kept, Projection
+from parallel_lce.backends.blocks import Coefficients, Destinations, Kept, Projection
 from parallel_lce.parallel import (
     HiddenGradient,
     Layout,

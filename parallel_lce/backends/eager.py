@@ -11,21 +11,20 @@ Gradient of the logits: with statistics' upstream gradients folded into four per
 
     dL/dz_j = p_j (alpha + delta (z_j - M)) - beta [j = target] - gamma,     p_j = exp(z_j - M) / s
 
-times the chain of scale and soft-cap (seed paper, Appendix A.1, generalised to any statistic).
+times the chain of scale and soft-cap ("From Projection to Prediction", Appendix A.1, generalised to any statistic).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.blocks import Coefficients, Destinations, Kept, Projection
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
-from parallel_lce.weight_grad import ShardGradient, accumulation_dtype
 
 # Rows and columns of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.
 _CPU_TILE = (256, 2048)
@@ -42,71 +41,21 @@ _FP16_SCALE = 2.0**15
 _LOWEST_SHIFT = -1e4
 
 
-@dataclass(frozen=True)
-class Projection:
-    """``z = softcap(scale * (x @ weight.T + bias))`` for the real rows of a vocabulary shard.
-
-    ``weight [V/P, D]``, ``bias [V/P]`` or None; ``start``: global id of the first row; ``real``:
-    rows that are no padding; ``softcap(u) = cap * tanh(u / cap)``.
-    """
-
-    weight: Tensor
-    bias: Tensor | None
-    start: int
-    real: int
-    scale: float = 1.0
-    softcap: float | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return accumulation_dtype(self.weight.dtype)
-
-    def logits(self, x: Tensor, weight: Tensor, columns: slice) -> Tensor:
-        """A tile ``[columns, rows]`` of z; ``weight`` holds the columns' weights as an operand."""
-        z = matmul_nt(weight, x)
-        if self.bias is not None:
-            z += self.bias[columns, None]
-        if self.scale != 1.0:
-            z *= self.scale
-        if self.softcap is not None:
-            z.div_(self.softcap).tanh_().mul_(self.softcap)
-        return z
-
-    def chain(self, z: Tensor) -> Tensor:
-        """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
-        return (z / self.softcap).square_().neg_().add_(1.0)
+def _logits(projection: Projection, x: Tensor, weight: Tensor, columns: slice) -> Tensor:
+    """A tile ``[columns, rows]`` of z; ``weight`` holds the columns' weights as an operand."""
+    z = matmul_nt(weight, x)
+    if projection.bias is not None:
+        z += projection.bias[columns, None]
+    if projection.scale != 1.0:
+        z *= projection.scale
+    if projection.softcap is not None:
+        z.div_(projection.softcap).tanh_().mul_(projection.softcap)
+    return z
 
 
-@dataclass(frozen=True)
-class Kept:
-    """``exp(z - maxima)`` of a block's first rows ``[real, kept]`` in the input's dtype, and the
-    maximum of each window and row ``[windows, kept]`` they are relative to."""
-
-    exponentials: Tensor
-    maxima: Tensor
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """Per-token ``[R]`` upstream coefficients of the logits' gradient; None is zero."""
-
-    alpha: Tensor
-    beta: Tensor | None
-    gamma: Tensor | None
-    delta: Tensor | None
-
-
-@dataclass(frozen=True)
-class Destinations:
-    """Where a block's gradients go; None where one is not wanted.
-
-    ``dx [R, D]`` is written, then ``dx_ready`` called; ``dweight`` and ``dbias`` are added to.
-    """
-
-    dx: Tensor | None
-    dx_ready: Callable[[], None] | None
-    dweight: ShardGradient | None
-    dbias: ShardGradient | None
+def _chain(projection: Projection, z: Tensor) -> Tensor:
+    """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
+    return (z / projection.softcap).square_().neg_().add_(1.0)
 
 
 def keepable(dtype: torch.dtype, softcap: float | None) -> bool:
@@ -195,7 +144,7 @@ def block_forward(
             weight = operand(projection.weight[window])
             for tile in group:
                 _reduce_tile(
-                    projection.logits(x[tile], weight, window),
+                    _logits(projection, x[tile], weight, window),
                     None if target is None else target[tile],
                     window,
                     projection.start,
@@ -353,7 +302,7 @@ class _LogitGradient:
             self._delta = self._delta / sum_exp
         if self._beta is not None and projection.softcap is not None:
             # z of the target from fp32, not from a stored exponential.
-            self._beta = self._beta * projection.chain(target_logit)
+            self._beta = self._beta * _chain(projection, target_logit)
 
     def tile(self, rows: slice, window: slice, weight: Tensor | None = None) -> Tensor:
         """The gradient of a tile, ``[window, rows]``, as an operand of the next products.
@@ -383,14 +332,14 @@ class _LogitGradient:
         chain = None
         if self._projection.softcap is not None:
             z = torch.log(stored.to(gradient.dtype) * scale).add_(maximum)
-            chain = self._projection.chain(z)
+            chain = _chain(self._projection, z)
         return gradient, chain
 
     def _recomputed(
         self, rows: slice, window: slice, weight: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        z = self._projection.logits(self.x[rows], weight, window)
-        chain = self._projection.chain(z) if self._projection.softcap is not None else None
+        z = _logits(self._projection, self.x[rows], weight, window)
+        chain = _chain(self._projection, z) if self._projection.softcap is not None else None
         z -= self._maximum[rows]
         alpha = self._alpha[rows]
         if self._delta is None:

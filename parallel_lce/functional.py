@@ -111,6 +111,7 @@ def linear_cross_entropy(
             collective.
     """
     _refuse_unknown(unsupported)
+    ignore_index = -100 if ignore_index is None else ignore_index
     arguments = Arguments(
         input=input,
         linear_weight=linear_weight,
@@ -136,10 +137,9 @@ def linear_cross_entropy(
         Columns(mean_log_prob=smoothed),
         check=check,
         accumulable=reduction != "none",
-        ignore_index=-100 if ignore_index is None else ignore_index,
+        ignore_index=ignore_index,
         agreed={"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss},
     )
-    ignore_index = -100 if ignore_index is None else ignore_index
     call, tokens = prepared.call, prepared.call.target
     ignored = tokens == ignore_index
     weights = (~ignored).to(accumulation_dtype(input.dtype))

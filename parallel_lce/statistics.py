@@ -97,7 +97,7 @@ class Call:
         """The block's targets relative to the shard; other shards' and invalid ones hit nothing."""
         if self.target is None:
             return None
-        return self.layout.take(self.target, block).long() - self.shard.start
+        return self.layout.take(self.target, block) - self.shard.start
 
 
 def token_count(hidden: Tensor, layout: Layout) -> int:

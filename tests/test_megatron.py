@@ -58,7 +58,7 @@ def _build(member: Member, spec: Model, loss_options: dict):
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import TransformerConfig
-    from training.model import RMSNorm
+    from training.model import WITHOUT_EXTENSIONS, RMSNorm
 
     _start(member)
     config = TransformerConfig(
@@ -74,12 +74,7 @@ def _build(member: Member, spec: Model, loss_options: dict):
         params_dtype=spec.dtype,
         bf16=spec.dtype == torch.bfloat16,
         use_cpu_initialization=True,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        **WITHOUT_EXTENSIONS,
         mtp_num_layers=spec.mtp,
         **loss_options,
     )

@@ -10,6 +10,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from training.config import Config, LossImpl
 
 
+# Settings of a TransformerConfig that otherwise want Apex, Transformer Engine or a GPU.
+WITHOUT_EXTENSIONS = {
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+    "persist_layer_norm": False,
+}
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """PyTorch's RMSNorm with the marks that sequence parallelism needs; Megatron's own wrapper of it refuses that."""
 
@@ -40,13 +51,7 @@ def build_model(config: Config, device: torch.device) -> GPTModel:
         sequence_parallel=config.parallel.sequence and config.parallel.tensor > 1,
         params_dtype=torch.float32,
         use_cpu_initialization=True,
-        # These want Apex, Transformer Engine or a GPU.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        **WITHOUT_EXTENSIONS,
         **_loss_options(config),
     )
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")

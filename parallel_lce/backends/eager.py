@@ -11,7 +11,8 @@ Gradient of the logits: with statistics' upstream gradients folded into four per
 
     dL/dz_j = p_j (alpha + delta (z_j - M)) - beta [j = target] - gamma,     p_j = exp(z_j - M) / s
 
-times the chain of scale and soft-cap ("From Projection to Prediction", Appendix A.1, generalised to any statistic).
+times the chain of scale and soft-cap ("From Projection to Prediction", Appendix A.1, generalised to
+any statistic).
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def _settle_allocator() -> None:
 
     glibc gives freed memory back to the kernel, which zeroes it anew for every tile, until the
     largest buffer freed so far tells it otherwise; 32 MiB is the largest that it learns from. Up to
-    half of a call's time goes there else.
+    half of a call's time goes there otherwise.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 

@@ -222,6 +222,28 @@ def test_autocast_as_linear_does(device):
         assert torch.equal(leaf.grad, other.grad.float())
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_backward_within_autocast_rounds_no_product(reduction, device):
+    """``backward()`` called inside the context forms the same gradients as outside of it."""
+    call = Call((20,), 33, 8, "fp32", bias=True)
+    x, weight, bias, target, _ = tensors(call, device)
+
+    def gradients(inside: bool):
+        leaves = [v.clone().requires_grad_() for v in (x, weight, bias)]
+        with torch.autocast(device, dtype=torch.bfloat16):
+            loss = parallel_lce.linear_cross_entropy(
+                *leaves[:2], target, linear_bias=leaves[2], reduction=reduction, logits_budget=0
+            ).sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        return [leaf.grad for leaf in leaves]
+
+    for a, b in zip(gradients(True), gradients(False)):
+        assert torch.equal(a, b)
+
+
 # --- gradcheck -------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from parallel_lce.backends import eager as backend
 from parallel_lce.backends.blocks import Coefficients
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.parallel import gather_partials
@@ -73,8 +72,12 @@ def accumulate(
 
     # Over ranks a block waits for its statistics while the next one is projected.
     ahead = 1 if layout.ranks > 1 else 0
-    rows = max((b.kept for b in call.plan.blocks), default=0)
-    buffers = deque(backend.allocate_kept(projection, rows) for _ in range(ahead + 1))
+    backend, blocks = call.backend, call.plan.blocks
+    rows = layout.parts * max((b.stop - b.start for b in blocks), default=0)
+    kept_columns = max((b.kept for b in blocks), default=0)
+    buffers = deque(
+        backend.allocate_kept(projection, rows, kept_columns) for _ in range(ahead + 1)
+    )
     waiting: deque = deque()
     for block, pending in hidden_blocks(call, hidden):
         x = pending.wait()

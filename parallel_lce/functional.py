@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from parallel_lce import debug
 from parallel_lce.accumulate import accumulated_loss
-from parallel_lce.backends import eager as backend
+from parallel_lce.backends import backend_of
 from parallel_lce.checks import (
     Arguments,
     check_arguments,
@@ -83,7 +84,8 @@ def linear_cross_entropy(
         logits_budget: bytes per rank and call for what has the logits' shape: kept from forward to
             backward plus working block, though never less than a block of 64 MiB. None means 1 GiB.
             Must be equal on all ranks. What does not fit is recomputed, or for 'mean' and 'sum',
-            except in fp16, the gradients are formed in forward (:func:`parallel_lce.plan.plan`).
+            except in fp16, the gradients are formed in forward (:func:`parallel_lce.plan.plan`). A
+            second backward through one graph recomputes everything.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
@@ -266,12 +268,23 @@ def prepare(
             weight=weight.requires_grad,
             input_fp32=hidden.dtype == sum_dtype,
             weight_fp32=destination.dtype == sum_dtype,
+            weight_new=main_grad is None,
         )
-    planned = _plan(a, layout, hidden, weight, gradients, accumulable)
+    backend = backend_of(weight)
+    planned = _plan(a, layout, shard, hidden, weight, backend, gradients, accumulable)
     if debug.enabled():
-        _check_together(a, layout, shard, ignore_index, dict(agreed or {}), gradients)
+        agreed = dict(agreed or {}, backend=backend.__name__)
+        _check_together(a, layout, shard, ignore_index, agreed, gradients)
     call = Call(
-        layout, shard, columns, planned, target, float(a.logit_scale), a.logit_softcap, main_grad
+        backend,
+        layout,
+        shard,
+        columns,
+        planned,
+        target,
+        float(a.logit_scale),
+        a.logit_softcap,
+        main_grad,
     )
     return Prepared(call, tensors, token_shape(a.input, layout), differentiable)
 
@@ -279,8 +292,10 @@ def prepare(
 def _plan(
     a: Arguments,
     layout: Layout,
+    shard: Shard,
     hidden: Tensor,
     weight: Tensor,
+    backend: ModuleType,
     gradients: Gradients | None,
     accumulable: bool,
 ) -> Plan:
@@ -292,10 +307,10 @@ def _plan(
         and (a.vocab_start is None or a.vocab_size is not None or layout.ranks == 1)
         and hidden.dtype != torch.float16
     )
-    rows, itemsize = weight.shape[0], weight.element_size()
+    itemsize = weight.element_size()
     planned = plan(
         hidden.shape[0] * layout.parts,
-        shared_shard_rows(rows, layout.ranks, a.vocab_start, a.vocab_size),
+        shared_shard_rows(shard.rows, layout.ranks, a.vocab_start, a.vocab_size),
         hidden.shape[1],
         itemsize,
         budget=a.logits_budget,
@@ -304,8 +319,9 @@ def _plan(
         gradients=gradients,
         keepable=backend.keepable(weight.dtype, a.logit_softcap),
         accumulable=accumulable,
+        smallest_accumulated=backend.SMALLEST_ACCUMULATED,
     )
-    return planned.limited(max(1, rows * itemsize), a.logits_budget)
+    return planned.limited(shard.real, itemsize, layout.parts)
 
 
 def _check_together(

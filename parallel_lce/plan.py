@@ -1,4 +1,4 @@
-"""How one call spends its memory: which rows are saved, recomputed or accumulated in forward.
+"""How one call spends its memory: which logits are saved, recomputed or accumulated in forward.
 
 A pure function of numbers that every rank of the group shares (never of the local shard), because
 the blocks it returns decide how many collectives a call makes.
@@ -19,14 +19,18 @@ NOMINAL_SHARD = 32768
 """Vocabulary rows per rank assumed where the shards are uneven and nobody said how large V is."""
 
 
+_MULTIPLE = 128
+"""Rows of a block are a multiple of this where its bytes allow: matrix products come in such tiles."""
+
+
 @dataclass(frozen=True)
 class Block:
     """Rows ``[start, stop)`` of *every* rank's part of the tokens.
 
     Without sequence parallelism there is one part, the whole; with it there are P equal parts and a
     block is chunk ``[start, stop)`` of each, so that it can be gathered and reduce-scattered alone.
-    The exponentials of its first ``kept`` rows (flattened over the parts) stay from forward to
-    backward; those of the others are recomputed.
+    Of all its rows, the exponentials of the shard's first ``kept`` vocabulary rows stay from
+    forward to backward; those of the others are recomputed.
     """
 
     start: int
@@ -39,46 +43,51 @@ class Plan:
     """The blocks of a call, in order, and how their gradients come about.
 
     ``accumulate``: gradients are formed in forward, block by block, and nothing is recomputed.
-    ``block_bytes``: what the exponentials of a block may take when accumulating, else the
-    logits-shaped scratch beside what is kept.
+    ``shard_rows``: the vocabulary rows per rank that were counted; a block that keeps as many
+    keeps everything. ``block_bytes``: what the exponentials of a block may take.
+    ``scratch_bytes``: the logits-shaped scratch beside what is kept.
     ``accumulator_bytes``: fp32 sums beside the gradients themselves (low-precision dW over several
     blocks, or low-precision dX over vocabulary slices).
     """
 
     blocks: tuple[Block, ...]
     accumulate: bool
+    shard_rows: int
     block_bytes: int
+    scratch_bytes: int
     accumulator_bytes: int
 
-    def limited(self, row_bytes: int, budget: int | None) -> Plan:
-        """The same blocks, keeping no more than the budget allows on this rank.
+    def limited(self, shard_rows: int, itemsize: int, parts: int) -> Plan:
+        """The same blocks on this rank, whose shard has ``shard_rows`` rows that are no padding.
 
-        ``row_bytes``: logits of one token on this rank, whose shard may be larger than
-        ``shard_rows``. The rows that are not kept are recomputed; collectives do not change.
+        If these are more than were counted, a block that keeps everything keeps what fits its
+        bytes. The rest is recomputed; collectives do not change.
         """
-        budget = DEFAULT_BUDGET if budget is None else budget
-        kept_rows = sum(block.kept for block in self.blocks)
-        if self.accumulate:
-            per_block = self.block_bytes // row_bytes
-        elif kept_rows * row_bytes > budget:
-            per_block = kept_rows = max(0, budget - SMALLEST_BLOCK) // row_bytes
-        else:
+        keeping = [b for b in self.blocks if b.kept >= self.shard_rows]
+        if shard_rows <= self.shard_rows or not keeping:
             return self
-        blocks = []
-        for block in self.blocks:
-            blocks.append(replace(block, kept=min(block.kept, per_block, kept_rows)))
-            kept_rows -= blocks[-1].kept
-        return replace(self, blocks=tuple(blocks))
+        column = parts * max(b.stop - b.start for b in keeping) * itemsize
+        room = self.block_bytes
+        recomputes = len(keeping) < len(self.blocks) or shard_rows * column > room
+        if recomputes and not self.accumulate:
+            room -= self.scratch_bytes
+        kept = min(shard_rows, max(0, room) // column)
+        return replace(
+            self,
+            blocks=tuple(replace(b, kept=kept) if b in keeping else b for b in self.blocks),
+        )
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the backward must produce. ``*_fp32``: its destination can take fp32 sums in place."""
+    """What the backward must produce. ``*_fp32``: its destination can take fp32 sums in place;
+    ``weight_new``: dW is a new tensor, none that exists."""
 
     input: bool
     weight: bool
     input_fp32: bool
     weight_fp32: bool
+    weight_new: bool = True
 
 
 def plan(
@@ -93,64 +102,84 @@ def plan(
     gradients: Gradients | None = None,
     keepable: bool = True,
     accumulable: bool = False,
+    smallest_accumulated: int = 1,
 ) -> Plan:
     """Split ``rows`` tokens into blocks.
 
     ``rows`` N, ``shard_rows`` ceil(V / P), ``hidden`` D; ``itemsize`` bytes of an input element,
     which is also what a kept exponential takes. ``parts``: P under sequence parallelism, else 1;
     ``ranks``: P. ``gradients=None`` means evaluation. ``keepable``: the stored exponentials are
-    enough for the backward. ``accumulable``: the loss is a sum with weights known in forward.
+    enough for the backward. ``accumulable``: the loss is a sum with weights known in forward;
+    ``smallest_accumulated``: rows of a block from which on adding to an fp32 dW, which costs the
+    same whatever the rows, is worth its time.
 
     Everything that fits the budget is saved (6 N V D flops). If not everything fits, an accumulable
-    loss accumulates in forward (6 N V D), provided that the dX and fp32 dW it keeps are smaller
-    than the logits; otherwise what fits is saved and the rest recomputed (8 N V D), in blocks of
-    rows or of the vocabulary, whichever needs the smaller fp32 accumulator.
+    loss accumulates in forward (6 N V D), in blocks of the budget, provided that this never needs
+    more memory than saving everything would. Otherwise what fits is saved and the rest recomputed
+    (8 N V D), along whichever axis needs the smaller fp32 accumulator: all rows of some of the
+    vocabulary in one block, or some of the rows in a first block, whose memory the following ones
+    reuse.
     """
     budget = DEFAULT_BUDGET if budget is None else budget
     row_bytes = max(1, shard_rows * itemsize)
     whole = rows * row_bytes
     per_part = rows // parts
 
-    def blocks_of(block_bytes: int, first: int, kept: bool) -> tuple[Block, ...]:
-        size = max(1, block_bytes // (row_bytes * parts))
+    def blocks_of(block_bytes: int, first: int = 0, kept: int = 0) -> tuple[Block, ...]:
+        size = _balanced(per_part - first, max(1, block_bytes // (row_bytes * parts)))
         return tuple(
-            Block(a, b, parts * (b - a) if kept else 0)
-            for a in range(first, per_part, size)
-            for b in [min(a + size, per_part)]
+            Block(a, min(a + size, per_part), kept) for a in range(first, per_part, size)
         )
 
     def decided(blocks: tuple[Block, ...], accumulator: int = 0) -> Plan:
-        return Plan(blocks, False, SMALLEST_BLOCK, accumulator)
+        return Plan(blocks, False, shard_rows, budget, SMALLEST_BLOCK, accumulator)
 
-    single = () if per_part == 0 else (Block(0, per_part, 0),)
+    def single(kept: int) -> tuple[Block, ...]:
+        return (Block(0, per_part, kept),) if per_part else ()
+
     if gradients is None:
-        return decided(blocks_of(SMALLEST_BLOCK, 0, False) if parts > 1 else single)
+        return decided(blocks_of(SMALLEST_BLOCK) if parts > 1 else single(0))
     if keepable and whole <= budget:
-        return decided(tuple(replace(block, kept=rows) for block in single))
+        return decided(single(shard_rows))
 
-    dx_kept = rows // parts * hidden * itemsize if gradients.input else 0
-    dw_kept = shard_rows * hidden * max(4, itemsize) if gradients.weight else 0
-    if accumulable and keepable and dx_kept + dw_kept < whole:
+    dw_sum = shard_rows * hidden * max(4, itemsize) if gradients.weight else 0
+    split = gradients.weight and not gradients.weight_fp32
+    if accumulable and keepable:
         # Over ranks a block's gradients wait for its statistics while the next block is projected.
-        block_bytes = max(budget - SMALLEST_BLOCK, SMALLEST_BLOCK) // (2 if ranks > 1 else 1)
-        blocks = blocks_of(block_bytes, 0, True)
-        split = gradients.weight and not gradients.weight_fp32
-        return Plan(blocks, True, block_bytes, dw_kept if split else 0)
+        alive = 2 if ranks > 1 else 1
+        block_bytes = max(budget, SMALLEST_BLOCK) // alive
+        blocks = blocks_of(block_bytes, kept=shard_rows)
+        block_rows = parts * (blocks[0].stop - blocks[0].start)
+        new = gradients.weight and gradients.weight_new
+        saving = whole + (shard_rows * hidden * itemsize if new else 0)
+        if (
+            alive * block_rows * row_bytes + dw_sum <= saving
+            and dw_sum <= whole
+            and (block_rows >= smallest_accumulated or len(blocks) == 1)
+        ):
+            accumulator = dw_sum if split else 0
+            return Plan(blocks, True, shard_rows, block_bytes, SMALLEST_BLOCK, accumulator)
 
-    kept_rows = max(0, budget - SMALLEST_BLOCK) // row_bytes if keepable else 0
-    kept_per_part = kept_rows // parts
-    by_rows = blocks_of(SMALLEST_BLOCK, kept_per_part, False)
-    if kept_per_part:
-        by_rows = (Block(0, kept_per_part, kept_per_part * parts), *by_rows)
-    dw_sum = 0 if gradients.weight_fp32 or not gradients.weight or len(by_rows) == 1 else dw_kept
+    room = max(0, budget - SMALLEST_BLOCK) if keepable else 0
+    first = room // (row_bytes * parts)
+    by_rows = blocks_of(max(SMALLEST_BLOCK, first * parts * row_bytes), first)
+    if first:
+        by_rows = (Block(0, first, shard_rows), *by_rows)
+    dw_sum = dw_sum if split and len(by_rows) > 1 else 0
     dx_sum = 0 if gradients.input_fp32 or not gradients.input else rows * hidden * 4
     if parts > 1:
         # One block of all rows would also gather every hidden state and hold the whole dX.
         dx_sum += 2 * rows * hidden * itemsize
     if dx_sum < dw_sum or (dx_sum == dw_sum and ranks == 1):
-        blocks = tuple(replace(block, kept=kept_rows) for block in single)
-        return decided(blocks, dx_sum)
+        return decided(single(room // max(1, rows * itemsize)), dx_sum)
     return decided(by_rows, dw_sum)
+
+
+def _balanced(rows: int, most: int) -> int:
+    """Rows of each block but the last, ``most`` at most, for as few blocks of one size as can be."""
+    size = math.ceil(rows / max(1, math.ceil(rows / most)))
+    rounded = _MULTIPLE * math.ceil(size / _MULTIPLE)
+    return max(1, rounded if rounded <= most else size)
 
 
 def shared_shard_rows(

@@ -19,12 +19,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from itertools import islice
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends import eager as backend
-from parallel_lce.backends.blocks import Coefficients, Destinations, Kept, Projection
+from parallel_lce.backends.blocks import Coefficients, Destinations, Kept, Projection, Scratch
 from parallel_lce.parallel import (
     HiddenGradient,
     Layout,
@@ -76,10 +77,11 @@ _NAMES = tuple(f.name for f in fields(TokenStatistics))
 class Call:
     """One call's numbers, all but the tensors that may need gradients.
 
-    ``target [N]``: ids in the whole vocabulary, or None. ``main_grad``: where dW is added, if
-    anywhere.
+    ``backend``: one of :mod:`parallel_lce.backends`. ``target [N]``: ids in the whole vocabulary, or
+    None. ``main_grad``: where dW is added, if anywhere.
     """
 
+    backend: ModuleType
     layout: Layout
     shard: Shard
     columns: Columns
@@ -152,7 +154,7 @@ def coefficients(
 
 def statistics_forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep: bool
-) -> tuple[Tensor, Tensor, list[Kept | None]]:
+) -> tuple[Tensor, Tensor, list[Kept]]:
     """Merged partial ``[C, N]``, V, and what each block keeps for backward (nothing unless ``keep``).
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started
@@ -162,15 +164,15 @@ def statistics_forward(
     projection = call.projection(weight, bias)
     rows = token_count(hidden, layout)
     partial = hidden.new_empty(columns.count, rows, dtype=accumulation_dtype(weight.dtype))
-    kept: list[Kept | None] = []
+    kept: list[Kept] = []
     for block, pending in hidden_blocks(call, hidden):
         x = pending.wait()
         target = call.local_target(block)
-        local, exponentials = backend.block_forward(
+        local, block_kept = call.backend.block_forward(
             projection, x, target, columns, block.kept if keep else 0
         )
         layout.put(partial, block, local)
-        kept.append(exponentials)
+        kept.append(block_kept)
     merged, vocab_size = gather_partials(partial, call.shard, columns, layout)()
     return merged, vocab_size, kept
 
@@ -203,7 +205,7 @@ class GradientSums:
     """dX, dW and dbias of one call, formed block by block.
 
     Collectives: those of :class:`HiddenGradient`, started by each :meth:`add_block`.
-    ``dtype`` of dW and dbias, by default the parameters'.
+    ``dtype`` of dW and dbias, by default the parameters'. ``scratch``: the blocks' working memory.
     """
 
     def __init__(
@@ -215,6 +217,7 @@ class GradientSums:
         dtype: torch.dtype | None = None,
     ) -> None:
         self._call, self._projection = call, projection
+        self.scratch = Scratch(call.plan.scratch_bytes, hidden.device)
         visits, real = len(call.plan.blocks), projection.real
         self._hidden = self._weight = self._bias = None
         if needs.hidden:
@@ -232,15 +235,16 @@ class GradientSums:
         x: Tensor,
         partial: Tensor,
         coefficients: Coefficients,
-        kept: Kept | None,
+        kept: Kept,
     ) -> None:
-        """Add a block: ``x [R, D]``, merged ``partial [C, R]``, coefficients ``[R]``."""
+        """Add a block: ``x [R, D]``, merged ``partial [C, R]``, coefficients ``[R]``; ``kept`` is of
+        no use any more."""
         dx = dx_ready = None
         if self._hidden is not None:
             dx = self._hidden.destination(block)
             if self._call.layout.ranks > 1:
                 dx_ready = lambda: self._hidden.reduce(block, dx)  # noqa: E731
-        backend.block_backward(
+        self._call.backend.block_backward(
             self._projection,
             x,
             self._call.local_target(block),
@@ -248,7 +252,7 @@ class GradientSums:
             coefficients,
             kept,
             Destinations(dx, dx_ready, self._weight, self._bias),
-            self._call.plan.block_bytes,
+            self.scratch,
         )
 
     def deliver(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -264,11 +268,13 @@ def statistics_backward(
     weight: Tensor,
     bias: Tensor | None,
     partial: Tensor,
-    kept: list[Kept | None],
+    kept: list[Kept],
     coefficients: Coefficients,
     needs: Needs,
+    spent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dX, dW, dbias of one call.
+    """dX, dW, dbias of one call. Afterwards ``kept`` holds nothing that means anything; ``spent`` is
+    to say that it already does, and everything is recomputed.
 
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a
     block ahead; then the reduction of dX (:class:`HiddenGradient`).
@@ -276,9 +282,16 @@ def statistics_backward(
     layout = call.layout
     sums = GradientSums(call, hidden, call.projection(weight, bias), needs)
     per_token = (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
-    for (block, pending), exponentials in zip(hidden_blocks(call, hidden), kept, strict=True):
+    # Exponentials that underflowed no longer tell the logits that delta needs.
+    if spent or coefficients.delta is not None:
+        for exponentials, *_ in filter(None, kept):
+            sums.scratch.adopt(exponentials)
+        kept = [()] * len(kept)
+    for (block, pending), block_kept in zip(hidden_blocks(call, hidden), kept, strict=True):
         local = Coefficients(*(c if c is None else layout.take(c, block) for c in per_token))
-        sums.add_block(block, pending.wait(), layout.take(partial, block), local, exponentials)
+        sums.add_block(block, pending.wait(), layout.take(partial, block), local, block_kept)
+        if block_kept:
+            sums.scratch.adopt(block_kept[0])
     return sums.deliver()
 
 
@@ -315,9 +328,9 @@ class _Statistics(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call):
         ctx.set_materialize_grads(False)
         partial, vocab_size, kept = statistics_forward(call, hidden, weight, bias, keep=True)
-        tensors = [t for k in kept if k is not None for t in (k.exponentials, k.maxima)]
+        tensors = [t for block_kept in kept for t in block_kept]
         ctx.save_for_backward(hidden, weight, bias, partial, vocab_size, *tensors)
-        ctx.call, ctx.holds = call, [k is not None for k in kept]
+        ctx.call, ctx.counts, ctx.spent = call, [len(block_kept) for block_kept in kept], False
         statistics = finish_statistics(partial, vocab_size, call.columns, call.target is not None)
         values = tuple(getattr(statistics, name) for name in _NAMES)
         ctx.mark_non_differentiable(*(v for v in values[len(DIFFERENTIABLE) :] if v is not None))
@@ -330,16 +343,16 @@ class _Statistics(torch.autograd.Function):
         call = ctx.call
         upstream = dict(zip(DIFFERENTIABLE, gradients))
         folded = coefficients(upstream, partial, vocab_size, call.columns)
-        stored = iter(tensors)
-        kept = [Kept(next(stored), next(stored)) if holds else None for holds in ctx.holds]
-        if folded.delta is not None:
-            # Exponentials that underflowed no longer tell their logits.
-            kept = [None] * len(kept)
+        # The first backward writes over what is kept, of which autograd must not know (data): a
+        # later one through the same graph uses its memory, and recomputes.
+        stored = iter(t.data for t in tensors)
+        kept = [tuple(islice(stored, count)) for count in ctx.counts]
+        spent, ctx.spent = ctx.spent, True
         needs = Needs(*ctx.needs_input_grad[:3])
-        return (
-            *statistics_backward(call, hidden, weight, bias, partial, kept, folded, needs),
-            None,
+        gradients = statistics_backward(
+            call, hidden, weight, bias, partial, kept, folded, needs, spent
         )
+        return *gradients, None
 
 
 def token_statistics(

@@ -28,9 +28,9 @@ class MainGrad:
 class ShardGradient:
     """Gradient of a weight ``[V/P, D]`` or bias ``[V/P]``, summed in fp32 (fp64 for fp64).
 
-    ``visits`` is how often each window of rows will be opened, 0 for a gradient of no tokens. A
-    low-precision gradient that is complete in one visit is summed in a buffer of one window,
-    otherwise in a buffer of its own size. ``dtype`` is that of a new gradient, by default the
+    ``visits``: the blocks of tokens, each of which opens every row once; 0 for a gradient of no
+    tokens. A low-precision gradient that is complete in one visit is summed in a buffer of one
+    window, otherwise in a buffer of its own size. ``dtype`` is that of a new gradient, by default the
     parameter's. ``main_grad`` receives the gradient by addition instead: an fp32 one in place, a
     low-precision one by a single rounded addition of the whole sum. Rows from ``real_rows`` on are
     padding: their gradient is zero.
@@ -61,24 +61,31 @@ class ShardGradient:
             self._sum = self._target
         elif visits > 1:
             self._sum = torch.empty_like(self._target, dtype=sum_dtype)
-        self._opened: set[int] = set()
+        self._opened_rows = 0
 
-    def open(self, start: int, stop: int) -> tuple[Tensor, bool]:
-        """The sum of rows ``[start, stop)``; True where it holds nothing yet: overwrite it."""
+    def open(self, start: int, stop: int, whole: bool = False) -> tuple[Tensor, bool]:
+        """The sum of rows ``[start, stop)``; True where it holds nothing yet: overwrite it.
+
+        ``whole``: the caller writes these rows in one product, whose result needs no fp32 buffer:
+        a new low-precision gradient of one visit is then handed out itself, in its own dtype.
+        """
         if self._sum is None:
+            if whole and self._main_grad is None:
+                return self._target[start:stop], True
             return self._window.new_empty(stop - start, *self._target.shape[1:]), True
-        holds = start in self._opened or (self._main_grad and self._sum is self._target)
-        self._opened.add(start)
+        # Every block opens every row once: those of the first block add up to all real rows.
+        holds = self._opened_rows >= self._real or (self._main_grad and self._sum is self._target)
+        self._opened_rows += stop - start
         return self._sum[start:stop], not holds
 
     def close(self, start: int, stop: int, total: Tensor) -> None:
         """End a visit; ``total`` is the tensor that :meth:`open` returned."""
-        if self._sum is None:
+        if self._sum is None and total.dtype != self._target.dtype:
             self._store(self._target[start:stop], total)
 
     def deliver(self) -> Tensor | None:
         """The finished gradient, or ``main_grad``'s placeholder once it has received it."""
-        if self._sum is not None and self._sum is not self._target and self._opened:
+        if self._sum is not None and self._sum is not self._target and self._opened_rows:
             self._store(self._target[: self._real], self._sum[: self._real])
         return self._target if self._main_grad is None else self._main_grad.placeholder()
 

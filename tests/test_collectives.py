@@ -102,7 +102,7 @@ CALLS = [
     Call("recompute", 2, 4, True, frozen="input"),
     Call("recompute", 2, 4, True, frozen="weight"),
     Call("accumulate", 2, 4),
-    Call("accumulate", 3, 2, smoothing=0.1, dtype="bf16"),
+    Call("accumulate", 3, 4, smoothing=0.1, dtype="bf16"),
     Call("accumulate", 2, 4, True),
     Call("accumulate", 4, 3, True, smoothing=0.2),
     Call("accumulate", 2, 4, frozen="input"),

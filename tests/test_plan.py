@@ -38,6 +38,7 @@ def calls(draw):
             weight=draw(st.booleans()),
             input_fp32=fp32,
             weight_fp32=fp32 or draw(st.booleans()),
+            weight_new=draw(st.booleans()),
         )
     rows = parts * draw(st.one_of(st.integers(0, 70), st.integers(0, 20000)))
     return dict(
@@ -51,6 +52,7 @@ def calls(draw):
         gradients=gradients,
         keepable=draw(st.booleans()),
         accumulable=draw(st.booleans()),
+        smallest_accumulated=draw(st.sampled_from([1, 1, 128, 1024])),
     )
 
 
@@ -58,12 +60,47 @@ def planned(call: dict):
     return plan(**call)
 
 
-def accumulators(call: dict) -> int:
-    """Bytes of dX and fp32 dW, what accumulating keeps instead of logits."""
-    g = call["gradients"]
-    dx = call["rows"] // call["parts"] * call["hidden"] * call["itemsize"] if g.input else 0
-    dw = call["shard_rows"] * call["hidden"] * max(4, call["itemsize"]) if g.weight else 0
-    return dx + dw
+def budget_of(call: dict) -> int:
+    return DEFAULT_BUDGET if call["budget"] is None else call["budget"]
+
+
+def row_bytes(call: dict) -> int:
+    """Logits of one token."""
+    return call["shard_rows"] * call["itemsize"]
+
+
+def rows_of(call: dict, block: Block) -> int:
+    return (block.stop - block.start) * call["parts"]
+
+
+def kept_bytes(call: dict, found) -> int:
+    """What is kept from forward to backward, or of all blocks when accumulating."""
+    return sum(rows_of(call, b) * b.kept * call["itemsize"] for b in found.blocks)
+
+
+def everything(call: dict) -> int:
+    return call["rows"] * row_bytes(call)
+
+
+def accumulates_within_saving(call: dict) -> bool:
+    """Whether gradients in forward, in the fewest blocks, never need more than saving everything."""
+    g, dw = call["gradients"], call["shard_rows"] * call["hidden"]
+    alive = 2 if call["ranks"] > 1 else 1
+    room = max(budget_of(call), SMALLEST_BLOCK) // alive
+    most = max(1, room // (row_bytes(call) * call["parts"]))
+    per_part = call["rows"] // call["parts"]
+    number = -(-per_part // most)
+    size = -(-per_part // number)
+    if -(-size // 128) * 128 <= most:
+        size = -(-size // 128) * 128
+    rows = min(size, per_part) * call["parts"]
+    dw_sum = dw * max(4, call["itemsize"]) if g.weight else 0
+    dw_new = dw * call["itemsize"] if g.weight and g.weight_new else 0
+    return (
+        alive * rows * row_bytes(call) + dw_sum <= everything(call) + dw_new
+        and dw_sum <= everything(call)
+        and (rows >= call["smallest_accumulated"] or number == 1)
+    )
 
 
 @RELAXED
@@ -82,48 +119,86 @@ def test_blocks_tile_the_rows(call):
     ends = [0, *(b.stop for b in blocks)]
     assert [b.start for b in blocks] == ends[:-1]
     assert ends[-1] == call["rows"] // call["parts"]
-    assert all(b.start < b.stop and 0 <= b.kept <= (b.stop - b.start) * call["parts"] for b in blocks)
+    assert all(b.start < b.stop and 0 <= b.kept <= call["shard_rows"] for b in blocks)
 
 
 @RELAXED
 @given(calls())
 def test_bytes_of_logits_stay_within_the_budget(call):
     found = planned(call)
-    budget = DEFAULT_BUDGET if call["budget"] is None else call["budget"]
-    row = call["shard_rows"] * call["itemsize"]
-    limit = max(budget, SMALLEST_BLOCK)
+    limit = max(budget_of(call), SMALLEST_BLOCK)
     if found.accumulate:
         # The next block is projected while the last one waits for the other ranks' partials.
-        alive = (2 if call["ranks"] > 1 else 1) * max(b.kept for b in found.blocks) * row
-        least = (2 if call["ranks"] > 1 else 1) * call["parts"] * row
-        assert alive <= max(limit, least)
+        in_flight = 2 if call["ranks"] > 1 else 1
+        alive = in_flight * max(rows_of(call, b) for b in found.blocks) * row_bytes(call)
+        assert alive <= max(limit, in_flight * call["parts"] * row_bytes(call))
         return
-    kept = sum(b.kept for b in found.blocks) * row
-    recomputed = any(b.kept < (b.stop - b.start) * call["parts"] for b in found.blocks)
-    assert kept + (found.block_bytes if recomputed else 0) <= limit
-    assert found.block_bytes <= SMALLEST_BLOCK
+    kept = kept_bytes(call, found)
+    recomputed = any(b.kept < call["shard_rows"] for b in found.blocks)
+    assert kept + (found.scratch_bytes if recomputed else 0) <= limit
+    assert found.scratch_bytes <= SMALLEST_BLOCK
+
+
+@RELAXED
+@given(calls())
+def test_recomputed_rows_fit_the_memory_that_the_first_block_leaves(call):
+    found = planned(call)
+    if found.accumulate or len(found.blocks) < 2:
+        return
+    first, *others = found.blocks
+    most = max(SMALLEST_BLOCK, kept_bytes(call, found), call["parts"] * row_bytes(call))
+    assert all(b.kept == 0 for b in others)
+    assert all(rows_of(call, b) * row_bytes(call) <= most for b in (others if first.kept else found.blocks))
+
+
+@RELAXED
+@given(calls())
+def test_blocks_are_few_and_balanced(call):
+    """As many as the bytes of one demand, all of a size but the last, of 128s of rows if they fit."""
+    found = planned(call)
+    blocks = list(found.blocks)
+    limit = SMALLEST_BLOCK
+    if found.accumulate:
+        limit = max(budget_of(call), limit) // (2 if call["ranks"] > 1 else 1)
+    elif call["gradients"] is None and call["parts"] == 1:
+        return  # evaluation without chunks to gather: one block, whose logits nobody keeps
+    elif len(blocks) > 1 and blocks[0].kept:
+        limit = max(limit, kept_bytes(call, found))
+        del blocks[0]
+    elif len(blocks) == 1:
+        return  # all saved, or a slice of the vocabulary
+    per_part = sum(b.stop - b.start for b in blocks)
+    most = max(1, limit // (row_bytes(call) * call["parts"]))
+    assert len(blocks) == -(-per_part // most)
+    sizes = [b.stop - b.start for b in blocks]
+    even = -(-per_part // max(1, len(blocks)))
+    assert all(even <= size < even + 128 and size <= most for size in sizes[:-1])
+    assert all(size % 128 == 0 or size == even for size in sizes[:-1])
 
 
 @RELAXED
 @given(calls())
 def test_strategy(call):
     found = planned(call)
-    budget = DEFAULT_BUDGET if call["budget"] is None else call["budget"]
-    whole = call["rows"] * call["shard_rows"] * call["itemsize"]
-    kept = sum(b.kept for b in found.blocks)
-    if call["gradients"] is None:
+    kept, whole = kept_bytes(call, found), everything(call)
+    if call["gradients"] is None or not call["keepable"]:
         assert not found.accumulate and kept == 0, "evaluation keeps nothing"
-    elif not call["keepable"]:
-        assert not found.accumulate and kept == 0
-    elif whole <= budget:
-        assert not found.accumulate and kept == call["rows"], "all that fits is saved"
-    elif call["accumulable"] and accumulators(call) < whole:
-        assert found.accumulate and kept == call["rows"]
+    elif whole <= budget_of(call):
+        assert not found.accumulate and kept == whole, "all that fits is saved"
+        assert len(found.blocks) == (call["rows"] > 0)
+    elif call["accumulable"] and accumulates_within_saving(call):
+        assert found.accumulate and kept == whole
     else:
-        assert not found.accumulate and kept < call["rows"]
-        row = call["shard_rows"] * call["itemsize"]
-        room = (budget - SMALLEST_BLOCK) // row - (call["parts"] - 1)
-        assert kept >= min(room, call["rows"] - call["parts"]), "what fits beside a block is saved"
+        assert not found.accumulate and kept < whole
+        # What fits beside the scratch is saved, but for less than a row of each part or a column.
+        room = budget_of(call) - SMALLEST_BLOCK
+        piece = call["rows"] * call["itemsize"]
+        if len(found.blocks) > 1:
+            piece = call["parts"] * row_bytes(call)
+        assert room - piece < kept <= max(0, room)
+        assert all(b.kept == 0 for b in found.blocks[1:])
+        if len(found.blocks) > 1 and found.blocks[0].kept:
+            assert found.blocks[0].kept == call["shard_rows"], "rows are kept with all their columns"
 
 
 @RELAXED
@@ -132,7 +207,10 @@ def test_more_budget_never_saves_less(call, more):
     less = planned(call | {"budget": min(call["budget"] or 0, more)})
     found = planned(call | {"budget": max(call["budget"] or 0, more)})
     if not less.accumulate and not found.accumulate:
-        assert sum(b.kept for b in less.blocks) <= sum(b.kept for b in found.blocks)
+        # By rows or by columns, but for less than one of them.
+        slack = max(call["rows"] * call["itemsize"], call["parts"] * row_bytes(call))
+        same = (len(less.blocks) == 1) == (len(found.blocks) == 1)
+        assert kept_bytes(call, less) < kept_bytes(call, found) + (1 if same else slack)
 
 
 @RELAXED
@@ -144,9 +222,12 @@ def test_none_is_one_gib(call):
 
 def test_none_saves_up_to_one_gib_and_no_more():
     fits = plan(8192, 65536, 64, 2, gradients=BF16)
-    assert [b.kept for b in fits.blocks] == [8192]
+    assert fits.blocks == (Block(0, 8192, 65536),)
     over = plan(8193, 65536, 64, 2, gradients=BF16)
-    assert 0 < sum(b.kept for b in over.blocks) < 8193
+    assert len(over.blocks) == 1 and 0 < over.blocks[0].kept < 65536
+    by_rows = plan(8193, 65536, 64, 2, gradients=replace(BF16, weight=False))
+    assert by_rows.blocks[0] == Block(0, (DEFAULT_BUDGET - SMALLEST_BLOCK) // (65536 * 2), 65536)
+    assert by_rows.blocks[1:] == (Block(by_rows.blocks[0].stop, 8193, 0),)
 
 
 def test_smallest_block_is_at_most_64_mib():
@@ -192,7 +273,40 @@ def test_accumulating_under_tp_keeps_two_blocks(ranks):
     found = plan(1 << 16, 32768, 512, 4, **call)
     assert found.accumulate
     in_flight = 2 if ranks > 1 else 1
-    assert max(b.kept for b in found.blocks) == SMALLEST_BLOCK // (32768 * 4) // in_flight
+    rows = SMALLEST_BLOCK // (32768 * 4) // in_flight
+    assert {b.stop - b.start for b in found.blocks} == {rows}
+
+
+HEAD = dict(rows=8192, shard_rows=128256, hidden=4096, itemsize=2, budget=DEFAULT_BUDGET, accumulable=True)
+
+
+def test_accumulating_may_take_all_that_saving_would():
+    """One block of logits and an fp32 dW are exactly two blocks of logits and a bf16 dW."""
+    found = plan(**HEAD, gradients=BF16)
+    assert found.accumulate
+    assert [(b.start, b.stop) for b in found.blocks] == [(0, 4096), (4096, 8192)]
+    block, dw = 4096 * 128256 * 2, 128256 * 4096
+    assert block + 4 * dw == 2 * block + 2 * dw
+    assert found.accumulator_bytes == 4 * dw
+    assert not plan(**HEAD | {"hidden": 4097}, gradients=BF16).accumulate, "a little more"
+    assert not plan(**HEAD | {"rows": 8191}, gradients=BF16).accumulate, "a little less logits"
+
+
+def test_saving_into_a_main_grad_allocates_no_dw():
+    """Then the fp32 dW of accumulating has to be paid by the logits alone."""
+    existing = replace(BF16, weight_new=False)
+    assert not plan(**HEAD, gradients=existing).accumulate
+    assert plan(**HEAD | {"rows": 12288}, gradients=existing).accumulate
+
+
+@pytest.mark.parametrize(("least", "accumulates"), [(1, True), (255, True), (257, False)])
+def test_accumulating_wants_blocks_of_some_rows(least, accumulates):
+    """Adding to an fp32 dW costs the same whatever the rows of a block are."""
+    call = dict(budget=0, gradients=FP32, accumulable=True, smallest_accumulated=least)
+    found = plan(1 << 16, 32768, 512, 4, **call)
+    assert found.accumulate == accumulates
+    one = plan(200, 32768, 64, 4, **call)
+    assert one.accumulate and len(one.blocks) == 1, "a whole of fewer rows is as good"
 
 
 def test_accumulating_is_not_taken_where_it_keeps_more_than_saving():
@@ -221,22 +335,22 @@ def test_equal_shards_are_counted_as_they_are():
 
 
 @RELAXED
-@given(calls(), st.integers(1, 1 << 22))
-def test_limited_keeps_the_blocks_and_what_fits_this_rank(call, row_bytes):
-    """A rank with a larger shard than the plan's keeps fewer rows; nothing collective changes."""
+@given(calls(), st.integers(0, 400000))
+def test_limited_keeps_the_blocks_and_what_fits_this_rank(call, shard_rows):
+    """A rank with a larger shard than the plan's keeps fewer bytes; nothing collective changes."""
     found = planned(call)
-    limited = found.limited(row_bytes, call["budget"])
+    limited = found.limited(shard_rows, call["itemsize"], call["parts"])
     assert [(b.start, b.stop) for b in limited.blocks] == [(b.start, b.stop) for b in found.blocks]
-    assert all(a.kept <= b.kept for a, b in zip(limited.blocks, found.blocks))
     assert replace(limited, blocks=found.blocks) == found
-    budget = DEFAULT_BUDGET if call["budget"] is None else call["budget"]
-    kept = [b.kept * row_bytes for b in limited.blocks]
+    kept = [rows_of(call, b) * min(b.kept, shard_rows) * call["itemsize"] for b in limited.blocks]
+    partial = any(b.kept < shard_rows for b in limited.blocks)
     if found.accumulate:
-        assert max(kept) <= found.block_bytes
+        assert max(kept) <= max(found.block_bytes, call["parts"] * row_bytes(call))
     else:
-        assert sum(kept) <= budget
-    if row_bytes <= max(1, call["shard_rows"] * call["itemsize"]):
+        assert sum(kept) + (found.scratch_bytes if partial and sum(kept) else 0) <= budget_of(call)
+    if shard_rows <= call["shard_rows"]:
         assert limited == found
+    assert all(b.kept == 0 for b, a in zip(limited.blocks, found.blocks) if a.kept == 0)
 
 
 def test_sequence_parallel_chunks_hold_every_rank_s_rows():
@@ -249,11 +363,17 @@ def test_sequence_parallel_chunks_hold_every_rank_s_rows():
 
 
 def test_a_larger_shard_than_the_plan_s_accumulates_what_fits_and_recomputes_the_rest():
-    found = plan(2048, 10000, 8, 4, budget=70 << 20, ranks=2, gradients=FP32, accumulable=True)
+    budget = 80 << 20
+    found = plan(4096, 10000, 8, 4, budget=budget, ranks=2, gradients=FP32, accumulable=True)
     assert found.accumulate
-    large = found.limited(18000 * 4, 70 << 20)
+    large = found.limited(18000, 4, 1)
     for block, whole in zip(large.blocks, found.blocks, strict=True):
         assert (block.start, block.stop) == (whole.start, whole.stop)
-        assert 0 < block.kept <= whole.kept
-        assert block.kept * 18000 * 4 <= found.block_bytes
-    assert large.blocks[0].kept < found.blocks[0].kept
+        assert 0 < block.kept < 18000
+        assert (block.stop - block.start) * block.kept * 4 <= found.block_bytes
+
+
+def test_a_larger_shard_than_the_plan_s_keeps_all_of_itself_that_fits():
+    found = plan(256, 2000, 4, 4, budget=DEFAULT_BUDGET, ranks=2, gradients=FP32)
+    assert found.blocks == (Block(0, 256, 2000),)
+    assert found.limited(3000, 4, 1).blocks == (Block(0, 256, 3000),)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.blocks import Coefficients, Destinations, Kept, Projection
+from parallel_lce.backends.blocks import Coefficients, Destinations, Kept, Projection, Scratch
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
 
@@ -40,6 +40,9 @@ _DEFAULT_RANGE = 80.0
 _FP16_SCALE = 2.0**15
 # exp(-1e4) is 0 in every dtype, and -1e4 * 0 is no NaN as -inf * 0 would be.
 _LOWEST_SHIFT = -1e4
+
+SMALLEST_ACCUMULATED = 1
+"""Rows of a block from which on gradients are worth forming in forward."""
 
 
 def _logits(projection: Projection, x: Tensor, weight: Tensor, columns: slice) -> Tensor:
@@ -64,21 +67,21 @@ def keepable(dtype: torch.dtype, softcap: float | None) -> bool:
     return softcap is None or 2 * softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE)
 
 
-def windows(projection: Projection) -> list[slice]:
-    """The vocabulary windows of a shard: the columns of its tiles."""
+def windows(projection: Projection, kept: int = 0) -> list[slice]:
+    """The vocabulary windows of a shard, the columns of its tiles; none straddles the end of the
+    ``kept`` ones."""
     width = _width(projection)
-    return [slice(a, min(a + width, projection.real)) for a in range(0, projection.real, width)]
+    bounds = ((0, kept), (kept, projection.real))
+    return [slice(a, min(a + width, end)) for begin, end in bounds for a in range(begin, end, width)]
 
 
 def _width(projection: Projection) -> int:
     return (_CUDA_TILE if projection.weight.is_cuda else _CPU_TILE)[1]
 
 
-def _row_tiles(rows: int, kept: int, device: torch.device) -> list[slice]:
-    """Row tiles that do not straddle the end of the kept rows."""
+def _row_tiles(rows: int, device: torch.device) -> list[slice]:
     height = (_CUDA_TILE if device.type == "cuda" else _CPU_TILE)[0]
-    bounds = ((0, kept), (kept, rows))
-    return [slice(a, min(a + height, end)) for begin, end in bounds for a in range(begin, end, height)]
+    return [slice(a, min(a + height, rows)) for a in range(0, rows, height)]
 
 
 def _target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
@@ -93,9 +96,10 @@ def _target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
     return position.add_(torch.arange(rows, device=target.device)), hit
 
 
-def allocate_kept(projection: Projection, rows: int) -> Tensor:
-    """A buffer for the exponentials of ``rows`` tokens, in the weight's dtype."""
-    return projection.weight.new_empty(projection.real * rows)
+def allocate_kept(projection: Projection, rows: int, columns: int) -> Tensor:
+    """A buffer for the exponentials of ``rows`` tokens and the first ``columns`` vocabulary rows of
+    the shard, in the weight's dtype."""
+    return projection.weight.new_empty(min(columns, projection.real) * rows)
 
 
 def _without_autocast(function: Callable) -> Callable:
@@ -126,31 +130,36 @@ def block_forward(
     x: Tensor,
     target: Tensor | None,
     columns: Columns,
-    kept_rows: int,
+    kept: int,
     buffer: Tensor | None = None,
-) -> tuple[Tensor, Kept | None]:
-    """Partials ``[C, R]`` of ``x [R, D]`` over the shard.
+) -> tuple[Tensor, Kept]:
+    """Partials ``[C, R]`` of ``x [R, D]`` over the shard, and what is kept of its first vocabulary
+    rows, ``kept`` or all that there are.
 
-    The exponentials of the first ``kept_rows`` rows fill ``buffer``, which is at least as large as
-    :func:`allocate_kept` makes it. ``target [R]`` holds ids relative to the shard; one outside
-    ``[0, real)`` hits nothing.
+    Kept are the exponentials ``exp(z - maxima) [kept, R]`` in the weight's dtype, which fill
+    ``buffer``, at least as large as :func:`allocate_kept` makes it, and the maxima
+    ``[windows, R]`` of each window that they are relative to. ``target [R]`` holds ids relative to
+    the shard; one outside ``[0, real)`` hits nothing.
     """
-    rows, cut = x.shape[0], windows(projection)
+    rows, kept = x.shape[0], min(kept, projection.real)
+    cut = windows(projection, kept)
     if x.device.type == "cpu":
         _settle_allocator()
     if not cut:
-        return empty_partial(columns, rows, projection.dtype, x.device), None
+        return empty_partial(columns, rows, projection.dtype, x.device), ()
     merged = x.new_empty(columns.count, rows, dtype=projection.dtype)
     exponentials = maxima = None
-    if kept_rows:
-        buffer = allocate_kept(projection, kept_rows) if buffer is None else buffer
-        shape = (projection.real, kept_rows)
-        exponentials = buffer[: projection.real * kept_rows].view(shape)
-        maxima = merged.new_empty(len(cut), kept_rows)
+    if kept:
+        buffer = allocate_kept(projection, rows, kept) if buffer is None else buffer
+        exponentials = buffer[: kept * rows].view(kept, rows)
+        maxima = merged.new_empty(sum(w.start < kept for w in cut), rows)
     x = operand(x)
-    counts = merged.new_full((len(cut),), cut[0].stop)
-    counts[-1:].fill_(cut[-1].stop - cut[-1].start)
-    tiles = _row_tiles(rows, kept_rows, x.device)
+    width = _width(projection)
+    counts = merged.new_full((len(cut),), width)
+    for number, window in enumerate(cut):
+        if window.stop - window.start < width:
+            counts[number].fill_(window.stop - window.start)
+    tiles = _row_tiles(rows, x.device)
     for group in (tiles[a : a + _GROUP] for a in range(0, len(tiles), _GROUP)):
         first, last = group[0].start, group[-1].stop
         partials = merged.new_zeros(len(cut), columns.count, last - first)
@@ -164,13 +173,12 @@ def block_forward(
                     projection.start,
                     columns,
                     partials[number, :, tile.start - first : tile.stop - first],
-                    exponentials[window, tile] if tile.stop <= kept_rows else None,
+                    exponentials[window, tile] if window.start < kept else None,
                 )
         merged[:, first:last] = merge(partials, counts, columns)
-        if first < kept_rows:
-            end = min(last, kept_rows)
-            maxima[:, first:end] = partials[:, MAX, : end - first]
-    return merged, Kept(exponentials, maxima) if kept_rows else None
+        if kept:
+            maxima[:, first:last] = partials[: len(maxima), MAX]
+    return merged, (exponentials, maxima) if kept else ()
 
 
 def _reduce_tile(
@@ -216,38 +224,38 @@ def block_backward(
     target: Tensor | None,
     statistics: Tensor,
     coefficients: Coefficients,
-    kept: Kept | None,
+    kept: Kept,
     to: Destinations,
-    scratch_bytes: int,
+    scratch: Scratch,
 ) -> None:
     """Gradients of a block of ``x [R, D]``, written or added where ``to`` says.
 
-    ``statistics [>= 3, R]`` is the merged partial; ``kept`` may cover the block's first rows, the
-    others are projected again. With ``to.dx_ready``, dX is completed first and announced, so that its
-    reduction runs beside the rest of dW: all of it where every row was kept, else that of as many
-    windows as have their recomputed logits' gradients held in ``scratch_bytes``, or of one window
-    that is then projected once more.
+    ``statistics [>= 3, R]`` is the merged partial; what is not ``kept`` is projected again. With
+    ``to.dx_ready``, dX is completed first and announced, so that its reduction runs beside the rest
+    of dW: that of every kept window, and of as many recomputed ones as have their gradients of
+    logits held within ``scratch.limit`` bytes. Where that is none, one window is projected once more.
     """
     gradient = _LogitGradient(projection, x, target, statistics, coefficients, kept)
     dx, sums = to.dx, _OpenWindow(to, gradient)
-    cut = windows(projection)
-    tiles = _row_tiles(x.shape[0], gradient.kept_rows, x.device)
-    deferred, hold = 0, True
+    cut = windows(projection, gradient.kept)
+    stored = [w for w in cut if w.start < gradient.kept]
+    recomputed = [w for w in cut if w.start >= gradient.kept]
+    tiles = _row_tiles(x.shape[0], x.device)
+    later, hold = [], False
     if dx is not None and to.dx_ready is not None and (to.dweight or to.dbias):
-        recomputed = x.shape[0] - gradient.kept_rows
-        width = max((w.stop - w.start for w in cut), default=0)
-        window_bytes = max(1, recomputed * width * gradient.x.element_size())
-        hold = window_bytes <= scratch_bytes
-        fitting = max(1, scratch_bytes // window_bytes) if recomputed else len(cut)
-        deferred = min(len(cut), fitting)
+        width = max((w.stop - w.start for w in recomputed), default=0)
+        fitting = scratch.limit // max(1, x.shape[0] * width * gradient.x.element_size())
+        hold = fitting > 0
+        waiting = fitting if hold or stored else 1
+        later = recomputed[max(0, len(recomputed) - waiting) :] + stored
     held: dict[tuple[int, int], Tensor] = {}
 
     if dx is not None:
         total = dx if dx.dtype == projection.dtype else dx.new_empty(dx.shape, dtype=projection.dtype)
         if not cut:
             total.zero_()
-    for number, window in enumerate(cut):
-        waits = number >= len(cut) - deferred
+    for number, window in enumerate(recomputed + stored):
+        waits = window in later
         weight = operand(projection.weight[window])
         if not waits:
             sums.open(window)
@@ -263,8 +271,8 @@ def block_backward(
                 )
             if not waits:
                 sums.add(tile_gradient, tile)
-            elif hold and tile.start >= gradient.kept_rows:
-                held[number, tile.start] = tile_gradient
+            elif hold and window.start >= gradient.kept:
+                held[window.start, tile.start] = tile_gradient
             del tile_gradient
         if not waits:
             sums.close()
@@ -272,13 +280,14 @@ def block_backward(
         dx.copy_(total)
     if to.dx_ready is not None:
         to.dx_ready()
-    for number in range(len(cut) - deferred, len(cut)):
-        sums.open(cut[number])
+    for window in later:
+        sums.open(window)
+        again = window.start >= gradient.kept and not hold
+        weight = operand(projection.weight[window]) if again else None
         for tile in tiles:
-            tile_gradient = held.pop((number, tile.start), None)
+            tile_gradient = held.pop((window.start, tile.start), None)
             if tile_gradient is None:
-                weight = None if hold else operand(projection.weight[cut[number]])
-                tile_gradient = gradient.tile(tile, cut[number], weight)
+                tile_gradient = gradient.tile(tile, window, weight)
             sums.add(tile_gradient, tile)
             del tile_gradient
         sums.close()
@@ -294,11 +303,12 @@ class _LogitGradient:
         target: Tensor | None,
         statistics: Tensor,
         coefficients: Coefficients,
-        kept: Kept | None,
+        kept: Kept,
     ) -> None:
         self.x = operand(x)
-        self.kept_rows = 0 if kept is None else kept.exponentials.shape[1]
-        self._projection, self._target, self._kept = projection, target, kept
+        self._projection, self._target = projection, target
+        self._exponentials, self._maxima = kept or (None, None)
+        self.kept = len(self._exponentials) if kept else 0
         maximum, sum_exp, target_logit = statistics[: TARGET + 1]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
@@ -321,9 +331,9 @@ class _LogitGradient:
     def tile(self, rows: slice, window: slice, weight: Tensor | None = None) -> Tensor:
         """The gradient of a tile, ``[window, rows]``, as an operand of the next products.
 
-        Recomputed rows need ``weight``, the window's rows as an operand.
+        Recomputed windows need ``weight``, their rows as an operand.
         """
-        if rows.stop <= self.kept_rows:
+        if window.start < self.kept:
             gradient, chain = self._from_kept(rows, window)
         else:
             gradient, chain = self._recomputed(rows, window, weight)
@@ -338,9 +348,9 @@ class _LogitGradient:
         return gradient.to(self.x.dtype)
 
     def _from_kept(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
-        stored = self._kept.exponentials[window, rows]
+        stored = self._exponentials[window, rows]
         scale = 1 / _FP16_SCALE if stored.dtype == torch.float16 else 1.0
-        maximum = self._kept.maxima[window.start // _width(self._projection), rows]
+        maximum = self._maxima[window.start // _width(self._projection), rows]
         coefficient = self._alpha[rows] * torch.exp(maximum - self._maximum[rows])
         gradient = stored * (coefficient * scale)
         chain = None

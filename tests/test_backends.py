@@ -1,0 +1,182 @@
+"""Which backend a weight gets, and what backends are handed: scratch memory and dW's destinations."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import parallel_lce
+from parallel_lce import backends
+from parallel_lce.backends import backend_of, eager
+from parallel_lce.backends.blocks import Scratch
+from parallel_lce.weight_grad import MainGrad, ShardGradient
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """``choose(value)`` sets PARALLEL_LCE_BACKEND; ``installed`` says whether Triton counts as there."""
+
+    def set_to(value: str | None, installed: bool = True, interpret: str = "0") -> None:
+        if value is None:
+            monkeypatch.delenv("PARALLEL_LCE_BACKEND", raising=False)
+        else:
+            monkeypatch.setenv("PARALLEL_LCE_BACKEND", value)
+        monkeypatch.setenv("TRITON_INTERPRET", interpret)
+        monkeypatch.setattr(backends, "_triton_installed", lambda: installed)
+
+    return set_to
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value", [None, "", "torch"])
+def test_the_torch_backend_serves_a_cpu(value, dtype, choose):
+    choose(value, interpret="1")
+    assert backend_of(torch.empty(2, 2, dtype=dtype)) is eager
+
+
+def test_the_choice_is_read_at_each_call(choose):
+    weight = torch.empty(2, 2)
+    choose("nonsense")
+    with pytest.raises(ValueError, match="PARALLEL_LCE_BACKEND='nonsense' is none of 'torch', 'triton'"):
+        backend_of(weight)
+    with pytest.raises(ValueError, match="nonsense"):
+        parallel_lce.linear_cross_entropy(torch.ones(1, 2), weight, torch.zeros(1, dtype=torch.long))
+    choose("torch")
+    assert backend_of(weight) is eager
+
+
+def test_triton_on_a_cpu_is_refused_in_words(choose):
+    choose("triton")
+    with pytest.raises(ValueError, match="triton on cpu: .* TRITON_INTERPRET=1"):
+        backend_of(torch.empty(2, 2))
+
+
+def test_triton_that_is_missing_is_refused_in_words(choose):
+    choose("triton", installed=False, interpret="1")
+    with pytest.raises(ValueError, match="not installed"):
+        backend_of(torch.empty(2, 2))
+
+
+def test_float64_is_torch_s_whatever_is_asked_for(choose):
+    choose("triton")
+    assert backend_of(torch.empty(2, 2, dtype=torch.float64)) is eager
+
+
+class OnCuda:
+    """What :func:`backend_of` asks of a weight."""
+
+    is_cuda = True
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self.device = dtype, torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "installed", "name"),
+    [
+        (torch.bfloat16, (9, 0), True, "triton"),
+        (torch.float16, (8, 0), True, "triton"),
+        (torch.float16, (7, 5), True, "eager"),
+        (torch.bfloat16, (9, 0), False, "eager"),
+        (torch.float32, (9, 0), True, "eager"),
+        (torch.float64, (9, 0), True, "eager"),
+    ],
+)
+def test_the_default_on_cuda(dtype, capability, installed, name, choose, monkeypatch):
+    choose(None, installed=installed)
+    monkeypatch.setattr(backends, "_capability", lambda device: capability)
+    monkeypatch.setattr(backends.importlib, "import_module", lambda name: name)
+    assert backend_of(OnCuda(dtype)) == f"parallel_lce.backends.{name}"
+
+
+def test_importing_the_package_imports_no_backend_of_kernels():
+    code = (
+        "import parallel_lce, sys; assert not [m for m in sys.modules if m.split('.')[0] == 'triton'"
+        " or m == 'parallel_lce.backends.triton']"
+    )
+    # torch itself may import triton: only what it does not is the package's.
+    bare = "import torch, sys; print('triton' in sys.modules)"
+    if subprocess.run([sys.executable, "-c", bare], capture_output=True, text=True).stdout.strip() == "True":
+        pytest.skip("torch imports triton by itself")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- scratch ---------------------------------------------------------------------------------------
+
+
+def test_scratch_is_allocated_at_first_use_and_once(device):
+    scratch = Scratch(1000, device)
+    assert scratch.limit == 1000 and scratch.capacity(torch.float32) == 250
+    first = scratch.take(250, torch.float32)
+    assert first.shape == (250,) and first.dtype == torch.float32 and first.device.type == device
+    assert scratch.take(3, torch.bfloat16).data_ptr() == first.data_ptr()
+    with pytest.raises(RuntimeError):
+        scratch.take(251, torch.float32)
+
+
+def test_scratch_adopts_what_is_larger(device):
+    scratch = Scratch(1000, device)
+    scratch.adopt(torch.empty(100, 2, dtype=torch.bfloat16, device=device))
+    assert scratch.capacity(torch.uint8) == 1000
+    large = torch.empty(30, 40, dtype=torch.bfloat16, device=device)
+    scratch.adopt(large.t())
+    assert scratch.capacity(torch.uint8) == 1000, "not in one piece"
+    scratch.adopt(large)
+    assert scratch.limit == 1000 and scratch.capacity(torch.float32) == 600
+    assert scratch.take(600, torch.float32).data_ptr() == large.data_ptr()
+    scratch.adopt(torch.empty(600, dtype=torch.bfloat16, device=device))
+    assert scratch.take(1, torch.float32).data_ptr() == large.data_ptr()
+
+
+# --- dW --------------------------------------------------------------------------------------------
+
+
+def _visited(gradient: ShardGradient, visits: int, cuts: list[list[int]], whole: bool) -> torch.Tensor:
+    """Adds 1 to each of 10 rows per visit, in windows that differ from visit to visit."""
+    for visit in range(visits):
+        bounds = cuts[visit % len(cuts)]
+        for start, stop in zip(bounds, bounds[1:]):
+            rows, overwrite = gradient.open(start, stop, whole)
+            rows.copy_(torch.ones_like(rows) if overwrite else rows + 1)
+            gradient.close(start, stop, rows)
+    return gradient.deliver()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("visits", [0, 1, 3])
+def test_every_block_may_cut_the_rows_in_its_own_way(visits, dtype, whole, device):
+    weight = torch.empty(12, 3, dtype=dtype, device=device)
+    gradient = ShardGradient(weight, 10, visits)
+    dw = _visited(gradient, visits, [[0, 4, 10], [0, 7, 10], [0, 10]], whole)
+    assert dw.dtype == dtype
+    assert (dw[:10] == visits).all() and (dw[10:] == 0).all()
+
+
+@pytest.mark.parametrize("main_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("visits", [1, 2])
+def test_main_grad_is_added_to_whatever_the_caller_promises(visits, main_dtype, device):
+    weight = torch.empty(10, 3, dtype=torch.bfloat16, device=device)
+    main = torch.full((10, 3), 5.0, dtype=main_dtype, device=device)
+    gradient = ShardGradient(weight, 10, visits, main_grad=MainGrad(main, lambda: None))
+    assert _visited(gradient, visits, [[0, 10]], whole=True) is None
+    assert (main == 5 + visits).all()
+
+
+def test_rows_of_one_product_are_handed_out_themselves(device):
+    """No fp32 buffer between the product and a new bf16 gradient of one visit."""
+    weight = torch.empty(10, 3, dtype=torch.bfloat16, device=device)
+    gradient = ShardGradient(weight, 10, 1)
+    rows, overwrite = gradient.open(2, 6, whole=True)
+    assert overwrite and rows.dtype == torch.bfloat16
+    rows.fill_(7)
+    gradient.close(2, 6, rows)
+    dw = gradient.deliver()
+    assert rows.data_ptr() == dw[2:6].data_ptr() and (dw[2:6] == 7).all()
+    buffered, overwrite = ShardGradient(weight, 10, 1).open(2, 6)
+    assert overwrite and buffered.dtype == torch.float32
+    summed, overwrite = ShardGradient(weight, 10, 2).open(2, 6, whole=True)
+    assert overwrite and summed.dtype == torch.float32, "several visits are summed in fp32"

@@ -1,15 +1,136 @@
-"""Logits that exist already: their partials in one read, their gradient in one read and one write.
+"""Merging window partials, and logits that exist already: their partials in one read, their gradient
+in one read and one write.
 
-One program takes one row of the shard and walks its columns, so that no program waits for another
+One program takes its rows and walks their windows or columns, so that no program waits for another
 and every result has one writer. Rows are addressed in int64: N * V passes 2^31 in ordinary use.
-The plain torch of both is ``parallel_lce.backends.logits``.
+The plain torch of the merge is ``parallel_lce.partials``, that of the others
+``parallel_lce.backends.logits``.
 """
 
 import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.kernels.projection import REACH, finite_base, window_reference
+
 _BLOCK = 4096
+# Rows and windows of a merge's tile: whole 64-byte sectors, and enough programs for few tokens.
+_MERGE_ROWS, _MERGE_WINDOWS = 16, 128
+_INT_MAX = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _merge_kernel(
+    partials, common, merged, agreed, rows, windows, entries, start,
+    REACH: tl.constexpr, SHIFTED: tl.constexpr, TOTAL: tl.constexpr, WEIGHTED: tl.constexpr,
+    ARGMAX: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    valid = r < rows
+    step = windows.to(tl.int64) * rows
+    top = tl.full((BLOCK_R,), -float("inf"), tl.float32)
+    for first in range(0, windows, BLOCK_W):
+        w = first + tl.arange(0, BLOCK_W)
+        inside = (w < windows)[:, None] & valid[None, :]
+        here = partials + w.to(tl.int64)[:, None] * rows + r[None, :]
+        top = tl.maximum(top, tl.max(tl.load(here, mask=inside, other=-float("inf")), 0))
+    base = finite_base(top)
+    known = tl.zeros((BLOCK_R,), tl.float32)
+    if REACH >= 0:
+        known = tl.load(common + r, mask=valid, other=0.0)
+    sum_exp = tl.zeros((BLOCK_R,), tl.float32)
+    shifted = tl.zeros((BLOCK_R,), tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    weighted = tl.zeros((BLOCK_R,), tl.float32)
+    strangers = tl.zeros((BLOCK_R,), tl.int32)
+    index = tl.full((BLOCK_R,), _INT_MAX, tl.int32)
+    for first in range(0, windows, BLOCK_W):
+        w = first + tl.arange(0, BLOCK_W)
+        inside = (w < windows)[:, None] & valid[None, :]
+        here = partials + w.to(tl.int64)[:, None] * rows + r[None, :]
+        m = tl.load(here, mask=inside, other=-float("inf"))
+        s = tl.load(here + step, mask=inside, other=0.0)
+        reference = window_reference(m, known[None, :], REACH)
+        strangers += tl.sum((inside & (reference != known[None, :])).to(tl.int32), 0)
+        missing = m == -float("inf")
+        shift = tl.where(missing, 0.0, m - base[None, :])
+        # A window of -inf alone has nothing to rescale, but NaN beside -inf must get through.
+        factor = tl.where(missing & (s == 0.0), 0.0, tl.exp(reference - base[None, :]))
+        sum_exp += tl.sum(s * factor, 0)
+        if SHIFTED:
+            count = tl.minimum(entries - w * WINDOW, WINDOW).to(tl.float32)
+            zs = tl.load(here + 2 * step, mask=inside, other=0.0)
+            shifted += tl.sum(tl.where(inside, zs + count[:, None] * shift, 0.0), 0)
+        if TOTAL:
+            total += tl.sum(tl.load(here + (2 + SHIFTED) * step, mask=inside, other=0.0), 0)
+        if WEIGHTED:
+            ez = tl.load(here + (2 + SHIFTED + TOTAL) * step, mask=inside, other=0.0)
+            weighted += tl.sum((ez + s * shift) * factor, 0)
+        if ARGMAX:
+            place = here + (2 + SHIFTED + TOTAL + WEIGHTED) * step
+            ids = tl.load(place, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+            ids = tl.where(inside & (m == top[None, :]) & (ids != _INT_MAX), ids + start, _INT_MAX)
+            index = tl.minimum(index, tl.min(ids, 0))
+    # tl.max drops NaN; the sum has kept it.
+    broken = (sum_exp != sum_exp) & (top != float("inf"))
+    top = tl.where(broken, float("nan"), top)
+    tl.store(merged + r, top, mask=valid)
+    tl.store(merged + rows + r, sum_exp, mask=valid)
+    if SHIFTED:
+        tl.store(merged + 3 * rows + r, shifted, mask=valid)
+    if TOTAL:
+        tl.store(merged + (3 + SHIFTED) * rows + r, total, mask=valid)
+    if WEIGHTED:
+        tl.store(merged + (3 + SHIFTED + TOTAL) * rows + r, weighted, mask=valid)
+    if ARGMAX:
+        index = tl.where(broken, _INT_MAX, index)
+        place = merged + (3 + SHIFTED + TOTAL + WEIGHTED) * rows + r
+        tl.store(place, index.to(tl.float32, bitcast=True), mask=valid)
+    if REACH >= 0:
+        tl.store(agreed + r, (strangers == 0).to(tl.uint8), mask=valid)
+
+
+def merge_windows(
+    partials: torch.Tensor,
+    merged: torch.Tensor,
+    common: torch.Tensor | None,
+    *,
+    window: int,
+    entries: int,
+    start: int,
+    shifted: bool,
+    total: bool,
+    weighted: bool,
+    argmax: bool,
+) -> torch.Tensor | None:
+    """Merge partials ``[columns, windows, R]`` of ``projection.window_partials`` into ``merged [C, R]``.
+
+    All columns of ``parallel_lce.partials.Columns`` but the target's, which is there already. Windows
+    of ``window`` columns, of ``entries`` in all; ``start``: global id of the first. Returns
+    ``agreed [R]`` uint8: whether all of a token's windows are relative to ``common``; None without
+    ``common``.
+    """
+    rows = partials.shape[2]
+    agreed = None if common is None else torch.empty_like(common, dtype=torch.uint8)
+    _merge_kernel[(triton.cdiv(rows, _MERGE_ROWS),)](
+        partials,
+        common,
+        merged,
+        agreed,
+        rows,
+        partials.shape[1],
+        entries,
+        start,
+        REACH=-1.0 if common is None else REACH,
+        SHIFTED=shifted,
+        TOTAL=total,
+        WEIGHTED=weighted,
+        ARGMAX=argmax,
+        WINDOW=window,
+        BLOCK_R=_MERGE_ROWS,
+        BLOCK_W=_MERGE_WINDOWS,
+    )
+    return agreed
 
 
 @triton.jit

@@ -78,6 +78,11 @@ class ShardGradient:
         self._opened_rows += stop - start
         return self._sum[start:stop], not holds
 
+    @property
+    def buffered(self) -> bool:
+        """Whether even whole rows go through an fp32 buffer: to be added to a low-precision one."""
+        return self._sum is None and self._main_grad is not None
+
     def close(self, start: int, stop: int, total: Tensor) -> None:
         """End a visit; ``total`` is the tensor that :meth:`open` returned."""
         if self._sum is None and total.dtype != self._target.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,3 +90,26 @@ class Scratch:
         if self._memory is None:
             self._memory = torch.empty(self.limit, dtype=torch.uint8, device=self._device)
         return self._memory.narrow(0, 0, elements * dtype.itemsize).view(dtype)
+
+
+def without_autocast(function: Callable) -> Callable:
+    """Operands have their dtypes: autocast must not round the products of fp32 ones."""
+
+    @functools.wraps(function)
+    def call(projection: Projection, *arguments, **options):
+        with torch.autocast(projection.weight.device.type, enabled=False):
+            return function(projection, *arguments, **options)
+
+    return call
+
+
+def power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
+    """A power of two that brings the largest gradient of a logit near 2^10 in fp16, so that those
+    of a mean over many tokens (1 / N each) do not underflow; 0-dimensional, on the device."""
+    largest = sum(
+        c.abs().amax()
+        for c in (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
+        if c is not None
+    )
+    exponent = 10 - torch.frexp(largest * abs(scale)).exponent
+    return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))

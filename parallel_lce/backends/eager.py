@@ -18,12 +18,19 @@ any statistic).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.blocks import Coefficients, Destinations, Kept, Projection, Scratch
+from parallel_lce.backends.blocks import (
+    Coefficients,
+    Destinations,
+    Kept,
+    Projection,
+    Scratch,
+    power_of_two_scale,
+    without_autocast,
+)
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
 
@@ -102,17 +109,6 @@ def allocate_kept(projection: Projection, rows: int, columns: int) -> Tensor:
     return projection.weight.new_empty(min(columns, projection.real) * rows)
 
 
-def _without_autocast(function: Callable) -> Callable:
-    """Operands have their dtypes: autocast must not round the products of fp32 ones."""
-
-    @functools.wraps(function)
-    def call(projection: Projection, *arguments, **options):
-        with torch.autocast(projection.weight.device.type, enabled=False):
-            return function(projection, *arguments, **options)
-
-    return call
-
-
 @functools.cache
 def _settle_allocator() -> None:
     """Free one buffer of nearly 32 MiB, untouched, once per process.
@@ -124,7 +120,7 @@ def _settle_allocator() -> None:
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
-@_without_autocast
+@without_autocast
 def block_forward(
     projection: Projection,
     x: Tensor,
@@ -217,7 +213,7 @@ def _reduce_tile(
         store.copy_(z.mul_(_FP16_SCALE) if store.dtype == torch.float16 else z)
 
 
-@_without_autocast
+@without_autocast
 def block_backward(
     projection: Projection,
     x: Tensor,
@@ -315,7 +311,7 @@ class _LogitGradient:
         self.unscale: Tensor | None = None
         factor: Tensor | float = projection.scale
         if self.x.dtype == torch.float16:
-            power = _power_of_two_scale(coefficients, projection.scale)
+            power = power_of_two_scale(coefficients, projection.scale)
             factor, self.unscale = factor * power, 1 / power
         # The 1 / s of the probabilities rides on their coefficients.
         self._alpha = coefficients.alpha / sum_exp * factor
@@ -407,15 +403,3 @@ class _OpenWindow:
 
 def _times(coefficient: Tensor | None, factor: Tensor | float) -> Tensor | None:
     return None if coefficient is None else coefficient * factor
-
-
-def _power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
-    """A power of two that brings the largest gradient of a logit near 2^10 in fp16, so that those
-    of a mean over many tokens (1 / N each) do not underflow; 0-dimensional, on the device."""
-    largest = sum(
-        c.abs().amax()
-        for c in (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
-        if c is not None
-    )
-    exponent = 10 - torch.frexp(largest * abs(scale)).exponent
-    return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))

@@ -1,0 +1,415 @@
+"""The triton backend: a fused projection for the forward and for what is recomputed, cuBLAS for dX, dW.
+
+A block of R tokens keeps ``exp(z - r)`` of its first vocabulary rows, r being one reference per token
+wherever its logits allow it (:mod:`parallel_lce.kernels.projection`). Then dlogits = c e but for the
+target's entry, with one coefficient c per token, and no pass over R * V is needed between the
+forward and the products of the backward:
+
+    dX = c (G @ weight)        dW = G.T @ (c x)        G = e with the targets' entries replaced
+
+Recomputed rows of the vocabulary write their gradients to scratch memory, slice by slice; there c is
+1. The formula of the gradient is that of :mod:`parallel_lce.backends.eager`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.blocks import (
+    Coefficients,
+    Destinations,
+    Kept,
+    Projection,
+    Scratch,
+    power_of_two_scale,
+    without_autocast,
+)
+from parallel_lce.kernels import dlogits
+from parallel_lce.kernels.partials import merge_windows
+from parallel_lce.kernels.projection import Operands, logits_gradient, window_partials
+from parallel_lce.partials import TARGET, Columns, empty_partial
+from parallel_lce.weight_grad import ShardGradient
+
+# Adding to an fp32 dW moves 8 D bytes per vocabulary row whatever the block's rows are: from about
+# this many on, that costs less than projecting again.
+SMALLEST_ACCUMULATED = 1024
+
+# Vocabulary rows of the weight whose logits tell a token's reference.
+_SAMPLED = 128
+# Leading dimensions of kept exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
+_ALIGNED = 64
+# Bytes of window partials of an evaluation, which needs them no longer than a merge.
+_PARTIAL_BYTES = 32 << 20
+# Bytes of a product in fp32 on its way to a low-precision gradient.
+_PRODUCT_BYTES = 128 << 20
+# Half of the largest exponent at which fp32's and bf16's (fp16's) exponentials are still normal.
+_RANGE = {torch.float16: 20.0}
+_DEFAULT_RANGE = 80.0
+
+
+def keepable(dtype: torch.dtype, softcap: float | None) -> bool:
+    """Whether kept exponentials still tell z, which the chain of a soft-cap needs."""
+    return softcap is None or 2 * softcap <= _RANGE.get(dtype, _DEFAULT_RANGE)
+
+
+def _stride(columns: int) -> int:
+    return -(-columns // _ALIGNED) * _ALIGNED
+
+
+def allocate_kept(projection: Projection, rows: int, columns: int) -> Tensor:
+    """A buffer for the exponentials of ``rows`` tokens and ``columns`` vocabulary rows."""
+    return projection.weight.new_empty(rows * _stride(min(columns, projection.real)))
+
+
+def _operands(projection: Projection, x: Tensor, start: int, stop: int) -> Operands:
+    """The product of ``x`` with the shard's rows ``[start, stop)``."""
+    bias = None if projection.bias is None else projection.bias[start:stop]
+    weight = projection.weight[start:stop]
+    return Operands(x, weight, bias, projection.scale, projection.softcap)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """``x`` in one piece and aligned, which a copy of this size makes for little."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+@without_autocast
+def block_forward(
+    projection: Projection,
+    x: Tensor,
+    target: Tensor | None,
+    columns: Columns,
+    kept: int,
+    buffer: Tensor | None = None,
+) -> tuple[Tensor, Kept]:
+    """Partials ``[C, R]`` of ``x [R, D]`` over the shard, and its first ``kept`` rows' exponentials:
+    ``[R, >= kept]``, rounded down to whole windows, with the window partials ``[columns, windows, R]``
+    and, but for fp16, ``common [R]`` and ``agreed [R]`` (``kernels.partials``). See :mod:`parallel_lce.backends.eager`.
+    """
+    rows, real = x.shape[0], projection.real
+    if rows == 0 or real == 0:
+        return empty_partial(columns, rows, projection.dtype, x.device), ()
+    x = _dense(x)
+    operands = _operands(projection, x, 0, real)
+    width = operands.tile.columns
+    kept = real if kept >= real else kept // width * width
+    merged = x.new_empty(columns.count, rows, dtype=projection.dtype)
+    merged[TARGET].zero_()
+    wanted = {
+        "shifted": columns.mean_log_prob,
+        "total": columns.mean_logit,
+        "weighted": columns.expected_logit,
+        "argmax": columns.argmax,
+    }
+
+    def reduce(part: Operands, target: Tensor | None, merged: Tensor, **keep) -> Kept:
+        partials = window_partials(part, target, merged[TARGET], **wanted, **keep)
+        common = keep.get("common")
+        agreed = merge_windows(
+            partials, merged, common, window=width, entries=real, start=projection.start, **wanted
+        )
+        return (partials,) if common is None else (partials, common, agreed)
+
+    if kept:
+        stored = allocate_kept(projection, rows, kept) if buffer is None else buffer
+        stored = stored[: rows * _stride(kept)].view(rows, -1)
+        common = _common_reference(projection, x)
+        references = reduce(operands, target, merged, kept=stored[:, :kept], common=common)
+        return merged, (stored, *references)
+    step = max(1, _PARTIAL_BYTES // (4 * operands.windows * columns.count))
+    step = max(operands.tile.rows, step // operands.tile.rows * operands.tile.rows)
+    if rows <= step:
+        reduce(operands, target, merged)
+        return merged, ()
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        piece = merged[:, part].contiguous()
+        some = None if target is None else target[part]
+        reduce(_operands(projection, x[part], 0, real), some, piece)
+        merged[:, part] = piece
+    return merged, ()
+
+
+def _common_reference(projection: Projection, x: Tensor) -> Tensor | None:
+    """A logit near each token's largest ``[R]`` fp32: the largest of a sample of the vocabulary.
+
+    None for fp16, whose exponentials must be relative to each window's maximum.
+    """
+    if x.dtype == torch.float16:
+        return None
+    if projection.softcap is not None:
+        return x.new_zeros(x.shape[0], dtype=torch.float32)
+    step = -(-projection.real // _SAMPLED)
+    sample = torch.mm(x, projection.weight[: projection.real : step].t()).float()
+    return (sample * projection.scale).amax(1)
+
+
+@without_autocast
+def block_backward(
+    projection: Projection,
+    x: Tensor,
+    target: Tensor | None,
+    statistics: Tensor,
+    coefficients: Coefficients,
+    kept: Kept,
+    to: Destinations,
+    scratch: Scratch,
+) -> None:
+    """Gradients of a block of ``x [R, D]``, written or added where ``to`` says.
+
+    The kept exponentials are overwritten, and their memory then serves what is recomputed. dX is
+    complete and announced before the last slice's dW product is started.
+    """
+    rows, real = x.shape[0], projection.real
+    if rows == 0 or real == 0:
+        if to.dx is not None:
+            to.dx.zero_()
+        if to.dx_ready is not None:
+            to.dx_ready()
+        return
+    slices = _Slices(projection, _dense(x), target, statistics, coefficients, kept, to, scratch)
+    product = None if to.dx is None else _HiddenProduct(to.dx, projection.weight, slices)
+    for part in slices:
+        if product is not None:
+            product.add(part)
+        if part.stop == real:
+            if product is not None:
+                product.finish()
+            if to.dx_ready is not None:
+                to.dx_ready()
+        if to.dweight is not None:
+            _add_weight_gradient(to.dweight, part, slices.scaled(part, product), slices.unscale)
+        if to.dbias is not None:
+            total, overwrite = to.dbias.open(part.start, part.stop)
+            column_sum = part.gradient.sum(0, dtype=total.dtype)
+            if slices.unscale is not None:
+                column_sum *= slices.unscale
+            total.copy_(column_sum) if overwrite else total.add_(column_sum)
+            to.dbias.close(part.start, part.stop, total)
+
+
+@dataclass
+class _Slice:
+    """``gradient [R, stop - start]`` of the logits of the shard's rows ``[start, stop)``; to be
+    multiplied by ``row_scale [R]``, None for 1."""
+
+    start: int
+    stop: int
+    gradient: Tensor
+    row_scale: Tensor | None
+
+
+class _Slices:
+    """The gradient of a block's logits, in slices of the vocabulary that follow each other in the
+    same memory: a slice must be used before the next one is asked for."""
+
+    def __init__(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        statistics: Tensor,
+        coefficients: Coefficients,
+        kept: Kept,
+        to: Destinations,
+        scratch: Scratch,
+    ) -> None:
+        self.x = x
+        self._projection, self._target = projection, target
+        self._statistics = statistics.contiguous()
+        self._coefficients = Coefficients(
+            *(
+                c if c is None else c.contiguous()
+                for c in (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
+            )
+        )
+        self._kept, self._scratch = kept, scratch
+        # The bias's gradient is a sum over rows, which are then best complete.
+        self._rewrite = to.dbias is not None
+        self._power: Tensor | None = None
+        self.unscale: Tensor | None = None
+        if x.dtype == torch.float16:
+            self._power = power_of_two_scale(coefficients, projection.scale)
+            self.unscale = 1 / self._power
+        self.count = 0
+
+    @property
+    def kept_columns(self) -> int:
+        return min(self._kept[0].shape[1], self._projection.real) if self._kept else 0
+
+    @property
+    def single(self) -> bool:
+        """Whether one slice is all."""
+        return self.kept_columns == self._projection.real or (
+            not self._kept and len(self._cuts()) == 1
+        )
+
+    def _cuts(self) -> list[tuple[int, int]]:
+        """The recomputed slices: as even as whole windows allow, each within the scratch memory."""
+        start, real = self.kept_columns, self._projection.real
+        if start == real:
+            return []
+        width = _operands(self._projection, self.x, start, real).tile.columns
+        rows, dtype = self.x.shape[0], self.x.dtype
+        held = self._kept[0].numel() if self._kept else 0
+        fitting = max(width, max(held, self._scratch.capacity(dtype)) // rows // width * width)
+        number = -(-(real - start) // fitting)
+        step = -(-(real - start) // (number * width)) * width
+        return [(a, min(a + step, real)) for a in range(start, real, step)]
+
+    def __iter__(self) -> Iterator[_Slice]:
+        projection, statistics = self._projection, self._statistics
+        alpha, beta, gamma, delta = (
+            getattr(self._coefficients, name) for name in ("alpha", "beta", "gamma", "delta")
+        )
+        cuts = self._cuts()
+        if self._kept:
+            stored, partials, *common = self._kept
+            gradient = stored[:, : self.kept_columns]
+            tile = _operands(projection, self.x, 0, projection.real).tile
+            row_scale = dlogits.settle(
+                gradient, partials[0], *(common or (None, None)), tile.columns, self._target, statistics,
+                alpha, beta, gamma, self._power, projection.scale, projection.softcap,
+                self._rewrite,
+            )  # fmt: skip
+            yield _Slice(0, self.kept_columns, gradient, None if self._whole else row_scale)
+            self._scratch.adopt(stored)
+        for start, stop in cuts:
+            shape = self.x.shape[0], _stride(stop - start)
+            memory = self._scratch.take(shape[0] * shape[1], self.x.dtype)
+            gradient = memory.view(shape)[:, : stop - start]
+            operands = _operands(projection, self.x, start, stop)
+            logits_gradient(operands, statistics, alpha, gamma, delta, self._power, gradient)
+            if beta is not None:
+                dlogits.write_targets(
+                    gradient, self._target - start, statistics, alpha, beta, gamma, delta,
+                    self._power, projection.scale, projection.softcap,
+                )  # fmt: skip
+            yield _Slice(start, stop, gradient, None)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether every kept row is rewritten, so that none has a factor left."""
+        return (
+            self._rewrite
+            or len(self._kept) == 2
+            or self._projection.softcap is not None
+            or self._coefficients.gamma is not None
+        )
+
+    def scaled(self, part: _Slice, product: _HiddenProduct | None) -> Tensor:
+        """``c x [R, D]``, in dX's memory as long as that is not written."""
+        if part.row_scale is None:
+            return self.x
+        memory = product.idle_memory() if product is not None else None
+        memory = torch.empty_like(self.x) if memory is None else memory
+        return torch.mul(self.x, part.row_scale.unsqueeze(1), out=memory)
+
+
+class _HiddenProduct:
+    """dX ``[R, D]`` from the slices of the gradient of the logits."""
+
+    def __init__(self, dx: Tensor, weight: Tensor, slices: _Slices) -> None:
+        self._dx, self._weight, self._slices = dx, weight, slices
+        self._sum: Tensor | None = None
+        self._written = False
+
+    def add(self, part: _Slice) -> None:
+        weight = self._weight[part.start : part.stop]
+        if not self._slices.single:
+            self._accumulate(part, weight)
+        elif part.row_scale is None and self._slices.unscale is None:
+            torch.mm(part.gradient, weight, out=self._dx)
+            self._written = True
+        else:
+            self._scale_in_pieces(part, weight)
+            self._written = True
+
+    def _accumulate(self, part: _Slice, weight: Tensor) -> None:
+        if self._sum is None:
+            self._sum = _product(part.gradient, weight)
+            if part.row_scale is not None:
+                self._sum *= part.row_scale.unsqueeze(1)
+        else:
+            _add_product(self._sum, part.gradient, weight)
+
+    def _scale_in_pieces(self, part: _Slice, weight: Tensor) -> None:
+        """One product, scaled in fp32 before it is rounded."""
+        rows = max(1024, _PRODUCT_BYTES // (4 * weight.shape[1]) // 1024 * 1024)
+        for first in range(0, self._dx.shape[0], rows):
+            some = slice(first, first + rows)
+            piece = _product(part.gradient[some], weight)
+            factor = self._slices.unscale
+            if part.row_scale is not None:
+                factor = part.row_scale[some].unsqueeze(1)
+            torch.mul(piece, factor, out=self._dx[some])
+
+    def finish(self) -> None:
+        if self._sum is None:
+            return
+        if self._slices.unscale is not None:
+            self._sum *= self._slices.unscale
+        self._dx.copy_(self._sum)
+        self._sum, self._written = None, True
+
+    def idle_memory(self) -> Tensor | None:
+        """dX's memory where it is like x's and still unwritten."""
+        x = self._slices.x
+        fits = self._dx.dtype == x.dtype and self._dx.is_contiguous()
+        return self._dx if fits and not self._written else None
+
+
+def _add_weight_gradient(
+    dweight: ShardGradient, part: _Slice, x: Tensor, unscale: Tensor | None
+) -> None:
+    """``dW[start:stop] += unscale * G.T @ x``, in one product where it needs no fp32 buffer."""
+    step = part.stop - part.start
+    if unscale is not None or dweight.buffered:
+        step = max(256, _PRODUCT_BYTES // (4 * x.shape[1]) // 256 * 256)
+    for start in range(part.start, part.stop, step):
+        stop = min(start + step, part.stop)
+        gradient = part.gradient[:, start - part.start : stop - part.start].t()
+        total, overwrite = dweight.open(start, stop, whole=True)
+        if unscale is not None:
+            product = _product(gradient, x)
+            product *= unscale
+            total.copy_(product) if overwrite else total.add_(product)
+        elif overwrite:
+            _product_into(total, gradient, x)
+        else:
+            _add_product(total, gradient, x)
+        dweight.close(start, stop, total)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` in fp32."""
+    if a.dtype == torch.float32:
+        return torch.mm(a, b)
+    if not a.is_cuda:
+        return torch.mm(a.float(), b.float())
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def _product_into(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total = a @ b``, summed in fp32 whatever ``total``'s dtype is."""
+    if total.dtype == a.dtype:
+        torch.mm(a, b, out=total)
+    elif a.is_cuda:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.copy_(_product(a, b))
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """``total += a @ b`` for an fp32 ``total``."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += _product(a, b)

@@ -13,98 +13,139 @@ against the root mean square of the rows. The whole hides a single wrong token; 
 import math
 
 import torch
-import torch.nn.functional as F
 
 from .inputs import IGNORE_INDEX
+from .peers import FORWARD, FORWARD_BACKWARD, torch_loss
 
-ROWS = 512  # of a block: the float64 logits of the reference take ROWS * V * 8 bytes
+BLOCK_BYTES = 512 << 20  # float64 logits of a block of tokens of the reference; two blocks exist at a time
+SMALLEST_BLOCK = 512  # tokens of a block of plain torch, where all of them do not fit
 
 
 class Refused(Exception):
-    """A peer that is not timed; the message says why."""
+    """A peer that is not timed; the message says why, `errors` what was found until then."""
+
+    def __init__(self, message, errors=None):
+        super().__init__(message)
+        self.errors = errors or {}
 
 
 class Judge:
     """Holds the float64 truth of one set of inputs and torch's errors against it."""
 
-    def __init__(self, inputs):
+    def __init__(self, inputs, gradients=True):
         self.inputs = inputs
-        self.truth = loss_and_gradients(inputs, torch.float64, ROWS)
-        self.yardstick = self.errors(*_torch_in_same_dtype(inputs))
+        self.largest_logit, *self.truth = exact(inputs, gradients)
+        self.yardstick = self.errors(*_torch_in_same_dtype(inputs, gradients))
         floor = 4 * torch.finfo(torch.float32).eps
         self.limits = {name: 2 * error + floor for name, error in self.yardstick.items()}
         self.limits["loss"] = 2 * self.yardstick["loss"] + max(floor, torch.finfo(inputs.x.dtype).eps)
 
-    def errors(self, loss, grad_x, grad_weight):
-        """{'loss', 'dX', 'dX row', 'dW', 'dW row': relative error}."""
+    def errors(self, loss, grad_x=None, grad_weight=None):
+        """{'loss', 'dX', 'dX row', 'dW', 'dW row': relative error}, of the gradients that are given."""
         true_loss, true_grad_x, true_grad_weight = self.truth
         errors = {"loss": abs(loss.double() - true_loss).item() / abs(true_loss.item())}
-        errors["dX"], errors["dX row"] = _gradient_errors(grad_x, true_grad_x)
-        errors["dW"], errors["dW row"] = _gradient_errors(grad_weight, true_grad_weight)
+        if grad_x is not None:
+            errors["dX"], errors["dX row"] = _gradient_errors(grad_x, true_grad_x)
+            errors["dW"], errors["dW row"] = _gradient_errors(grad_weight, true_grad_weight)
         return errors
 
-    def check(self, forward, forward_backward):
-        """The errors of a peer, or Refused. The loss counts from the worse of the two calls, which may run
-        different code: without gradients there is nothing to save."""
-        inputs = self.inputs
-        loss, grad_x, grad_weight = forward_backward()
-        for name, gradient, like in (("dX", grad_x, inputs.x), ("dW", grad_weight, inputs.weight)):
-            if gradient is None:
-                raise Refused(f"refused: no {name}")
-            if gradient.shape != like.shape or gradient.dtype != like.dtype:
-                got, want = (tuple(gradient.shape), gradient.dtype), (tuple(like.shape), like.dtype)
-                raise Refused(f"refused: {name} is {got}, expected {want}")
-        errors = self.errors(loss.detach(), grad_x, grad_weight)
-        forward_error = abs(forward().double() - self.truth[0]).item() / abs(self.truth[0].item())
-        errors["loss"] = _worse(errors["loss"], forward_error)
+    def check(self, calls, main_grad=False):
+        """The errors of a peer, or Refused. `calls` are its functions by pass, each called once; with `main_grad` its
+        dW is fp32. The loss counts from the worse of the two, which may run different code: without gradients there
+        is nothing to save."""
+        inputs, errors = self.inputs, {}
+        if FORWARD_BACKWARD in calls:
+            loss, grad_x, grad_weight = calls[FORWARD_BACKWARD]()
+            weight_dtype = torch.float32 if main_grad else inputs.weight.dtype
+            _check_form("dX", grad_x, inputs.x.shape, inputs.x.dtype)
+            _check_form("dW", grad_weight, inputs.weight.shape, weight_dtype)
+            errors = self.errors(loss.detach(), grad_x, grad_weight)
+        if FORWARD in calls:
+            errors["loss"] = _worse(errors.get("loss", 0.0), self.errors(calls[FORWARD]().detach())["loss"])
         wrong = [name for name in errors if not errors[name] <= self.limits[name]]  # NaN is wrong too
         if wrong:
             texts = [f"{name} error {errors[name]:.1e}, allowed {self.limits[name]:.1e}" for name in wrong]
-            raise Refused("refused: " + "; ".join(texts))
+            raise Refused("refused: " + "; ".join(texts), errors)
         return errors
 
+    def forget(self):
+        """Frees the reference, before anything is timed."""
+        self.truth = None
 
-def loss_and_gradients(inputs, dtype, rows):
-    """Mean loss, dX [N, D] and dW [V, D] by plain torch in `dtype`, in blocks of `rows` tokens.
 
-    Nothing larger than `[rows, V]` is made. Sums over blocks are in float64 for float64, else in float32; with
-    one block of all tokens nothing is summed and the result is that of torch's ordinary call.
-    """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+def exact(inputs, gradients=True):
+    """`(max |z|, mean loss, dX [N, D], dW [V, D])` in float64, in blocks of tokens; None for gradients not wanted."""
     x, target = inputs.x, inputs.target
-    count = (target != IGNORE_INDEX).sum()
-    weight = inputs.weight.detach().to(dtype).requires_grad_()
-    loss = torch.zeros((), dtype=wide, device=x.device)
-    grad_x = torch.empty(x.shape, dtype=dtype, device=x.device)
-    grad_weight = torch.zeros(weight.shape, dtype=wide, device=x.device)
+    weight = inputs.weight.double()
+    counted = target != IGNORE_INDEX
+    count = counted.sum()
+    grad_x = torch.empty_like(x, dtype=torch.float64) if gradients else None
+    grad_weight = torch.zeros_like(weight) if gradients else None
+    loss, largest = weight.new_zeros(()), weight.new_zeros(())
+    rows = max(1, BLOCK_BYTES // (8 * len(weight)))
     for start in range(0, len(x), rows):
-        block = x[start : start + rows].detach().to(dtype).requires_grad_()
-        logits = F.linear(block, weight).to(wide)
-        part = F.cross_entropy(logits, target[start : start + rows], ignore_index=IGNORE_INDEX, reduction="sum") / count
-        grad_x[start : start + rows], grad = torch.autograd.grad(part, (block, weight))
-        grad_weight += grad
-        loss += part.detach()
-    return loss, grad_x, grad_weight.to(dtype)
+        block, counts = x[start : start + rows].double(), counted[start : start + rows]
+        ids = torch.where(counts, target[start : start + rows], 0).unsqueeze(1)
+        z = block @ weight.T
+        largest = torch.maximum(largest, torch.maximum(z.amax(), -z.amin()))
+        lse = z.logsumexp(1, keepdim=True)
+        loss += ((lse - z.gather(1, ids)).squeeze(1) * counts).sum() / count
+        if gradients:
+            p = z.sub_(lse).exp_()
+            p.scatter_add_(1, ids, p.new_full(ids.shape, -1.0))
+            p.mul_(counts.unsqueeze(1)).div_(count)
+            grad_x[start : start + rows] = p @ weight
+            grad_weight.addmm_(p.T, block)
+        del z
+    return largest.item(), loss, grad_x, grad_weight
 
 
-def _torch_in_same_dtype(inputs):
-    """In one block where that fits, which is the ordinary torch path; else in as many as needed."""
+def _torch_in_same_dtype(inputs, gradients):
+    """Loss and gradients of plain torch: in one call where that fits, which is the ordinary path; else in blocks of
+    tokens, summed in float32."""
     rows = len(inputs.x)
     while True:
         try:
-            return loss_and_gradients(inputs, inputs.x.dtype, rows)
+            return _torch_in_blocks(inputs, gradients, rows)
         except torch.OutOfMemoryError:
-            if rows <= ROWS:
+            if rows <= SMALLEST_BLOCK:
                 raise
-        rows = max(ROWS, rows // 2)
+        rows = max(SMALLEST_BLOCK, rows // 2)
         torch.cuda.empty_cache()
+
+
+def _torch_in_blocks(inputs, gradients, rows):
+    x, target = inputs.x, inputs.target
+    weight = inputs.weight.detach().requires_grad_(gradients)
+    whole, count = rows >= len(x), (target != IGNORE_INDEX).sum()
+    loss, grad_x, grad_weight = 0, [], None
+    for start in range(0, len(x), rows):
+        block = x[start : start + rows].detach().requires_grad_(gradients)
+        ids = target[start : start + rows]
+        part = torch_loss(block, weight, ids) if whole else torch_loss(block, weight, ids, "sum") / count
+        if gradients:
+            block_grad, grad = torch.autograd.grad(part, (block, weight))
+            grad_x.append(block_grad)
+            grad_weight = grad if whole else grad.float() if grad_weight is None else grad_weight.add_(grad)
+        loss = loss + part.detach()
+    if not gradients:
+        return loss, None, None
+    return loss, torch.cat(grad_x), grad_weight.to(x.dtype)
+
+
+def _check_form(name, gradient, shape, dtype):
+    if gradient is None:
+        raise Refused(f"refused: no {name}")
+    if gradient.shape != shape or gradient.dtype != dtype:
+        got, want = (tuple(gradient.shape), gradient.dtype), (tuple(shape), dtype)
+        raise Refused(f"refused: {name} is {got}, expected {want}")
 
 
 def _gradient_errors(got, want, rows=4096):
     """Relative errors of a gradient [R, D] against float64: (of the whole, of the worst row)."""
     errors, squares = [], []
     for start in range(0, len(want), rows):  # in blocks: float64 copies of a whole dW would be large
-        true = want[start : start + rows].double()
+        true = want[start : start + rows]
         errors.append((got[start : start + rows].double() - true).square().sum(1))
         squares.append(true.square().sum(1))
     errors, square = torch.cat(errors), torch.cat(squares).mean()

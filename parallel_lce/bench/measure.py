@@ -1,36 +1,42 @@
 """Time and memory of all peers on one set of inputs."""
 
 import gc
+import math
 import time
 from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
 
 import torch
 
 from .accuracy import Judge, Refused
 from .memory import peak_memory
-from .peers import Peer
+from .peers import FORWARD, FORWARD_BACKWARD, Peer
 
-FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
-PASSES = (FORWARD, FORWARD_BACKWARD)  # without gradients, as in evaluation; with dX and dW, as in training
-CUDA_CALLS = 3  # timed together, so that the GPU's queue does not run empty
+# A power-limited GPU is faster in its first tens of milliseconds than in training: of each reading, this much is
+# not looked at, and this much is.
+CUDA_WARM_UP, CUDA_SECONDS = 0.05, 0.15
+CUDA_CALLS = 1000  # of one reading at most
 CPU_SECONDS = 0.05  # a clock reading is of calls that take at least this long together
 
 
 @dataclass
 class Result:
-    """One peer on one shape. `seconds`, `peak` and `alive` are keyed by PASSES; empty where it was refused."""
+    """One peer on one shape. `seconds`, `peak` and `gradients` are keyed by pass; empty where it was refused."""
 
     peer: Peer
     refused: str = ""
     errors: dict = field(default_factory=dict)  # relative, see accuracy.py; the bare products have none
     seconds: dict = field(default_factory=dict)  # a list, one per round
     peak: dict = field(default_factory=dict)  # bytes above the inputs
-    alive: dict = field(default_factory=dict)  # of these, bytes that are results
+    gradients: dict = field(default_factory=dict)  # of these, dX and dW in the dtype of the inputs
+
+    def has(self, kind):
+        return not self.refused and kind in self.seconds
 
     def extra_bytes(self, kind):
-        """Peak above the inputs and the results, in bytes."""
-        return self.peak[kind] - self.alive[kind]
+        """Peak above the inputs and the gradients, in bytes."""
+        return self.peak[kind] - self.gradients[kind]
 
     def speed_against(self, other, kind):
         """[time of `other` / time of this peer], one per round: both of the same round, so that a machine which
@@ -38,43 +44,53 @@ class Result:
         return [b / a for a, b in zip(self.seconds[kind], other.seconds[kind])]
 
 
-def measure(peers, inputs, rounds, device, say=lambda text: None):
-    """`(results, judge's limits, torch's errors)`: each peer is checked, its memory measured, then all are timed
-    round by round, A B C A B C. `peers` are `(Peer, loss function)`; `say` is told what is going on."""
+class Broken(RuntimeError):
+    """A peer after which the device answers nothing any more."""
+
+
+def measure(peers, inputs, passes, rounds, device, say=lambda text: None):
+    """`(results, judge)`: each peer is checked, its memory measured, then all are timed round by round, A B C A B C.
+
+    `peers` are `(Peer, loss function)`; `rounds` 0 checks alone; `say` is told what is going on.
+    """
     say("float64 reference")
-    judge = Judge(inputs)
-    results, passes = [], {}
+    judge = Judge(inputs, FORWARD_BACKWARD in passes)
+    results, functions = [], {}
     for peer, loss in peers:
         say(f"checking {peer}")
         result = Result(peer)
         results.append(result)
-        passes[id(result)] = calls = _bare(inputs) if loss is None else _passes(loss, inputs)
-        try:
+        with _failures_in(result, device):
+            calls = _bare(inputs) if loss is None else _passes(loss, inputs, peer.main_grad)
+            functions[id(result)] = calls = {kind: calls[kind] for kind in passes if kind in peer.passes}
+            _poison(inputs)
             if loss is not None:
-                result.errors = judge.check(calls[FORWARD], calls[FORWARD_BACKWARD])
-            for kind in PASSES:
-                result.peak[kind], result.alive[kind] = peak_memory(calls[kind], device)
-        except Refused as why:
-            result.refused = str(why)
-        except Exception as error:  # another library's trouble with this shape or dtype is a row, not an end
-            result.refused = f"failed: {type(error).__name__}: {_first_line(error)}"
+                result.errors = judge.check(calls, peer.main_grad)
+            for kind in calls if rounds else ():
+                if loss is None:
+                    calls[kind]()  # a workspace that a library keeps from its first call on is not counted
+                result.peak[kind], _ = peak_memory(calls[kind], device)
+                result.gradients[kind] = _gradient_bytes(inputs, peer) if kind == FORWARD_BACKWARD else 0
         if result.refused:
             say(f"{peer} {result.refused}")
+            functions.pop(id(result), None)
         _release(device)
-    limits, yardstick = judge.limits, judge.yardstick
-    del judge  # and its float64 gradients, before anything is timed
+    judge.forget()
     _release(device)
 
     timed = [result for result in results if not result.refused]
-    for result in timed:
-        result.seconds = {kind: [] for kind in PASSES}
+    for result in timed if rounds else ():
+        result.seconds = {kind: [] for kind in functions[id(result)]}
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
         gc.collect()
         for result in timed:
-            for kind in PASSES:
-                result.seconds[kind].append(_clock(passes[id(result)][kind], device))
-    return results, limits, yardstick
+            with _failures_in(result, device):
+                for kind in result.seconds if not result.refused else ():
+                    result.seconds[kind].append(_clock(functions[id(result)][kind], device))
+    functions.clear()
+    _release(device)
+    return results, judge
 
 
 def spread(values):
@@ -82,10 +98,44 @@ def spread(values):
     return median(values), min(values), max(values)
 
 
-def _passes(loss, inputs):
-    """The two calls of a loss function. The gradients go where training has them, to `.grad` of leaf tensors; the
-    leaves are new ones on the same storage, so that nothing is accumulated from call to call."""
+class _failures_in:
+    """Whatever another library raises is a row of the table and no end of the run, but for a broken device."""
+
+    def __init__(self, result, device):
+        self.result, self.device = result, device
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if not isinstance(error, Exception):
+            return False
+        self.result.refused = str(error) if isinstance(error, Refused) else f"failed: {describe(error)}"
+        self.result.errors = getattr(error, "errors", None) or self.result.errors
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as fatal:
+                name = self.result.peer.name
+                raise Broken(
+                    f"{self.result.peer} {self.result.refused}, and the device answers nothing any more "
+                    f"({describe(fatal)}): run again with --without {name}"
+                ) from error
+        return True
+
+
+def describe(error):
+    """'ValueError: first line of its message'."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+
+
+def _passes(loss, inputs, main_grad):
+    """The two calls of a loss function. The gradients go where training has them, to `.grad` of leaf tensors, or to
+    one `main_grad` for all calls; the leaves are new ones on the same storage, so that nothing else is accumulated
+    from call to call."""
     x, weight, target = inputs.x, inputs.weight, inputs.target
+    buffer = torch.zeros_like(weight, dtype=torch.float32) if main_grad else None
 
     def forward():
         with torch.no_grad():
@@ -93,9 +143,11 @@ def _passes(loss, inputs):
 
     def forward_backward():
         leaf_x, leaf_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        if buffer is not None:
+            leaf_weight.main_grad = buffer
         value = loss(leaf_x, leaf_weight, target)
         value.backward()
-        return value.detach(), leaf_x.grad, leaf_weight.grad
+        return value.detach(), leaf_x.grad, leaf_weight.grad if buffer is None else buffer
 
     return {FORWARD: forward, FORWARD_BACKWARD: forward_backward}
 
@@ -114,9 +166,22 @@ def _bare(inputs):
     return {FORWARD: forward, FORWARD_BACKWARD: forward_backward}
 
 
+def _gradient_bytes(inputs, peer):
+    """dX and dW in the dtype of the inputs; of a peer with main_grad, dX alone: dW exists before the call."""
+    size = inputs.x.numel() + (0 if peer.main_grad else inputs.weight.numel())
+    return size * inputs.x.element_size()
+
+
+def _poison(inputs):
+    """NaN where an allocator may place the next dX and dW: values left there by the peer before would hide a gradient
+    that is not written."""
+    for like in (inputs.x, inputs.weight):
+        torch.full_like(like, math.nan)
+
+
 def _clock(fn, device):
-    """Seconds of one call. On CUDA between two events on the stream, after one call that is not timed: the peer
-    measured before may have made the allocator give back what this one needs."""
+    """Seconds of one call. On CUDA the median of calls between events on the stream, after calls that are not looked
+    at: the peer measured before may also have made the allocator give back what this one needs."""
     if device.type == "cpu":
         calls, elapsed, start = 0, 0.0, time.perf_counter()
         while elapsed < CPU_SECONDS:
@@ -124,22 +189,28 @@ def _clock(fn, device):
             calls += 1
             elapsed = time.perf_counter() - start
         return elapsed / calls
-    fn()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    (one,) = _between_events(fn, 1, device)
+    one = median(_between_events(fn, _calls_in(CUDA_WARM_UP, one), device))
+    return median(_between_events(fn, _calls_in(CUDA_SECONDS, one), device))
+
+
+def _between_events(fn, calls, device):
+    """[seconds], one per call; all are queued before any is waited for."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
     torch.cuda.synchronize(device)
-    start.record()
-    for _ in range(CUDA_CALLS):
+    events[0].record()
+    for event in events[1:]:
         fn()
-    end.record()
+        event.record()
     torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / 1e3 / CUDA_CALLS
+    return [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
+
+
+def _calls_in(seconds, one):
+    return min(CUDA_CALLS, max(1, math.ceil(seconds / max(one, 1e-6))))
 
 
 def _release(device):
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _first_line(error):
-    return (str(error).strip().splitlines() or [""])[0][:160]

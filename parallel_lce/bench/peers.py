@@ -3,26 +3,25 @@
 A peer is a function `loss(x [N, D], weight [V, D], target [N]) -> scalar`: the mean cross-entropy over the targets
 that are not IGNORE_INDEX. The bare matrix products are the one exception: they have no loss, and everybody's time
 is measured against theirs.
-
-Other libraries are called through their public functions with their defaults, and imported only here.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Callable
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
+from . import libraries
 from .inputs import IGNORE_INDEX
+from .libraries import Unavailable, mean_of
+
+FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
+PASSES = (FORWARD, FORWARD_BACKWARD)  # without gradients, as in evaluation; with dX and dW, as in training
 
 ANY, SCALAR = "any", "scalar"
 CPU_AND_CUDA, CUDA = ("cpu", "cuda"), ("cuda",)
-
-
-class Unavailable(Exception):
-    """A peer that this machine cannot run; the message says why."""
+ALL = 1 << 40  # a logits_budget that everything fits
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,8 @@ class Peer:
     """One row of the table. `upstream` is the gradient its loss accepts: 'any' per token, or one 'scalar'.
 
     `build()` returns the loss function; it may import, initialise or compile. It is None for the bare products.
-    `devices` are those on which the peer takes part without being named.
+    `devices` are those on which the peer takes part without being named. With `main_grad`, dW is added to an fp32
+    `weight.main_grad` that exists before the call.
     """
 
     name: str
@@ -39,38 +39,52 @@ class Peer:
     build: Callable | None
     family: str = "other"  # 'ours', 'bare', 'torch' or 'other'
     label: str = ""
+    passes: tuple = PASSES
+    main_grad: bool = False
 
     def __str__(self):
         return self.label or self.name
 
 
-def registry(budgets):
-    """All peers there are, in the order of the table; `budgets` are ours, in bytes per rank or None for the default."""
+def registry(strategies):
+    """All peers there are, in the order of the table. `strategies` are those of ours: (name, logits_budget in bytes
+    or None for the default). Without gradients they are one code, which the first of them measures."""
     peers = []
-    for budget in budgets:
-        for name, upstream, build in (("ours", SCALAR, _ours), ("ours-per-token", ANY, _ours_per_token)):
-            label = f"{name} ({show_budget(budget)})"
-            peers.append(Peer(name, upstream, CPU_AND_CUDA, partial(build, budget), "ours", label))
+    for name, budget in strategies:
+        upstream, build = _OURS[name]
+        passes = (FORWARD_BACKWARD,) if peers else PASSES
+        label = f"{name} ({show_budget(budget)})"
+        main_grad = name == "ours-main-grad"
+        peers.append(Peer(name, upstream, CPU_AND_CUDA, partial(build, budget), "ours", label, passes, main_grad))
     return peers + [
         Peer("bare", ANY, CPU_AND_CUDA, None, "bare"),
         Peer("torch", ANY, CPU_AND_CUDA, lambda: torch_loss, "torch"),
         Peer("torch-lce", ANY, CPU_AND_CUDA, _torch_lce, "torch"),
         Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, _torch_lce_chunked, "torch"),
         Peer("torch-compile", ANY, CUDA, _torch_compile, "torch"),
-        Peer("megatron", ANY, CUDA, _megatron),
-        Peer("megatron-fused", ANY, CUDA, _megatron_fused),
-        Peer("liger", SCALAR, CUDA, _liger),
-        Peer("cce", ANY, CUDA, partial(_cce, "cce")),
-        Peer("cce-exact", ANY, CUDA, partial(_cce, "cce_exact")),
-        Peer("quack", SCALAR, CUDA, _quack),
-        Peer("quack-chunked", SCALAR, CUDA, _quack_chunked),
+        Peer("megatron", ANY, CUDA, libraries.megatron),
+        Peer("megatron-fused", ANY, CUDA, libraries.megatron_fused),
+        Peer("liger", SCALAR, CUDA, libraries.liger),
+        Peer("liger-fp32", SCALAR, CUDA, libraries.liger_fp32),
+        Peer("liger-sm90", SCALAR, CUDA, libraries.liger_sm90),
+        Peer("liger-scaled-sm90", ANY, CUDA, libraries.liger_scaled_sm90),
+        Peer("cce", ANY, CUDA, partial(libraries.cce, "cce")),
+        Peer("cce-exact", ANY, CUDA, partial(libraries.cce, "cce_exact")),
+        Peer("quack", SCALAR, CUDA, libraries.quack),
+        Peer("quack-chunked", SCALAR, CUDA, libraries.quack_chunked),
     ]
+
+
+def names():
+    return [*_OURS, *(peer.name for peer in registry([]))]
 
 
 def show_budget(budget):
     """As a person writes it: budget 0, budget 512 MiB, default budget."""
     if budget is None:
         return "default budget"
+    if budget >= ALL:
+        return "everything saved"
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if budget and budget % size == 0:
             return f"budget {budget // size} {unit}"
@@ -94,14 +108,48 @@ def _ours_per_token(budget):
         per_token = linear_cross_entropy(
             x, weight, target, ignore_index=IGNORE_INDEX, reduction="none", logits_budget=budget
         )
-        return per_token.sum() / (target != IGNORE_INDEX).sum()
+        return mean_of(per_token, target)
 
     return loss
 
 
-def torch_loss(x, weight, target):
+def _ours_main_grad(budget):
+    """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
+    from parallel_lce.checks import Arguments
+    from parallel_lce.functional import prepare
+    from parallel_lce.partials import Columns
+    from parallel_lce.statistics import token_statistics
+    from parallel_lce.weight_grad import MainGrad
+
+    def loss(x, weight, target):
+        arguments = Arguments(
+            input=x,
+            linear_weight=weight,
+            target=target,
+            linear_bias=None,
+            logit_scale=1.0,
+            logit_softcap=None,
+            process_group=None,
+            sequence_parallel=False,
+            vocab_start=None,
+            vocab_size=None,
+            logits_budget=budget,
+        )
+        buffer = getattr(weight, "main_grad", None)
+        main_grad = None if buffer is None else MainGrad(buffer, lambda: None)
+        prepared = prepare(arguments, Columns(), main_grad=main_grad)
+        statistics = token_statistics(prepared.call, *prepared.tensors, prepared.differentiable)
+        return mean_of(-statistics.target_log_prob.masked_fill(target == IGNORE_INDEX, 0.0), target)
+
+    return loss
+
+
+_OURS = {"ours": (SCALAR, _ours), "ours-per-token": (ANY, _ours_per_token), "ours-main-grad": (ANY, _ours_main_grad)}
+
+
+def torch_loss(x, weight, target, reduction="mean"):
     """The plain path: logits in the dtype of the input, cross-entropy in float32. Also the yardstick of accuracy."""
-    return F.cross_entropy(F.linear(x, weight).float(), target, ignore_index=IGNORE_INDEX)
+    return F.cross_entropy(F.linear(x, weight).float(), target, ignore_index=IGNORE_INDEX, reduction=reduction)
 
 
 def _torch_lce():
@@ -125,85 +173,5 @@ def _torch_lce_chunked():
 
 
 def _torch_compile():
-    torch._dynamo.reset()  # a shape measured before must not turn this one into a dynamic shape
+    libraries.forget_compiled()
     return torch.compile(torch_loss, dynamic=False)
-
-
-def _megatron_loss(cross_entropy):
-    """`cross_entropy(logits [N, 1, V], labels [N, 1]) -> [N, 1]` behind the output layer's matrix product.
-
-    Megatron knows no ignore_index: its training loop multiplies per-token losses by a loss mask, and so do we.
-    """
-
-    def loss(x, weight, target):
-        mask = target != IGNORE_INDEX
-        labels = torch.where(mask, target, 0)
-        per_token = cross_entropy(F.linear(x, weight).unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
-        return (per_token * mask).sum() / mask.sum()
-
-    return loss
-
-
-def _megatron_group():
-    """Megatron's tensor-parallel group; where nothing is initialised yet, that of this one process."""
-    from megatron.core import parallel_state
-
-    if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel()
-    return parallel_state.get_tensor_model_parallel_group()
-
-
-def _megatron():
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
-
-    _megatron_group()
-    return _megatron_loss(vocab_parallel_cross_entropy)
-
-
-def _megatron_fused():
-    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
-
-    group = _megatron_group()
-    return _megatron_loss(lambda logits, labels: fused_vocab_parallel_cross_entropy(logits, labels, group))
-
-
-def _liger():
-    """LIGER_KERNEL_IMPL in the environment chooses its backend, as everywhere in that library."""
-    from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
-
-    def loss(x, weight, target):
-        return liger_fused_linear_cross_entropy(x, weight, target, ignore_index=IGNORE_INDEX, reduction="mean")
-
-    return loss
-
-
-def _cce(impl):
-    """'cce' skips gradients it takes for negligible; 'cce_exact' does not."""
-    from cut_cross_entropy import linear_cross_entropy
-
-    def loss(x, weight, target):
-        return linear_cross_entropy(x, weight, target, ignore_index=IGNORE_INDEX, impl=impl)
-
-    return loss
-
-
-def _quack():
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    def loss(x, weight, target):
-        return chunked_linear_cross_entropy(x, weight, target, ignore_index=IGNORE_INDEX)
-
-    return loss
-
-
-def _quack_chunked():
-    """Without the scaled-exp pipeline that newer versions choose by themselves where they can."""
-    from quack.linear_cross_entropy import chunked_linear_cross_entropy
-
-    def loss(x, weight, target):
-        return chunked_linear_cross_entropy(x, weight, target, ignore_index=IGNORE_INDEX, use_scaled_exp=False)
-
-    return loss

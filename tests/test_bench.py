@@ -1,0 +1,364 @@
+"""The benchmark: what its suites measure, that it times nothing wrong, and what it writes."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from parallel_lce.bench import __main__ as command
+from parallel_lce.bench import accuracy, measure, peers, suites
+from parallel_lce.bench.inputs import IGNORE_INDEX, Inputs, Shape, make_inputs
+from parallel_lce.bench.measure import Result
+from parallel_lce.bench.overview import tables
+from parallel_lce.bench.peers import ALL, ANY, CPU_AND_CUDA, FORWARD, FORWARD_BACKWARD, PASSES, Peer, torch_loss
+from parallel_lce.bench.report import Report
+from parallel_lce.bench.suites import PUBLISHED, SUITES, round_neighbour
+
+MIB = 2**20
+CPU = torch.device("cpu")
+TINY = Shape(40, 90, 16)
+
+
+def plan(*arguments):
+    return command.parse_arguments(["--device", "cpu", *arguments]).plan
+
+
+def text_of(table) -> str:
+    from rich.console import Console
+
+    console = Console(width=300)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()
+
+
+def rows_of(table) -> list[list[str]]:
+    lines = [line for line in text_of(table).splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "---" not in line]
+
+
+# --- what a command line measures ------------------------------------------------------------------
+
+
+def test_the_bars_are_four_shapes_in_four_strategies():
+    found = plan("--suite", "bars")
+    sizes = [(8192, 128256), (4096, 128256), (32768, 131072), (1024, 262144)]
+    assert [(s.n, s.v, s.d) for s in found.shapes] == [(n, v, 4096) for n, v in sizes]
+    assert found.ours == (
+        ("ours-per-token", ALL),
+        ("ours-per-token", 512 * MIB),
+        ("ours-main-grad", 512 * MIB),
+        ("ours", 1024 * MIB),
+    )
+    assert found.others is None and found.passes == PASSES and found.timed
+
+
+def test_table_2_is_a_full_grid_measured_forward():
+    found = plan("--suite", "table2")
+    assert len(found.shapes) == 20 == len({s.n for s in found.shapes}) * len({s.v for s in found.shapes})
+    assert found.passes == (FORWARD,) and found.others == ("torch",)
+    assert all(canonical > its for canonical, its, *_ in PUBLISHED.values())
+    assert all(canonical > its for *_, canonical, its in PUBLISHED.values())
+
+
+def test_ragged_shapes_come_after_their_round_neighbours():
+    cases = {(1, 128256): (128, 128256), (1000, 128256): (1024, 128256), (4097, 50257): (4096, 50176),
+             (8191, 152063): (8192, 152064), (8192, 151936): (8192, 152064), (3, 100): (128, 256)}  # fmt: skip
+    for odd, even in cases.items():
+        assert round_neighbour(Shape(*odd, 64)) == Shape(*even, 64)
+    found = plan("--suite", "ragged")
+    assert len(found.shapes) == len(set(found.shapes))
+    for shape in suites.SUITES["ragged"].shapes:
+        assert found.shapes.index(round_neighbour(shape)) < found.shapes.index(shape)
+    assert plan("--suite", "ragged", "--shape", "7,300,8").shapes == (Shape(128, 256, 8), Shape(7, 300, 8))
+
+
+def test_every_suite_names_peers_that_exist():
+    for suite in SUITES.values():
+        assert {name for name, _ in suite.ours} | set(suite.others or ()) <= set(peers.names())
+    assert plan("--suite", "accuracy").deviations == (1.0, 4.6) and not plan("--suite", "accuracy").timed
+
+
+def test_options_override_the_suite():
+    found = plan("--suite", "bars", "--shape", "3,5,7", "--logits-budget", "0", "--logits-budget", "all")
+    assert found.shapes == (Shape(3, 5, 7),)
+    kinds = ("ours-per-token", "ours-main-grad", "ours")
+    assert found.ours == tuple((name, budget) for budget in (0, ALL) for name in kinds)
+    found = plan("--suite", "bars", "--peers", "ours", "torch,cce")
+    assert found.ours == (("ours", 1024 * MIB),) and found.others == ("torch", "cce")
+    assert plan("--peers", "ours-main-grad").ours == (("ours-main-grad", None),)
+    assert [name for name, _ in plan("--suite", "bars", "--without", "ours-per-token").ours] == [
+        "ours-main-grad",
+        "ours",
+    ]
+    assert plan("--logit-std", "4.6", "--logit-std", "1").deviations == (4.6, 1.0)
+    assert [command.parse_budget(t) for t in ("512MiB", "3 kib", "7", "none", "all")] == [512 * MIB, 3072, 7, None, ALL]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--suite", "nothing"], "invalid choice"),
+        (["--shape", "1,2"], "three positive numbers N,V,D, got '1,2'"),
+        (["--shape", "1,x,2"], "three positive numbers N,V,D, got '1,x,2'"),
+        (["--logits-budget", "5 tons"], "KiB, MiB or GiB, all, or none, got '5 tons'"),
+        (["--logit-std", "0"], "a positive number, got '0'"),
+        (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--peers", "nobody"], "no such peer: nobody"),
+        (["--without", "nobody"], "no such peer: nobody"),
+    ],
+)
+def test_a_bad_command_line_says_why(arguments, words, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        plan(*arguments)
+    assert refusal.value.code == 2 and words in capsys.readouterr().err
+
+
+# --- nothing wrong is timed ------------------------------------------------------------------------
+
+
+def test_the_reference_is_torch_in_float64(monkeypatch):
+    monkeypatch.setattr(accuracy, "BLOCK_BYTES", 8 * 90 * 7)  # blocks of 7 tokens, the last of 5
+    inputs = make_inputs(TINY, torch.float32, CPU, seed=1, deviation=4.0)
+    x, weight = (t.double().requires_grad_() for t in (inputs.x, inputs.weight))
+    z = F.linear(x, weight)
+    expected = F.cross_entropy(z, inputs.target, ignore_index=IGNORE_INDEX)
+    expected.backward()
+    largest, *found = accuracy.exact(inputs)
+    assert largest == pytest.approx(z.abs().max().item(), rel=1e-12)
+    for value, truth in zip(found, (expected.detach(), x.grad, weight.grad)):
+        torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-15)
+    assert accuracy.exact(inputs, gradients=False)[2:] == (None, None)
+
+
+def test_torch_in_blocks_is_torch():
+    x, weight, target = vars(make_inputs(TINY, torch.float32, CPU, seed=2)).values()
+    target[8:16] = IGNORE_INDEX  # a block of which no token counts
+    whole, blocks = (accuracy._torch_in_blocks(Inputs(x, weight, target), True, rows) for rows in (40, 8))
+    for value, expected in zip(blocks, whole):
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-8)
+
+
+class Faulty(torch.autograd.Function):
+    """The right loss times `loss`, the right gradients but for one row of dW times `row`; None is no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight, target, loss, row):
+        ctx.save_for_backward(x, weight, target)
+        ctx.row = row
+        return loss * torch_loss(x, weight, target)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, weight, target = ctx.saved_tensors
+        with torch.enable_grad():
+            leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+            grad_x, grad_weight = torch.autograd.grad(torch_loss(*leaves, target), leaves, upstream)
+        if ctx.row is None:
+            return grad_x, None, None, None, None
+        grad_weight[int(target[target >= 0][0])] *= ctx.row
+        return grad_x, grad_weight, None, None, None
+
+
+def raising(x, weight, target):
+    raise NotImplementedError("of no use here\nat all")
+
+
+def faulty(loss, row):
+    return lambda x, weight, target: Faulty.apply(x, weight, target, loss, row)
+
+
+FAULTS = {
+    "right": (faulty(1.0, 1.0), ""),
+    "wrong loss": (faulty(1.001, 1.0), "refused: loss error 1.0e-03, allowed"),
+    "NaN": (faulty(math.nan, 1.0), "refused: loss error nan"),
+    "one wrong row": (faulty(1.0, 1.5), "dW row error"),
+    "no dW": (faulty(1.0, None), "refused: no dW"),
+    "raises": (raising, "failed: NotImplementedError: of no use here"),
+}
+
+
+@pytest.fixture
+def no_profiler(monkeypatch):
+    """Memory as if measured, where a test is about something else."""
+    monkeypatch.setattr(measure, "peak_memory", lambda call, device: (call() is None, 0))
+
+
+def test_what_is_wrong_is_shown_and_never_timed(monkeypatch, no_profiler):
+    timed = []
+    monkeypatch.setattr(measure, "_clock", lambda call, device: timed.append(call) or 0.5)
+    inputs = make_inputs(TINY, torch.float32, CPU, seed=0)
+    all_peers = [(Peer(name, ANY, CPU_AND_CUDA, None), loss) for name, (loss, _) in FAULTS.items()]
+    results, judge = measure.measure(
+        [*all_peers, (Peer("bare", ANY, CPU_AND_CUDA, None, "bare"), None)], inputs, PASSES, 2, CPU
+    )
+    assert len(timed) == 2 * 2 * 2  # rounds, passes, peers: the right one and the bare products
+    report = Report(TINY, torch.float32, inputs, PASSES, results, judge)
+    rows = {row[0]: row for row in rows_of(report.table())}
+    for result, (_, words) in zip(results, FAULTS.values()):
+        assert words in result.refused and bool(words) == bool(result.refused)
+        assert result.has(FORWARD) == result.has(FORWARD_BACKWARD) == (not words)
+        name = f"{result.peer}, {words.split(':')[0]}" if words.startswith(("refused", "failed")) else None
+        assert name is None or rows[name][2] == "–"
+    assert results[3].errors["dW row"] > results[3].errors["dW"] > 0  # a refused peer's errors are shown
+    assert report.as_dict()["peers"][1]["refused"].startswith("refused: loss")
+
+
+def test_nan_in_one_row_is_refused():
+    """A row that a peer does not write holds what _poison left there."""
+    inputs = make_inputs(TINY, torch.float32, CPU, seed=0)
+    judge = accuracy.Judge(inputs)
+    truth = judge.truth[0].float(), judge.truth[1].float(), judge.truth[2].float()
+    assert set(judge.check({FORWARD_BACKWARD: lambda: truth})) == {"loss", "dX", "dX row", "dW", "dW row"}
+    holes = truth[0], truth[1], truth[2].clone()
+    holes[2][5] = math.nan
+    with pytest.raises(accuracy.Refused, match="dW error nan"):
+        judge.check({FORWARD_BACKWARD: lambda: holes})
+
+
+def test_a_peer_that_fails_when_timed_is_out(monkeypatch, no_profiler):
+    calls = []
+
+    def loss(x, weight, target):
+        calls.append(1)
+        if len(calls) > 4:  # a check and a measurement of memory, of two passes each
+            raise RuntimeError("out of something")
+        return torch_loss(x, weight, target)
+
+    monkeypatch.setattr(measure, "CPU_SECONDS", 0)
+    monkeypatch.setattr(measure, "_clock", lambda call, device: call() and 0.5)
+    inputs = make_inputs(TINY, torch.float32, CPU, seed=0)
+    (result,), _ = measure.measure([(Peer("p", ANY, CPU_AND_CUDA, None), loss)], inputs, PASSES, 3, CPU)
+    assert result.refused == "failed: RuntimeError: out of something" and not result.has(FORWARD)
+    assert len(calls) == 5
+
+
+def test_main_grad_takes_dw_and_is_no_memory_of_the_call():
+    inputs = make_inputs(Shape(64, 4096, 32), torch.bfloat16, CPU, seed=0)
+    built = [(peer, peer.build()) for peer in peers.registry([("ours-main-grad", 0), ("ours-per-token", 0)])[:2]]
+    results, _ = measure.measure(built, inputs, (FORWARD_BACKWARD,), 1, CPU)
+    assert [r.refused for r in results] == ["", ""]
+    size = 2 * inputs.weight.numel()
+    added, returned = (r.gradients[FORWARD_BACKWARD] for r in results)
+    assert returned - added == size and added == 2 * inputs.x.numel()
+    assert results[0].peak[FORWARD_BACKWARD] < results[1].peak[FORWARD_BACKWARD]
+
+
+# --- what is written -------------------------------------------------------------------------------
+
+
+def run(monkeypatch, tmp_path, *arguments):
+    """(exit status, JSON) of a command on tiny CPU shapes."""
+    monkeypatch.setattr(measure, "CPU_SECONDS", 1e-4)
+    path = tmp_path / "bench.json"
+    status = command.main(["--device", "cpu", "--rounds", "3", "--json", str(path), *arguments])
+    return status, json.loads(path.read_text())
+
+
+def test_a_run_writes_table_json_and_picture(monkeypatch, tmp_path, capsys):
+    picture = tmp_path / "bench.png"
+    status, found = run(
+        monkeypatch, tmp_path, "--suite", "bars", "--shape", "40,90,16", "--shape", "33,70,8",
+        "--without", "torch-lce", "torch-lce-chunked", "--plot", str(picture),
+    )  # fmt: skip
+    assert status == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert found["machine"]["torch"] == torch.__version__ and found["settings"]["suite"] == "bars"
+    assert [(s["n"], s["v"], s["d"]) for s in found["shapes"]] == [(40, 90, 16), (33, 70, 8)]
+    for shape in found["shapes"]:
+        entries = {entry["label"]: entry for entry in shape["peers"]}
+        assert list(entries) == [
+            "ours-per-token (everything saved)", "ours-per-token (budget 512 MiB)", "ours-main-grad (budget 512 MiB)",
+            "ours (budget 1 GiB)", "bare", "torch",
+        ]  # fmt: skip
+        bare = entries["bare"][FORWARD_BACKWARD]["seconds"]
+        gradients = 4 * shape["d"] * (shape["n"] + shape["v"])
+        for label, entry in entries.items():
+            assert entry["refused"] is None and (label == "bare" or entry["errors"]["dX"] < 1e-5)
+            assert (FORWARD in entry) == (label in ("bare", "torch", "ours-per-token (everything saved)"))
+            both = entry[FORWARD_BACKWARD]
+            assert len(both["seconds"]) == 3 and both["seconds_min"] <= both["seconds_median"] <= both["seconds_max"]
+            ratios = sorted(b / t for b, t in zip(bare, both["seconds"]))
+            assert [both[k] for k in ("eff_min", "eff", "eff_max")] == pytest.approx(ratios)
+            mine = gradients - 4 * shape["d"] * shape["v"] if "main-grad" in label else gradients
+            assert both["peak_bytes"] - both["beyond_gradients_bytes"] == mine
+    printed = capsys.readouterr().out
+    assert printed.count("| ours-main-grad (budget 512 MiB) ") == 2 + 2  # of the shapes, and of the whole run
+    assert "| 40,90,16 |" in printed.replace("  ", " ") and "N=40, V=90, D=16, float32, max |z|" in printed
+
+
+def test_accuracy_alone_is_not_timed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(measure, "_clock", lambda *_: pytest.fail("timed"))
+    status, found = run(monkeypatch, tmp_path, "--suite", "accuracy", "--shape", "40,90,16", "--peers", "ours", "torch")
+    assert status == 0
+    flat, sharp = found["shapes"]
+    assert sharp["max_abs_logit"] == pytest.approx(4.6 * flat["max_abs_logit"], rel=1e-3)
+    for shape in found["shapes"]:
+        ours = shape["peers"][0]
+        assert ours["name"] == "ours" and set(ours["errors"]) == {"loss", "dX", "dX row", "dW", "dW row"}
+        assert FORWARD not in ours and FORWARD_BACKWARD not in ours
+    assert "dW row err" in capsys.readouterr().out
+
+
+def test_ours_refused_is_a_failure(monkeypatch, no_profiler, tmp_path, capsys):
+    monkeypatch.setitem(peers._OURS, "ours", (ANY, lambda budget: faulty(1.0, 1.5)))
+    status, found = run(monkeypatch, tmp_path, "--shape", "40,90,16", "--peers", "ours")
+    assert status == 1 and "dW row error" in found["shapes"][0]["peers"][0]["refused"]
+    assert "ours (budget 0): refused: dW" in capsys.readouterr().out
+
+
+def test_a_missing_peer_is_named_with_its_reason(monkeypatch, tmp_path, capsys):
+    def missing():
+        raise peers.Unavailable("not on this machine")
+
+    def with_missing(strategies, registry=peers.registry):
+        return [*registry(strategies), Peer("gone", ANY, CPU_AND_CUDA, missing)]
+
+    monkeypatch.setattr(command, "registry", with_missing)
+    options = command.parse_arguments(["--device", "cpu", "--without", "torch-lce", "torch-lce-chunked"])
+    here, gone = command.build_peers(options)
+    assert gone == {"gone": "Unavailable: not on this machine"}
+    assert [str(peer) for peer, _ in here] == ["ours (budget 0)", "ours-per-token (budget 0)", "bare", "torch"]
+    monkeypatch.setattr(command, "names", lambda: [*peers.names(), "gone"])
+    with pytest.raises(SystemExit) as refusal:
+        command.main(["--device", "cpu", "--peers", "gone"])
+    assert refusal.value.code == 2 and "gone cannot run here" in capsys.readouterr().err
+
+
+def made_up(shape, passes, **seconds):
+    """A report of times that nobody measured; keys are families."""
+    inputs = make_inputs(Shape(8, 16, 4), torch.float32, CPU, seed=0)
+    results = []
+    for family in ("ours", "bare", "torch"):
+        times = {kind: [seconds[family]] * 3 for kind in passes}
+        sizes = {kind: MIB if family == "ours" else 64 * MIB for kind in passes}
+        peer = Peer(family, ANY, CPU_AND_CUDA, None, family)
+        results.append(Result(peer, seconds=times, peak=sizes, gradients=dict.fromkeys(passes, 0)))
+    return Report(shape, torch.float32, inputs, passes, results, accuracy.Judge(inputs))
+
+
+def test_table_2_is_set_against_the_published_ratios():
+    (table,) = tables("table2", [made_up(Shape(1024, 262144, 4096), (FORWARD,), ours=0.002, bare=0.001, torch=0.005)])
+    row = rows_of(table)[1]
+    assert row[:2] == ["1024", "262144"] and row[2:6] == ["5", "2", "2.50", "2.98"]
+    assert row[6:] == ["64", "1", "64.0", "4.0"]
+
+
+def test_ragged_costs_are_per_token_and_entry():
+    even = made_up(Shape(1024, 256, 8), PASSES, ours=0.010, bare=0.004, torch=0.020)
+    odd = made_up(Shape(1000, 256, 8), PASSES, ours=0.012, bare=0.004, torch=0.020)
+    (table,) = tables("ragged", [even, odd])
+    rows = rows_of(table)[1:]
+    assert [row[0] for row in rows] == ["N=1000, V=256, D=8"] * 3
+    assert rows[0][2:] == ["ours", "12", f"{1.2 * 1024 / 1000:.3f}"] + ["12", f"{1.2 * 1024 / 1000:.3f}"]
+    assert rows[1][4] == f"{1024 / 1000:.3f}"
+
+
+def test_readings_on_a_gpu_are_long_enough():
+    assert measure._calls_in(0.15, 0.04) == 4
+    assert measure._calls_in(0.15, 1.0) == 1
+    assert measure._calls_in(0.15, 0.0) == measure.CUDA_CALLS

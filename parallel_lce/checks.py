@@ -106,9 +106,9 @@ def _check_tensors(a: Arguments) -> None:
         _require(
             isinstance(value, Tensor), f"{name} must be a tensor, got {type(value).__name__}"
         )
-    for name, value in vars(a).items():
+    for name, value in a.tensors.items():
         _require(
-            not (isinstance(value, Tensor) and hasattr(value, "to_local")),
+            not hasattr(value, "to_local"),
             f"{name} is a DTensor; pass {name}.to_local() and the process_group that shards the "
             "vocabulary",
         )

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import debug
-from parallel_lce.accumulate import accumulated_loss
 from parallel_lce.backends import backend_of
 from parallel_lce.checks import (
     Arguments,
@@ -20,12 +19,13 @@ from parallel_lce.checks import (
     check_process_group,
     token_shape,
 )
+from parallel_lce.differentiable import accumulated_loss
+from parallel_lce.differentiable import token_statistics as _token_statistics
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.parallel import Layout, Shard
 from parallel_lce.partials import Columns
 from parallel_lce.plan import Gradients, Plan, plan, shared_shard_rows
 from parallel_lce.statistics import Call, TokenStatistics
-from parallel_lce.statistics import token_statistics as _token_statistics
 from parallel_lce.weight_grad import MainGrad, accumulation_dtype
 
 

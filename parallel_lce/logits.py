@@ -10,9 +10,9 @@ from torch import Tensor
 
 from parallel_lce.backends.logits import logits_gradient, logits_partial
 from parallel_lce.checks import check_process_group
+from parallel_lce.differentiable import first_order_only
 from parallel_lce.parallel import Layout, Shard, gather_partials
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
-from parallel_lce.statistics import first_order_only
 
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,

@@ -58,14 +58,29 @@ class WeightedLoss:
 
         0 for ignored tokens, NaN for targets outside ``[0, V)``.
         """
-        target, ignored = select(self.target), select(self.ignored)
         loss = cross_entropy(
             statistics, label_smoothing=self.label_smoothing, z_loss=self.z_loss
         )
-        outside = ((target < 0) | (target >= statistics.vocab_size)) & ~ignored
+        weights = self._marked_weights(statistics.vocab_size, select)
+        return (loss * weights).masked_fill(select(self.ignored), 0.0)
+
+    def upstream(self, statistics: TokenStatistics, select, divisor) -> dict[str, Tensor]:
+        """The gradients of ``per_token(...).sum() / divisor`` by the statistics that it reads."""
+        weights = self._marked_weights(statistics.vocab_size, select)
+        weights = weights.masked_fill(select(self.ignored), 0.0) / divisor
+        eps = self.label_smoothing
+        found = {"target_log_prob": -(1 - eps) * weights}
+        if eps:
+            found["mean_log_prob"] = -eps * weights
+        if self.z_loss:
+            found["lse"] = 2 * self.z_loss * statistics.lse * weights
+        return found
+
+    def _marked_weights(self, vocab_size: Tensor, select) -> Tensor:
+        target, ignored = select(self.target), select(self.ignored)
+        outside = ((target < 0) | (target >= vocab_size)) & ~ignored
         # A factor, so that the token's gradient is NaN as its loss is.
-        weights = select(self.weights).masked_fill(outside, torch.nan)
-        return (loss * weights).masked_fill(ignored, 0.0)
+        return select(self.weights).masked_fill(outside, torch.nan)
 
     def divisor(self, reduction: str) -> Tensor | float:
         """What the sum of :meth:`per_token` is divided by."""

@@ -6,8 +6,8 @@ the blocks it returns decide how many collectives a call makes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 DEFAULT_BUDGET = 1 << 30
 """``logits_budget=None``: bytes per rank and call."""
@@ -42,20 +42,33 @@ class Block:
 class Plan:
     """The blocks of a call, in order, and how their gradients come about.
 
-    ``accumulate``: gradients are formed in forward, block by block, and nothing is recomputed.
-    ``shard_rows``: the vocabulary rows per rank that were counted; a block that keeps as many
-    keeps everything. ``block_bytes``: what the exponentials of a block may take.
-    ``scratch_bytes``: the logits-shaped scratch beside what is kept.
-    ``accumulator_bytes``: fp32 sums beside the gradients themselves (low-precision dW over several
-    blocks, or low-precision dX over vocabulary slices).
+    ``rows`` of each part: a block of the first ``first`` of them (0: no such block), then blocks of
+    one size, at most ``most``. ``accumulate``: gradients are formed in forward, block by block, and
+    nothing is recomputed. ``kept``: vocabulary rows whose exponentials the first block keeps, or,
+    accumulating, every block; as many as ``shard_rows``, those per rank that were counted, are
+    everything. ``block_bytes``: what the exponentials of a block may take. ``scratch_bytes``: the
+    logits-shaped scratch beside what is kept. ``accumulator_bytes``: fp32 sums beside the gradients
+    themselves (low-precision dW over several blocks, or low-precision dX over vocabulary slices).
     """
 
-    blocks: tuple[Block, ...]
+    rows: int
+    first: int
+    most: int
+    kept: int
     accumulate: bool
     shard_rows: int
     block_bytes: int
     scratch_bytes: int
     accumulator_bytes: int
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        blocks = [Block(0, self.first, self.kept)] if self.first else []
+        size = balanced(self.rows - self.first, self.most)
+        for start in range(self.first, self.rows, size):
+            stop = min(start + size, self.rows)
+            blocks.append(Block(start, stop, self.kept if self.accumulate else 0))
+        return tuple(blocks)
 
     def limited(self, shard_rows: int, itemsize: int, parts: int) -> Plan:
         """The same blocks on this rank, whose shard has ``shard_rows`` rows that are no padding.
@@ -63,19 +76,15 @@ class Plan:
         If these are more than were counted, a block that keeps everything keeps what fits its
         bytes. The rest is recomputed; collectives do not change.
         """
-        keeping = [b for b in self.blocks if b.kept >= self.shard_rows]
-        if shard_rows <= self.shard_rows or not keeping:
+        size = balanced(self.rows, self.most) if self.accumulate else self.first
+        if shard_rows <= self.shard_rows or self.kept < self.shard_rows or size == 0:
             return self
-        column = parts * max(b.stop - b.start for b in keeping) * itemsize
+        column = parts * size * itemsize
         room = self.block_bytes
-        recomputes = len(keeping) < len(self.blocks) or shard_rows * column > room
+        recomputes = self.first < self.rows or shard_rows * column > room
         if recomputes and not self.accumulate:
             room -= self.scratch_bytes
-        kept = min(shard_rows, max(0, room) // column)
-        return replace(
-            self,
-            blocks=tuple(replace(b, kept=kept) if b in keeping else b for b in self.blocks),
-        )
+        return replace(self, kept=min(shard_rows, max(0, room) // column))
 
 
 @dataclass(frozen=True)
@@ -125,22 +134,19 @@ def plan(
     whole = rows * row_bytes
     per_part = rows // parts
 
-    def blocks_of(block_bytes: int, first: int = 0, kept: int = 0) -> tuple[Block, ...]:
-        size = _balanced(per_part - first, max(1, block_bytes // (row_bytes * parts)))
-        return tuple(
-            Block(a, min(a + size, per_part), kept) for a in range(first, per_part, size)
+    def rows_in(block_bytes: int) -> int:
+        return block_bytes // (row_bytes * parts)
+
+    def decided(first: int, most: int, kept: int, accumulator: int = 0) -> Plan:
+        most = max(1, most)
+        return Plan(
+            per_part, first, most, kept, False, shard_rows, budget, SMALLEST_BLOCK, accumulator
         )
 
-    def decided(blocks: tuple[Block, ...], accumulator: int = 0) -> Plan:
-        return Plan(blocks, False, shard_rows, budget, SMALLEST_BLOCK, accumulator)
-
-    def single(kept: int) -> tuple[Block, ...]:
-        return (Block(0, per_part, kept),) if per_part else ()
-
     if gradients is None:
-        return decided(blocks_of(SMALLEST_BLOCK) if parts > 1 else single(0))
+        return decided(0, rows_in(SMALLEST_BLOCK) if parts > 1 else per_part, 0)
     if keepable and whole <= budget:
-        return decided(single(shard_rows))
+        return decided(per_part, per_part, shard_rows)
 
     dw_sum = shard_rows * hidden * max(4, itemsize) if gradients.weight else 0
     split = gradients.weight and not gradients.weight_fp32
@@ -148,37 +154,40 @@ def plan(
         # Over ranks a block's gradients wait for its statistics while the next block is projected.
         alive = 2 if ranks > 1 else 1
         block_bytes = max(budget, SMALLEST_BLOCK) // alive
-        blocks = blocks_of(block_bytes, kept=shard_rows)
-        block_rows = parts * (blocks[0].stop - blocks[0].start)
+        most = max(1, rows_in(block_bytes))
+        block_rows = parts * min(balanced(per_part, most), per_part)
         new = gradients.weight and gradients.weight_new
         saving = whole + (shard_rows * hidden * itemsize if new else 0)
         if (
             alive * block_rows * row_bytes + dw_sum <= saving
             and dw_sum <= whole
-            and (block_rows >= smallest_accumulated or len(blocks) == 1)
+            and (block_rows >= smallest_accumulated or block_rows == rows)
         ):
             accumulator = dw_sum if split else 0
-            return Plan(blocks, True, shard_rows, block_bytes, SMALLEST_BLOCK, accumulator)
+            return Plan(
+                per_part, 0, most, shard_rows, True,
+                shard_rows, block_bytes, SMALLEST_BLOCK, accumulator,
+            )  # fmt: skip
 
     room = max(0, budget - SMALLEST_BLOCK) if keepable else 0
-    first = room // (row_bytes * parts)
-    by_rows = blocks_of(max(SMALLEST_BLOCK, first * parts * row_bytes), first)
-    if first:
-        by_rows = (Block(0, first, shard_rows), *by_rows)
-    dw_sum = dw_sum if split and len(by_rows) > 1 else 0
+    first = rows_in(room)
+    most = max(1, first, rows_in(SMALLEST_BLOCK))
+    several = first > 0 or per_part > most
+    dw_sum = dw_sum if split and several else 0
     dx_sum = 0 if gradients.input_fp32 or not gradients.input else rows * hidden * 4
     if parts > 1:
         # One block of all rows would also gather every hidden state and hold the whole dX.
         dx_sum += 2 * rows * hidden * itemsize
     if dx_sum < dw_sum or (dx_sum == dw_sum and ranks == 1):
-        return decided(single(room // max(1, rows * itemsize)), dx_sum)
-    return decided(by_rows, dw_sum)
+        return decided(per_part, per_part, room // max(1, rows * itemsize), dx_sum)
+    return decided(first, most, shard_rows if first > 0 else 0, dw_sum)
 
 
-def _balanced(rows: int, most: int) -> int:
+def balanced(rows: int, most: int) -> int:
     """Rows of each block but the last, ``most`` at most, for as few blocks of one size as can be."""
-    size = math.ceil(rows / max(1, math.ceil(rows / most)))
-    rounded = _MULTIPLE * math.ceil(size / _MULTIPLE)
+    number = max(1, -(-rows // most))
+    size = -(-rows // number)
+    rounded = -(-size // _MULTIPLE) * _MULTIPLE
     return max(1, rounded if rounded <= most else size)
 
 
@@ -187,5 +196,5 @@ def shared_shard_rows(
 ) -> int:
     """Vocabulary rows per rank as :func:`plan` may count them: the same on every rank."""
     if vocab_size is not None:
-        return math.ceil(vocab_size / ranks)
+        return -(-vocab_size // ranks)
     return local_rows if vocab_start is None or ranks == 1 else NOMINAL_SHARD

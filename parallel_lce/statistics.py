@@ -1,7 +1,7 @@
 """Per-token statistics of the logits, differentiable, without the logits.
 
-:func:`statistics_forward` and :func:`statistics_backward` are pure; the autograd.Function around
-them only carries tensors. Every loss is plain PyTorch on the ``[N]`` statistics, and what autograd
+:func:`statistics_forward` and :func:`statistics_backward` are pure but for the memory of what is
+kept; :mod:`parallel_lce.differentiable` joins them. Every loss is plain PyTorch on the ``[N]`` statistics, and what autograd
 hands back for them is folded into four per-token coefficients of the logits' gradient
 (:func:`coefficients`). With shifted logits z - M and p = softmax(z):
 
@@ -16,10 +16,8 @@ hands back for them is folded into four per-token coefficients of the logits' gr
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from itertools import islice
 from types import ModuleType
 
 import torch
@@ -70,7 +68,7 @@ class TokenStatistics:
 
 
 DIFFERENTIABLE = tuple(f.name for f in fields(TokenStatistics))[:7]
-_NAMES = tuple(f.name for f in fields(TokenStatistics))
+NAMES = tuple(f.name for f in fields(TokenStatistics))
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,7 @@ def finish_statistics(
     top, sum_exp, target = partial[MAX], partial[SUM_EXP], partial[TARGET]
     log_sum = sum_exp.log()
     # A token without a finite logit has M = -inf; its sums are relative to 0.
-    values: dict[str, Tensor | None] = dict.fromkeys(_NAMES)
+    values: dict[str, Tensor | None] = dict.fromkeys(NAMES)
     values.update(lse=top + log_sum, max_logit=top.clone(), vocab_size=vocab_size)
     if with_target:
         values.update(target_logit=target.clone(), target_log_prob=(target - top) - log_sum)
@@ -154,8 +152,9 @@ def coefficients(
 
 def statistics_forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep: bool
-) -> tuple[Tensor, Tensor, list[Kept]]:
-    """Merged partial ``[C, N]``, V, and what each block keeps for backward (nothing unless ``keep``).
+) -> tuple[Tensor, Tensor, Kept]:
+    """Merged partial ``[C, N]``, V, and what the first block keeps for backward, the only one that
+    does (nothing unless ``keep``).
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started
     a block ahead; then one all-gather of the partials.
@@ -164,7 +163,7 @@ def statistics_forward(
     projection = call.projection(weight, bias)
     rows = token_count(hidden, layout)
     partial = hidden.new_empty(columns.count, rows, dtype=accumulation_dtype(weight.dtype))
-    kept: list[Kept] = []
+    kept: Kept = ()
     for block, pending in hidden_blocks(call, hidden):
         x = pending.wait()
         target = call.local_target(block)
@@ -172,7 +171,7 @@ def statistics_forward(
             projection, x, target, columns, block.kept if keep else 0
         )
         layout.put(partial, block, local)
-        kept.append(block_kept)
+        kept = kept or block_kept
     merged, vocab_size = gather_partials(partial, call.shard, columns, layout)()
     return merged, vocab_size, kept
 
@@ -268,13 +267,15 @@ def statistics_backward(
     weight: Tensor,
     bias: Tensor | None,
     partial: Tensor,
-    kept: list[Kept],
+    kept: Kept,
     coefficients: Coefficients,
     needs: Needs,
     spent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dX, dW, dbias of one call. Afterwards ``kept`` holds nothing that means anything; ``spent`` is
-    to say that it already does, and everything is recomputed.
+    """dX, dW, dbias of one call, whose :func:`statistics_forward` gave ``partial`` and ``kept``.
+
+    A backward writes over what is kept. With ``spent``, one has already: everything is recomputed,
+    in that memory.
 
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a
     block ahead; then the reduction of dX (:class:`HiddenGradient`).
@@ -282,88 +283,18 @@ def statistics_backward(
     layout = call.layout
     sums = GradientSums(call, hidden, call.projection(weight, bias), needs)
     per_token = (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
-    # Exponentials that underflowed no longer tell the logits that delta needs.
-    if spent or coefficients.delta is not None:
-        for exponentials, *_ in filter(None, kept):
-            sums.scratch.adopt(exponentials)
-        kept = [()] * len(kept)
-    for (block, pending), block_kept in zip(hidden_blocks(call, hidden), kept, strict=True):
+    if kept:
+        # Autograd, which saved these tensors, is not to count what is written to them.
+        kept = tuple(t.data for t in kept)
+        memory = kept[0]
+        # Exponentials that underflowed no longer tell the logits that delta needs.
+        if spent or coefficients.delta is not None:
+            kept = ()
+            sums.scratch.adopt(memory)
+    for block, pending in hidden_blocks(call, hidden):
         local = Coefficients(*(c if c is None else layout.take(c, block) for c in per_token))
-        sums.add_block(block, pending.wait(), layout.take(partial, block), local, block_kept)
-        if block_kept:
-            sums.scratch.adopt(block_kept[0])
+        sums.add_block(block, pending.wait(), layout.take(partial, block), local, kept)
+        if kept:
+            kept = ()
+            sums.scratch.adopt(memory)
     return sums.deliver()
-
-
-class _Once(torch.autograd.Function):
-    """The identity on a gradient, without a derivative; ``anchor`` makes autograd record it."""
-
-    @staticmethod
-    def forward(ctx, gradient: Tensor, anchor: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx, upstream: Tensor):
-        raise RuntimeError("gradients of parallel_lce cannot be differentiated twice")
-
-
-def first_order_only(backward: Callable) -> Callable:
-    """With ``create_graph=True``, have second derivatives raise: without a graph of their own the
-    gradients would be taken for constants."""
-
-    @functools.wraps(backward)
-    def call(ctx, *upstream):
-        with torch.no_grad():
-            gradients = backward(ctx, *upstream)
-        if not torch.is_grad_enabled():
-            return gradients
-        anchor = torch.ones((), requires_grad=True)
-        return tuple(g if g is None else _Once.apply(g, anchor) for g in gradients)
-
-    return call
-
-
-class _Statistics(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, call: Call):
-        ctx.set_materialize_grads(False)
-        partial, vocab_size, kept = statistics_forward(call, hidden, weight, bias, keep=True)
-        tensors = [t for block_kept in kept for t in block_kept]
-        ctx.save_for_backward(hidden, weight, bias, partial, vocab_size, *tensors)
-        ctx.call, ctx.counts, ctx.spent = call, [len(block_kept) for block_kept in kept], False
-        statistics = finish_statistics(partial, vocab_size, call.columns, call.target is not None)
-        values = tuple(getattr(statistics, name) for name in _NAMES)
-        ctx.mark_non_differentiable(*(v for v in values[len(DIFFERENTIABLE) :] if v is not None))
-        return values
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx, *gradients):
-        hidden, weight, bias, partial, vocab_size, *tensors = ctx.saved_tensors
-        call = ctx.call
-        upstream = dict(zip(DIFFERENTIABLE, gradients))
-        folded = coefficients(upstream, partial, vocab_size, call.columns)
-        # The first backward writes over what is kept, of which autograd must not know (data): a
-        # later one through the same graph uses its memory, and recomputes.
-        stored = iter(t.data for t in tensors)
-        kept = [tuple(islice(stored, count)) for count in ctx.counts]
-        spent, ctx.spent = ctx.spent, True
-        needs = Needs(*ctx.needs_input_grad[:3])
-        gradients = statistics_backward(
-            call, hidden, weight, bias, partial, kept, folded, needs, spent
-        )
-        return *gradients, None
-
-
-def token_statistics(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, differentiable: bool
-) -> TokenStatistics:
-    """Statistics ``[N]`` of ``hidden [N/parts, D]`` against the shard ``weight [V/P, D]``.
-
-    Nothing is kept unless ``differentiable``.
-    """
-    if differentiable:
-        return TokenStatistics(*_Statistics.apply(hidden, weight, bias, call))
-    with torch.no_grad():
-        partial, vocab_size, _ = statistics_forward(call, hidden, weight, bias, keep=False)
-        return finish_statistics(partial, vocab_size, call.columns, call.target is not None)

@@ -65,15 +65,6 @@ def test_float64_is_torch_s_whatever_is_asked_for(choose):
     assert backend_of(torch.empty(2, 2, dtype=torch.float64)) is eager
 
 
-class OnCuda:
-    """What :func:`backend_of` asks of a weight."""
-
-    is_cuda = True
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype, self.device = dtype, torch.device("cuda", 0)
-
-
 @pytest.mark.parametrize(
     ("dtype", "capability", "installed", "name"),
     [
@@ -88,8 +79,7 @@ class OnCuda:
 def test_the_default_on_cuda(dtype, capability, installed, name, choose, monkeypatch):
     choose(None, installed=installed)
     monkeypatch.setattr(backends, "_capability", lambda device: capability)
-    monkeypatch.setattr(backends.importlib, "import_module", lambda name: name)
-    assert backend_of(OnCuda(dtype)) == f"parallel_lce.backends.{name}"
+    assert backends._name(torch.device("cuda", 0), dtype) == name
 
 
 def test_importing_the_package_imports_no_backend_of_kernels():
@@ -113,8 +103,6 @@ def test_scratch_is_allocated_at_first_use_and_once(device):
     first = scratch.take(250, torch.float32)
     assert first.shape == (250,) and first.dtype == torch.float32 and first.device.type == device
     assert scratch.take(3, torch.bfloat16).data_ptr() == first.data_ptr()
-    with pytest.raises(RuntimeError):
-        scratch.take(251, torch.float32)
 
 
 def test_scratch_adopts_what_is_larger(device):

@@ -13,7 +13,6 @@ torch backend, says what they do:
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
 import os
 from types import ModuleType
@@ -29,32 +28,47 @@ def backend_of(weight: Tensor) -> ModuleType:
     """The backend for a weight's device and dtype, or the one that ``PARALLEL_LCE_BACKEND`` names.
 
     By default triton for bf16 and fp16 on CUDA devices of capability 8.0 and later where Triton is
-    installed, else torch. float64 is always torch's.
+    installed, else torch. float64 is always torch's. Read at each call, or when it is compiled.
     """
-    return importlib.import_module(f"parallel_lce.backends.{_name(weight)}")
+    return named(_name(weight.device, weight.dtype))
 
 
-def _name(weight: Tensor) -> str:
+def named(name: str) -> ModuleType:
+    """The backend of this module name."""
+    if name == "triton":
+        from parallel_lce.backends import triton
+
+        return triton
+    from parallel_lce.backends import eager
+
+    return eager
+
+
+def _name(device: torch.device, dtype: torch.dtype) -> str:
     asked = os.environ.get(VARIABLE, "")
     if asked not in CHOICES:
         raise ValueError(
             f"{VARIABLE}={asked!r} is none of 'torch', 'triton' and '' (the default)"
         )
-    if asked == "torch" or weight.dtype == torch.float64:
+    if asked == "torch" or dtype == torch.float64:
         return "eager"
     if asked == "triton":
         if not _triton_installed():
             raise ValueError(f"{VARIABLE}=triton, but the package triton is not installed")
-        if not weight.is_cuda and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") != "1":
             raise ValueError(
-                f"{VARIABLE}=triton on {weight.device}: kernels run on CUDA devices, and "
-                "elsewhere only under TRITON_INTERPRET=1"
+                f"{VARIABLE}=triton on {device}: kernels run on CUDA devices, and elsewhere only "
+                "under TRITON_INTERPRET=1"
             )
         return "triton"
-    suits = weight.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)
-    if suits and _triton_installed() and _capability(weight.device) >= (8, 0):
+    suits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    if suits and _triton_installed() and _capability(device) >= (8, 0):
         return "triton"
     return "eager"
+
+
+# Evaluated while tracing, as by torch.compiler.assume_constant_result, whose import takes a second.
+_name._dynamo_marked_constant = True
 
 
 @functools.cache

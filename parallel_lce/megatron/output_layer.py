@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from parallel_lce.checks import Arguments
+from parallel_lce.differentiable import token_statistics
 from parallel_lce.functional import prepare
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient
 from parallel_lce.partials import Columns
-from parallel_lce.statistics import token_statistics
 from parallel_lce.weight_grad import MainGrad
 
 
@@ -54,6 +54,7 @@ def is_lazy(layer: torch.nn.Module) -> bool:
     return getattr(layer, "returns_lazy_logits", False)
 
 
+@torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
 def fused_loss(logits: LazyLogits, target: Tensor, logits_budget: int | None) -> Tensor:
     """Per-token loss ``[s, b]``, fp32, of lazy logits and ``target [s, b]``, as stock computes it.
 

@@ -1,0 +1,152 @@
+"""Forward and backward joined for autograd, which may walk a graph more than once."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from parallel_lce import ops
+from parallel_lce.losses import WeightedLoss
+from parallel_lce.statistics import (
+    DIFFERENTIABLE,
+    NAMES,
+    Call,
+    Needs,
+    TokenStatistics,
+    coefficients,
+    finish_statistics,
+)
+
+_SCALED_BYTES = 16 << 20
+
+
+class _Once(torch.autograd.Function):
+    """The identity on a gradient, without a derivative; ``anchor`` makes autograd record it."""
+
+    @staticmethod
+    def forward(ctx, gradient: Tensor, anchor: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        raise RuntimeError("gradients of parallel_lce cannot be differentiated twice")
+
+
+def first_order_only(backward: Callable) -> Callable:
+    """With ``create_graph=True``, have second derivatives raise: without a graph of their own the
+    gradients would be taken for constants."""
+
+    @functools.wraps(backward)
+    def call(ctx, *upstream):
+        with torch.no_grad():
+            gradients = backward(ctx, *upstream)
+        if not torch.is_grad_enabled():
+            return gradients
+        anchor = torch.ones((), requires_grad=True)
+        return tuple(g if g is None else _Once.apply(g, anchor) for g in gradients)
+
+    return call
+
+
+class _Statistics(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call: Call):
+        ctx.set_materialize_grads(False)
+        partial, vocab_size, kept = ops.statistics_forward(call, hidden, weight, bias, keep=True)
+        ctx.save_for_backward(hidden, weight, bias, partial, vocab_size, *kept)
+        ctx.call, ctx.spent = call, False
+        statistics = finish_statistics(partial, vocab_size, call.columns, call.target is not None)
+        values = tuple(getattr(statistics, name) for name in NAMES)
+        ctx.mark_non_differentiable(*(v for v in values[len(DIFFERENTIABLE) :] if v is not None))
+        return values
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, *gradients):
+        hidden, weight, bias, partial, vocab_size, *kept = ctx.saved_tensors
+        call = ctx.call
+        upstream = dict(zip(DIFFERENTIABLE, gradients))
+        folded = coefficients(upstream, partial, vocab_size, call.columns)
+        needs = Needs(*ctx.needs_input_grad[:3])
+        spent, ctx.spent = ctx.spent, True
+        found = ops.statistics_backward(
+            call, hidden, weight, bias, partial, tuple(kept), folded, needs, spent
+        )
+        return *found, None
+
+
+def token_statistics(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, differentiable: bool
+) -> TokenStatistics:
+    """Statistics ``[N]`` of ``hidden [N/parts, D]`` against the shard ``weight [V/P, D]``.
+
+    Nothing is kept unless ``differentiable``.
+    """
+    if differentiable:
+        return TokenStatistics(*_Statistics.apply(hidden, weight, bias, call))
+    with torch.no_grad():
+        partial, vocab_size, _ = ops.statistics_forward(call, hidden, weight, bias, keep=False)
+        return finish_statistics(partial, vocab_size, call.columns, call.target is not None)
+
+
+class _AccumulatedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss, divisor):
+        needs = Needs(*ctx.needs_input_grad[:3])
+        done = ops.accumulated(call, hidden, weight, bias, loss, divisor, needs)
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(*done.gradients)
+            ctx.dtype = weight.dtype
+            return done.loss
+        ctx.save_for_backward(hidden, weight, bias)
+        ctx.arguments, ctx.gradients = (call, loss, divisor, needs), done.gradients
+        return done.loss
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, upstream):
+        if torch.compiler.is_compiling():
+            # The compiler decides what is scaled in place.
+            scaled = (
+                g if g is None else (g.to(upstream.dtype) * upstream).to(ctx.dtype)
+                for g in ctx.saved_tensors
+            )
+            return *scaled, None, None, None
+        hidden, weight, bias = ctx.saved_tensors
+        # The first backward scales the sums in place and hands them over: a copy would double the
+        # largest buffer of the call. A later backward through the same graph forms them again.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            call, loss, divisor, needs = ctx.arguments
+            gradients = ops.accumulated(call, hidden, weight, bias, loss, divisor, needs).gradients
+        scaled = (
+            g if g is None else _scaled(g, upstream, tensor.dtype)
+            for g, tensor in zip(gradients, (hidden, weight, bias))
+        )
+        return *scaled, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * factor`` in ``dtype``, in place where that is its own."""
+    if gradient.dtype == factor.dtype == dtype:
+        return gradient.mul_(factor)
+    result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    rows = max(1, _SCALED_BYTES // max(1, gradient[:1].numel() * factor.element_size()))
+    for source, destination in zip(gradient.split(rows), result.split(rows)):
+        destination.copy_(source.to(factor.dtype) * factor)
+    return result
+
+
+def accumulated_loss(
+    call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    loss: WeightedLoss,
+    divisor: Tensor | float,
+) -> Tensor:
+    """The reduced loss, 0-dimensional, whose gradients exist when this returns."""
+    return _AccumulatedLoss.apply(hidden, weight, bias, call, loss, divisor)

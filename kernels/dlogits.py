@@ -17,11 +17,16 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.projection import FP16_SCALE, REACH, finite_base, window_reference
+from parallel_lce.kernels.epilogues import (
+    FP16_SCALE,
+    LOWEST_SHIFT,
+    REACH,
+    finite_base,
+    window_reference,
+)
 
 # A target's entry may be this many times larger than its row's coefficient.
 _LARGEST_RATIO = tl.constexpr(2.0**20)
-_LOWEST_SHIFT = tl.constexpr(-1e4)
 _BLOCK = 4096
 _ROWS = 128
 
@@ -40,7 +45,7 @@ def _target_gradient(
     g = level
     if HAS_DELTA:
         slope = tl.load(delta + row, mask=valid, other=0.0) * per_sum
-        g += slope * tl.maximum(shifted, _LOWEST_SHIFT)
+        g += slope * tl.maximum(shifted, LOWEST_SHIFT)
     g *= tl.exp(shifted)
     uniform = base * 0.0
     if HAS_GAMMA:
@@ -96,7 +101,7 @@ def _settle_kernel(
             reference = window_reference(top, own, REACH)
             g = e * (level * tl.exp(reference - base)) - uniform
             if CAPPED:
-                z = tl.maximum(tl.log(e) + reference, _LOWEST_SHIFT)
+                z = tl.maximum(tl.log(e) + reference, LOWEST_SHIFT)
                 g *= 1.0 - (z / cap) * (z / cap)
             if HAS_BETA:
                 g = tl.where(c == wanted, at_target, g)
@@ -219,3 +224,22 @@ def write_targets(
         CAPPED=softcap is not None,
         BLOCK=_ROWS,
     )
+
+
+@triton.jit
+def _scale_kernel(source, factor, result, columns, source_stride, result_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(source + row * source_stride + c, mask=c < columns, other=0.0).to(tl.float32)
+    value *= tl.load(factor + row)
+    tl.store(result + row * result_stride + c, value.to(result.dtype.element_ty), mask=c < columns)
+
+
+def scale_rows(source: torch.Tensor, factor: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """``result [R, C] = source [R, C] * factor [R]``, rounded once; ``result`` may be ``source``."""
+    rows, columns = source.shape
+    block = min(triton.next_power_of_2(columns), _BLOCK)
+    _scale_kernel[(rows, triton.cdiv(columns, block))](
+        source, factor, result, columns, source.stride(0), result.stride(0), BLOCK=block
+    )
+    return result

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.projection import REACH, finite_base, window_reference
+from parallel_lce.kernels.epilogues import REACH, finite_base, window_reference
 
 _BLOCK = 4096
 # Rows and windows of a merge's tile: whole 64-byte sectors, and enough programs for few tokens.
@@ -21,7 +21,7 @@ _INT_MAX = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def _merge_kernel(
-    partials, common, merged, agreed, rows, windows, entries, start,
+    maxima, sums, common, merged, agreed, rows, windows, entries, start,
     REACH: tl.constexpr, SHIFTED: tl.constexpr, TOTAL: tl.constexpr, WEIGHTED: tl.constexpr,
     ARGMAX: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
@@ -32,8 +32,8 @@ def _merge_kernel(
     for first in range(0, windows, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < windows)[:, None] & valid[None, :]
-        here = partials + w.to(tl.int64)[:, None] * rows + r[None, :]
-        top = tl.maximum(top, tl.max(tl.load(here, mask=inside, other=-float("inf")), 0))
+        here = w.to(tl.int64)[:, None] * rows + r[None, :]
+        top = tl.maximum(top, tl.max(tl.load(maxima + here, mask=inside, other=-float("inf")), 0))
     base = finite_base(top)
     known = tl.zeros((BLOCK_R,), tl.float32)
     if REACH >= 0:
@@ -47,9 +47,9 @@ def _merge_kernel(
     for first in range(0, windows, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < windows)[:, None] & valid[None, :]
-        here = partials + w.to(tl.int64)[:, None] * rows + r[None, :]
-        m = tl.load(here, mask=inside, other=-float("inf"))
-        s = tl.load(here + step, mask=inside, other=0.0)
+        here = w.to(tl.int64)[:, None] * rows + r[None, :]
+        m = tl.load(maxima + here, mask=inside, other=-float("inf"))
+        s = tl.load(sums + here, mask=inside, other=0.0)
         reference = window_reference(m, known[None, :], REACH)
         strangers += tl.sum((inside & (reference != known[None, :])).to(tl.int32), 0)
         missing = m == -float("inf")
@@ -59,15 +59,15 @@ def _merge_kernel(
         sum_exp += tl.sum(s * factor, 0)
         if SHIFTED:
             count = tl.minimum(entries - w * WINDOW, WINDOW).to(tl.float32)
-            zs = tl.load(here + 2 * step, mask=inside, other=0.0)
+            zs = tl.load(sums + step + here, mask=inside, other=0.0)
             shifted += tl.sum(tl.where(inside, zs + count[:, None] * shift, 0.0), 0)
         if TOTAL:
-            total += tl.sum(tl.load(here + (2 + SHIFTED) * step, mask=inside, other=0.0), 0)
+            total += tl.sum(tl.load(sums + (1 + SHIFTED) * step + here, mask=inside, other=0.0), 0)
         if WEIGHTED:
-            ez = tl.load(here + (2 + SHIFTED + TOTAL) * step, mask=inside, other=0.0)
+            ez = tl.load(sums + (1 + SHIFTED + TOTAL) * step + here, mask=inside, other=0.0)
             weighted += tl.sum((ez + s * shift) * factor, 0)
         if ARGMAX:
-            place = here + (2 + SHIFTED + TOTAL + WEIGHTED) * step
+            place = sums + (1 + SHIFTED + TOTAL + WEIGHTED) * step + here
             ids = tl.load(place, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _INT_MAX), ids + start, _INT_MAX)
             index = tl.minimum(index, tl.min(ids, 0))
@@ -91,7 +91,8 @@ def _merge_kernel(
 
 
 def merge_windows(
-    partials: torch.Tensor,
+    maxima: torch.Tensor,
+    sums: torch.Tensor,
     merged: torch.Tensor,
     common: torch.Tensor | None,
     *,
@@ -103,22 +104,23 @@ def merge_windows(
     weighted: bool,
     argmax: bool,
 ) -> torch.Tensor | None:
-    """Merge partials ``[columns, windows, R]`` of ``projection.window_partials`` into ``merged [C, R]``.
+    """Merge what ``projection.window_partials`` gave into ``merged [C, R]``.
 
     All columns of ``parallel_lce.partials.Columns`` but the target's, which is there already. Windows
     of ``window`` columns, of ``entries`` in all; ``start``: global id of the first. Returns
     ``agreed [R]`` uint8: whether all of a token's windows are relative to ``common``; None without
     ``common``.
     """
-    rows = partials.shape[2]
+    windows, rows = maxima.shape
     agreed = None if common is None else torch.empty_like(common, dtype=torch.uint8)
     _merge_kernel[(triton.cdiv(rows, _MERGE_ROWS),)](
-        partials,
+        maxima,
+        sums,
         common,
         merged,
         agreed,
         rows,
-        partials.shape[1],
+        windows,
         entries,
         start,
         REACH=-1.0 if common is None else REACH,

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -18,8 +19,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 class Tile:
     """Tokens, vocabulary rows and hidden elements of a tile, and how it is run.
 
-    ``group``: row blocks that walk the vocabulary together; ``flatten``: one loop over tiles and K,
-    so that the next tile's loads run under this tile's epilogue.
+    ``group``: row blocks that walk the vocabulary together; ``specialised``: by the warp-specialised
+    mainloop of :mod:`parallel_lce.kernels.hopper`, which gives up a stage for what it stores.
     """
 
     rows: int
@@ -28,13 +29,13 @@ class Tile:
     warps: int
     stages: int
     group: int
-    flatten: bool = False
+    specialised: bool = False
 
 
-# (least compute capability, TMA, bytes per element) -> tile; the first that fits. The columns, and so
-# the windows, must not depend on the epilogue: kept exponentials meet them again in backward.
+_SPECIALISED = Tile(128, 256, 64, 8, 4, 16, specialised=True)
+# (least compute capability, TMA, most bytes per element) -> tile; the first that fits.
 _TABLE = (
-    (90, True, 2, Tile(128, 256, 64, 8, 3, 16, True)),
+    (90, True, 2, Tile(128, 256, 64, 8, 3, 16)),
     (90, True, 4, Tile(128, 128, 32, 8, 3, 16)),
     (80, False, 2, Tile(128, 128, 32, 8, 3, 16)),
     (0, False, 4, Tile(64, 64, 32, 4, 2, 16)),
@@ -42,12 +43,24 @@ _TABLE = (
 
 
 def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
-    """The tile for operands of the weight's dtype on its device, loaded by TMA or by pointers."""
+    """The tile for operands of the weight's dtype on its device, loaded by TMA or by pointers.
+
+    It must not depend on the epilogue: the backward meets the forward's windows again.
+    """
     capability = _capability(weight.device)
+    if tma and capability // 10 == 9 and weight.element_size() == 2 and _has_gluon():
+        return _SPECIALISED
     for least, needs_tma, itemsize, tile in _TABLE:
         if capability >= least and tma >= needs_tma and weight.element_size() <= itemsize:
             return tile
     raise ValueError(f"no tile for {weight.dtype} on a device of compute capability {capability}")
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Whether Triton has Gluon's warp specialisation in the form that the kernel is written in. Its
+    interpreter has none."""
+    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and not interpreted()
 
 
 def interpreted() -> bool:
@@ -84,6 +97,19 @@ def addressable(*tensors: torch.Tensor) -> bool:
     )
 
 
-def descriptor(tensor: torch.Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A TMA descriptor of ``tensor [R, C]`` in blocks of ``[rows, columns]``."""
-    return TensorDescriptor.from_tensor(tensor, [rows, columns])
+def descriptor(tensor: torch.Tensor, rows: int, columns: int, gluon: bool):
+    """A TMA descriptor of ``tensor [R, C]`` in blocks of ``[rows, columns]``, for Triton or Gluon."""
+    if not gluon:
+        return TensorDescriptor.from_tensor(tensor, [rows, columns])
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+
+    layout = _shared_layout(rows, columns, tensor.dtype)
+    return GluonDescriptor.from_tensor(tensor, [rows, columns], layout)
+
+
+@functools.cache
+def _shared_layout(rows: int, columns: int, dtype: torch.dtype):
+    from triton.experimental.gluon import language as gl
+
+    element = gl.float16 if dtype == torch.float16 else gl.bfloat16
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)

@@ -86,10 +86,12 @@ class Scratch:
 
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         """``[elements]`` of uninitialised memory: the same memory at each call, allocated at the
-        first one."""
-        if self._memory is None:
-            self._memory = torch.empty(self.limit, dtype=torch.uint8, device=self._device)
-        return self._memory.narrow(0, 0, elements * dtype.itemsize).view(dtype)
+        first one. More than :meth:`capacity`, if that is less than the smallest piece of work."""
+        needed = elements * dtype.itemsize
+        if self._memory is None or self._memory.numel() < needed:
+            size = max(self.limit, needed)
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._memory.narrow(0, 0, needed).view(dtype)
 
 
 def without_autocast(function: Callable) -> Callable:

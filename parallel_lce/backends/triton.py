@@ -88,7 +88,7 @@ def block_forward(
     buffer: Tensor | None = None,
 ) -> tuple[Tensor, Kept]:
     """Partials ``[C, R]`` of ``x [R, D]`` over the shard, and its first ``kept`` rows' exponentials:
-    ``[R, >= kept]``, rounded down to whole windows, with the window partials ``[columns, windows, R]``
+    ``[R, >= kept]``, rounded down to whole windows, with the windows' maxima ``[windows, R]``
     and, but for fp16, ``common [R]`` and ``agreed [R]`` (``kernels.partials``). See :mod:`parallel_lce.backends.eager`.
     """
     rows, real = x.shape[0], projection.real
@@ -108,12 +108,13 @@ def block_forward(
     }
 
     def reduce(part: Operands, target: Tensor | None, merged: Tensor, **keep) -> Kept:
-        partials = window_partials(part, target, merged[TARGET], **wanted, **keep)
+        maxima, sums = window_partials(part, target, merged[TARGET], **wanted, **keep)
         common = keep.get("common")
         agreed = merge_windows(
-            partials, merged, common, window=width, entries=real, start=projection.start, **wanted
-        )
-        return (partials,) if common is None else (partials, common, agreed)
+            maxima, sums, merged, common,
+            window=width, entries=real, start=projection.start, **wanted,
+        )  # fmt: skip
+        return (maxima,) if common is None else (maxima, common, agreed)
 
     if kept:
         stored = allocate_kept(projection, rows, kept) if buffer is None else buffer
@@ -121,8 +122,10 @@ def block_forward(
         common = _common_reference(projection, x)
         references = reduce(operands, target, merged, kept=stored[:, :kept], common=common)
         return merged, (stored, *references)
-    step = max(1, _PARTIAL_BYTES // (4 * operands.windows * columns.count))
-    step = max(operands.tile.rows, step // operands.tile.rows * operands.tile.rows)
+    fitting = max(1, _PARTIAL_BYTES // (4 * operands.windows * (columns.count - 1)))
+    # Even pieces of whole tiles.
+    height = operands.tile.rows
+    step = -(-rows // (-(-rows // fitting) * height)) * height
     if rows <= step:
         reduce(operands, target, merged)
         return merged, ()
@@ -269,11 +272,11 @@ class _Slices:
         )
         cuts = self._cuts()
         if self._kept:
-            stored, partials, *common = self._kept
+            stored, maxima, *common = self._kept
             gradient = stored[:, : self.kept_columns]
             tile = _operands(projection, self.x, 0, projection.real).tile
             row_scale = dlogits.settle(
-                gradient, partials[0], *(common or (None, None)), tile.columns, self._target, statistics,
+                gradient, maxima, *(common or (None, None)), tile.columns, self._target, statistics,
                 alpha, beta, gamma, self._power, projection.scale, projection.softcap,
                 self._rewrite,
             )  # fmt: skip
@@ -308,7 +311,7 @@ class _Slices:
             return self.x
         memory = product.idle_memory() if product is not None else None
         memory = torch.empty_like(self.x) if memory is None else memory
-        return torch.mul(self.x, part.row_scale.unsqueeze(1), out=memory)
+        return dlogits.scale_rows(self.x, part.row_scale, memory)
 
 
 class _HiddenProduct:
@@ -334,7 +337,7 @@ class _HiddenProduct:
         if self._sum is None:
             self._sum = _product(part.gradient, weight)
             if part.row_scale is not None:
-                self._sum *= part.row_scale.unsqueeze(1)
+                dlogits.scale_rows(self._sum, part.row_scale, self._sum)
         else:
             _add_product(self._sum, part.gradient, weight)
 
@@ -344,10 +347,10 @@ class _HiddenProduct:
         for first in range(0, self._dx.shape[0], rows):
             some = slice(first, first + rows)
             piece = _product(part.gradient[some], weight)
-            factor = self._slices.unscale
             if part.row_scale is not None:
-                factor = part.row_scale[some].unsqueeze(1)
-            torch.mul(piece, factor, out=self._dx[some])
+                dlogits.scale_rows(piece, part.row_scale[some], self._dx[some])
+            else:
+                torch.mul(piece, self._slices.unscale, out=self._dx[some])
 
     def finish(self) -> None:
         if self._sum is None:

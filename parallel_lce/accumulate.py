@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from parallel_lce.backends.blocks import Coefficients

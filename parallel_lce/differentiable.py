@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce import ops
+from parallel_lce.accumulate import accumulate
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.statistics import (
     DIFFERENTIABLE,
@@ -18,6 +19,8 @@ from parallel_lce.statistics import (
     TokenStatistics,
     coefficients,
     finish_statistics,
+    statistics_backward,
+    statistics_forward,
 )
 
 _SCALED_BYTES = 16 << 20
@@ -55,7 +58,7 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call):
         ctx.set_materialize_grads(False)
-        partial, vocab_size, kept = ops.statistics_forward(call, hidden, weight, bias, keep=True)
+        partial, vocab_size, kept = statistics_forward(call, hidden, weight, bias, keep=True)
         ctx.save_for_backward(hidden, weight, bias, partial, vocab_size, *kept)
         ctx.call, ctx.spent = call, False
         statistics = finish_statistics(partial, vocab_size, call.columns, call.target is not None)
@@ -72,7 +75,7 @@ class _Statistics(torch.autograd.Function):
         folded = coefficients(upstream, partial, vocab_size, call.columns)
         needs = Needs(*ctx.needs_input_grad[:3])
         spent, ctx.spent = ctx.spent, True
-        found = ops.statistics_backward(
+        found = statistics_backward(
             call, hidden, weight, bias, partial, tuple(kept), folded, needs, spent
         )
         return *found, None
@@ -85,10 +88,12 @@ def token_statistics(
 
     Nothing is kept unless ``differentiable``.
     """
+    if torch.compiler.is_compiling():
+        return ops.token_statistics(call, hidden, weight, bias, differentiable)
     if differentiable:
         return TokenStatistics(*_Statistics.apply(hidden, weight, bias, call))
     with torch.no_grad():
-        partial, vocab_size, _ = ops.statistics_forward(call, hidden, weight, bias, keep=False)
+        partial, vocab_size, _ = statistics_forward(call, hidden, weight, bias, keep=False)
         return finish_statistics(partial, vocab_size, call.columns, call.target is not None)
 
 
@@ -96,11 +101,7 @@ class _AccumulatedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss, divisor):
         needs = Needs(*ctx.needs_input_grad[:3])
-        done = ops.accumulated(call, hidden, weight, bias, loss, divisor, needs)
-        if torch.compiler.is_compiling():
-            ctx.save_for_backward(*done.gradients)
-            ctx.dtype = weight.dtype
-            return done.loss
+        done = accumulate(call, hidden, weight, bias, loss, divisor, needs)
         ctx.save_for_backward(hidden, weight, bias)
         ctx.arguments, ctx.gradients = (call, loss, divisor, needs), done.gradients
         return done.loss
@@ -108,20 +109,13 @@ class _AccumulatedLoss(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, upstream):
-        if torch.compiler.is_compiling():
-            # The compiler decides what is scaled in place.
-            scaled = (
-                g if g is None else (g.to(upstream.dtype) * upstream).to(ctx.dtype)
-                for g in ctx.saved_tensors
-            )
-            return *scaled, None, None, None
         hidden, weight, bias = ctx.saved_tensors
         # The first backward scales the sums in place and hands them over: a copy would double the
         # largest buffer of the call. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             call, loss, divisor, needs = ctx.arguments
-            gradients = ops.accumulated(call, hidden, weight, bias, loss, divisor, needs).gradients
+            gradients = accumulate(call, hidden, weight, bias, loss, divisor, needs).gradients
         scaled = (
             g if g is None else _scaled(g, upstream, tensor.dtype)
             for g, tensor in zip(gradients, (hidden, weight, bias))
@@ -149,4 +143,6 @@ def accumulated_loss(
     divisor: Tensor | float,
 ) -> Tensor:
     """The reduced loss, 0-dimensional, whose gradients exist when this returns."""
+    if torch.compiler.is_compiling():
+        return ops.accumulated_loss(call, hidden, weight, bias, loss, divisor)
     return _AccumulatedLoss.apply(hidden, weight, bias, call, loss, divisor)

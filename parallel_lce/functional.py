@@ -229,8 +229,9 @@ def prepare(
 ) -> Prepared:
     """Check ``arguments`` and plan the call.
 
-    ``check`` raises for what else the caller was given. ``ignore_index`` and ``agreed`` serve the debug checks: None lets any target pass, and the
-    values of ``agreed`` must be the same on all ranks. ``main_grad`` takes dW by addition.
+    ``check`` raises for what else the caller was given. ``ignore_index`` and ``agreed`` serve the
+    debug checks: None lets any target pass, and the values of ``agreed`` must be the same on all
+    ranks. ``main_grad`` takes dW by addition.
     """
     a = _autocast(arguments)
     check_process_group(a.process_group)

@@ -1,7 +1,7 @@
 """Forward and backward of a call as operators: torch.compile takes each as a whole.
 
-Eager mode calls the same functions directly. An operator gets a :class:`Call` spelled out in numbers,
-a process group by its name, and runs the collectives that the function's docstring states.
+They run the functions that eager mode calls directly (:mod:`parallel_lce.differentiable`), with their
+collectives. An operator gets a :class:`Call` spelled out in numbers and a process group by its name.
 
 What is kept from forward to backward, 1 GiB or more, and which the backward writes over, is in no
 graph. As tensors its mutation would have to be declared; they are inputs of the compiled backward,
@@ -20,12 +20,21 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from parallel_lce import accumulate, statistics
 from parallel_lce.backends import named
-from parallel_lce.backends.blocks import Coefficients, Kept
+from parallel_lce.backends.blocks import Coefficients
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.parallel import Layout, Shard
 from parallel_lce.partials import Columns
 from parallel_lce.plan import Plan
-from parallel_lce.statistics import Call, Needs, token_count
+from parallel_lce.statistics import (
+    DIFFERENTIABLE,
+    NAMES,
+    Call,
+    Needs,
+    TokenStatistics,
+    coefficients,
+    finish_statistics,
+    token_count,
+)
 from parallel_lce.weight_grad import accumulation_dtype
 
 _CALL = (
@@ -90,31 +99,58 @@ def _call(
 _TICKETED = (torch.Tag.cudagraph_unsafe,)
 
 
-def _new_ticket(like: Tensor) -> Tensor:
-    return like.new_empty(1, dtype=torch.uint8)
-
-
 @torch.library.custom_op(
-    "parallel_lce::statistics",
+    "parallel_lce::token_statistics",
     mutates_args=(),
-    schema=f"({_OPERANDS}, bool keep, {_CALL}) -> (Tensor, Tensor, Tensor)",
+    schema=f"({_OPERANDS}, bool keep, {_CALL}) -> ({', '.join(['Tensor'] * (len(NAMES) + 2))})",
     tags=_TICKETED,
 )
-def _statistics(hidden, weight, bias, target, keep, *numbers):
-    """Partial, V and the ticket."""
+def _token_statistics(hidden, weight, bias, target, keep, *numbers):
+    """The fields of :class:`TokenStatistics`, empty where they are None; the partial; the ticket."""
     call = _call(weight, target, *numbers)
     partial, vocab_size, kept = statistics.statistics_forward(call, hidden, weight, bias, keep)
-    ticket = _new_ticket(partial)
-    ticket.untyped_storage()._parallel_lce_kept = kept
-    return partial, vocab_size, ticket
+    outputs = _fields(call, partial, vocab_size)
+    outputs[-1].untyped_storage()._parallel_lce_kept = kept
+    return outputs
 
 
-@_statistics.register_fake
+@_token_statistics.register_fake
 def _(hidden, weight, bias, target, keep, *numbers):
     call = _call(weight, target, *numbers)
     shape = call.columns.count, token_count(hidden, call.layout)
     partial = hidden.new_empty(shape, dtype=accumulation_dtype(weight.dtype))
-    return partial, partial.new_empty(()), _new_ticket(partial)
+    return _fields(call, partial, partial.new_empty(()))
+
+
+def _fields(call: Call, partial: Tensor, vocab_size: Tensor) -> tuple[Tensor, ...]:
+    found = finish_statistics(partial, vocab_size, call.columns, call.target is not None)
+    values = (getattr(found, name) for name in NAMES)
+    ticket = partial.new_zeros(1, dtype=torch.uint8)
+    return *(partial.new_empty(0) if v is None else v for v in values), partial, ticket
+
+
+def _save_statistics(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[len(DIFFERENTIABLE) :])
+    *fields, partial, ticket = output
+    vocab_size = fields[NAMES.index("vocab_size")]
+    ctx.save_for_backward(*inputs[:4], partial, vocab_size, ticket)
+    ctx.numbers = inputs[5:]
+
+
+def _differentiate_statistics(ctx, *gradients):
+    *operands, partial, vocab_size, ticket = ctx.saved_tensors
+    call = _call(operands[1], operands[3], *ctx.numbers)
+    upstream = dict(zip(DIFFERENTIABLE, gradients))
+    c = coefficients(upstream, partial, vocab_size, call.columns)
+    needs = list(ctx.needs_input_grad[:3])
+    found = torch.ops.parallel_lce.statistics_backward(
+        *operands, partial, ticket, c.alpha, c.beta, c.gamma, c.delta, needs, *ctx.numbers
+    )
+    return *_in_place(found, needs), None, None, *(None for _ in ctx.numbers)
+
+
+_token_statistics.register_autograd(_differentiate_statistics, setup_context=_save_statistics)
 
 
 @torch.library.custom_op(
@@ -127,7 +163,7 @@ def _(hidden, weight, bias, target, keep, *numbers):
 def _statistics_backward(
     hidden, weight, bias, target, partial, ticket, alpha, beta, gamma, delta, needs, *numbers
 ):
-    """The gradients that ``needs`` (dX, dW, dbias) asks for."""
+    """dX, dW and dbias, those that ``needs`` asks for."""
     call = _call(weight, target, *numbers)
     kept = vars(ticket.untyped_storage()).pop("_parallel_lce_kept", ())
     folded = Coefficients(alpha, beta, gamma, delta)
@@ -146,23 +182,37 @@ def _(hidden, weight, bias, target, partial, ticket, alpha, beta, gamma, delta, 
     "parallel_lce::accumulated_loss",
     mutates_args=(),
     schema=f"({_OPERANDS}, Tensor token_weights, Tensor ignored, Tensor? divisor, float label_smoothing, "
-    f"float z_loss, bool[] needs, {_CALL}) -> Tensor[]",
+    f"float z_loss, bool[] needs, {_CALL}) -> (Tensor, Tensor[])",
 )
 def _accumulated_loss(
     hidden, weight, bias, target, token_weights, ignored, divisor, label_smoothing, z_loss, needs, *numbers
 ):
-    """The loss, then the gradients that ``needs`` asks for."""
+    """The loss, and its dX, dW and dbias, those that ``needs`` asks for."""
     call = _call(weight, target, *numbers)
     loss = WeightedLoss(target, token_weights, ignored, label_smoothing, z_loss)
     divisor = 1.0 if divisor is None else divisor
     done = accumulate.accumulate(call, hidden, weight, bias, loss, divisor, Needs(*needs))
-    return [done.loss, *(g for g in done.gradients if g is not None)]
+    return done.loss, [g for g in done.gradients if g is not None]
 
 
 @_accumulated_loss.register_fake
 def _(hidden, weight, bias, target, token_weights, ignored, divisor, smoothing, z_loss, needs, *numbers):
     dtype = accumulation_dtype(weight.dtype)
-    return [hidden.new_empty((), dtype=dtype), *_empty_gradients(hidden, weight, bias, needs, dtype)]
+    return hidden.new_empty((), dtype=dtype), _empty_gradients(hidden, weight, bias, needs, dtype)
+
+
+def _save_gradients(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*output[1])
+    ctx.needs, ctx.dtype, ctx.inputs = inputs[9], inputs[1].dtype, len(inputs)
+
+
+def _scale_gradients(ctx, upstream, _):
+    # The compiler finds out which of them it may scale in place.
+    scaled = [(g.to(upstream.dtype) * upstream).to(ctx.dtype) for g in ctx.saved_tensors]
+    return *_in_place(scaled, ctx.needs), *(None for _ in range(ctx.inputs - 3))
+
+
+_accumulated_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
 def _empty_gradients(
@@ -182,64 +232,39 @@ def _empty_gradients(
     return gradients
 
 
-def _complete(gradients: list[Tensor], needs: Needs) -> tuple[Tensor | None, ...]:
-    """Gradients that an operator lists, in their places."""
+def _in_place(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None, ...]:
+    """Gradients that an operator lists, each in its place among three."""
     found = iter(gradients)
-    return tuple(next(found) if n else None for n in (needs.hidden, needs.weight, needs.bias))
+    return tuple(next(found) if needed else None for needed in needs)
 
 
-def statistics_forward(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep: bool
-) -> tuple[Tensor, Tensor, Kept]:
-    """:func:`parallel_lce.statistics.statistics_forward`; where it is compiled an operator, and what is
-    kept a ticket."""
-    if not torch.compiler.is_compiling():
-        return statistics.statistics_forward(call, hidden, weight, bias, keep)
-    partial, vocab_size, ticket = torch.ops.parallel_lce.statistics(
-        hidden, weight, bias, call.target, keep, *_numbers(call)
+def token_statistics(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, differentiable: bool
+) -> TokenStatistics:
+    """:func:`parallel_lce.differentiable.token_statistics` of a graph."""
+    outputs = torch.ops.parallel_lce.token_statistics(
+        hidden, weight, bias, call.target, differentiable, *_numbers(call)
     )
-    return partial, vocab_size, (ticket,)
-
-
-def statistics_backward(
-    call: Call,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    partial: Tensor,
-    kept: Kept,
-    coefficients: Coefficients,
-    needs: Needs,
-    spent: bool,
-) -> tuple[Tensor | None, ...]:
-    """:func:`parallel_lce.statistics.statistics_backward`, an operator where it is compiled."""
-    if not torch.compiler.is_compiling():
-        return statistics.statistics_backward(
-            call, hidden, weight, bias, partial, kept, coefficients, needs, spent
-        )
-    c, (ticket,) = coefficients, kept
-    gradients = torch.ops.parallel_lce.statistics_backward(
-        hidden, weight, bias, call.target, partial, ticket, c.alpha, c.beta, c.gamma, c.delta,
-        [needs.hidden, needs.weight, needs.bias], *_numbers(call),
+    c, target = call.columns, call.target is not None
+    present = (
+        True, target, target, c.mean_logit, c.mean_log_prob, c.expected_logit, c.expected_logit,
+        True, c.argmax, True,
     )  # fmt: skip
-    return _complete(gradients, needs)
+    return TokenStatistics(*(v if there else None for v, there in zip(outputs, present)))
 
 
-def accumulated(
+def accumulated_loss(
     call: Call,
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     loss: WeightedLoss,
     divisor: Tensor | float,
-    needs: Needs,
-) -> accumulate.Accumulated:
-    """:func:`parallel_lce.accumulate.accumulate`, an operator where it is compiled."""
-    if not torch.compiler.is_compiling():
-        return accumulate.accumulate(call, hidden, weight, bias, loss, divisor, needs)
-    value, *gradients = torch.ops.parallel_lce.accumulated_loss(
+) -> Tensor:
+    """:func:`parallel_lce.differentiable.accumulated_loss` of a graph."""
+    value, _ = torch.ops.parallel_lce.accumulated_loss(
         hidden, weight, bias, loss.target, loss.weights, loss.ignored,
         divisor if isinstance(divisor, Tensor) else None, loss.label_smoothing, loss.z_loss,
-        [needs.hidden, needs.weight, needs.bias], *_numbers(call),
+        [t is not None and t.requires_grad for t in (hidden, weight, bias)], *_numbers(call),
     )  # fmt: skip
-    return accumulate.Accumulated(value, _complete(gradients, needs))
+    return value

@@ -1,9 +1,9 @@
 """Per-token statistics of the logits, differentiable, without the logits.
 
 :func:`statistics_forward` and :func:`statistics_backward` are pure but for the memory of what is
-kept; :mod:`parallel_lce.differentiable` joins them. Every loss is plain PyTorch on the ``[N]`` statistics, and what autograd
-hands back for them is folded into four per-token coefficients of the logits' gradient
-(:func:`coefficients`). With shifted logits z - M and p = softmax(z):
+kept; :mod:`parallel_lce.differentiable` joins them. Every loss is plain PyTorch on the ``[N]``
+statistics, and what autograd hands back for them is folded into four per-token coefficients of the
+logits' gradient (:func:`coefficients`). With shifted logits z - M and p = softmax(z):
 
     lse               = M + log s                        d/dz_j = p_j
     target_logit      = t                                d/dz_j = [j = y]
@@ -46,7 +46,8 @@ class TokenStatistics:
     ``target_logit - lse``, computed without that difference. ``mean_logit`` over the V real entries;
     ``mean_log_prob``: ``mean_logit - lse`` likewise. ``expected_logit``: sum of p z; ``entropy``:
     ``lse - expected_logit`` likewise. Without gradient: ``max_logit``, ``argmax`` (int64, global
-    id, the lowest among equals, -1 where a logit is NaN or the shards are no partition) and ``vocab_size``: V, 0-dimensional.
+    id, the lowest among equals, -1 where a logit is NaN or the shards are no partition) and
+    ``vocab_size``: V, 0-dimensional.
     """
 
     lse: Tensor

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import parallel_lce
 from cases import DTYPES, Case, check, error, run
-from parallel_lce import statistics
+from parallel_lce import differentiable
 from parallel_lce.statistics import DIFFERENTIABLE
 from tools import everywhere, shrunk
 from world import Member
@@ -277,17 +277,17 @@ LOSSES = {
 def _unspent():
     """Every walk of a graph uses what forward kept, as gradcheck walks one again and again; the torch
     backend, which is float64's, leaves it as it is."""
-    original = statistics.statistics_backward
+    original = differentiable.statistics_backward
 
     def backward(*arguments):
         *others, spent = arguments
         return original(*others, False)
 
-    statistics.statistics_backward = backward
+    differentiable.statistics_backward = backward
     try:
         yield
     finally:
-        statistics.statistics_backward = original
+        differentiable.statistics_backward = original
 
 
 def _gradcheck(member: Member, strategy: str, sequence_parallel: bool) -> list[str]:

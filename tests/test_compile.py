@@ -1,0 +1,444 @@
+"""torch.compile with ``fullgraph=True``: the same losses and gradients, and the operators' contracts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch._functorch.config
+from torch.utils.checkpoint import checkpoint
+
+import parallel_lce
+from cases import DTYPES, Case, make
+from parallel_lce import functional, ops
+from parallel_lce.backends import backend_of, eager
+from parallel_lce.bench.memory import peak_memory
+from parallel_lce.checks import Arguments
+from parallel_lce.losses import WeightedLoss
+from parallel_lce.megatron.output_layer import fused_loss
+from parallel_lce.partials import Columns
+from parallel_lce.statistics import DIFFERENTIABLE
+from parallel_lce.weight_grad import MainGrad
+from tools import alone, everywhere, shrunk
+from world import Member
+
+V, D = 150, 16
+SIZES = (40, 46, 57)  # tokens: compiled for one number, then for any
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled(function, backend: str = "aot_eager"):
+    """``function`` compiled as one graph, and a counter of its compilations (``frame_count``)."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    return torch.compile(function, fullgraph=True, backend=counter), counter
+
+
+def operands(N: int, device: str, dtype: str = "fp32", bias: bool = False, V: int = V):
+    """x, weight, bias, target, token_weight; leaves need gradients."""
+    t = make(Case(N, V, D, dtype, bias=bias, token_weight=True), device)
+    for leaf in (t.x, t.weight, t.bias):
+        if leaf is not None:
+            leaf.requires_grad_()
+    return t
+
+
+def gradients(value, t):
+    leaves = [leaf for leaf in (t.x, t.weight, t.bias) if leaf is not None]
+    return torch.autograd.grad(value, leaves, torch.ones_like(value))
+
+
+def assert_same(found, expected, device: str) -> None:
+    """To the bit where the same kernels run; a GPU's may be chosen by a tensor's address."""
+    for a, b in zip(found, expected, strict=True):
+        if device == "cpu":
+            assert torch.equal(a, b)
+        else:
+            tolerance = {torch.bfloat16: 2e-2, torch.float16: 4e-3}.get(a.dtype, 1e-5)
+            assert (a - b).double().norm() <= tolerance * b.double().norm()
+
+
+SOME = 10000  # bytes: a part of the logits, beside blocks of 4000
+
+LOSSES = {
+    "saved": {},
+    "none, every option": dict(
+        reduction="none", label_smoothing=0.1, z_loss=1e-3, logit_scale=0.7, logit_softcap=5.0
+    ),
+    "some saved": dict(reduction="none", logits_budget=SOME, label_smoothing=0.1),
+    "recomputed": dict(reduction="none", logits_budget=0, logit_softcap=5.0),
+    "accumulated": dict(logits_budget=0),
+    "accumulated, every option": dict(
+        reduction="sum", logits_budget=0, label_smoothing=0.1, z_loss=1e-3, logit_softcap=5.0
+    ),
+}
+
+
+@contextmanager
+def observed(monkeypatch, device: str, dtype: str):
+    """Yields a list of the number of tensors that each block's backward is handed."""
+    backend = backend_of(torch.empty(1, 1, dtype=DTYPES[dtype], device=device))
+    original, counts = backend.block_backward, []
+
+    def watch(*arguments):
+        counts.append(len(arguments[5]))
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "block_backward", watch)
+        yield counts
+
+
+@pytest.mark.parametrize(("dtype", "weighted"), [("fp32", False), ("bf16", True)])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses(name, dtype, weighted, device, monkeypatch):
+    """The loss and the gradients of eager mode by the same work, whatever N, compiled but twice.
+
+    ``weighted``: with a bias and a weight of each token.
+    """
+
+    def loss(x, weight, bias, target, token_weight):
+        return parallel_lce.linear_cross_entropy(
+            x, weight, target, linear_bias=bias, token_weight=token_weight, **LOSSES[name]
+        )
+
+    fast, counter = compiled(loss)
+    for N in SIZES:
+        t = operands(N, device, dtype, bias=weighted)
+        given = t.x, t.weight, t.bias, t.target, t.token_weight if weighted else None
+        with shrunk(4000, (16, 32)), observed(monkeypatch, device, dtype) as counts:
+            value = fast(*given)
+            found = gradients(value, t)
+            work, counts[:] = list(counts), []
+            expected = loss(*given)
+            truth = gradients(expected, t)
+        assert_same([value, *found], [expected, *truth], device)
+        assert work == counts and work, "exponentials that were kept are used"
+        assert [f.dtype for f in found] == [f.dtype for f in truth]
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("name", ["saved", "recomputed", "accumulated"])
+def test_a_dynamic_dimension_is_compiled_once(name, device):
+    fast, counter = compiled(
+        lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **LOSSES[name]).sum()
+    )
+    with shrunk(2000):
+        for N in (32, 33, 70, 200):
+            t = operands(N, device)
+            for tensor in (t.x, t.target):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            fast(t.x, t.weight, t.target).backward()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("names", [["lse", "target_log_prob"], list(DIFFERENTIABLE)], ids=["kept", "all"])
+def test_statistics(names, budget, device, monkeypatch):
+    def statistics(x, weight, target):
+        return parallel_lce.token_statistics(
+            x, weight, target, logits_budget=budget, mean_logit=True, expected_logit=True, argmax=True
+        )
+
+    def total(*tensors):
+        found = statistics(*tensors)
+        return sum(getattr(found, name).sum() * (i + 1) for i, name in enumerate(names))
+
+    (fast, counter), (fast_total, _) = compiled(statistics), compiled(total)
+    for N in SIZES:
+        t = operands(N, device)
+        given = t.x.detach().view(1, N, D).requires_grad_(), t.weight, t.target.view(1, N)
+        with shrunk(4000, (16, 32)):
+            found, expected = fast(*given), statistics(*given)
+        for name, value in vars(found).items():
+            assert_same([value], [getattr(expected, name)], device)
+            assert value.shape == (() if name == "vocab_size" else (1, N))
+            assert value.requires_grad == (name in DIFFERENTIABLE)
+        results, work = [], []
+        for f in (fast_total, total):
+            with shrunk(4000, (16, 32)), observed(monkeypatch, device, "fp32") as counts:
+                results.append(torch.autograd.grad(f(*given), given[:2]))
+                work.append(list(counts))
+        assert_same(*results, device)
+        # Statistics that nobody differentiates, as the entropy may be, cost nothing in backward.
+        assert work[0] == work[1]
+    assert counter.frame_count == 2
+
+
+def test_statistics_that_were_not_asked_for(device):
+    t = operands(24, device)
+    for target in (None, t.target):
+        for asked in ({}, {"mean_logit": True}, {"expected_logit": True}, {"argmax": True}):
+            statistics = lambda x, w, y: parallel_lce.token_statistics(x, w, y, **asked)  # noqa: B023, E731
+            found, expected = (f(t.x, t.weight, target) for f in (compiled(statistics)[0], statistics))
+            absent = [n for n, value in vars(expected).items() if value is None]
+            assert absent == [n for n, value in vars(found).items() if value is None]
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+@pytest.mark.parametrize("name", ["saved", "accumulated"])
+def test_frozen_operands(name, frozen, device):
+    loss = lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **LOSSES[name])  # noqa: E731
+    t = operands(24, device)
+    getattr(t, frozen).requires_grad_(False)
+    leaf = t.weight if frozen == "x" else t.x
+    with shrunk(4000):
+        found, expected = (
+            torch.autograd.grad(f(t.x, t.weight, t.target), leaf)
+            for f in (compiled(loss)[0], loss)
+        )
+    assert_same(found, expected, device)
+
+
+def test_evaluation_and_the_module(device):
+    module = parallel_lce.LinearCrossEntropy(label_smoothing=0.1, vocab_size=V - 5)
+    fast, _ = compiled(module)
+    t = operands(24, device)
+    t.target.clamp_(max=V - 6)
+    with torch.no_grad():
+        value = fast(t.x, t.weight, t.target)
+    assert not value.requires_grad
+    assert_same([value], [module(t.x, t.weight, t.target).detach()], device)
+
+
+def test_autocast(device):
+    def loss(x, weight, target):
+        with torch.autocast(device, torch.bfloat16):
+            return parallel_lce.linear_cross_entropy(x, weight, target)
+
+    t = operands(24, device)
+    results = []
+    for f in (compiled(loss)[0], loss):
+        value = f(t.x, t.weight, t.target)
+        results.append([value, *gradients(value, t)])
+    assert_same(*results, device)
+    assert results[0][1].dtype == torch.float32
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("name", ["saved", "accumulated"])
+def test_checkpointing(name, inside, device):
+    loss = lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **LOSSES[name])  # noqa: E731
+    t = operands(24, device)
+    if inside:
+        fast, _ = compiled(lambda *a: checkpoint(loss, *a, use_reentrant=False))
+        again = fast
+    else:
+        fast, _ = compiled(loss)
+        again = lambda *a: checkpoint(fast, *a, use_reentrant=False)  # noqa: E731
+    with shrunk(4000):
+        found, expected = (gradients(f(t.x, t.weight, t.target), t) for f in (again, loss))
+    assert_same(found, expected, device)
+
+
+@pytest.mark.parametrize("name", ["saved", "some saved", "recomputed", "accumulated"])
+def test_a_graph_may_be_walked_again(name, device):
+    """The first walk uses up what was kept: a later one recomputes it, and writes over nobody's result."""
+    fast, _ = compiled(lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **LOSSES[name]).sum())
+    t = operands(41, device)
+    with shrunk(4000, (16, 32)), torch._functorch.config.patch(donated_buffer=False):
+        value = fast(t.x, t.weight, t.target)
+        walks = [torch.autograd.grad(value, [t.x, t.weight], retain_graph=True)]
+        copies = [g.clone() for g in walks[0]]
+        walks += [torch.autograd.grad(value, [t.x, t.weight], retain_graph=True) for _ in range(2)]
+    assert_same(walks[0], copies, "cpu")
+    assert_same(walks[2], walks[1], device)
+    for first, second in zip(*walks[:2]):
+        assert (first - second).norm() <= 1e-6 * first.norm()
+
+
+def test_equal_calls_in_one_graph(device):
+    """The compiler may merge them: two backwards then share what one forward kept."""
+
+    def loss(x, weight, target):
+        once, twice = (parallel_lce.linear_cross_entropy(x, weight, target, reduction="none") for _ in range(2))
+        return once.sum() + twice.square().mean()
+
+    t = operands(24, device)
+    found, expected = (gradients(f(t.x, t.weight, t.target), t) for f in (compiled(loss)[0], loss))
+    for a, b in zip(found, expected):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+def test_offloaded_tensors(device):
+    """A copy of the ticket has nothing attached, and everything is recomputed."""
+    fast, _ = compiled(lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, reduction="none").sum())
+    t = operands(24, device)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        found = gradients(fast(t.x, t.weight, t.target), t)
+    expected = gradients(
+        parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none", logits_budget=0), t
+    )
+    for a, b in zip(found, expected):
+        assert (a - b).norm() <= 1e-6 * b.norm()
+
+
+@pytest.mark.parametrize("name", ["saved", "accumulated"])
+def test_what_is_kept_is_not_copied(name, device):
+    """Neither in the forward graph nor in the backward one; and afterwards nothing is left of it."""
+    N, V = 512, 4096
+    fast, _ = compiled(lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **LOSSES[name]))
+    t = operands(N, device, V=V)
+
+    def step():
+        value = fast(t.x, t.weight, t.target)
+        return torch.autograd.grad(value, [t.x, t.weight])
+
+    with shrunk(1 << 20, (64, 2048)):
+        step()
+        peak, alive = peak_memory(step, device)
+    results = (N + V) * D * 4
+    logits = N * V * 4 if name == "saved" else 1 << 20
+    # Beside them tiles, and of accumulated gradients the unscaled ones.
+    assert peak <= logits + 2 * results + (3 << 20) < logits + N * V * 4
+    assert alive <= results + (64 << 10)
+
+
+def test_inductor(device):
+    if shutil.which("g++") is None:
+        pytest.skip("Inductor needs a C++ compiler, and there is no g++")
+
+    def loss(x, weight, target):
+        saved = parallel_lce.linear_cross_entropy(2 * x, weight, target, reduction="none", logits_budget=SOME)
+        accumulated = parallel_lce.linear_cross_entropy(x, weight, target, logits_budget=0)
+        return (saved * torch.arange(saved.shape[0], device=saved.device)).sum() + accumulated
+
+    fast, counter = compiled(loss, "inductor")
+    for N in (24, 41, 30):
+        t = operands(N, device)
+        with shrunk(4000, (16, 32)):
+            found, expected = (f(t.x, t.weight, t.target) for f in (fast, loss))
+            pairs = zip([found, *gradients(found, t)], [expected, *gradients(expected, t)])
+        for a, b in pairs:
+            assert (a - b).norm() <= 1e-6 * b.norm()
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("name", ["saved", "some saved", "accumulated"])
+def test_the_triton_backend(name, device, monkeypatch):
+    """Its backward writes over what is kept, which no graph may notice."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        pytest.skip("kernels run on a CPU only under TRITON_INTERPRET=1")
+    monkeypatch.setenv("PARALLEL_LCE_BACKEND", "triton")
+    t = operands(40, device, "bf16", V=900)
+    monkeypatch.setattr(backend_of(t.weight), "SMALLEST_ACCUMULATED", 1)
+    # Some is a window of 256 vocabulary rows.
+    options = LOSSES[name] | ({"logits_budget": 48000} if name == "some saved" else {})
+    loss = lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **options).sum()  # noqa: E731
+    results = []
+    with shrunk(24000):
+        for f in (compiled(loss)[0], loss):
+            with observed(monkeypatch, device, "bf16") as counts:
+                results.append(gradients(f(t.x, t.weight, t.target), t))
+                work = list(counts)
+    assert_same(*results, device)
+    assert any(work)
+
+
+def _over_ranks(member: Member, name: str, sequence_parallel: bool):
+    torch._dynamo.reset()
+    t = make(Case(24, 2 * 30, D), member.device)
+    x = (t.x.chunk(2)[member.rank] if sequence_parallel else t.x).clone().requires_grad_()
+    shard = t.weight.chunk(2)[member.rank].clone().requires_grad_()
+
+    def loss(x, shard, target):
+        return parallel_lce.linear_cross_entropy(
+            x, shard, target, process_group=member.group, sequence_parallel=sequence_parallel, **LOSSES[name]
+        )
+
+    results = []
+    for f in (compiled(loss)[0], loss):
+        with shrunk(1000, (8, 16)):
+            value = f(x, shard, t.target)
+            results.append([value, *torch.autograd.grad(value, [x, shard], torch.ones_like(value))])
+    assert_same(*results, member.device.type)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", ["saved", "some saved", "accumulated"])
+def test_process_groups(name, sequence_parallel, worlds, device):
+    everywhere(worlds, device, 2, _over_ranks, name, sequence_parallel)
+
+
+# --- what is no part of a graph --------------------------------------------------------------------
+
+
+def test_refusals(device):
+    t = operands(24, device)
+    loss = torch.compile(parallel_lce.linear_cross_entropy, backend="eager")
+    with pytest.raises(ValueError, match="15 features .* 16"):
+        loss(t.x[:, 1:], t.weight, t.target)
+
+
+def test_debug_checks_do_not_run(device, monkeypatch):
+    """They wait for the device, which a graph cannot."""
+    monkeypatch.setenv("PARALLEL_LCE_DEBUG", "1")
+    t = operands(24, device)
+    t.target[3] = V
+    assert compiled(parallel_lce.linear_cross_entropy)[0](t.x, t.weight, t.target).isnan()
+
+
+def test_main_grad_is_refused_in_words(device):
+    """Megatron's loss is no part of a graph: there only is dW added to a gradient that exists."""
+    assert fused_loss._torchdynamo_disable
+    call, _ = _call(operands(4, device), main_grad=MainGrad(torch.empty(V, D), lambda: None))
+    with pytest.raises(RuntimeError, match="main_grad cannot be compiled"):
+        ops._numbers(call)
+
+
+def _call(t, device: str = "cpu", accumulable: bool = False, **options):
+    arguments = Arguments(
+        input=t.x,
+        linear_weight=t.weight,
+        target=t.target,
+        linear_bias=t.bias,
+        logit_scale=1.0,
+        logit_softcap=None,
+        process_group=None,
+        sequence_parallel=False,
+        vocab_start=None,
+        vocab_size=None,
+        logits_budget=0 if accumulable else SOME,
+    )
+    prepared = functional.prepare(
+        arguments, Columns(mean_log_prob=True), accumulable=accumulable, **options
+    )
+    return prepared.call, tuple(v if v is None else v.detach() for v in prepared.tensors)
+
+
+def test_contracts_of_the_operators(device):
+    """Schema, fake tensors and dynamic shapes by torch's own checks."""
+    library = torch.ops.parallel_lce
+    with shrunk(4000, (16, 32)):
+        t = operands(24, device, bias=True)
+        call, tensors = _call(t)
+        given = *tensors, call.target
+        assert 0 < call.plan.kept < V
+        for keep in (False, True):
+            torch.library.opcheck(library.token_statistics.default, (*given, keep, *ops._numbers(call)))
+        *_, partial, ticket = library.token_statistics(*given, True, *ops._numbers(call))
+        alpha = torch.rand(24, device=device)
+        for folded in ((alpha, alpha, None, None), (alpha, None, alpha, None)):
+            for needs in ([True, True, True], [False, True, False]):
+                arguments = *given, partial, ticket, *folded, needs, *ops._numbers(call)
+                torch.library.opcheck(library.statistics_backward.default, arguments)
+        call, tensors = _call(t, accumulable=True)
+        assert call.plan.accumulate
+        ignored = t.target == -100
+        loss = WeightedLoss(t.target, t.token_weight, ignored, 0.1, 1e-3)
+        for divisor in (None, loss.divisor("mean")):
+            arguments = (
+                *tensors, t.target, loss.weights, ignored, divisor, 0.1, 1e-3, [True, True, True],
+                *ops._numbers(call),
+            )  # fmt: skip
+            torch.library.opcheck(library.accumulated_loss.default, arguments)

@@ -22,6 +22,7 @@ from parallel_lce.kernels.epilogues import (
     LOWEST_SHIFT,
     REACH,
     finite_base,
+    rebased,
     window_reference,
 )
 
@@ -86,7 +87,7 @@ def _settle_kernel(
         bounded = (tl.abs(at_target) <= tl.abs(level) * _LARGEST_RATIO) | (hit == 0)
         as_it_is = (tl.load(agreed + row) != 0) & (tl.abs(base - own) <= REACH) & bounded
     if as_it_is:
-        coefficient = level * tl.exp(own - base)
+        coefficient = level * rebased(own, base)
         tl.store(row_scale + row, coefficient)
         if hit:
             entry = tl.where(coefficient == 0.0, 0.0, at_target / coefficient)
@@ -99,7 +100,7 @@ def _settle_kernel(
             e = tl.load(here + c, mask=inside, other=0.0).to(tl.float32) * (1.0 / KEPT_SCALE)
             top = tl.load(maxima + (c // WINDOW).to(tl.int64) * rows + row, mask=inside, other=0.0)
             reference = window_reference(top, own, REACH)
-            g = e * (level * tl.exp(reference - base)) - uniform
+            g = e * (level * rebased(reference, base)) - uniform
             if CAPPED:
                 z = tl.maximum(tl.log(e) + reference, LOWEST_SHIFT)
                 g *= 1.0 - (z / cap) * (z / cap)

@@ -32,6 +32,19 @@ def exponential(x):
 
 
 @triton.jit
+def exponential_from(z, reference):
+    """exp(z - reference) in one multiply-add and one instruction more, relative to a reference that
+    is rounded in base 2. :func:`rebased` knows the rounding, so nothing is lost at large |z|."""
+    return tl.exp2(tl.fma(z, _LOG2_E, -(reference * _LOG2_E)))
+
+
+@triton.jit
+def rebased(reference, base):
+    """What turns :func:`exponential_from` of ``reference`` into exp(z - base)."""
+    return tl.exp2(tl.fma(-base, _LOG2_E, reference * _LOG2_E))
+
+
+@triton.jit
 def softcapped(u, cap):
     """cap * tanh(u / cap), by exponentials of negative numbers alone."""
     ratio = u / cap
@@ -54,17 +67,6 @@ def window_reference(maximum, common, REACH: tl.constexpr):
 
 
 @triton.jit
-def position(tile, row_blocks, windows, GROUP: tl.constexpr):
-    """Row block and window of a tile: groups of row blocks walk the windows together, so that both
-    operands are met in the L2 cache."""
-    per_group = GROUP * windows
-    group = tile // per_group
-    size = min(row_blocks - group * GROUP, GROUP)
-    inside = tile - group * per_group
-    return group * GROUP + inside % size, inside // size
-
-
-@triton.jit
 def finished_logits(
     z, c, bias, columns, scale, cap,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
@@ -80,56 +82,30 @@ def finished_logits(
 
 
 @triton.jit
-def partials_rows(
-    r, rows, columns, target, common, HAS_TARGET: tl.constexpr, REACH: tl.constexpr
-):  # fmt: skip
-    """What :func:`partials_epilogue` needs of the tile's rows, loaded before the mainloop so that it
-    has arrived after it: the target's column, -1 if it is none, and the common reference."""
-    wanted = r * 0 - 1
-    known = wanted.to(tl.float32)
-    if HAS_TARGET:
-        wanted = target_columns(r, rows, columns, target)
+def partials_rows(r, rows, common, REACH: tl.constexpr):
+    """The common reference of the tile's rows, loaded before the mainloop so that it has arrived
+    after it."""
+    known = r.to(tl.float32)
     if REACH >= 0:
         known = tl.load(common + r, mask=r < rows, other=0.0)
-    return wanted, known
-
-
-@triton.jit
-def target_columns(r, rows, columns, target):
-    wanted = tl.load(target + r, mask=r < rows, other=-1)
-    # A target of the next shard may equal a column of the mask.
-    return tl.where((wanted >= 0) & (wanted < columns), wanted, -1).to(tl.int32)
-
-
-@triton.jit
-def any_target(wanted, first, BLOCK_N: tl.constexpr):
-    """Whether the window that begins at column ``first`` holds a target of the tile's rows."""
-    return tl.max(((wanted >= first) & (wanted < first + BLOCK_N)).to(tl.int32), 0) > 0
+    return known
 
 
 @triton.jit
 def partials_epilogue(
-    z, r, c, window, windows, rows, columns, wanted, known, holds_target, maxima, sums, target_logit,
-    REACH: tl.constexpr, KEPT_SCALE: tl.constexpr, HAS_TARGET: tl.constexpr, SHIFTED: tl.constexpr,
+    z, r, c, window, windows, rows, columns, known, maxima, sums,
+    REACH: tl.constexpr, KEPT_SCALE: tl.constexpr, SHIFTED: tl.constexpr,
     TOTAL: tl.constexpr, WEIGHTED: tl.constexpr, ARGMAX: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Store the tile's partials; returns ``exp(z - reference)`` times ``KEPT_SCALE``, to be kept.
 
-    ``wanted`` and ``known`` from :func:`partials_rows`, ``holds_target`` from :func:`any_target`.
-    ``maxima [windows, rows]``, ``sums [*, windows, rows]`` (sum_exp, then those asked for) and, for
-    tokens whose target the tile holds, ``target_logit [rows]``.
+    ``known`` from :func:`partials_rows`. ``maxima [windows, rows]`` and ``sums [*, windows, rows]``:
+    sum_exp, relative as :func:`exponential_from` is, then those asked for.
     """
     valid = r < rows
     inside = (c < columns)[None, :]
     here = window.to(tl.int64) * rows + r
     step = windows.to(tl.int64) * rows
-    if HAS_TARGET:
-        # Most windows hold no token's target.
-        if holds_target:
-            first = window * z.shape[1]
-            found = tl.where(c[None, :] == wanted[:, None], z, 0.0)
-            hit = (wanted >= first) & (wanted < first + z.shape[1])
-            tl.store(target_logit + r, tl.sum(found, 1), mask=valid & hit)
     if TOTAL:
         total = tl.sum(tl.where(inside, z, 0.0), 1)
         tl.store(sums + (1 + SHIFTED) * step + here, total, mask=valid)
@@ -149,7 +125,7 @@ def partials_epilogue(
     if REACH >= 0:
         reference = window_reference(top, known, REACH)
     # tl.max drops NaN; it comes back here, through its exponential.
-    e = exponential(z - reference[:, None])
+    e = exponential_from(z, reference[:, None])
     tl.store(sums + here, tl.sum(e, 1), mask=valid)
     if WEIGHTED:
         ez = tl.sum(e * tl.maximum(z - base[:, None], LOWEST_SHIFT), 1)
@@ -162,8 +138,9 @@ def gradient_rows(
     r, rows, statistics, alpha, gamma, delta, power, scale,
     HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_POWER: tl.constexpr,
 ):  # fmt: skip
-    """What :func:`gradient_epilogue` needs of the tile's rows, loaded before the mainloop: the base
-    of the exponentials, and alpha / s, delta / s and gamma times scale and ``power``."""
+    """What :func:`gradient_epilogue` needs of the tile's rows, loaded before the mainloop so that it
+    has arrived after it: the base of the exponentials, and alpha / s, delta / s and gamma times
+    scale and ``power``."""
     valid = r < rows
     base = finite_base(tl.load(statistics + r, mask=valid, other=0.0))
     factor = scale
@@ -171,9 +148,10 @@ def gradient_rows(
         factor *= tl.load(power)
     per_sum = factor / tl.load(statistics + rows + r, mask=valid, other=1.0)
     level = tl.load(alpha + r, mask=valid, other=0.0) * per_sum
+    level *= rebased(base, base)
     slope = level
     if HAS_DELTA:
-        slope = tl.load(delta + r, mask=valid, other=0.0) * per_sum
+        slope = tl.load(delta + r, mask=valid, other=0.0) * per_sum * rebased(base, base)
     uniform = level
     if HAS_GAMMA:
         uniform = tl.load(gamma + r, mask=valid, other=0.0) * factor
@@ -186,10 +164,9 @@ def gradient_epilogue(
     HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """``p (alpha + delta (z - M)) - gamma`` times the slope of scale and soft-cap, and ``power``."""
-    shifted = z - base[:, None]
-    g = exponential(shifted)
+    g = exponential_from(z, base[:, None])
     if HAS_DELTA:
-        g *= level[:, None] + slope[:, None] * tl.maximum(shifted, LOWEST_SHIFT)
+        g *= level[:, None] + slope[:, None] * tl.maximum(z - base[:, None], LOWEST_SHIFT)
     else:
         g *= level[:, None]
     if HAS_GAMMA:

@@ -2,7 +2,8 @@
 
 The loads run ahead over tile boundaries through a ring of ``STAGES`` slots, so the tensor cores wait
 for nothing but the epilogue. What the epilogue needs of the tile's rows is asked for before the
-mainloop, and the loading warp finds out whether the tile holds any token's target.
+mainloop. All tiles take the same time whatever the data: the programs stay in step then, and their
+loads of the same operands meet in the L2 cache.
 
 Two teams that take turns, one multiplying while the other runs its epilogue, keep the tensor cores
 busier (97 % against 92 %) as long as all programs walk the vocabulary in step; but their smaller
@@ -23,14 +24,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from parallel_lce.kernels.epilogues import (
-    any_target,
     finished_logits,
     gradient_epilogue,
     gradient_rows,
     partials_epilogue,
     partials_rows,
-    position,
-    target_columns,
 )
 
 # Warps of the consumers, and registers of a producer's thread.
@@ -39,38 +37,22 @@ _PRODUCER_REGISTERS = gl.constexpr(40)
 
 
 @gluon.jit
-def _produce(
-    x, weight, ring, flags, sizes, target,
-    FLAGGED: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-):  # fmt: skip
+def _produce(x, weight, ring, sizes, STAGES: gl.constexpr):
     x_slots, weight_slots, full, empty = ring
-    rows, columns, depth = sizes
+    rows, columns, depth, first_block, blocks = sizes
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
-    lanes: gl.constexpr = gl.BlockedLayout([BLOCK_M // 32], [32], [1], [0])
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    row_blocks = gl.cdiv(rows, BLOCK_M)
-    windows = gl.cdiv(columns, BLOCK_N)
     count = 0
-    number = 0
-    for tile in range(gl.program_id(0), row_blocks * windows, gl.num_programs(0)):
-        row_block, window = position(tile, row_blocks, windows, GROUP)
-        if FLAGGED:
-            # The ring is shorter than a tile, so of two flags the consumers have done with this one.
-            r = row_block * BLOCK_M + gl.arange(0, BLOCK_M, lanes)
-            holds = any_target(target_columns(r, rows, columns, target), window * BLOCK_N, BLOCK_N)
-            flags.index(number & 1).store(gl.full([1], 0, gl.int32, one) + holds.to(gl.int32))
-            number += 1
+    for tile in range(gl.program_id(0), blocks * gl.cdiv(columns, BLOCK_N), gl.num_programs(0)):
+        row, first = (first_block + tile % blocks) * BLOCK_M, (tile // blocks) * BLOCK_N
         for k in range(0, depth, BLOCK_K):
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             arrived = full.index(slot)
             mbarrier.expect(arrived, x.block_type.nbytes + weight.block_type.nbytes)
-            tma.async_copy_global_to_shared(x, [row_block * BLOCK_M, k], arrived, x_slots.index(slot))
-            tma.async_copy_global_to_shared(
-                weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot)
-            )
+            tma.async_copy_global_to_shared(x, [row, k], arrived, x_slots.index(slot))
+            tma.async_copy_global_to_shared(weight, [first, k], arrived, weight_slots.index(slot))
             count += 1
 
 
@@ -104,23 +86,20 @@ def _multiply(
 
 @gluon.jit
 def _consume(
-    ring, flags, out, staged, sizes, bias, scale, cap, arguments,
+    ring, out, staged, sizes, bias, scale, cap, arguments,
     HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, GRADIENT: gl.constexpr,
     SWITCHES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    GROUP: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
+    STAGES: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [_WARPS], [0])
-    rows, columns, depth = sizes
+    rows, columns, depth, first_block, blocks = sizes
     a0, a1, a2, a3, a4 = arguments
-    row_blocks = gl.cdiv(rows, BLOCK_M)
     windows = gl.cdiv(columns, BLOCK_N)
     steps = gl.cdiv(depth, BLOCK_K)
     count = 0
-    number = 0
-    for tile in range(gl.program_id(0), row_blocks * windows, gl.num_programs(0)):
-        row_block, window = position(tile, row_blocks, windows, GROUP)
-        row, first = row_block * BLOCK_M, window * BLOCK_N
+    for tile in range(gl.program_id(0), blocks * windows, gl.num_programs(0)):
+        window = tile // blocks
+        row, first = (first_block + tile % blocks) * BLOCK_M, window * BLOCK_N
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         if GRADIENT:
@@ -128,7 +107,7 @@ def _consume(
                 r, rows, a0, a1, a2, a3, a4, scale, SWITCHES[0], SWITCHES[1], SWITCHES[2]
             )
         else:
-            wanted, known = partials_rows(r, rows, columns, a0, a1, SWITCHES[2], SWITCHES[0])
+            known = partials_rows(r, rows, a0, SWITCHES[0])
         z = _multiply(ring, count, steps, STAGES, BLOCK_M, BLOCK_N, layout)
         count += steps
         z = finished_logits(z, c, bias, columns, scale, cap, HAS_BIAS, SCALED, CAPPED)
@@ -137,14 +116,10 @@ def _consume(
                 z, base, level, slope, uniform, cap, SWITCHES[0], SWITCHES[1], CAPPED
             )
         else:
-            holds_target = False
-            if SWITCHES[2]:
-                holds_target = gl.max(flags.index(number & 1).load(one), 0) > 0
-                number += 1
             z = partials_epilogue(
-                z, r, c, window, windows, rows, columns, wanted, known, holds_target, a2, a3, a4,
+                z, r, c, window, windows, rows, columns, known, a1, a2,
                 SWITCHES[0], SWITCHES[1], SWITCHES[2], SWITCHES[3], SWITCHES[4], SWITCHES[5],
-                SWITCHES[6], SWITCHES[7],
+                SWITCHES[6],
             )  # fmt: skip
         if STORES:
             tma.store_wait(0)
@@ -157,22 +132,21 @@ def _consume(
 
 @gluon.jit
 def projection(
-    x, weight, out, bias, rows, columns, depth, scale, cap, a0, a1, a2, a3, a4,
+    x, weight, out, bias, rows, columns, depth, first_block, blocks, scale, cap,
+    a0, a1, a2, a3, a4,
     HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, GRADIENT: gl.constexpr,
-    SWITCHES: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
+    SWITCHES: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
-    """Either epilogue; ``a0`` to ``a4`` are its tensors and ``SWITCHES`` its switches, in its order."""
+    """``blocks`` row blocks from ``first_block`` on, with either epilogue; ``a0`` to ``a4`` are its
+    tensors and ``SWITCHES`` its switches, in its order."""
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
-    FLAGGED: gl.constexpr = not GRADIENT and SWITCHES[2]
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
     weight_slots = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    flags = gl.allocate_shared_memory(gl.int32, [2, 1], flat)
     staged = x_slots.index(0)
     if STORES:
         staged = gl.allocate_shared_memory(x.dtype, [BLOCK_M, BLOCK_N], out.layout)
@@ -181,13 +155,13 @@ def projection(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     ring = (x_slots, weight_slots, full, empty)
-    sizes = (rows, columns, depth)
+    sizes = (rows, columns, depth, first_block, blocks)
     gl.warp_specialize(
         [
-            (_consume, (ring, flags, out, staged, sizes, bias, scale, cap, (a0, a1, a2, a3, a4),
-                        HAS_BIAS, SCALED, CAPPED, GRADIENT, SWITCHES, BLOCK_M, BLOCK_N, BLOCK_K,
-                        GROUP, STAGES, STORES)),
-            (_produce, (x, weight, ring, flags, sizes, a0, FLAGGED, GROUP, STAGES)),
+            (_consume, (ring, out, staged, sizes, bias, scale, cap, (a0, a1, a2, a3, a4), HAS_BIAS,
+                        SCALED, CAPPED, GRADIENT, SWITCHES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
+                        STORES)),
+            (_produce, (x, weight, ring, sizes, STAGES)),
         ],
         [1],
         [_PRODUCER_REGISTERS],

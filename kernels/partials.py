@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.epilogues import REACH, finite_base, window_reference
+from parallel_lce.kernels.epilogues import REACH, finite_base, rebased, window_reference
 
 _BLOCK = 4096
 # Rows and windows of a merge's tile: whole 64-byte sectors, and enough programs for few tokens.
@@ -55,7 +55,7 @@ def _merge_kernel(
         missing = m == -float("inf")
         shift = tl.where(missing, 0.0, m - base[None, :])
         # A window of -inf alone has nothing to rescale, but NaN beside -inf must get through.
-        factor = tl.where(missing & (s == 0.0), 0.0, tl.exp(reference - base[None, :]))
+        factor = tl.where(missing & (s == 0.0), 0.0, rebased(reference, base[None, :]))
         sum_exp += tl.sum(s * factor, 0)
         if SHIFTED:
             count = tl.minimum(entries - w * WINDOW, WINDOW).to(tl.float32)

@@ -1,8 +1,7 @@
 """One persistent matrix product ``x @ weight.T`` and three things to make of it in registers.
 
-    partials   per token and window of the vocabulary: maximum, sum of exponentials, the target's
-               logit, and on request the sums and the argmax of ``parallel_lce.partials``. No logits
-               are written.
+    partials   per token and window of the vocabulary: maximum, sum of exponentials, and on request
+               the sums and the argmax of ``parallel_lce.partials``. No logits are written.
     keep       the same, and ``exp(z - reference)`` in the input's dtype.
     gradient   ``p (alpha + delta (z - M)) - gamma`` times the slope of scale and soft-cap, in the
                input's dtype, from statistics that are known: the gradient of the logits but for the
@@ -31,22 +30,26 @@ import triton.language as tl
 from parallel_lce.kernels.epilogues import (
     FP16_SCALE,
     REACH,
-    any_target,
     finished_logits,
     gradient_epilogue,
     gradient_rows,
     partials_epilogue,
     partials_rows,
-    position,
+    softcapped,
 )
 from parallel_lce.kernels.tuning import (
     Tile,
     addressable,
+    blocks_per_launch,
     descriptor,
     interpreted,
     processors,
     tile_of,
 )
+
+
+# Tokens of a tile of target logits.
+_TARGETS = 64
 
 
 @triton.jit
@@ -77,19 +80,20 @@ def _store(destination, row, first, rows, columns, stride, tile, TMA: tl.constex
 
 @triton.jit
 def _projection(
-    x, weight, out, bias, rows, columns, depth, scale, cap, a0, a1, a2, a3, a4,
+    x, weight, out, bias, rows, columns, depth, first_block, blocks, scale, cap,
+    a0, a1, a2, a3, a4,
     x_stride, weight_stride, out_stride, out_columns,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, GRADIENT: tl.constexpr,
-    SWITCHES: tl.constexpr, GROUP: tl.constexpr, STORES: tl.constexpr,
+    SWITCHES: tl.constexpr, STORES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, OUT_TMA: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Either epilogue; ``a0`` to ``a4`` are its tensors and ``SWITCHES`` its switches, in its order."""
-    row_blocks = tl.cdiv(rows, BLOCK_M)
+    """``blocks`` row blocks from ``first_block`` on, with either epilogue; ``a0`` to ``a4`` are its
+    tensors and ``SWITCHES`` its switches, in its order."""
     windows = tl.cdiv(columns, BLOCK_N)
-    for tile in range(tl.program_id(0), row_blocks * windows, tl.num_programs(0)):
-        row_block, window = position(tile, row_blocks, windows, GROUP)
-        row, first = row_block * BLOCK_M, window * BLOCK_N
+    for tile in range(tl.program_id(0), blocks * windows, tl.num_programs(0)):
+        window = tile // blocks
+        row, first = (first_block + tile % blocks) * BLOCK_M, window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)
         if GRADIENT:
@@ -97,7 +101,7 @@ def _projection(
                 r, rows, a0, a1, a2, a3, a4, scale, SWITCHES[0], SWITCHES[1], SWITCHES[2]
             )
         else:
-            wanted, known = partials_rows(r, rows, columns, a0, a1, SWITCHES[2], SWITCHES[0])
+            known = partials_rows(r, rows, a0, SWITCHES[0])
         z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, depth, BLOCK_K):
             a = _load(x, row, k, rows, depth, x_stride, BLOCK_M, BLOCK_K, TMA)
@@ -114,10 +118,9 @@ def _projection(
             )
         else:
             z = partials_epilogue(
-                z, r, c, window, windows, rows, columns, wanted, known,
-                any_target(wanted, first, BLOCK_N), a2, a3, a4,
+                z, r, c, window, windows, rows, columns, known, a1, a2,
                 SWITCHES[0], SWITCHES[1], SWITCHES[2], SWITCHES[3], SWITCHES[4], SWITCHES[5],
-                SWITCHES[6], SWITCHES[7],
+                SWITCHES[6],
             )  # fmt: skip
         if STORES:
             if first < out_columns:
@@ -152,17 +155,14 @@ class Operands:
     ) -> None:
         """Start the product with an epilogue: its five ``tensors`` and its ``switches``, in order."""
         tile, tma, x, weight = self.tile, self.tma, self.x, self.weight
-        tiles = triton.cdiv(x.shape[0], tile.rows) * self.windows
-        grid = (min(tiles, processors(x.device)),)
-        sizes = x.shape[0], weight.shape[0], x.shape[1]
+        (rows, depth), columns, programs = x.shape, weight.shape[0], processors(x.device)
         softcap = 1.0 if self.softcap is None else float(self.softcap)
-        common = {
+        options = {
             "HAS_BIAS": self.bias is not None,
             "SCALED": self.scale != 1.0,
             "CAPPED": self.softcap is not None,
             "GRADIENT": gradient,
             "SWITCHES": switches,
-            "GROUP": tile.group,
             "STORES": out is not None,
             "num_warps": tile.warps,
         }
@@ -173,34 +173,37 @@ class Operands:
         destination = out
         if out_tma:
             destination = descriptor(out, tile.rows, tile.columns, tile.specialised)
-        arguments = x, weight, destination, self.bias, *sizes, float(self.scale), softcap, *tensors
         if tile.specialised:
-            from parallel_lce.kernels import hopper
+            from parallel_lce.kernels.hopper import projection as kernel
 
-            hopper.projection[grid](*arguments, STAGES=tile.stages - (out is not None), **common)
-            return
-        _projection[grid](
-            *arguments,
-            self.x.stride(0),
-            self.weight.stride(0),
-            0 if out is None else out.stride(0),
-            0 if out is None else out.shape[1],
-            BLOCK_M=tile.rows,
-            BLOCK_N=tile.columns,
-            BLOCK_K=tile.depth,
-            TMA=tma,
-            OUT_TMA=out_tma,
-            # Triton's interpreter multiplies bf16 wrongly.
-            UPCAST=interpreted() and self.x.dtype == torch.bfloat16,
-            num_stages=tile.stages,
-            **common,
-        )
+            strides: tuple[int, ...] = ()
+            options["STAGES"] = tile.stages - (out is not None)
+        else:
+            kernel = _projection
+            strides = self.x.stride(0), self.weight.stride(0)
+            strides += (0, 0) if out is None else (out.stride(0), out.shape[1])
+            options |= {
+                "BLOCK_M": tile.rows,
+                "BLOCK_N": tile.columns,
+                "BLOCK_K": tile.depth,
+                "TMA": tma,
+                "OUT_TMA": out_tma,
+                # Triton's interpreter multiplies bf16 wrongly.
+                "UPCAST": interpreted() and self.x.dtype == torch.bfloat16,
+                "num_stages": tile.stages,
+            }
+        row_blocks = triton.cdiv(rows, tile.rows)
+        step = blocks_per_launch(row_blocks, self.windows, programs)
+        for first in range(0, row_blocks, step):
+            blocks = min(step, row_blocks - first)
+            kernel[(min(blocks * self.windows, programs),)](
+                x, weight, destination, self.bias, rows, columns, depth, first, blocks,
+                float(self.scale), softcap, *tensors, *strides, **options,
+            )  # fmt: skip
 
 
 def window_partials(
     operands: Operands,
-    target: torch.Tensor | None,
-    target_logit: torch.Tensor,
     *,
     shifted: bool = False,
     total: bool = False,
@@ -211,11 +214,10 @@ def window_partials(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``maxima [windows, R]`` and ``sums [*, windows, R]`` fp32: sum_exp, then those asked for.
 
-    ``target [R]`` int64 holds columns; those outside ``[0, K)`` hit nothing. ``target_logit [R]``
-    fp32 is written for those that do. ``kept [R, C]``, its rows 16 bytes aligned, receives the
-    exponentials of the first C columns, relative to ``epilogues.window_reference`` of ``common [R]``
-    fp32 or, if that is None, to each window's maximum; C is K or a multiple of the tile's columns. In
-    fp16 they are times ``FP16_SCALE``. The argmax is a column, bit-cast.
+    ``kept [R, C]``, its rows 16 bytes aligned, receives the exponentials of the first C columns,
+    relative to ``epilogues.window_reference`` of ``common [R]`` fp32 or, if that is None, to each
+    window's maximum, and sum_exp likewise; C is K or a multiple of the tile's columns. In fp16 they
+    are times ``FP16_SCALE``. The argmax is a column, bit-cast.
     """
     x, entries = operands.x, operands.weight.shape[0]
     maxima = x.new_empty(operands.windows, x.shape[0], dtype=torch.float32)
@@ -223,11 +225,10 @@ def window_partials(
     operands._launch(
         kept,
         False,
-        (target, common, maxima, sums, target_logit),
+        (common, maxima, sums, None, None),
         (
             -1.0 if common is None else REACH,
             FP16_SCALE if kept is not None and kept.dtype == torch.float16 else 1.0,
-            target is not None,
             shifted,
             total,
             weighted,
@@ -236,6 +237,70 @@ def window_partials(
         ),
     )
     return maxima, sums
+
+
+@triton.jit
+def _targets_kernel(
+    x, weight, bias, target, result, rows, columns, depth, x_stride, weight_stride, scale, cap,
+    HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = r < rows
+    wanted = tl.load(target + r, mask=valid, other=-1)
+    hit = (wanted >= 0) & (wanted < columns)
+    x_rows = x + r.to(tl.int64)[:, None] * x_stride
+    weight_rows = weight + tl.where(hit, wanted, 0)[:, None] * weight_stride
+    z = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for k in range(0, depth, BLOCK_K):
+        c = k + tl.arange(0, BLOCK_K)
+        inside = (c < depth)[None, :]
+        a = tl.load(x_rows + c[None, :], mask=valid[:, None] & inside, other=0.0)
+        b = tl.load(weight_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
+        if UPCAST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        z = tl.dot(a, b.T, z, input_precision="ieee")
+    own = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
+    logit = tl.sum(tl.where(own, z, 0.0), 1)
+    if HAS_BIAS:
+        logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
+    logit *= scale
+    if CAPPED:
+        logit = softcapped(logit, cap)
+    tl.store(result + r, tl.where(hit, logit, 0.0), mask=valid)
+
+
+def target_logits(operands: Operands, target: torch.Tensor, result: torch.Tensor) -> None:
+    """The targets' logits ``[R]`` fp32; 0 for a ``target [R]`` int64 outside ``[0, K)``.
+
+    The diagonal of a product with the targets' rows of the weight, gathered: tensor cores sum it in
+    the order of the mainloop, so that a target which is a token's maximum equals it to the bit.
+    Looking for targets in the mainloop's tiles costs some tiles more time than others, after which
+    the programs fall out of step.
+    """
+    x, weight = operands.x, operands.weight
+    _targets_kernel[(triton.cdiv(x.shape[0], _TARGETS),)](
+        x,
+        weight,
+        operands.bias,
+        target,
+        result,
+        x.shape[0],
+        weight.shape[0],
+        x.shape[1],
+        x.stride(0),
+        weight.stride(0),
+        float(operands.scale),
+        1.0 if operands.softcap is None else float(operands.softcap),
+        HAS_BIAS=operands.bias is not None,
+        CAPPED=operands.softcap is not None,
+        UPCAST=interpreted() and x.dtype == torch.bfloat16,
+        BLOCK=_TARGETS,
+        BLOCK_K=64 if x.element_size() == 2 else 32,
+        num_warps=4,
+        num_stages=4,
+    )
 
 
 def logits_gradient(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +21,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 class Tile:
     """Tokens, vocabulary rows and hidden elements of a tile, and how it is run.
 
-    ``group``: row blocks that walk the vocabulary together; ``specialised``: by the warp-specialised
-    mainloop of :mod:`parallel_lce.kernels.hopper`, which gives up a stage for what it stores.
+    ``specialised``: by the warp-specialised mainloop of :mod:`parallel_lce.kernels.hopper`, which
+    gives up a stage for what it stores.
     """
 
     rows: int
@@ -28,18 +30,20 @@ class Tile:
     depth: int
     warps: int
     stages: int
-    group: int
     specialised: bool = False
 
 
-_SPECIALISED = Tile(128, 256, 64, 8, 4, 16, specialised=True)
-# (least compute capability, TMA, most bytes per element) -> tile; the first that fits.
+_SPECIALISED = Tile(128, 256, 64, 8, 4, specialised=True)
+# (major compute capability, TMA, most bytes per element) -> tile; the first that fits.
 _TABLE = (
-    (90, True, 2, Tile(128, 256, 64, 8, 3, 16)),
-    (90, True, 4, Tile(128, 128, 32, 8, 3, 16)),
-    (80, False, 2, Tile(128, 128, 32, 8, 3, 16)),
-    (0, False, 4, Tile(64, 64, 32, 4, 2, 16)),
+    ((9, 10), True, 2, Tile(128, 256, 64, 8, 3)),
+    ((9, 10), True, 4, Tile(128, 128, 32, 8, 3)),
+    ((8, 9, 10, 11, 12), False, 2, Tile(128, 128, 32, 8, 3)),
+    ((8, 9, 10, 11, 12), False, 4, Tile(64, 64, 32, 4, 2)),
 )
+# Row blocks of a launch, which walk the vocabulary together.
+_BLOCKS = range(12, 21)
+_forced: Tile | None = None
 
 
 def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
@@ -47,13 +51,29 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
 
     It must not depend on the epilogue: the backward meets the forward's windows again.
     """
-    capability = _capability(weight.device)
-    if tma and capability // 10 == 9 and weight.element_size() == 2 and _has_gluon():
+    major = _capability(weight.device) // 10
+    if _forced is not None:
+        return _forced
+    if tma and major == 9 and weight.element_size() == 2 and _has_gluon():
         return _SPECIALISED
-    for least, needs_tma, itemsize, tile in _TABLE:
-        if capability >= least and tma >= needs_tma and weight.element_size() <= itemsize:
+    for majors, needs_tma, itemsize, tile in _TABLE:
+        if major in majors and tma >= needs_tma and weight.element_size() <= itemsize:
             return tile
-    raise ValueError(f"no tile for {weight.dtype} on a device of compute capability {capability}")
+    raise ValueError(f"no tile for {weight.dtype} on a device of compute capability {major}.x")
+
+
+@contextmanager
+def forced(tile: Tile, blocks: int) -> Iterator[None]:
+    """This tile and these row blocks per launch for every product: for measuring them."""
+    global _forced, _BLOCKS
+    before = _forced, _BLOCKS
+    _forced, _BLOCKS = tile, range(blocks, blocks + 1)
+    blocks_per_launch.cache_clear()
+    try:
+        yield
+    finally:
+        _forced, _BLOCKS = before
+        blocks_per_launch.cache_clear()
 
 
 @functools.cache
@@ -82,6 +102,24 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def blocks_per_launch(row_blocks: int, windows: int, programs: int) -> int:
+    """Row blocks to give a launch, so that both operands are met in the L2 cache and little is lost
+    in last waves.
+
+    Programs drift apart in a long launch, until they no longer share what they load; the next one
+    starts in step again.
+    """
+    if row_blocks <= _BLOCKS[-1]:
+        return max(1, row_blocks)
+
+    def waves(blocks: int) -> int:
+        whole, rest = divmod(row_blocks, blocks)
+        return whole * -(-blocks * windows // programs) + -(-rest * windows // programs)
+
+    return min(_BLOCKS, key=lambda blocks: (waves(blocks), abs(blocks - 16)))
 
 
 def addressable(*tensors: torch.Tensor) -> bool:

@@ -125,9 +125,10 @@ class _AccumulatedLoss(torch.autograd.Function):
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``gradient * factor`` in ``dtype``, in place where that is its own."""
-    if gradient.dtype == factor.dtype == dtype:
-        return gradient.mul_(factor)
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    if gradient.dtype == factor.dtype:
+        return torch.mul(gradient, factor, out=result)
+    # torch would round the factor to the gradient's dtype.
     rows = max(1, _SCALED_BYTES // max(1, gradient[:1].numel() * factor.element_size()))
     for source, destination in zip(gradient.split(rows), result.split(rows)):
         destination.copy_(source.to(factor.dtype) * factor)

@@ -30,7 +30,12 @@ from parallel_lce.backends.blocks import (
 )
 from parallel_lce.kernels import dlogits
 from parallel_lce.kernels.partials import merge_windows
-from parallel_lce.kernels.projection import Operands, logits_gradient, window_partials
+from parallel_lce.kernels.projection import (
+    Operands,
+    logits_gradient,
+    target_logits,
+    window_partials,
+)
 from parallel_lce.partials import TARGET, Columns, empty_partial
 from parallel_lce.weight_grad import ShardGradient
 
@@ -99,7 +104,10 @@ def block_forward(
     width = operands.tile.columns
     kept = real if kept >= real else kept // width * width
     merged = x.new_empty(columns.count, rows, dtype=projection.dtype)
-    merged[TARGET].zero_()
+    if target is None:
+        merged[TARGET].zero_()
+    else:
+        target_logits(operands, target, merged[TARGET])
     wanted = {
         "shifted": columns.mean_log_prob,
         "total": columns.mean_logit,
@@ -107,8 +115,8 @@ def block_forward(
         "argmax": columns.argmax,
     }
 
-    def reduce(part: Operands, target: Tensor | None, merged: Tensor, **keep) -> Kept:
-        maxima, sums = window_partials(part, target, merged[TARGET], **wanted, **keep)
+    def reduce(part: Operands, merged: Tensor, **keep) -> Kept:
+        maxima, sums = window_partials(part, **wanted, **keep)
         common = keep.get("common")
         agreed = merge_windows(
             maxima, sums, merged, common,
@@ -120,20 +128,19 @@ def block_forward(
         stored = allocate_kept(projection, rows, kept) if buffer is None else buffer
         stored = stored[: rows * _stride(kept)].view(rows, -1)
         common = _common_reference(projection, x)
-        references = reduce(operands, target, merged, kept=stored[:, :kept], common=common)
+        references = reduce(operands, merged, kept=stored[:, :kept], common=common)
         return merged, (stored, *references)
     fitting = max(1, _PARTIAL_BYTES // (4 * operands.windows * (columns.count - 1)))
     # Even pieces of whole tiles.
     height = operands.tile.rows
     step = -(-rows // (-(-rows // fitting) * height)) * height
     if rows <= step:
-        reduce(operands, target, merged)
+        reduce(operands, merged)
         return merged, ()
     for first in range(0, rows, step):
         part = slice(first, first + step)
         piece = merged[:, part].contiguous()
-        some = None if target is None else target[part]
-        reduce(_operands(projection, x[part], 0, real), some, piece)
+        reduce(_operands(projection, x[part], 0, real), piece)
         merged[:, part] = piece
     return merged, ()
 

@@ -87,7 +87,7 @@ def measure(peers, inputs, passes, rounds, device, say=lambda text: None):
         for result in timed:
             with _failures_in(result, device):
                 for kind in result.seconds if not result.refused else ():
-                    result.seconds[kind].append(_clock(functions[id(result)][kind], device))
+                    result.seconds[kind].append(clock(functions[id(result)][kind], device))
     functions.clear()
     _release(device)
     return results, judge
@@ -179,7 +179,7 @@ def _poison(inputs):
         torch.full_like(like, math.nan)
 
 
-def _clock(fn, device):
+def clock(fn, device):
     """Seconds of one call. On CUDA the median of calls between events on the stream, after calls that are not looked
     at: the peer measured before may also have made the allocator give back what this one needs."""
     if device.type == "cpu":

@@ -1,0 +1,100 @@
+"""python -m parallel_lce.bench.tune: time the tiles that `kernels/tuning.py` could name for this device.
+
+Every candidate runs the three epilogues of the projection on each shape, in rounds A B C A B C, beside the bare
+product `x @ W.T` of the same round. The best rows belong into the table of `kernels/tuning.py`.
+"""
+
+import argparse
+import itertools
+from statistics import median
+
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+from ..kernels import tuning
+from ..kernels.projection import Operands, logits_gradient, window_partials
+from .measure import clock
+from .suites import SUITES
+
+SPECIALISED = [
+    tuning.Tile(rows, columns, 64, 8, stages, specialised=True)
+    for (rows, columns), stages in itertools.product([(128, 256), (256, 128)], [3, 4])
+]
+PORTABLE = [
+    tuning.Tile(rows, columns, depth, warps, stages)
+    for rows, columns in [(128, 256), (128, 128), (64, 128)]
+    for depth in (32, 64)
+    for warps in (4, 8)
+    for stages in (3, 4)
+]
+BLOCKS = (8, 16, 32)
+
+
+def epilogues(x, weight):
+    """The three epilogues by name, each a function that runs it on `x [N, D]` and `weight [V, D]`."""
+    rows = x.shape[0]
+    common = torch.zeros(rows, device=x.device)
+    statistics = torch.stack([common, common + 1, common])
+    out = torch.empty(rows, -(-weight.shape[0] // 64) * 64, device=x.device, dtype=x.dtype)
+    out = out[:, : weight.shape[0]]
+    operands = Operands(x, weight)
+    return {
+        "partials": lambda: window_partials(operands),
+        "keep": lambda: window_partials(operands, kept=out, common=common),
+        "gradient": lambda: logits_gradient(operands, statistics, common, None, None, None, out),
+    }
+
+
+def candidates(specialised):
+    if specialised:
+        return list(itertools.product(SPECIALISED, BLOCKS))
+    return list(itertools.product(PORTABLE, BLOCKS))
+
+
+def tune(shape, dtype, rounds, specialised, say=print):
+    """`{(tile, blocks, epilogue): time of the bare product / its time}`, medians over the rounds."""
+    n, v, d = shape
+    x = torch.randn(n, d, device="cuda", dtype=dtype)
+    weight = (torch.randn(v, d, device="cuda") * d**-0.5).to(dtype)
+    runs = {}
+    for tile, blocks in candidates(specialised):
+        for name, function in epilogues(x, weight).items():
+            with tuning.forced(tile, blocks):
+                try:
+                    function()
+                    torch.cuda.synchronize()
+                except (OutOfResources, CompilationError) as error:
+                    say(f"{tile} cannot run {name}: {type(error).__name__}")
+                    continue
+            runs[tile, blocks, name] = function
+    speeds = {key: [] for key in runs}
+    for _ in range(rounds):
+        for (tile, blocks, name), function in runs.items():
+            bare = clock(lambda: torch.mm(x, weight.t()), x.device)
+            with tuning.forced(tile, blocks):
+                speeds[tile, blocks, name].append(bare / clock(function, x.device))
+    return {key: median(values) for key, values in speeds.items()}
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench.tune", description=__doc__)
+    parser.add_argument("--shape", metavar="N,V,D", action="append", type=lambda t: tuple(map(int, t.split(","))))
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--best", type=int, default=8, help="rows to print per epilogue")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("tiles are tuned on a CUDA device, and there is none")
+    specialised = torch.cuda.get_device_capability()[0] == 9
+    shapes = options.shape or [(s.n, s.v, s.d) for s in SUITES["bars"].shapes]
+    for shape in shapes:
+        speeds = tune(shape, getattr(torch, options.dtype), options.rounds, specialised)
+        for name in ("partials", "keep", "gradient"):
+            rows = [(speed, tile, blocks) for (tile, blocks, of), speed in speeds.items() if of == name]
+            for speed, tile, blocks in sorted(rows, key=lambda row: -row[0])[: options.best]:
+                print(f"{shape} {name:8} {speed:.3f} of the bare product: {tile}, {blocks} row blocks a launch")
+
+
+if __name__ == "__main__":
+    main()

@@ -190,7 +190,7 @@ def no_profiler(monkeypatch):
 
 def test_what_is_wrong_is_shown_and_never_timed(monkeypatch, no_profiler):
     timed = []
-    monkeypatch.setattr(measure, "_clock", lambda call, device: timed.append(call) or 0.5)
+    monkeypatch.setattr(measure, "clock", lambda call, device: timed.append(call) or 0.5)
     inputs = make_inputs(TINY, torch.float32, CPU, seed=0)
     all_peers = [(Peer(name, ANY, CPU_AND_CUDA, None), loss) for name, (loss, _) in FAULTS.items()]
     results, judge = measure.measure(
@@ -230,7 +230,7 @@ def test_a_peer_that_fails_when_timed_is_out(monkeypatch, no_profiler):
         return torch_loss(x, weight, target)
 
     monkeypatch.setattr(measure, "CPU_SECONDS", 0)
-    monkeypatch.setattr(measure, "_clock", lambda call, device: call() and 0.5)
+    monkeypatch.setattr(measure, "clock", lambda call, device: call() and 0.5)
     inputs = make_inputs(TINY, torch.float32, CPU, seed=0)
     (result,), _ = measure.measure([(Peer("p", ANY, CPU_AND_CUDA, None), loss)], inputs, PASSES, 3, CPU)
     assert result.refused == "failed: RuntimeError: out of something" and not result.has(FORWARD)
@@ -292,7 +292,7 @@ def test_a_run_writes_table_json_and_picture(monkeypatch, tmp_path, capsys):
 
 
 def test_accuracy_alone_is_not_timed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(measure, "_clock", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(measure, "clock", lambda *_: pytest.fail("timed"))
     status, found = run(monkeypatch, tmp_path, "--suite", "accuracy", "--shape", "40,90,16", "--peers", "ours", "torch")
     assert status == 0
     flat, sharp = found["shapes"]

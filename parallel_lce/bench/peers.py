@@ -118,7 +118,7 @@ def _ours_main_grad(budget):
     from parallel_lce.checks import Arguments
     from parallel_lce.functional import prepare
     from parallel_lce.partials import Columns
-    from parallel_lce.statistics import token_statistics
+    from parallel_lce.differentiable import token_statistics
     from parallel_lce.weight_grad import MainGrad
 
     def loss(x, weight, target):

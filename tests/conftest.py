@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     # Kernels then run on the CPU; Triton reads this when they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tools import chosen_backend
 from world import World, configure
 
 configure()
@@ -26,6 +27,17 @@ def device(request) -> str:
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and there is none")
     return request.param
+
+
+@pytest.fixture(params=["torch", "triton"])
+def backend(request, device) -> str:
+    """Each test body runs in either backend; on the CPU Triton's interpreter runs the kernels."""
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="needs triton")
+        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            pytest.skip("kernels are compiled for this machine's GPU, not interpreted")
+    with chosen_backend(request.param):
+        yield request.param
 
 
 @pytest.fixture(scope="session")

@@ -8,8 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
 from cases import Case, dense, error, make
-from parallel_lce.backends import eager
-from tools import shrunk
+from parallel_lce import reference
+from parallel_lce.backends import backend_of
+from parallel_lce.statistics import DIFFERENTIABLE
+from tools import REDUCED, assert_near, everywhere, shrunk, small, statistics
+from world import Member
 
 CASE = Case(64, 300, 8, ignored="none")
 
@@ -21,11 +24,13 @@ def _leaves(device: str, dtype: str = "fp32"):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_checkpointed_loss_is_computed_twice_and_no_more(reduction, reentrant, device, monkeypatch):
+def test_checkpointed_loss_is_computed_twice_and_no_more(
+    reduction, reentrant, backend, device, monkeypatch
+):
     t, x, w = _leaves(device)
-    calls = []
-    original = eager.block_forward
-    monkeypatch.setattr(eager, "block_forward", lambda *a: calls.append(1) or original(*a))
+    calls, module = [], backend_of(w)
+    original = module.block_forward
+    monkeypatch.setattr(module, "block_forward", lambda *a: calls.append(1) or original(*a))
 
     def loss(x, w):
         return parallel_lce.linear_cross_entropy(
@@ -102,3 +107,170 @@ def test_a_target_out_of_range_shows_in_the_gradient(device):
     loss.sum().backward()
     assert loss.isnan().nonzero().flatten().tolist() == [5]
     assert x.grad.isnan().any(1).nonzero().flatten().tolist() == [5]
+
+
+# --- the graph walked again ------------------------------------------------------------------------
+
+# Walked again, a graph recomputes what its first backward took from stored exponentials.
+WALKED = REDUCED | {"save some": dict(logits_budget=17000, reduction="none")}
+STORED_ERROR = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}
+
+
+def _walked(member: Member, name: str, dtype: str):
+    """Four backwards through one graph: one with a zero upstream and one with it doubled."""
+    t = small(member.device, N=48, V=200, D=8, dtype=dtype)
+    shard = t.weight.detach().chunk(member.ranks)[member.rank].clone().requires_grad_()
+    bias = torch.zeros(len(shard), dtype=shard.dtype, device=member.device).requires_grad_()
+    leaves = [t.x, shard, bias]
+    with shrunk(8192, (16, 32)):
+        loss = parallel_lce.linear_cross_entropy(
+            t.x, shard, t.target, linear_bias=bias, process_group=member.group, **WALKED[name]
+        ).sum()
+        accumulates = "AccumulatedLoss" in type(_parent(loss)).__name__
+        # dX of fp16 waits for the upstream gradient, which may be a loss scale.
+        assert accumulates == (name == "accumulate" and dtype != "fp16")
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        copies = [g.clone() for g in first]
+        nothing = torch.autograd.grad(loss, leaves, torch.zeros_like(loss), retain_graph=True)
+        double = torch.autograd.grad(loss, leaves, torch.full_like(loss, 2.0), retain_graph=True)
+        again = torch.autograd.grad(loss, leaves)
+    for one, copy, zero, two, last in zip(first, copies, nothing, double, again):
+        assert torch.count_nonzero(copy), "a gradient to compare with"
+        assert torch.equal(one, copy), "a later backward wrote into the first one's result"
+        assert torch.count_nonzero(zero) == 0
+        if name.startswith("save"):
+            assert error(last, one) <= STORED_ERROR[dtype] * one.double().norm()
+        else:
+            assert torch.equal(last, one)
+        # Powers of two scale exactly, but in the subnormal numbers of fp16.
+        assert torch.equal(two, 2 * last) or dtype == "fp16"
+    return [g.cpu() for g in first]
+
+
+def _parent(loss):
+    """The package's node behind a chain of plain operations."""
+    node = loss.grad_fn
+    while not type(node).__name__.startswith("_"):
+        node = node.next_functions[0][0]
+    return node
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", WALKED)
+def test_second_backward(name, ranks, worlds, backend, device):
+    for dtype in ("fp32", "bf16", "fp16"):
+        parts = everywhere(worlds, device, ranks, _walked, name, dtype)
+        t = small(N=48, V=200, D=8, dtype=dtype)
+        x, w = t.x.detach().double().requires_grad_(), t.weight.detach().double().requires_grad_()
+        reduction = "sum" if WALKED[name]["reduction"] == "none" else "mean"
+        torch.nn.functional.cross_entropy(x @ w.t(), t.target, reduction=reduction).backward()
+        tolerance = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 4e-3}[dtype]
+        assert_near(parts[0][0], x.grad, tolerance)
+        assert_near(torch.cat([p[1] for p in parts]), w.grad, tolerance)
+
+
+@pytest.mark.parametrize("names", [["lse", "target_logit"], ["entropy"]], ids=["kept", "expected"])
+@pytest.mark.parametrize(("budget", "blocks"), [(None, 1), (14000, 4)])
+def test_a_backend_may_write_over_what_is_kept(budget, blocks, names, backend, device, monkeypatch):
+    """Its memory is scratch afterwards: for the blocks that follow, and for a second backward."""
+    t = small(device, N=160, V=100, D=600, dtype="bf16")
+    module, handed = backend_of(t.weight), []
+    original = module.block_backward
+
+    def spoiling(*arguments):
+        *others, kept, to, scratch = arguments
+        handed.append((len(kept) > 0, scratch.capacity(torch.uint8)))
+        original(*others, kept, to, scratch)
+        for tensor in kept:
+            tensor.fill_(torch.nan if tensor.is_floating_point() else 255)
+        scratch.take(scratch.capacity(torch.uint8), torch.uint8).fill_(255)
+
+    monkeypatch.setattr(module, "block_backward", spoiling)
+    leaves = [t.x, t.weight]
+    with shrunk(4000, (16, 32)):
+        found = statistics(*leaves, t.target, logits_budget=budget)
+        total = sum(getattr(found, name).sum() for name in names)
+        walks = [torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2)]
+    x, w = (leaf.detach().double().requires_grad_() for leaf in leaves)
+    exact = reference.statistics(x @ w.t(), t.target)
+    expected = torch.autograd.grad(sum(exact[name].sum() for name in names), [x, w])
+    for gradients in walks:
+        for found, truth in zip(gradients, expected):
+            assert_near(found, truth, 1e-2)
+    # Rows of kept exponentials begin at multiples of 128 bytes in the triton backend.
+    kept = (160 if budget is None else (budget - 4000) // 200) * (200 if backend == "torch" else 256)
+    uses = names == ["lse", "target_logit"]
+    assert handed[0] == (uses, 4000 if uses else kept)
+    assert handed[1:] == [(False, kept)] * (2 * blocks - 1)
+
+
+def test_first_backward_with_zero_upstream_spoils_nothing(device):
+    """The accumulated sums are scaled in place by the first backward: by 0, here."""
+    t = small(device, N=48, V=200, D=8)
+    with shrunk(8192):
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, logits_budget=0)
+        torch.autograd.grad(loss, [t.x], torch.zeros_like(loss), retain_graph=True)
+        found = torch.autograd.grad(loss, [t.x, t.weight])
+        fresh = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, logits_budget=0)
+        expected = torch.autograd.grad(fresh, [t.x, t.weight])
+    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+def test_a_second_derivative_is_refused_in_words(budget, device):
+    t = small(device, N=48, V=200, D=8)
+    with shrunk(8192):
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, logits_budget=budget)
+        scale = torch.ones((), device=device, requires_grad=True)
+        (dx,) = torch.autograd.grad(loss * scale, t.x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        dx.square().sum().backward()
+
+
+# --- upstream gradients -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+def test_upstream_zeros_give_zero(budget, backend, device):
+    t = small(device)
+    with shrunk(4096, (16, 32)):
+        for name in DIFFERENTIABLE:
+            value = getattr(statistics(t.x, t.weight, t.target, logits_budget=budget), name)
+            for g in torch.autograd.grad(value, [t.x, t.weight], torch.zeros_like(value)):
+                assert torch.count_nonzero(g) == 0, name
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_upstream_of_any_layout(dtype, budget, backend, device):
+    """Zeros in places, expanded, strided, transposed: the same bits as a contiguous copy gives."""
+    t = small(device, dtype=dtype)
+    x = t.x.detach().view(4, 6, -1).requires_grad_()
+    target = t.target.view(4, 6)
+
+    def gradients(upstream, reduced=lambda loss: loss):
+        with shrunk(4096, (16, 32)):
+            loss = parallel_lce.linear_cross_entropy(
+                x, t.weight, target, reduction="none", logits_budget=budget
+            )
+            return torch.autograd.grad(reduced(loss), [x, t.weight], upstream)
+
+    sparse = torch.randn(4, 6, device=device)
+    sparse[1] = 0
+    layouts = {
+        "expanded": torch.tensor(0.25, device=device).expand(4, 6),
+        "rows expanded": torch.randn(6, device=device).expand(4, 6),
+        "strided": torch.randn(4, 12, device=device)[:, ::2],
+        "transposed": torch.randn(6, 4, device=device).t(),
+        "zeros in places": sparse,
+    }
+    for name, upstream in layouts.items():
+        found, expected = gradients(upstream), gradients(upstream.contiguous())
+        assert all(torch.equal(a, b) for a, b in zip(found, expected)), name
+        a, b = (v.detach().double().requires_grad_() for v in (x, t.weight))
+        loss = torch.nn.functional.cross_entropy((a @ b.t()).flatten(0, 1), t.target, reduction="none")
+        tolerance = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 4e-3}[dtype]
+        for g, exact in zip(found, torch.autograd.grad(loss, [a, b], upstream.double().flatten())):
+            assert_near(g, exact, tolerance)
+    by_sum = gradients(None, torch.sum)
+    assert all(torch.equal(a, b) for a, b in zip(by_sum, gradients(torch.ones(4, 6, device=device))))

@@ -1,4 +1,5 @@
-"""What several test files share: tiny blocks and tiles, a record of collectives, debug mode."""
+"""What several test files share: tiny blocks and tiles, backends, small problems, a record of
+collectives."""
 
 from __future__ import annotations
 
@@ -8,10 +9,18 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from parallel_lce import parallel, plan
+import parallel_lce
+from cases import Case, Tensors, make
+from parallel_lce import backends, parallel, plan
 from parallel_lce.backends import eager
 from parallel_lce.weight_grad import ShardGradient
 from world import Member
+
+_TRITON = backends._triton_installed()
+if _TRITON and os.environ.get("TRITON_INTERPRET") == "1":
+    from interpreter import round_as_gpus_do
+
+    round_as_gpus_do()
 
 
 def alone(device: str = "cpu") -> Member:
@@ -20,37 +29,96 @@ def alone(device: str = "cpu") -> Member:
 
 
 def everywhere(worlds, device: str, ranks: int, body, *arguments) -> list:
-    """``body(member, *arguments)`` on every rank, on this process where there is but one."""
+    """``body(member, *arguments)`` on every rank with this process's choice of a backend; on this
+    process where there is but one."""
     if ranks == 1:
         return [body(alone(device), *arguments)]
-    return worlds(ranks).run(body, *arguments)
+    chosen = os.environ.get(backends.VARIABLE, "")
+    return worlds(ranks).run(_with_backend, chosen, body, *arguments)
+
+
+def _with_backend(member: Member, name: str, body, *arguments):
+    with chosen_backend(name):
+        return body(member, *arguments)
 
 
 @contextmanager
 def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
-    """Smaller blocks, and tiles of ``(rows, columns)``, so that a tiny problem has many of both."""
+    """Smaller blocks, accumulated however few rows they have, and tiles of ``(rows, columns)`` in the
+    torch backend, so that a tiny problem has many of both."""
+    modules = [backends.named(name) for name in ("eager", "triton") if name == "eager" or _TRITON]
     saved = plan.SMALLEST_BLOCK, eager._CPU_TILE, eager._CUDA_TILE
+    accumulated = [module.SMALLEST_ACCUMULATED for module in modules]
     if block_bytes is not None:
         plan.SMALLEST_BLOCK = block_bytes
+        for module in modules:
+            module.SMALLEST_ACCUMULATED = 1
     if tile is not None:
         eager._CPU_TILE = eager._CUDA_TILE = tile
     try:
         yield
     finally:
         plan.SMALLEST_BLOCK, eager._CPU_TILE, eager._CUDA_TILE = saved
+        for module, rows in zip(modules, accumulated):
+            module.SMALLEST_ACCUMULATED = rows
+
+
+REDUCED = {
+    "save": dict(logits_budget=None, reduction="mean"),
+    "recompute": dict(logits_budget=0, reduction="none"),
+    "accumulate": dict(logits_budget=0, reduction="mean"),
+}
+"""Options of a loss for each way to spend memory, where blocks are small."""
 
 
 @contextmanager
-def debug_mode():
-    before = os.environ.get("PARALLEL_LCE_DEBUG")
-    os.environ["PARALLEL_LCE_DEBUG"] = "1"
+def _environment(name: str, value: str):
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ["PARALLEL_LCE_DEBUG"]
+            del os.environ[name]
         else:
-            os.environ["PARALLEL_LCE_DEBUG"] = before
+            os.environ[name] = before
+
+
+def debug_mode():
+    return _environment("PARALLEL_LCE_DEBUG", "1")
+
+
+def chosen_backend(name: str):
+    """``torch``, ``triton``, or the default of an empty name."""
+    return _environment(backends.VARIABLE, name)
+
+
+def statistics(x, weight, target, **options):
+    """Every field of ``token_statistics``."""
+    everything = dict(mean_logit=True, expected_logit=True, argmax=True)
+    return parallel_lce.token_statistics(x, weight, target, **{**everything, **options})
+
+
+def small(device="cpu", N=24, V=150, D=16, dtype="fp32", sharpness=1.0, seed=0, **options) -> Tensors:
+    """A small problem whose hidden states and weight need gradients."""
+    t = make(Case(N, V, D, dtype, ignored="none", sharpness=sharpness, seed=seed, **options), device)
+    t.x.requires_grad_()
+    t.weight.requires_grad_()
+    return t
+
+
+def field_gradients(found, names, leaves):
+    """Gradients of a sum of fields, each with a weight of its own."""
+    total = sum(getattr(found, name).sum() * (i + 1) for i, name in enumerate(names))
+    return torch.autograd.grad(total, leaves)
+
+
+def assert_near(found, expected, rtol):
+    """To ``rtol`` of the largest expected number."""
+    scale = expected.abs().max().item()
+    assert not found.isnan().any()
+    difference = (found.detach().double() - expected.detach()).abs().max().item()
+    assert difference <= rtol * scale, f"{difference:.3g} of {scale:.3g}"
 
 
 _OTHERS = (

@@ -1,0 +1,320 @@
+"""The hazards of design.md, in either backend: underflow, -inf, soft-caps, cancellation, NaN, fp16."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import parallel_lce
+from cases import error
+from parallel_lce import functional, reference
+from parallel_lce.backends import eager
+from parallel_lce.statistics import DIFFERENTIABLE
+from tools import REDUCED, assert_near, everywhere, field_gradients, shrunk, small, statistics
+from world import Member
+
+pytestmark = pytest.mark.usefixtures("backend")
+
+STRATEGIES = {"save": (None, None), "recompute": (0, 4096)}
+
+
+@pytest.fixture(params=STRATEGIES)
+def strategy(request):
+    """``logits_budget``, with blocks and tiles of a size that makes many of both."""
+    budget, block = STRATEGIES[request.param]
+    with shrunk(block, (16, 32)):
+        yield budget
+
+
+def dense_double(t, names, bias=None, softcap=None):
+    x, w = t.x.detach().double().requires_grad_(), t.weight.detach().double().requires_grad_()
+    z = reference.logits(x, w, None if bias is None else bias.double(), softcap=softcap)
+    found = reference.statistics(z, t.target)
+    total = sum(found[name].sum() * (i + 1) for i, name in enumerate(names))
+    return found, torch.autograd.grad(total, [x, w])
+
+
+PLAIN = ["lse", "target_logit", "target_log_prob", "mean_logit", "mean_log_prob"]
+
+
+@pytest.mark.parametrize("low", [slice(40, 90), slice(0, 130)], ids=["some", "most"])
+@pytest.mark.parametrize("names", [PLAIN, list(DIFFERENTIABLE)], ids=["kept", "expected"])
+def test_underflow(strategy, names, low, device):
+    """Logits thousands below the maximum: stored exponentials are 0, and log 0 * 0 is no number."""
+    t = small(device)
+    bias = torch.zeros(150, device=device)
+    bias[low] = -5000.0  # more than one window of them
+    bias[140] = 5.0
+    found = statistics(t.x, t.weight, t.target, linear_bias=bias, logits_budget=strategy)
+    truth, gradients = dense_double(t, names, bias)
+    for name in DIFFERENTIABLE:
+        assert_near(getattr(found, name), truth[name], 1e-5)
+    for ours_, exact in zip(field_gradients(found, names, [t.x, t.weight]), gradients):
+        assert_near(ours_, exact, 1e-5)
+
+
+@pytest.mark.parametrize("whole_window", [False, True])
+def test_bias_of_minus_infinity_removes_entries(strategy, whole_window, device):
+    """An entry of -inf has probability 0 and no gradient; a window, or the first one, may be all -inf."""
+    t = small(device)
+    t.target.clamp_(min=130)
+    gone = slice(0, 128) if whole_window else slice(3, 90, 5)
+    bias = torch.zeros(150, device=device)
+    bias[gone] = -torch.inf
+    found = statistics(t.x, t.weight, t.target, linear_bias=bias, logits_budget=strategy)
+    keep = (bias == 0).cpu()
+    x, w = t.x.detach().double(), t.weight.detach().double()
+    x.requires_grad_()
+    w.requires_grad_()
+    z = (x @ w.t())[:, keep.to(device)]
+    target_logit = (x * w[t.target]).sum(1)
+    log_p = z.log_softmax(1)
+    truth = {
+        "lse": z.logsumexp(1),
+        "target_log_prob": target_logit - z.logsumexp(1),
+        "expected_logit": (log_p.exp() * z).sum(1),
+        "entropy": -(log_p.exp() * log_p).sum(1),
+    }
+    assert (found.mean_logit == -torch.inf).all()
+    for name, value in truth.items():
+        assert_near(getattr(found, name), value, 1e-5)
+    for names in (["lse", "target_log_prob"], list(truth)):
+        exact = torch.autograd.grad(
+            sum(truth[n].sum() * (i + 1) for i, n in enumerate(names)), [x, w], retain_graph=True
+        )
+        found = statistics(t.x, t.weight, t.target, linear_bias=bias, logits_budget=strategy)
+        for ours_, expected in zip(field_gradients(found, names, [t.x, t.weight]), exact):
+            assert_near(ours_, expected, 1e-5)
+
+
+def _one_shard_gone(member: Member, budget):
+    """All logits of one rank are -inf, padding elsewhere; the others' answer stands."""
+    t = small(member.device, V=120)
+    shard = t.weight.detach().chunk(3)[member.rank].clone().requires_grad_()
+    bias = torch.full((40,), -torch.inf if member.rank == 1 else 0.0, device=member.device)
+    t.target[:] = 3
+    with shrunk(4096, (16, 32)):
+        loss = parallel_lce.linear_cross_entropy(
+            t.x, shard, t.target, linear_bias=bias, process_group=member.group, logits_budget=budget
+        )
+        loss.backward()
+    return loss.detach().cpu(), t.x.grad.cpu(), shard.grad.cpu()
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+def test_a_shard_of_minus_infinity(budget, worlds, device):
+    t = small(V=120)
+    x, w = t.x.detach().double().requires_grad_(), t.weight.detach().double().requires_grad_()
+    left = torch.cat([w[:40], w[80:]])
+    torch.nn.functional.cross_entropy(x @ left.t(), torch.full((24,), 3)).backward()
+    for rank, (loss, dx, dw) in enumerate(everywhere(worlds, device, 3, _one_shard_gone, budget)):
+        assert_near(loss, torch.nn.functional.cross_entropy(x @ left.t(), torch.full((24,), 3)), 1e-6)
+        assert_near(dx, x.grad, 1e-5)
+        exact = w.grad[40 * rank : 40 * rank + 40]
+        assert torch.equal(dw, torch.zeros_like(dw)) if rank == 1 else True
+        assert (dw.double() - exact).abs().max() <= 1e-5 * w.grad.abs().max()
+
+
+@pytest.mark.parametrize("names", [PLAIN, list(DIFFERENTIABLE)], ids=["kept", "expected"])
+@pytest.mark.parametrize(("softcap", "dtype"), [(39.0, "fp32"), (60.0, "fp32"), (60.0, "bf16"), (9.0, "fp16"), (20.0, "fp16")])
+def test_softcap_range(strategy, softcap, dtype, names, device):
+    """Logits over the whole range of the cap. Beyond what the dtype's exponentials span, saved rows
+    are recomputed; up to there log(stored) still tells z."""
+    t = small(device, D=8, dtype=dtype, sharpness=softcap)
+    found = statistics(t.x, t.weight, t.target, logit_softcap=softcap, logits_budget=strategy)
+    truth, exact = dense_double(t, names, softcap=softcap)
+    spread = found.max_logit.max().item() - reference.logits(
+        t.x.detach().double(), t.weight.detach().double(), softcap=softcap
+    ).min().item()
+    assert spread > 1.9 * softcap, "the case must span the range"
+    x, w = (v.detach().clone().requires_grad_() for v in (t.x, t.weight))
+    z = torch.nn.functional.linear(x, w).float()
+    dense_found = reference.statistics(softcap * torch.tanh(z / softcap), t.target)
+    total = sum(dense_found[n].sum() * (i + 1) for i, n in enumerate(names))
+    yardstick = torch.autograd.grad(total, [x, w])
+    for ours_, its, expected in zip(field_gradients(found, names, [t.x, t.weight]), yardstick, exact):
+        # Rounding dX to its dtype is the floor; stored exponentials in half precision get twice the yardstick.
+        floor = torch.finfo(t.x.dtype).eps * expected.norm().item()
+        assert error(ours_, expected) <= 2 * error(its, expected) + 2 * floor
+
+
+def _planned(call_options, device="cpu", accumulable=False):
+    """The plan of a call of ``token_statistics``."""
+    seen = []
+    original = functional._token_statistics
+
+    def watch(call, *rest):
+        seen.append(call.plan)
+        return original(call, *rest)
+
+    functional._token_statistics = watch
+    try:
+        t = small(device, dtype=call_options.pop("dtype", "fp32"))
+        statistics(t.x, t.weight, t.target, **call_options)
+    finally:
+        functional._token_statistics = original
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "softcap", "saved"),
+    [("fp32", 40.0, True), ("fp32", 41.0, False), ("bf16", 41.0, False), ("fp16", 10.0, True), ("fp16", 11.0, False)],
+)
+def test_softcap_beyond_the_exponentials_range_saves_nothing(dtype, softcap, saved, device):
+    plan = _planned(dict(dtype=dtype, logit_softcap=softcap), device)
+    assert [b.kept for b in plan.blocks] == [150 if saved else 0]
+
+
+def exact_logits(device):
+    """Logits around 300 that fp32 holds exactly, and whose distances are small: all error of a
+    statistic is then its own."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(-4, 5, (64, 4), generator=generator) / 4
+    w = torch.randint(-4, 5, (96, 4), generator=generator) / 4
+    bias = torch.full((96,), 300.0)
+    target = torch.randint(96, (64,), generator=generator)
+    return [v.to(device) for v in (x, w, bias, target)]
+
+
+def test_no_cancellation_at_large_logits(device):
+    x, w, bias, target = exact_logits(device)
+    with shrunk(tile=(16, 32)):
+        found = statistics(x, w, target, linear_bias=bias)
+        loss = parallel_lce.linear_cross_entropy(x, w, target, linear_bias=bias, reduction="none")
+        smooth = parallel_lce.linear_cross_entropy(
+            x, w, target, linear_bias=bias, reduction="none", label_smoothing=0.3
+        )
+    z = x.double() @ w.double().t()  # the offset changes neither loss nor entropy
+    exact = reference.statistics(z, target)
+    exact_loss = torch.nn.functional.cross_entropy(z, target, reduction="none")
+    exact_smooth = torch.nn.functional.cross_entropy(z, target, reduction="none", label_smoothing=0.3)
+    pairs = {
+        "loss": (loss, found.lse - found.target_logit, exact_loss),
+        "smoothing": (
+            smooth,
+            0.7 * (found.lse - found.target_logit) + 0.3 * (found.lse - found.mean_logit),
+            exact_smooth,
+        ),
+        "entropy": (found.entropy, found.lse - found.expected_logit, exact["entropy"]),
+    }
+    for name, (ours_, naive, truth) in pairs.items():
+        assert error(ours_, truth) <= 4 * torch.finfo(torch.float32).eps * truth.norm().item(), name
+        assert error(ours_, truth) < error(naive, truth) / 8, f"{name}: no better than the difference"
+
+
+def test_gradients_at_large_logits(strategy, device):
+    x, w, bias, target = exact_logits(device)
+    x.requires_grad_()
+    w.requires_grad_()
+    found = statistics(x, w, target, linear_bias=bias, logits_budget=strategy)
+    names = ["target_log_prob", "mean_log_prob", "entropy"]
+    ours_ = field_gradients(found, names, [x, w])
+    a, b = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
+    exact = reference.statistics(a @ b.t(), target)
+    total = sum(exact[n].sum() * (i + 1) for i, n in enumerate(names))
+    for g, truth in zip(ours_, torch.autograd.grad(total, [a, b])):
+        assert_near(g, truth, 2e-6)
+
+
+@contextmanager
+def half_operands(half: bool):
+    """Gradients of logits enter their products in fp16 on a CPU too, as they do on CUDA."""
+    if not half:
+        yield
+        return
+    saved = eager.operand, eager.matmul_nt, eager.accumulate_nt
+
+    def accumulate_nt(total, a, b, **options):
+        saved[2](total, a.float(), b.float(), **options)
+
+    eager.operand = lambda tensor: tensor
+    eager.matmul_nt = lambda a, b: saved[1](a.float(), b.float())
+    eager.accumulate_nt = accumulate_nt
+    try:
+        yield
+    finally:
+        eager.operand, eager.matmul_nt, eager.accumulate_nt = saved
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["", "half operands"])
+@pytest.mark.parametrize("name", REDUCED)
+def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, half, backend, device):
+    """1 / N and a small loss weight push the logits' gradients below fp16's 6e-8; weights of norm
+    2^10 bring dX back into its range. torch's own path loses most of it."""
+    if half and (device == "cuda" or backend == "triton"):
+        pytest.skip("operands are fp16 anyway")
+    t = small(device, N=512, V=96, D=4, dtype="fp16")
+    big = (t.weight.detach() * 2**10).requires_grad_()
+    x = (t.x.detach() * 2**-10).requires_grad_()
+    upstream = 2.0**-14
+    with shrunk(16384, (64, 32)), half_operands(half):
+        loss = parallel_lce.linear_cross_entropy(x, big, t.target, **REDUCED[name])
+        if loss.dim():
+            loss = loss.sum() / 512
+        dx, dw = torch.autograd.grad(loss, [x, big], torch.full_like(loss, upstream))
+    a, b = x.detach().double().requires_grad_(), big.detach().double().requires_grad_()
+    exact = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(a @ b.t(), t.target) * upstream, [a, b]
+    )
+    z = torch.nn.functional.linear(x, big).float()
+    its = torch.autograd.grad(torch.nn.functional.cross_entropy(z, t.target) * upstream, [x, big])
+    # fp16 holds dX in steps of 2^-24, and operands to 2^-11.
+    floor = 2**-24 * dx.numel() ** 0.5 + 2**-11 * exact[0].norm().item()
+    assert exact[0].abs().max() > 2**-19, "the case must be one that fp16 can hold"
+    assert error(its[0], exact[0]) > 0.2 * exact[0].norm(), "torch's path underflows here"
+    assert error(dx, exact[0]) <= floor < 0.25 * error(its[0], exact[0])
+    assert error(dw, exact[1]) <= error(its[1], exact[1]) + 2**-24 * dw.numel() ** 0.5
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_sharp_logits_in_bf16(name, device):
+    """max |z| near 28: bf16 logits have lost their digits, stored exponentials have not."""
+    t = small(device, N=96, V=512, D=64, dtype="bf16", sharpness=6.0)
+    exact_x, exact_w = (v.detach().double().requires_grad_() for v in (t.x, t.weight))
+    z = exact_x @ exact_w.t()
+    assert 22 < z.abs().max() < 34
+    truth = torch.autograd.grad(
+        torch.nn.functional.cross_entropy(z, t.target), [exact_x, exact_w]
+    )
+    half = torch.nn.functional.linear(t.x, t.weight).float()
+    its = torch.autograd.grad(torch.nn.functional.cross_entropy(half, t.target), [t.x, t.weight])
+    with shrunk(32768, (32, 128)):
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **REDUCED[name])
+        loss = loss if loss.dim() == 0 else loss.mean()
+        found = torch.autograd.grad(loss, [t.x, t.weight])
+    for g, torchs, exact in zip(found, its, truth):
+        assert error(g, exact) <= 0.5 * error(torchs, exact)
+
+
+def _with_nan(member: Member, poisoned: bool, budget):
+    t = small(member.device, N=24, V=150)
+    shard = t.weight.detach().chunk(member.ranks)[member.rank].clone().requires_grad_()
+    x = t.x.detach().clone()
+    if poisoned:
+        x[5, 3] = torch.nan
+    x.requires_grad_()
+    with shrunk(4096, (16, 32)):
+        options = dict(process_group=member.group, logits_budget=budget)
+        found = statistics(x, shard, t.target, **options)
+        loss = parallel_lce.linear_cross_entropy(x, shard, t.target, reduction="none", **options)
+        upstream = torch.ones_like(loss)
+        (dx,) = torch.autograd.grad(loss, x, upstream)
+    values = {n: v.detach().cpu() for n, v in vars(found).items() if n != "vocab_size"}
+    return values | {"loss": loss.detach().cpu(), "dx": dx.cpu()}
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nan_in_one_row_stays_there(ranks, budget, worlds, device):
+    others = torch.arange(24) != 5
+    clean = everywhere(worlds, device, ranks, _with_nan, False, budget)
+    poisoned = everywhere(worlds, device, ranks, _with_nan, True, budget)
+    for before, after in zip(clean, poisoned):
+        for name, value in after.items():
+            assert torch.equal(value[others], before[name][others]), name
+            if name == "argmax":
+                assert value[5] == -1
+            elif name != "target_logit" or ranks == 1:
+                assert value[5].isnan().all(), name

@@ -1,0 +1,415 @@
+"""The projection kernels, and the merge of their windows, beside float64: interpreted on the CPU,
+compiled with ``-m gpu``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="needs triton")
+
+from cases import DTYPES
+from parallel_lce import reference
+from parallel_lce.kernels import projection as kernels
+from parallel_lce.kernels.epilogues import FP16_SCALE, REACH
+from parallel_lce.kernels.partials import merge_windows
+from parallel_lce.kernels.projection import Operands, logits_gradient, target_logits, window_partials
+from parallel_lce.partials import integer_view
+
+ALL = dict(shifted=True, total=True, weighted=True, argmax=True)
+SENTINEL = 7.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``x [R, D]`` and ``weight [K, D]``; ``gap``: elements between their rows; ``offset``: elements
+    before the first one. TMA takes neither, nor rows of other than multiples of 16 bytes."""
+
+    R: int
+    K: int
+    D: int
+    gap: int = 0
+    offset: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.R}x{self.K}x{self.D}" + "-gap" * (self.gap > 0) + "-offset" * (self.offset > 0)
+
+
+SHAPES = [
+    Shape(130, 300, 72),  # part of a tile in every direction
+    Shape(128, 256, 64),  # whole tiles
+    Shape(1, 5, 8),
+    Shape(70, 200, 33),
+    Shape(20, 300, 24, gap=3),
+    Shape(20, 256, 64, offset=1),
+]
+
+
+@pytest.fixture(params=["fp32", "bf16", "fp16"])
+def dtype(request, device) -> torch.dtype:
+    if request.param == "fp32" and device == "cuda":
+        pytest.skip("fp32 is the torch backend's on a GPU, unless it is asked not to be")
+    return DTYPES[request.param]
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def laid_out(value: torch.Tensor, shape: Shape, dtype: torch.dtype, device: str) -> torch.Tensor:
+    rows, columns = value.shape
+    memory = torch.full((rows * (columns + shape.gap) + shape.offset,), torch.nan, dtype=dtype)
+    memory = memory.to(device)
+    return memory[shape.offset :].view(rows, -1)[:, :columns].copy_(value)
+
+
+def problem(
+    shape: Shape, dtype, device, *, bias=None, scale=1.0, softcap=None, sharpness=1.0
+) -> tuple[Operands, torch.Tensor]:
+    """Operands, and their logits ``[R, K]`` in float64."""
+    x = laid_out(normal(shape.R, shape.D), shape, dtype, device)
+    weight = normal(shape.K, shape.D, seed=1) * (sharpness / shape.D**0.5)
+    weight = laid_out(weight, shape, dtype, device)
+    bias = None if bias is None else bias.to(dtype).to(device)
+    doubles = (t if t is None else t.double() for t in (x, weight, bias))
+    z = reference.logits(*doubles, scale=scale, softcap=softcap)
+    return Operands(x, weight, bias, scale, softcap), z
+
+
+def some_bias(shape: Shape) -> torch.Tensor:
+    return normal(shape.K, seed=2)
+
+
+def windows(z: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
+    return z.split(width, 1)
+
+
+def finite(maximum: torch.Tensor) -> torch.Tensor:
+    return maximum.masked_fill(maximum == -torch.inf, 0.0)
+
+
+def reference_of(maximum: torch.Tensor, common: torch.Tensor | None) -> torch.Tensor:
+    """What a window's exponentials are relative to: its maximum unless it is near ``common``."""
+    if common is None:
+        return finite(maximum)
+    common = common.double()
+    near = ((maximum - common).abs() <= REACH) | (maximum == -torch.inf)
+    return torch.where(near, common, finite(maximum))
+
+
+def truth(z: torch.Tensor, width: int, common: torch.Tensor | None):
+    """``maxima [W, R]``, ``sums [4, W, R]`` but for the argmax and ``exp(z - reference) [R, K]``."""
+    maxima, sums, kept = [], [], []
+    for part in windows(z, width):
+        maximum = part.amax(1)
+        e = (part - reference_of(maximum, common)[:, None]).exp()
+        shifted = part - finite(maximum)[:, None]
+        weighted = (e * shifted.clamp(min=-1e4)).sum(1)
+        maxima.append(maximum)
+        sums.append(torch.stack([e.sum(1), shifted.sum(1), part.sum(1), weighted]))
+        kept.append(e)
+    return torch.stack(maxima), torch.stack(sums, 1), torch.cat(kept, 1)
+
+
+def check_partials(found, expected, z, width) -> None:
+    (maxima, sums), (true_maxima, true_sums, _) = found, expected
+    assert maxima.dtype == sums.dtype == torch.float32
+    torch.testing.assert_close(maxima.double(), true_maxima, rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(sums[0].double(), true_sums[0], rtol=3e-5, atol=0)
+    # Sums of terms of either sign: their error is that of the logits.
+    torch.testing.assert_close(sums[1:3].double(), true_sums[1:3], rtol=1e-5, atol=2e-3)
+    error = (sums[3].double() - true_sums[3]).abs()
+    assert (error <= 1e-4 * true_sums[0] + 3e-5 * true_sums[3].abs()).all()
+    for number, ids in enumerate(integer_view(sums[4]).long()):
+        assert (ids // width == number).all()
+        picked = z.gather(1, ids[:, None]).squeeze(1)
+        torch.testing.assert_close(picked, true_maxima[number], rtol=2e-6, atol=1e-5)
+
+
+def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
+    scale = FP16_SCALE if kept.dtype == torch.float16 else 1.0
+    rounding = torch.finfo(kept.dtype).eps / 2
+    # The smallest numbers of fp16 are further apart than their precision.
+    smallest = 2**-25 if kept.dtype == torch.float16 else 0.0
+    torch.testing.assert_close(
+        kept.double(), expected * scale, rtol=1.01 * rounding + 3e-5, atol=1.01 * smallest
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_window_partials(shape, dtype, device):
+    operands, z = problem(shape, dtype, device, bias=some_bias(shape))
+    aligned = shape.gap == shape.offset == 0 and shape.D * dtype.itemsize % 16 == 0
+    assert operands.tma == (aligned and (device == "cpu" or torch.cuda.get_device_capability() >= (9, 0)))
+    width = operands.tile.columns
+    check_partials(window_partials(operands, **ALL), truth(z, width, None), z, width)
+
+
+@pytest.mark.parametrize(
+    "options", [dict(scale=-1.5), dict(softcap=3.0, sharpness=4.0), dict(scale=0.5, softcap=30.0)], ids=str
+)
+def test_window_partials_of_scaled_and_capped_logits(options, dtype, device):
+    shape = Shape(20, 300, 16)
+    operands, z = problem(shape, dtype, device, bias=some_bias(shape), **options)
+    width = operands.tile.columns
+    check_partials(window_partials(operands, **ALL), truth(z, width, None), z, width)
+
+
+@pytest.mark.parametrize("name", list(ALL))
+def test_each_column_alone_is_the_same(name, device):
+    operands, _ = problem(Shape(20, 300, 16), torch.float16, device)
+    maxima, sums = window_partials(operands, **ALL)
+    alone_maxima, alone = window_partials(operands, **{name: True})
+    assert torch.equal(alone_maxima, maxima) and len(alone) == 2
+    assert torch.equal(alone[0], sums[0])
+    assert torch.equal(alone[1], sums[1 + list(ALL).index(name)])
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["all", "one window"])
+@pytest.mark.parametrize("agreement", ["agreed", "some windows", "no window"])
+@pytest.mark.parametrize("shape", [Shape(130, 300, 24), Shape(20, 300, 21)], ids=str)
+def test_kept_exponentials(shape, agreement, whole, dtype, device):
+    """Relative to the common reference where the window's maximum is near it; fp16 has none."""
+    bias = some_bias(shape)
+    width = problem(shape, dtype, device)[0].tile.columns
+    if agreement == "some windows":
+        bias[width : 2 * width] -= 2 * REACH
+    operands, z = problem(shape, dtype, device, bias=bias)
+    common = None
+    if dtype != torch.float16:
+        common = z.amax(1).float() - (100 if agreement == "no window" else 3)
+    C = shape.K if whole else width
+    stride = -(-shape.K // 64) * 64 + 64
+    buffer = torch.full((shape.R + 3, stride), SENTINEL, dtype=dtype, device=device)
+    expected = truth(z, width, common)
+    found = window_partials(operands, **ALL, kept=buffer[: shape.R, :C], common=common)
+    check_partials(found, expected, z, width)
+    check_kept(buffer[: shape.R, :C], expected[2][:, :C])
+    assert (buffer[shape.R :] == SENTINEL).all() and (buffer[: shape.R, C:] == SENTINEL).all()
+
+
+@pytest.mark.parametrize("blocks", [3, 22])
+def test_more_tiles_than_programs_and_more_row_blocks_than_a_launch(blocks, device, monkeypatch):
+    monkeypatch.setattr(kernels, "processors", lambda device: 2)
+    operands, _ = problem(Shape(1, 300, 16), torch.float16, device)
+    shape = Shape(blocks * operands.tile.rows - 5, 300 if blocks == 3 else 40, 16)
+    operands, z = problem(shape, torch.float16, device)
+    width = operands.tile.columns
+    kept = torch.empty(shape.R, 320, dtype=torch.float16, device=device)[:, : shape.K]
+    expected = truth(z, width, None)
+    check_partials(window_partials(operands, **ALL, kept=kept), expected, z, width)
+    check_kept(kept, expected[2])
+
+
+def test_logits_of_minus_infinity_and_nan(dtype, device):
+    shape = Shape(20, 600, 16)
+    bias = torch.zeros(600)
+    bias[:256] = -torch.inf  # a whole window, or two
+    bias[300:310] = -torch.inf
+    operands, z = problem(shape, dtype, device, bias=bias)
+    width = operands.tile.columns
+    common = z.amax(1).float() if dtype != torch.float16 else None
+    kept = torch.empty(20, 640, dtype=dtype, device=device)[:, :600]
+    maxima, sums = window_partials(operands, **ALL, kept=kept, common=common)
+    true_maxima, true_sums, e = truth(z, width, common)
+    gone = 256 // width
+    assert (maxima[:gone] == -torch.inf).all() and (sums[[0, 3], :gone] == 0).all()
+    torch.testing.assert_close(maxima.double(), true_maxima, rtol=2e-6, atol=1e-5)
+    torch.testing.assert_close(sums[0].double(), true_sums[0], rtol=3e-5, atol=0)
+    torch.testing.assert_close(sums[3].double(), true_sums[3], rtol=1e-4, atol=1e-4)
+    check_kept(kept, e)
+    clean = window_partials(operands)[1][0]
+    operands.x[5, 3] = torch.nan
+    operands.bias[-1] = torch.nan
+    poisoned = window_partials(operands)[1][0]
+    assert poisoned[:, 5].isnan().all() and poisoned[-1].isnan().all()
+    others = torch.arange(20, device=device) != 5
+    assert torch.equal(poisoned[:-1, others], clean[:-1, others])
+
+
+# --- targets ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, dict(scale=-1.5), dict(scale=2.0, softcap=4.0)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(130, 300, 72), Shape(20, 300, 24, gap=3), Shape(1, 5, 7)], ids=str)
+def test_target_logits(shape, options, dtype, device):
+    operands, z = problem(shape, dtype, device, bias=some_bias(shape), **options)
+    target = torch.randint(shape.K, (shape.R,), generator=torch.Generator().manual_seed(0))
+    outside = torch.tensor([-1, shape.K, -(2**63), 2**62])
+    target[1::2] = outside.repeat(shape.R)[: len(target[1::2])]
+    target = target.to(device)
+    found = torch.full((shape.R,), torch.nan, device=device)
+    target_logits(operands, target, found)
+    hit = (target >= 0) & (target < shape.K)
+    picked = z.gather(1, target.clamp(0, shape.K - 1)[:, None]).squeeze(1)
+    torch.testing.assert_close(found.double(), torch.where(hit, picked, 0.0), rtol=2e-6, atol=1e-5)
+
+
+def test_a_target_that_is_the_maximum_equals_it(device):
+    """To the bit where tensor cores multiply; the interpreter's products differ in their order."""
+    operands, z = problem(Shape(130, 300, 520), torch.bfloat16, device)
+    found = torch.empty(130, device=device)
+    target_logits(operands, z.argmax(1), found)
+    top = window_partials(operands)[0].amax(0)
+    torch.testing.assert_close(found, top, rtol=0, atol=0 if device == "cuda" else 2e-6)
+
+
+# --- the merge -------------------------------------------------------------------------------------
+
+
+def merged_truth(z: torch.Tensor) -> torch.Tensor:
+    """Columns but the target's and the argmax."""
+    top = z.amax(1)
+    shifted = z - finite(top)[:, None]
+    e = shifted.exp()
+    weighted = (e * shifted.clamp(min=-1e4)).sum(1)
+    return torch.stack([top, e.sum(1), shifted.sum(1), z.sum(1), weighted])
+
+
+def merge(maxima, sums, common, K, width, start=0, **wanted):
+    wanted = wanted or ALL
+    merged = maxima.new_full((3 + sum(wanted.values()), maxima.shape[1]), torch.nan)
+    wanted = dict.fromkeys(ALL, False) | wanted
+    agreed = merge_windows(maxima, sums, merged, common, window=width, entries=K, start=start, **wanted)
+    return merged, agreed
+
+
+@pytest.mark.parametrize("kind", ["own maxima", "agreed", "some windows"])
+@pytest.mark.parametrize(("R", "K", "width"), [(20, 1030, 8), (1, 8, 8), (1, 5, 8), (33, 50, 16)])
+def test_merged_windows(R, K, width, kind, device):
+    """Up to 129 windows, more than a tile of the merge."""
+    z = normal(R, K).to(device) * 3
+    common = None if kind == "own maxima" else z.amax(1).float() - 2
+    if kind == "some windows":
+        z[::2, :width] -= 2 * REACH
+        z[::2, -1] = 8.0  # a maximum that stays
+        common = z.amax(1).float()
+    maxima, sums, _ = truth(z, width, common)
+    maxima = maxima.float()
+    ids = torch.stack([p.argmax(1) + i * width for i, p in enumerate(windows(z, width))]).int()
+    sums = torch.cat([sums.float(), ids.view(torch.float32)[None]])
+    merged, agreed = merge(maxima, sums, common, K, width, start=11)
+    true = merged_truth(z)
+    assert merged[2].isnan().all(), "the target's column is not the merge's"
+    columns = [0, 1, 3, 4, 5]
+    torch.testing.assert_close(merged[columns].double(), true, rtol=2e-6, atol=1e-3)
+    torch.testing.assert_close(merged[1].double(), true[1], rtol=2e-6, atol=0)
+    assert torch.equal(integer_view(merged[6]).long(), z.argmax(1) + 11)
+    if common is None:
+        assert agreed is None
+    else:
+        expected = torch.ones(R, dtype=torch.uint8, device=device)
+        if kind == "some windows" and K > width:
+            expected[::2] = 0
+        assert agreed.dtype == torch.uint8 and torch.equal(agreed, expected)
+
+
+def test_merged_windows_of_minus_infinity_and_nan(device):
+    z = normal(6, 40).to(device)
+    z[0] = -torch.inf
+    z[1, :24] = -torch.inf
+    z[2, 30] = torch.nan
+    z[3, 30] = torch.inf
+    z[4] = -torch.inf
+    z[4, 9] = torch.nan
+    for common in (None, torch.zeros(6, device=device)):
+        maxima = torch.stack([p.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1) for p in windows(z, 8)])
+        sums = torch.stack(
+            [(p - reference_of(m, common)[:, None]).exp().sum(1) for p, m in zip(windows(z, 8), maxima)]
+        )
+        ids = torch.arange(0, 40, 8, device=device)[:, None].expand(5, 6).int().contiguous()
+        both = torch.stack([sums.float(), ids.view(torch.float32)])
+        merged, agreed = merge(maxima.float(), both, common, 40, 8, argmax=True)
+        top, sum_exp, ids = merged[0], merged[1], integer_view(merged[3])
+        assert top[0] == -torch.inf and sum_exp[0] == 0
+        true = merged_truth(z)
+        torch.testing.assert_close(merged[:2, [1, 5]].double(), true[:2, [1, 5]], rtol=2e-6, atol=0)
+        assert top[[2, 4]].isnan().all() and sum_exp[[2, 4]].isnan().all()
+        assert (ids[[2, 4]] == 2**31 - 1).all()
+        assert top[3] == torch.inf and ids[3] == 24
+        if common is not None:
+            assert agreed.tolist() == [1, 1, 1, 0, 1, 1]
+
+
+def test_ties_go_to_the_lowest(device):
+    """Equal largest logits within a window and in several; products of small integers are exact."""
+    x = torch.ones(3, 8, dtype=torch.float16, device=device)
+    weight = torch.zeros(700, 8, dtype=torch.float16, device=device)
+    weight[[40, 300, 301, 699]] = 1.0
+    x[1] = -1.0  # zeros are its largest
+    operands = Operands(x, weight)
+    maxima, sums = window_partials(operands, argmax=True)
+    merged, _ = merge(maxima, sums, None, 700, operands.tile.columns, start=5, argmax=True)
+    assert integer_view(merged[3]).tolist() == [45, 5, 45]
+    assert merged[0].tolist() == [8.0, 0.0, 8.0]
+
+
+@pytest.mark.parametrize("near", [True, False])
+def test_nothing_is_lost_at_large_logits(near, device):
+    """Logits around 300 that are exact, and whose distances are small: a reference is rounded in base
+    2 there, by far more than the sums are, and the merge takes that back."""
+    generator = torch.Generator().manual_seed(3)
+    x = (torch.randint(-4, 5, (20, 8), generator=generator) / 4).to(device)
+    weight = (torch.randint(-4, 5, (300, 8), generator=generator) / 4).to(device)
+    for dtype in (torch.float16, torch.bfloat16):
+        bias = torch.full((300,), 304.0, dtype=dtype, device=device)
+        operands = Operands(x.to(dtype), weight.to(dtype), bias)
+        z = x.double() @ weight.double().t() + 304
+        common = (z.amax(1) - (1 / 3 if near else 100)).float()
+        maxima, sums = window_partials(operands, weighted=True, common=common)
+        merged, _ = merge(maxima, sums, common, 300, operands.tile.columns, weighted=True)
+        true = merged_truth(z)
+        assert torch.equal(merged[0].double(), true[0])
+        torch.testing.assert_close(merged[1].double(), true[1], rtol=1e-6, atol=0)
+        torch.testing.assert_close(merged[3].double(), true[4], rtol=2e-6, atol=0)
+
+
+# --- the gradient of recomputed logits -------------------------------------------------------------
+
+FORMS = {
+    "plain": {},
+    "gamma and delta": dict(gamma=True, delta=True),
+    "scaled and capped": dict(delta=True, scale=-0.5, softcap=3.0, power=2.0**7),
+    "all": dict(gamma=True, delta=True, scale=2.0, softcap=4.0, power=0.5),
+}
+
+
+def gradient_truth(z, alpha, gamma, delta, power, scale, softcap):
+    top = z.amax(1, keepdim=True)
+    shifted = z - finite(top)
+    e = shifted.exp()
+    g = e / e.sum(1, keepdim=True) * (alpha[:, None] + delta[:, None] * shifted.clamp(min=-1e4))
+    g = (g - gamma[:, None]) * scale * power
+    return g if softcap is None else g * (1 - (z / softcap) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "form"),
+    [(shape, "all") for shape in SHAPES] + [(Shape(20, 300, 16), form) for form in FORMS],
+    ids=str,
+)
+def test_gradient(shape, form, dtype, device):
+    options = dict(FORMS[form])
+    alpha, gamma, delta = normal(3, shape.R, seed=4).float().to(device)
+    gamma = gamma / shape.K if options.pop("gamma", False) else None
+    delta = delta if options.pop("delta", False) else None
+    power = options.pop("power", None)
+    operands, z = problem(shape, dtype, device, bias=some_bias(shape), sharpness=2.0, **options)
+    statistics = merged_truth(z)[:2].float().contiguous()
+    stride = -(-shape.K // 64) * 64 + 64
+    buffer = torch.full((shape.R + 3, stride), SENTINEL, dtype=dtype, device=device)
+    out = buffer[: shape.R, : shape.K]
+    factor = None if power is None else torch.tensor(power, device=device)
+    logits_gradient(operands, statistics, alpha, gamma, delta, factor, out)
+    nothing = torch.zeros_like(alpha)
+    rows = (t.double() if t is not None else nothing.double() for t in (alpha, gamma, delta))
+    exact = gradient_truth(z, *rows, power or 1.0, operands.scale, operands.softcap)
+    rounding = torch.finfo(dtype).eps / 2
+    # Terms cancel where gamma is near p: their error is that of p.
+    slack = 3e-5 * exact.abs().amax(1, keepdim=True)
+    smallest = 2**-25 if dtype == torch.float16 else 0.0
+    error = (out.double() - exact).abs()
+    assert (error <= 1.01 * rounding * exact.abs() + slack + smallest).all()
+    assert (buffer[shape.R :] == SENTINEL).all() and (buffer[: shape.R, shape.K :] == SENTINEL).all()

@@ -7,8 +7,8 @@ products: on the rows of the result of ``G @ weight``, on those of ``x`` in ``G.
 entry is formed in fp32 from its own logit, so nothing cancels in bf16 where p is nearly 1.
 
 Only tokens for which this does not do are rewritten whole, and have ``c_i = 1``: those whose windows
-were kept relative to different references, or lie so far from the maximum over all ranks that
-``c_i e_ij`` would leave bf16, and all of them where a soft-cap or ``gamma`` acts on every entry.
+were kept relative to different references, or whose ``c_i`` or target's entry would leave bf16, and
+all of them where a soft-cap or ``gamma`` acts on every entry.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from parallel_lce.kernels.epilogues import (
 
 # A target's entry may be this many times larger than its row's coefficient.
 _LARGEST_RATIO = tl.constexpr(2.0**20)
+_LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
 _BLOCK = 4096
 _ROWS = 128
 
@@ -59,7 +60,7 @@ def _target_gradient(
     return base, level, uniform, g
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _settle_kernel(
     kept, maxima, common, agreed, target, statistics, alpha, beta, gamma, power, row_scale,
     rows, columns, stride, scale, cap,
@@ -86,8 +87,11 @@ def _settle_kernel(
         # All comparisons are false for NaN.
         bounded = (tl.abs(at_target) <= tl.abs(level) * _LARGEST_RATIO) | (hit == 0)
         as_it_is = (tl.load(agreed + row) != 0) & (tl.abs(base - own) <= REACH) & bounded
+    coefficient = level * rebased(own, base)
+    if not REWRITE:
+        # Below, c x would lose digits in bf16 that dlogits do not.
+        as_it_is &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | (coefficient == 0.0)
     if as_it_is:
-        coefficient = level * rebased(own, base)
         tl.store(row_scale + row, coefficient)
         if hit:
             entry = tl.where(coefficient == 0.0, 0.0, at_target / coefficient)
@@ -100,7 +104,9 @@ def _settle_kernel(
             e = tl.load(here + c, mask=inside, other=0.0).to(tl.float32) * (1.0 / KEPT_SCALE)
             top = tl.load(maxima + (c // WINDOW).to(tl.int64) * rows + row, mask=inside, other=0.0)
             reference = window_reference(top, own, REACH)
-            g = e * (level * rebased(reference, base)) - uniform
+            # A window of -inf alone: its factor may be infinite, and 0 times that NaN.
+            empty = (top == -float("inf")) & (e == 0.0)
+            g = tl.where(empty, 0.0, e * (level * rebased(reference, base))) - uniform
             if CAPPED:
                 z = tl.maximum(tl.log(e) + reference, LOWEST_SHIFT)
                 g *= 1.0 - (z / cap) * (z / cap)
@@ -109,7 +115,7 @@ def _settle_kernel(
             tl.store(here + c, g.to(kept.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _target_kernel(
     gradient, target, statistics, alpha, beta, gamma, delta, power,
     rows, columns, stride, scale, cap,
@@ -146,16 +152,18 @@ def settle(
     scale: float,
     softcap: float | None,
     rewrite: bool,
-) -> torch.Tensor:
-    """Make ``kept [R, C]`` the gradient of the logits, each row over the factor that is returned.
+) -> torch.Tensor | None:
+    """Make ``kept [R, C]`` the gradient of the logits, each row over the factor ``[R]`` returned, if any.
 
     ``maxima [>= C / window, R]`` of the windows, ``common [R]`` and ``agreed [R]`` of
     ``partials.merge_windows``; None where each window is relative to its maximum. ``target [R]`` int64, relative to the first
     column; ``statistics [>= 3, R]`` the merged partial; ``alpha``, ``beta``, ``gamma [R]``. All fp32
-    and contiguous. ``rewrite`` every row, as a soft-cap and ``gamma`` demand: the factors are then 1.
+    and contiguous. ``rewrite`` every row, as a soft-cap, ``gamma`` and windows relative to their own
+    maxima demand anyway: then there are no factors.
     """
     rows, columns = kept.shape
     row_scale = torch.empty_like(alpha)
+    rewrite = rewrite or common is None or softcap is not None or gamma is not None
     if beta is None or target is None:
         target = beta = None
     _settle_kernel[(rows,)](
@@ -175,7 +183,7 @@ def settle(
         kept.stride(0),
         float(scale),
         1.0 if softcap is None else float(softcap),
-        REWRITE=rewrite or common is None or softcap is not None or gamma is not None,
+        REWRITE=rewrite,
         REACH=-1.0 if common is None else REACH,
         KEPT_SCALE=FP16_SCALE if kept.dtype == torch.float16 else 1.0,
         HAS_BETA=beta is not None,
@@ -185,7 +193,7 @@ def settle(
         WINDOW=window,
         BLOCK=_BLOCK,
     )
-    return row_scale
+    return None if rewrite else row_scale
 
 
 def write_targets(

@@ -130,7 +130,7 @@ def _consume(
         tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows", "first_block", "blocks"])
 def projection(
     x, weight, out, bias, rows, columns, depth, first_block, blocks, scale, cap,
     a0, a1, a2, a3, a4,

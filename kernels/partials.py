@@ -19,7 +19,8 @@ _MERGE_ROWS, _MERGE_WINDOWS = 16, 128
 _INT_MAX = tl.constexpr(2**31 - 1)
 
 
-@triton.jit
+# An argument of 1 would become a Python number, which has no `to`.
+@triton.jit(do_not_specialize=["rows", "windows"])
 def _merge_kernel(
     maxima, sums, common, merged, agreed, rows, windows, entries, start,
     REACH: tl.constexpr, SHIFTED: tl.constexpr, TOTAL: tl.constexpr, WEIGHTED: tl.constexpr,

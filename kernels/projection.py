@@ -22,6 +22,7 @@ Every result has one writer. Offsets into what has rows times vocabulary are 64-
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -78,7 +79,8 @@ def _store(destination, row, first, rows, columns, stride, tile, TMA: tl.constex
         tl.store(pointers, tile.to(destination.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+# What changes from launch to launch and from batch to batch must not compile anew.
+@triton.jit(do_not_specialize=["rows", "first_block", "blocks"])
 def _projection(
     x, weight, out, bias, rows, columns, depth, first_block, blocks, scale, cap,
     a0, a1, a2, a3, a4,
@@ -138,11 +140,11 @@ class Operands:
     scale: float = 1.0
     softcap: float | None = None
 
-    @property
+    @cached_property
     def tma(self) -> bool:
         return addressable(self.x, self.weight)
 
-    @property
+    @cached_property
     def tile(self) -> Tile:
         return tile_of(self.weight, self.tma)
 
@@ -239,7 +241,7 @@ def window_partials(
     return maxima, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _targets_kernel(
     x, weight, bias, target, result, rows, columns, depth, x_stride, weight_stride, scale, cap,
     HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,

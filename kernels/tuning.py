@@ -34,13 +34,13 @@ class Tile:
 
 
 _SPECIALISED = Tile(128, 256, 64, 8, 4, specialised=True)
-# (major compute capability, TMA, most bytes per element) -> tile; the first that fits.
-_TABLE = (
-    ((9, 10), True, 2, Tile(128, 256, 64, 8, 3)),
-    ((9, 10), True, 4, Tile(128, 128, 32, 8, 3)),
-    ((8, 9, 10, 11, 12), False, 2, Tile(128, 128, 32, 8, 3)),
-    ((8, 9, 10, 11, 12), False, 4, Tile(64, 64, 32, 4, 2)),
-)
+# (major compute capabilities, TMA, bytes per element) -> tile; elsewhere _MODEST, which fits the shared
+# memory of every device since Ampere.
+_TABLE = {
+    ((9, 10), True, 2): Tile(128, 256, 64, 8, 3),
+    ((9, 10), True, 4): Tile(128, 128, 32, 8, 3),
+}
+_MODEST = {2: Tile(128, 128, 32, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
 # Row blocks of a launch, which walk the vocabulary together.
 _BLOCKS = range(12, 21)
 _forced: Tile | None = None
@@ -56,10 +56,10 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
         return _forced
     if tma and major == 9 and weight.element_size() == 2 and _has_gluon():
         return _SPECIALISED
-    for majors, needs_tma, itemsize, tile in _TABLE:
-        if major in majors and tma >= needs_tma and weight.element_size() <= itemsize:
+    for (majors, with_tma, itemsize), tile in _TABLE.items():
+        if major in majors and tma == with_tma and weight.element_size() == itemsize:
             return tile
-    raise ValueError(f"no tile for {weight.dtype} on a device of compute capability {major}.x")
+    return _MODEST[weight.element_size()]
 
 
 @contextmanager
@@ -78,9 +78,10 @@ def forced(tile: Tile, blocks: int) -> Iterator[None]:
 
 @functools.cache
 def _has_gluon() -> bool:
-    """Whether Triton has Gluon's warp specialisation in the form that the kernel is written in. Its
-    interpreter has none."""
-    return tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) and not interpreted()
+    """Whether Triton has Gluon, which is experimental, in the form that the kernel is written in and
+    tested with. Its interpreter has none."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return (3, 6) <= version < (3, 8) and not interpreted()
 
 
 def interpreted() -> bool:

@@ -258,7 +258,8 @@ def prepare(
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
     shard = Shard(start, rows, a.vocab_size)
     target = None if a.target is None else a.target.reshape(-1).long()
-    tensors = hidden, weight, a.linear_bias
+    bias = None if a.linear_bias is None else a.linear_bias.contiguous()
+    tensors = hidden, weight, bias
     differentiable = any(_needs(t) for t in tensors if t is not None)
     gradients = None
     if differentiable:

@@ -27,7 +27,7 @@ CHOICES = ("", "torch", "triton")
 def backend_of(weight: Tensor) -> ModuleType:
     """The backend for a weight's device and dtype, or the one that ``PARALLEL_LCE_BACKEND`` names.
 
-    By default triton for bf16 and fp16 on CUDA devices of capability 8.0 and later where Triton is
+    By default triton for bf16 and fp16 on NVIDIA devices of capability 8.0 and later where Triton is
     installed, else torch. float64 is always torch's. Read at each call, or when it is compiled.
     """
     return named(_name(weight.device, weight.dtype))
@@ -61,7 +61,8 @@ def _name(device: torch.device, dtype: torch.dtype) -> str:
                 "under TRITON_INTERPRET=1"
             )
         return "triton"
-    suits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    suits = device.type == "cuda" and torch.version.hip is None
+    suits = suits and dtype in (torch.bfloat16, torch.float16)
     if suits and _triton_installed() and _capability(device) >= (8, 0):
         return "triton"
     return "eager"

@@ -94,12 +94,14 @@ class Scratch:
         return self._memory.narrow(0, 0, needed).view(dtype)
 
 
-def without_autocast(function: Callable) -> Callable:
-    """Operands have their dtypes: autocast must not round the products of fp32 ones."""
+def in_own_context(function: Callable) -> Callable:
+    """Run on the weight's device, where Triton launches on the current one, and without autocast,
+    which must not round the products of fp32 operands."""
 
     @functools.wraps(function)
     def call(projection: Projection, *arguments, **options):
-        with torch.autocast(projection.weight.device.type, enabled=False):
+        weight = projection.weight
+        with torch.cuda.device_of(weight), torch.autocast(weight.device.type, enabled=False):
             return function(projection, *arguments, **options)
 
     return call
@@ -107,9 +109,10 @@ def without_autocast(function: Callable) -> Callable:
 
 def power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, so that those
-    of a mean over many tokens (1 / N each) do not underflow; 0-dimensional, on the device."""
+    of a mean over many tokens (1 / N each) do not underflow; 0-dimensional, on the device. One token's
+    NaN or infinity does not concern the others."""
     largest = sum(
-        c.abs().amax()
+        c.abs().nan_to_num(0.0, 0.0).amax()
         for c in (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
         if c is not None
     )

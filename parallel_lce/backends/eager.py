@@ -29,7 +29,7 @@ from parallel_lce.backends.blocks import (
     Projection,
     Scratch,
     power_of_two_scale,
-    without_autocast,
+    in_own_context,
 )
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
@@ -120,7 +120,7 @@ def _settle_allocator() -> None:
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
-@without_autocast
+@in_own_context
 def block_forward(
     projection: Projection,
     x: Tensor,
@@ -213,7 +213,7 @@ def _reduce_tile(
         store.copy_(z.mul_(_FP16_SCALE) if store.dtype == torch.float16 else z)
 
 
-@without_autocast
+@in_own_context
 def block_backward(
     projection: Projection,
     x: Tensor,

@@ -31,7 +31,8 @@ def logits_partial(
     if _uses_kernels(logits):
         from parallel_lce.kernels import partials as kernels
 
-        return kernels.logits_partial(logits, target, start, want_shifted)
+        with torch.cuda.device_of(logits):
+            return kernels.logits_partial(logits, target, start, want_shifted)
     return torch_logits_partial(logits, target, start, want_shifted)
 
 
@@ -48,7 +49,10 @@ def logits_gradient(
     if _uses_kernels(logits):
         from parallel_lce.kernels import partials as kernels
 
-        return kernels.logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
+        with torch.cuda.device_of(logits):
+            return kernels.logits_gradient(
+                logits, target, start, maximum, scale, uniform, on_target
+            )
     return torch_logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
 
 

@@ -25,8 +25,8 @@ from parallel_lce.backends.blocks import (
     Kept,
     Projection,
     Scratch,
+    in_own_context,
     power_of_two_scale,
-    without_autocast,
 )
 from parallel_lce.kernels import dlogits
 from parallel_lce.kernels.partials import merge_windows
@@ -51,7 +51,7 @@ _ALIGNED = 64
 _PARTIAL_BYTES = 32 << 20
 # Bytes of a product in fp32 on its way to a low-precision gradient.
 _PRODUCT_BYTES = 128 << 20
-# Half of the largest exponent at which fp32's and bf16's (fp16's) exponentials are still normal.
+# Exponent of e down to which kept exponentials have their full precision, less a margin.
 _RANGE = {torch.float16: 20.0}
 _DEFAULT_RANGE = 80.0
 
@@ -83,7 +83,7 @@ def _dense(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-@without_autocast
+@in_own_context
 def block_forward(
     projection: Projection,
     x: Tensor,
@@ -102,6 +102,7 @@ def block_forward(
     x = _dense(x)
     operands = _operands(projection, x, 0, real)
     width = operands.tile.columns
+    assert width % _ALIGNED == 0
     kept = real if kept >= real else kept // width * width
     merged = x.new_empty(columns.count, rows, dtype=projection.dtype)
     if target is None:
@@ -156,10 +157,12 @@ def _common_reference(projection: Projection, x: Tensor) -> Tensor | None:
         return x.new_zeros(x.shape[0], dtype=torch.float32)
     step = -(-projection.real // _SAMPLED)
     sample = torch.mm(x, projection.weight[: projection.real : step].t()).float()
+    if projection.bias is not None:
+        sample += projection.bias[: projection.real : step]
     return (sample * projection.scale).amax(1)
 
 
-@without_autocast
+@in_own_context
 def block_backward(
     projection: Projection,
     x: Tensor,
@@ -172,8 +175,10 @@ def block_backward(
 ) -> None:
     """Gradients of a block of ``x [R, D]``, written or added where ``to`` says.
 
-    The kept exponentials are overwritten, and their memory then serves what is recomputed. dX is
-    complete and announced before the last slice's dW product is started.
+    The kept exponentials are overwritten, and their memory then serves what this block recomputes.
+    dX is complete and announced before the last slice's dW product is started. Beside what is kept
+    and ``scratch``: fp32 products of at most 128 MiB, or the size of dX where several slices add to
+    it, and a copy of x.
     """
     rows, real = x.shape[0], projection.real
     if rows == 0 or real == 0:
@@ -246,7 +251,8 @@ class _Slices:
         if x.dtype == torch.float16:
             self._power = power_of_two_scale(coefficients, projection.scale)
             self.unscale = 1 / self._power
-        self.count = 0
+        # Used first, and free from then on.
+        self._spent = kept[0].view(-1) if kept else x.new_empty(0)
 
     @property
     def kept_columns(self) -> int:
@@ -266,7 +272,7 @@ class _Slices:
             return []
         width = _operands(self._projection, self.x, start, real).tile.columns
         rows, dtype = self.x.shape[0], self.x.dtype
-        held = self._kept[0].numel() if self._kept else 0
+        held = self._spent.numel()
         fitting = max(width, max(held, self._scratch.capacity(dtype)) // rows // width * width)
         number = -(-(real - start) // fitting)
         step = -(-(real - start) // (number * width)) * width
@@ -287,11 +293,13 @@ class _Slices:
                 alpha, beta, gamma, self._power, projection.scale, projection.softcap,
                 self._rewrite,
             )  # fmt: skip
-            yield _Slice(0, self.kept_columns, gradient, None if self._whole else row_scale)
-            self._scratch.adopt(stored)
+            yield _Slice(0, self.kept_columns, gradient, row_scale)
         for start, stop in cuts:
             shape = self.x.shape[0], _stride(stop - start)
-            memory = self._scratch.take(shape[0] * shape[1], self.x.dtype)
+            elements = shape[0] * shape[1]
+            memory = self._spent[:elements]
+            if memory.numel() < elements:
+                memory = self._scratch.take(elements, self.x.dtype)
             gradient = memory.view(shape)[:, : stop - start]
             operands = _operands(projection, self.x, start, stop)
             logits_gradient(operands, statistics, alpha, gamma, delta, self._power, gradient)
@@ -301,16 +309,6 @@ class _Slices:
                     self._power, projection.scale, projection.softcap,
                 )  # fmt: skip
             yield _Slice(start, stop, gradient, None)
-
-    @property
-    def _whole(self) -> bool:
-        """Whether every kept row is rewritten, so that none has a factor left."""
-        return (
-            self._rewrite
-            or len(self._kept) == 2
-            or self._projection.softcap is not None
-            or self._coefficients.gamma is not None
-        )
 
     def scaled(self, part: _Slice, product: _HiddenProduct | None) -> Tensor:
         """``c x [R, D]``, in dX's memory as long as that is not written."""

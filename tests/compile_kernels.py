@@ -1,0 +1,95 @@
+"""Compile, without a GPU, every kernel that calls of the triton backend launch on one: as a program,
+``compile_kernels.py CAPABILITY``, since Triton must not be in its interpreter's mode.
+
+Triton makes a number of an argument that is 1, and a kernel of its own for it, which no interpreter
+shows: hence one token, one window, one block.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+CAPABILITY = int(sys.argv[1])
+
+driver.set_active(
+    SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_current_target=lambda: GPUTarget("cuda", CAPABILITY, 32),
+        get_active_torch_device=lambda: torch.device("cpu"),
+    )
+)
+compiled: dict[str, int] = {}
+_run = JITFunction.run
+
+
+def _compile_alone(self, *arguments, grid, warmup, **options):
+    compiled[self.fn.__name__] = compiled.get(self.fn.__name__, 0) + 1
+    return _run(self, *arguments, grid=grid, warmup=True, **options)
+
+
+JITFunction.run = _compile_alone
+
+from parallel_lce.backends import triton as backend
+from parallel_lce.backends.blocks import Coefficients, Destinations, Projection, Scratch
+from parallel_lce.kernels import partials, projection, tuning
+from parallel_lce.partials import Columns
+from parallel_lce.weight_grad import ShardGradient
+
+tuning._capability = lambda device: CAPABILITY
+projection.processors = lambda device: 132
+
+# Tokens, vocabulary rows, hidden size; kept vocabulary rows; everything asked for, or nothing.
+CALLS = [
+    (1, 7, 8, 0, False),
+    (1, 7, 8, 7, False),
+    (80, 125, 64, 125, True),
+    (300, 1000, 64, 256, False),
+    (300, 1000, 64, 1000, False),
+    (300, 1000, 64, 0, True),
+    (33, 300, 15, 300, False),
+]
+
+
+def call(rows, entries, depth, kept, everything, dtype):
+    x, weight = torch.randn(rows, depth).to(dtype), torch.randn(entries, depth).to(dtype)
+    bias = torch.zeros(entries, dtype=dtype) if everything else None
+    shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, 5.0 if everything else None)
+    target = torch.zeros(rows, dtype=torch.int64)
+    columns = Columns(*[everything] * 4)
+    partial, exponentials = backend.block_forward(shape, x, target, columns, kept)
+    ones = torch.ones(rows)
+    more = ones if everything else None
+    if everything and not kept:
+        coefficients = Coefficients(ones, ones, ones, ones)
+    else:
+        coefficients = Coefficients(ones, ones, more, None)
+    backend.block_backward(
+        shape,
+        x,
+        target,
+        torch.ones_like(partial),
+        coefficients,
+        exponentials,
+        Destinations(torch.empty_like(x), None, ShardGradient(weight, entries, 1), None),
+        Scratch(1 << 20),
+    )
+
+
+for dtype in (torch.bfloat16, torch.float16):
+    for arguments in CALLS if dtype == torch.bfloat16 else CALLS[1:3]:
+        call(*arguments, dtype)
+logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
+ones = torch.ones(5)
+for some in (1, 5):
+    partials.logits_partial(logits[:some], target[:some], 0, True)
+    partials.logits_gradient(
+        logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some]
+    )
+print(sorted(compiled))

@@ -1,0 +1,59 @@
+"""Kernels as GPUs are given them: that they compile for one where there is none, and where they run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import parallel_lce
+from cases import error
+from tools import chosen_backend, small
+
+HERE = Path(__file__).parent
+KERNELS = [
+    "_gradient_kernel",
+    "_merge_kernel",
+    "_partials_kernel",
+    "_scale_kernel",
+    "_settle_kernel",
+    "_target_kernel",
+    "_targets_kernel",
+]
+
+
+@pytest.mark.parametrize(
+    "capability, mainloop", [(90, {"_projection", "projection"}), (80, {"_projection"})]
+)
+def test_every_launch_compiles(capability, mainloop, tmp_path):
+    """With the mainloop of the architecture; ``projection`` is Hopper's."""
+    pytest.importorskip("triton")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE.parent)}
+    done = subprocess.run(
+        [sys.executable, str(HERE / "compile_kernels.py"), str(capability)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == str(sorted({*KERNELS, *mainloop}))
+
+
+@pytest.mark.gpu
+def test_on_a_device_that_is_not_the_current_one():
+    """Triton launches on the current device unless it is told."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs, and there are {torch.cuda.device_count()}")
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        t = small(device, dtype="bf16")
+        with torch.cuda.device(0), chosen_backend("triton"):
+            loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target)
+            found.append([g.cpu() for g in (loss, *torch.autograd.grad(loss, [t.x, t.weight]))])
+    for a, b in zip(*found):
+        assert error(b, a.double()) < 1e-3

@@ -255,6 +255,15 @@ def test_recomputation_takes_the_axis_with_the_smaller_accumulator(
     assert found.accumulator_bytes == (dx if vocabulary else dw) == min(dx, dw)
 
 
+@pytest.mark.parametrize(("rows", "ranks", "vocabulary"), [(8192, 1, True), (8192, 2, False), (1 << 16, 1, False)])
+def test_one_rank_sums_dx_if_that_takes_no_more_than_what_is_kept(rows, ranks, vocabulary):
+    """Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time."""
+    gradients = replace(BF16, weight_fp32=True)
+    found = plan(rows, 128256, 4096, 2, budget=512 * MiB, ranks=ranks, gradients=gradients)
+    assert (len(found.blocks) == 1) == vocabulary
+    assert found.accumulator_bytes == (rows * 4096 * 4 if vocabulary else 0)
+
+
 def test_a_dw_of_one_visit_needs_no_accumulator():
     """All rows in one working block: nothing is summed over blocks, whatever the dtype."""
     found = plan(64, 4096, 512, 2, budget=0, gradients=BF16)

@@ -1,5 +1,7 @@
 """Compile, without a GPU, every kernel that calls of the triton backend launch on one: as a program,
-``compile_kernels.py CAPABILITY``, since Triton must not be in its interpreter's mode.
+``compile_kernels.py CAPABILITY``, since Triton must not be in its interpreter's mode. Prints, in JSON,
+what each takes: bytes of stack, which are registers spilled, and of shared memory. ``plain``: without
+bias, soft-cap and statistics beside those of the loss.
 
 Triton makes a number of an argument that is 1, and a kernel of its own for it, which no interpreter
 shows: hence one token, one window, one block.
@@ -7,10 +9,16 @@ shows: hence one token, one window, one block.
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import subprocess
 import sys
+import tempfile
 from types import SimpleNamespace
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -25,13 +33,21 @@ driver.set_active(
         get_active_torch_device=lambda: torch.device("cpu"),
     )
 )
-compiled: dict[str, int] = {}
+compiled: list[dict] = []
+plain = True
 _run = JITFunction.run
+_OBJDUMP = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "cuobjdump")
 
 
 def _compile_alone(self, *arguments, grid, warmup, **options):
-    compiled[self.fn.__name__] = compiled.get(self.fn.__name__, 0) + 1
-    return _run(self, *arguments, grid=grid, warmup=True, **options)
+    kernel = _run(self, *arguments, grid=grid, warmup=True, **options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        usage = subprocess.check_output([_OBJDUMP, "--dump-resource-usage", file.name], text=True)
+    stack = max(map(int, re.findall(r"STACK:(\d+)", usage)))
+    shared = kernel.metadata.shared
+    compiled.append(dict(name=self.fn.__name__, plain=plain, stack=stack, shared=shared))
 
 
 JITFunction.run = _compile_alone
@@ -58,6 +74,8 @@ CALLS = [
 
 
 def call(rows, entries, depth, kept, everything, dtype):
+    global plain
+    plain = not everything
     x, weight = torch.randn(rows, depth).to(dtype), torch.randn(entries, depth).to(dtype)
     bias = torch.zeros(entries, dtype=dtype) if everything else None
     shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, 5.0 if everything else None)
@@ -92,4 +110,4 @@ for some in (1, 5):
     partials.logits_gradient(
         logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some]
     )
-print(sorted(compiled))
+json.dump(compiled, sys.stdout)

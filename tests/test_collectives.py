@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import DTYPES, Case, error, make
+from parallel_lce.backends import backend_of, eager
 from tools import recorded, shrunk
 from world import Member
 
@@ -169,7 +170,9 @@ def test_dx_is_on_its_way_while_dw_is_computed(call, worlds, device):
         for start, following in zip(starts, [*starts[1:], len(order)]):
             assert order[start + 1 : following].count("dW") >= 1
         assert order[-1] == "dW"
-        windows = -(-ROWS // 16)
+        # The torch backend's windows of 16 rows; the triton backend's smallest is larger than ROWS.
+        by_torch = backend_of(torch.empty(1, 1, dtype=DTYPES[call.dtype], device=device)) is eager
+        windows = -(-ROWS // 16) if by_torch else 1
         assert order.count("dW") == windows * call.blocks
 
 

@@ -159,7 +159,9 @@ def _common_reference(projection: Projection, x: Tensor) -> Tensor | None:
     sample = torch.mm(x, projection.weight[: projection.real : step].t()).float()
     if projection.bias is not None:
         sample += projection.bias[: projection.real : step]
-    return (sample * projection.scale).amax(1)
+    reference = (sample * projection.scale).amax(1)
+    # A sample of -inf alone, by its biases, says nothing.
+    return reference.masked_fill_(reference.isinf(), 0.0)
 
 
 @in_own_context

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import distributed_c10d
 
 TIMEOUT = 120.0
 
@@ -45,10 +46,19 @@ def _serve(rank: int, ranks: int, device_type: str, store: str, jobs, results) -
     while (job := jobs.get()) is not None:
         body, arguments = job
         try:
-            results.put((True, body(member, *arguments)))
+            answer = True, body(member, *arguments)
         except Exception:
-            results.put((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        _destroy_subgroups()
+        results.put(answer)
     dist.destroy_process_group()
+
+
+def _destroy_subgroups() -> None:
+    """Those that a test made: each keeps threads of its own awake, megatron-core alone makes dozens."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def configure() -> None:

@@ -29,13 +29,19 @@ def device(request) -> str:
     return request.param
 
 
+@pytest.fixture
+def kernels(device) -> None:
+    """What runs kernels: a GPU, or Triton's interpreter on the CPU."""
+    pytest.importorskip("triton", reason="needs triton")
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("kernels are compiled for this machine's GPU, not interpreted")
+
+
 @pytest.fixture(params=["torch", "triton"])
-def backend(request, device) -> str:
-    """Each test body runs in either backend; on the CPU Triton's interpreter runs the kernels."""
+def backend(request) -> str:
+    """Each test body runs in either backend."""
     if request.param == "triton":
-        pytest.importorskip("triton", reason="needs triton")
-        if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-            pytest.skip("kernels are compiled for this machine's GPU, not interpreted")
+        request.getfixturevalue("kernels")
     with chosen_backend(request.param):
         yield request.param
 

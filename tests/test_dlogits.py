@@ -14,6 +14,8 @@ from cases import DTYPES
 from parallel_lce.kernels import dlogits
 from parallel_lce.kernels.epilogues import FP16_SCALE, REACH
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 WINDOW = 64
 R, C = 30, 200
 KINDS = 10  # of rows, in turn

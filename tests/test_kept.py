@@ -12,8 +12,7 @@ from world import Member
 
 
 @pytest.fixture(autouse=True)
-def _triton():
-    pytest.importorskip("triton")
+def _triton(kernels):
     with chosen_backend("triton"):
         yield
 

@@ -10,6 +10,8 @@ pytest.importorskip("triton", reason="needs triton")
 from parallel_lce.backends import logits as plain
 from parallel_lce.kernels import partials as kernels
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 SHAPES = [(3, 5), (7, 4096), (5, 5000), (1, 1), (4, 12289)]
 
 

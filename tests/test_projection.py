@@ -18,6 +18,8 @@ from parallel_lce.kernels.partials import merge_windows
 from parallel_lce.kernels.projection import Operands, logits_gradient, target_logits, window_partials
 from parallel_lce.partials import integer_view
 
+pytestmark = pytest.mark.usefixtures("kernels")
+
 ALL = dict(shifted=True, total=True, weighted=True, argmax=True)
 SENTINEL = 7.0
 

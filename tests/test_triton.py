@@ -22,7 +22,7 @@ BLOCK = 33_000  # bytes: a window of 256 vocabulary rows, 64 tokens of it
 
 
 @pytest.fixture(autouse=True)
-def _chosen(device):
+def _chosen(kernels):
     with chosen_backend("triton"):
         yield
 

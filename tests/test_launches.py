@@ -35,7 +35,10 @@ KERNELS = [
 def test_every_launch_compiles(capability, mainloop, shared, tmp_path):
     """With the mainloop of the architecture (``projection`` is Hopper's), within its shared memory and
     its registers: accumulators that are spilled cost many times what they are for."""
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton", reason="needs triton")
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if "projection" in mainloop and not (3, 6) <= version < (3, 8):
+        pytest.skip(f"Hopper's mainloop is for Triton 3.6 and 3.7, and this is {triton.__version__}")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE.parent)}
     done = subprocess.run(

@@ -269,7 +269,6 @@ def test_a_larger_buffer_serves_a_smaller_block(device):
     assert (buffer[kept[0].numel() :] == 7).all() and kept[0].data_ptr() == buffer.data_ptr()
 
 
-@pytest.mark.xfail(strict=True, reason="the backward takes the windows of the weight it is given")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_saved_tensors_may_come_back_elsewhere(dtype, device):
     """Hooks such as ``save_on_cpu`` may give a weight whose rows were not aligned back as one whose

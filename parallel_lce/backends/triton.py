@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from parallel_lce.backends.blocks import (
     Coefficients,
@@ -289,9 +290,11 @@ class _Slices:
         if self._kept:
             stored, maxima, *common = self._kept
             gradient = stored[:, : self.kept_columns]
-            tile = _operands(projection, self.x, 0, projection.real).tile
+            # Of what is kept, not of the operands: after saved-tensor hooks these may be aligned anew,
+            # and another tile's.
+            width = next_power_of_2(-(-projection.real // maxima.shape[0]))
             row_scale = dlogits.settle(
-                gradient, maxima, *(common or (None, None)), tile.columns, self._target, statistics,
+                gradient, maxima, *(common or (None, None)), width, self._target, statistics,
                 alpha, beta, gamma, self._power, projection.scale, projection.softcap,
                 self._rewrite,
             )  # fmt: skip

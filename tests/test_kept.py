@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel_lce import functional, linear_cross_entropy
+from parallel_lce import backends, functional, linear_cross_entropy
+from parallel_lce.backends.blocks import Scratch
 from tools import chosen_backend, everywhere, shrunk, small
 from world import Member
 
@@ -91,6 +92,38 @@ def test_a_bias_with_gaps(device):
         found = linear_cross_entropy(t.x, t.weight, t.target, linear_bias=bias, reduction="none")
         losses, *_ = dense(t.x, t.weight, t.target, bias.double())
         assert error(found, losses) < 1e-5
+
+
+def test_what_is_recomputed_takes_the_memory_of_what_was_kept(device, monkeypatch):
+    """So that a budget is one buffer, not two, and slices are as large as it."""
+    monkeypatch.setattr(Scratch, "take", lambda *_: pytest.fail("more memory than what was kept"))
+    written = []
+    monkeypatch.setattr(triton_backend(), "logits_gradient", recorded(written))
+    t = small(device, N=40, V=700, dtype="bf16")
+    budget = 40 * 512 * 2
+    with shrunk(256):
+        loss = linear_cross_entropy(
+            t.x, t.weight, t.target, reduction="none", logits_budget=budget + 256
+        )
+        found = torch.autograd.grad(loss.sum(), [t.x, t.weight])
+    assert written == [188], "two windows of 256 are kept, the rest is one slice"
+    _, *expected = dense(t.x, t.weight, t.target)
+    for ours, exact in zip(found, expected):
+        assert error(ours, exact) < 1e-2
+
+
+def triton_backend():
+    return backends.named("triton")
+
+
+def recorded(widths):
+    write = triton_backend().logits_gradient
+
+    def call(operands, *arguments):
+        widths.append(operands.weight.shape[0])
+        write(operands, *arguments)
+
+    return call
 
 
 SHARDS = (1024, 256)

@@ -256,21 +256,13 @@ class _Slices:
             self.unscale = 1 / self._power
         # Used first, and free from then on.
         self._spent = kept[0].view(-1) if kept else x.new_empty(0)
+        self._kept_columns = min(kept[0].shape[1], projection.real) if kept else 0
+        self._cuts = self._recomputed()
+        self.single = bool(kept) + len(self._cuts) == 1
 
-    @property
-    def kept_columns(self) -> int:
-        return min(self._kept[0].shape[1], self._projection.real) if self._kept else 0
-
-    @property
-    def single(self) -> bool:
-        """Whether one slice is all."""
-        return self.kept_columns == self._projection.real or (
-            not self._kept and len(self._cuts()) == 1
-        )
-
-    def _cuts(self) -> list[tuple[int, int]]:
+    def _recomputed(self) -> list[tuple[int, int]]:
         """The recomputed slices: as even as whole windows allow, each within the scratch memory."""
-        start, real = self.kept_columns, self._projection.real
+        start, real = self._kept_columns, self._projection.real
         if start == real:
             return []
         width = _operands(self._projection, self.x, start, real).tile.columns
@@ -286,10 +278,9 @@ class _Slices:
         alpha, beta, gamma, delta = (
             getattr(self._coefficients, name) for name in ("alpha", "beta", "gamma", "delta")
         )
-        cuts = self._cuts()
         if self._kept:
             stored, maxima, *common = self._kept
-            gradient = stored[:, : self.kept_columns]
+            gradient = stored[:, : self._kept_columns]
             # Of what is kept, not of the operands: after saved-tensor hooks these may be aligned anew,
             # and another tile's.
             width = next_power_of_2(-(-projection.real // maxima.shape[0]))
@@ -298,8 +289,8 @@ class _Slices:
                 alpha, beta, gamma, self._power, projection.scale, projection.softcap,
                 self._rewrite,
             )  # fmt: skip
-            yield _Slice(0, self.kept_columns, gradient, row_scale)
-        for start, stop in cuts:
+            yield _Slice(0, self._kept_columns, gradient, row_scale)
+        for start, stop in self._cuts:
             shape = self.x.shape[0], _stride(stop - start)
             elements = shape[0] * shape[1]
             memory = self._spent[:elements]

@@ -5,10 +5,9 @@ for nothing but the epilogue. What the epilogue needs of the tile's rows is aske
 mainloop. All tiles take the same time whatever the data: the programs stay in step then, and their
 loads of the same operands meet in the L2 cache.
 
-Two teams that take turns, one multiplying while the other runs its epilogue, keep the tensor cores
-busier (97 % against 92 %) as long as all programs walk the vocabulary in step; but their smaller
-tiles ask more of the L2 cache, and once the programs drift apart operands come from memory again and
-again (24 GB instead of 6 GB of a [8192, 4096] by [128256, 4096] product), which costs more.
+Two teams that take turns, one multiplying while the other runs its epilogue, would keep the tensor
+cores busier as long as all programs walk the vocabulary in step; but their smaller tiles ask more of
+the L2 cache, and once the programs drift apart operands come from memory again and again.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     keep       the same, and ``exp(z - reference)`` in the input's dtype.
     gradient   ``p (alpha + delta (z - M)) - gamma`` times the slope of scale and soft-cap, in the
                input's dtype, from statistics that are known: the gradient of the logits but for the
-               targets' own entries, which :mod:`parallel_lce.kernels.dlogits` writes.
+               targets' own entries, which are :mod:`parallel_lce.kernels.targets`'.
 
 :mod:`parallel_lce.kernels.epilogues` has the three; the mainloop is :mod:`parallel_lce.kernels.hopper`
 on Hopper, where operands allow TMA, and the one below elsewhere.
@@ -36,7 +36,6 @@ from parallel_lce.kernels.epilogues import (
     gradient_rows,
     partials_epilogue,
     partials_rows,
-    softcapped,
 )
 from parallel_lce.kernels.tuning import (
     Tile,
@@ -47,10 +46,6 @@ from parallel_lce.kernels.tuning import (
     processors,
     tile_of,
 )
-
-
-# Tokens of a tile of target logits.
-_TARGETS = 64
 
 
 @triton.jit
@@ -216,7 +211,8 @@ def window_partials(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``maxima [windows, R]`` and ``sums [*, windows, R]`` fp32: sum_exp, then those asked for.
 
-    ``kept [R, C]``, its rows 16 bytes aligned, receives the exponentials of the first C columns,
+    ``kept [R, C]``, its rows 16 bytes aligned, receives the exponentials of the first C columns, and
+    anything in what remains of a row's last 16 bytes, which is as finely as TMA writes; they are
     relative to ``epilogues.window_reference`` of ``common [R]`` fp32 or, if that is None, to each
     window's maximum, and sum_exp likewise; C is K or a multiple of the tile's columns. In fp16 they
     are times ``FP16_SCALE``. The argmax is a column, bit-cast.
@@ -241,70 +237,6 @@ def window_partials(
     return maxima, sums
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _targets_kernel(
-    x, weight, bias, target, result, rows, columns, depth, x_stride, weight_stride, scale, cap,
-    HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = r < rows
-    wanted = tl.load(target + r, mask=valid, other=-1)
-    hit = (wanted >= 0) & (wanted < columns)
-    x_rows = x + r.to(tl.int64)[:, None] * x_stride
-    weight_rows = weight + tl.where(hit, wanted, 0)[:, None] * weight_stride
-    z = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for k in range(0, depth, BLOCK_K):
-        c = k + tl.arange(0, BLOCK_K)
-        inside = (c < depth)[None, :]
-        a = tl.load(x_rows + c[None, :], mask=valid[:, None] & inside, other=0.0)
-        b = tl.load(weight_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
-        if UPCAST:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        z = tl.dot(a, b.T, z, input_precision="ieee")
-    own = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
-    logit = tl.sum(tl.where(own, z, 0.0), 1)
-    if HAS_BIAS:
-        logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
-    logit *= scale
-    if CAPPED:
-        logit = softcapped(logit, cap)
-    tl.store(result + r, tl.where(hit, logit, 0.0), mask=valid)
-
-
-def target_logits(operands: Operands, target: torch.Tensor, result: torch.Tensor) -> None:
-    """The targets' logits ``[R]`` fp32; 0 for a ``target [R]`` int64 outside ``[0, K)``.
-
-    The diagonal of a product with the targets' rows of the weight, gathered: tensor cores sum it in
-    the order of the mainloop, so that a target which is a token's maximum equals it to the bit.
-    Looking for targets in the mainloop's tiles costs some tiles more time than others, after which
-    the programs fall out of step.
-    """
-    x, weight = operands.x, operands.weight
-    _targets_kernel[(triton.cdiv(x.shape[0], _TARGETS),)](
-        x,
-        weight,
-        operands.bias,
-        target,
-        result,
-        x.shape[0],
-        weight.shape[0],
-        x.shape[1],
-        x.stride(0),
-        weight.stride(0),
-        float(operands.scale),
-        1.0 if operands.softcap is None else float(operands.softcap),
-        HAS_BIAS=operands.bias is not None,
-        CAPPED=operands.softcap is not None,
-        UPCAST=interpreted() and x.dtype == torch.bfloat16,
-        BLOCK=_TARGETS,
-        BLOCK_K=64 if x.element_size() == 2 else 32,
-        num_warps=4,
-        num_stages=4,
-    )
-
-
 def logits_gradient(
     operands: Operands,
     statistics: torch.Tensor,
@@ -318,7 +250,7 @@ def logits_gradient(
 
     ``statistics [>= 2, R]`` fp32, contiguous: maximum and sum of exponentials; ``alpha``, ``gamma``,
     ``delta [R]`` fp32; ``power``: a 0-dimensional factor of everything. Rows of ``out`` are 16 bytes
-    aligned.
+    aligned, and their last 16 bytes written as a whole.
     """
     operands._launch(
         out,

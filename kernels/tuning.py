@@ -113,11 +113,12 @@ def blocks_per_launch(row_blocks: int, windows: int, programs: int) -> int:
     if row_blocks <= _BLOCKS[-1]:
         return max(1, row_blocks)
 
-    def waves(blocks: int) -> int:
+    def cost(blocks: int) -> tuple[int, int, int]:
         whole, rest = divmod(row_blocks, blocks)
-        return whole * -(-blocks * windows // programs) + -(-rest * windows // programs)
+        waves = whole * -(-blocks * windows // programs) + -(-rest * windows // programs)
+        return waves, whole + (rest > 0), abs(blocks - 16)
 
-    return min(_BLOCKS, key=lambda blocks: (waves(blocks), abs(blocks - 16)))
+    return min(_BLOCKS, key=cost)
 
 
 def addressable(*tensors: torch.Tensor) -> bool:

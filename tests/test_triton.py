@@ -81,7 +81,20 @@ def test_strategies(strategy, everything, dtype, worlds, device):
     found, [counts] = run(case, worlds, device)
     if device == "cpu" or torch.cuda.get_device_capability() >= (9, 0):
         assert counts == pieces
-    check(case, found, factor=1.0, device=device)
+    # What was accumulated is rounded again when the upstream gradient comes.
+    check(case, found, factor=1.5 if strategy == "accumulated" else 1.0, device=device)
+
+
+@pytest.mark.parametrize("N", [1, 64, 1024])
+@pytest.mark.parametrize(
+    ("reduction", "budget"), [("none", None), ("none", 0), ("mean", 0)], ids=["saved", "recomputed", "accumulated"]
+)
+def test_gradients_as_exact_as_torchs_where_its_targets_are(reduction, budget, N, worlds, device):
+    """Where the upstream gradient is a power of two, and logits are flat, so is the target's entry of
+    dlogits to the precision of bf16. It is most of a gradient: torch's error is little more than the
+    rounding of the result."""
+    case = Case(N, 700, 64, "bf16", reduction=reduction, budget=budget, ignored="none", upstream=2.0**-6)
+    check(case, run(case, worlds, device)[0], factor=1.1, device=device)
 
 
 @pytest.mark.parametrize(

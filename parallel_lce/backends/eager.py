@@ -31,7 +31,7 @@ from parallel_lce.backends.blocks import (
     power_of_two_scale,
     in_own_context,
 )
-from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
+from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand, put
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
 
 # Rows and columns of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.
@@ -392,7 +392,7 @@ class _OpenWindow:
             column_sum = tile_gradient.sum(1, dtype=total.dtype)
             if factor is not None:
                 column_sum *= factor
-            total.copy_(column_sum) if overwrite else total.add_(column_sum)
+            put(total, column_sum, overwrite)
             bias[1] = False
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Matrix products with fp32 (fp64 for fp64) results, at the best speed that torch offers.
+"""Matrix products with fp32 (fp64 for fp64) sums, at the best speed that torch offers.
 
 Low-precision operands enter the product as they are on CUDA, whose tensor cores sum in fp32; CPUs
 have no product with that result, so there they are converted to fp32 first.
@@ -17,6 +17,9 @@ from parallel_lce.weight_grad import accumulation_dtype
 _SUMMED = 128
 # Below this many products torch.mm is done before several calls have begun.
 _SMALL = 1 << 21
+# Elements: where the contiguous dimension of an operand is no multiple of these 16 bytes, cuBLAS takes up
+# to five times as long.
+_ALIGNED = 8
 
 
 def operand(tensor: Tensor) -> Tensor:
@@ -53,28 +56,63 @@ def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
+def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
+    """``total (+)= a @ b.T`` in place. A ragged end of ``a``'s contiguous dimension is a product of its own
+    if ``total`` loses nothing by it."""
+    m, k = a.shape
+    whole = (k if a.stride(1) == 1 else m) // _ALIGNED * _ALIGNED
+    if a.element_size() != 2 or whole == 0:
+        _cuda_product(total, a, b, overwrite)
+    elif a.stride(1) != 1:
+        _cuda_product(total[:whole], a[:whole], b, overwrite)
+        if whole < m:
+            _cuda_product(total[whole:], a[whole:], b, overwrite)
+    elif whole < k and total.dtype == torch.float32:
+        _cuda_product(total, a[:, :whole], b[:, :whole], overwrite)
+        _cuda_product(total, a[:, whole:], b[:, whole:], False)
+    else:
+        _cuda_product(total, a, b, overwrite)
+
+
+def _cuda_product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
+    form = {} if total.dtype == a.dtype else {"out_dtype": total.dtype}
+    if overwrite:
+        torch.mm(a, b.t(), out=total, **form)
+    else:
+        torch.addmm(total, a, b.t(), out=total, **form)
+
+
 def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     """``a [m, k] @ b [n, k].T`` as a new fp32 (fp64) tensor ``[m, n]``."""
+    dtype = accumulation_dtype(a.dtype)
     if 0 in (*a.shape, b.shape[0]):
-        return a.new_zeros(a.shape[0], b.shape[0], dtype=accumulation_dtype(a.dtype))
+        return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
     if _onednn(a, b):
         return _onednn_nt(a, b)
-    if a.dtype in (torch.float32, torch.float64):
-        return torch.mm(a, b.t())
-    return torch.mm(a, b.t(), out_dtype=torch.float32)
+    if a.is_cuda:
+        product = a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+        _cuda_nt(product, a, b, True)
+        return product
+    return torch.mm(a.to(dtype), b.t().to(dtype))
 
 
 def accumulate_nt(
     total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: Tensor | None = None
 ) -> None:
-    """``total [m, n] += factor * a [m, k] @ b [n, k].T``, or ``=`` with ``overwrite``.
+    """``total [m, n] += factor * a [m, k] @ b [n, k].T``, or ``=`` with ``overwrite``; the sum is fp32
+    (fp64), and ``total`` is too unless it is overwritten.
 
     ``factor`` is a 0-dimensional tensor, so that no host waits for it; None is 1.
     """
-    if a.is_cuda and factor is None and a.dtype == total.dtype:
-        torch.addmm(total, a, b.t(), beta=0 if overwrite else 1, out=total)
+    if a.is_cuda and factor is None and 0 not in (*a.shape, b.shape[0]):
+        _cuda_nt(total, a, b, overwrite)
         return
     product = matmul_nt(a, b)
     if factor is not None:
         product *= factor
-    total.copy_(product) if overwrite else total.add_(product)
+    put(total, product, overwrite)
+
+
+def put(total: Tensor, value: Tensor, overwrite: bool) -> None:
+    """``total += value``, or ``=`` with ``overwrite``."""
+    total.copy_(value) if overwrite else total.add_(value)

@@ -2,13 +2,15 @@
 
 A block of R tokens keeps ``exp(z - r)`` of its first vocabulary rows, r being one reference per token
 wherever its logits allow it (:mod:`parallel_lce.kernels.projection`). Then dlogits = c e but for the
-target's entry, with one coefficient c per token, and no pass over R * V is needed between the
+targets' entries, with one coefficient c per token, and no pass over R * V is needed between the
 forward and the products of the backward:
 
-    dX = c (G @ weight)        dW = G.T @ (c x)        G = e with the targets' entries replaced
+    dX = c (G @ weight) + t weight[y]        dW = G.T @ (c x), and t x in the rows y
 
-Recomputed rows of the vocabulary write their gradients to scratch memory, slice by slice; there c is
-1. The formula of the gradient is that of :mod:`parallel_lce.backends.eager`.
+G is e without the targets' entries, whose gradients t are added to the products' results in fp32
+(:mod:`parallel_lce.kernels.targets`). Recomputed rows of the vocabulary write their gradients to scratch
+memory, slice by slice; there c is 1. The formula of the gradient is that of
+:mod:`parallel_lce.backends.eager`.
 """
 
 from __future__ import annotations
@@ -29,13 +31,17 @@ from parallel_lce.backends.blocks import (
     in_own_context,
     power_of_two_scale,
 )
+from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.kernels import dlogits
 from parallel_lce.kernels.partials import merge_windows
-from parallel_lce.kernels.projection import (
-    Operands,
-    logits_gradient,
+from parallel_lce.kernels.projection import Operands, logits_gradient, window_partials
+from parallel_lce.kernels.targets import (
+    add_targets,
+    clear_targets,
+    finished_rows,
+    order_of,
+    target_gradients,
     target_logits,
-    window_partials,
 )
 from parallel_lce.partials import TARGET, Columns, empty_partial
 from parallel_lce.weight_grad import ShardGradient
@@ -201,20 +207,21 @@ def block_backward(
             if to.dx_ready is not None:
                 to.dx_ready()
         if to.dweight is not None:
-            _add_weight_gradient(to.dweight, part, slices.scaled(part, product), slices.unscale)
+            _add_weight_gradient(to.dweight, part, slices, product)
         if to.dbias is not None:
             total, overwrite = to.dbias.open(part.start, part.stop)
             column_sum = part.gradient.sum(0, dtype=total.dtype)
             if slices.unscale is not None:
                 column_sum *= slices.unscale
-            total.copy_(column_sum) if overwrite else total.add_(column_sum)
+            put(total, column_sum, overwrite)
+            slices.add_targets(total.unsqueeze(1), slices.x.new_ones(1, 1).expand(rows, 1), part.start)
             to.dbias.close(part.start, part.stop, total)
 
 
 @dataclass
 class _Slice:
-    """``gradient [R, stop - start]`` of the logits of the shard's rows ``[start, stop)``; to be
-    multiplied by ``row_scale [R]``, None for 1."""
+    """``gradient [R, stop - start]`` of the logits of the shard's rows ``[start, stop)``, 0 at the targets'
+    entries; to be multiplied by ``row_scale [R]``, None for 1."""
 
     start: int
     stop: int
@@ -249,11 +256,19 @@ class _Slices:
         self._kept, self._scratch = kept, scratch
         # The bias's gradient is a sum over rows, which are then best complete.
         self._rewrite = to.dbias is not None
+        self._wants_order = to.dweight is not None or to.dbias is not None
         self._power: Tensor | None = None
         self.unscale: Tensor | None = None
         if x.dtype == torch.float16:
             self._power = power_of_two_scale(coefficients, projection.scale)
             self.unscale = 1 / self._power
+        self._target_gradient = self._order = None
+        if target is not None and self._coefficients.beta is not None:
+            self._target_gradient = target_gradients(
+                target, projection.real, self._statistics, *self._each(), projection.scale, projection.softcap
+            )
+            if self._wants_order:
+                self._order = order_of(target, projection.real)
         # Used first, and free from then on.
         self._spent = kept[0].view(-1) if kept else x.new_empty(0)
         self._kept_columns = min(kept[0].shape[1], projection.real) if kept else 0
@@ -275,9 +290,7 @@ class _Slices:
 
     def __iter__(self) -> Iterator[_Slice]:
         projection, statistics = self._projection, self._statistics
-        alpha, beta, gamma, delta = (
-            getattr(self._coefficients, name) for name in ("alpha", "beta", "gamma", "delta")
-        )
+        alpha, _, gamma, delta = self._each()
         if self._kept:
             stored, maxima, *common = self._kept
             gradient = stored[:, : self._kept_columns]
@@ -285,10 +298,10 @@ class _Slices:
             # and another tile's.
             width = next_power_of_2(-(-projection.real // maxima.shape[0]))
             row_scale = dlogits.settle(
-                gradient, maxima, *(common or (None, None)), width, self._target, statistics,
-                alpha, beta, gamma, self._power, projection.scale, projection.softcap,
-                self._rewrite,
+                gradient, maxima, *(common or (None, None)), width, statistics, alpha, gamma,
+                self._power, projection.scale, projection.softcap, self._rewrite,
             )  # fmt: skip
+            self._clear(gradient, 0)
             yield _Slice(0, self._kept_columns, gradient, row_scale)
         for start, stop in self._cuts:
             shape = self.x.shape[0], _stride(stop - start)
@@ -299,12 +312,30 @@ class _Slices:
             gradient = memory.view(shape)[:, : stop - start]
             operands = _operands(projection, self.x, start, stop)
             logits_gradient(operands, statistics, alpha, gamma, delta, self._power, gradient)
-            if beta is not None:
-                dlogits.write_targets(
-                    gradient, self._target - start, statistics, alpha, beta, gamma, delta,
-                    self._power, projection.scale, projection.softcap,
-                )  # fmt: skip
+            self._clear(gradient, start)
             yield _Slice(start, stop, gradient, None)
+
+    def _each(self) -> tuple[Tensor | None, ...]:
+        c = self._coefficients
+        return c.alpha, c.beta, c.gamma, c.delta
+
+    def _clear(self, gradient: Tensor, start: int) -> None:
+        if self._target_gradient is not None:
+            clear_targets(gradient, self._target, start)
+
+    def finish(self, source: Tensor, row_scale: Tensor | None, rows: slice, dx: Tensor) -> None:
+        """``dx`` of some rows, from their sum over all slices but for ``row_scale``."""
+        targets = None
+        if self._target_gradient is not None:
+            weight = self._projection.weight[: self._projection.real]
+            targets = self._target[rows], self._target_gradient[rows], weight
+        factor = self.unscale if row_scale is None else row_scale[rows]
+        finished_rows(source, factor, targets, dx)
+
+    def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
+        """What the targets' gradients add to the shard's rows from ``start`` on."""
+        if self._order is not None:
+            add_targets(total, self._order, self._target, self._target_gradient, x, start)
 
     def scaled(self, part: _Slice, product: _HiddenProduct | None) -> Tensor:
         """``c x [R, D]``, in dX's memory as long as that is not written."""
@@ -312,7 +343,12 @@ class _Slices:
             return self.x
         memory = product.idle_memory() if product is not None else None
         memory = torch.empty_like(self.x) if memory is None else memory
-        return dlogits.scale_rows(self.x, part.row_scale, memory)
+        return finished_rows(self.x, part.row_scale, None, memory)
+
+    @property
+    def plain(self) -> bool:
+        """Whether sums over slices without a ``row_scale`` are dX as they are."""
+        return self.unscale is None and self._target_gradient is None
 
 
 class _HiddenProduct:
@@ -324,41 +360,32 @@ class _HiddenProduct:
         self._written = False
 
     def add(self, part: _Slice) -> None:
-        weight = self._weight[part.start : part.stop]
-        if not self._slices.single:
-            self._accumulate(part, weight)
-        elif part.row_scale is None and self._slices.unscale is None:
-            torch.mm(part.gradient, weight, out=self._dx)
+        weight = self._weight[part.start : part.stop].t()
+        if self._slices.single:
+            self._complete(part, weight)
             self._written = True
-        else:
-            self._scale_in_pieces(part, weight)
-            self._written = True
-
-    def _accumulate(self, part: _Slice, weight: Tensor) -> None:
-        if self._sum is None:
-            self._sum = _product(part.gradient, weight)
+        elif self._sum is None:
+            self._sum = matmul_nt(part.gradient, weight)
             if part.row_scale is not None:
-                dlogits.scale_rows(self._sum, part.row_scale, self._sum)
+                finished_rows(self._sum, part.row_scale, None, self._sum)
         else:
-            _add_product(self._sum, part.gradient, weight)
+            accumulate_nt(self._sum, part.gradient, weight, overwrite=False)
 
-    def _scale_in_pieces(self, part: _Slice, weight: Tensor) -> None:
-        """One product, scaled in fp32 before it is rounded."""
-        rows = max(1024, _PRODUCT_BYTES // (4 * weight.shape[1]) // 1024 * 1024)
+    def _complete(self, part: _Slice, weight: Tensor) -> None:
+        """One product, finished in fp32 before it is rounded, in pieces."""
+        if self._slices.plain and part.row_scale is None:
+            accumulate_nt(self._dx, part.gradient, weight, overwrite=True)
+            return
+        rows = max(1024, _PRODUCT_BYTES // (4 * weight.shape[0]) // 1024 * 1024)
         for first in range(0, self._dx.shape[0], rows):
             some = slice(first, first + rows)
-            piece = _product(part.gradient[some], weight)
-            if part.row_scale is not None:
-                dlogits.scale_rows(piece, part.row_scale[some], self._dx[some])
-            else:
-                torch.mul(piece, self._slices.unscale, out=self._dx[some])
+            piece = matmul_nt(part.gradient[some], weight)
+            self._slices.finish(piece, part.row_scale, some, self._dx[some])
 
     def finish(self) -> None:
         if self._sum is None:
             return
-        if self._slices.unscale is not None:
-            self._sum *= self._slices.unscale
-        self._dx.copy_(self._sum)
+        self._slices.finish(self._sum, None, slice(None), self._dx)
         self._sum, self._written = None, True
 
     def idle_memory(self) -> Tensor | None:
@@ -369,51 +396,17 @@ class _HiddenProduct:
 
 
 def _add_weight_gradient(
-    dweight: ShardGradient, part: _Slice, x: Tensor, unscale: Tensor | None
+    dweight: ShardGradient, part: _Slice, slices: _Slices, product: _HiddenProduct | None
 ) -> None:
-    """``dW[start:stop] += unscale * G.T @ x``, in one product where it needs no fp32 buffer."""
+    """``dW[start:stop] += G.T @ x``, in one product where it needs no fp32 buffer."""
+    x = slices.scaled(part, product)
     step = part.stop - part.start
-    if unscale is not None or dweight.buffered:
+    if slices.unscale is not None or dweight.buffered:
         step = max(256, _PRODUCT_BYTES // (4 * x.shape[1]) // 256 * 256)
     for start in range(part.start, part.stop, step):
         stop = min(start + step, part.stop)
         gradient = part.gradient[:, start - part.start : stop - part.start].t()
         total, overwrite = dweight.open(start, stop, whole=True)
-        if unscale is not None:
-            product = _product(gradient, x)
-            product *= unscale
-            total.copy_(product) if overwrite else total.add_(product)
-        elif overwrite:
-            _product_into(total, gradient, x)
-        else:
-            _add_product(total, gradient, x)
+        accumulate_nt(total, gradient, x.t(), overwrite=overwrite, factor=slices.unscale)
+        slices.add_targets(total, slices.x, start)
         dweight.close(start, stop, total)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` in fp32."""
-    if a.dtype == torch.float32:
-        return torch.mm(a, b)
-    if not a.is_cuda:
-        return torch.mm(a.float(), b.float())
-    return torch.mm(a, b, out_dtype=torch.float32)
-
-
-def _product_into(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total = a @ b``, summed in fp32 whatever ``total``'s dtype is."""
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total)
-    elif a.is_cuda:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    else:
-        total.copy_(_product(a, b))
-
-
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """``total += a @ b`` for an fp32 ``total``."""
-    if a.dtype == total.dtype:
-        total.addmm_(a, b)
-    elif a.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:
-        total += _product(a, b)

@@ -5,6 +5,7 @@ Exit status: 0 if ours was accurate and measured, 1 if ours was refused or faile
 """
 
 import argparse
+import itertools
 import re
 import sys
 import time
@@ -45,6 +46,12 @@ def parse_deviation(text):
     return float(text)
 
 
+def parse_share(text):
+    if not re.fullmatch(r"0?\.\d+|0", text):
+        raise ValueError(f"expected a share from 0 to less than 1, got {text!r}")
+    return float(text)
+
+
 def argument(parse):
     """`parse` for argparse, with its own words in the message instead of 'invalid value'."""
 
@@ -70,6 +77,8 @@ def parse_arguments(arguments):
                         help="of ours: bytes, 512MiB, all, or none for its default; may be repeated")  # fmt: skip
     parser.add_argument("--logit-std", action="append", metavar="S", type=argument(parse_deviation),
                         help="standard deviation of the logits, 1 by default; may be repeated")  # fmt: skip
+    parser.add_argument("--ignored", action="append", metavar="SHARE", type=argument(parse_share),
+                        help="of the targets, 0.05 by default; may be repeated")  # fmt: skip
     parser.add_argument("--peers", nargs="+", metavar="NAME",
                         help="only these; the bare products are always measured. Known: " + ", ".join(names()))  # fmt: skip
     parser.add_argument("--without", nargs="+", metavar="NAME", default=[], help="not these")
@@ -98,7 +107,8 @@ def parse_arguments(arguments):
 def _plan(options):
     plan = SUITES[options.suite] if options.suite else DEFAULTS[options.device]
     shapes = plan.shapes_beside(options.shape or plan.shapes)
-    plan = replace(plan, shapes=shapes, deviations=tuple(options.logit_std or plan.deviations))
+    deviations, ignored = options.logit_std or plan.deviations, options.ignored or plan.ignored
+    plan = replace(plan, shapes=shapes, deviations=tuple(deviations), ignored=tuple(ignored))
     kinds = dict.fromkeys(name for name, _ in plan.ours)
     if options.peers is not None:
         mine = [name for name in options.peers if name.startswith("ours")]
@@ -163,7 +173,7 @@ def main(arguments=None):
     }
     console.print("; ".join(f"{name}: {text}" for name, text in facts.items()), soft_wrap=True)
 
-    def one(shape, deviation):
+    def one(shape, deviation, ignored):
         peers, missing = build_peers(options)
         if missing and not reports:
             text = "; ".join(f"{peer} ({why})" for peer, why in missing.items())
@@ -173,7 +183,7 @@ def main(arguments=None):
             seconds = time.monotonic() - begun
             status.print(f"{seconds:5.0f} s  {shape}: {text}", style="dim", markup=False, soft_wrap=True)
 
-        inputs = make_inputs(shape, options.dtype, device, options.seed, deviation)
+        inputs = make_inputs(shape, options.dtype, device, options.seed, deviation, ignored)
         measured = measure(peers, inputs, plan.passes, rounds, device, say=progress)
         reports.append(Report(shape, options.dtype, inputs, plan.passes, *measured))
         console.print(reports[-1].table())
@@ -185,9 +195,8 @@ def main(arguments=None):
 
     reports, broken = [], False
     try:
-        for shape in plan.shapes:
-            for deviation in plan.deviations:
-                one(shape, deviation)
+        for case in itertools.product(plan.shapes, plan.deviations, plan.ignored):
+            one(*case)
     except Broken as error:
         console.print(str(error), markup=False, soft_wrap=True)
         broken = True

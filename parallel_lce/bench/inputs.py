@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 IGNORE_INDEX = -100
+IGNORED = 0.05
 
 
 @dataclass(frozen=True)
@@ -42,16 +43,20 @@ class Inputs:
     def bytes(self):
         return sum(t.numel() * t.element_size() for t in (self.x, self.weight, self.target))
 
+    @property
+    def counted(self):
+        return int((self.target != IGNORE_INDEX).sum())
 
-def make_inputs(shape, dtype, device, seed, deviation=1.0):
+
+def make_inputs(shape, dtype, device, seed, deviation=1.0, ignored=IGNORED):
     """Fresh random tensors. x ~ N(0, 1) and W ~ N(0, deviation^2 / D), so that logits are ~ N(0, deviation^2)
-    whatever D is: of 10^9 of them the largest is about 6 times the deviation. Targets are uniform, 5 % ignored.
+    whatever D is: of 10^9 of them the largest is about 6 times the deviation. Targets are uniform, a share of them `ignored`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     options = {"generator": generator, "device": device}
     x = torch.randn(shape.n, shape.d, dtype=dtype, **options)
     weight = torch.randn(shape.v, shape.d, dtype=dtype, **options).mul_(deviation * shape.d**-0.5)
     target = torch.randint(shape.v, (shape.n,), **options)
-    target[torch.rand(shape.n, **options) < 0.05] = IGNORE_INDEX
+    target[torch.rand(shape.n, **options) < ignored] = IGNORE_INDEX
     target[0] = 0  # at least one token counts, or the mean would be of nothing
     return Inputs(x, weight, target)

@@ -87,7 +87,8 @@ class Report:
         self.input_bytes, self.largest_logit = inputs.bytes, judge.largest_logit
         self.limits, self.yardstick = judge.limits, judge.yardstick
         self.bare = next(result for result in results if result.peer.family == "bare")
-        self.title = f"{shape}, {self.dtype}, max |z| {self.largest_logit:.1f}"
+        self.counted = inputs.counted
+        self.title = f"{shape}, {self.dtype}, {self.counted} targets, max |z| {self.largest_logit:.1f}"
 
     def efficiency(self, result, kind):
         """(median, min, max) over the rounds of the bare products' time / the peer's; None if either has none."""
@@ -176,6 +177,7 @@ class Report:
             **vars(self.shape),
             "dtype": self.dtype,
             "max_abs_logit": self.largest_logit,
+            "counted_targets": self.counted,
             "input_bytes": self.input_bytes,
             "torch_errors": self.yardstick,
             "allowed_errors": self.limits,

@@ -6,8 +6,8 @@ A product with the gradients needs ``p_ij alpha_i - gamma_i``, and what was kept
 ``G.T @ x``. (The targets' entries are :mod:`parallel_lce.kernels.targets`'.)
 
 Only tokens for which this does not do are rewritten, and have ``c_i = 1``: those whose windows were
-kept relative to different references, or whose ``c_i`` would leave bf16, and all of them where a
-soft-cap or ``gamma`` acts on every entry.
+kept relative to different references, or whose ``c_i`` would leave bf16 or is 0 and their target's
+gradient is not, and all of them where a soft-cap or ``gamma`` acts on every entry.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _BLOCK = 4096
 
 @triton.jit(do_not_specialize=["rows"])
 def _settle_kernel(
-    kept, maxima, common, agreed, statistics, alpha, gamma, power, row_scale,
+    kept, maxima, common, agreed, statistics, alpha, gamma, of_target, power, row_scale,
     rows, columns, stride, scale, cap,
     REWRITE: tl.constexpr, REACH: tl.constexpr, KEPT_SCALE: tl.constexpr,
-    HAS_GAMMA: tl.constexpr, HAS_POWER: tl.constexpr, CAPPED: tl.constexpr,
+    HAS_GAMMA: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_POWER: tl.constexpr, CAPPED: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -56,7 +56,10 @@ def _settle_kernel(
     if not REWRITE:
         # All comparisons are false for NaN.
         as_it_is = (tl.load(agreed + row) != 0) & (tl.abs(base - own) <= REACH)
-        as_it_is &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | (coefficient == 0.0)
+        nothing = coefficient == 0.0
+        if HAS_TARGET:
+            nothing &= tl.load(of_target + row) == 0.0
+        as_it_is &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | nothing
     if as_it_is:
         tl.store(row_scale + row, coefficient)
     else:
@@ -85,6 +88,7 @@ def settle(
     statistics: torch.Tensor,
     alpha: torch.Tensor,
     gamma: torch.Tensor | None,
+    of_target: torch.Tensor | None,
     power: torch.Tensor | None,
     scale: float,
     softcap: float | None,
@@ -95,8 +99,8 @@ def settle(
 
     ``maxima [>= C / window, R]`` of the windows, ``common [R]`` and ``agreed [R]`` of
     ``partials.merge_windows``; None where each window is relative to its maximum. ``statistics [>= 2, R]``:
-    maximum and sum of exponentials; ``alpha``, ``gamma [R]``. All fp32 and contiguous. ``rewrite`` every row,
-    as a soft-cap, ``gamma`` and windows relative to their own maxima demand anyway: then there are no factors.
+    maximum and sum of exponentials; ``alpha``, ``gamma``, ``of_target [R]``, the gradients of the targets. All fp32 and
+    contiguous. ``rewrite`` every row, as a soft-cap, ``gamma`` and windows relative to their own maxima demand anyway: then there are no factors.
     """
     rows, columns = kept.shape
     row_scale = torch.empty_like(alpha)
@@ -109,6 +113,7 @@ def settle(
         statistics,
         alpha,
         gamma,
+        of_target,
         power,
         row_scale,
         rows,
@@ -120,6 +125,7 @@ def settle(
         REACH=-1.0 if common is None else REACH,
         KEPT_SCALE=FP16_SCALE if kept.dtype == torch.float16 else 1.0,
         HAS_GAMMA=gamma is not None,
+        HAS_TARGET=of_target is not None,
         HAS_POWER=power is not None,
         CAPPED=softcap is not None,
         WINDOW=window,

@@ -1,13 +1,19 @@
-"""The targets' own part, kept out of the matrix products: their logits, their gradients and what these add
-to dX and dW, in fp32.
+"""The targets' own part in fp32: their logits, their gradients, and what these add to dX and dW.
 
-A token's gradient is mostly its target's. As an entry of dlogits it would be rounded with everything
-else, and cancel where p is nearly 1; so that entry is 0 there, and
+The gradient ``t_i`` of a target's logit, formed from that logit, is most of a token's gradient. As an
+entry of dlogits, between operands that are rounded too, it would make the larger part of dX's and dW's
+error. With ``g_ij = c_i G_ij`` the other entries,
 
-    dX_i = sum_{j != y_i} g_ij W_j + t_i W_{y_i}        dW_v = sum_{i: y_i != v} g_iv x_i + sum_{i: y_i = v} t_i x_i
+    dX_i = c_i sum_j G_ij W_j + r_i W_{y_i}            r_i = t_i - c_i G_iy
 
-with ``t_i`` from the target's own logit. Tokens of the same target are added up in the order of the tokens,
-by one program: nothing is atomic, and runs are equal to the bit.
+is exact in ``t_i`` whatever G's entry of the target is. In dW, whose rows are sums over tokens,
+
+    dW_v = sum_i G_iv (c_i x_i) + t_k x_k              if k alone has the target v, and G_kv = 0
+
+is, and is rounded once more, when ``t_k x_k`` is added; so it is for a row of one target that this is better
+than an entry in the product. Where several tokens have the same target their sum and that of the other
+tokens may cancel, and belong into one product: their entries are ``t_i / c_i``, and ``c_i`` in ``c_i x_i``
+is what makes up for the rounding of the entry.
 """
 
 from __future__ import annotations
@@ -22,11 +28,8 @@ from parallel_lce.kernels.tuning import interpreted
 
 # Tokens of a tile of target logits, and of a program where one thread has one token.
 _TARGETS, _TOKENS = 64, 128
-# Up to so many tokens, comparing all pairs is faster than sorting; tokens of a program, and of a comparison.
-_FEW = 16384
-_RANKED, _COMPARED = 16, 1024
-# Tokens and hidden elements that a program adds to dW at a time; hidden elements of dX.
-_ADDED, _WIDTH, _HIDDEN = 8, 2048, 4096
+# Tokens and hidden elements of a program that adds to dW; hidden elements of dX.
+_ADDED, _WIDTH, _HIDDEN = 4, 2048, 4096
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -94,9 +97,26 @@ def target_logits(operands: Operands, target: torch.Tensor, result: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["rows"])
+def _tag_kernel(target, tags, rows, entries, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wanted = tl.load(target + row, mask=row < rows, other=-1)
+    tl.store(tags + wanted, row, mask=(wanted >= 0) & (wanted < entries))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _share_kernel(target, tags, shared, rows, entries, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    wanted = tl.load(target + row, mask=row < rows, other=-1)
+    hit = (wanted >= 0) & (wanted < entries)
+    lost = hit & (tl.load(tags + wanted, mask=hit, other=0) != row)
+    tl.store(shared + wanted, tl.full((BLOCK,), 1, tl.uint8), mask=lost)
+
+
+@triton.jit(do_not_specialize=["rows"])
 def _gradients_kernel(
-    target, statistics, alpha, beta, gamma, delta, result, rows, entries, scale, cap,
-    HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr,
+    target, tags, shared, statistics, alpha, beta, gamma, delta, result, alone, rows, entries, scale, cap,
+    TAGGED: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, CAPPED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wanted = tl.load(target + row, mask=row < rows, other=-1)
@@ -115,6 +135,11 @@ def _gradients_kernel(
     if CAPPED:
         g *= 1.0 - (logit / cap) * (logit / cap)
     tl.store(result + row, g, mask=row < rows)
+    only = hit
+    if TAGGED:
+        only &= tl.load(tags + wanted, mask=hit, other=0) == row
+        only &= tl.load(shared + wanted, mask=hit, other=0) == 0
+    tl.store(alone + row, only.to(tl.uint8), mask=row < rows)
 
 
 def target_gradients(
@@ -127,49 +152,109 @@ def target_gradients(
     delta: torch.Tensor | None,
     scale: float,
     softcap: float | None,
-) -> torch.Tensor:
+    count: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """``p (alpha + delta (z - M)) - beta - gamma`` of the targets, times scale and the slope of the soft-cap:
-    ``[R]`` fp32, 0 for targets outside ``[0, entries)``.
+    ``[R]`` fp32, 0 for targets outside ``[0, entries)``; and whether no other token has the same target,
+    ``[R]`` uint8, or, unless these are to be ``count``-ed, whether a token has a target at all.
 
     ``target [R]`` int64; ``statistics [>= 3, R]`` the merged partial; the coefficients ``[R]``. All but the
     target fp32, and contiguous.
     """
     rows, result = target.shape[0], torch.empty_like(alpha)
-    _gradients_kernel[(triton.cdiv(rows, _TOKENS),)](
+    alone = torch.empty_like(alpha, dtype=torch.uint8)
+    grid = (triton.cdiv(rows, _TOKENS),)
+    tags = shared = None
+    if count:
+        # Each token writes its number to its target's tag, and any of them stays; those that find another
+        # one's tell so. What is found does not depend on which one stayed.
+        tags = torch.empty(entries, dtype=torch.int32, device=target.device)
+        shared = torch.zeros(entries, dtype=torch.uint8, device=target.device)
+        _tag_kernel[grid](target, tags, rows, entries, BLOCK=_TOKENS)
+        _share_kernel[grid](target, tags, shared, rows, entries, BLOCK=_TOKENS)
+    _gradients_kernel[grid](
         target,
+        tags,
+        shared,
         statistics,
         alpha,
         beta,
         gamma,
         delta,
         result,
+        alone,
         rows,
         entries,
         float(scale),
         1.0 if softcap is None else float(softcap),
+        TAGGED=count,
         HAS_GAMMA=gamma is not None,
         HAS_DELTA=delta is not None,
         CAPPED=softcap is not None,
         BLOCK=_TOKENS,
     )
-    return result
+    return result, alone
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _clear_kernel(gradient, target, rows, columns, stride, first, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "first"])
+def _entries_kernel(
+    gradient, target, rest, alone, row_scale, power, x_scale, rows, columns, stride, first,
+    HAS_SCALE: tl.constexpr, HAS_POWER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    wanted = tl.load(target + row, mask=row < rows, other=-1)
+    valid = row < rows
+    wanted = tl.load(target + row, mask=valid, other=-1)
     hit = (wanted >= first) & (wanted < first + columns)
+    t = tl.load(rest + row, mask=hit, other=0.0)
+    factor = tl.full((BLOCK,), 1.0, tl.float32)
+    if HAS_SCALE:
+        factor = tl.load(row_scale + row, mask=valid, other=1.0)
+    if HAS_POWER:
+        factor /= tl.load(power)
+    absent = (tl.load(alone + row, mask=hit, other=1) != 0) | (factor == 0.0)
+    entry = tl.where(absent, 0.0, t / factor).to(gradient.dtype.element_ty)
     place = gradient + row.to(tl.int64) * stride + (wanted - first)
-    tl.store(place, tl.zeros((BLOCK,), gradient.dtype.element_ty), mask=hit)
+    tl.store(place, entry, mask=hit)
+    entry = entry.to(tl.float32)
+    tl.store(rest + row, t - factor * entry, mask=hit)
+    if HAS_SCALE:
+        tl.store(x_scale + row, tl.where(entry == 0.0, factor, t / entry), mask=valid)
 
 
-def clear_targets(gradient: torch.Tensor, target: torch.Tensor, first: int) -> None:
-    """Make the targets' entries of ``gradient [R, C]``, the columns from ``first`` on, 0."""
+def place_targets(
+    gradient: torch.Tensor,
+    first: int,
+    target: torch.Tensor,
+    rest: torch.Tensor,
+    alone: torch.Tensor,
+    row_scale: torch.Tensor | None,
+    power: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Write the targets' entries of ``gradient [R, C]``, the columns from ``first`` on, whose rows are to be
+    multiplied by ``row_scale [R]`` and divided by ``power``.
+
+    They are 0 for those ``alone [R]``. ``rest [R]``, the gradients of :func:`target_gradients`, becomes what the
+    entries leave of them. Returns what ``x`` is to be multiplied by, row by row, if anything.
+    """
     rows, columns = gradient.shape
-    _clear_kernel[(triton.cdiv(rows, _TOKENS),)](
-        gradient, target, rows, columns, gradient.stride(0), first, BLOCK=_TOKENS
+    x_scale = None if row_scale is None else torch.empty_like(row_scale)
+    _entries_kernel[(triton.cdiv(rows, _TOKENS),)](
+        gradient,
+        target,
+        rest,
+        alone,
+        row_scale,
+        power,
+        x_scale,
+        rows,
+        columns,
+        gradient.stride(0),
+        first,
+        HAS_SCALE=row_scale is not None,
+        HAS_POWER=power is not None,
+        BLOCK=_TOKENS,
     )
+    return x_scale
 
 
 @triton.jit
@@ -226,98 +311,52 @@ def finished_rows(
     return result
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _order_kernel(target, order, rows, entries, BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    # The chunk that these tokens lie in: tokens of the same target before it come first.
-    own = tl.program_id(0) * BLOCK // CHUNK * CHUNK
-    wanted = tl.load(target + i, mask=i < rows, other=-1)
-    key = tl.where((wanted >= 0) & (wanted < entries), wanted, entries).to(tl.int32)
-    place = tl.zeros((BLOCK,), tl.int32)
-    for first in range(0, rows, CHUNK):
-        j = first + tl.arange(0, CHUNK)
-        other = tl.load(target + j, mask=j < rows, other=0)
-        others = tl.where((other >= 0) & (other < entries), other, entries).to(tl.int32)
-        others = tl.where(j < rows, others, 2**31 - 1)
-        bound = key + (first < own).to(tl.int32)
-        place += tl.sum((others[None, :] < bound[:, None]).to(tl.int32), 1)
-        if first == own:
-            tie = (others[None, :] == key[:, None]) & (j[None, :] < i[:, None])
-            place += tl.sum(tie.to(tl.int32), 1)
-    tl.store(order + place, i.to(tl.int64), mask=i < rows)
-
-
-def order_of(target: torch.Tensor, entries: int) -> torch.Tensor:
-    """``[R]`` int64: the tokens by their ``target [R]`` int64, then by their number; those whose targets are
-    outside ``[0, entries)`` last."""
-    rows = target.shape[0]
-    if rows > _FEW:
-        outside = (target < 0) | (target >= entries)
-        return target.to(torch.int32).masked_fill_(outside, entries).sort(stable=True).indices
-    order = torch.empty_like(target)
-    _order_kernel[(triton.cdiv(rows, _RANKED),)](
-        target, order, rows, entries, BLOCK=_RANKED, CHUNK=_COMPARED
-    )
-    return order
-
-
 @triton.jit(do_not_specialize=["rows", "first"])
 def _add_kernel(
-    total, order, target, entry, x, rows, first, columns, depth, total_stride, x_stride,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    total, target, rest, alone, x, rows, first, columns, depth, row_stride, column_stride, x_stride,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < depth
-    wanted = tl.load(target + tl.load(order + at))
-    before = tl.load(order + at - 1, mask=at > 0, other=0)
-    leads = (at == 0) | (tl.load(target + before) != wanted)
-    if leads & (wanted >= first) & (wanted < first + columns):
-        value = tl.zeros((BLOCK,), tl.float32)
-        more = True
-        while more:
-            place = at + tl.arange(0, ROWS)
-            token = tl.load(order + place, mask=place < rows, other=0)
-            same = (place < rows) & (tl.load(target + token) == wanted)
-            g = tl.load(entry + token, mask=same, other=0.0)
-            rows_of_x = x + token[:, None] * x_stride + c[None, :]
-            part = tl.load(rows_of_x, mask=same[:, None] & inside[None, :], other=0.0)
-            value += tl.sum(g[:, None] * part.to(tl.float32), 0)
-            at += ROWS
-            more = tl.min(same.to(tl.int32), 0) == 1
-        here = total + (wanted - first) * total_stride + c
-        value += tl.load(here, mask=inside, other=0.0).to(tl.float32)
-        tl.store(here, value.to(total.dtype.element_ty), mask=inside)
+    for number in tl.static_range(TOKENS):
+        row = tl.program_id(0) * TOKENS + number
+        wanted = tl.load(target + row, mask=row < rows, other=-1)
+        only = tl.load(alone + row, mask=row < rows, other=0) != 0
+        if (wanted >= first) & (wanted < first + columns) & only:
+            here = total + (wanted - first) * row_stride + c.to(tl.int64) * column_stride
+            of_token = tl.load(x + row.to(tl.int64) * x_stride + c, mask=inside, other=0.0)
+            value = tl.load(rest + row) * of_token.to(tl.float32)
+            value += tl.load(here, mask=inside, other=0.0).to(tl.float32)
+            tl.store(here, value.to(total.dtype.element_ty), mask=inside)
 
 
 def add_targets(
     total: torch.Tensor,
-    order: torch.Tensor,
-    target: torch.Tensor,
-    entry: torch.Tensor,
-    x: torch.Tensor,
     first: int,
+    target: torch.Tensor,
+    rest: torch.Tensor,
+    alone: torch.Tensor,
+    x: torch.Tensor,
 ) -> None:
-    """``total[v - first] += sum of entry_i x_i over the tokens of target v``.
+    """``total[y_i - first] += rest_i x_i`` for the tokens that are ``alone``, in fp32.
 
-    ``total [C, D]``: the rows from ``first`` on; ``order`` of :func:`order_of`; ``entry [R]`` fp32; ``x [R, D]``.
-    The sum is fp32, and rounded once into ``total``.
+    ``total [C, D]``: the rows from ``first`` on; ``rest [R]`` fp32 of :func:`place_targets`; ``x [R, D]``.
     """
     rows, depth = x.shape
     block = min(triton.next_power_of_2(depth), _WIDTH)
-    _add_kernel[(rows, triton.cdiv(depth, block))](
+    _add_kernel[(triton.cdiv(rows, _ADDED), triton.cdiv(depth, block))](
         total,
-        order,
         target,
-        entry,
+        rest,
+        alone,
         x,
         rows,
         first,
         total.shape[0],
         depth,
         total.stride(0),
+        total.stride(1),
         x.stride(0),
-        ROWS=_ADDED,
+        TOKENS=_ADDED,
         BLOCK=block,
-        num_warps=8,
     )

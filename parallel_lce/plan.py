@@ -127,7 +127,7 @@ def plan(
     more memory than saving everything would. Otherwise what fits is saved and the rest recomputed
     (8 N V D): all rows of some of the vocabulary in one block, or some of the rows in a first block,
     whose memory the following ones reuse; whichever needs the smaller fp32 accumulator, and on one
-    rank the former if its sum of dX takes no more than what is kept.
+    rank the former if its sum of dX takes no more than the budget.
     """
     budget = DEFAULT_BUDGET if budget is None else budget
     row_bytes = max(1, shard_rows * itemsize)
@@ -179,8 +179,8 @@ def plan(
         # One block of all rows would also gather every hidden state and hold the whole dX.
         dx_sum += 2 * rows * hidden * itemsize
     # Every block of rows reads and writes all of an fp32 dW, slices of the vocabulary do so once: on
-    # one rank, where no reduction of dX waits for blocks, that is worth a sum as large as what is kept.
-    affordable = gradients.weight and ranks == 1 and several and dx_sum <= room
+    # one rank, where no reduction of dX waits for blocks, that is worth a sum as large as the budget.
+    affordable = gradients.weight and ranks == 1 and several and room > 0 and dx_sum <= budget
     if dx_sum < dw_sum or (dx_sum == dw_sum and ranks == 1) or affordable:
         return decided(per_part, per_part, room // max(1, rows * itemsize), dx_sum)
     return decided(first, most, shard_rows if first > 0 else 0, dw_sum)

@@ -232,7 +232,7 @@ def check(case: Case, found: dict[str, Tensor], factor: float, device: str = "cp
         floor *= 32 if dtype == torch.float64 else 1
         if name == "dx" and case.ranks > 1:
             # Each rank's part is rounded before it is added up, the yardstick has one part.
-            floor = torch.finfo(dtype).eps * truth[name].norm().item()
+            floor = max(floor, torch.finfo(dtype).eps * truth[name].norm().item())
         if value.dtype == torch.float16:
             floor += 2**-24 * value.numel() ** 0.5
         ours_error, its_error = error(value, truth[name]), error(yardstick[name], truth[name])

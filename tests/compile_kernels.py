@@ -95,7 +95,12 @@ def call(rows, entries, depth, kept, everything, dtype):
         torch.ones_like(partial),
         coefficients,
         exponentials,
-        Destinations(torch.empty_like(x), None, ShardGradient(weight, entries, 1), None),
+        Destinations(
+            torch.empty_like(x),
+            None,
+            ShardGradient(weight, entries, 1),
+            None if bias is None else ShardGradient(bias, entries, 1),
+        ),
         Scratch(1 << 20),
     )
 

@@ -25,8 +25,8 @@ KINDS = 8  # of rows, in turn
 class Rows:
     """Tokens of each kind, their kept exponentials, and what statistics say of them.
 
-    0, 1: as they are. 2: one window relative to its own maximum. 3: a maximum of all shards far above
-    the reference. 4: alpha is 0. 5: p of one entry is nearly 1. 6: alpha is tiny. 7: no window near the
+    0: as it is. 1: alpha is 0, but not the gradient of the target. 2: one window relative to its own maximum. 3: a maximum of all shards far above
+    the reference. 4: both are 0. 5: p of one entry is nearly 1. 6: alpha is tiny. 7: no window near the
     reference, and one of -inf alone.
     """
 
@@ -38,6 +38,7 @@ class Rows:
     statistics: torch.Tensor
     alpha: torch.Tensor
     gamma: torch.Tensor
+    of_target: torch.Tensor
 
     @property
     def kind(self) -> torch.Tensor:
@@ -65,7 +66,8 @@ def rows(dtype: torch.dtype, device: str, softcap: float | None = None) -> Rows:
     maximum = torch.maximum(z.amax(1), elsewhere)
     sum_exp = (torch.logaddexp(total, elsewhere) - maximum).exp()
     alpha, gamma = normal(2, R).abs() + 0.1
-    alpha[kind == 4] = 0.0
+    alpha[(kind == 1) | (kind == 4)] = 0.0
+    of_target = torch.where(kind == 4, 0.0, normal(R))
     alpha[kind == 6] *= 1e-25
     common = agreed = None
     maxima = torch.stack([part.amax(1) for part in z.split(WINDOW, 1)])
@@ -82,7 +84,7 @@ def rows(dtype: torch.dtype, device: str, softcap: float | None = None) -> Rows:
     kept = memory[:, :C].copy_((z - finite.repeat_interleave(WINDOW, 0)[:C].t()).exp() * scale)
     narrow = [t if t is None else t.to(device) for t in (maxima.float(), common, agreed)]
     statistics = torch.stack([maximum, sum_exp]).float().to(device)
-    coefficients = (t.float().to(device) for t in (alpha, gamma / C))
+    coefficients = (t.float().to(device) for t in (alpha, gamma / C, of_target))
     return Rows(z.to(device), kept, *narrow, statistics, *coefficients)
 
 
@@ -101,7 +103,7 @@ def settle(r: Rows, *, gamma=False, power=None, scale=1.0, softcap=None, rewrite
     """The factors of the rows: none are 1."""
     factor = dlogits.settle(
         r.kept, r.maxima, r.common, r.agreed, WINDOW, r.statistics, r.alpha, r.gamma if gamma else None,
-        power, scale, softcap, rewrite,
+        r.of_target, power, scale, softcap, rewrite,
     )  # fmt: skip
     whole = rewrite or gamma or softcap is not None or r.common is None
     assert (factor is None) == whole
@@ -118,7 +120,7 @@ def test_rows_are_rewritten_where_they_must(rewrite, dtype, device):
     r = rows(dtype, device)
     before = r.kept.clone()
     factor = settle(r, rewrite=rewrite)
-    must = (r.kind == 2) | (r.kind == 3) | (r.kind >= 6)
+    must = ((r.kind >= 1) & (r.kind <= 3)) | (r.kind >= 6)
     must |= torch.tensor(rewrite or dtype == torch.float16, device=device)
     assert (factor[must] == 1).all() and (factor[~must] != 1).all()
     assert torch.equal(before[~must], r.kept[~must])
@@ -134,7 +136,7 @@ def test_no_coefficient_makes_a_gradient_of_zero(dtype, device):
     r = rows(dtype, device)
     factor = settle(r)
     gradient = r.kept * factor[:, None]
-    assert torch.count_nonzero(gradient[r.kind == 4]) == 0
+    assert torch.count_nonzero(gradient[(r.kind == 1) | (r.kind == 4)]) == 0
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])

@@ -18,14 +18,15 @@ from tools import chosen_backend, small
 HERE = Path(__file__).parent
 KERNELS = [
     "_add_kernel",
-    "_clear_kernel",
+    "_entries_kernel",
     "_gradient_kernel",
     "_gradients_kernel",
     "_hidden_kernel",
     "_merge_kernel",
-    "_order_kernel",
     "_partials_kernel",
     "_settle_kernel",
+    "_share_kernel",
+    "_tag_kernel",
     "_targets_kernel",
 ]
 

@@ -12,7 +12,7 @@ from parallel_lce.kernels import targets as kernels
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
-R, K = 300, 50
+R, K = 300, 150
 OUTSIDE = [-1, K, -(2**63), 2**62]
 
 
@@ -26,7 +26,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def some_targets(device: str, rows: int = R) -> torch.Tensor:
-    """Many of each, a third of one, and some that are nowhere."""
+    """A third of one, some that are nowhere, and of the others some alone."""
     target = torch.randint(K, (rows,), generator=torch.Generator().manual_seed(0))
     target[::3] = 7
     target[1::5] = torch.tensor(OUTSIDE).repeat(rows)[: len(target[1::5])]
@@ -35,6 +35,12 @@ def some_targets(device: str, rows: int = R) -> torch.Tensor:
 
 def hits(target: torch.Tensor) -> torch.Tensor:
     return (target >= 0) & (target < K)
+
+
+def counts(target: torch.Tensor) -> torch.Tensor:
+    """How many tokens have each token's target; 0 for those that are nowhere."""
+    same = target[:, None] == target[None, :]
+    return torch.where(hits(target), same.sum(1), 0)
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
@@ -53,7 +59,13 @@ def test_gradients(options, softcap, device):
     target = some_targets(device)
     if options == "plain":
         gamma = delta = None
-    found = kernels.target_gradients(target, K, statistics, alpha, beta, gamma, delta, -0.5, softcap)
+    found, alone = kernels.target_gradients(
+        target, K, statistics, alpha, beta, gamma, delta, -0.5, softcap, count=options == "all"
+    )
+    if options == "all":
+        assert 20 < (counts(target) == 1).sum() < 200 and torch.equal(alone, (counts(target) == 1).byte())
+    else:
+        assert torch.equal(alone, hits(target).byte())
     top, total, z = statistics.double()
     shifted = z - top.masked_fill(top == -torch.inf, 0.0)
     nothing = torch.zeros_like(z)
@@ -70,23 +82,40 @@ def test_gradients(options, softcap, device):
         assert (error <= 1e-2 * expected[sure].abs() + 1e-7 * alpha[sure].abs()).all()
 
 
-def test_cleared(dtype, device):
+@pytest.mark.parametrize("scaled", ["rows", "power", "not at all"])
+def test_placed_targets(scaled, dtype, device):
+    """An entry and what it leaves are the gradient, and so is an entry times the scale of x."""
     target = some_targets(device) + 20
-    gradient = torch.full((R, 64), 3.0, dtype=dtype, device=device)
-    kernels.clear_targets(gradient[:, :40], target, 20)
-    column = torch.arange(64, device=device) + 20
-    hit = (column == target[:, None]) & (column < 60)
-    assert hit.any() and torch.equal(gradient, torch.where(hit, 0.0, 3.0).to(dtype))
-
-
-@pytest.mark.parametrize("rows", [1, 5, R, 1025, 2100])
-def test_order(rows, device, monkeypatch):
-    """By comparisons, and beyond some tokens by torch's sort."""
-    monkeypatch.setattr(kernels, "_FEW", 1025)
-    monkeypatch.setattr(kernels, "_COMPARED", 256)
-    target = some_targets(device, rows)
-    key = torch.where(hits(target), target, K)
-    assert torch.equal(kernels.order_of(target, K), key.sort(stable=True).indices)
+    alone = (counts(target - 20) == 1).byte()
+    t = normal(R, seed=1).float().to(device)
+    t[3], row_scale, power = 0.0, None, None
+    factor = torch.ones(R, device=device)
+    if scaled == "rows":
+        row_scale = factor = normal(R, seed=2).float().to(device)
+        row_scale[9], t[9] = 0.0, 0.0
+    elif scaled == "power":
+        power = torch.tensor(4.0, device=device)
+        factor = factor / 4
+    gradient = torch.full((R, 160), 3.0, dtype=dtype, device=device)
+    rest = t.clone()
+    x_scale = kernels.place_targets(gradient[:, :90], 20, target, rest, alone, row_scale, power)
+    hit = (target >= 20) & (target < 110)
+    entries = gradient[torch.arange(R, device=device), (target - 20).clamp(0, 89)].float()
+    others = torch.ones_like(gradient, dtype=torch.bool)
+    others[hit, target[hit] - 20] = False
+    assert (gradient[others] == 3).all()
+    assert torch.equal(rest[~hit], t[~hit])
+    assert (entries[hit & (alone != 0)] == 0).all() and torch.equal(rest[alone != 0], t[alone != 0])
+    placed = hit & (alone == 0) & (factor != 0)
+    assert placed.sum() > 60
+    eps = torch.finfo(dtype).eps
+    assert ((entries - t / factor)[placed].abs() <= (eps / 2 + 1e-6) * (t / factor)[placed].abs()).all()
+    torch.testing.assert_close((factor * entries + rest)[placed], t[placed], rtol=1e-6, atol=1e-7)
+    assert (x_scale is None) == (row_scale is None)
+    if x_scale is not None:
+        assert torch.equal(x_scale[~placed | (t == 0)], row_scale[~placed | (t == 0)])
+        torch.testing.assert_close((x_scale * entries)[placed], t[placed], rtol=1e-6, atol=0)
+        assert ((x_scale / row_scale - 1)[placed].abs() <= eps).all()
 
 
 @pytest.mark.parametrize("of", ["rows", "one", "none"])
@@ -116,30 +145,31 @@ def test_finished_rows(D, with_target, of, dtype, device):
     assert torch.equal(kernels.finished_rows(source, factor, targets, source).to(dtype), found)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("total_dtype", ["fp32", "same"])
-@pytest.mark.parametrize(("D", "first", "columns"), [(1, 0, K), (70, 5, 30), (300, 0, K)])
-@pytest.mark.parametrize("kind", ["some", "one for all", "nowhere"])
-def test_added_targets(kind, D, first, columns, total_dtype, dtype, device, monkeypatch):
-    """Rounded once, whatever the number of tokens."""
+@pytest.mark.parametrize(("D", "first", "columns"), [(1, 0, K), (70, 5, 60), (300, 0, K)])
+def test_added_targets(D, first, columns, total_dtype, transposed, dtype, device, monkeypatch):
+    """Those that are alone; rounded once."""
     monkeypatch.setattr(kernels, "_WIDTH", 128)
     target = some_targets(device)
-    if kind != "some":
-        target[:] = 7 if kind == "one for all" else K
+    alone = counts(target) == 1
     x = normal(R, D + 3, seed=1).to(device).to(dtype)[:, :D]
-    entry = normal(R, seed=2).float().to(device)
+    rest = normal(R, seed=2).float().to(device)
     total_dtype = torch.float32 if total_dtype == "fp32" else dtype
-    memory = torch.full((columns + 1, D + 2), 7.0, dtype=total_dtype, device=device)
+    shape = (D + 2, columns + 1) if transposed else (columns + 1, D + 2)
+    memory = torch.full(shape, 7.0, dtype=total_dtype, device=device)
+    memory = memory.t() if transposed else memory
     total = memory[:-1, :-2].copy_(normal(columns, D, seed=3))
-    place = torch.where((target >= first) & (target < first + columns), target - first, columns)
-    exact = torch.zeros(columns + 1, D, dtype=torch.float64, device=device)
-    exact[:-1] = total
-    size = exact.abs().index_add(0, place, (entry[:, None] * x).abs().double())[:-1]
-    exact = exact.index_add(0, place, entry[:, None].double() * x.double())[:-1]
     before = total.clone()
-    order = kernels.order_of(target, K)
-    kernels.add_targets(total, order, target, entry, x, first)
+    exact = before.double()
+    some = alone & (target >= first) & (target < first + columns)
+    assert some.sum() > 10
+    exact[target[some] - first] += rest[some].double()[:, None] * x[some].double()
+    kernels.add_targets(total, first, target, rest, alone.byte(), x)
     rounding = torch.finfo(total_dtype).eps / 2
-    assert ((total.double() - exact).abs() <= rounding * exact.abs() + 1e-6 * size).all()
-    untouched = torch.ones(columns + 1, dtype=torch.bool, device=device).index_fill(0, place, False)[:-1]
+    size = exact.abs() + before.double().abs()
+    assert ((total.double() - exact).abs() <= rounding * exact.abs() + 2e-6 * size).all()
+    untouched = torch.ones(columns, dtype=torch.bool, device=device)
+    untouched[target[some] - first] = False
     assert torch.equal(total[untouched], before[untouched])
     assert (memory[-1] == 7).all() and (memory[:, -2:] == 7).all()

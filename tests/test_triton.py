@@ -61,7 +61,7 @@ STRATEGIES = {
     "saved, a mean": (replace(SAVED, reduction="mean", bias=True), (1, 0)),
     "recomputed": (replace(SAVED, budget=0), (0, 3)),
     "some columns kept": (replace(SAVED, budget=BLOCK + 64 * 300 * 2), (1, 2)),
-    "some rows kept": (Case(250, 130, 24, "bf16", reduction="none", budget=BLOCK + 13_000), (1, 2)),
+    "some rows kept": (Case(250, 130, 48, "bf16", reduction="none", budget=BLOCK + 13_000), (1, 2)),
     "accumulated": (replace(SAVED, reduction="mean", budget=0), (3, 0)),
 }
 EVERYTHING = dict(
@@ -92,9 +92,27 @@ def test_strategies(strategy, everything, dtype, worlds, device):
 def test_gradients_as_exact_as_torchs_where_its_targets_are(reduction, budget, N, worlds, device):
     """Where the upstream gradient is a power of two, and logits are flat, so is the target's entry of
     dlogits to the precision of bf16. It is most of a gradient: torch's error is little more than the
-    rounding of the result."""
+    rounding of the result. Ours is where a token has a target of its own, as most of a few have."""
     case = Case(N, 700, 64, "bf16", reduction=reduction, budget=budget, ignored="none", upstream=2.0**-6)
-    check(case, run(case, worlds, device)[0], factor=1.1, device=device)
+    check(case, run(case, worlds, device)[0], factor=1.5 if N > 700 else 1.1, device=device)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("budget", [None, 0])
+def test_rows_of_dw_in_which_targets_and_other_tokens_cancel(budget, dtype, device):
+    """Hidden states with a mean, and targets drawn from the model's own softmax."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1024, 32, generator=generator, dtype=torch.float64) + 2
+    weight = torch.randn(24, 32, generator=generator, dtype=torch.float64) / 32**0.5
+    target = torch.multinomial((x @ weight.t()).softmax(1), 1, generator=generator).squeeze(1).to(device)
+    x, weight = (t.to(device).to(DTYPES[dtype]).requires_grad_() for t in (x, weight))
+    exact = weight.detach().double().requires_grad_()
+    cross_entropy = torch.nn.functional.cross_entropy
+    [truth] = torch.autograd.grad(cross_entropy(x.double() @ exact.t(), target, reduction="sum"), exact)
+    torchs = cross_entropy((x @ weight.t()).float(), target, reduction="sum")
+    loss = parallel_lce.linear_cross_entropy(x, weight, target, reduction="none", logits_budget=budget)
+    [found], [its] = (torch.autograd.grad(v.sum(), weight) for v in (loss, torchs))
+    assert error(found, truth) <= 1.5 * error(its, truth)
 
 
 @pytest.mark.parametrize(

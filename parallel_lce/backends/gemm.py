@@ -18,7 +18,7 @@ _SUMMED = 128
 # Below this many products torch.mm is done before several calls have begun.
 _SMALL = 1 << 21
 # Elements: where the contiguous dimension of an operand is no multiple of these 16 bytes, cuBLAS takes up
-# to five times as long.
+# to five times as long, even if its rows are aligned.
 _ALIGNED = 8
 
 
@@ -59,19 +59,18 @@ def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:
 def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
     """``total (+)= a @ b.T`` in place. A ragged end of ``a``'s contiguous dimension is a product of its own
     if ``total`` loses nothing by it."""
-    m, k = a.shape
-    whole = (k if a.stride(1) == 1 else m) // _ALIGNED * _ALIGNED
-    if a.element_size() != 2 or whole == 0:
+    along = 1 if a.stride(1) == 1 else 0
+    size = a.shape[along]
+    whole = size // _ALIGNED * _ALIGNED
+    aligned = a.element_size() == 2 and a.stride(1 - along) % _ALIGNED == 0
+    if not aligned or whole in (0, size) or (along == 1 and total.dtype != torch.float32):
         _cuda_product(total, a, b, overwrite)
-    elif a.stride(1) != 1:
+    elif along == 0:
         _cuda_product(total[:whole], a[:whole], b, overwrite)
-        if whole < m:
-            _cuda_product(total[whole:], a[whole:], b, overwrite)
-    elif whole < k and total.dtype == torch.float32:
+        _cuda_product(total[whole:], a[whole:], b, overwrite)
+    else:
         _cuda_product(total, a[:, :whole], b[:, :whole], overwrite)
         _cuda_product(total, a[:, whole:], b[:, whole:], False)
-    else:
-        _cuda_product(total, a, b, overwrite)
 
 
 def _cuda_product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:

@@ -5,9 +5,9 @@ wherever its logits allow it (:mod:`parallel_lce.kernels.projection`). Then dlog
 targets' entries, with one coefficient c per token, and no pass over R * V is needed between the
 forward and the products of the backward:
 
-    dX = c (G @ weight) + t weight[y]        dW = G.T @ (c x), and t x in the rows y
+    dX = c (G @ weight)        dW = G.T @ (c x)        G = e with the targets' entries replaced
 
-G is e without the targets' entries, whose gradients t are added to the products' results in fp32
+and what the rounding of these entries would take away is added to the results in fp32
 (:mod:`parallel_lce.kernels.targets`). Recomputed rows of the vocabulary write their gradients to scratch
 memory, slice by slice; there c is 1. The formula of the gradient is that of
 :mod:`parallel_lce.backends.eager`.
@@ -37,9 +37,8 @@ from parallel_lce.kernels.partials import merge_windows
 from parallel_lce.kernels.projection import Operands, logits_gradient, window_partials
 from parallel_lce.kernels.targets import (
     add_targets,
-    clear_targets,
     finished_rows,
-    order_of,
+    place_targets,
     target_gradients,
     target_logits,
 )
@@ -220,13 +219,14 @@ def block_backward(
 
 @dataclass
 class _Slice:
-    """``gradient [R, stop - start]`` of the logits of the shard's rows ``[start, stop)``, 0 at the targets'
-    entries; to be multiplied by ``row_scale [R]``, None for 1."""
+    """``gradient [R, stop - start]`` of the logits of the shard's rows ``[start, stop)``, to be multiplied by
+    ``row_scale [R]`` in dX and ``x_scale [R]`` in dW, None for 1."""
 
     start: int
     stop: int
     gradient: Tensor
     row_scale: Tensor | None
+    x_scale: Tensor | None
 
 
 class _Slices:
@@ -256,19 +256,18 @@ class _Slices:
         self._kept, self._scratch = kept, scratch
         # The bias's gradient is a sum over rows, which are then best complete.
         self._rewrite = to.dbias is not None
-        self._wants_order = to.dweight is not None or to.dbias is not None
         self._power: Tensor | None = None
         self.unscale: Tensor | None = None
         if x.dtype == torch.float16:
             self._power = power_of_two_scale(coefficients, projection.scale)
             self.unscale = 1 / self._power
-        self._target_gradient = self._order = None
+        # What the entries of the targets leave of their gradients, and whether a target is one token's.
+        self._rest = self._alone = None
         if target is not None and self._coefficients.beta is not None:
-            self._target_gradient = target_gradients(
-                target, projection.real, self._statistics, *self._each(), projection.scale, projection.softcap
-            )
-            if self._wants_order:
-                self._order = order_of(target, projection.real)
+            self._rest, self._alone = target_gradients(
+                target, projection.real, self._statistics, *self._each(), projection.scale,
+                projection.softcap, count=to.dweight is not None or to.dbias is not None,
+            )  # fmt: skip
         # Used first, and free from then on.
         self._spent = kept[0].view(-1) if kept else x.new_empty(0)
         self._kept_columns = min(kept[0].shape[1], projection.real) if kept else 0
@@ -298,11 +297,10 @@ class _Slices:
             # and another tile's.
             width = next_power_of_2(-(-projection.real // maxima.shape[0]))
             row_scale = dlogits.settle(
-                gradient, maxima, *(common or (None, None)), width, statistics, alpha, gamma,
+                gradient, maxima, *(common or (None, None)), width, statistics, alpha, gamma, self._rest,
                 self._power, projection.scale, projection.softcap, self._rewrite,
             )  # fmt: skip
-            self._clear(gradient, 0)
-            yield _Slice(0, self._kept_columns, gradient, row_scale)
+            yield self._slice(0, self._kept_columns, gradient, row_scale)
         for start, stop in self._cuts:
             shape = self.x.shape[0], _stride(stop - start)
             elements = shape[0] * shape[1]
@@ -312,43 +310,46 @@ class _Slices:
             gradient = memory.view(shape)[:, : stop - start]
             operands = _operands(projection, self.x, start, stop)
             logits_gradient(operands, statistics, alpha, gamma, delta, self._power, gradient)
-            self._clear(gradient, start)
-            yield _Slice(start, stop, gradient, None)
+            yield self._slice(start, stop, gradient, None)
 
     def _each(self) -> tuple[Tensor | None, ...]:
         c = self._coefficients
         return c.alpha, c.beta, c.gamma, c.delta
 
-    def _clear(self, gradient: Tensor, start: int) -> None:
-        if self._target_gradient is not None:
-            clear_targets(gradient, self._target, start)
+    def _slice(self, start: int, stop: int, gradient: Tensor, row_scale: Tensor | None) -> _Slice:
+        x_scale = row_scale
+        if self._rest is not None:
+            x_scale = place_targets(
+                gradient, start, self._target, self._rest, self._alone, row_scale, self._power
+            )
+        return _Slice(start, stop, gradient, row_scale, x_scale)
 
     def finish(self, source: Tensor, row_scale: Tensor | None, rows: slice, dx: Tensor) -> None:
         """``dx`` of some rows, from their sum over all slices but for ``row_scale``."""
         targets = None
-        if self._target_gradient is not None:
+        if self._rest is not None:
             weight = self._projection.weight[: self._projection.real]
-            targets = self._target[rows], self._target_gradient[rows], weight
+            targets = self._target[rows], self._rest[rows], weight
         factor = self.unscale if row_scale is None else row_scale[rows]
         finished_rows(source, factor, targets, dx)
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
         """What the targets' gradients add to the shard's rows from ``start`` on."""
-        if self._order is not None:
-            add_targets(total, self._order, self._target, self._target_gradient, x, start)
+        if self._rest is not None:
+            add_targets(total, start, self._target, self._rest, self._alone, x)
 
     def scaled(self, part: _Slice, product: _HiddenProduct | None) -> Tensor:
         """``c x [R, D]``, in dX's memory as long as that is not written."""
-        if part.row_scale is None:
+        if part.x_scale is None:
             return self.x
         memory = product.idle_memory() if product is not None else None
         memory = torch.empty_like(self.x) if memory is None else memory
-        return finished_rows(self.x, part.row_scale, None, memory)
+        return finished_rows(self.x, part.x_scale, None, memory)
 
     @property
     def plain(self) -> bool:
         """Whether sums over slices without a ``row_scale`` are dX as they are."""
-        return self.unscale is None and self._target_gradient is None
+        return self.unscale is None and self._rest is None
 
 
 class _HiddenProduct:
@@ -381,6 +382,7 @@ class _HiddenProduct:
             some = slice(first, first + rows)
             piece = matmul_nt(part.gradient[some], weight)
             self._slices.finish(piece, part.row_scale, some, self._dx[some])
+            del piece  # before the next one is allocated
 
     def finish(self) -> None:
         if self._sum is None:
@@ -407,6 +409,13 @@ def _add_weight_gradient(
         stop = min(start + step, part.stop)
         gradient = part.gradient[:, start - part.start : stop - part.start].t()
         total, overwrite = dweight.open(start, stop, whole=True)
-        accumulate_nt(total, gradient, x.t(), overwrite=overwrite, factor=slices.unscale)
-        slices.add_targets(total, slices.x, start)
+        if slices.unscale is None:
+            accumulate_nt(total, gradient, x.t(), overwrite=overwrite)
+            slices.add_targets(total, slices.x, start)
+        else:
+            piece = matmul_nt(gradient, x.t()).mul_(slices.unscale)
+            slices.add_targets(piece, slices.x, start)
+            put(total, piece, overwrite)
+            del piece  # before the next one is allocated
         dweight.close(start, stop, total)
+        del total

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from parallel_lce.backends.blocks import Coefficients
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.parallel import gather_partials
 from parallel_lce.plan import Block
@@ -21,8 +20,6 @@ from parallel_lce.statistics import (
     Call,
     GradientSums,
     Needs,
-    coefficients,
-    finish_statistics,
     hidden_blocks,
     token_count,
 )
@@ -54,6 +51,7 @@ def accumulate(
     reduction of its dX.
     """
     layout, columns = call.layout, call.columns
+    backend, blocks = call.backend, call.plan.blocks
     projection = call.projection(weight, bias)
     dtype = accumulation_dtype(weight.dtype)
     sums = GradientSums(call, hidden, projection, needs, dtype)
@@ -61,13 +59,15 @@ def accumulate(
 
     def complete(block: Block, x, merged, kept) -> None:
         partial, vocab_size = merged()
-        losses, folded = _block_coefficients(call, block, partial, vocab_size, loss, divisor)
+        select = lambda tokens: layout.take(tokens, block)  # noqa: E731
+        losses, folded = loss.of_partials(backend, partial, vocab_size, select)
+        if isinstance(divisor, Tensor):
+            folded = folded.times(1 / divisor)
         layout.put(per_token, block, losses)
         sums.add_block(block, x, partial, folded, kept)
 
     # Over ranks a block waits for its statistics while the next one is projected.
     ahead = 1 if layout.ranks > 1 else 0
-    backend, blocks = call.backend, call.plan.blocks
     rows = layout.parts * max((b.stop - b.start for b in blocks), default=0)
     kept_columns = max((b.kept for b in blocks), default=0)
     buffers = deque(
@@ -88,19 +88,3 @@ def accumulate(
     while waiting:
         complete(*waiting.popleft())
     return Accumulated(per_token.sum() / divisor, sums.deliver())
-
-
-def _block_coefficients(
-    call: Call,
-    block: Block,
-    partial: Tensor,
-    vocab_size: Tensor,
-    loss: WeightedLoss,
-    divisor: Tensor | float,
-) -> tuple[Tensor, Coefficients]:
-    """A block's weighted losses ``[R]`` and the coefficients of their sum over the divisor."""
-    statistics = finish_statistics(partial, vocab_size, call.columns, True)
-    select = lambda tokens: call.layout.take(tokens, block)  # noqa: E731
-    upstream = loss.upstream(statistics, select, divisor)
-    losses = loss.per_token(statistics, select)
-    return losses, coefficients(upstream, partial, vocab_size, call.columns)

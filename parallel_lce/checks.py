@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -38,9 +39,9 @@ class Arguments:
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: bool, message: Callable[[], str]) -> None:
     if not condition:
-        raise ValueError(message)
+        raise ValueError(message())
 
 
 def _is_number(value: object) -> bool:
@@ -54,7 +55,7 @@ def _is_count(value: object) -> bool:
 def check_process_group(group: object) -> None:
     _require(
         group is None or isinstance(group, dist.ProcessGroup),
-        f"process_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}",
+        lambda: f"process_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}",
     )
 
 
@@ -66,12 +67,12 @@ def check_arguments(a: Arguments, layout: Layout) -> None:
     if bias is not None:
         _require(
             bias.shape == (rows,),
-            f"linear_bias must have shape [{rows}], one entry per row of linear_weight "
+            lambda: f"linear_bias must have shape [{rows}], one entry per row of linear_weight "
             f"{list(weight.shape)}, got {list(bias.shape)}",
         )
     _require(
         a.input.dim() >= 2 or layout.parts == 1,
-        f"input must be [S/P, ..., D] under sequence parallelism, got {list(a.input.shape)}",
+        lambda: f"input must be [S/P, ..., D] under sequence parallelism, got {list(a.input.shape)}",
     )
     tokens = torch.Size(token_shape(a.input, layout))
     if target is not None:
@@ -82,12 +83,12 @@ def check_arguments(a: Arguments, layout: Layout) -> None:
         )
         _require(
             target.shape == tokens,
-            f"target must have shape {list(tokens)} for {where}, got {list(target.shape)}",
+            lambda: f"target must have shape {list(tokens)} for {where}, got {list(target.shape)}",
         )
     if a.token_weight is not None:
         _require(
             a.token_weight.shape == tokens,
-            f"token_weight must have target's shape {list(tokens)}, got "
+            lambda: f"token_weight must have target's shape {list(tokens)}, got "
             f"{list(a.token_weight.shape)}",
         )
     _check_numbers(a)
@@ -104,70 +105,70 @@ def _check_tensors(a: Arguments) -> None:
     for name in ("input", "linear_weight"):
         value = getattr(a, name)
         _require(
-            isinstance(value, Tensor), f"{name} must be a tensor, got {type(value).__name__}"
+            isinstance(value, Tensor), lambda: f"{name} must be a tensor, got {type(value).__name__}"
         )
     for name, value in a.tensors.items():
         _require(
             not hasattr(value, "to_local"),
-            f"{name} is a DTensor; pass {name}.to_local() and the process_group that shards the "
+            lambda: f"{name} is a DTensor; pass {name}.to_local() and the process_group that shards the "
             "vocabulary",
         )
     for name in ("target", "linear_bias", "token_weight"):
         value = getattr(a, name)
         _require(
             value is None or isinstance(value, Tensor),
-            f"{name} must be a tensor or None, got {type(value).__name__}",
+            lambda: f"{name} must be a tensor or None, got {type(value).__name__}",
         )
     input, weight = a.input, a.linear_weight
-    _require(input.dim() >= 1, f"input must be [..., D], got {list(input.shape)}")
+    _require(input.dim() >= 1, lambda: f"input must be [..., D], got {list(input.shape)}")
     _require(
         weight.dim() == 2,
-        f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}",
+        lambda: f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}",
     )
     _require(
         input.shape[-1] == weight.shape[1],
-        f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has "
+        lambda: f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has "
         f"{weight.shape[1]}",
     )
     for name, value in a.tensors.items():
         _require(
             value.device == input.device,
-            f"{name} is on {value.device} and input is on {input.device}",
+            lambda: f"{name} is on {value.device} and input is on {input.device}",
         )
     _require(
         input.dtype in _FLOATS,
-        f"input must be bfloat16, float16, float32 or float64, got {input.dtype}",
+        lambda: f"input must be bfloat16, float16, float32 or float64, got {input.dtype}",
     )
     for name in ("linear_weight", "linear_bias"):
         value = getattr(a, name)
         _require(
             value is None or value.dtype == input.dtype,
-            f"{name} is {None if value is None else value.dtype} and input is {input.dtype}",
+            lambda: f"{name} is {None if value is None else value.dtype} and input is {input.dtype}",
         )
     if a.target is not None:
         _require(
             a.target.dtype in _INTEGERS,
-            f"target must hold class indices of an integer dtype, got {a.target.dtype} "
+            lambda: f"target must hold class indices of an integer dtype, got {a.target.dtype} "
             "(class probabilities are not supported)",
         )
     if a.token_weight is not None:
         _require(
-            not a.token_weight.is_complex(), f"token_weight must be real, got {a.token_weight.dtype}"
+            not a.token_weight.is_complex(), lambda: f"token_weight must be real, got {a.token_weight.dtype}"
         )
 
 
 def _check_numbers(a: Arguments) -> None:
     _require(
         _is_number(a.logit_scale),
-        f"logit_scale must be a finite Python number, got {a.logit_scale!r}",
+        lambda: f"logit_scale must be a finite Python number, got {a.logit_scale!r}",
     )
     _require(
         a.logit_softcap is None or (_is_number(a.logit_softcap) and a.logit_softcap > 0),
-        f"logit_softcap must be None or a positive Python number, got {a.logit_softcap!r}",
+        lambda: f"logit_softcap must be None or a positive Python number, got {a.logit_softcap!r}",
     )
     _require(
         a.logits_budget is None or (_is_count(a.logits_budget) and a.logits_budget >= 0),
-        f"logits_budget must be None or a number of bytes >= 0, got {a.logits_budget!r}",
+        lambda: f"logits_budget must be None or a number of bytes >= 0, got {a.logits_budget!r}",
     )
 
 
@@ -175,29 +176,29 @@ def _check_shard(a: Arguments, layout: Layout) -> None:
     rows, start, size = a.linear_weight.shape[0], a.vocab_start, a.vocab_size
     _require(
         start is None or (_is_count(start) and start >= 0),
-        f"vocab_start must be None or an id >= 0, got {start!r}",
+        lambda: f"vocab_start must be None or an id >= 0, got {start!r}",
     )
     _require(
         size is None or (_is_count(size) and size >= 1),
-        f"vocab_size must be None or a number of entries >= 1, got {size!r}",
+        lambda: f"vocab_size must be None or a number of entries >= 1, got {size!r}",
     )
     if layout.ranks == 1:
         _require(
             not start,
-            f"vocab_start={start} without a process group of several ranks: nobody holds the "
+            lambda: f"vocab_start={start} without a process group of several ranks: nobody holds the "
             f"entries [0, {start})",
         )
     if size is not None and (start is None or layout.ranks == 1):
         _require(
             size <= rows * layout.ranks,
-            f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
+            lambda: f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
             f"{layout.ranks} rank(s) of {rows}",
         )
     if layout.ranks > 1:
         backend = dist.get_backend(a.process_group)
         _require(
             backend != "nccl" or a.input.is_cuda,
-            f"process_group communicates through {backend}, but input is on {a.input.device}",
+            lambda: f"process_group communicates through {backend}, but input is on {a.input.device}",
         )
 
 
@@ -210,7 +211,7 @@ def check_loss(
 ) -> None:
     """Raise ``ValueError`` for options of the loss that have no meaning."""
     _require(
-        isinstance(target, Tensor), f"target must be a tensor, got {type(target).__name__}"
+        isinstance(target, Tensor), lambda: f"target must be a tensor, got {type(target).__name__}"
     )
     check_loss_options(reduction, ignore_index, label_smoothing, z_loss)
 
@@ -220,14 +221,14 @@ def check_loss_options(
 ) -> None:
     _require(
         reduction in ("none", "mean", "sum"),
-        f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}",
+        lambda: f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}",
     )
     _require(
         ignore_index is None or _is_count(ignore_index),
-        f"ignore_index must be an integer or None, got {ignore_index!r}",
+        lambda: f"ignore_index must be an integer or None, got {ignore_index!r}",
     )
     _require(
         _is_number(label_smoothing) and 0 <= label_smoothing <= 1,
-        f"label_smoothing must be a Python number in [0, 1], got {label_smoothing!r}",
+        lambda: f"label_smoothing must be a Python number in [0, 1], got {label_smoothing!r}",
     )
-    _require(_is_number(z_loss), f"z_loss must be a finite Python number, got {z_loss!r}")
+    _require(_is_number(z_loss), lambda: f"z_loss must be a finite Python number, got {z_loss!r}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from parallel_lce import ops
 from parallel_lce.accumulate import accumulate
+from parallel_lce.backends.blocks import Coefficients
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.statistics import (
     DIFFERENTIABLE,
@@ -95,6 +97,51 @@ def token_statistics(
     with torch.no_grad():
         partial, vocab_size, _ = statistics_forward(call, hidden, weight, bias, keep=False)
         return finish_statistics(partial, vocab_size, call.columns, call.target is not None)
+
+
+class _Losses(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss):
+        partial, vocab_size, kept = statistics_forward(call, hidden, weight, bias, keep=True)
+        losses, c = loss.of_partials(call.backend, partial, vocab_size)
+        ctx.save_for_backward(hidden, weight, bias, partial, c.alpha, c.beta, c.gamma, *kept)
+        ctx.call, ctx.spent = call, False
+        return losses
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, upstream):
+        hidden, weight, bias, partial, alpha, beta, gamma, *kept = ctx.saved_tensors
+        folded = Coefficients(alpha, beta, gamma, None).times(upstream)
+        needs = Needs(*ctx.needs_input_grad[:3])
+        spent, ctx.spent = ctx.spent, True
+        found = statistics_backward(
+            ctx.call, hidden, weight, bias, partial, tuple(kept), folded, needs, spent
+        )
+        return *found, None, None
+
+
+def token_losses(
+    call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    loss: WeightedLoss,
+    differentiable: bool,
+) -> Tensor:
+    """The loss of each token ``[N]``."""
+    weights = loss.token_weight
+    if torch.is_grad_enabled() and weights is not None and weights.requires_grad:
+        plain = replace(loss, token_weight=None)
+        losses = token_losses(call, hidden, weight, bias, plain, differentiable)
+        return (losses * weights).masked_fill(loss.ignored, 0.0)
+    if torch.compiler.is_compiling():
+        return ops.token_losses(call, hidden, weight, bias, loss, differentiable)
+    if differentiable:
+        return _Losses.apply(hidden, weight, bias, call, loss)
+    with torch.no_grad():
+        partial, vocab_size, _ = statistics_forward(call, hidden, weight, bias, keep=False)
+        return loss.of_partials(call.backend, partial, vocab_size)[0]
 
 
 class _AccumulatedLoss(torch.autograd.Function):

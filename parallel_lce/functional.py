@@ -19,7 +19,7 @@ from parallel_lce.checks import (
     check_process_group,
     token_shape,
 )
-from parallel_lce.differentiable import accumulated_loss
+from parallel_lce.differentiable import accumulated_loss, token_losses
 from parallel_lce.differentiable import token_statistics as _token_statistics
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.parallel import Layout, Shard
@@ -142,16 +142,14 @@ def linear_cross_entropy(
         ignore_index=ignore_index,
         agreed={"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss},
     )
-    call, tokens = prepared.call, prepared.call.target
-    ignored = tokens == ignore_index
-    weights = (~ignored).to(accumulation_dtype(input.dtype))
-    if token_weight is not None:
-        weights = torch.where(ignored, 0.0, token_weight.reshape(-1).to(weights.dtype))
-    loss = WeightedLoss(tokens, weights, ignored, label_smoothing, z_loss)
-    divisor = loss.divisor(reduction)
+    call, weights, dtype = prepared.call, token_weight, accumulation_dtype(input.dtype)
+    if weights is not None:
+        weights = weights.reshape(-1).to(dtype)
+    loss = WeightedLoss(call.target, weights, ignore_index, label_smoothing, z_loss)
+    divisor = loss.divisor(reduction, dtype)
     if call.plan.accumulate:
         return accumulated_loss(call, *prepared.tensors, loss, divisor)
-    per_token = loss.per_token(_token_statistics(call, *prepared.tensors, prepared.differentiable))
+    per_token = token_losses(call, *prepared.tensors, loss, prepared.differentiable)
     if reduction == "none":
         return per_token.view(prepared.shape)
     return per_token.sum() / divisor

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.blocks import Coefficients
 from parallel_lce.statistics import TokenStatistics
 
 
@@ -44,48 +46,47 @@ def cross_entropy(
 class WeightedLoss:
     """The per-token loss of ``linear_cross_entropy`` and each token's weight in the result.
 
-    ``weights [N]``: 0 for ignored tokens, else the caller's token weight or 1.
+    ``target [N]`` int64; ``token_weight [N]`` in the statistics' dtype, None for 1. Tokens whose target is
+    ``ignore_index`` have weight 0; for other targets outside ``[0, V)`` the loss is NaN or, unless
+    ``outside_is_nan``, Megatron's ``lse - max``.
     """
 
     target: Tensor
-    weights: Tensor
-    ignored: Tensor
+    token_weight: Tensor | None = None
+    ignore_index: int | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    outside_is_nan: bool = True
 
-    def per_token(self, statistics: TokenStatistics, select=lambda tokens: tokens) -> Tensor:
-        """Weighted losses of the tokens that ``select`` picks out of ``[N]``.
-
-        0 for ignored tokens, NaN for targets outside ``[0, V)``.
-        """
-        loss = cross_entropy(
-            statistics, label_smoothing=self.label_smoothing, z_loss=self.z_loss
+    def of_partials(
+        self, backend: ModuleType, partial: Tensor, vocab_size: Tensor, select=lambda tokens: tokens
+    ) -> tuple[Tensor, Coefficients]:
+        """Losses ``[R]`` of the tokens that ``select`` picks out of ``[N]``, whose merged partial this is, and
+        the coefficients of their sum."""
+        weight = self.token_weight
+        losses, *coefficients = backend.token_losses(
+            partial,
+            vocab_size,
+            select(self.target),
+            None if weight is None else select(weight),
+            self.ignore_index,
+            self.label_smoothing,
+            self.z_loss,
+            self.outside_is_nan,
         )
-        weights = self._marked_weights(statistics.vocab_size, select)
-        return (loss * weights).masked_fill(select(self.ignored), 0.0)
+        return losses, Coefficients(*coefficients, None)
 
-    def upstream(self, statistics: TokenStatistics, select, divisor) -> dict[str, Tensor]:
-        """The gradients of ``per_token(...).sum() / divisor`` by the statistics that it reads."""
-        weights = self._marked_weights(statistics.vocab_size, select)
-        weights = weights.masked_fill(select(self.ignored), 0.0) / divisor
-        eps = self.label_smoothing
-        found = {"target_log_prob": -(1 - eps) * weights}
-        if eps:
-            found["mean_log_prob"] = -eps * weights
-        if self.z_loss:
-            found["lse"] = 2 * self.z_loss * statistics.lse * weights
-        return found
+    @property
+    def ignored(self) -> Tensor:
+        return self.target == self.ignore_index
 
-    def _marked_weights(self, vocab_size: Tensor, select) -> Tensor:
-        target, ignored = select(self.target), select(self.ignored)
-        outside = ((target < 0) | (target >= vocab_size)) & ~ignored
-        # A factor, so that the token's gradient is NaN as its loss is.
-        return select(self.weights).masked_fill(outside, torch.nan)
-
-    def divisor(self, reduction: str) -> Tensor | float:
-        """What the sum of :meth:`per_token` is divided by."""
+    def divisor(self, reduction: str, dtype: torch.dtype) -> Tensor | float:
+        """What the sum of the losses is divided by: the tokens' weights, for their mean."""
         if reduction != "mean":
             return 1.0
-        total = self.weights.sum()
+        if self.token_weight is None:
+            total = (~self.ignored).sum(dtype=dtype)
+        else:
+            total = self.token_weight.masked_fill(self.ignored, 0.0).sum()
         # The mean of nothing is 0, and so are its gradients.
         return total.masked_fill(total == 0, torch.inf)

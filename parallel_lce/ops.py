@@ -42,6 +42,7 @@ _CALL = (
     "bool[] columns, float scale, float? softcap, SymInt[] plan"
 )
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target"
+_LOSS = "Tensor? token_weight, SymInt? ignore_index, float label_smoothing, float z_loss"
 
 
 def _numbers(call: Call) -> tuple:
@@ -178,25 +179,78 @@ def _(hidden, weight, bias, target, partial, ticket, alpha, beta, gamma, delta, 
     return _empty_gradients(hidden, weight, bias, needs)
 
 
+def _of_loss(loss: WeightedLoss) -> tuple:
+    """The target and the arguments ``_LOSS``."""
+    return loss.target, loss.token_weight, loss.ignore_index, loss.label_smoothing, loss.z_loss
+
+
+@torch.library.custom_op(
+    "parallel_lce::token_losses",
+    mutates_args=(),
+    schema=f"({_OPERANDS}, {_LOSS}, bool keep, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=_TICKETED,
+)
+def _token_losses(
+    hidden, weight, bias, target, token_weight, ignore_index, label_smoothing, z_loss, keep, *numbers
+):
+    """The losses; the coefficients alpha, beta and gamma, empty if it is None; the partial; the ticket."""
+    call = _call(weight, target, *numbers)
+    loss = WeightedLoss(target, token_weight, ignore_index, label_smoothing, z_loss)
+    partial, vocab_size, kept = statistics.statistics_forward(call, hidden, weight, bias, keep)
+    losses, c = loss.of_partials(call.backend, partial, vocab_size)
+    ticket = partial.new_zeros(1, dtype=torch.uint8)
+    ticket.untyped_storage()._parallel_lce_kept = kept
+    return losses, c.alpha, c.beta, partial.new_empty(0) if c.gamma is None else c.gamma, partial, ticket
+
+
+@_token_losses.register_fake
+def _(hidden, weight, bias, target, token_weight, ignore_index, smoothing, z_loss, keep, *numbers):
+    call = _call(weight, target, *numbers)
+    shape = call.columns.count, token_count(hidden, call.layout)
+    partial = hidden.new_empty(shape, dtype=accumulation_dtype(weight.dtype))
+    each = [partial.new_empty(shape[1]) for _ in range(3)]
+    gamma = partial.new_empty(shape[1] if smoothing else 0)
+    return *each, gamma, partial, partial.new_empty(1, dtype=torch.uint8)
+
+
+def _save_losses(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*inputs[:4], *output[1:])
+    ctx.smoothed, ctx.inputs, ctx.numbers = inputs[6] != 0, len(inputs), inputs[9:]
+
+
+def _differentiate_losses(ctx, upstream, *_):
+    *operands, alpha, beta, gamma, partial, ticket = ctx.saved_tensors
+    c = Coefficients(alpha, beta, gamma if ctx.smoothed else None, None).times(upstream)
+    needs = list(ctx.needs_input_grad[:3])
+    found = torch.ops.parallel_lce.statistics_backward(
+        *operands, partial, ticket, c.alpha, c.beta, c.gamma, None, needs, *ctx.numbers
+    )
+    return *_in_place(found, needs), *(None for _ in range(ctx.inputs - 3))
+
+
+_token_losses.register_autograd(_differentiate_losses, setup_context=_save_losses)
+
+
 @torch.library.custom_op(
     "parallel_lce::accumulated_loss",
     mutates_args=(),
-    schema=f"({_OPERANDS}, Tensor token_weights, Tensor ignored, Tensor? divisor, float label_smoothing, "
-    f"float z_loss, bool[] needs, {_CALL}) -> (Tensor, Tensor[])",
+    schema=f"({_OPERANDS}, {_LOSS}, Tensor? divisor, bool[] needs, {_CALL}) -> (Tensor, Tensor[])",
 )
 def _accumulated_loss(
-    hidden, weight, bias, target, token_weights, ignored, divisor, label_smoothing, z_loss, needs, *numbers
+    hidden, weight, bias, target, token_weight, ignore_index, label_smoothing, z_loss, divisor, needs, *numbers
 ):
     """The loss, and its dX, dW and dbias, those that ``needs`` asks for."""
     call = _call(weight, target, *numbers)
-    loss = WeightedLoss(target, token_weights, ignored, label_smoothing, z_loss)
+    loss = WeightedLoss(target, token_weight, ignore_index, label_smoothing, z_loss)
     divisor = 1.0 if divisor is None else divisor
     done = accumulate.accumulate(call, hidden, weight, bias, loss, divisor, Needs(*needs))
     return done.loss, [g for g in done.gradients if g is not None]
 
 
 @_accumulated_loss.register_fake
-def _(hidden, weight, bias, target, token_weights, ignored, divisor, smoothing, z_loss, needs, *numbers):
+def _(hidden, weight, bias, target, token_weight, ignore_index, smoothing, z_loss, divisor, needs, *numbers):
     dtype = accumulation_dtype(weight.dtype)
     return hidden.new_empty((), dtype=dtype), _empty_gradients(hidden, weight, bias, needs, dtype)
 
@@ -253,6 +307,20 @@ def token_statistics(
     return TokenStatistics(*(v if there else None for v, there in zip(outputs, present)))
 
 
+def token_losses(
+    call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    loss: WeightedLoss,
+    differentiable: bool,
+) -> Tensor:
+    """:func:`parallel_lce.differentiable.token_losses` of a graph."""
+    return torch.ops.parallel_lce.token_losses(
+        hidden, weight, bias, *_of_loss(loss), differentiable, *_numbers(call)
+    )[0]
+
+
 def accumulated_loss(
     call: Call,
     hidden: Tensor,
@@ -263,8 +331,7 @@ def accumulated_loss(
 ) -> Tensor:
     """:func:`parallel_lce.differentiable.accumulated_loss` of a graph."""
     value, _ = torch.ops.parallel_lce.accumulated_loss(
-        hidden, weight, bias, loss.target, loss.weights, loss.ignored,
-        divisor if isinstance(divisor, Tensor) else None, loss.label_smoothing, loss.z_loss,
+        hidden, weight, bias, *_of_loss(loss), divisor if isinstance(divisor, Tensor) else None,
         [t is not None and t.requires_grad for t in (hidden, weight, bias)], *_numbers(call),
     )  # fmt: skip
     return value

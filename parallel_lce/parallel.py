@@ -54,10 +54,15 @@ class Layout:
 
     def take(self, tokens: Tensor, block: Block) -> Tensor:
         """The block's tokens of ``[..., N]``, flattened over the parts: ``[..., R]``."""
+        if self.parts == 1:
+            return tokens[..., block.start : block.stop]
         return self.rows(tokens, block).flatten(-2)
 
     def put(self, tokens: Tensor, block: Block, values: Tensor) -> None:
         """Write ``values [..., R]`` where :meth:`take` would read them."""
+        if self.parts == 1:
+            tokens[..., block.start : block.stop].copy_(values)
+            return
         rows = self.rows(tokens, block)
         rows.copy_(values.unflatten(-1, rows.shape[-2:]))
 

@@ -162,8 +162,8 @@ def statistics_forward(
     """
     layout, columns = call.layout, call.columns
     projection = call.projection(weight, bias)
-    rows = token_count(hidden, layout)
-    partial = hidden.new_empty(columns.count, rows, dtype=accumulation_dtype(weight.dtype))
+    shape = columns.count, token_count(hidden, layout)
+    partial = None
     kept: Kept = ()
     for block, pending in hidden_blocks(call, hidden):
         x = pending.wait()
@@ -171,8 +171,14 @@ def statistics_forward(
         local, block_kept = call.backend.block_forward(
             projection, x, target, columns, block.kept if keep else 0
         )
-        layout.put(partial, block, local)
         kept = kept or block_kept
+        if local.shape == shape:  # one block, whose tokens are in their order
+            partial = local
+            break
+        partial = local.new_empty(shape) if partial is None else partial
+        layout.put(partial, block, local)
+    if partial is None:
+        partial = hidden.new_empty(shape, dtype=accumulation_dtype(weight.dtype))
     merged, vocab_size = gather_partials(partial, call.shard, columns, layout)()
     return merged, vocab_size, kept
 

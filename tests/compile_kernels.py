@@ -54,7 +54,7 @@ JITFunction.run = _compile_alone
 
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends.blocks import Coefficients, Destinations, Projection, Scratch
-from parallel_lce.kernels import partials, projection, tuning
+from parallel_lce.kernels import losses, partials, projection, tuning
 from parallel_lce.partials import Columns
 from parallel_lce.weight_grad import ShardGradient
 
@@ -111,6 +111,7 @@ for dtype in (torch.bfloat16, torch.float16):
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
 for some in (1, 5):
+    losses.token_losses(ones[:some].expand(3, -1).contiguous(), ones[0], target[:some], None, -100, 0.0, 0.0, True)
     partials.logits_partial(logits[:some], target[:some], 0, True)
     partials.logits_gradient(
         logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some]

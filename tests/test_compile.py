@@ -426,6 +426,9 @@ def test_contracts_of_the_operators(device):
         assert 0 < call.plan.kept < V
         for keep in (False, True):
             torch.library.opcheck(library.token_statistics.default, (*given, keep, *ops._numbers(call)))
+            for smoothing in (0.0, 0.1):
+                loss = (t.token_weight, -100, smoothing, 1e-3)
+                torch.library.opcheck(library.token_losses.default, (*given, *loss, keep, *ops._numbers(call)))
         *_, partial, ticket = library.token_statistics(*given, True, *ops._numbers(call))
         alpha = torch.rand(24, device=device)
         for folded in ((alpha, alpha, None, None), (alpha, None, alpha, None)):
@@ -434,11 +437,7 @@ def test_contracts_of_the_operators(device):
                 torch.library.opcheck(library.statistics_backward.default, arguments)
         call, tensors = _call(t, accumulable=True)
         assert call.plan.accumulate
-        ignored = t.target == -100
-        loss = WeightedLoss(t.target, t.token_weight, ignored, 0.1, 1e-3)
-        for divisor in (None, loss.divisor("mean")):
-            arguments = (
-                *tensors, t.target, loss.weights, ignored, divisor, 0.1, 1e-3, [True, True, True],
-                *ops._numbers(call),
-            )  # fmt: skip
+        loss = WeightedLoss(t.target, t.token_weight, -100, 0.1, 1e-3)
+        for divisor in (None, loss.divisor("mean", torch.float32)):
+            arguments = *tensors, *ops._of_loss(loss), divisor, [True, True, True], *ops._numbers(call)
             torch.library.opcheck(library.accumulated_loss.default, arguments)

@@ -22,6 +22,7 @@ KERNELS = [
     "_gradient_kernel",
     "_gradients_kernel",
     "_hidden_kernel",
+    "_losses_kernel",
     "_merge_kernel",
     "_partials_kernel",
     "_settle_kernel",

@@ -46,6 +46,11 @@ class Coefficients:
     gamma: Tensor | None
     delta: Tensor | None
 
+    def times(self, factor: Tensor) -> Coefficients:
+        """All of them times one factor, or one per token ``[R]``."""
+        each = (self.alpha, self.beta, self.gamma, self.delta)
+        return Coefficients(*(c if c is None else c * factor for c in each))
+
 
 @dataclass(frozen=True)
 class Destinations:

@@ -32,6 +32,7 @@ from parallel_lce.backends.blocks import (
     in_own_context,
 )
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand, put
+from parallel_lce.backends.loss import token_losses  # noqa: F401
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
 
 # Rows and columns of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.

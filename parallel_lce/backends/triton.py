@@ -33,6 +33,7 @@ from parallel_lce.backends.blocks import (
 )
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.kernels import dlogits
+from parallel_lce.kernels.losses import token_losses  # noqa: F401
 from parallel_lce.kernels.partials import merge_windows
 from parallel_lce.kernels.projection import Operands, logits_gradient, window_partials
 from parallel_lce.kernels.targets import (

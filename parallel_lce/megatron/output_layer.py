@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from parallel_lce.checks import Arguments
-from parallel_lce.differentiable import token_statistics
+from parallel_lce.differentiable import token_losses
 from parallel_lce.functional import prepare
+from parallel_lce.losses import WeightedLoss
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient
 from parallel_lce.partials import Columns
 from parallel_lce.weight_grad import MainGrad
@@ -79,10 +80,9 @@ def fused_loss(logits: LazyLogits, target: Tensor, logits_budget: int | None) ->
     fused = layer.config.gradient_accumulation_fusion and logits.weight is None
     main_grad = main_grad_of(weight, fused)
     prepared = prepare(arguments, Columns(), main_grad=main_grad)
-    statistics = token_statistics(prepared.call, *prepared.tensors, prepared.differentiable)
-    inside = (prepared.call.target >= 0) & (prepared.call.target < statistics.vocab_size)
-    outside_loss = statistics.lse - statistics.max_logit
-    return torch.where(inside, -statistics.target_log_prob, outside_loss).view(target.shape)
+    loss = WeightedLoss(prepared.call.target, outside_is_nan=False)
+    losses = token_losses(prepared.call, *prepared.tensors, loss, prepared.differentiable)
+    return losses.view(target.shape)
 
 
 def main_grad_of(weight: Tensor, fused: bool) -> MainGrad | None:

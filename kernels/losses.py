@@ -1,0 +1,96 @@
+"""Cross-entropy of tokens from their merged partials, and the coefficients of its gradient, at once.
+
+One launch for some twenty elementwise operations, which for a small shard of the vocabulary take the
+host longer than the GPU takes for the projection. The plain torch is ``parallel_lce.backends.loss``.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TOKENS = 128
+
+
+@triton.jit(do_not_specialize=["rows", "ignore_index"])
+def _losses_kernel(
+    partial, vocab_size, target, token_weight, losses, alpha, beta, gamma,
+    rows, ignore_index, smoothing, z_loss,
+    WEIGHTED: tl.constexpr, IGNORES: tl.constexpr, SMOOTHED: tl.constexpr, SQUARED: tl.constexpr,
+    OUTSIDE_NAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = row < rows
+    top = tl.load(partial + row, mask=valid, other=0.0)
+    log_sum = tl.log(tl.load(partial + rows + row, mask=valid, other=1.0))
+    log_prob = (tl.load(partial + 2 * rows + row, mask=valid, other=0.0) - top) - log_sum
+    entries = tl.load(vocab_size)
+    wanted = tl.load(target + row, mask=valid, other=0)
+    inside = (wanted >= 0) & (wanted < entries.to(tl.int64))
+    weight = tl.full((BLOCK,), 1.0, tl.float32)
+    if WEIGHTED:
+        weight = tl.load(token_weight + row, mask=valid, other=0.0)
+    of_target = tl.full((BLOCK,), 1.0, tl.float32) - smoothing
+    if OUTSIDE_NAN:
+        weight = tl.where(inside, weight, float("nan"))
+    else:
+        log_prob = tl.where(inside, log_prob, -log_sum)
+        of_target = tl.where(inside, of_target, 0.0)
+    loss = -(1.0 - smoothing) * log_prob
+    if SMOOTHED:
+        shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
+        loss -= smoothing * (shifted / entries - log_sum)
+    slope = tl.full((BLOCK,), 1.0, tl.float32)
+    if SQUARED:
+        lse = top + log_sum
+        loss += z_loss * lse * lse
+        slope += 2.0 * z_loss * lse
+    loss *= weight
+    if IGNORES:
+        ignored = wanted == ignore_index
+        loss = tl.where(ignored, 0.0, loss)
+        weight = tl.where(ignored, 0.0, weight)
+    tl.store(losses + row, loss, mask=valid)
+    tl.store(alpha + row, tl.where(weight == 0.0, 0.0, weight * slope), mask=valid)
+    tl.store(beta + row, weight * of_target, mask=valid)
+    if SMOOTHED:
+        tl.store(gamma + row, weight * (smoothing / entries), mask=valid)
+
+
+def token_losses(
+    partial: torch.Tensor,
+    vocab_size: torch.Tensor,
+    target: torch.Tensor,
+    token_weight: torch.Tensor | None,
+    ignore_index: int | None,
+    label_smoothing: float,
+    z_loss: float,
+    outside_is_nan: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """:func:`parallel_lce.backends.loss.token_losses` of a merged ``partial [C, R]`` fp32, contiguous, with the
+    shifted sums in its column 3 if labels are smoothed. ``target [R]`` int64; ``token_weight [R]`` fp32."""
+    rows = target.shape[0]
+    losses, alpha, beta = (torch.empty_like(partial[0]) for _ in range(3))
+    gamma = torch.empty_like(alpha) if label_smoothing else None
+    _losses_kernel[(triton.cdiv(rows, _TOKENS),)](
+        partial,
+        vocab_size,
+        target,
+        token_weight,
+        losses,
+        alpha,
+        beta,
+        gamma,
+        rows,
+        0 if ignore_index is None else ignore_index,
+        float(label_smoothing),
+        float(z_loss),
+        WEIGHTED=token_weight is not None,
+        IGNORES=ignore_index is not None,
+        SMOOTHED=gamma is not None,
+        SQUARED=z_loss != 0,
+        OUTSIDE_NAN=outside_is_nan,
+        BLOCK=_TOKENS,
+    )
+    return losses, alpha, beta, gamma

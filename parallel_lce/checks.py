@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 from parallel_lce.parallel import Layout
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+_TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -35,7 +36,7 @@ class Arguments:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
+        named = {name: getattr(self, name) for name in _TENSORS}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
 
@@ -107,7 +108,8 @@ def _check_tensors(a: Arguments) -> None:
         _require(
             isinstance(value, Tensor), lambda: f"{name} must be a tensor, got {type(value).__name__}"
         )
-    for name, value in a.tensors.items():
+    tensors = a.tensors
+    for name, value in tensors.items():
         _require(
             not hasattr(value, "to_local"),
             lambda: f"{name} is a DTensor; pass {name}.to_local() and the process_group that shards the "
@@ -130,7 +132,7 @@ def _check_tensors(a: Arguments) -> None:
         lambda: f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has "
         f"{weight.shape[1]}",
     )
-    for name, value in a.tensors.items():
+    for name, value in tensors.items():
         _require(
             value.device == input.device,
             lambda: f"{name} is on {value.device} and input is on {input.device}",

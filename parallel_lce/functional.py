@@ -144,7 +144,7 @@ def linear_cross_entropy(
     )
     call, weights, dtype = prepared.call, token_weight, accumulation_dtype(input.dtype)
     if weights is not None:
-        weights = weights.reshape(-1).to(dtype)
+        weights = weights.reshape(-1).to(dtype).contiguous()
     loss = WeightedLoss(call.target, weights, ignore_index, label_smoothing, z_loss)
     divisor = loss.divisor(reduction, dtype)
     if call.plan.accumulate:
@@ -255,7 +255,7 @@ def prepare(
     rows = weight.shape[0]
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
     shard = Shard(start, rows, a.vocab_size)
-    target = None if a.target is None else a.target.reshape(-1).long()
+    target = None if a.target is None else a.target.reshape(-1).long().contiguous()
     bias = None if a.linear_bias is None else a.linear_bias.contiguous()
     tensors = hidden, weight, bias
     differentiable = any(_needs(t) for t in tensors if t is not None)

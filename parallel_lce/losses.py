@@ -84,9 +84,8 @@ class WeightedLoss:
         """What the sum of the losses is divided by: the tokens' weights, for their mean."""
         if reduction != "mean":
             return 1.0
-        if self.token_weight is None:
-            total = (~self.ignored).sum(dtype=dtype)
-        else:
-            total = self.token_weight.masked_fill(self.ignored, 0.0).sum()
         # The mean of nothing is 0, and so are its gradients.
+        if self.token_weight is None:
+            return (self.target != self.ignore_index).sum(dtype=dtype).clamp(min=1)
+        total = self.token_weight.masked_fill(self.ignored, 0.0).sum()
         return total.masked_fill(total == 0, torch.inf)

@@ -98,7 +98,8 @@ class Call:
         """The block's targets relative to the shard; other shards' and invalid ones hit nothing."""
         if self.target is None:
             return None
-        return self.layout.take(self.target, block) - self.shard.start
+        target = self.layout.take(self.target, block)
+        return target - self.shard.start if self.shard.start else target
 
 
 def token_count(hidden: Tensor, layout: Layout) -> int:

@@ -206,6 +206,19 @@ def _lifted(member: Member, case: Case) -> dict[str, torch.Tensor]:
     return found | {"loss": loss.detach().cpu()}
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("gap", ["every other", "all one"])
+def test_targets_and_weights_with_gaps(gap, reduction, device):
+    t = make(Case(40, 300, 16, "bf16", token_weight=True, ignored="none"), device)
+    spread = {"every other": lambda v: v.repeat_interleave(2)[::2], "all one": lambda v: v[3].expand(40)}[gap]
+    found = [
+        parallel_lce.linear_cross_entropy(t.x, t.weight, form(target), token_weight=form(weight), reduction=reduction)
+        for target, weight in [(spread(t.target), spread(t.token_weight))]
+        for form in (lambda v: v, torch.clone)
+    ]
+    assert not spread(t.target).is_contiguous() and torch.equal(*found)
+
+
 # --- what a block is handed ------------------------------------------------------------------------
 
 

@@ -73,24 +73,25 @@ def token_losses(
     rows = target.shape[0]
     losses, alpha, beta = (torch.empty_like(partial[0]) for _ in range(3))
     gamma = torch.empty_like(alpha) if label_smoothing else None
-    _losses_kernel[(triton.cdiv(rows, _TOKENS),)](
-        partial,
-        vocab_size,
-        target,
-        token_weight,
-        losses,
-        alpha,
-        beta,
-        gamma,
-        rows,
-        0 if ignore_index is None else ignore_index,
-        float(label_smoothing),
-        float(z_loss),
-        WEIGHTED=token_weight is not None,
-        IGNORES=ignore_index is not None,
-        SMOOTHED=gamma is not None,
-        SQUARED=z_loss != 0,
-        OUTSIDE_NAN=outside_is_nan,
-        BLOCK=_TOKENS,
-    )
+    with torch.cuda.device_of(partial):  # Triton launches on the current device
+        _losses_kernel[(triton.cdiv(rows, _TOKENS),)](
+            partial,
+            vocab_size,
+            target,
+            token_weight,
+            losses,
+            alpha,
+            beta,
+            gamma,
+            rows,
+            0 if ignore_index is None else ignore_index,
+            float(label_smoothing),
+            float(z_loss),
+            WEIGHTED=token_weight is not None,
+            IGNORES=ignore_index is not None,
+            SMOOTHED=gamma is not None,
+            SQUARED=z_loss != 0,
+            OUTSIDE_NAN=outside_is_nan,
+            BLOCK=_TOKENS,
+        )
     return losses, alpha, beta, gamma

@@ -94,13 +94,14 @@ def settle(
     softcap: float | None,
     rewrite: bool,
 ) -> torch.Tensor | None:
-    """Make ``kept [R, C]`` ``p alpha - gamma``, times scale, the slope of the soft-cap and ``power``, each row
-    over the factor ``[R]`` returned, if any.
+    """Make ``kept [R, C]`` ``p alpha - gamma``, times scale, the slope of the soft-cap and ``power``,
+    each row over the factor ``[R]`` returned, if any.
 
     ``maxima [>= C / window, R]`` of the windows, ``common [R]`` and ``agreed [R]`` of
     ``partials.merge_windows``; None where each window is relative to its maximum. ``statistics [>= 2, R]``:
-    maximum and sum of exponentials; ``alpha``, ``gamma``, ``of_target [R]``, the gradients of the targets. All fp32 and
-    contiguous. ``rewrite`` every row, as a soft-cap, ``gamma`` and windows relative to their own maxima demand anyway: then there are no factors.
+    maximum and sum of exponentials; ``alpha``, ``gamma``, ``of_target [R]``, the gradients of the targets. All
+    fp32 and contiguous. ``rewrite`` every row, as a soft-cap, ``gamma`` and windows relative to their own
+    maxima demand anyway: then there are no factors.
     """
     rows, columns = kept.shape
     row_scale = torch.empty_like(alpha)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import parallel_lce
 from cases import DTYPES, Case, make
 from parallel_lce import functional, ops
-from parallel_lce.backends import backend_of, eager
+from parallel_lce.backends import backend_of
 from parallel_lce.bench.memory import peak_memory
 from parallel_lce.checks import Arguments
 from parallel_lce.losses import WeightedLoss
@@ -23,7 +23,7 @@ from parallel_lce.megatron.output_layer import fused_loss
 from parallel_lce.partials import Columns
 from parallel_lce.statistics import DIFFERENTIABLE
 from parallel_lce.weight_grad import MainGrad
-from tools import alone, everywhere, shrunk
+from tools import everywhere, shrunk
 from world import Member
 
 V, D = 150, 16

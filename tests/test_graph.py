@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import parallel_lce
-from cases import DTYPES, Case, make
+from cases import Case, make
 from parallel_lce.backends import backend_of
 from tools import shrunk
 

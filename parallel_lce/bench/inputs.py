@@ -50,7 +50,8 @@ class Inputs:
 
 def make_inputs(shape, dtype, device, seed, deviation=1.0, ignored=IGNORED):
     """Fresh random tensors. x ~ N(0, 1) and W ~ N(0, deviation^2 / D), so that logits are ~ N(0, deviation^2)
-    whatever D is: of 10^9 of them the largest is about 6 times the deviation. Targets are uniform, a share of them `ignored`.
+    whatever D is: of 10^9 of them the largest is about 6 times the deviation.
+    Targets are uniform, a share of them `ignored`.
     """
     generator = torch.Generator(device).manual_seed(seed)
     options = {"generator": generator, "device": device}

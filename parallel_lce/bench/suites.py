@@ -14,9 +14,8 @@ ACCUMULATED = ("ours", GIB)
 @dataclass(frozen=True)
 class Suite:
     """`ours` are pairs of a peer's name and its `logits_budget`; `others` the names of the other peers, None for
-    everyone who can run here. `deviations` are the standard deviations of the logits, `ignored` shares of the targets. Not `timed`: accuracy
-    alone.
-    `neighbours`: each shape is measured beside a round one of about its size."""
+    everyone who can run here. `deviations` are the standard deviations of the logits, `ignored` shares of the targets.
+    Not `timed`: accuracy alone. `neighbours`: each shape is measured beside a round one of about its size."""
 
     shapes: tuple
     ours: tuple

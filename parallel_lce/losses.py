@@ -1,4 +1,4 @@
-"""Per-token losses as plain PyTorch on statistics."""
+"""Per-token losses: of statistics in plain PyTorch, and ``linear_cross_entropy``'s, of partials."""
 
 from __future__ import annotations
 
@@ -22,24 +22,6 @@ def entropy(statistics: TokenStatistics) -> Tensor:
     if statistics.entropy is None:
         raise ValueError("entropy needs statistics computed with expected_logit=True, got False")
     return statistics.entropy
-
-
-def cross_entropy(
-    statistics: TokenStatistics, *, label_smoothing: float = 0.0, z_loss: float = 0.0
-) -> Tensor:
-    """Cross-entropy of each token, ``[N]``.
-
-    ``-(1 - eps) log p_y - eps mean_j log p_j + z_loss * lse^2``: label smoothing as in
-    ``torch.nn.functional.cross_entropy`` (Szegedy et al. 2015, arXiv:1512.00567) over all real
-    entries, and the z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311). Smoothing needs
-    ``mean_logit=True``, which also gives ``mean_log_prob``.
-    """
-    loss = -statistics.target_log_prob
-    if label_smoothing:
-        loss = (1 - label_smoothing) * loss - label_smoothing * statistics.mean_log_prob
-    if z_loss:
-        loss = loss + z_loss * statistics.lse.square()
-    return loss
 
 
 @dataclass(frozen=True)

@@ -60,9 +60,6 @@ class Layout:
 
     def put(self, tokens: Tensor, block: Block, values: Tensor) -> None:
         """Write ``values [..., R]`` where :meth:`take` would read them."""
-        if self.parts == 1:
-            tokens[..., block.start : block.stop].copy_(values)
-            return
         rows = self.rows(tokens, block)
         rows.copy_(values.unflatten(-1, rows.shape[-2:]))
 

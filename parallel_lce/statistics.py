@@ -163,8 +163,10 @@ def statistics_forward(
     """
     layout, columns = call.layout, call.columns
     projection = call.projection(weight, bias)
-    shape = columns.count, token_count(hidden, layout)
     partial = None
+    if len(call.plan.blocks) != 1:
+        shape = columns.count, token_count(hidden, layout)
+        partial = hidden.new_empty(shape, dtype=accumulation_dtype(weight.dtype))
     kept: Kept = ()
     for block, pending in hidden_blocks(call, hidden):
         x = pending.wait()
@@ -173,13 +175,10 @@ def statistics_forward(
             projection, x, target, columns, block.kept if keep else 0
         )
         kept = kept or block_kept
-        if local.shape == shape:  # one block, whose tokens are in their order
-            partial = local
-            break
-        partial = local.new_empty(shape) if partial is None else partial
-        layout.put(partial, block, local)
-    if partial is None:
-        partial = hidden.new_empty(shape, dtype=accumulation_dtype(weight.dtype))
+        if partial is None:
+            partial = local  # of all tokens, in their order
+        else:
+            layout.put(partial, block, local)
     merged, vocab_size = gather_partials(partial, call.shard, columns, layout)()
     return merged, vocab_size, kept
 
@@ -290,7 +289,6 @@ def statistics_backward(
     """
     layout = call.layout
     sums = GradientSums(call, hidden, call.projection(weight, bias), needs)
-    per_token = (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
     if kept:
         # Autograd, which saved these tensors, is not to count what is written to them.
         kept = tuple(t.data for t in kept)
@@ -300,7 +298,7 @@ def statistics_backward(
             kept = ()
             sums.scratch.adopt(memory)
     for block, pending in hidden_blocks(call, hidden):
-        local = Coefficients(*(c if c is None else layout.take(c, block) for c in per_token))
+        local = coefficients.map(lambda c: layout.take(c, block))
         sums.add_block(block, pending.wait(), layout.take(partial, block), local, kept)
         if kept:
             kept = ()

@@ -25,9 +25,9 @@ KINDS = 8  # of rows, in turn
 class Rows:
     """Tokens of each kind, their kept exponentials, and what statistics say of them.
 
-    0: as it is. 1: alpha is 0, but not the gradient of the target. 2: one window relative to its own maximum. 3: a maximum of all shards far above
-    the reference. 4: both are 0. 5: p of one entry is nearly 1. 6: alpha is tiny. 7: no window near the
-    reference, and one of -inf alone.
+    0: as it is. 1: alpha is 0, but not the gradient of the target. 2: one window relative to its own
+    maximum. 3: a maximum of all shards far above the reference. 4: both are 0. 5: p of one entry is
+    nearly 1. 6: alpha is tiny. 7: no window near the reference, and one of -inf alone.
     """
 
     z: torch.Tensor

@@ -46,10 +46,17 @@ class Coefficients:
     gamma: Tensor | None
     delta: Tensor | None
 
+    @property
+    def each(self) -> tuple[Tensor | None, ...]:
+        return self.alpha, self.beta, self.gamma, self.delta
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Coefficients:
+        """The same function of all that there are."""
+        return Coefficients(*(c if c is None else function(c) for c in self.each))
+
     def times(self, factor: Tensor) -> Coefficients:
         """All of them times one factor, or one per token ``[R]``."""
-        each = (self.alpha, self.beta, self.gamma, self.delta)
-        return Coefficients(*(c if c is None else c * factor for c in each))
+        return self.map(lambda c: c * factor)
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ def power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
     NaN or infinity does not concern the others."""
     largest = sum(
         c.abs().nan_to_num(0.0, 0.0).amax()
-        for c in (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
+        for c in coefficients.each
         if c is not None
     )
     exponent = 10 - torch.frexp(largest * abs(scale)).exponent

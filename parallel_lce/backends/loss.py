@@ -21,6 +21,9 @@ def token_losses(
     """``w (-(1 - eps) log p_y - eps mean_j log p_j + z_loss lse^2)`` of each token ``[R]``, and its gradient
     ``alpha p_j - beta [j = y] - gamma`` by the logits.
 
+    Label smoothing eps as in ``torch.nn.functional.cross_entropy`` (Szegedy et al. 2015, arXiv:1512.00567) over
+    all real entries, and the z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311).
+
     From the merged ``partial [C, R]``, whose shifted sums are column 3 if labels are smoothed, and V,
     0-dimensional. ``target [R]``: ids in the whole vocabulary; outside it the loss is NaN, or, as Megatron has
     it, ``lse - max`` with the gradient of lse. ``token_weight [R]``; None for 1. Tokens whose target is

@@ -248,12 +248,7 @@ class _Slices:
         self.x = x
         self._projection, self._target = projection, target
         self._statistics = statistics.contiguous()
-        self._coefficients = Coefficients(
-            *(
-                c if c is None else c.contiguous()
-                for c in (coefficients.alpha, coefficients.beta, coefficients.gamma, coefficients.delta)
-            )
-        )
+        self._coefficients = coefficients.map(Tensor.contiguous)
         self._kept, self._scratch = kept, scratch
         # The bias's gradient is a sum over rows, which are then best complete.
         self._rewrite = to.dbias is not None
@@ -266,7 +261,7 @@ class _Slices:
         self._rest = self._alone = None
         if target is not None and self._coefficients.beta is not None:
             self._rest, self._alone = target_gradients(
-                target, projection.real, self._statistics, *self._each(), projection.scale,
+                target, projection.real, self._statistics, *self._coefficients.each, projection.scale,
                 projection.softcap, count=to.dweight is not None or to.dbias is not None,
             )  # fmt: skip
         # Used first, and free from then on.
@@ -290,7 +285,7 @@ class _Slices:
 
     def __iter__(self) -> Iterator[_Slice]:
         projection, statistics = self._projection, self._statistics
-        alpha, _, gamma, delta = self._each()
+        alpha, _, gamma, delta = self._coefficients.each
         if self._kept:
             stored, maxima, *common = self._kept
             gradient = stored[:, : self._kept_columns]
@@ -312,10 +307,6 @@ class _Slices:
             operands = _operands(projection, self.x, start, stop)
             logits_gradient(operands, statistics, alpha, gamma, delta, self._power, gradient)
             yield self._slice(start, stop, gradient, None)
-
-    def _each(self) -> tuple[Tensor | None, ...]:
-        c = self._coefficients
-        return c.alpha, c.beta, c.gamma, c.delta
 
     def _slice(self, start: int, stop: int, gradient: Tensor, row_scale: Tensor | None) -> _Slice:
         x_scale = row_scale

@@ -1,32 +1,40 @@
-"""Trains the same model twice from one seed, with Megatron's stock loss and with parallel_lce, and compares the two.
+"""Trains the same model from one seed with Megatron's stock loss and with parallel_lce, and compares the two.
 
-Exits with 1 if a run fails or the loss curves part by more than compare.tolerance.
+With `compare.yardstick=true` stock also trains with its samples in reverse order, as the measure of rounding. Exits
+with 1 if a run fails or the loss curves part. torchrun's own arguments may come first, ended by `--`.
 """
 
 import subprocess
 import sys
 from pathlib import Path
 
-from training.config import LossImpl, parse_command_line
-from training.launch import environment, prepare_text, torchrun_command
+from training.config import parse_command_line
+from training.launch import environment, prepare_text, split_arguments, torchrun_command
 
 
 def main() -> int:
-    arguments = sys.argv[1:]
+    torchrun, arguments = split_arguments(sys.argv[1:])
     config = parse_command_line(__doc__, arguments)
     prepare_text(config)
-    folders = {impl: Path(config.output) / impl.name for impl in LossImpl}
-    for impl, folder in folders.items():
-        chosen = [*arguments, f"loss.impl={impl.name}", f"output={folder}"]
-        code = subprocess.run(torchrun_command(config, chosen), env=environment(config)).returncode
+
+    from training.compare import runs_of  # it loads PyTorch
+
+    for name, chosen in runs_of(config).items():
+        folder = Path(config.output) / name
+        metrics = folder / "metrics.json"
+        metrics.unlink(missing_ok=True)
+        command = torchrun_command(config, torchrun, [*arguments, *chosen, f"output={folder}"])
+        code = subprocess.run(command, env=environment(config)).returncode
         if code:
-            print(f"FAILED: the run with the {impl.name} loss ended with exit code {code}", file=sys.stderr)
+            print(f"FAILED: the run {name!r} ended with exit code {code}", file=sys.stderr)
             return 1
+    if not metrics.exists():  # the host of rank 0 has it
+        print("another host has the results")
+        return 0
 
-    from training.compare import compare  # after the runs: it loads PyTorch and Matplotlib
+    from compare import report
 
-    stock, ours = folders[LossImpl.stock], folders[LossImpl.parallel_lce]
-    return 0 if compare(stock, ours, Path(config.output), config.compare.tolerance) else 1
+    return report(config, sys.argv[1:])
 
 
 if __name__ == "__main__":

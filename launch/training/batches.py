@@ -1,4 +1,4 @@
-"""Batches from a token stream: the same on every rank, in every run with the same seed."""
+"""Batches from a token stream: the same in every run with the same seed, however many ranks share them."""
 
 from dataclasses import dataclass
 
@@ -10,17 +10,16 @@ from training.text import Text
 
 @dataclass
 class Batch:
-    """One step's data: `b` samples of `s` tokens. Under tensor parallelism every rank holds all of it."""
+    """What goes through the model at once: `b` samples of `s` tokens. Every tensor-parallel rank holds all of it."""
 
     tokens: torch.Tensor  # [b, s] int64
     labels: torch.Tensor  # [b, s] int64, the tokens one place on
     loss_mask: torch.Tensor  # [b, s] float32, 0 where the label begins an unrelated document
     position_ids: torch.Tensor  # [b, s] int64
-    attention_mask: torch.Tensor  # [1, 1, s, s] bool, True where a token must not look
 
-    def mean_loss(self, per_token: torch.Tensor) -> torch.Tensor:
-        """The mean of `per_token` [b, s] over the tokens that count, as a scalar."""
-        return (per_token * self.loss_mask).sum() / self.loss_mask.sum()
+    def sum_loss(self, per_token: torch.Tensor) -> torch.Tensor:
+        """The sum of `per_token` [b, s] over the tokens that count, as a scalar."""
+        return (per_token * self.loss_mask).sum()
 
 
 class Batches:
@@ -31,18 +30,30 @@ class Batches:
         self.text, self.config, self.device = text, config, device
 
     def __call__(self, step: int, samples: int) -> Batch:
-        """The batch of step `step`, of `samples` samples, on the device."""
+        """`samples` samples drawn for step `step`, in one batch on the device."""
+        return self._batch(self._starts(step, samples))
+
+    def of_rank(self, step: int, data_rank: int, data_size: int) -> list[Batch]:
+        """The micro batches of one data-parallel rank: its part of the step's samples, which do not depend on layout."""
         config = self.config
-        generator = torch.Generator().manual_seed(config.seed * 1_000_003 + step)
-        starts = torch.randint(self.windows, (samples,), generator=generator)
+        starts = self._starts(step, data_size * config.micro_batches * config.micro_batch)
+        if config.reverse_samples:
+            starts = starts.flip(0)
+        mine = starts.view(data_size, config.micro_batches, config.micro_batch)[data_rank]
+        return [self._batch(part) for part in mine]
+
+    def _starts(self, step: int, samples: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
+        return torch.randint(self.windows, (samples,), generator=generator)
+
+    def _batch(self, starts: torch.Tensor) -> Batch:
+        config = self.config
         stream = torch.from_numpy(self.text.tokens)
         samples = stream[starts[:, None] + torch.arange(config.sequence + 1)].to(self.device, torch.int64)  # [b, s + 1]
         tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-        ones = torch.ones(config.sequence, config.sequence, dtype=torch.bool, device=self.device)
         return Batch(
             tokens=tokens,
             labels=labels,
             loss_mask=(tokens != self.text.end_of_document).float(),
             position_ids=torch.arange(config.sequence, device=self.device).expand_as(tokens),
-            attention_mask=ones.triu(1)[None, None],
         )

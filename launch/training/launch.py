@@ -1,4 +1,4 @@
-"""Starting a run: the text is prepared once, then torchrun starts one process for each tensor-parallel rank."""
+"""Starting a run: each host prepares the text once, then torchrun starts its processes."""
 
 import os
 import sys
@@ -12,8 +12,16 @@ from training.text import load_text
 PROGRAM = Path(__file__).resolve().parents[1] / "train.py"
 
 
+def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
+    """torchrun's own arguments, those in front of a `--` if there is one, and the program's."""
+    if "--" not in argv:
+        return [], argv
+    end = argv.index("--")
+    return argv[:end], argv[end + 1 :]
+
+
 def prepare_text(config: Config) -> None:
-    """Fills the cache of tokens before any rank starts, so that the ranks only read it."""
+    """Fills this host's cache of tokens before any rank starts, so that the ranks only read it."""
     console = Console(soft_wrap=True)
     try:
         load_text(config.text, config.train.sequence + 1, say=console.print)
@@ -21,11 +29,11 @@ def prepare_text(config: Config) -> None:
         sys.exit(f"error: {error}")
 
 
-def torchrun_command(config: Config, arguments: list[str]) -> list[str]:
-    """The command line that trains with `arguments`, those of train.py, on this machine."""
-    processes = str(config.parallel.tensor)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", processes]
-    return [*torchrun, str(PROGRAM), *arguments]
+def torchrun_command(config: Config, torchrun: list[str], arguments: list[str]) -> list[str]:
+    """The command line that trains with `arguments`, those of train.py, on this host or as `torchrun` says."""
+    if not torchrun:
+        torchrun = ["--standalone", "--nproc-per-node", str(config.parallel.processes)]
+    return [sys.executable, "-m", "torch.distributed.run", *torchrun, str(PROGRAM), *arguments]
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -33,7 +41,7 @@ def environment(config: Config) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
         # Ranks on one CPU share its cores; past a few, threads of a small model only wait for one another.
-        "OMP_NUM_THREADS": str(min(4, max(1, cores // config.parallel.tensor))),
+        "OMP_NUM_THREADS": str(min(4, max(1, cores // config.parallel.processes))),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of collectives and GEMMs
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic cuBLAS
     }

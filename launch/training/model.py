@@ -1,4 +1,4 @@
-"""Stock Megatron-core's GPTModel, built the same way for either loss and on either device."""
+"""Stock Megatron-core's GPTModel, built the same way for either loss and on any device."""
 
 import torch
 from megatron.core import parallel_state
@@ -6,8 +6,10 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
-from training.config import Config, LossImpl
+from training.attention import CausalAttention
+from training.config import Config, LossImpl, Precision
 
 
 # Settings of a TransformerConfig that otherwise want Apex, Transformer Engine or a GPU.
@@ -30,42 +32,78 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
-def build_model(config: Config, device: torch.device) -> GPTModel:
-    """A GPTModel on `device`, fp32, with this rank's shards; equal for equal seeds whatever the loss and device.
+class Layer(TransformerLayer):
+    """Megatron's layer; drawn on the CPU, its parameters depend on the seed and its number, not on the stage it is in."""
 
-    Megatron's tensor-parallel groups must exist. Parameters are initialised on the CPU, each rank drawing the whole
-    matrix and keeping its shard.
+    def __init__(self, config: TransformerConfig, submodules: object, layer_number: int = 1, **others: object):
+        number = layer_number + get_transformer_layer_offset(config)
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(torch.initial_seed() + number)
+            super().__init__(config, submodules, layer_number, **others)
+
+
+def build_model(config: Config, device: torch.device) -> GPTModel:
+    """This pipeline stage's part of a GPTModel on `device`, with this rank's shards. Megatron's groups must exist.
+
+    With `model.initialize_on_cpu` it is equal for equal seeds whatever the loss, the device and the layout: each rank
+    draws the whole matrices and keeps its shards.
     """
-    transformer = TransformerConfig(
-        num_layers=config.model.layers,
-        hidden_size=config.model.hidden,
-        ffn_hidden_size=config.model.ffn_hidden,
-        num_attention_heads=config.model.heads,
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    vocab_size = padded_vocab_size(config)
+    if config.model.initialize_on_cpu and not first:
+        torch.empty(vocab_size, config.model.hidden).normal_()  # what the first stage draws for the embedding
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.module = Layer
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    layers = config.model.layers // config.parallel.pipeline
+    model = GPTModel(
+        config=_transformer_config(config, device),
+        transformer_layer_spec=TransformerBlockSubmodules([layer] * layers, layer_norm=RMSNorm),
+        vocab_size=vocab_size,
+        max_sequence_length=config.train.sequence,
+        pre_process=first,
+        post_process=last,
+        position_embedding_type="rope",
+        rotary_base=config.model.rotary_base,
+        share_embeddings_and_output_weights=config.model.tie_embeddings,
+    )
+    return model.to(device)
+
+
+def _transformer_config(config: Config, device: torch.device) -> TransformerConfig:
+    model, parallel = config.model, config.parallel
+    bf16 = config.train.precision is Precision.bf16
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=model.layers,
+        hidden_size=model.hidden,
+        ffn_hidden_size=model.ffn_hidden,
+        num_attention_heads=model.heads,
+        num_query_groups=model.kv_heads,
+        kv_channels=model.head_dim,
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=config.parallel.tensor,
-        sequence_parallel=config.parallel.sequence and config.parallel.tensor > 1,
-        params_dtype=torch.float32,
-        use_cpu_initialization=True,
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        sequence_parallel=parallel.sequence and parallel.tensor > 1,
+        bf16=bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        deallocate_pipeline_outputs=True,
+        batch_p2p_sync=device.type == "cuda",
+        calculate_per_token_loss=True,
+        use_cpu_initialization=model.initialize_on_cpu,
+        **(recompute if model.recompute else {}),
         **WITHOUT_EXTENSIONS,
         **_loss_options(config),
     )
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    model = GPTModel(
-        config=transformer,
-        transformer_layer_spec=TransformerBlockSubmodules([layer] * config.model.layers, layer_norm=RMSNorm),
-        vocab_size=padded_vocab_size(config),
-        max_sequence_length=config.train.sequence,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=config.model.tie_embeddings,
-    )
-    return model.to(device)
 
 
 def _loss_options(config: Config) -> dict[str, object]:
@@ -80,20 +118,7 @@ def _loss_options(config: Config) -> dict[str, object]:
 
 
 def padded_vocab_size(config: Config) -> int:
-    """`text.vocab_size` rounded up, as Megatron does, to 128 rows on every rank."""
+    """The size of the vocabulary rounded up, as Megatron does, to 128 rows on every tensor-parallel rank."""
+    size = config.text.vocab_size if config.model.vocab_size is None else config.model.vocab_size
     multiple = 128 * config.parallel.tensor
-    return -(-config.text.vocab_size // multiple) * multiple
-
-
-def reduce_sequence_parallel_gradients(model: GPTModel) -> None:
-    """Sums over the tensor-parallel group the gradients that each rank computed on its own part of the sequence.
-
-    Megatron does this in `finalize_model_grads`, which wants its own data-parallel wrapper and `main_grad`.
-    """
-    if not model.config.sequence_parallel:
-        return
-    gradients = [p.grad for p in model.parameters() if getattr(p, "sequence_parallel", False) and p.grad is not None]
-    flat = torch.cat([gradient.flatten() for gradient in gradients])
-    torch.distributed.all_reduce(flat, group=parallel_state.get_tensor_model_parallel_group())
-    for gradient, total in zip(gradients, flat.split([gradient.numel() for gradient in gradients])):
-        gradient.copy_(total.view_as(gradient))
+    return -(-size // multiple) * multiple

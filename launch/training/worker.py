@@ -1,4 +1,4 @@
-"""One rank of a training run: build, train, measure the loss's memory, write the results."""
+"""One rank of a training run: join, build, train, measure, write the results."""
 
 import json
 import os
@@ -6,7 +6,9 @@ import statistics
 import time
 import warnings
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -19,47 +21,64 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from training.batches import Batches  # noqa: E402
-from training.config import Config, Device, save_config  # noqa: E402
+from training.config import Config, Device, check_for_cpu, describe, save_config  # noqa: E402
+from training.cpu_training import adapt_training_to_cpu  # noqa: E402
 from training.megatron_cpu import adapt_megatron_to_cpu  # noqa: E402
 from training.memory import loss_peak_bytes  # noqa: E402
-from training.model import build_model, reduce_sequence_parallel_gradients  # noqa: E402
+from training.model import padded_vocab_size  # noqa: E402
+from training.step import Stepper, mean_loss  # noqa: E402
 from training.text import load_text  # noqa: E402
 
-WARM_UP_STEPS = 2  # left out of the median step time
+WARM_UP_STEPS = 2  # left out of the median step time and of the peak memory
+
+
+@dataclass
+class Trained:
+    """What a training run measured on this rank."""
+
+    losses: list[float]  # of each step, the same on every rank
+    seconds: list[float]  # of each step
+    peak_bytes: int | None  # allocated at the peak of the steps after the warm-up; None on a CPU
 
 
 def run(config: Config) -> None:
-    """Trains on this rank of a torchrun launch. Rank 0 writes metrics.json and config.yaml; every rank its weights.
+    """Trains on this rank of a torchrun launch. Rank 0 of all writes metrics.json and config.yaml.
 
     An exception ends this process alone; torchrun then ends the others.
     """
     device = _start(config)
-    rank = torch.distributed.get_rank()
+    rank, train = torch.distributed.get_rank(), config.train
     output = Path(config.output)
     output.mkdir(parents=True, exist_ok=True)
-    text = load_text(config.text, config.train.sequence + 1)
-    batches = Batches(text, config.train, device)
-    model = build_model(config, device)
-    losses, seconds = _train(config, model, batches)
-    measured = batches(config.train.steps, config.memory.micro_batch)  # apart from the timed steps, and larger
-    peak = torch.tensor(loss_peak_bytes(model, measured), device=device)
-    torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
-    torch.save({name: p.detach().cpu() for name, p in model.named_parameters()}, output / f"weights-{rank}.pt")
+    text = load_text(config.text, train.sequence + 1)
+    batches = Batches(text, train, device)
+    stepper = Stepper(config, device)
+    trained = _train(config, stepper, batches)
+    step_peak = _largest(trained.peak_bytes, device)
+    loss_peak = _largest(_loss_peak(config, stepper, batches), device)
+    if config.save_weights:
+        weights = {name: p.detach().cpu() for name, p in stepper.gpt.named_parameters()}
+        torch.save(weights, output / f"weights-{rank}.pt")
     if rank == 0:
+        median = statistics.median(trained.seconds[WARM_UP_STEPS:] or trained.seconds)
+        tokens = train.micro_batch * train.micro_batches * config.parallel.data * train.sequence
         metrics = {
-            "loss": config.loss.impl.name,
-            "device": torch.cuda.get_device_name() if device.type == "cuda" else "CPU",
+            **describe(config),
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "process of a CPU",
+            "processes": config.parallel.processes,
+            "hosts": config.parallel.processes // int(os.environ["LOCAL_WORLD_SIZE"]),
             "backend": torch.distributed.get_backend(),
-            "tensor_parallel": config.parallel.tensor,
-            "sequence_parallel": model.config.sequence_parallel,
-            "tokens_per_step": config.train.micro_batch * config.train.sequence,
-            "vocab_size": model.vocab_size,
+            "versions": {name: version(name) for name in ("torch", "megatron-core")},
+            "padded_vocab_size": padded_vocab_size(config),
             "text": text.source,
-            "losses": losses,
-            "step_seconds": seconds,
-            "median_step_seconds": statistics.median(seconds[WARM_UP_STEPS:] or seconds),
-            "loss_peak_bytes": int(peak),
-            "loss_peak_tokens": measured.tokens.numel(),
+            "tokens_per_step": tokens,
+            "tokens_per_second": tokens / median,
+            "losses": trained.losses,
+            "step_seconds": trained.seconds,
+            "median_step_seconds": median,
+            "step_peak_bytes": step_peak,
+            "loss_peak_bytes": loss_peak,
+            "loss_peak_tokens": None if loss_peak is None else config.memory.micro_batch * train.sequence,
         }
         (output / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
         save_config(config, output / "config.yaml")
@@ -69,61 +88,80 @@ def run(config: Config) -> None:
 
 def _start(config: Config) -> torch.device:
     """Joins the process group, seeds everything, and returns this rank's device."""
+    parallel, seed = config.parallel, config.train.seed
     world, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    if world != config.parallel.tensor:
-        raise ValueError(f"parallel.tensor={config.parallel.tensor} needs as many processes, torchrun started {world}")
-    gpus = torch.cuda.device_count()
-    if config.parallel.device is Device.cuda and gpus < world:
-        raise ValueError(f"parallel.device=cuda needs {world} GPUs for parallel.tensor={world}, found {gpus}")
-    use_cuda = config.parallel.device is not Device.cpu and gpus >= world
+    if world != parallel.processes:
+        sizes = f"parallel.tensor={parallel.tensor} * pipeline={parallel.pipeline} * data={parallel.data}"
+        raise ValueError(f"{sizes} needs {parallel.processes} processes, torchrun started {world}")
+    here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if parallel.device is Device.cuda and gpus < here:
+        raise ValueError(f"parallel.device=cuda needs a GPU for each of this host's {here} processes, found {gpus}")
+    use_cuda = parallel.device is not Device.cpu and gpus >= here
     device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-    # The two losses are compared in full fp32: nothing may round to TF32 or depend on the order of atomics.
+    # The runs are compared in their own precision: nothing may round to TF32 or depend on the order of atomics.
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it would add its own time to both losses
     if use_cuda:
         torch.cuda.set_device(device)
     else:
+        check_for_cpu(config)
         adapt_megatron_to_cpu()
+        adapt_training_to_cpu()
     torch.distributed.init_process_group(
         "nccl" if use_cuda else "gloo",
-        timeout=timedelta(seconds=config.parallel.timeout_seconds),
+        timeout=timedelta(seconds=parallel.timeout_seconds),
         device_id=device if use_cuda else None,
     )
-    parallel_state.initialize_model_parallel(  # its groups would wait for half an hour by default
-        tensor_model_parallel_size=world, distributed_timeout_minutes=config.parallel.timeout_seconds / 60
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        create_gloo_process_groups=False,  # for checkpoints alone
+        distributed_timeout_minutes=parallel.timeout_seconds / 60,  # half an hour by default
     )
-    torch.manual_seed(config.train.seed)
-    model_parallel_cuda_manual_seed(config.train.seed)
+    torch.manual_seed(seed)
+    # As Megatron does: parameters drawn on GPUs differ between stages.
+    model_parallel_cuda_manual_seed(seed + 100 * parallel_state.get_pipeline_model_parallel_rank())
     return device
 
 
-def _train(config: Config, model: torch.nn.Module, batches: Batches) -> tuple[list[float], list[float]]:
-    """Trains `train.steps` steps; the loss and the seconds of each. Rank 0 shows a progress bar."""
-    train = config.train
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=train.learning_rate, eps=train.adam_eps, weight_decay=train.weight_decay
-    )
-    warm_up = lambda step: min(1.0, (step + 1) / (train.warmup_steps + 1))  # noqa: E731
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, warm_up)
-    synchronize = torch.cuda.synchronize if batches.device.type == "cuda" else nullcontext
+def _train(config: Config, stepper: Stepper, batches: Batches) -> Trained:
+    """Trains `train.steps` steps. Rank 0 shows a progress bar."""
+    device, steps = batches.device, config.train.steps
+    on_gpu = device.type == "cuda"
+    synchronize = torch.cuda.synchronize if on_gpu else nullcontext
+    data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]}")
+    name = config.loss.impl.name + (", reversed" if config.train.reverse_samples else "")
     losses, seconds = [], []
     with Progress(*columns, TimeElapsedColumn(), disable=torch.distributed.get_rank() != 0) as progress:
-        bar = progress.add_task(f"{config.loss.impl.name:>12}", total=train.steps, loss="…")
-        for step in range(train.steps):
-            batch = batches(step, train.micro_batch)
+        bar = progress.add_task(f"{name:>15}", total=steps, loss="…")
+        for step in range(steps):
+            mine = batches.of_rank(step, data_rank, data_size)
+            if on_gpu and step == min(WARM_UP_STEPS, steps - 1):
+                torch.cuda.reset_peak_memory_stats()
             synchronize()
             start = time.perf_counter()
-            per_token = model(batch.tokens, batch.position_ids, batch.attention_mask, labels=batch.labels)  # [b, s]
-            loss = batch.mean_loss(per_token)
-            loss.backward()
-            reduce_sequence_parallel_gradients(model)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            schedule.step()
+            reports = stepper(mine)
             synchronize()
             seconds.append(time.perf_counter() - start)
-            losses.append(loss.item())
+            losses.append(mean_loss(reports, device))
             progress.update(bar, advance=1, loss=f"{losses[-1]:.4f}")
-    return losses, seconds
+    return Trained(losses, seconds, torch.cuda.max_memory_allocated() if on_gpu else None)
+
+
+def _loss_peak(config: Config, stepper: Stepper, batches: Batches) -> int | None:
+    """Bytes of the output layer and the loss on this rank, in a step apart from the timed ones, and larger."""
+    if config.memory.micro_batch is None or config.parallel.pipeline > 1:
+        return None
+    with stepper.model.no_sync():  # its gradients go nowhere
+        return loss_peak_bytes(stepper.gpt, batches(config.train.steps, config.memory.micro_batch))
+
+
+def _largest(size: int | None, device: torch.device) -> int | None:
+    """The largest of all ranks; None if they did not measure."""
+    if size is None:
+        return None
+    peak = torch.tensor(size, device=device)
+    torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
+    return int(peak)

@@ -1,0 +1,34 @@
+"""Compares runs that demo.py left in the output folder, perhaps on another machine. Takes the arguments of demo.py.
+
+Exits with 1 if the loss curves part.
+"""
+
+import shlex
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from training.compare import compare
+from training.config import Config, parse_command_line
+from training.launch import split_arguments
+from training.report import show, write
+
+
+def report(config: Config, argv: list[str]) -> int:
+    """Prints and writes the report; 0 if the loss curves agree. `argv` are the arguments that demo.py was given."""
+    console = Console()
+    try:
+        comparison = compare(config)
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    show(comparison, console)
+    folder = Path(config.compare.report or config.output)
+    write(comparison, folder, config.compare.tolerance, shlex.join(["./launch/demo.sh", *argv]))
+    console.print(f"report: {folder / 'report.md'}", soft_wrap=True)
+    console.print(comparison.verdict, style="bold green" if comparison.agree else "bold red", soft_wrap=True)
+    return 0 if comparison.agree else 1
+
+
+if __name__ == "__main__":
+    argv = sys.argv[1:]
+    sys.exit(report(parse_command_line(__doc__, split_arguments(argv)[1]), argv))

@@ -1,0 +1,46 @@
+"""Causal attention through PyTorch's fused kernels, in place of Megatron's own, which makes the s x s matrix."""
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class CausalAttention(torch.nn.Module):
+    """A core attention for Megatron's layer spec: one sequence per sample, no dropout, each token sees those before it."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **others: object,  # process groups and such, which a rank's own heads do not need
+    ):
+        super().__init__()
+        if attn_mask_type is not AttnMaskType.causal or attention_type != "self" or config.attention_dropout:
+            raise ValueError(
+                f"only causal self-attention without dropout is supported, got {attn_mask_type}, {attention_type}, "
+                f"attention_dropout={config.attention_dropout}"
+            )
+        self.softmax_scale = softmax_scale  # None: 1 / sqrt(d)
+
+    def forward(
+        self,
+        query: torch.Tensor,  # [s, b, heads/P, d]
+        key: torch.Tensor,  # [s, b, kv_heads/P, d]
+        value: torch.Tensor,  # as key
+        attention_mask: torch.Tensor | None,  # not looked at: the mask is causal
+        packed_seq_params: object = None,
+        **others: object,
+    ) -> torch.Tensor:
+        """The heads' outputs, [s, b, heads/P * d]."""
+        if packed_seq_params is not None:
+            raise ValueError("packed sequences are not supported")
+        context = torch.nn.functional.scaled_dot_product_attention(
+            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),  # [b, heads, s, d]
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=query.size(2) != key.size(2),  # fewer kernels can do that: ask only if it is needed
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)

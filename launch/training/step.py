@@ -1,0 +1,126 @@
+"""One training step with Megatron-core's own machinery: schedule, data-parallel wrapper, finalised gradients, optimizer."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
+
+from training.batches import Batch
+from training.config import Config, Precision
+from training.cpu_training import pass_as_cuda
+from training.model import build_model
+
+
+class Stepper:
+    """This rank's part of the model with its optimizer; calling it trains one step."""
+
+    def __init__(self, config: Config, device: torch.device):
+        self.config = config
+        self.gpt = build_model(config, device)
+        self.model = _wrap(config, self.gpt)
+        if device.type == "cpu":
+            pass_as_cuda(self.model.parameters())
+        self.optimizer = _optimizer(config, self.model)
+        self.schedule = _schedule(config, self.optimizer)
+        self.forward_backward = get_forward_backward_func()
+        transformer = self.gpt.config
+        transformer.finalize_model_grads_func = finalize_model_grads
+        transformer.grad_scale_func = self.optimizer.scale_loss
+        if config.parallel.overlap_grad_reduce:
+            transformer.no_sync_func = self.model.no_sync
+            transformer.grad_sync_func = self.model.start_grad_sync
+
+    def __call__(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """Trains on this rank's micro batches; what `mean_loss` wants of them, on the last pipeline stage."""
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self.forward_backward(
+            forward_step_func=_forward,
+            data_iterator=iter(batches),
+            model=[self.model],
+            num_microbatches=len(batches),
+            seq_length=self.config.train.sequence,
+            micro_batch_size=self.config.train.micro_batch,
+        )
+        self.optimizer.step()
+        self.schedule.step(increment=1)
+        return reports
+
+
+def mean_loss(reports: list[torch.Tensor], device: torch.device) -> float:
+    """The mean over all tokens that count, of all micro batches and data-parallel ranks: the same on every rank.
+
+    One all-reduce over data-parallel ranks and one broadcast over pipeline stages, of two numbers each.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
+    for report in reports:
+        total += report
+    torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    last = parallel_state.get_pipeline_model_parallel_last_rank()
+    torch.distributed.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    loss, tokens = total.tolist()
+    return loss / tokens
+
+
+def _forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
+    """A micro batch through this stage: hidden states [s, b, h], or the loss of each token [b, s] on the last one."""
+    batch = next(batches)
+    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
+    return output, partial(_sum_loss, batch)
+
+
+def _sum_loss(batch: Batch, per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The sum of the losses that count, and their number: Megatron divides one by the other over the whole step."""
+    loss, tokens = batch.sum_loss(per_token), batch.loss_mask.sum()
+    return loss, tokens.int(), torch.stack([loss.detach(), tokens])
+
+
+def _wrap(config: Config, gpt: GPTModel) -> DistributedDataParallel:
+    parallel = config.parallel
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        use_distributed_optimizer=parallel.distributed_optimizer,
+    )
+    module = Float16Module(gpt.config, gpt) if config.train.precision is Precision.bf16 else gpt
+    return DistributedDataParallel(gpt.config, ddp, module)
+
+
+def _optimizer(config: Config, model: DistributedDataParallel) -> MegatronOptimizer:
+    train = config.train
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=train.learning_rate,
+        weight_decay=train.weight_decay,
+        adam_eps=train.adam_eps,
+        clip_grad=train.clip_grad,
+        bf16=train.precision is Precision.bf16,
+        params_dtype=model.config.params_dtype,
+        use_distributed_optimizer=config.parallel.distributed_optimizer,
+    )
+    return get_megatron_optimizer(options, [model], use_gloo_process_groups=False)
+
+
+def _schedule(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """A linear warm-up to the learning rate, which then stays; no weight decay of norms, as Megatron does."""
+    train = config.train
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=train.learning_rate / (train.warmup_steps + 1),  # the first step's is not 0
+        max_lr=train.learning_rate,
+        min_lr=0.0,
+        lr_warmup_steps=train.warmup_steps,
+        lr_decay_steps=max(train.steps, train.warmup_steps + 1),
+        lr_decay_style="constant",
+        start_wd=train.weight_decay,
+        end_wd=train.weight_decay,
+        wd_incr_steps=train.steps,
+        wd_incr_style="constant",
+    )

@@ -1,6 +1,7 @@
 """The report of a comparison: tables in the terminal, and report.md, report.png and report.json in a folder."""
 
 import json
+import math
 from pathlib import Path
 
 import matplotlib
@@ -178,16 +179,17 @@ def _draw_curves(axes: pyplot.Axes, stock: list[float], ours: list[float]) -> No
 
 def _draw_differences(axes: pyplot.Axes, comparison: Comparison, tolerance: float) -> None:
     dots = {"marker": ".", "linestyle": "none"}
-    largest = comparison.ours.maximum
+    drawn = list(comparison.ours.steps)
     if comparison.yardstick:
         label = "stock, samples in reverse order"
         axes.plot(comparison.yardstick.steps, color=YARDSTICK_COLOUR, label=label, **dots)
-        largest = max(largest, comparison.yardstick.maximum)
+        drawn += comparison.yardstick.steps
     else:
         axes.axhline(tolerance, color="#444444", linewidth=1, label=f"tolerance {tolerance:.0e}")
-        largest = max(largest, tolerance)
+        drawn.append(tolerance)
     axes.plot(comparison.ours.steps, color=OURS_COLOUR, label="parallel_lce", **dots)
-    axes.set_yscale("symlog", linthresh=1e-7)  # differences may be exactly 0
+    largest = max([1e-9, *filter(math.isfinite, drawn)])
+    axes.set_yscale("symlog", linthresh=largest / 1000)  # differences may be exactly 0
     axes.set(title="|loss − stock's loss|", xlabel="step", ylim=(0, 10 * largest))
     axes.legend(frameon=False)
 

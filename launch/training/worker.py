@@ -8,7 +8,6 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 # Megatron-core's remarks on optional packages, and on names that torch 2.13 renamed under it, would hide the results.
 warnings.filterwarnings("ignore", module=r"megatron\.")
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
+import megatron.core  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
@@ -68,7 +68,7 @@ def run(config: Config) -> None:
             "processes": config.parallel.processes,
             "hosts": config.parallel.processes // int(os.environ["LOCAL_WORLD_SIZE"]),
             "backend": torch.distributed.get_backend(),
-            "versions": {name: version(name) for name in ("torch", "megatron-core")},
+            "versions": {"torch": torch.__version__, "megatron-core": megatron.core.__version__},
             "padded_vocab_size": padded_vocab_size(config),
             "text": text.source,
             "tokens_per_step": tokens,

@@ -6,7 +6,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 class CausalAttention(torch.nn.Module):
-    """A core attention for Megatron's layer spec: one sequence per sample, no dropout, each token sees those before it."""
+    """A core attention for Megatron's layer spec: one sequence per sample, no dropout, no token sees a later one."""
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ class Batches:
         return self._batch(self._starts(step, samples))
 
     def of_rank(self, step: int, data_rank: int, data_size: int) -> list[Batch]:
-        """The micro batches of one data-parallel rank: its part of the step's samples, which do not depend on layout."""
+        """One data-parallel rank's micro batches: its part of the step's samples, which do not depend on layout."""
         config = self.config
         starts = self._starts(step, data_size * config.micro_batches * config.micro_batch)
         if config.reverse_samples:

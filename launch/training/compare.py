@@ -80,8 +80,8 @@ def compare(config: Config) -> Comparison:
             for mine, theirs in ((ours.mean, yardstick.mean), (ours.maximum, yardstick.maximum))
         )
         words = (
-            f"they differ by {ours.mean:.1e} in the mean and {ours.maximum:.1e} at most, stock with its samples reversed "
-            f"by {yardstick.mean:.1e} and {yardstick.maximum:.1e}; {factor:g} times that is allowed"
+            f"they differ by {ours.mean:.1e} in the mean and {ours.maximum:.1e} at most, stock with its samples "
+            f"reversed by {yardstick.mean:.1e} and {yardstick.maximum:.1e}; {factor:g} times that is allowed"
         )
     verdict = f"{'The loss curves agree' if agree else 'FAILED: the loss curves part'}: {words}."
     weights = _largest_weight_difference(folders["stock"], folders["parallel_lce"]) if config.save_weights else None

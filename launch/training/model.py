@@ -33,7 +33,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class Layer(TransformerLayer):
-    """Megatron's layer; drawn on the CPU, its parameters depend on the seed and its number, not on the stage it is in."""
+    """Megatron's layer; drawn on the CPU, its parameters depend on the seed and its number, not on its stage."""
 
     def __init__(self, config: TransformerConfig, submodules: object, layer_number: int = 1, **others: object):
         number = layer_number + get_transformer_layer_offset(config)

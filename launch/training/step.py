@@ -1,4 +1,4 @@
-"""One training step with Megatron-core's own machinery: schedule, data-parallel wrapper, finalised gradients, optimizer."""
+"""One training step by Megatron-core's own schedule, data-parallel wrapper, finalised gradients and optimizer."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

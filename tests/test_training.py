@@ -20,7 +20,7 @@ from training.compare import compare
 from training.config import DEFAULT_CONFIG, ROOT, Config, TrainConfig, load_config
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-TIMEOUT = 120
+TIMEOUT = 300
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -48,7 +48,7 @@ def backend(request) -> str:
 
 @pytest.fixture(scope="session")
 def _worlds():
-    worlds: dict[tuple[int, str], World] = {}
+    worlds: dict[tuple[int, str, str | None], World] = {}
     yield worlds
     for world in worlds.values():
         if world.alive:
@@ -57,14 +57,21 @@ def _worlds():
 
 @pytest.fixture
 def worlds(_worlds, device):
-    """``worlds(P)``: P processes of the test's device, started at first use."""
+    """``worlds(P)``: P processes of the test's device, started at first use.
 
-    def get(ranks: int) -> World:
+    ``worlds(P, path)``: such that import from the folder ``path`` first. Those of another path end,
+    since every release of a library that is tested would keep its processes.
+    """
+
+    def get(ranks: int, path: str | None = None) -> World:
         if device == "cuda" and ranks > torch.cuda.device_count():
             pytest.skip(f"needs {ranks} GPUs, and there are {torch.cuda.device_count()}")
-        known = _worlds.get((ranks, device))
+        for key, world in list(_worlds.items()):
+            if key[2] not in (None, path):
+                _worlds.pop(key).close()
+        known = _worlds.get((ranks, device, path))
         if known is None or not known.alive:
-            known = _worlds[ranks, device] = World(ranks, device)
+            known = _worlds[ranks, device, path] = World(ranks, device, path)
         return known
 
     return get

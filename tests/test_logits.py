@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import pytest
 import torch
 
@@ -24,9 +27,9 @@ def _inputs(ranks: int, dtype: torch.dtype, scale: float = 3.0):
 def _against_stock(member: Member, dtype: torch.dtype, smoothing: float) -> None:
     """Ours is as near to stock run in float64-like precision as stock in this dtype is."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
-    from test_megatron import _start
+    from megatron_models import Model, start
 
-    _start(member)
+    start(member, Model(ranks=member.ranks))
     logits, target, upstream = _inputs(member.ranks, dtype)
     mine = logits.chunk(member.ranks, -1)[member.rank].to(member.device)
     target, upstream = target.to(member.device), upstream.float().to(member.device)
@@ -54,6 +57,85 @@ def _against_stock(member: Member, dtype: torch.dtype, smoothing: float) -> None
 def test_equals_stock(ranks, dtype, smoothing, worlds):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     worlds(ranks).run(_against_stock, dtype, smoothing)
+
+
+def _ramps(member: Member, rows: int, ramps: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses and logit gradients of logits 0 to 7, over and over, on every rank, for every second id."""
+    logits = torch.arange(8.0).repeat(rows, ramps).to(member.device).requires_grad_()
+    target = torch.arange(0, 2 * rows, 2, device=member.device)
+    loss = vocab_parallel_cross_entropy(logits, target, tp_group=member.group)
+    loss.sum().backward()
+    return loss.detach().cpu(), logits.grad.cpu()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_cases_of_megatrons_own_test(ranks, worlds):
+    """What Megatron's test_cross_entropy.py computes, on any number of ranks.
+
+    Each of ``ramps * ranks`` ramps adds the same to the sum, so that a token's log-sum-exp is
+    ln(ramps * ranks * (e^0 + ... + e^7)) and its target's logit the id modulo 8.
+    """
+    rows, ramps = 16, 4
+    one_ramp = sum(math.exp(k) for k in range(8))
+    lse = math.log(ramps * ranks * one_ramp)
+    target = torch.arange(0, 2 * rows, 2)
+    parts = worlds(ranks).run(_ramps, rows, ramps)
+    for loss, _ in parts:
+        assert (loss - (lse - target % 8)).abs().max() <= 2e-6
+    gradient = torch.cat([part[1] for part in parts], -1)
+    want = torch.exp(torch.arange(8.0) - lse).repeat(rows, ramps * ranks)
+    want[torch.arange(rows), target] -= 1
+    assert (gradient - want).abs().max() <= 1e-6
+
+
+def _given_group(member: Member) -> None:
+    """With a group given, Megatron's own is not asked for; with none, it is the one."""
+    from megatron.core import parallel_state
+    from megatron_models import Model, start
+
+    start(member, Model(ranks=member.ranks))
+    logits, target, _ = _inputs(member.ranks, torch.float32)
+    mine = logits.chunk(member.ranks, -1)[member.rank].to(member.device)
+    target = target.to(member.device)
+    own = vocab_parallel_cross_entropy(mine, target)
+
+    def refuse(*arguments, **options):
+        raise AssertionError("Megatron's group was asked for")
+
+    asked = parallel_state.get_tensor_model_parallel_group
+    parallel_state.get_tensor_model_parallel_group = refuse
+    try:
+        assert torch.equal(vocab_parallel_cross_entropy(mine, target, 0.0, member.group), own)
+        with pytest.raises(AssertionError, match="was asked for"):
+            vocab_parallel_cross_entropy(mine, target)
+    finally:
+        parallel_state.get_tensor_model_parallel_group = asked
+
+
+def test_the_given_group_is_used(worlds):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    worlds(2).run(_given_group)
+
+
+@pytest.mark.parametrize(("rows", "entries"), [(80, 125), (80, 152064), (33, 152063)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_shapes_of_megatrons_own_test(rows, entries, dtype, device):
+    """Error against float64 at most that of torch in the same dtype."""
+    generator = torch.Generator().manual_seed(rows)
+    logits = torch.randn(rows, entries, generator=generator).to(device, dtype)
+    target = torch.randint(entries, (rows,), generator=generator).to(device)
+
+    def run(function, z):
+        z = z.detach().requires_grad_()
+        loss = function(z, target)
+        loss.sum().backward()
+        return loss.detach().double(), z.grad.double()
+
+    of_torch = functools.partial(torch.nn.functional.cross_entropy, reduction="none")
+    truth = run(of_torch, logits.double())
+    torchs = run(lambda z, y: of_torch(z.float(), y), logits)
+    for mine, theirs, true in zip(run(vocab_parallel_cross_entropy, logits), torchs, truth):
+        assert (mine - true).norm() <= 1.1 * (theirs - true).norm() + 1e-7 * true.norm()
 
 
 def _shifted(member: Member, offset: float) -> tuple[torch.Tensor, torch.Tensor]:

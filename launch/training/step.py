@@ -14,7 +14,7 @@ from megatron.core.transformer.module import Float16Module
 
 from training.batches import Batch
 from training.config import Config, Precision
-from training.cpu_training import pass_as_cuda
+from training.megatron_cpu import pass_as_cuda
 from training.model import build_model
 
 

@@ -22,7 +22,6 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from training.batches import Batches  # noqa: E402
 from training.config import Config, Device, check_for_cpu, describe, save_config  # noqa: E402
-from training.cpu_training import adapt_training_to_cpu  # noqa: E402
 from training.megatron_cpu import adapt_megatron_to_cpu  # noqa: E402
 from training.memory import loss_peak_bytes  # noqa: E402
 from training.model import padded_vocab_size  # noqa: E402
@@ -107,7 +106,6 @@ def _start(config: Config) -> torch.device:
     else:
         check_for_cpu(config)
         adapt_megatron_to_cpu()
-        adapt_training_to_cpu()
     torch.distributed.init_process_group(
         "nccl" if use_cuda else "gloo",
         timeout=timedelta(seconds=parallel.timeout_seconds),

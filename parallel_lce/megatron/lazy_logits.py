@@ -9,7 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from parallel_lce.functional import token_statistics
+from parallel_lce.parallel import Layout, gather_hidden
+from parallel_lce.plan import Block
+from parallel_lce.statistics import TokenStatistics
 
 
 def keep_autograd_gradient(weight: Tensor) -> None:
@@ -21,6 +27,15 @@ def keep_autograd_gradient(weight: Tensor) -> None:
     """
     if torch.is_grad_enabled() and weight.requires_grad:
         weight.zero_out_wgrad = True
+
+
+def warn_of_logits(owner: torch.nn.Module, reason: str) -> None:
+    """Say once per module and reason that training makes the whole logits."""
+    said = vars(owner).setdefault("_parallel_lce_said", set())
+    if reason not in said:
+        said.add(reason)
+        message = f"parallel_lce: training makes the whole logits, which need not exist: {reason}"
+        warnings.warn(message, stacklevel=3)
 
 
 def _refuse_in_place(name: str) -> None:
@@ -35,10 +50,11 @@ def _refuse_in_place(name: str) -> None:
 class LazyLogits:
     """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``.
 
-    The loss takes the parts; any other use (a method, an operator, an index, a torch function) makes
-    the real logits as the stock layer does, and one that would change them in place is refused: the
-    loss would not see the change. ``sequence_parallel`` is the layer's at the time of the call.
-    ``weight`` is the shared one that was passed to the layer, or None for the layer's own.
+    The loss takes the parts; sizes, and each token's largest logit and its place, are known without
+    logits. Any other use (a method, an operator, an index, a torch function) makes the real ones as the
+    stock layer does, and one that would change them in place is refused: the loss would not see the
+    change. ``sequence_parallel`` is the layer's at the time of the call. ``weight`` is the shared one
+    that was passed to the layer, or None for the layer's own.
     """
 
     layer: torch.nn.Module
@@ -50,20 +66,82 @@ class LazyLogits:
 
     def materialize(self, use: str) -> Tensor:
         """The real logits; in training one warning names the ``use`` that wants them."""
-        if torch.is_grad_enabled() and self.layer.training:
-            warnings.warn(
-                f"parallel_lce: {use} of the output layer's result makes the whole logits "
-                f"{list(self.hidden.shape[:-1])} x {self.layer.output_size_per_partition} per rank "
-                "during training; without it they would not exist",
-                stacklevel=3,
-            )
-        keep_autograd_gradient(self.layer.weight if self.weight is None else self.weight)
+        if self.layer.training:
+            warn_of_logits(self.layer, f"{use} of the output layer's result wants them")
+        keep_autograd_gradient(self._used_weight)
         before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
         try:
             logits, _ = self.stock_forward(self.hidden, weight=self.weight)
         finally:
             self.layer.sequence_parallel = before
         return logits if self.scale == 1.0 else logits * self.scale
+
+    @property
+    def _used_weight(self) -> Tensor:
+        return self.layer.weight if self.weight is None else self.weight
+
+    @property
+    def shape(self) -> torch.Size:
+        sequence, *others = self.hidden.shape[:-1]
+        parts = dist.get_world_size(self.layer.tp_group) if self.sequence_parallel else 1
+        return torch.Size((parts * sequence, *others, self.layer.output_size_per_partition))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.hidden.dtype
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.ndim
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def max(self, *arguments, **options):
+        """Over the vocabulary, without a gradient, by statistics; else as of the real logits."""
+        if _over_vocabulary(self, *arguments, **options) and not torch.is_grad_enabled():
+            found = self._statistics()
+            return torch.return_types.max((found.max_logit.to(self.dtype), found.argmax))
+        return self.materialize("'max'").max(*arguments, **options)
+
+    def argmax(self, *arguments, **options) -> Tensor:
+        """Over the vocabulary by statistics; else as of the real logits."""
+        if _over_vocabulary(self, *arguments, **options):
+            return self._statistics().argmax
+        return self.materialize("'argmax'").argmax(*arguments, **options)
+
+    @torch.no_grad()
+    def _statistics(self) -> TokenStatistics:
+        """Maximum and its place in this rank's shard, of each token ``[s, b]``.
+
+        One more projection, but no logits. Under sequence parallelism the hidden states are gathered
+        first, as the stock layer does.
+        """
+        hidden = self.hidden
+        if self.sequence_parallel:
+            layout = Layout.of(self.layer.tp_group, True)
+            flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
+            whole = Block(0, flat.shape[0], 0)
+            hidden = gather_hidden(flat, whole, layout).wait().view(*self.shape[:-1], -1)
+        return token_statistics(
+            hidden,
+            self._used_weight,
+            None,
+            linear_bias=self.layer.bias,
+            logit_scale=self.scale,
+            argmax=True,
+        )
 
     def __mul__(self, factor: object) -> LazyLogits | Tensor:
         if isinstance(factor, numbers.Real):
@@ -92,6 +170,10 @@ class LazyLogits:
             name.endswith("_") and not name.startswith("__") and isinstance(args[0], cls)
         ):
             _refuse_in_place(name)
+        if function in (torch.max, torch.argmax):
+            logits, *others = args
+            if isinstance(logits, cls):
+                return getattr(logits, name)(*others, **(kwargs or {}))
         use = f"torch function {name!r}"
 
         def real(value):
@@ -100,6 +182,10 @@ class LazyLogits:
             return type(value)(map(real, value)) if isinstance(value, (list, tuple)) else value
 
         return function(*map(real, args), **{k: real(v) for k, v in (kwargs or {}).items()})
+
+
+def _over_vocabulary(logits: LazyLogits, dim: object = None, keepdim: bool = False) -> bool:
+    return isinstance(dim, int) and dim in (-1, logits.ndim - 1) and not keepdim
 
 
 def _add_operators() -> None:
@@ -117,7 +203,6 @@ def _add_operators() -> None:
         add(f"__{name}__", getattr(operator, name))
     for name in arithmetic:
         add(f"__r{name}__", lambda z, other, of=getattr(operator, name): of(other, z))
-    add("__len__", len)
 
 
 _add_operators()

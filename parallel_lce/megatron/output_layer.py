@@ -3,45 +3,105 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
+from parallel_lce import differentiable
 from parallel_lce.checks import Arguments
-from parallel_lce.differentiable import token_losses
 from parallel_lce.functional import prepare
+from parallel_lce.logits import vocab_parallel_cross_entropy
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient
+from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.partials import Columns
 from parallel_lce.weight_grad import MainGrad
 
+# Classes whose forward the loss may stand for; the second is of Megatron's development branch.
+_KNOWN = ("ColumnParallelLinear", "LinearCrossEntropyModule")
+
+
+def is_lazy(layer: object) -> bool:
+    return getattr(layer, "returns_lazy_logits", False)
+
+
+def make_lazy(layer: torch.nn.Module, logits_budget: Callable[[], int | None]) -> None:
+    """Have an output layer return lazy logits. ``logits_budget`` is asked at each loss.
+
+    Raises:
+        ValueError: the layer computes its logits in a way that the loss does not know.
+    """
+    advice = "or choose another cross_entropy_fusion_impl than 'parallel_lce'"
+    if getattr(layer.config, "defer_embedding_wgrad_compute", False):
+        raise ValueError(
+            "cross_entropy_fusion_impl='parallel_lce' does not support "
+            "defer_embedding_wgrad_compute=True, which keeps the gradients of whole logits: set it "
+            f"to False, {advice}"
+        )
+    if is_lazy(layer):
+        return
+    owner = next(c for c in type(layer).__mro__ if "forward" in vars(c))
+    if owner.__name__ not in _KNOWN:
+        raise ValueError(
+            "cross_entropy_fusion_impl='parallel_lce' does not know the forward of the output layer "
+            f"{type(layer).__name__}, defined in {owner.__module__}.{owner.__name__}: use Megatron's "
+            f"ColumnParallelLinear (no fp8 output projection), {advice}"
+        )
+    layer.__class__ = _lazy_class(type(layer))
+    layer.logits_budget = logits_budget
+
 
 @functools.cache
-def lazy_class(base: type) -> type:
+def _lazy_class(base: type) -> type:
     """A subclass of an output layer's class, of the same name, whose forward returns lazy logits.
 
-    Parameters, state-dict and sharded-state-dict keys are those of ``base``. Gathered output is the
-    caller's wish for real logits, and fully sharded weights exist only within the layer's forward:
-    both take the stock path.
+    Parameters, state-dict and sharded-state-dict keys are those of ``base``.
     """
 
     class Lazy(base):
         returns_lazy_logits = True
 
-        def forward(self, input_, weight=None, runtime_gather_output=None):
-            gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        def forward(
+            self,
+            input_,
+            weight=None,
+            runtime_gather_output=None,
+            output_cross_entropy_loss=False,
+            labels=None,
+            reduction="none",
+            ignore_index=-100,
+        ):
+            """Lazy logits ``[s, b, V/P]`` and no bias; real ones where :func:`_reason` says why.
+
+            With ``output_cross_entropy_loss``, the protocol of Megatron's development branch, the
+            loss instead: ``[b, s]`` for ``labels [b, s]``, 0 where they are ``ignore_index``, or its
+            sum, or its mean over the other tokens.
+            """
             used = self.weight if weight is None else weight
-            stock = functools.partial(base.forward, self)
-            if gather or self.skip_bias_add or hasattr(used, "__fsdp_param__"):
-                if used is not None:
-                    keep_autograd_gradient(used)
-                return stock(input_, weight=weight, runtime_gather_output=runtime_gather_output)
-            if used is None:
-                raise RuntimeError(
-                    "weight was not supplied to the output layer's forward and "
-                    "skip_weight_param_allocation is True"
-                )
-            return LazyLogits(self, input_, weight, self.sequence_parallel, stock), None
+            expected = [self.output_size_per_partition, self.input_size]
+            if used is None or list(used.shape) != expected:
+                given = "no weight of its own and none" if used is None else list(used.shape)
+                raise ValueError(f"the output layer needs a weight {expected}, got {given}")
+            gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+            stock, bias = functools.partial(base.forward, self), None
+            reason = _reason(self, used, gather and not output_cross_entropy_loss)
+            if reason is None:
+                logits = LazyLogits(self, input_, weight, self.sequence_parallel, stock)
+            else:
+                if self.training:
+                    warn_of_logits(self, reason)
+                keep_autograd_gradient(used)
+                logits, bias = stock(input_, weight=weight, runtime_gather_output=gather)
+            if not output_cross_entropy_loss:
+                return logits, bias
+            target = labels.transpose(0, 1).contiguous()
+            losses = token_losses(logits, target, self.tp_group, ignore_index)
+            if reduction == "none":
+                return losses.transpose(0, 1).contiguous()
+            total = losses.sum()
+            return total if reduction == "sum" else total / (target != ignore_index).sum()
 
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (
         base.__name__,
@@ -51,17 +111,50 @@ def lazy_class(base: type) -> type:
     return Lazy
 
 
-def is_lazy(layer: torch.nn.Module) -> bool:
-    return getattr(layer, "returns_lazy_logits", False)
+def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
+    """Why this call has to make real logits, and what would change that."""
+    if gather:
+        return (
+            "the output layer gathers them over the tensor-parallel ranks; build the model with "
+            "parallel_output=True and leave runtime_gather_output unset"
+        )
+    sharded = hasattr(weight, "__fsdp_param__") or hasattr(weight, "to_local")
+    if sharded or isinstance(layer, FSDPModule) or getattr(layer, "gtp_remat_size", 1) > 1:
+        return (
+            "the output weight is fully sharded and whole only within the output layer's forward; "
+            "the distributed optimizer keeps it whole"
+        )
+    if layer.skip_bias_add and layer.bias is not None:
+        return "the output layer leaves its bias to others; build it with skip_bias_add=False"
+    if getattr(layer, "disable_grad_reduce", False):
+        return (
+            "the output layer leaves the reduction of its input's gradient to others; build it with "
+            "disable_grad_reduce=False"
+        )
+    return None
+
+
+def token_losses(
+    logits: LazyLogits | Tensor,
+    target: Tensor,
+    tp_group: dist.ProcessGroup | None,
+    ignore_index: int | None = None,
+) -> Tensor:
+    """Per-token loss ``[s, b]``, fp32, of logits and ``target [s, b]``, as stock computes it.
+
+    A target outside the vocabulary has loss ``lse - max`` and the gradient of lse alone; a token whose
+    target is ``ignore_index`` has neither. Padding rows stay in the softmax. Collectives: those of
+    :func:`parallel_lce.token_statistics`, or of :func:`parallel_lce.vocab_parallel_cross_entropy` for
+    real logits.
+    """
+    if isinstance(logits, LazyLogits):
+        return _fused_losses(logits, target, ignore_index)
+    losses = vocab_parallel_cross_entropy(logits, target, tp_group=tp_group)
+    return losses if ignore_index is None else losses.masked_fill(target == ignore_index, 0.0)
 
 
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
-def fused_loss(logits: LazyLogits, target: Tensor, logits_budget: int | None) -> Tensor:
-    """Per-token loss ``[s, b]``, fp32, of lazy logits and ``target [s, b]``, as stock computes it.
-
-    A target outside the vocabulary has loss ``lse - max`` and the gradient of lse alone. Padding
-    rows stay in the softmax. Collectives: those of :func:`parallel_lce.token_statistics`.
-    """
+def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) -> Tensor:
     layer = logits.layer
     weight = layer.weight if logits.weight is None else logits.weight
     arguments = Arguments(
@@ -75,13 +168,15 @@ def fused_loss(logits: LazyLogits, target: Tensor, logits_budget: int | None) ->
         sequence_parallel=logits.sequence_parallel,
         vocab_start=None,
         vocab_size=None,
-        logits_budget=logits_budget,
+        logits_budget=layer.logits_budget(),
     )
     fused = layer.config.gradient_accumulation_fusion and logits.weight is None
     main_grad = main_grad_of(weight, fused)
     prepared = prepare(arguments, Columns(), main_grad=main_grad)
-    loss = WeightedLoss(prepared.call.target, outside_is_nan=False)
-    losses = token_losses(prepared.call, *prepared.tensors, loss, prepared.differentiable)
+    loss = WeightedLoss(prepared.call.target, ignore_index=ignore_index, outside_is_nan=False)
+    losses = differentiable.token_losses(
+        prepared.call, *prepared.tensors, loss, prepared.differentiable
+    )
     return losses.view(target.shape)
 
 

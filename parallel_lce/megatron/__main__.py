@@ -1,0 +1,108 @@
+"""Run an unedited Megatron training script with this package's loss among its choices.
+
+    torchrun ... -m parallel_lce.megatron SCRIPT.py \\
+        --cross-entropy-loss-fusion --cross-entropy-fusion-impl parallel_lce ...
+
+``-m PACKAGE.MODULE`` in place of ``SCRIPT.py`` runs a module. Options of this program may stand
+anywhere; everything else goes to the script. Each is an environment variable as well, and wins over it:
+
+    --parallel-lce-logits-budget BYTES            PARALLEL_LCE_LOGITS_BUDGET
+    --parallel-lce-cross-entropy output_layer     PARALLEL_LCE_CROSS_ENTROPY  (or logits)
+    --parallel-lce-backend torch                  PARALLEL_LCE_BACKEND        (or triton)
+    --parallel-lce-debug 1                        PARALLEL_LCE_DEBUG
+
+Megatron is imported as the script would import it: from the script's folder before anything installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, install
+
+_OPTIONS = {
+    "logits-budget": {"metavar": "BYTES"},
+    "cross-entropy": {"choices": CROSS_ENTROPIES},
+    "backend": {"choices": ("torch", "triton")},
+    "debug": {"choices": ("0", "1")},
+}
+
+
+def main(arguments: list[str]) -> None:
+    module, target, rest = _parse(arguments)
+    sys.argv = [target, *rest]
+    if not module:
+        # What the script's imports would see: sys.path begins with "." for a module, with its folder
+        # for a script.
+        del sys.path[: sys.path[:1] in ([""], [os.getcwd()])]
+        sys.path.insert(0, str(Path(target).resolve().parent))
+    allow_implementation(argparse._ActionsContainer)
+    install()
+    if module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(target, run_name="__main__")
+
+
+def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
+    """Whether a module is to be run, its name or the script's path, and the arguments for it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m parallel_lce.megatron",
+        usage="%(prog)s [OPTIONS] {SCRIPT.py | -m MODULE} [the script's arguments]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for name, settings in _OPTIONS.items():
+        parser.add_argument(f"--parallel-lce-{name}", **settings)
+    ours, theirs = _split(arguments)
+    if not theirs or theirs[0] in ("-h", "--help"):
+        ours = ["--help"]
+    for name, value in vars(parser.parse_args(ours)).items():
+        if value is not None:
+            os.environ[name.upper()] = value
+    module = theirs[0] == "-m"
+    theirs = theirs[module:]
+    if not theirs or theirs[0].startswith("-"):
+        parser.error(f"expected a script or -m MODULE, got {' '.join(arguments)!r}")
+    if not module and not Path(theirs[0]).is_file():
+        parser.error(f"no such script: {theirs[0]}")
+    return module, theirs[0], theirs[1:]
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    """This program's options with their values, and all other arguments as they are."""
+    ours, theirs = [], []
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument.startswith("--parallel-lce-"):
+            ours.append(argument)
+            if "=" not in argument:
+                ours.extend(itertools.islice(remaining, 1))
+        else:
+            theirs.append(argument)
+    return ours, theirs
+
+
+def allow_implementation(container: type) -> None:
+    """Let every argument parser's ``--cross-entropy-fusion-impl`` take this package's name."""
+    add_argument = container.add_argument
+
+    @functools.wraps(add_argument)
+    def widened(self, *names, **settings):
+        choices = settings.get("choices")
+        if "--cross-entropy-fusion-impl" in names and choices is not None:
+            settings["choices"] = (*choices, IMPLEMENTATION)
+        return add_argument(self, *names, **settings)
+
+    container.add_argument = widened
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,317 @@
+"""Small Megatron-core models of every kind that the switch must serve, built from one description."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, fields
+
+import torch
+import torch.nn.functional as F
+from torch.distributed import distributed_c10d
+
+from world import Member
+
+VOCAB, HIDDEN, SEQUENCE, BATCH = 96, 32, 16, 2
+
+
+@dataclass(frozen=True)
+class Model:
+    """A small model and how it is trained. Ranks that no parallelism takes are data-parallel."""
+
+    ranks: int = 1
+    pipeline: int = 1
+    context: int = 1
+    data: int = 1
+    sequence_parallel: bool = False
+    family: str = "gpt"  # or mamba, bert, t5
+    tied: bool = False
+    mtp: int | None = None
+    ddp: str | None = None  # dtype of main_grad, fp32 or bf16; None: a plain loop without Megatron's DDP
+    overlap: bool = False
+    optimizer: str | None = None  # of Megatron: plain or distributed; None: plain steps downhill
+    fusion: bool = False  # gradient_accumulation_fusion, by a stand-in for Apex
+    per_token: bool = False  # calculate_per_token_loss
+    deterministic: bool = False
+    frozen: bool = False
+    dtype: torch.dtype = torch.float32
+    budget: int | None = None
+    steps: int = 2
+    microbatches: int = 2
+
+    @property
+    def tensor(self) -> int:
+        return self.ranks // (self.pipeline * self.context * self.data)
+
+    def __str__(self) -> str:
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return "-".join(f"{k}={v}" for k, v in changed.items()) or "plain"
+
+
+def start(member: Member, spec: Model) -> None:
+    """Megatron's process groups and random numbers, as a training script sets them up."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+    from training.megatron_cpu import adapt_megatron_to_cpu
+
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    if member.device.type == "cpu":
+        adapt_megatron_to_cpu()
+    sizes = {
+        "tensor_model_parallel_size": spec.tensor,
+        "pipeline_model_parallel_size": spec.pipeline,
+        "context_parallel_size": spec.context,
+    }
+    if not _stands(sizes):
+        parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=2)
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    MTPLossLoggingHelper.tracker = {}  # of the process, and as long as one model has depths
+
+
+def _stands(sizes: dict[str, int]) -> bool:
+    """Whether these process groups exist, of an earlier model in the same test."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    if group not in distributed_c10d._world.pg_map:
+        return False
+    return sizes == {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
+    }
+
+
+def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from training.model import WITHOUT_EXTENSIONS
+
+    start(member, spec)
+    options = {**WITHOUT_EXTENSIONS, "gradient_accumulation_fusion": spec.fusion}
+    if spec.fusion:
+        layers._grad_accum_fusion_available = True
+        layers.fused_weight_gradient_mlp_cuda = _Apex
+    config = TransformerConfig(
+        num_layers=2 if spec.pipeline > 1 or spec.family == "mamba" else 1,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        normalization="RMSNorm",
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=spec.tensor,
+        pipeline_model_parallel_size=spec.pipeline,
+        pipeline_dtype=spec.dtype,
+        batch_p2p_sync=member.device.type == "cuda",
+        context_parallel_size=spec.context,
+        sequence_parallel=spec.sequence_parallel,
+        params_dtype=spec.dtype,
+        bf16=spec.dtype == torch.bfloat16,
+        use_cpu_initialization=True,
+        calculate_per_token_loss=spec.per_token,
+        deterministic_mode=spec.deterministic,
+        mtp_num_layers=spec.mtp,
+        mtp_loss_scaling_factor=0.3,
+        **options,
+        **loss_options,
+    )
+    stage = {
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
+    }
+    model = _FAMILIES[spec.family](config, spec, stage)
+    if spec.frozen and stage["post_process"]:
+        model.output_layer.weight.requires_grad_(False)
+    return model.to(member.device)
+
+
+class _Apex:
+    """What Megatron calls of Apex to add dW to main_grad."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(hidden, upstream, main_grad) -> None:
+        main_grad.add_(upstream.t() @ hidden)
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
+
+
+class Attention(torch.nn.Module):
+    """Causal attention over this rank's part of the sequence, since Megatron's own takes no context parallelism."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__()
+
+    def forward(self, query, key, value, *arguments, **options):
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
+def _layer(spec: Model):
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from training.model import RMSNorm
+
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+    if spec.context > 1:
+        layer.submodules.self_attention.submodules.core_attention = Attention
+    return layer
+
+
+def _gpt(config, spec: Model, stage: dict) -> torch.nn.Module:
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+    from training.model import RMSNorm
+
+    layers = [_layer(spec)] * (config.num_layers // spec.pipeline)
+    block = TransformerBlockSubmodules(layers, layer_norm=RMSNorm)
+    mtp = None
+    if spec.mtp:
+        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
+        for depth in mtp.layer_specs if mtp else ():
+            depth.submodules.enorm = depth.submodules.hnorm = RMSNorm
+            depth.submodules.layer_norm = RMSNorm
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=block,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=spec.tied,
+        mtp_block_spec=mtp,
+        **stage,
+    )
+
+
+def _mamba(config, spec: Model, stage: dict) -> torch.nn.Module:
+    """Megatron's Mamba model of an attention and an MLP layer: its mixers need packages that compile kernels."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.mamba.mamba_model import MambaModel
+    from megatron.core.ssm import mamba_block
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+    from training.model import RMSNorm
+
+    parts = _layer(spec).submodules
+    attention = TransformerLayerSubmodules(
+        input_layernorm=RMSNorm, self_attention=parts.self_attention, self_attn_bda=get_bias_dropout_add
+    )
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=RMSNorm, mlp=parts.mlp, mlp_bda=get_bias_dropout_add
+    )
+    stack = ModuleSpec(
+        mamba_block.MambaStack,
+        submodules=mamba_block.MambaStackSubmodules(
+            attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
+        ),
+    )
+    mamba_block.TENorm = RMSNorm
+    return MambaModel(
+        config=config,
+        mamba_stack_spec=stack,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        hybrid_override_pattern="*-",
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=spec.tied,
+        **stage,
+    )
+
+
+def _bert(config, spec: Model, stage: dict) -> torch.nn.Module:
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    config.normalization = "LayerNorm"
+    model = BertModel(
+        config=config,
+        num_tokentypes=0,
+        transformer_layer_spec=bert_layer_local_spec,
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        add_binary_head=False,
+        share_embeddings_and_output_weights=spec.tied,
+        **stage,
+    )
+    return _with_bias(model)
+
+
+def _t5(config, spec: Model, stage: dict) -> torch.nn.Module:
+    from megatron.core.models.T5 import t5_spec
+    from megatron.core.models.T5.t5_model import T5Model
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    config.normalization = "LayerNorm"
+    if not hasattr(t5_spec, "TENorm"):  # 0.14's local spec names it
+        t5_spec.TENorm = WrappedTorchNorm
+    model = T5Model(
+        config=config,
+        encoder_config=config,
+        transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(1),
+        transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(1),
+        vocab_size=VOCAB,
+        max_sequence_length=SEQUENCE,
+        share_embeddings_and_output_weights=spec.tied,
+        **stage,
+    )
+    return _with_bias(model)
+
+
+@torch.no_grad()
+def _with_bias(model: torch.nn.Module) -> torch.nn.Module:
+    """An output bias that is not zero, where the model has one."""
+    if getattr(model, "output_layer", None) is not None and model.output_layer.bias is not None:
+        model.output_layer.bias.uniform_(-1, 1)
+    return model
+
+
+_FAMILIES = {"gpt": _gpt, "mamba": _mamba, "bert": _bert, "t5": _t5}
+
+
+def losses_of(model: torch.nn.Module, spec: Model, batch: Batch) -> torch.Tensor:
+    """Per-token losses ``[b, s]`` of the last pipeline stage, what the next one receives of another."""
+    everything = torch.zeros(BATCH, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device=batch.tokens.device)
+    if spec.family == "bert":
+        seen = torch.ones_like(batch.tokens)
+        return model(batch.tokens, seen, lm_labels=batch.labels)[0]
+    if spec.family == "t5":
+        masks = everything, everything | batch.mask, everything
+        return model(batch.tokens, batch.tokens, *masks, lm_labels=batch.labels)
+    return model(batch.tokens, batch.positions, batch.mask, labels=batch.labels)
+
+
+@dataclass
+class Batch:
+    """``tokens``, ``labels`` and ``positions [b, s]`` of this rank, ``mask [1, 1, s, s]``."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    positions: torch.Tensor
+    mask: torch.Tensor
+
+
+def batch(number: int, spec: Model, device: torch.device) -> Batch:
+    """One microbatch: another on each data-parallel rank, under context parallelism its part."""
+    from megatron.core import parallel_state
+
+    replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
+    generator = torch.Generator().manual_seed(1000 * replica + number)
+    text = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)
+    labels = text[:, 1:].clone()
+    labels[0, 3] = -100
+    part = slice(None)
+    if spec.context > 1:  # the pieces r and 2c - 1 - r of 2c, as Megatron balances causal attention
+        rank = parallel_state.get_context_parallel_rank()
+        pieces = torch.arange(SEQUENCE).chunk(2 * spec.context)
+        part = torch.cat([pieces[rank], pieces[2 * spec.context - 1 - rank]])
+    positions = torch.arange(SEQUENCE).expand(BATCH, -1)[:, part]
+    mask = (positions[0][:, None] < positions[0])[None, None]
+    tensors = text[:, :-1][:, part], labels[:, part], positions, mask
+    return Batch(*(t.contiguous().to(device) for t in tensors))

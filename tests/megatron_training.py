@@ -1,0 +1,169 @@
+"""Training a small Megatron-core model by Megatron's own schedule, and comparing two trainings."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from megatron_models import BATCH, SEQUENCE, Model, batch, build, losses_of
+from world import Member
+
+
+@dataclass
+class Trained:
+    """Of each microbatch the losses ``[b, s]`` (last stage alone), of each step the gradients, None
+    for parameters without; and the parameters after the last step."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
+    parameters: dict[str, torch.Tensor] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+    sharded: list[tuple] = field(default_factory=list)
+
+
+def train(member: Member, spec: Model, loss_options: dict) -> Trained:
+    """``spec.steps`` steps of ``spec.microbatches`` microbatches, 1F1B under pipeline parallelism."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    model = build(member, spec, loss_options)
+    config, trained = model.config, model
+    if spec.ddp:
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=spec.ddp == "fp32",
+            overlap_grad_reduce=spec.overlap,
+            use_distributed_optimizer=spec.optimizer == "distributed",
+        )
+        trained = DistributedDataParallel(config, ddp_config, model)
+        config.finalize_model_grads_func = finalize_model_grads
+        if spec.overlap:
+            config.no_sync_func = trained.no_sync
+    optimizer = _optimizer(spec, config, trained)
+    schedule = get_forward_backward_func()
+    done = Trained(keys=list(model.state_dict()), sharded=_described(model))
+    for step in range(spec.steps):
+        if spec.ddp:
+            trained.zero_grad_buffer()
+        numbers = iter(range(step * spec.microbatches, (step + 1) * spec.microbatches))
+        schedule(
+            forward_step_func=partial(_forward_step, spec, member.device, done),
+            data_iterator=numbers,
+            model=[trained],
+            num_microbatches=spec.microbatches,
+            seq_length=SEQUENCE // spec.context,
+            micro_batch_size=BATCH,
+            forward_only=False,
+        )
+        done.gradients.append({n: _gradient(p, spec) for n, p in model.named_parameters()})
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            _step_downhill(model, spec)
+    done.parameters = {n: p.detach().float().cpu().clone() for n, p in model.named_parameters()}
+    return done
+
+
+def _forward_step(spec: Model, device: torch.device, done: Trained, numbers, model):
+    data = batch(next(numbers), spec, device)
+    output = losses_of(model, spec, data)
+
+    def loss_function(losses: torch.Tensor):
+        done.losses.append(losses.detach().float().cpu())
+        counts = (data.labels >= 0).float()
+        total, tokens = (losses * counts).sum(), counts.sum().int()
+        return total, tokens, {"loss": total.detach()}
+
+    return output, loss_function
+
+
+def _optimizer(spec: Model, config, model):
+    if spec.optimizer is None:
+        return None
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from training.megatron_cpu import pass_as_cuda
+
+    if not next(model.parameters()).is_cuda:
+        pass_as_cuda(model.parameters())
+    # An eps far above the gradients' rounding: Adam would turn noise into steps of full size.
+    return get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam",
+            lr=0.1,
+            adam_eps=0.1,
+            clip_grad=0.0,
+            bf16=spec.dtype == torch.bfloat16,
+            params_dtype=spec.dtype,
+            use_distributed_optimizer=spec.optimizer == "distributed",
+        ),
+        [model],
+    )
+
+
+def _gradient(parameter: torch.nn.Parameter, spec: Model) -> torch.Tensor | None:
+    gradient = parameter.main_grad if spec.ddp and parameter.requires_grad else parameter.grad
+    return None if gradient is None else gradient.detach().float().cpu().clone()
+
+
+@torch.no_grad()
+def _step_downhill(model: torch.nn.Module, spec: Model) -> None:
+    for parameter in model.parameters():
+        gradient = parameter.main_grad if spec.ddp and parameter.requires_grad else parameter.grad
+        if gradient is not None:
+            parameter -= 0.1 * gradient.to(parameter.dtype)
+        parameter.grad = None
+
+
+def _described(model: torch.nn.Module) -> list[tuple]:
+    """Every entry of the sharded state dict: its key, and what of which whole it is."""
+    found = []
+    try:
+        entries = model.sharded_state_dict()
+    except AssertionError:  # 0.16's own, of tied weights with MTP on a pipeline's last stage
+        return [("refused by Megatron",)]
+    for name, entry in sorted(entries.items()):
+        facts = (getattr(entry, f, None) for f in ("key", "global_shape", "global_offset", "replica_id", "dtype"))
+        found.append((name, type(entry).__name__, *map(str, facts)))
+    return found
+
+
+def switched(spec: Model, cross_entropy: str = "output_layer") -> dict:
+    """Install the switch; the options of a TransformerConfig that ask for it."""
+    import parallel_lce.megatron
+
+    parallel_lce.megatron.install(logits_budget=spec.budget, cross_entropy=cross_entropy)
+    return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
+
+
+def train_switched(member: Member, spec: Model, cross_entropy: str = "output_layer") -> Trained:
+    """Trained with the switch, in which no real logits may appear."""
+    import parallel_lce.megatron
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="parallel_lce")
+            return train(member, spec, switched(spec, cross_entropy))
+    finally:
+        parallel_lce.megatron.uninstall()
+
+
+def assert_equal(ours: Trained, stock: Trained, tolerance: float) -> None:
+    """Losses, absolutely, and gradients and parameters, each in relation to its norm, within ``tolerance``."""
+    assert ours.keys == stock.keys
+    assert ours.sharded == stock.sharded
+    assert len(ours.losses) == len(stock.losses)
+    for a, b in zip(ours.losses, stock.losses):
+        assert (a - b).abs().max() <= tolerance, ("losses", (a - b).abs().max())
+    pairs = [*zip(ours.gradients, stock.gradients, strict=True), (ours.parameters, stock.parameters)]
+    for found, truth in pairs:
+        assert found.keys() == truth.keys()
+        for name, tensor in found.items():
+            if truth[name] is None:
+                assert tensor is None, name
+                continue
+            difference = (tensor - truth[name]).norm() / truth[name].norm().clamp(min=1e-12)
+            assert difference <= tolerance, (name, difference)

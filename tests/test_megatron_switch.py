@@ -12,7 +12,6 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, SEQUENCE, VOCAB, Batch, Model, batch, build, losses_of
 from megatron_training import switched
-from parallel_lce.megatron.lazy_logits import LazyLogits
 from world import Member
 
 

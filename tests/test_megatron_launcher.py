@@ -69,7 +69,7 @@ def script(tmp_path) -> Path:
 
 
 def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
-    paths = [ROOT, ROOT / "tests", ROOT / "launch"]
+    paths = [ROOT, ROOT / "tests", ROOT / "launch", *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

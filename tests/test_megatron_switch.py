@@ -6,6 +6,8 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -207,6 +209,31 @@ def _fully_sharded(member: Member) -> None:
 
 def test_fully_sharded_weights(worlds):
     worlds(2).run(_fully_sharded)
+
+
+def _torch_fsdp(member: Member, output_layer_too: bool) -> None:
+    spec = Model(ranks=member.ranks, data=member.ranks)
+    data = batch(0, spec, member.device)
+    gradients = []
+    for options in ({}, switched(spec)):
+        model = build(member, spec, options)
+        mesh = DeviceMesh.from_group(member.group, member.device.type)
+        for module in (model.output_layer, model) if output_layer_too else (model,):
+            fully_shard(module, mesh=mesh)
+        with warnings.catch_warnings():
+            # Where the output layer is sharded alone its weight is gone when the loss is due.
+            action = "ignore" if output_layer_too else "error"
+            warnings.filterwarnings(action, message="parallel_lce")
+            losses_of(model, spec, data).mean().backward()
+        gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
+    parallel_lce.megatron.uninstall()
+    for name, truth in gradients[0].items():
+        assert (gradients[1][name] - truth).norm() <= 1e-5 * truth.norm(), name
+
+
+@pytest.mark.parametrize("output_layer_too", [False, True])
+def test_torchs_fully_sharded_data_parallel(output_layer_too, worlds):
+    worlds(2).run(_torch_fsdp, output_layer_too)
 
 
 def _protocol(member: Member, sequence_parallel: bool) -> None:

@@ -105,6 +105,27 @@ def test_known_without_logits(sequence_parallel, scale, worlds):
     worlds(2).run(_known_without_logits, sequence_parallel, scale)
 
 
+def _scaled(member: Member, sequence_parallel: bool) -> None:
+    """Logits that the model scales before the loss, as MuP does from 0.17 on: loss and gradients."""
+    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
+    stock, ours, hidden, _ = _layers(member, spec)
+    labels = batch(0, spec, member.device).labels
+    found = []
+    for model in (stock, ours):
+        leaf = hidden.clone().requires_grad_()
+        losses = model.compute_language_model_loss(labels, 2.0 * (model.output_layer(leaf)[0] * 0.25))
+        losses.square().mean().backward()
+        found.append((losses.detach(), leaf.grad, model.output_layer.weight.grad))
+    parallel_lce.megatron.uninstall()
+    for truth, mine in zip(*found):
+        assert (mine - truth).norm() <= 1e-5 * truth.norm()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_scaled_logits(sequence_parallel, worlds):
+    worlds(2).run(_scaled, sequence_parallel)
+
+
 def _said(model, data: Batch, **options) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -192,7 +213,6 @@ class _Resharded:
 
 def _fully_sharded(member: Member) -> None:
     spec = Model(ranks=member.ranks)
-    data = batch(0, spec, member.device)
     gradients = []
     for options in ({}, switched(spec)):
         model = build(member, spec, options)
@@ -200,7 +220,7 @@ def _fully_sharded(member: Member) -> None:
             _Resharded(model.output_layer)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="parallel_lce")
-            losses_of(model, spec, data).mean().backward()
+            losses_of(model, spec, batch(0, spec, member.device)).mean().backward()
         gradients.append({n: p.grad for n, p in model.named_parameters()})
     parallel_lce.megatron.uninstall()
     for name, truth in gradients[0].items():
@@ -213,7 +233,6 @@ def test_fully_sharded_weights(worlds):
 
 def _torch_fsdp(member: Member, output_layer_too: bool) -> None:
     spec = Model(ranks=member.ranks, data=member.ranks)
-    data = batch(0, spec, member.device)
     gradients = []
     for options in ({}, switched(spec)):
         model = build(member, spec, options)
@@ -224,7 +243,7 @@ def _torch_fsdp(member: Member, output_layer_too: bool) -> None:
             # Where the output layer is sharded alone its weight is gone when the loss is due.
             action = "ignore" if output_layer_too else "error"
             warnings.filterwarnings(action, message="parallel_lce")
-            losses_of(model, spec, data).mean().backward()
+            losses_of(model, spec, batch(0, spec, member.device)).mean().backward()
         gradients.append({n: p.grad.full_tensor() for n, p in model.named_parameters()})
     parallel_lce.megatron.uninstall()
     for name, truth in gradients[0].items():

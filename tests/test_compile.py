@@ -19,7 +19,7 @@ from parallel_lce.backends import backend_of
 from parallel_lce.bench.memory import peak_memory
 from parallel_lce.checks import Arguments
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.megatron.output_layer import fused_loss
+from parallel_lce.megatron.output_layer import _fused_losses
 from parallel_lce.partials import Columns
 from parallel_lce.statistics import DIFFERENTIABLE
 from parallel_lce.weight_grad import MainGrad
@@ -390,7 +390,7 @@ def test_debug_checks_do_not_run(device, monkeypatch):
 
 def test_main_grad_is_refused_in_words(device):
     """Megatron's loss is no part of a graph: there only is dW added to a gradient that exists."""
-    assert fused_loss._torchdynamo_disable
+    assert _fused_losses._torchdynamo_disable
     call, _ = _call(operands(4, device), main_grad=MainGrad(torch.empty(V, D), lambda: None))
     with pytest.raises(RuntimeError, match="main_grad cannot be compiled"):
         ops._numbers(call)

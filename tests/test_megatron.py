@@ -22,7 +22,8 @@ def _compare(member: Member, spec: Model) -> None:
     from megatron_training import assert_equal, train, train_switched
 
     # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
-    stock = train(member, replace(spec, fusion=False), {})
+    drops = spec.fusion and spec.tied and spec.mtp and spec.pipeline > 1
+    stock = train(member, replace(spec, fusion=False) if drops else spec, {})
     assert_equal(train_switched(member, spec), stock, _tolerance(spec))
 
 
@@ -99,8 +100,8 @@ def _fault(member: Member, where: str) -> None:
     stock, good = train(member, spec, {}), output_layer._fused_losses
 
     def faulty(logits, target, ignore_index):
-        tensor = logits.hidden if where == "hidden" else logits.layer.weight
-        return good(replace(logits, **{where: _Faulty.apply(tensor)}), target, ignore_index)
+        setattr(logits, where, _Faulty.apply(logits.hidden if where == "hidden" else logits.used_weight))
+        return good(logits, target, ignore_index)
 
     output_layer._fused_losses = faulty
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -95,6 +97,32 @@ def test_an_unedited_script(script, tmp_path, device):
         assert max(abs(x - y) for p, q in zip(a, b) for x, y in zip(p, q)) <= 1e-5
 
 
+def test_megatron_is_what_the_script_imports(tmp_path):
+    """A script that puts its own Megatron first, after setting its environment, gets that one, switched."""
+    import megatron.core
+
+    source = Path(megatron.core.__file__).parents[1]
+    checkout = tmp_path / "checkout"
+    checkout.mkdir()
+    shutil.copytree(source, checkout / "megatron", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "assert 'megatron.core' not in sys.modules\n"
+        f"sys.path.insert(0, {str(checkout)!r})\n"
+        "from megatron.core.models.gpt.gpt_model import GPTModel\n"
+        "print(sys.modules['megatron.core'].__file__)\n"
+        "print(hasattr(GPTModel.compute_language_model_loss, '__wrapped__'))\n"
+    )
+    command = [sys.executable, "-m", "parallel_lce.megatron", str(script)]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    file, switched = done.stdout.split()[-2:]
+    assert Path(file).is_relative_to(checkout) and switched == "True"
+
+
 def _arguments(monkeypatch, *arguments: str) -> tuple:
     for name in launcher._OPTIONS:
         variable = f"PARALLEL_LCE_{name.replace('-', '_').upper()}"
@@ -117,6 +145,24 @@ def test_options_may_stand_anywhere(monkeypatch, script):
 
 def test_modules(monkeypatch):
     assert _arguments(monkeypatch, "-m", "a.b", "-m", "c") == (True, "a.b", ["-m", "c"])
+
+
+@pytest.mark.parametrize("name", ["--cross-entropy-fusion-impl", "--cross_entropy_fusion_impl"])
+@pytest.mark.parametrize("choices", [["native", "te"], ("native",), None])
+def test_parsers_take_the_implementation(name, choices):
+    class Container(argparse.ArgumentParser):
+        """So that no other parser of this process learns it."""
+
+    launcher.allow_implementation(Container)
+    parser = Container()
+    parser.add_argument(name, choices=choices)
+    parser.add_argument("--attention", choices=["flash"])
+    assert parser.parse_args([name, "parallel_lce"]).cross_entropy_fusion_impl == "parallel_lce"
+    if choices:
+        with pytest.raises(SystemExit):
+            parser.parse_args([name, "parallel"])
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--attention", "parallel_lce"])
 
 
 @pytest.mark.parametrize(

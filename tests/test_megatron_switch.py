@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, SEQUENCE, VOCAB, Batch, Model, batch, build, losses_of
 from megatron_training import switched
+from parallel_lce.megatron.lazy_logits import LazyLogits
 from world import Member
 
 
@@ -47,7 +50,7 @@ def _uses(member: Member, tied: bool, sequence_parallel: bool) -> None:
         assert gathered[0].shape[-1] == VOCAB and torch.equal(*gathered)
     real, _ = stock.output_layer(hidden, weight=weight)
     lazy, _ = ours.output_layer(hidden, weight=weight)
-    assert torch.equal(lazy[2], real[2])
+    assert torch.equal(lazy[2], real[2]) and all(map(torch.equal, lazy, real))
     assert torch.equal((2 * lazy).float(), 2 * real)
     assert torch.equal(torch.softmax(lazy, -1), torch.softmax(real, -1))
     assert torch.equal(1 - lazy / 2, 1 - real / 2) and torch.equal(-lazy, -real)
@@ -82,10 +85,12 @@ def _known_without_logits(member: Member, sequence_parallel: bool, scale: float)
         raise AssertionError("the logits were made")
 
     lazy = ours.output_layer(hidden)[0] * scale
-    vars(lazy)["stock_forward"] = refuse
+    lazy.stock_forward = refuse
     assert lazy.shape == real.shape and lazy.size() == real.size() and lazy.size(-1) == real.size(-1)
     assert (lazy.dim(), lazy.ndim, len(lazy)) == (real.dim(), real.ndim, len(real))
-    assert (lazy.dtype, lazy.device) == (real.dtype, real.device)
+    assert (lazy.dtype, lazy.device, lazy.is_cuda) == (real.dtype, real.device, real.is_cuda)
+    assert lazy.requires_grad and lazy.is_floating_point() and lazy.numel() == real.numel()
+    assert repr(lazy) == f"LazyLogits({list(real.shape)}, {real.dtype}, {real.device})"
     values, places = real.max(dim=-1)
     with torch.no_grad():
         for found in (lazy.max(dim=-1), lazy.max(2), torch.max(lazy, -1)):
@@ -129,6 +134,9 @@ def test_scaled_logits(sequence_parallel, worlds):
 def _said(model, data: Batch, **options) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        # As Megatron-LM's programs do on all ranks but the first, which may have no output layer.
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
         model(data.tokens, data.positions, data.mask, labels=data.labels, **options)
     return [str(w.message) for w in caught if "parallel_lce" in str(w.message)]
 
@@ -150,9 +158,11 @@ def _says_once(member: Member, reason: str, message: str) -> None:
     if reason == "unreduced":
         layer.disable_grad_reduce = True
     if reason == "use":
-        layer.register_forward_hook(lambda module, inputs, outputs: outputs[0].float() and None)
-    first, second = _said(ours, data), _said(ours, data)
-    assert len(first) == 1 and message in first[0], first
+        layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].float(), None)[1])
+    options = {"runtime_gather_output": True} if reason == "gathered" else {}
+    first, second = _said(ours, data, **options), _said(ours, data, **options)
+    # One rank speaks for those that shard the vocabulary.
+    assert len(first) == (member.rank == 0) and all(message in text for text in first), first
     assert second == []
     ours.eval()
     assert _said(ours, data) == []
@@ -168,28 +178,43 @@ def _says_once(member: Member, reason: str, message: str) -> None:
         ("sharded", "fully sharded"),
         ("bias", "skip_bias_add=False"),
         ("unreduced", "disable_grad_reduce=False"),
+        ("gathered", "parallel_output=True"),
+        ("use", "attribute 'float'"),
     ],
 )
 def test_says_once_that_logits_are_made(reason, message, worlds):
     worlds(2).run(_says_once, reason, message)
 
 
-def _says_gathered(member: Member) -> None:
-    spec = Model(ranks=member.ranks)
+def _gathers_nothing(member: Member) -> None:
+    """Of one rank's vocabulary there is nothing to gather."""
+    spec = Model(ranks=1)
     ours, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
-    (message,) = _said(ours, data, runtime_gather_output=True)
-    assert "parallel_output=True" in message
-    lazy, _ = ours.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN, device=member.device))
-    for _ in range(2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            lazy.std()
-        assert len(caught) == (_ == 0) and all("attribute 'std'" in str(w.message) for w in caught)
+    assert _said(ours, data, runtime_gather_output=True) == []
+    assert isinstance(ours.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN).to(member.device))[0], LazyLogits)
     parallel_lce.megatron.uninstall()
 
 
-def test_says_that_logits_are_gathered_or_used(worlds):
-    worlds(1).run(_says_gathered)
+def test_one_rank_gathers_nothing(worlds):
+    worlds(1).run(_gathers_nothing)
+
+
+def _logged(member: Member, folder: str) -> None:
+    """With config_logger_dir Megatron writes the logits of each forward to a file."""
+    spec = Model(ranks=member.ranks)
+    model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
+    model.config.config_logger_dir = folder
+    with pytest.warns(parallel_lce.megatron.LogitsWarning, match="pickling"):
+        losses_of(model, spec, data).mean().backward()
+    model.config.config_logger_dir = ""
+    (path,) = Path(folder).rglob("*input_and_logits*.pth")
+    written = torch.load(path, weights_only=True)["logits"]
+    assert torch.equal(written.transpose(0, 1), _forward(model.eval(), data, False))
+    parallel_lce.megatron.uninstall()
+
+
+def test_config_logger(worlds, tmp_path):
+    worlds(1).run(_logged, str(tmp_path))
 
 
 class _Resharded:
@@ -212,6 +237,7 @@ class _Resharded:
 
 
 def _fully_sharded(member: Member) -> None:
+    """The loss of a weight that is gone when it is due."""
     spec = Model(ranks=member.ranks)
     gradients = []
     for options in ({}, switched(spec)):
@@ -250,6 +276,35 @@ def _torch_fsdp(member: Member, output_layer_too: bool) -> None:
         assert (gradients[1][name] - truth).norm() <= 1e-5 * truth.norm(), name
 
 
+def _detached(member: Member, sharded: bool) -> None:
+    """A detached weight, as of mtp_detach_heads from 0.18 on: no dW, and none in main_grad."""
+    spec = Model(ranks=member.ranks)
+    found = []
+    for options in ({}, switched(spec)):
+        model = build(member, spec, options)
+        layer, labels = model.output_layer, batch(0, spec, member.device).labels
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        layer.weight.grad_added_to_main_grad = False
+        if options and sharded:
+            _Resharded(layer)
+        hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(2))
+        hidden = hidden.to(member.device).requires_grad_()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="parallel_lce")
+            logits, _ = layer(hidden, weight=layer.weight.detach())
+            model.compute_language_model_loss(labels, logits).mean().backward()
+        found.append((hidden.grad, layer.weight.main_grad, layer.weight.grad))
+    parallel_lce.megatron.uninstall()
+    assert (found[0][0] - found[1][0]).norm() <= 1e-5 * found[0][0].norm()
+    for _, main_grad, gradient in found:
+        assert not main_grad.any() and gradient is None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_detached_weights(sharded, worlds):
+    worlds(2).run(_detached, sharded)
+
+
 @pytest.mark.parametrize("output_layer_too", [False, True])
 def test_torchs_fully_sharded_data_parallel(output_layer_too, worlds):
     worlds(2).run(_torch_fsdp, output_layer_too)
@@ -269,6 +324,14 @@ def _protocol(member: Member, sequence_parallel: bool) -> None:
     mean = ours.output_layer(labels=labels, reduction="mean", **ask)
     assert (total - want.sum()).abs() <= 1e-5 * want.sum()
     assert (mean - want.sum() / counts.sum()).abs() <= 1e-5
+    # With real logits, of a layer that gathers them and leaves its bias to others.
+    layer = ours.output_layer
+    layer.gather_output, layer.skip_bias_add = True, True
+    layer.bias = torch.nn.Parameter(torch.full_like(layer.weight[:, 0], 0.5))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="parallel_lce")
+        again = layer(labels=labels, **ask)
+    assert (again - want).abs().max() <= 1e-5
     parallel_lce.megatron.uninstall()
 
 
@@ -333,7 +396,7 @@ def _unsupported(member: Member) -> None:
     model.output_layer.__class__ = Quantized
     with pytest.raises(ValueError, match="does not know the forward of the output layer Quantized"):
         model.setup_embeddings_and_output_layer()
-    with pytest.warns(UserWarning, match="no effect with cross_entropy_loss_fusion=False"):
+    with pytest.warns(RuntimeWarning, match="no effect with cross_entropy_loss_fusion=False"):
         build(member, spec, {"cross_entropy_fusion_impl": "parallel_lce"})
     tied = build(member, Model(ranks=member.ranks, tied=True), options)
     with pytest.raises(ValueError, match=r"needs a weight \[96, 32\], got no weight of its own and none"):
@@ -373,8 +436,33 @@ def test_install_is_idempotent_and_undone():
     assert _methods() == once
     parallel_lce.megatron.install(cross_entropy="logits")
     assert _methods()[2] is _methods()[3] is parallel_lce.vocab_parallel_cross_entropy
+    parallel_lce.megatron.install()  # keeps what was chosen
+    assert _methods()[2] is parallel_lce.vocab_parallel_cross_entropy
+    assert sys.modules["parallel_lce.megatron.install"]._installed.logits_budget == 5
+    parallel_lce.megatron.install(cross_entropy="output_layer")
+    assert _methods() == once
     parallel_lce.megatron.uninstall()
     parallel_lce.megatron.uninstall()
+    assert _methods() == before
+
+
+def test_others_may_wrap_it_too():
+    """What somebody put around the switch is not taken away with it."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    before = _methods()
+    parallel_lce.megatron.install()
+    ours = LanguageModule.compute_language_model_loss
+    around = lambda self, labels, logits: ours(self, labels, logits)  # noqa: E731
+    LanguageModule.compute_language_model_loss = around
+    try:
+        parallel_lce.megatron.install(cross_entropy="logits")
+        assert LanguageModule.compute_language_model_loss is around
+        with pytest.warns(RuntimeWarning, match="compute_language_model_loss has been replaced"):
+            parallel_lce.megatron.uninstall()
+        assert LanguageModule.compute_language_model_loss is around
+    finally:
+        LanguageModule.compute_language_model_loss = before[0]
     assert _methods() == before
 
 

@@ -11,20 +11,22 @@ anywhere; everything else goes to the script. Each is an environment variable as
     --parallel-lce-backend torch                  PARALLEL_LCE_BACKEND        (or triton)
     --parallel-lce-debug 1                        PARALLEL_LCE_DEBUG
 
-Megatron is imported as the script would import it: from the script's folder before anything installed.
+The script imports Megatron itself, wherever it finds it, and when; the loss is installed as soon as it has.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import importlib.abc
+import importlib.util
 import itertools
 import os
 import runpy
 import sys
 from pathlib import Path
 
-from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, install
+from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, choose, install
 
 _OPTIONS = {
     "logits-budget": {"metavar": "BYTES"},
@@ -42,8 +44,9 @@ def main(arguments: list[str]) -> None:
         # for a script.
         del sys.path[: sys.path[:1] in ([""], [os.getcwd()])]
         sys.path.insert(0, str(Path(target).resolve().parent))
+    choose(None, None)  # refuses before anything is imported
     allow_implementation(argparse._ActionsContainer)
-    install()
+    sys.meta_path.insert(0, _InstallAfterImport())
     if module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
@@ -90,6 +93,27 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
     return ours, theirs
 
 
+class _InstallAfterImport(importlib.abc.MetaPathFinder):
+    """Installs the loss when the module that it is installed in has been imported, whoever does that."""
+
+    module = "megatron.core.models.common.language_module.language_module"
+
+    def find_spec(self, name: str, path: object, target: object = None):
+        if name != self.module:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_install(module) -> None:
+                execute(module)
+                install()
+
+            spec.loader.exec_module = execute_and_install
+        return spec
+
+
 def allow_implementation(container: type) -> None:
     """Let every argument parser's ``--cross-entropy-fusion-impl`` take this package's name."""
     add_argument = container.add_argument
@@ -97,7 +121,8 @@ def allow_implementation(container: type) -> None:
     @functools.wraps(add_argument)
     def widened(self, *names, **settings):
         choices = settings.get("choices")
-        if "--cross-entropy-fusion-impl" in names and choices is not None:
+        ours = any(name.replace("_", "-") == "--cross-entropy-fusion-impl" for name in names)
+        if ours and choices is not None:
             settings["choices"] = (*choices, IMPLEMENTATION)
         return add_argument(self, *names, **settings)
 

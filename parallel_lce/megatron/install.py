@@ -6,7 +6,7 @@ import functools
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -21,9 +21,29 @@ CROSS_ENTROPIES = ("output_layer", "logits")
 
 @dataclass
 class _Installed:
+    """What was chosen, and each replaced attribute: its owner and name, ours, and what it was."""
+
     cross_entropy: str
     logits_budget: int | None
-    originals: list[tuple[object, str, object]]
+    replaced: list[tuple[object, str, object, object]] = field(default_factory=list)
+
+    def replace(self, owner: object, name: str, ours: object) -> None:
+        self.replaced.append((owner, name, ours, getattr(owner, name)))
+        setattr(owner, name, ours)
+
+    def restore(self, kept: int = 0) -> None:
+        """Undo all but the first ``kept`` replacements, where nobody has replaced them again since."""
+        for owner, name, ours, original in reversed(self.replaced[kept:]):
+            if getattr(owner, name) is ours:
+                setattr(owner, name, original)
+            else:
+                warnings.warn(
+                    f"parallel_lce: {owner.__name__}.{name} has been replaced since install(), so that "
+                    "it stays as it is: undo that first",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        del self.replaced[kept:]
 
 
 _installed: _Installed | None = None
@@ -36,79 +56,82 @@ def install(logits_budget: int | None = None, *, cross_entropy: str | None = Non
     Call it before the model is built; models with any other configuration are not touched. It wraps
     two methods of ``LanguageModule``: ``setup_embeddings_and_output_layer``, after which the output
     layer of such a model returns lazy logits, and ``compute_language_model_loss``, which takes them.
-    Calling it again changes what was asked for; :func:`uninstall` takes everything away.
+    Calling it again changes what is given and keeps the rest; :func:`uninstall` takes everything away.
 
     Args:
-        logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`. None
-            means the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else 1 GiB. The same on all ranks.
-        cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the
-            output layer as it is, has such models take :func:`parallel_lce.vocab_parallel_cross_entropy`
-            of the real logits, and replaces the function of that name in
-            ``megatron.core.tensor_parallel`` for all its callers; modules that imported the function
-            itself before keep Megatron's. None means the environment's
-            ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
+        logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`; by
+            default the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else 1 GiB. The same on all ranks.
+        cross_entropy: ``"output_layer"``, the default, fuses the projection into the loss. ``"logits"``
+            leaves the output layer as it is, has such models take
+            :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits, and replaces the
+            function of that name in ``megatron.core.tensor_parallel`` for all its callers; modules that
+            imported the function itself before keep Megatron's. By default the environment's
+            ``PARALLEL_LCE_CROSS_ENTROPY``.
 
     Raises:
-        ImportError: megatron-core is missing (``pip install 'parallel-lce[megatron]'``).
+        ImportError: megatron-core is missing.
         ValueError: a budget or a cross-entropy that does not exist; later, when a model is built with
             settings that the switch does not support.
     """
     global _installed
-    from megatron.core import tensor_parallel
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.tensor_parallel import cross_entropy as functions
+    chosen, budget = choose(logits_budget, cross_entropy)
+    try:
+        from megatron.core import tensor_parallel
+        from megatron.core.models.common.language_module.language_module import LanguageModule
+        from megatron.core.tensor_parallel import cross_entropy as functions
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "megatron":
+            raise
+        raise ImportError(
+            f"{error}: parallel_lce.megatron needs megatron-core, pip install 'parallel-lce[megatron]'"
+        ) from error
 
-    budget = _budget(logits_budget)
-    chosen = cross_entropy or os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer"
-    if chosen not in CROSS_ENTROPIES:
-        raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {chosen!r}")
-    if _installed is not None and _installed.cross_entropy == chosen:
-        _installed.logits_budget = budget
-        return
-    uninstall()
-    _installed = _Installed(chosen, budget, [])
-
-    def replace(owner: object, name: str, replacement: object) -> None:
-        _installed.originals.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, replacement)
-
-    for name, wrap in (
-        ("setup_embeddings_and_output_layer", _wrap_setup),
-        ("compute_language_model_loss", _wrap_loss),
-    ):
-        replace(LanguageModule, name, wrap(getattr(LanguageModule, name)))
-    if chosen == "logits":
+    wrappers = {
+        "setup_embeddings_and_output_layer": _wrap_setup,
+        "compute_language_model_loss": _wrap_loss,
+    }
+    if _installed is None:
+        _installed = _Installed(chosen, budget)
+        for name, wrap in wrappers.items():
+            _installed.replace(LanguageModule, name, wrap(getattr(LanguageModule, name)))
+    _installed.cross_entropy, _installed.logits_budget = chosen, budget
+    replaced = len(_installed.replaced) > len(wrappers)
+    if replaced and chosen != "logits":
+        _installed.restore(kept=len(wrappers))
+    if not replaced and chosen == "logits":
         for owner in (functions, tensor_parallel):
-            replace(owner, "vocab_parallel_cross_entropy", vocab_parallel_cross_entropy)
+            _installed.replace(owner, "vocab_parallel_cross_entropy", vocab_parallel_cross_entropy)
 
 
 def uninstall() -> None:
     """Undo :func:`install` for models built from now on; those built before must not be used."""
     global _installed
-    if _installed is None:
-        return
-    for owner, name, original in reversed(_installed.originals):
-        setattr(owner, name, original)
-    _installed = None
+    if _installed is not None:
+        _installed.restore()
+        _installed = None
 
 
-def _budget(logits_budget: int | None) -> int | None:
-    if logits_budget is None:
-        text = os.environ.get("PARALLEL_LCE_LOGITS_BUDGET", "")
-        if not text:
-            return None
-        if not (text.isascii() and text.isdigit()):
-            raise ValueError(f"PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got {text!r}")
-        return int(text)
-    if type(logits_budget) is not int or logits_budget < 0:
-        raise ValueError(
-            f"logits_budget must be None or a number of bytes >= 0, got {logits_budget!r}"
-        )
-    return logits_budget
+def choose(logits_budget: int | None, cross_entropy: str | None) -> tuple[str, int | None]:
+    """The cross-entropy and the budget: what is given, else installed, else in the environment."""
+    before = _installed or _Installed(os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer", None)
+    chosen = cross_entropy or before.cross_entropy
+    if chosen not in CROSS_ENTROPIES:
+        raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {chosen!r}")
+    budget = before.logits_budget if logits_budget is None else logits_budget
+    if budget is not None and (type(budget) is not int or budget < 0):
+        raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {budget!r}")
+    text = os.environ.get("PARALLEL_LCE_LOGITS_BUDGET", "")
+    if text and not (text.isascii() and text.isdigit()):
+        raise ValueError(f"PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got {text!r}")
+    return chosen, int(text) if text and budget is None else budget
 
 
 def _current_budget() -> int | None:
     return None if _installed is None else _installed.logits_budget
+
+
+def _takes_logits() -> bool:
+    return _installed is not None and _installed.cross_entropy == "logits"
 
 
 def _asked_for(config) -> bool:
@@ -124,12 +147,13 @@ def _wrap_setup(original: Callable) -> Callable:
             warnings.warn(
                 "parallel_lce: cross_entropy_fusion_impl='parallel_lce' has no effect with "
                 "cross_entropy_loss_fusion=False: this model trains with Megatron's loss",
+                RuntimeWarning,
                 stacklevel=2,
             )
         layer = getattr(self, "output_layer", None)
         if not _asked_for(config) or layer is None or not getattr(self, "post_process", True):
             return
-        if _installed.cross_entropy == "output_layer":
+        if not _takes_logits():
             make_lazy(layer, _current_budget)
 
     return setup_embeddings_and_output_layer
@@ -144,7 +168,7 @@ def _wrap_loss(original: Callable) -> Callable:
         target = labels.transpose(0, 1).contiguous()
         layer = getattr(self, "output_layer", None)
         real = not isinstance(logits, LazyLogits) and not is_lazy(layer)
-        if real and self.training and _installed.cross_entropy == "output_layer":
+        if real and self.training and not _takes_logits():
             warn_of_logits(
                 self, "the model was built before install(), or its output layer was replaced"
             )

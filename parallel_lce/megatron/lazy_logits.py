@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numbers
 import operator
+import sys
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.functional import token_statistics
@@ -29,13 +28,24 @@ def keep_autograd_gradient(weight: Tensor) -> None:
         weight.zero_out_wgrad = True
 
 
-def warn_of_logits(owner: torch.nn.Module, reason: str) -> None:
-    """Say once per module and reason that training makes the whole logits."""
-    said = vars(owner).setdefault("_parallel_lce_said", set())
-    if reason not in said:
-        said.add(reason)
-        message = f"parallel_lce: training makes the whole logits, which need not exist: {reason}"
-        warnings.warn(message, stacklevel=3)
+class LogitsWarning(RuntimeWarning):
+    """Training makes the whole logits. No UserWarning: Megatron-LM's programs silence those on all ranks
+    but the first, which has no output layer under pipeline parallelism."""
+
+
+def warn_of_logits(module: torch.nn.Module, reason: str) -> None:
+    """Say once per module and reason, on one of the ranks that have it, that training makes the logits."""
+    said = vars(module).setdefault("_parallel_lce_said", set())
+    if reason in said:
+        return
+    said.add(reason)
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is not None and state.is_initialized():
+        replica = state.get_data_parallel_rank(with_context_parallel=True)
+        if replica or state.get_tensor_model_parallel_rank():
+            return
+    message = f"parallel_lce: training makes the whole logits, which need not exist: {reason}"
+    warnings.warn(message, LogitsWarning, stacklevel=3)
 
 
 def _refuse_in_place(name: str) -> None:
@@ -46,7 +56,6 @@ def _refuse_in_place(name: str) -> None:
     )
 
 
-@dataclass(frozen=True, eq=False)
 class LazyLogits:
     """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``.
 
@@ -54,21 +63,34 @@ class LazyLogits:
     logits. Any other use (a method, an operator, an index, a torch function) makes the real ones as the
     stock layer does, and one that would change them in place is refused: the loss would not see the
     change. ``sequence_parallel`` is the layer's at the time of the call. ``weight`` is the shared one
-    that was passed to the layer, or None for the layer's own.
+    that was passed to the layer, or None for the layer's own. The logits are multiplied by ``scale``.
     """
 
-    layer: torch.nn.Module
-    hidden: Tensor
-    weight: Tensor | None
-    sequence_parallel: bool
-    stock_forward: Callable[..., tuple[Tensor, Tensor | None]]
-    scale: float = 1.0
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        hidden: Tensor,
+        weight: Tensor | None,
+        sequence_parallel: bool,
+        stock_forward: Callable[..., tuple[Tensor, Tensor | None]],
+        scale: float = 1.0,
+    ) -> None:
+        self.layer, self.hidden, self.weight = layer, hidden, weight
+        self.sequence_parallel, self.stock_forward = sequence_parallel, stock_forward
+        self.scale = scale
+
+    def __reduce_ex__(self, protocol):
+        """Pickled, as Megatron's config logger does, they are the real logits."""
+        return self.materialize("pickling").detach().__reduce_ex__(protocol)
+
+    def __repr__(self) -> str:
+        return f"LazyLogits({list(self.shape)}, {self.dtype}, {self.device})"
 
     def materialize(self, use: str) -> Tensor:
         """The real logits; in training one warning names the ``use`` that wants them."""
         if self.layer.training:
             warn_of_logits(self.layer, f"{use} of the output layer's result wants them")
-        keep_autograd_gradient(self._used_weight)
+        keep_autograd_gradient(self.used_weight)
         before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
         try:
             logits, _ = self.stock_forward(self.hidden, weight=self.weight)
@@ -77,13 +99,13 @@ class LazyLogits:
         return logits if self.scale == 1.0 else logits * self.scale
 
     @property
-    def _used_weight(self) -> Tensor:
+    def used_weight(self) -> Tensor:
         return self.layer.weight if self.weight is None else self.weight
 
     @property
     def shape(self) -> torch.Size:
         sequence, *others = self.hidden.shape[:-1]
-        parts = dist.get_world_size(self.layer.tp_group) if self.sequence_parallel else 1
+        parts = self.layer.tp_group.size() if self.sequence_parallel else 1
         return torch.Size((parts * sequence, *others, self.layer.output_size_per_partition))
 
     @property
@@ -92,8 +114,25 @@ class LazyLogits:
 
     @property
     def dtype(self) -> torch.dtype:
-        kind = self.device.type
+        kind, asked = self.device.type, getattr(self.layer, "output_dtype", None)  # from 0.20 on
+        if asked is not None:
+            return asked
         return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.hidden.dtype
+
+    @property
+    def requires_grad(self) -> bool:
+        tensors = self.hidden, self.used_weight, self.layer.bias
+        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.hidden.is_cuda
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def numel(self) -> int:
+        return self.shape.numel()
 
     @property
     def ndim(self) -> int:
@@ -107,6 +146,9 @@ class LazyLogits:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.materialize("iteration"))
 
     def max(self, *arguments, **options):
         """Over the vocabulary, without a gradient, by statistics; else as of the real logits."""
@@ -136,7 +178,7 @@ class LazyLogits:
             hidden = gather_hidden(flat, whole, layout).wait().view(*self.shape[:-1], -1)
         return token_statistics(
             hidden,
-            self._used_weight,
+            self.used_weight,
             None,
             linear_bias=self.layer.bias,
             logit_scale=self.scale,
@@ -145,7 +187,8 @@ class LazyLogits:
 
     def __mul__(self, factor: object) -> LazyLogits | Tensor:
         if isinstance(factor, numbers.Real):
-            return replace(self, scale=self.scale * float(factor))
+            parts = self.layer, self.hidden, self.weight, self.sequence_parallel, self.stock_forward
+            return LazyLogits(*parts, self.scale * float(factor))
         return self.materialize("multiplication") * factor
 
     __rmul__ = __mul__

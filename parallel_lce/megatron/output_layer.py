@@ -85,8 +85,10 @@ def _lazy_class(base: type) -> type:
                 given = "no weight of its own and none" if used is None else list(used.shape)
                 raise ValueError(f"the output layer needs a weight {expected}, got {given}")
             gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+            ranks = 1 if self.tp_group is None else self.tp_group.size()
+            gather = gather and ranks > 1 and not output_cross_entropy_loss
             stock, bias = functools.partial(base.forward, self), None
-            reason = _reason(self, used, gather and not output_cross_entropy_loss)
+            reason = _reason(self, used, gather)
             if reason is None:
                 logits = LazyLogits(self, input_, weight, self.sequence_parallel, stock)
             else:
@@ -96,6 +98,8 @@ def _lazy_class(base: type) -> type:
                 logits, bias = stock(input_, weight=weight, runtime_gather_output=gather)
             if not output_cross_entropy_loss:
                 return logits, bias
+            if bias is not None:
+                logits = logits + bias
             target = labels.transpose(0, 1).contiguous()
             losses = token_losses(logits, target, self.tp_group, ignore_index)
             if reduction == "none":
@@ -118,7 +122,9 @@ def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
             "the output layer gathers them over the tensor-parallel ranks; build the model with "
             "parallel_output=True and leave runtime_gather_output unset"
         )
-    sharded = hasattr(weight, "__fsdp_param__") or hasattr(weight, "to_local")
+    # The passed weight may be a detached view of the layer's own.
+    weights = [w for w in (weight, layer.weight) if w is not None]
+    sharded = any(hasattr(w, "__fsdp_param__") or hasattr(w, "to_local") for w in weights)
     if sharded or isinstance(layer, FSDPModule) or getattr(layer, "gtp_remat_size", 1) > 1:
         return (
             "the output weight is fully sharded and whole only within the output layer's forward; "
@@ -156,7 +162,7 @@ def token_losses(
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
 def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) -> Tensor:
     layer = logits.layer
-    weight = layer.weight if logits.weight is None else logits.weight
+    weight = logits.used_weight
     arguments = Arguments(
         input=logits.hidden,
         linear_weight=weight,

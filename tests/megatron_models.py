@@ -20,6 +20,7 @@ class Model:
 
     ranks: int = 1
     pipeline: int = 1
+    chunks: int = 1  # of the model on each pipeline stage: the interleaved schedule
     context: int = 1
     data: int = 1
     sequence_parallel: bool = False
@@ -60,6 +61,7 @@ def start(member: Member, spec: Model) -> None:
     sizes = {
         "tensor_model_parallel_size": spec.tensor,
         "pipeline_model_parallel_size": spec.pipeline,
+        "virtual_pipeline_model_parallel_size": spec.chunks if spec.chunks > 1 else None,
         "context_parallel_size": spec.context,
     }
     if not _stands(sizes):
@@ -80,11 +82,20 @@ def _stands(sizes: dict[str, int]) -> bool:
     return sizes == {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": (
+            parallel_state.get_virtual_pipeline_model_parallel_world_size()
+        ),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
 
 
 def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
+    (model,) = build_chunks(member, spec, loss_options)
+    return model
+
+
+def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.nn.Module]:
+    """This rank's parts of the model, one unless the schedule is interleaved."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -96,7 +107,7 @@ def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
         layers._grad_accum_fusion_available = True
         layers.fused_weight_gradient_mlp_cuda = _Apex
     config = TransformerConfig(
-        num_layers=2 if spec.pipeline > 1 or spec.family == "mamba" else 1,
+        num_layers=2 if spec.family == "mamba" else spec.pipeline * spec.chunks,
         hidden_size=HIDDEN,
         num_attention_heads=4,
         normalization="RMSNorm",
@@ -105,6 +116,7 @@ def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
         attention_dropout=0.0,
         tensor_model_parallel_size=spec.tensor,
         pipeline_model_parallel_size=spec.pipeline,
+        virtual_pipeline_model_parallel_size=spec.chunks if spec.chunks > 1 else None,
         pipeline_dtype=spec.dtype,
         batch_p2p_sync=member.device.type == "cuda",
         context_parallel_size=spec.context,
@@ -119,14 +131,18 @@ def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
         **options,
         **loss_options,
     )
-    stage = {
-        "pre_process": parallel_state.is_pipeline_first_stage(),
-        "post_process": parallel_state.is_pipeline_last_stage(),
-    }
-    model = _FAMILIES[spec.family](config, spec, stage)
-    if spec.frozen and stage["post_process"]:
-        model.output_layer.weight.requires_grad_(False)
-    return model.to(member.device)
+    first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
+    last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+    models = []
+    for chunk in range(spec.chunks):
+        stage = {"pre_process": first and chunk == 0, "post_process": last and chunk == spec.chunks - 1}
+        if spec.chunks > 1:
+            stage["vp_stage"] = chunk
+        model = _FAMILIES[spec.family](config, spec, stage)
+        if spec.frozen and stage["post_process"]:
+            model.output_layer.weight.requires_grad_(False)
+        models.append(model.to(member.device))
+    return models
 
 
 class _Apex:
@@ -168,12 +184,11 @@ def _gpt(config, spec: Model, stage: dict) -> torch.nn.Module:
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from training.model import RMSNorm
 
-    layers = [_layer(spec)] * (config.num_layers // spec.pipeline)
-    block = TransformerBlockSubmodules(layers, layer_norm=RMSNorm)
+    block = TransformerBlockSubmodules([_layer(spec)], layer_norm=RMSNorm)
     mtp = None
-    if spec.mtp:
-        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False)
-        for depth in mtp.layer_specs if mtp else ():
+    if spec.mtp and stage["post_process"]:
+        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, vp_stage=stage.get("vp_stage"))
+        for depth in mtp.layer_specs:
             depth.submodules.enorm = depth.submodules.hnorm = RMSNorm
             depth.submodules.layer_norm = RMSNorm
     return GPTModel(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from megatron_models import BATCH, SEQUENCE, Model, batch, build, losses_of
+from megatron_models import BATCH, SEQUENCE, Model, batch, build_chunks, losses_of
 from world import Member
 
 
@@ -30,42 +31,56 @@ def train(member: Member, spec: Model, loss_options: dict) -> Trained:
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    model = build(member, spec, loss_options)
-    config, trained = model.config, model
+    models = build_chunks(member, spec, loss_options)
+    config, trained = models[0].config, models
     if spec.ddp:
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=spec.ddp == "fp32",
             overlap_grad_reduce=spec.overlap,
             use_distributed_optimizer=spec.optimizer == "distributed",
         )
-        trained = DistributedDataParallel(config, ddp_config, model)
+        trained = [
+            DistributedDataParallel(config, ddp_config, m, disable_bucketing=i > 0)
+            for i, m in enumerate(models)
+        ]
         config.finalize_model_grads_func = finalize_model_grads
         if spec.overlap:
-            config.no_sync_func = trained.no_sync
+            functions = [m.no_sync for m in trained]
+            config.no_sync_func = functions if len(functions) > 1 else functions[0]
     optimizer = _optimizer(spec, config, trained)
     schedule = get_forward_backward_func()
-    done = Trained(keys=list(model.state_dict()), sharded=_described(model))
+    done = Trained(
+        keys=[name for m in models for name in m.state_dict()], sharded=[_described(m) for m in models]
+    )
     for step in range(spec.steps):
         if spec.ddp:
-            trained.zero_grad_buffer()
-        numbers = iter(range(step * spec.microbatches, (step + 1) * spec.microbatches))
+            for m in trained:
+                m.zero_grad_buffer()
+        numbers = range(step * spec.microbatches, (step + 1) * spec.microbatches)
+        iterators = [iter(numbers) for _ in models]
         schedule(
             forward_step_func=partial(_forward_step, spec, member.device, done),
-            data_iterator=numbers,
-            model=[trained],
+            data_iterator=iterators if len(models) > 1 else iterators[0],
+            model=trained,
             num_microbatches=spec.microbatches,
             seq_length=SEQUENCE // spec.context,
             micro_batch_size=BATCH,
             forward_only=False,
         )
-        done.gradients.append({n: _gradient(p, spec) for n, p in model.named_parameters()})
+        done.gradients.append({n: _gradient(p, spec) for n, p in _parameters(models)})
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         else:
-            _step_downhill(model, spec)
-    done.parameters = {n: p.detach().float().cpu().clone() for n, p in model.named_parameters()}
+            _step_downhill(models, spec)
+    done.parameters = {n: p.detach().float().cpu().clone() for n, p in _parameters(models)}
     return done
+
+
+def _parameters(models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    for number, model in enumerate(models):
+        for name, parameter in model.named_parameters():
+            yield f"{number}.{name}", parameter
 
 
 def _forward_step(spec: Model, device: torch.device, done: Trained, numbers, model):
@@ -81,14 +96,15 @@ def _forward_step(spec: Model, device: torch.device, done: Trained, numbers, mod
     return output, loss_function
 
 
-def _optimizer(spec: Model, config, model):
+def _optimizer(spec: Model, config, models: list):
     if spec.optimizer is None:
         return None
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from training.megatron_cpu import pass_as_cuda
 
-    if not next(model.parameters()).is_cuda:
-        pass_as_cuda(model.parameters())
+    for model in models:
+        if not next(model.parameters()).is_cuda:
+            pass_as_cuda(model.parameters())
     # An eps far above the gradients' rounding: Adam would turn noise into steps of full size.
     return get_megatron_optimizer(
         OptimizerConfig(
@@ -100,7 +116,7 @@ def _optimizer(spec: Model, config, model):
             params_dtype=spec.dtype,
             use_distributed_optimizer=spec.optimizer == "distributed",
         ),
-        [model],
+        models,
     )
 
 
@@ -110,8 +126,8 @@ def _gradient(parameter: torch.nn.Parameter, spec: Model) -> torch.Tensor | None
 
 
 @torch.no_grad()
-def _step_downhill(model: torch.nn.Module, spec: Model) -> None:
-    for parameter in model.parameters():
+def _step_downhill(models: list[torch.nn.Module], spec: Model) -> None:
+    for _, parameter in _parameters(models):
         gradient = parameter.main_grad if spec.ddp and parameter.requires_grad else parameter.grad
         if gradient is not None:
             parameter -= 0.1 * gradient.to(parameter.dtype)

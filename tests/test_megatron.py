@@ -44,6 +44,7 @@ def _specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
         Model(**one, ddp="bf16", dtype=torch.bfloat16),
         Model(**two, data=2, ddp="fp32", overlap=True, optimizer="distributed"),
         Model(**two, pipeline=2, ddp="fp32", overlap=True, microbatches=3),
+        Model(**two, pipeline=2, ddp="fp32", chunks=2, overlap=True),
         Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1),
         Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1, fusion=True),
         Model(**two, context=2, ddp="fp32", mtp=1, per_token=True),

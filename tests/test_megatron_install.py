@@ -1,0 +1,119 @@
+"""install() and uninstall(), and what the switch refuses."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+import parallel_lce.megatron
+from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of
+from megatron_training import switched
+from world import Member
+
+
+def _methods() -> tuple:
+    from megatron.core import tensor_parallel
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel import cross_entropy
+
+    return (
+        LanguageModule.compute_language_model_loss,
+        LanguageModule.setup_embeddings_and_output_layer,
+        tensor_parallel.vocab_parallel_cross_entropy,
+        cross_entropy.vocab_parallel_cross_entropy,
+    )
+
+
+def test_install_is_idempotent_and_undone():
+    before = _methods()
+    parallel_lce.megatron.install()
+    once = _methods()
+    assert once[0] is not before[0] and once[2:] == before[2:]
+    parallel_lce.megatron.install(logits_budget=5)
+    assert _methods() == once
+    parallel_lce.megatron.install(cross_entropy="logits")
+    assert _methods()[2] is _methods()[3] is parallel_lce.vocab_parallel_cross_entropy
+    parallel_lce.megatron.install()  # keeps what was chosen
+    assert _methods()[2] is parallel_lce.vocab_parallel_cross_entropy
+    assert sys.modules["parallel_lce.megatron.install"]._installed.logits_budget == 5
+    parallel_lce.megatron.install(cross_entropy="output_layer")
+    assert _methods() == once
+    parallel_lce.megatron.uninstall()
+    parallel_lce.megatron.uninstall()
+    assert _methods() == before
+
+
+def test_others_may_wrap_it_too():
+    """What somebody put around the switch is not taken away with it."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    before = _methods()
+    parallel_lce.megatron.install()
+    ours = LanguageModule.compute_language_model_loss
+    around = lambda self, labels, logits: ours(self, labels, logits)  # noqa: E731
+    LanguageModule.compute_language_model_loss = around
+    try:
+        parallel_lce.megatron.install(cross_entropy="logits")
+        assert LanguageModule.compute_language_model_loss is around
+        with pytest.warns(RuntimeWarning, match="compute_language_model_loss has been replaced"):
+            parallel_lce.megatron.uninstall()
+        assert LanguageModule.compute_language_model_loss is around
+    finally:
+        LanguageModule.compute_language_model_loss = before[0]
+    assert _methods() == before
+
+
+@pytest.mark.parametrize("budget", [-1, 1.5, "1GiB", True])
+def test_install_refuses_budgets(budget):
+    with pytest.raises(ValueError, match="logits_budget"):
+        parallel_lce.megatron.install(logits_budget=budget)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("PARALLEL_LCE_LOGITS_BUDGET", "1GiB"), ("PARALLEL_LCE_CROSS_ENTROPY", "fused")],
+)
+def test_install_refuses_environments(variable, value, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=value):
+        parallel_lce.megatron.install()
+
+
+def _unsupported(member: Member) -> None:
+    from megatron.core.tensor_parallel import ColumnParallelLinear
+
+    spec = Model(ranks=member.ranks)
+    options = switched(spec)
+    model = build(member, spec, options)
+    model.config.defer_embedding_wgrad_compute = True
+    with pytest.raises(ValueError, match="defer_embedding_wgrad_compute=True.*set it to False"):
+        model.setup_embeddings_and_output_layer()
+    model.config.defer_embedding_wgrad_compute = False
+
+    class Quantized(ColumnParallelLinear):
+        def forward(self, input_, weight=None, runtime_gather_output=None):
+            return super().forward(input_, weight, runtime_gather_output)
+
+    model.output_layer.__class__ = Quantized
+    with pytest.raises(ValueError, match="does not know the forward of the output layer Quantized"):
+        model.setup_embeddings_and_output_layer()
+    with pytest.warns(RuntimeWarning, match="no effect with cross_entropy_loss_fusion=False"):
+        build(member, spec, {"cross_entropy_fusion_impl": "parallel_lce"})
+    tied = build(member, Model(ranks=member.ranks, tied=True), options)
+    with pytest.raises(ValueError, match=r"needs a weight \[96, 32\], got no weight of its own and none"):
+        tied.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN, device=member.device))
+    with pytest.raises(ValueError, match=r"needs a weight \[96, 32\], got \[95, 32\]"):
+        tied.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN), weight=torch.zeros(95, HIDDEN))
+    parallel_lce.megatron.uninstall()
+    # A forgotten install() fails loudly.
+    model = build(member, spec, options)
+    with pytest.raises(UnboundLocalError):
+        losses_of(model, spec, batch(0, spec, member.device))
+
+
+def test_unsupported_settings(worlds):
+    worlds(1).run(_unsupported)

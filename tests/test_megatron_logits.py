@@ -1,0 +1,244 @@
+"""Lazy logits: what they answer without logits, what makes real ones, and who is told."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+import parallel_lce.megatron
+from megatron_models import BATCH, HIDDEN, SEQUENCE, VOCAB, Batch, Model, batch, build, losses_of
+from megatron_training import switched
+from parallel_lce.megatron.lazy_logits import LazyLogits
+from world import Member
+
+
+def _forward(model, data: Batch, labels: bool = True) -> torch.Tensor:
+    return model(data.tokens, data.positions, data.mask, labels=data.labels if labels else None)
+
+
+def _layers(member: Member, spec: Model) -> tuple:
+    """Stock's and our model of the same weights, hidden states ``[s/P, b, h]``, and the shared weight."""
+    stock = build(member, spec, {})
+    ours = build(member, spec, switched(spec))
+    parts = spec.tensor if spec.sequence_parallel else 1
+    hidden = torch.randn(SEQUENCE // parts, BATCH, HIDDEN).to(member.device)
+    return stock, ours, hidden, ours.shared_embedding_or_output_weight() if spec.tied else None
+
+
+def _uses(member: Member, tied: bool, sequence_parallel: bool) -> None:
+    """Without labels, in evaluation, indexed or scaled, lazy logits are the stock ones."""
+    spec = Model(ranks=member.ranks, tied=tied, sequence_parallel=sequence_parallel)
+    stock, ours, hidden, weight = _layers(member, spec)
+    data = batch(0, spec, member.device)
+    for model in (stock, ours):
+        model.eval()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("error", message="parallel_lce")
+        assert torch.equal(_forward(stock, data, False), _forward(ours, data, False))
+        assert (_forward(stock, data) - _forward(ours, data)).abs().max() <= 1e-5
+        gathered = [
+            m(data.tokens, data.positions, data.mask, runtime_gather_output=True) for m in (stock, ours)
+        ]
+        assert gathered[0].shape[-1] == VOCAB and torch.equal(*gathered)
+    real, _ = stock.output_layer(hidden, weight=weight)
+    lazy, _ = ours.output_layer(hidden, weight=weight)
+    assert torch.equal(lazy[2], real[2]) and all(map(torch.equal, lazy, real))
+    assert torch.equal((2 * lazy).float(), 2 * real)
+    assert torch.equal(torch.softmax(lazy, -1), torch.softmax(real, -1))
+    assert torch.equal(1 - lazy / 2, 1 - real / 2) and torch.equal(-lazy, -real)
+    assert torch.equal(lazy > 0, real > 0) and torch.equal(lazy == real, real == real)
+    for change in (
+        lambda z: z.div_(2.0),
+        lambda z: torch.clamp_(z, 0),
+        lambda z: torch.exp(torch.zeros(1), out=z),
+        lambda z: z.__setitem__(0, 0.0),
+    ):
+        with pytest.raises(RuntimeError, match="in-place .* would be lost"):
+            change(lazy)
+    # Stock models built while the switch is installed stay stock.
+    assert type(build(member, spec, {}).output_layer) is type(stock.output_layer)
+    assert type(ours.output_layer).__name__ == type(stock.output_layer).__name__
+    parallel_lce.megatron.uninstall()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_other_uses_of_the_logits(tied, sequence_parallel, worlds):
+    worlds(2).run(_uses, tied, sequence_parallel)
+
+
+def _known_without_logits(member: Member, sequence_parallel: bool, scale: float) -> None:
+    """Sizes, and the largest logit of this rank's shard and its place, as Megatron's MTP acceptance asks."""
+    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
+    stock, ours, hidden, _ = _layers(member, spec)
+    real = stock.output_layer(hidden)[0].detach() * scale
+
+    def refuse(*arguments, **options):
+        raise AssertionError("the logits were made")
+
+    lazy = ours.output_layer(hidden)[0] * scale
+    lazy.stock_forward = refuse
+    assert lazy.shape == real.shape and lazy.size() == real.size() and lazy.size(-1) == real.size(-1)
+    assert (lazy.dim(), lazy.ndim, len(lazy)) == (real.dim(), real.ndim, len(real))
+    assert (lazy.dtype, lazy.device, lazy.is_cuda) == (real.dtype, real.device, real.is_cuda)
+    assert lazy.requires_grad and lazy.is_floating_point() and lazy.numel() == real.numel()
+    assert repr(lazy) == f"LazyLogits({list(real.shape)}, {real.dtype}, {real.device})"
+    values, places = real.max(dim=-1)
+    with torch.no_grad():
+        for found in (lazy.max(dim=-1), lazy.max(2), torch.max(lazy, -1)):
+            assert (found.values - values).abs().max() <= 1e-5 and torch.equal(found.indices, places)
+            assert found.values.dtype == values.dtype and found.indices.dtype == places.dtype
+    for found in (lazy.argmax(-1), torch.argmax(lazy, dim=-1)):
+        assert torch.equal(found, places)
+    for use in (lambda: lazy.max(dim=-1), lambda: lazy.max(), lambda: lazy.argmax(0), lambda: lazy + 1):
+        with pytest.raises(AssertionError, match="the logits were made"):
+            use()
+    parallel_lce.megatron.uninstall()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("scale", [1.0, -0.25])
+def test_known_without_logits(sequence_parallel, scale, worlds):
+    worlds(2).run(_known_without_logits, sequence_parallel, scale)
+
+
+def _scaled(member: Member, sequence_parallel: bool) -> None:
+    """Logits that the model scales before the loss, as MuP does from 0.17 on: loss and gradients."""
+    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
+    stock, ours, hidden, _ = _layers(member, spec)
+    labels = batch(0, spec, member.device).labels
+    found = []
+    for model in (stock, ours):
+        leaf = hidden.clone().requires_grad_()
+        losses = model.compute_language_model_loss(labels, 2.0 * (model.output_layer(leaf)[0] * 0.25))
+        losses.square().mean().backward()
+        found.append((losses.detach(), leaf.grad, model.output_layer.weight.grad))
+    parallel_lce.megatron.uninstall()
+    for truth, mine in zip(*found):
+        assert (mine - truth).norm() <= 1e-5 * truth.norm()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_scaled_logits(sequence_parallel, worlds):
+    worlds(2).run(_scaled, sequence_parallel)
+
+
+def _said(model, data: Batch, **options) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # As Megatron-LM's programs do on all ranks but the first, which may have no output layer.
+        warnings.filterwarnings("ignore", category=UserWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        model(data.tokens, data.positions, data.mask, labels=data.labels, **options)
+    return [str(w.message) for w in caught if "parallel_lce" in str(w.message)]
+
+
+def _says_once(member: Member, reason: str, message: str) -> None:
+    """Whatever makes real logits in training is named once, and the loss is stock's."""
+    spec = Model(ranks=member.ranks)
+    stock = build(member, spec, {})
+    if reason == "late":
+        ours = build(member, spec, {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"})
+        switched(spec)
+    else:
+        ours = build(member, spec, switched(spec))
+    data, layer = batch(0, spec, member.device), ours.output_layer
+    if reason == "sharded":
+        layer.weight.__fsdp_param__ = True
+    if reason == "bias":
+        layer.skip_bias_add, layer.bias = True, torch.nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
+    if reason == "unreduced":
+        layer.disable_grad_reduce = True
+    if reason == "use":
+        layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].float(), None)[1])
+    options = {"runtime_gather_output": True} if reason == "gathered" else {}
+    first, second = _said(ours, data, **options), _said(ours, data, **options)
+    # One rank speaks for those that shard the vocabulary.
+    assert len(first) == (member.rank == 0) and all(message in text for text in first), first
+    assert second == []
+    ours.eval()
+    assert _said(ours, data) == []
+    want = losses_of(stock, spec, data)
+    assert (losses_of(ours.train(), spec, data) - want).abs().max() <= 1e-5
+    parallel_lce.megatron.uninstall()
+
+
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        ("late", "built before install()"),
+        ("sharded", "fully sharded"),
+        ("bias", "skip_bias_add=False"),
+        ("unreduced", "disable_grad_reduce=False"),
+        ("gathered", "parallel_output=True"),
+        ("use", "attribute 'float'"),
+    ],
+)
+def test_says_once_that_logits_are_made(reason, message, worlds):
+    worlds(2).run(_says_once, reason, message)
+
+
+def _gathers_nothing(member: Member) -> None:
+    """Of one rank's vocabulary there is nothing to gather."""
+    spec = Model(ranks=1)
+    ours, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
+    assert _said(ours, data, runtime_gather_output=True) == []
+    assert isinstance(ours.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN).to(member.device))[0], LazyLogits)
+    parallel_lce.megatron.uninstall()
+
+
+def test_one_rank_gathers_nothing(worlds):
+    worlds(1).run(_gathers_nothing)
+
+
+def _logged(member: Member, folder: str) -> None:
+    """With config_logger_dir Megatron writes the logits of each forward to a file."""
+    spec = Model(ranks=member.ranks)
+    model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
+    model.config.config_logger_dir = folder
+    with pytest.warns(parallel_lce.megatron.LogitsWarning, match="pickling"):
+        losses_of(model, spec, data).mean().backward()
+    model.config.config_logger_dir = ""
+    (path,) = Path(folder).rglob("*input_and_logits*.pth")
+    written = torch.load(path, weights_only=True)["logits"]
+    assert torch.equal(written.transpose(0, 1), _forward(model.eval(), data, False))
+    parallel_lce.megatron.uninstall()
+
+
+def test_config_logger(worlds, tmp_path):
+    worlds(1).run(_logged, str(tmp_path))
+
+
+def _protocol(member: Member, sequence_parallel: bool) -> None:
+    """``output_layer(output_cross_entropy_loss=True, labels=[b, s])`` of Megatron's development branch."""
+    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
+    stock, ours, hidden, _ = _layers(member, spec)
+    labels = batch(0, spec, member.device).labels
+    counts = labels != -100
+    want = stock.compute_language_model_loss(labels, stock.output_layer(hidden)[0]).masked_fill(~counts, 0.0)
+    ask = dict(input_=hidden, weight=None, runtime_gather_output=None, output_cross_entropy_loss=True)
+    found = ours.output_layer(labels=labels, **ask)
+    assert found.shape == labels.shape and (found - want).abs().max() <= 1e-5
+    total = ours.output_layer(labels=labels, reduction="sum", **ask)
+    mean = ours.output_layer(labels=labels, reduction="mean", **ask)
+    assert (total - want.sum()).abs() <= 1e-5 * want.sum()
+    assert (mean - want.sum() / counts.sum()).abs() <= 1e-5
+    # With real logits, of a layer that gathers them and leaves its bias to others.
+    layer = ours.output_layer
+    layer.gather_output, layer.skip_bias_add = True, True
+    layer.bias = torch.nn.Parameter(torch.full_like(layer.weight[:, 0], 0.5))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="parallel_lce")
+        again = layer(labels=labels, **ask)
+    assert (again - want).abs().max() <= 1e-5
+    parallel_lce.megatron.uninstall()
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_protocol_of_the_development_branch(sequence_parallel, worlds):
+    worlds(2).run(_protocol, sequence_parallel)

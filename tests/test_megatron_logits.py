@@ -67,9 +67,9 @@ def _uses(member: Member, tied: bool, sequence_parallel: bool) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_other_uses_of_the_logits(tied, sequence_parallel, worlds):
-    worlds(2).run(_uses, tied, sequence_parallel)
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
+def test_other_uses_of_the_logits(ranks, sequence_parallel, tied, worlds):
+    worlds(ranks).run(_uses, tied, sequence_parallel)
 
 
 def _known_without_logits(member: Member, sequence_parallel: bool, scale: float) -> None:

@@ -87,6 +87,7 @@ def _known_without_logits(member: Member, sequence_parallel: bool, scale: float)
     assert (lazy.dim(), lazy.ndim, len(lazy)) == (real.dim(), real.ndim, len(real))
     assert (lazy.dtype, lazy.device, lazy.is_cuda) == (real.dtype, real.device, real.is_cuda)
     assert lazy.requires_grad and lazy.is_floating_point() and lazy.numel() == real.numel()
+    assert not hasattr(lazy, "no_attribute_of_tensors")
     assert repr(lazy) == f"LazyLogits({list(real.shape)}, {real.dtype}, {real.device})"
     values, places = real.max(dim=-1)
     with torch.no_grad():

@@ -194,8 +194,8 @@ class LazyLogits:
     __rmul__ = __mul__
 
     def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
+        if name.startswith("__") or not hasattr(Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name.endswith("_"):
             _refuse_in_place(name)
         return getattr(self.materialize(f"attribute {name!r}"), name)

@@ -6,7 +6,6 @@ import warnings
 from dataclasses import dataclass, fields
 
 import torch
-import torch.nn.functional as F
 from torch.distributed import distributed_c10d
 
 from world import Member
@@ -155,26 +154,15 @@ class _Apex:
     wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
-class Attention(torch.nn.Module):
-    """Causal attention over this rank's part of the sequence, since Megatron's own takes no context parallelism."""
-
-    def __init__(self, *arguments, **options):
-        super().__init__()
-
-    def forward(self, query, key, value, *arguments, **options):
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return out.permute(2, 0, 1, 3).flatten(2)
-
-
 def _layer(spec: Model):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from training.attention import CausalAttention
     from training.model import RMSNorm
 
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-    if spec.context > 1:
-        layer.submodules.self_attention.submodules.core_attention = Attention
+    if spec.context > 1:  # over this rank's part of the sequence, since Megatron's own refuses the rest
+        layer.submodules.self_attention.submodules.core_attention = CausalAttention
     return layer
 
 

@@ -22,7 +22,7 @@ class Trained:
     gradients: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     parameters: dict[str, torch.Tensor] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
-    sharded: list[tuple] = field(default_factory=list)
+    sharded: list[list[tuple]] = field(default_factory=list)
 
 
 def train(member: Member, spec: Model, loss_options: dict) -> Trained:
@@ -67,13 +67,13 @@ def train(member: Member, spec: Model, loss_options: dict) -> Trained:
             micro_batch_size=BATCH,
             forward_only=False,
         )
-        done.gradients.append({n: _gradient(p, spec) for n, p in _parameters(models)})
+        done.gradients.append({n: _copy(_gradient(p, spec)) for n, p in _parameters(models)})
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad()
         else:
             _step_downhill(models, spec)
-    done.parameters = {n: p.detach().float().cpu().clone() for n, p in _parameters(models)}
+    done.parameters = {n: _copy(p) for n, p in _parameters(models)}
     return done
 
 
@@ -121,14 +121,17 @@ def _optimizer(spec: Model, config, models: list):
 
 
 def _gradient(parameter: torch.nn.Parameter, spec: Model) -> torch.Tensor | None:
-    gradient = parameter.main_grad if spec.ddp and parameter.requires_grad else parameter.grad
-    return None if gradient is None else gradient.detach().float().cpu().clone()
+    return parameter.main_grad if spec.ddp and parameter.requires_grad else parameter.grad
+
+
+def _copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return None if tensor is None else tensor.detach().float().cpu().clone()
 
 
 @torch.no_grad()
 def _step_downhill(models: list[torch.nn.Module], spec: Model) -> None:
     for _, parameter in _parameters(models):
-        gradient = parameter.main_grad if spec.ddp and parameter.requires_grad else parameter.grad
+        gradient = _gradient(parameter, spec)
         if gradient is not None:
             parameter -= 0.1 * gradient.to(parameter.dtype)
         parameter.grad = None

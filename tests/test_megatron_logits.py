@@ -184,6 +184,37 @@ def test_says_once_that_logits_are_made(reason, message, worlds):
     worlds(2).run(_says_once, reason, message)
 
 
+def _speak(member: Member, spec: Model) -> int:
+    from megatron_training import train
+    from parallel_lce.megatron import output_layer
+
+    reason, output_layer._reason = output_layer._reason, lambda *arguments: "of a test"
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            warnings.filterwarnings("ignore", category=UserWarning)
+            train(member, spec, switched(spec))
+    finally:
+        output_layer._reason = reason
+        parallel_lce.megatron.uninstall()
+    return sum("of a test" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize(
+    ("spec", "told"),
+    [
+        (Model(ranks=2), [1, 0]),
+        (Model(ranks=2, data=2, ddp="fp32"), [1, 0]),
+        (Model(ranks=2, context=2, ddp="fp32"), [1, 0]),
+        (Model(ranks=2, pipeline=2), [0, 1]),
+    ],
+    ids=str,
+)
+def test_one_rank_speaks_for_all(spec, told, worlds):
+    """The first of those that have the output layer, in all steps and microbatches once."""
+    assert worlds(2).run(_speak, spec) == told
+
+
 def _gathers_nothing(member: Member) -> None:
     """Of one rank's vocabulary there is nothing to gather."""
     spec = Model(ranks=1)

@@ -59,6 +59,20 @@ def test_another_number_of_processes_is_refused(monkeypatch):
         run(load_config(DEFAULT_CONFIG, ["parallel.data=2"]))
 
 
+def test_the_program_silences_megatrons_remarks_alone():
+    said = subprocess.run(
+        [sys.executable, "-c", "import warnings, training.worker\n"
+         "from parallel_lce.megatron import LogitsWarning\n"
+         "for category in (UserWarning, LogitsWarning):\n"
+         "    warnings.warn_explicit(category.__name__, category, 'file', 1, module='megatron.core.models')"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "launch")))
+             + os.pathsep + os.environ.get("PYTHONPATH", "")},
+        capture_output=True, text=True, timeout=TIMEOUT,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert "file:1: LogitsWarning: LogitsWarning" in said.stderr and "UserWarning" not in said.stderr
+
+
 def _batches(**changed):
     import numpy as np
     from training.batches import Batches

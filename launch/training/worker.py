@@ -14,7 +14,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 # Megatron-core's remarks on optional packages, and on names that torch 2.13 renamed under it, would hide the results.
-warnings.filterwarnings("ignore", module=r"megatron\.")
+warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\.")
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+_tensor` is deprecated", FutureWarning)
 import megatron.core  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numbers
 import operator
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 
@@ -39,10 +38,11 @@ def warn_of_logits(module: torch.nn.Module, reason: str) -> None:
     if reason in said:
         return
     said.add(reason)
-    state = sys.modules.get("megatron.core.parallel_state")
-    if state is not None and state.is_initialized():
-        replica = state.get_data_parallel_rank(with_context_parallel=True)
-        if replica or state.get_tensor_model_parallel_rank():
+    from megatron.core import parallel_state
+
+    if parallel_state.is_initialized():
+        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
+        if replica or parallel_state.get_tensor_model_parallel_rank():
             return
     message = f"parallel_lce: training makes the whole logits, which need not exist: {reason}"
     warnings.warn(message, LogitsWarning, stacklevel=3)

@@ -24,12 +24,14 @@ from parallel_lce.kernels.epilogues import (
     rebased,
     window_reference,
 )
+from parallel_lce.kernels.launch import Relaunched
 
 # Below, c x would lose digits in bf16 that dlogits do not.
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
 _BLOCK = 4096
 
 
+@Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def _settle_kernel(
     kept, maxima, common, agreed, statistics, alpha, gamma, of_target, power, row_scale,

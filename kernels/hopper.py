@@ -29,6 +29,7 @@ from parallel_lce.kernels.epilogues import (
     partials_epilogue,
     partials_rows,
 )
+from parallel_lce.kernels.launch import Relaunched
 
 # Warps of the consumers, and registers of a producer's thread.
 _WARPS = gl.constexpr(8)
@@ -129,6 +130,7 @@ def _consume(
         tma.store_wait(0)
 
 
+@Relaunched
 @gluon.jit(do_not_specialize=["rows", "first_block", "blocks"])
 def projection(
     x, weight, out, bias, rows, columns, depth, first_block, blocks, scale, cap,

@@ -10,9 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.kernels.launch import Relaunched
+
 _TOKENS = 128
 
 
+@Relaunched
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
 def _losses_kernel(
     partial, vocab_size, target, token_weight, losses, alpha, beta, gamma,

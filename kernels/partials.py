@@ -1,10 +1,9 @@
-"""Merging window partials, and logits that exist already: their partials in one read, their gradient
-in one read and one write.
+"""Merging partials of windows and of ranks, and logits that exist already: their partials in one read,
+their gradient in one read and one write.
 
-One program takes its rows and walks their windows or columns, so that no program waits for another
+One program takes its rows and walks their windows, ranks or columns, so that no program waits for another
 and every result has one writer. Rows are addressed in int64: N * V passes 2^31 in ordinary use.
-The plain torch of the merge is ``parallel_lce.partials``, that of the others
-``parallel_lce.backends.logits``.
+The plain torch of merging is ``parallel_lce.partials``, that of the others ``parallel_lce.backends.logits``.
 """
 
 import torch
@@ -12,14 +11,18 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.epilogues import REACH, finite_base, rebased, window_reference
+from parallel_lce.kernels.launch import Relaunched
 
 _BLOCK = 4096
 # Rows and windows of a merge's tile: whole 64-byte sectors, and enough programs for few tokens.
 _MERGE_ROWS, _MERGE_WINDOWS = 16, 128
+# Tokens of a program that merges ranks.
+_RANKS_ROWS = 128
 _INT_MAX = tl.constexpr(2**31 - 1)
 
 
 # An argument of 1 would become a Python number, which has no `to`.
+@Relaunched
 @triton.jit(do_not_specialize=["rows", "windows"])
 def _merge_kernel(
     maxima, sums, common, merged, agreed, rows, windows, entries, start,
@@ -136,6 +139,116 @@ def merge_windows(
     return agreed
 
 
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "ranks", "vocab_size"])
+def _ranks_kernel(
+    messages, bounds, merged, size, rows, ranks, stride, vocab_size,
+    BOUNDED: tl.constexpr, SHIFTED: tl.constexpr, TOTAL: tl.constexpr, WEIGHTED: tl.constexpr,
+    ARGMAX: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    COLUMNS: tl.constexpr = 3 + SHIFTED + TOTAL + WEIGHTED
+    p = tl.arange(0, BLOCK_P)
+    ends = bounds + p.to(tl.int64) * stride + (COLUMNS + ARGMAX) * rows
+    starts = tl.load(ends, mask=p < ranks, other=0).to(tl.int64)
+    sizes = tl.load(ends + 1, mask=p < ranks, other=0).to(tl.int64)
+    real = sizes
+    if BOUNDED:
+        real = tl.minimum(tl.maximum(vocab_size - starts, 0), sizes)
+    # Each shard that is not empty must begin where those before it end.
+    before = starts[None, :] < starts[:, None]
+    before |= (starts[None, :] == starts[:, None]) & (p[None, :] < p[:, None])
+    begin = tl.sum(tl.where(before, sizes[None, :], 0), 1)
+    misplaced = tl.sum(((begin != starts) & (sizes > 0)).to(tl.int32), 0)
+    covered = misplaced == 0
+    if BOUNDED:
+        covered &= tl.sum(sizes, 0) >= vocab_size
+    if tl.program_id(0) == 0:
+        tl.store(size, tl.sum(real, 0).to(tl.float32))
+
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = r < rows
+    top = tl.full((BLOCK,), -float("inf"), tl.float32)
+    broken = tl.zeros((BLOCK,), tl.int32)
+    here = messages + r
+    for _ in range(0, ranks):
+        m = tl.load(here, mask=valid, other=-float("inf"))
+        broken |= (m != m).to(tl.int32)
+        top = tl.maximum(top, m)
+        here += stride
+    # tl.maximum drops NaN.
+    top = tl.where(broken != 0, float("nan"), top)
+    sum_exp = tl.zeros((BLOCK,), tl.float32)
+    target = tl.zeros((BLOCK,), tl.float32)
+    shifted = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    weighted = tl.zeros((BLOCK,), tl.float32)
+    index = tl.full((BLOCK,), _INT_MAX, tl.int32)
+    here = messages + r
+    for rank in range(0, ranks):
+        m = tl.load(here, mask=valid, other=-float("inf"))
+        missing = m == -float("inf")
+        # -inf - -inf is NaN: a shard without a finite maximum has nothing to rescale.
+        shift = tl.where(missing, 0.0, m - top)
+        factor = tl.where(missing, 0.0, tl.exp(shift))
+        s = tl.load(here + rows, mask=valid, other=0.0)
+        sum_exp += s * factor
+        target += tl.load(here + 2 * rows, mask=valid, other=0.0)
+        if SHIFTED:
+            entries = tl.sum(tl.where(p == rank, real, 0), 0).to(tl.float32)
+            shifted += tl.load(here + 3 * rows, mask=valid, other=0.0) + entries * shift
+        if TOTAL:
+            total += tl.load(here + (3 + SHIFTED) * rows, mask=valid, other=0.0)
+        if WEIGHTED:
+            moved = tl.load(here + (3 + SHIFTED + TOTAL) * rows, mask=valid, other=0.0)
+            weighted += (moved + s * shift) * factor
+        if ARGMAX:
+            ids = tl.load(here + COLUMNS * rows, mask=valid, other=0.0).to(tl.int32, bitcast=True)
+            index = tl.minimum(index, tl.where(m == top, ids, _INT_MAX))
+        here += stride
+    gap = tl.where(covered, 0.0, float("nan"))
+    tl.store(merged + r, top + gap, mask=valid)
+    tl.store(merged + rows + r, sum_exp + gap, mask=valid)
+    tl.store(merged + 2 * rows + r, target + gap, mask=valid)
+    if SHIFTED:
+        tl.store(merged + 3 * rows + r, shifted + gap, mask=valid)
+    if TOTAL:
+        tl.store(merged + (3 + SHIFTED) * rows + r, total + gap, mask=valid)
+    if WEIGHTED:
+        tl.store(merged + (3 + SHIFTED + TOTAL) * rows + r, weighted + gap, mask=valid)
+    if ARGMAX:
+        index = tl.where(covered, index, _INT_MAX)
+        tl.store(merged + COLUMNS * rows + r, index.to(tl.float32, bitcast=True), mask=valid)
+
+
+def merge_messages(
+    messages: torch.Tensor, columns, rows: int, vocab_size: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`parallel_lce.partials.merge_messages` of ``messages [P, M]`` fp32, contiguous."""
+    merged = messages.new_empty(columns.count, rows)
+    size = messages.new_empty(())
+    with torch.cuda.device_of(messages):  # Triton launches on the current device
+        # At least one program, which tells V.
+        _ranks_kernel[(max(1, triton.cdiv(rows, _RANKS_ROWS)),)](
+            messages,
+            messages.view(torch.int32),
+            merged,
+            size,
+            rows,
+            messages.shape[0],
+            messages.shape[1],
+            0 if vocab_size is None else vocab_size,
+            BOUNDED=vocab_size is not None,
+            SHIFTED=columns.mean_log_prob,
+            TOTAL=columns.mean_logit,
+            WEIGHTED=columns.expected_logit,
+            ARGMAX=columns.argmax,
+            BLOCK=_RANKS_ROWS,
+            BLOCK_P=triton.next_power_of_2(messages.shape[0]),
+        )
+    return merged, size
+
+
+@Relaunched
 @triton.jit
 def _partials_kernel(
     logits,
@@ -179,6 +292,7 @@ def _partials_kernel(
         tl.store(shifted + row, sum_shifted)
 
 
+@Relaunched
 @triton.jit
 def _gradient_kernel(
     logits,

@@ -37,6 +37,7 @@ from parallel_lce.kernels.epilogues import (
     partials_epilogue,
     partials_rows,
 )
+from parallel_lce.kernels.launch import Relaunched
 from parallel_lce.kernels.tuning import (
     Tile,
     addressable,
@@ -75,6 +76,7 @@ def _store(destination, row, first, rows, columns, stride, tile, TMA: tl.constex
 
 
 # What changes from launch to launch and from batch to batch must not compile anew.
+@Relaunched
 @triton.jit(do_not_specialize=["rows", "first_block", "blocks"])
 def _projection(
     x, weight, out, bias, rows, columns, depth, first_block, blocks, scale, cap,

@@ -23,15 +23,19 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.epilogues import LOWEST_SHIFT, finite_base, softcapped
+from parallel_lce.kernels.launch import Relaunched
 from parallel_lce.kernels.projection import Operands
 from parallel_lce.kernels.tuning import interpreted
 
 # Tokens of a tile of target logits, and of a program where one thread has one token.
 _TARGETS, _TOKENS = 64, 128
+# Vocabulary rows of a program that clears their marks.
+_CLEARED = 1024
 # Tokens and hidden elements of a program that adds to dW; hidden elements of dX.
 _ADDED, _WIDTH, _HIDDEN = 4, 2048, 4096
 
 
+@Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def _targets_kernel(
     x, weight, bias, target, result, rows, columns, depth, x_stride, weight_stride, scale, cap,
@@ -48,7 +52,8 @@ def _targets_kernel(
     for k in range(0, depth, BLOCK_K):
         c = k + tl.arange(0, BLOCK_K)
         inside = (c < depth)[None, :]
-        a = tl.load(x_rows + c[None, :], mask=valid[:, None] & inside, other=0.0)
+        # Of the tokens whose targets other shards have nothing is read.
+        a = tl.load(x_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
         b = tl.load(weight_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
         if UPCAST:
             a = a.to(tl.float32)
@@ -96,13 +101,17 @@ def target_logits(operands: Operands, target: torch.Tensor, result: torch.Tensor
     )
 
 
+@Relaunched
 @triton.jit(do_not_specialize=["rows"])
-def _tag_kernel(target, tags, rows, entries, BLOCK: tl.constexpr):
+def _tag_kernel(target, tags, shared, rows, entries, BLOCK: tl.constexpr, CLEARED: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wanted = tl.load(target + row, mask=row < rows, other=-1)
     tl.store(tags + wanted, row, mask=(wanted >= 0) & (wanted < entries))
+    entry = tl.program_id(0) * CLEARED + tl.arange(0, CLEARED)
+    tl.store(shared + entry, tl.zeros((CLEARED,), tl.uint8), mask=entry < entries)
 
 
+@Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def _share_kernel(target, tags, shared, rows, entries, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -112,11 +121,22 @@ def _share_kernel(target, tags, shared, rows, entries, BLOCK: tl.constexpr):
     tl.store(shared + wanted, tl.full((BLOCK,), 1, tl.uint8), mask=lost)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
+def _place(gradient, row, column, stride, here, t, factor, alone):
+    """Write the entries of the targets that are ``here``; what they are, and what they leave of ``t``."""
+    entry = tl.where(alone | (factor == 0.0), 0.0, t / factor).to(gradient.dtype.element_ty)
+    tl.store(gradient + row.to(tl.int64) * stride + column, entry, mask=here)
+    entry = entry.to(tl.float32)
+    return entry, tl.where(here, t - factor * entry, t)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "first"])
 def _gradients_kernel(
     target, tags, shared, statistics, alpha, beta, gamma, delta, result, alone, rows, entries, scale, cap,
+    gradient, power, columns, stride, first,
     TAGGED: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, CAPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    PLACED: tl.constexpr, HAS_POWER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wanted = tl.load(target + row, mask=row < rows, other=-1)
@@ -134,11 +154,17 @@ def _gradients_kernel(
     g = (g - tl.load(beta + row, mask=hit, other=0.0)) * scale
     if CAPPED:
         g *= 1.0 - (logit / cap) * (logit / cap)
-    tl.store(result + row, g, mask=row < rows)
     only = hit
     if TAGGED:
         only &= tl.load(tags + wanted, mask=hit, other=0) == row
         only &= tl.load(shared + wanted, mask=hit, other=0) == 0
+    if PLACED:
+        here = hit & (wanted >= first) & (wanted < first + columns)
+        factor = tl.full((BLOCK,), 1.0, tl.float32)
+        if HAS_POWER:
+            factor /= tl.load(power)
+        g = _place(gradient, row, wanted - first, stride, here, g, factor, only)[1]
+    tl.store(result + row, g, mask=row < rows)
     tl.store(alone + row, only.to(tl.uint8), mask=row < rows)
 
 
@@ -153,14 +179,17 @@ def target_gradients(
     scale: float,
     softcap: float | None,
     count: bool,
+    placed: tuple[torch.Tensor, int, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``p (alpha + delta (z - M)) - beta - gamma`` of the targets, times scale and the slope of the soft-cap:
     ``[R]`` fp32, 0 for targets outside ``[0, entries)``; and whether no other token has the same target,
     ``[R]`` uint8, or, unless these are to be ``count``-ed, whether a token has a target at all.
 
     ``target [R]`` int64; ``statistics [>= 3, R]`` the merged partial; the coefficients ``[R]``. All but the
-    target fp32, and contiguous.
+    target fp32, and contiguous. ``placed``: the ``gradient``, ``first`` and ``power`` of a :func:`place_targets`
+    that is done in the same launch.
     """
+    gradient, first, power = placed or (None, 0, None)
     rows, result = target.shape[0], torch.empty_like(alpha)
     alone = torch.empty_like(alpha, dtype=torch.uint8)
     grid = (triton.cdiv(rows, _TOKENS),)
@@ -169,8 +198,9 @@ def target_gradients(
         # Each token writes its number to its target's tag, and any of them stays; those that find another
         # one's tell so. What is found does not depend on which one stayed.
         tags = torch.empty(entries, dtype=torch.int32, device=target.device)
-        shared = torch.zeros(entries, dtype=torch.uint8, device=target.device)
-        _tag_kernel[grid](target, tags, rows, entries, BLOCK=_TOKENS)
+        shared = torch.empty(entries, dtype=torch.uint8, device=target.device)
+        programs = max(grid[0], triton.cdiv(entries, _CLEARED))
+        _tag_kernel[(programs,)](target, tags, shared, rows, entries, BLOCK=_TOKENS, CLEARED=_CLEARED)
         _share_kernel[grid](target, tags, shared, rows, entries, BLOCK=_TOKENS)
     _gradients_kernel[grid](
         target,
@@ -187,15 +217,23 @@ def target_gradients(
         entries,
         float(scale),
         1.0 if softcap is None else float(softcap),
+        gradient,
+        power,
+        0 if gradient is None else gradient.shape[1],
+        0 if gradient is None else gradient.stride(0),
+        first,
         TAGGED=count,
         HAS_GAMMA=gamma is not None,
         HAS_DELTA=delta is not None,
         CAPPED=softcap is not None,
+        PLACED=gradient is not None,
+        HAS_POWER=power is not None,
         BLOCK=_TOKENS,
     )
     return result, alone
 
 
+@Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
 def _entries_kernel(
     gradient, target, rest, alone, row_scale, power, x_scale, rows, columns, stride, first,
@@ -211,12 +249,9 @@ def _entries_kernel(
         factor = tl.load(row_scale + row, mask=valid, other=1.0)
     if HAS_POWER:
         factor /= tl.load(power)
-    absent = (tl.load(alone + row, mask=hit, other=1) != 0) | (factor == 0.0)
-    entry = tl.where(absent, 0.0, t / factor).to(gradient.dtype.element_ty)
-    place = gradient + row.to(tl.int64) * stride + (wanted - first)
-    tl.store(place, entry, mask=hit)
-    entry = entry.to(tl.float32)
-    tl.store(rest + row, t - factor * entry, mask=hit)
+    only = tl.load(alone + row, mask=hit, other=1) != 0
+    entry, left = _place(gradient, row, wanted - first, stride, hit, t, factor, only)
+    tl.store(rest + row, left, mask=hit)
     if HAS_SCALE:
         tl.store(x_scale + row, tl.where(entry == 0.0, factor, t / entry), mask=valid)
 
@@ -257,6 +292,7 @@ def place_targets(
     return x_scale
 
 
+@Relaunched
 @triton.jit
 def _hidden_kernel(
     source, factor, target, entry, weight, result, columns, entries,
@@ -311,6 +347,7 @@ def finished_rows(
     return result
 
 
+@Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
 def _add_kernel(
     total, target, rest, alone, x, rows, first, columns, depth, row_stride, column_stride, x_stride,

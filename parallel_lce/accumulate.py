@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.parallel import gather_partials
+from parallel_lce.parallel import PartialsGather, Pending
 from parallel_lce.plan import Block
 from parallel_lce.statistics import (
     Call,
@@ -57,14 +57,14 @@ def accumulate(
     sums = GradientSums(call, hidden, projection, needs, dtype)
     per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
 
-    def complete(block: Block, x, merged, kept) -> None:
-        partial, vocab_size = merged()
+    def complete(block: Block, x, gather, kept) -> None:
+        partial, vocab_size = gather.finish(backend.merge_messages)
         select = lambda tokens: layout.take(tokens, block)  # noqa: E731
         losses, folded = loss.of_partials(backend, partial, vocab_size, select)
         if isinstance(divisor, Tensor):
             folded = folded.times(1 / divisor)
         layout.put(per_token, block, losses)
-        sums.add_block(block, x, partial, folded, kept)
+        sums.add_block(block, Pending(x), partial, folded, kept)
 
     # Over ranks a block waits for its statistics while the next one is projected.
     ahead = 1 if layout.ranks > 1 else 0
@@ -74,15 +74,16 @@ def accumulate(
         backend.allocate_kept(projection, rows, kept_columns) for _ in range(ahead + 1)
     )
     waiting: deque = deque()
-    for block, pending in hidden_blocks(call, hidden):
+    for block, pending in hidden_blocks(blocks, hidden, layout):
         x = pending.wait()
         buffers.rotate(1)
         target = call.local_target(block)
-        local, kept = backend.block_forward(
-            projection, x, target, columns, block.kept, buffers[0]
+        gather = PartialsGather(x, x.shape[0], call.shard, columns, layout)
+        _, kept = backend.block_forward(
+            projection, x, target, columns, block.kept, buffers[0], gather.local
         )
-        merged = gather_partials(local, call.shard, columns, layout)
-        waiting.append((block, x, merged, kept))
+        gather.start()
+        waiting.append((block, x, gather, kept))
         if len(waiting) > ahead:
             complete(*waiting.popleft())
     while waiting:

@@ -33,6 +33,7 @@ class Arguments:
     vocab_size: int | None
     logits_budget: int | None
     token_weight: Tensor | None = None
+    reduce_dtype: torch.dtype | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -171,6 +172,10 @@ def _check_numbers(a: Arguments) -> None:
     _require(
         a.logits_budget is None or (_is_count(a.logits_budget) and a.logits_budget >= 0),
         lambda: f"logits_budget must be None or a number of bytes >= 0, got {a.logits_budget!r}",
+    )
+    _require(
+        a.reduce_dtype in (None, a.input.dtype, torch.float32) and (a.reduce_dtype, a.input.dtype) != (torch.float32, torch.float64),
+        lambda: f"reduce_dtype must be None, float32 or the input's {a.input.dtype}, got {a.reduce_dtype!r}",
     )
 
 

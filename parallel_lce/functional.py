@@ -47,6 +47,7 @@ def linear_cross_entropy(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     logits_budget: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
     **unsupported: object,
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias))``.
@@ -86,6 +87,8 @@ def linear_cross_entropy(
             Must be equal on all ranks. What does not fit is recomputed, or for 'mean' and 'sum',
             except in fp16, the gradients are formed in forward (:func:`parallel_lce.plan.plan`). A
             second backward through one graph recomputes everything.
+        reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With
+            torch.float32 each rank's part is summed, sent and added unrounded, twice the bytes for bf16.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
@@ -93,13 +96,15 @@ def linear_cross_entropy(
     Collectives, on ``process_group`` alone, in this order on every rank; P ranks, N tokens of the
     whole sequence, in B blocks (``plan``; one block unless the budget splits the rows):
 
-    - forward: with ``sequence_parallel``, B all-gathers of hidden states, N/P * D elements per rank
-      in all; then one all-gather of partials, 3 N + 2 elements of fp32 per rank (4 N + 2 with
+    - forward: with ``sequence_parallel``, all-gathers of hidden states, N/P * D elements per rank in
+      all: one for the block of which something is kept, if any, and of the other tokens one per 256 MiB
+      of gathered hidden states, each a block ahead; then one all-gather of partials, 3 N + 2 elements of fp32 per rank (4 N + 2 with
       ``label_smoothing``).
-    - backward, if ``input`` needs a gradient: B all-reduces of dX, N * D elements of the input's
-      dtype in all, each beside a dW product; with ``sequence_parallel`` B reduce-scatters of the
+    - backward, if ``input`` needs a gradient: B all-reduces of dX, N * D elements of ``reduce_dtype``
+      in all, each beside a dW product; with ``sequence_parallel`` B reduce-scatters of the
       same size instead, and B all-gathers of hidden states again, each a block ahead, also where
-      only the weight or the bias needs a gradient.
+      only the weight or the bias needs a gradient; none again where the budget holds them, N * D
+      elements, beside every logit.
     - where gradients are formed in forward, all of it happens there, once: the hidden states'
       gathers, one gather of partials per block and the B reductions of dX, that of a block after
       the next block's gather of partials. Backward has none; a second backward repeats all.
@@ -126,6 +131,7 @@ def linear_cross_entropy(
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
+        reduce_dtype=reduce_dtype,
         token_weight=token_weight,
     )
 
@@ -168,6 +174,7 @@ def token_statistics(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     logits_budget: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
     mean_logit: bool = False,
     expected_logit: bool = False,
     argmax: bool = False,
@@ -197,6 +204,7 @@ def token_statistics(
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
+        reduce_dtype=reduce_dtype,
     )
     columns = Columns(bool(mean_logit), bool(mean_logit), bool(expected_logit), bool(argmax))
     prepared = prepare(arguments, columns)
@@ -285,6 +293,7 @@ def prepare(
         float(a.logit_scale),
         a.logit_softcap,
         main_grad,
+        a.reduce_dtype,
     )
     return Prepared(call, tensors, token_shape(a.input, layout), differentiable)
 
@@ -320,6 +329,7 @@ def _plan(
         keepable=backend.keepable(weight.dtype, a.logit_softcap),
         accumulable=accumulable,
         smallest_accumulated=backend.SMALLEST_ACCUMULATED,
+        reuses_kept=backend.REUSES_KEPT,
     )
     return planned.limited(shard.real, itemsize, layout.parts)
 
@@ -344,6 +354,7 @@ def _check_together(
             "vocab_size": a.vocab_size,
             "vocab_start given": a.vocab_start is not None,
             "logits_budget": a.logits_budget,
+            "reduce_dtype": str(a.reduce_dtype),
             "gradients": None if gradients is None else (gradients.input, gradients.weight),
         }
         shards = debug.agree(layout, agreed, shards[0], a.input.device)

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends.logits import logits_gradient, logits_partial
+from parallel_lce.backends.logits import logits_gradient, logits_partial, merge_messages
 from parallel_lce.checks import check_process_group
 from parallel_lce.differentiable import first_order_only
-from parallel_lce.parallel import Layout, Shard, gather_partials
+from parallel_lce.parallel import Layout, PartialsGather, Shard
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
 
 def vocab_parallel_cross_entropy(
@@ -98,8 +98,10 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         entries = logits.shape[1]
         start, columns = layout.rank * entries, Columns()
         partial, shifted = logits_partial(logits, target, start, label_smoothing > 0)
-        shard = Shard(start, entries, None)
-        merged, vocab_size = gather_partials(partial, shard, columns, layout)()
+        gather = PartialsGather(partial, len(target), Shard(start, entries, None), columns, layout)
+        gather.local.copy_(partial)
+        gather.start()
+        merged, vocab_size = gather.finish(merge_messages)
         top, log_sum = merged[MAX], merged[SUM_EXP].log()
         inside = (target >= 0) & (target < vocab_size)
         loss = log_sum - (merged[TARGET] - top).masked_fill(~inside, 0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ class LinearCrossEntropy(nn.Module):
         vocab_start: int | None = None,
         vocab_size: int | None = None,
         logits_budget: int | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_loss_options(reduction, ignore_index, label_smoothing, z_loss)
@@ -42,6 +44,7 @@ class LinearCrossEntropy(nn.Module):
             "vocab_start": vocab_start,
             "vocab_size": vocab_size,
             "logits_budget": logits_budget,
+            "reduce_dtype": reduce_dtype,
         }
 
     def forward(

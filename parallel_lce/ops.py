@@ -39,7 +39,7 @@ from parallel_lce.weight_grad import accumulation_dtype
 
 _CALL = (
     "str backend, str group, bool sequence_parallel, SymInt start, SymInt? vocab_size, "
-    "bool[] columns, float scale, float? softcap, SymInt[] plan"
+    "bool[] columns, float scale, float? softcap, SymInt[] plan, ScalarType? reduce_dtype"
 )
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target"
 _LOSS = "Tensor? token_weight, SymInt? ignore_index, float label_smoothing, float z_loss"
@@ -69,7 +69,11 @@ def _numbers(call: Call) -> tuple:
             plan.block_bytes,
             plan.scratch_bytes,
             plan.accumulator_bytes,
+            int(plan.keeps_hidden),
+            plan.gathered,
+            plan.scratch_alone,
         ],
+        call.reduce_dtype,
     )
 
 
@@ -85,14 +89,18 @@ def _call(
     scale: float,
     softcap: float | None,
     plan: list[int],
+    reduce_dtype: torch.dtype | None,
 ) -> Call:
     layout = Layout.of(_resolve_process_group(group) if group else None, sequence_parallel)
     shard = Shard(start, weight.shape[0], vocab_size)
-    rows, first, most, kept, accumulates, *others = plan
-    planned = Plan(rows, first, most, kept, bool(accumulates), *others)
-    return Call(
-        named(backend), layout, shard, Columns(*columns), planned, target, scale, softcap
+    rows, first, most, kept, accumulates, *others, keeps_hidden, gathered, scratch = plan
+    planned = Plan(
+        rows, first, most, kept, bool(accumulates), *others, bool(keeps_hidden), gathered, scratch
     )
+    return Call(
+        named(backend), layout, shard, Columns(*columns), planned, target, scale, softcap,
+        reduce_dtype=reduce_dtype,
+    )  # fmt: skip
 
 
 # A CUDA graph of torch.compile's would not know of the memory behind a ticket. One that captures

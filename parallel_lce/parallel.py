@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.partials import Columns, integer_view, merge
+from parallel_lce.partials import Columns, bounds_of, message_size
 from parallel_lce.plan import Block
+from parallel_lce.weight_grad import accumulation_dtype
 
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,44 +91,50 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> Pending:
     return Pending(gathered, _all_gather(gathered, chunk, group=layout.group, async_op=True))
 
 
-@dataclass
 class HiddenGradient:
     """dX of this rank's part ``[N/parts, D]``, summed over the ranks block by block.
 
-    Per block, in order, one all-reduce of R * D elements in dX's dtype or, under sequence
+    Per block, in order, one all-reduce of R * D elements of ``reduce_dtype`` or, under sequence
     parallelism, one reduce-scatter of the same size; started when the block's dX is done and
     waited for once the next block's is done, so that two blocks' dX are alive at most.
     """
 
-    total: Tensor
-    layout: Layout
-    pending: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None) -> None:
+        self._total, self._layout = hidden.new_empty(hidden.shape), layout
+        self._dtype = hidden.dtype
+        if reduce_dtype is not None and layout.ranks > 1:
+            self._dtype = reduce_dtype
+        self._pending: deque[tuple[dist.Work, Tensor, Tensor, Tensor]] = deque()
 
     def destination(self, block: Block) -> Tensor:
         """Where to write the block's local dX ``[R, D]``."""
-        if not self.layout.sequence_parallel:
-            return self.total[block.start : block.stop]
-        rows = self.layout.ranks * (block.stop - block.start)
-        return self.total.new_empty(rows, self.total.shape[1])
+        part, layout = self._total[block.start : block.stop], self._layout
+        if layout.parts == 1 and self._dtype == part.dtype:
+            return part
+        return part.new_empty(layout.parts * part.shape[0], part.shape[1], dtype=self._dtype)
 
     def reduce(self, block: Block, local: Tensor) -> None:
         """Start the sum over the ranks of ``local``, which came from :meth:`destination`."""
-        layout = self.layout
-        if layout.ranks == 1:
-            return
+        layout, part = self._layout, self._total[block.start : block.stop]
         if layout.sequence_parallel:
-            part = self.total[block.start : block.stop]
-            work = _reduce_scatter(part, local, group=layout.group, async_op=True)
+            summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
+            work = _reduce_scatter(summed, local, group=layout.group, async_op=True)
         else:
-            work = dist.all_reduce(local, group=layout.group, async_op=True)
-        self.pending.append((work, local))
-        while len(self.pending) > 1:
-            self.pending.popleft()[0].wait()
+            summed, work = local, dist.all_reduce(local, group=layout.group, async_op=True)
+        self._pending.append((work, local, summed, part))
+        while len(self._pending) > 1:
+            self._complete()
+
+    def _complete(self) -> None:
+        work, _, summed, part = self._pending.popleft()
+        work.wait()
+        if summed.data_ptr() != part.data_ptr():
+            part.copy_(summed)
 
     def wait(self) -> Tensor:
-        while self.pending:
-            self.pending.popleft()[0].wait()
-        return self.total
+        while self._pending:
+            self._complete()
+        return self._total
 
 
 @dataclass(frozen=True)
@@ -145,55 +152,42 @@ class Shard:
         return min(max(self.vocab_size - self.start, 0), self.rows)
 
 
-def gather_partials(
-    partial: Tensor, shard: Shard, columns: Columns, layout: Layout
-) -> Callable[[], tuple[Tensor, Tensor]]:
-    """Start merging partials ``[C, R]`` over the ranks; the result is a function that ends it.
+class PartialsGather:
+    """Merging a block's partials ``[C, R]`` over the ranks.
 
-    That function returns the merged partial ``[C, R]`` and the number V of real entries as a
-    0-dimensional tensor. Where the shards leave a gap or overlap the columns are NaN, and the
-    argmax is the largest integer. One all-gather of C * R + 2 elements per rank (fp32, or fp64 for fp64 input): the
-    partials and the shard's bounds; none for a single rank. The merge runs in rank order, so all
-    ranks hold the same bits.
+    ``local`` is where this rank's go; :meth:`start` sends them, :meth:`finish` gives the merged partial
+    and the number V of real entries, 0-dimensional (``partials.merge_messages``). One all-gather of
+    ``partials.message_size`` elements per rank (fp32, or fp64 for fp64 input), in place; none for a single
+    rank. The merge runs in rank order, so all ranks hold the same bits.
     """
-    if layout.ranks == 1:
-        size = partial.new_full((), shard.real)
-        return lambda: (partial, size)
-    message = partial.new_empty(partial.numel() + 2)
-    message[:-2].view_as(partial).copy_(partial)
-    bounds = integer_view(message[-2:])
-    bounds[0].fill_(shard.start)
-    bounds[1].fill_(shard.rows)
-    gathered = message.new_empty(layout.ranks * message.numel())
-    work = _all_gather(gathered, message, group=layout.group, async_op=True)
 
-    def finish(message: Tensor = message) -> tuple[Tensor, Tensor]:
-        work.wait()  # until then the message must stay alive, too
-        messages = gathered.view(layout.ranks, -1)
-        starts, rows = integer_view(messages[:, -2:]).long().unbind(1)
-        real = rows
-        if shard.vocab_size is not None:
-            real = (shard.vocab_size - starts).clamp(min=0).minimum(rows)
-        merged = merge(messages[:, :-2].unflatten(1, partial.shape), real, columns)
-        covered = _cover(starts, rows, shard.vocab_size)
-        merged[: columns.index].masked_fill_(~covered, torch.nan)
-        if columns.argmax:
-            ids = integer_view(merged[columns.index])
-            ids.masked_fill_(~covered, torch.iinfo(ids.dtype).max)
-        return merged, real.sum().to(partial.dtype)
+    def __init__(
+        self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout
+    ) -> None:
+        self._rows, self._shard, self._columns, self._layout = rows, shard, columns, layout
+        self._pending: Pending | None = None
+        dtype = accumulation_dtype(like.dtype)
+        if layout.ranks == 1:
+            self.local = like.new_empty(columns.count, rows, dtype=dtype)
+            return
+        size = message_size(columns, rows)
+        self._messages = like.new_empty(layout.ranks, size, dtype=dtype)
+        self._own = self._messages[layout.rank]
+        self.local = self._own[: columns.count * rows].view(columns.count, rows)
 
-    return finish
+    def start(self) -> None:
+        if self._layout.ranks == 1:
+            return
+        start, rows = bounds_of(self._own, self._columns, self._rows).unbind()
+        start.fill_(self._shard.start)
+        rows.fill_(self._shard.rows)
+        work = _all_gather(
+            self._messages.view(-1), self._own, group=self._layout.group, async_op=True
+        )
+        self._pending = Pending(self._messages, work)
 
-
-def _cover(starts: Tensor, rows: Tensor, vocab_size: int | None) -> Tensor:
-    """Whether shards ``[starts, starts + rows)`` tile [0, V) without gap or overlap, in any order.
-
-    Without ``vocab_size`` V is the sum of the rows.
-    """
-    total = rows.sum()
-    # An empty shard lies nowhere in particular: sort it behind the others.
-    starts = torch.where(rows > 0, starts, total)
-    order = starts.argsort(stable=True)
-    rows = rows[order]
-    covered = (starts[order] == rows.cumsum(0) - rows).all()
-    return covered if vocab_size is None else covered & (total >= vocab_size)
+    def finish(self, merge: Callable) -> tuple[Tensor, Tensor]:
+        """``merge``: ``merge_messages`` of :mod:`parallel_lce.partials`, or a backend's."""
+        if self._pending is None:
+            return self.local, self.local.new_full((), self._shard.real)
+        return merge(self._pending.wait(), self._columns, self._rows, self._shard.vocab_size)

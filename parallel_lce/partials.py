@@ -63,10 +63,16 @@ def integer_view(column: Tensor) -> Tensor:
     return column.view(torch.int32 if column.dtype == torch.float32 else torch.int64)
 
 
-def empty_partial(columns: Columns, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The identity of :func:`merge`, ``[columns.count, rows]``."""
-    partial = torch.zeros(columns.count, rows, dtype=dtype, device=device)
-    partial[MAX].fill_(-torch.inf)
+def empty_partial(
+    columns: Columns,
+    rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The identity of :func:`merge`, ``[columns.count, rows]``, in ``out`` if that is given."""
+    partial = torch.empty(columns.count, rows, dtype=dtype, device=device) if out is None else out
+    partial.zero_()[MAX].fill_(-torch.inf)
     return partial
 
 
@@ -98,3 +104,51 @@ def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
         ids = ids.masked_fill(maxima != top, torch.iinfo(ids.dtype).max)
         torch.amin(ids, 0, out=integer_view(merged[columns.index]))
     return merged
+
+
+def message_size(columns: Columns, rows: int) -> int:
+    """Elements of what a rank tells the others of its shard: a partial ``[C, R]`` and, bit-cast, the
+    shard's first global id and its rows."""
+    return columns.count * rows + 2
+
+
+def bounds_of(messages: Tensor, columns: Columns, rows: int) -> Tensor:
+    """The shards' bounds ``[..., 2]`` in ``messages [..., message_size]``, as integers."""
+    end = columns.count * rows
+    return integer_view(messages[..., end : end + 2])
+
+
+def merge_messages(
+    messages: Tensor, columns: Columns, rows: int, vocab_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """The merged partial ``[C, R]`` of the ranks' ``messages [P, message_size]``, in rank order, and V,
+    the real entries, 0-dimensional. Entries from ``vocab_size`` on are padding.
+
+    Where the shards leave a gap or overlap the columns are NaN, and the argmax is the largest integer.
+    """
+    starts, sizes = bounds_of(messages, columns, rows).long().unbind(1)
+    real = sizes
+    if vocab_size is not None:
+        real = (vocab_size - starts).clamp(min=0).minimum(sizes)
+    partials = messages[:, : columns.count * rows].unflatten(1, (columns.count, rows))
+    merged = merge(partials, real, columns)
+    covered = _cover(starts, sizes, vocab_size)
+    merged[: columns.index].masked_fill_(~covered, torch.nan)
+    if columns.argmax:
+        ids = integer_view(merged[columns.index])
+        ids.masked_fill_(~covered, torch.iinfo(ids.dtype).max)
+    return merged, real.sum().to(messages.dtype)
+
+
+def _cover(starts: Tensor, sizes: Tensor, vocab_size: int | None) -> Tensor:
+    """Whether shards ``[starts, starts + sizes)`` tile [0, V) without gap or overlap, in any order.
+
+    Each that is not empty must begin where those before it end. Without ``vocab_size`` V is the sum of
+    the sizes.
+    """
+    place = torch.arange(len(starts), device=starts.device)
+    before = starts < starts.unsqueeze(1)
+    before |= (starts == starts.unsqueeze(1)) & (place < place.unsqueeze(1))
+    covered = ((before * sizes).sum(1) == starts) | (sizes == 0)
+    covered = covered.all()
+    return covered if vocab_size is None else covered & (sizes.sum() >= vocab_size)

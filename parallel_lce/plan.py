@@ -15,6 +15,10 @@ DEFAULT_BUDGET = 1 << 30
 SMALLEST_BLOCK = 32 << 20
 """Bytes of a block of logits that a call may use whatever its budget is; a few tiles come on top."""
 
+GATHERED_BYTES = 256 << 20
+"""Bytes of hidden states that a forward under sequence parallelism gathers at once, while it projects as
+many, where it keeps nothing."""
+
 NOMINAL_SHARD = 32768
 """Vocabulary rows per rank assumed where the shards are uneven and nobody said how large V is."""
 
@@ -49,6 +53,9 @@ class Plan:
     everything. ``block_bytes``: what the exponentials of a block may take. ``scratch_bytes``: the
     logits-shaped scratch beside what is kept. ``accumulator_bytes``: fp32 sums beside the gradients
     themselves (low-precision dW over several blocks, or low-precision dX over vocabulary slices).
+    ``keeps_hidden``: the only block's gathered hidden states stay from forward to backward.
+    ``gathered``: rows of each part that a forward projects at once where it keeps nothing.
+    ``scratch_alone``: the scratch of a backward that finds nothing of what was to be kept.
     """
 
     rows: int
@@ -60,6 +67,9 @@ class Plan:
     block_bytes: int
     scratch_bytes: int
     accumulator_bytes: int
+    keeps_hidden: bool
+    gathered: int
+    scratch_alone: int
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -69,6 +79,19 @@ class Plan:
             stop = min(start + size, self.rows)
             blocks.append(Block(start, stop, self.kept if self.accumulate else 0))
         return tuple(blocks)
+
+    @cached_property
+    def forward_blocks(self) -> tuple[Block, ...]:
+        """The forward's: the same where something is kept, and as few as the gathered hidden states
+        allow of the other rows, which take no memory of the logits' shape."""
+        if self.accumulate:
+            return self.blocks
+        # Not by what this rank keeps: all gather as much at once.
+        blocks = self.blocks[:1] if self.first else ()
+        start = self.first
+        size = balanced(self.rows - start, self.gathered)
+        ends = [*range(start, self.rows, size), self.rows]
+        return *blocks, *(Block(a, b, 0) for a, b in zip(ends, ends[1:]))
 
     def limited(self, shard_rows: int, itemsize: int, parts: int) -> Plan:
         """The same blocks on this rank, whose shard has ``shard_rows`` rows that are no padding.
@@ -112,6 +135,7 @@ def plan(
     keepable: bool = True,
     accumulable: bool = False,
     smallest_accumulated: int = 1,
+    reuses_kept: bool = False,
 ) -> Plan:
     """Split ``rows`` tokens into blocks.
 
@@ -120,10 +144,12 @@ def plan(
     ``ranks``: P. ``gradients=None`` means evaluation. ``keepable``: the stored exponentials are
     enough for the backward. ``accumulable``: the loss is a sum with weights known in forward;
     ``smallest_accumulated``: rows of a block from which on adding to an fp32 dW, which costs the
-    same whatever the rows, is worth its time.
+    same whatever the rows, is worth its time. ``reuses_kept``: what is recomputed needs no memory beside
+    that of what was kept.
 
-    Everything that fits the budget is saved (6 N V D flops). If not everything fits, an accumulable
-    loss accumulates in forward (6 N V D), in blocks of the budget, provided that this never needs
+    Everything that fits the budget is saved (6 N V D flops), and under sequence parallelism the gathered
+    hidden states too if they fit beside it; else these are gathered again. If not everything fits, an
+    accumulable loss accumulates in forward (6 N V D), in blocks of the budget, provided that this never needs
     more memory than saving everything would. Otherwise what fits is saved and the rest recomputed
     (8 N V D): all rows of some of the vocabulary in one block, or some of the rows in a first block,
     whose memory the following ones reuse; whichever needs the smaller fp32 accumulator, and on one
@@ -138,15 +164,21 @@ def plan(
         return block_bytes // (row_bytes * parts)
 
     def decided(first: int, most: int, kept: int, accumulator: int = 0) -> Plan:
-        most = max(1, most)
         return Plan(
-            per_part, first, most, kept, False, shard_rows, budget, SMALLEST_BLOCK, accumulator
-        )
+            per_part, first, max(1, most), kept, False,
+            shard_rows, budget, scratch, accumulator, False, at_once, SMALLEST_BLOCK,
+        )  # fmt: skip
 
+    scratch = 0 if keepable and reuses_kept and budget >= SMALLEST_BLOCK else SMALLEST_BLOCK
+    gathered = rows * hidden * itemsize if parts > 1 else 0
+    at_once = max(1, per_part)
+    if parts > 1:
+        at_once = max(1, GATHERED_BYTES // max(1, parts * hidden * itemsize))
     if gradients is None:
         return decided(0, rows_in(SMALLEST_BLOCK) if parts > 1 else per_part, 0)
     if keepable and whole <= budget:
-        return decided(per_part, per_part, shard_rows)
+        saved = decided(per_part, per_part, shard_rows)
+        return replace(saved, keeps_hidden=0 < gathered <= budget - whole)
 
     dw_sum = shard_rows * hidden * max(4, itemsize) if gradients.weight else 0
     split = gradients.weight and not gradients.weight_fp32
@@ -166,10 +198,10 @@ def plan(
             accumulator = dw_sum if split else 0
             return Plan(
                 per_part, 0, most, shard_rows, True,
-                shard_rows, block_bytes, SMALLEST_BLOCK, accumulator,
+                shard_rows, block_bytes, SMALLEST_BLOCK, accumulator, False, at_once, SMALLEST_BLOCK,
             )  # fmt: skip
 
-    room = max(0, budget - SMALLEST_BLOCK) if keepable else 0
+    room = max(0, budget - scratch) if keepable else 0
     first = rows_in(room)
     most = max(1, first, rows_in(SMALLEST_BLOCK))
     several = first > 0 or per_part > most
@@ -177,7 +209,7 @@ def plan(
     dx_sum = 0 if gradients.input_fp32 or not gradients.input else rows * hidden * 4
     if parts > 1:
         # One block of all rows would also gather every hidden state and hold the whole dX.
-        dx_sum += 2 * rows * hidden * itemsize
+        dx_sum += 2 * gathered
     # Every block of rows reads and writes all of an fp32 dW, slices of the vocabulary do so once: on
     # one rank, where no reduction of dX waits for blocks, that is worth a sum as large as the budget.
     affordable = gradients.weight and ranks == 1 and several and room > 0 and dx_sum <= budget

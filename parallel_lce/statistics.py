@@ -16,8 +16,9 @@ logits' gradient (:func:`coefficients`). With shifted logits z - M and p = softm
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from types import ModuleType
 
 import torch
@@ -27,14 +28,14 @@ from parallel_lce.backends.blocks import Coefficients, Destinations, Kept, Proje
 from parallel_lce.parallel import (
     HiddenGradient,
     Layout,
+    PartialsGather,
     Pending,
     Shard,
     gather_hidden,
-    gather_partials,
 )
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, integer_view
 from parallel_lce.plan import Block, Plan
-from parallel_lce.weight_grad import MainGrad, ShardGradient, accumulation_dtype
+from parallel_lce.weight_grad import MainGrad, ShardGradient
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class Call:
     """One call's numbers, all but the tensors that may need gradients.
 
     ``backend``: one of :mod:`parallel_lce.backends`. ``target [N]``: ids in the whole vocabulary, or
-    None. ``main_grad``: where dW is added, if anywhere.
+    None. ``main_grad``: where dW is added, if anywhere. ``reduce_dtype``: dtype of dX's reduction over the
+    ranks, by default that of the hidden states.
     """
 
     backend: ModuleType
@@ -89,17 +91,19 @@ class Call:
     scale: float = 1.0
     softcap: float | None = None
     main_grad: MainGrad | None = None
+    reduce_dtype: torch.dtype | None = None
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard
         return Projection(weight, bias, shard.start, shard.real, self.scale, self.softcap)
 
+    @cached_property
+    def _local_targets(self) -> Tensor:
+        return self.target - self.shard.start if self.shard.start else self.target
+
     def local_target(self, block: Block) -> Tensor | None:
         """The block's targets relative to the shard; other shards' and invalid ones hit nothing."""
-        if self.target is None:
-            return None
-        target = self.layout.take(self.target, block)
-        return target - self.shard.start if self.shard.start else target
+        return None if self.target is None else self.layout.take(self._local_targets, block)
 
 
 def token_count(hidden: Tensor, layout: Layout) -> int:
@@ -155,42 +159,48 @@ def coefficients(
 def statistics_forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor, Kept]:
-    """Merged partial ``[C, N]``, V, and what the first block keeps for backward, the only one that
-    does (nothing unless ``keep``).
+    """Merged partial ``[C, N]``, V, and what is kept for backward (nothing unless ``keep``): of the
+    first block, and before that its gathered hidden states if the plan says so.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started
     a block ahead; then one all-gather of the partials.
     """
-    layout, columns = call.layout, call.columns
+    layout, columns, blocks = call.layout, call.columns, call.plan.forward_blocks
     projection = call.projection(weight, bias)
-    partial = None
-    if len(call.plan.blocks) != 1:
-        shape = columns.count, token_count(hidden, layout)
-        partial = hidden.new_empty(shape, dtype=accumulation_dtype(weight.dtype))
+    gather = PartialsGather(hidden, token_count(hidden, layout), call.shard, columns, layout)
     kept: Kept = ()
-    for block, pending in hidden_blocks(call, hidden):
+    for block, pending in hidden_blocks(blocks, hidden, layout):
         x = pending.wait()
         target = call.local_target(block)
+        # One block is all tokens, in their order.
+        out = gather.local if len(blocks) == 1 else None
         local, block_kept = call.backend.block_forward(
-            projection, x, target, columns, block.kept if keep else 0
+            projection, x, target, columns, block.kept if keep else 0, None, out
         )
         kept = kept or block_kept
-        if partial is None:
-            partial = local  # of all tokens, in their order
-        else:
-            layout.put(partial, block, local)
-    merged, vocab_size = gather_partials(partial, call.shard, columns, layout)()
+        if keep and call.plan.keeps_hidden:
+            # On every rank, also where the shard is empty: it decides about a collective.
+            kept = (x, *kept)
+        if out is None:
+            layout.put(gather.local, block, local)
+    gather.start()
+    merged, vocab_size = gather.finish(call.backend.merge_messages)
     return merged, vocab_size, kept
 
 
-def hidden_blocks(call: Call, hidden: Tensor) -> Iterator[tuple[Block, Pending]]:
-    """Each block with its hidden states, gathered one block ahead of their use."""
-    blocks = call.plan.blocks
-    ahead = gather_hidden(hidden, blocks[0], call.layout) if blocks else None
+def hidden_blocks(
+    blocks: Sequence[Block], hidden: Tensor, layout: Layout, gathered: Tensor | None = None
+) -> Iterator[tuple[Block, Pending]]:
+    """Each block with its hidden states, gathered one block ahead of their use; ``gathered``: those of
+    the only block, from before."""
+    if gathered is not None:
+        yield blocks[0], Pending(gathered)
+        return
+    ahead = gather_hidden(hidden, blocks[0], layout) if blocks else None
     for number, block in enumerate(blocks):
         pending = ahead
         if number + 1 < len(blocks):
-            ahead = gather_hidden(hidden, blocks[number + 1], call.layout)
+            ahead = gather_hidden(hidden, blocks[number + 1], layout)
         yield block, pending
 
 
@@ -211,7 +221,8 @@ class GradientSums:
     """dX, dW and dbias of one call, formed block by block.
 
     Collectives: those of :class:`HiddenGradient`, started by each :meth:`add_block`.
-    ``dtype`` of dW and dbias, by default the parameters'. ``scratch``: the blocks' working memory.
+    ``dtype`` of dW and dbias, by default the parameters'. ``scratch``: the blocks' working memory, of
+    ``scratch_bytes``, by default the plan's.
     """
 
     def __init__(
@@ -221,13 +232,15 @@ class GradientSums:
         projection: Projection,
         needs: Needs,
         dtype: torch.dtype | None = None,
+        scratch_bytes: int | None = None,
     ) -> None:
         self._call, self._projection = call, projection
-        self.scratch = Scratch(call.plan.scratch_bytes, hidden.device)
+        size = call.plan.scratch_bytes if scratch_bytes is None else scratch_bytes
+        self.scratch = Scratch(size, hidden.device)
         visits, real = len(call.plan.blocks), projection.real
         self._hidden = self._weight = self._bias = None
         if needs.hidden:
-            self._hidden = HiddenGradient(hidden.new_empty(hidden.shape), call.layout)
+            self._hidden = HiddenGradient(hidden, call.layout, call.reduce_dtype)
         if needs.weight:
             self._weight = ShardGradient(
                 projection.weight, real, visits, dtype=dtype, main_grad=call.main_grad
@@ -238,13 +251,13 @@ class GradientSums:
     def add_block(
         self,
         block: Block,
-        x: Tensor,
+        hidden: Pending,
         partial: Tensor,
         coefficients: Coefficients,
         kept: Kept,
     ) -> None:
-        """Add a block: ``x [R, D]``, merged ``partial [C, R]``, coefficients ``[R]``; ``kept`` is of
-        no use any more."""
+        """Add a block: ``hidden [R, D]``, waited for where it is first read, merged ``partial [C, R]``,
+        coefficients ``[R]``; ``kept`` is of no use any more."""
         dx = dx_ready = None
         if self._hidden is not None:
             dx = self._hidden.destination(block)
@@ -252,14 +265,16 @@ class GradientSums:
                 dx_ready = lambda: self._hidden.reduce(block, dx)  # noqa: E731
         self._call.backend.block_backward(
             self._projection,
-            x,
+            hidden.tensor,
             self._call.local_target(block),
             partial,
             coefficients,
             kept,
-            Destinations(dx, dx_ready, self._weight, self._bias),
+            Destinations(dx, dx_ready, self._weight, self._bias, hidden.wait),
             self.scratch,
         )
+        # A gather whose result nobody needed must not be on its way when its memory is freed.
+        hidden.wait()
 
     def deliver(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """dX, dW (or what :class:`MainGrad` gives for it) and dbias; None if not asked for."""
@@ -285,21 +300,35 @@ def statistics_backward(
     in that memory.
 
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a
-    block ahead; then the reduction of dX (:class:`HiddenGradient`).
+    block ahead, unless they were kept; then the reduction of dX (:class:`HiddenGradient`).
     """
-    layout = call.layout
-    sums = GradientSums(call, hidden, call.projection(weight, bias), needs)
+    layout, blocks = call.layout, call.plan.blocks
+    gathered = None
+    if kept and call.plan.keeps_hidden:
+        gathered, *kept = kept
+    scratch = call.plan.scratch_bytes if kept else call.plan.scratch_alone
+    projection = call.projection(weight, bias)
+    sums = GradientSums(call, hidden, projection, needs, scratch_bytes=scratch)
     if kept:
         # Autograd, which saved these tensors, is not to count what is written to them.
-        kept = tuple(t.data for t in kept)
+        kept = [t.data for t in kept]
         memory = kept[0]
         # Exponentials that underflowed no longer tell the logits that delta needs.
         if spent or coefficients.delta is not None:
             kept = ()
             sums.scratch.adopt(memory)
-    for block, pending in hidden_blocks(call, hidden):
-        local = coefficients.map(lambda c: layout.take(c, block))
-        sums.add_block(block, pending.wait(), layout.take(partial, block), local, kept)
+    tokens = None
+    if len(blocks) > 1:
+        # All numbers of a token side by side: a block takes them in one copy.
+        each = [c for c in coefficients.each if c is not None]
+        tokens = torch.cat([partial, torch.stack(each)])
+    for block, pending in hidden_blocks(blocks, hidden, layout, gathered):
+        of_block, local = partial, coefficients
+        if tokens is not None:
+            of_block, rest = layout.take(tokens, block).contiguous().split([len(partial), len(each)])
+            mine = iter(rest.unbind())
+            local = coefficients.map(lambda c: next(mine))
+        sums.add_block(block, pending, of_block, local, tuple(kept))
         if kept:
             kept = ()
             sums.scratch.adopt(memory)

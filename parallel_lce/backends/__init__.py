@@ -3,11 +3,13 @@
 Each is a module with the same functions over :mod:`parallel_lce.backends.blocks`; ``eager``, the
 torch backend, says what they do:
 
-    SMALLEST_ACCUMULATED: int
+    SMALLEST_ACCUMULATED, REUSES_KEPT: int, bool
     keepable(dtype, softcap) -> bool
     allocate_kept(projection, rows, columns) -> Tensor
-    block_forward(projection, x, target, columns, kept, buffer=None) -> (partial, Kept)
+    block_forward(projection, x, target, columns, kept, buffer=None, out=None) -> (partial, Kept)
     block_backward(projection, x, target, statistics, coefficients, kept, to, scratch) -> None
+    merge_messages(messages, columns, rows, vocab_size) -> (partial, V)
+    token_losses(partial, vocab_size, target, ...) -> (losses, alpha, beta, gamma)
 """
 
 from __future__ import annotations

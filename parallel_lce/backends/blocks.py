@@ -55,8 +55,10 @@ class Coefficients:
         return Coefficients(*(c if c is None else function(c) for c in self.each))
 
     def times(self, factor: Tensor) -> Coefficients:
-        """All of them times one factor, or one per token ``[R]``."""
-        return self.map(lambda c: c * factor)
+        """All of them times one factor, or one per token ``[R]``, in one launch."""
+        there = [c for c in self.each if c is not None]
+        product = iter(torch._foreach_mul(there, [factor] * len(there)))
+        return Coefficients(*(c if c is None else next(product) for c in self.each))
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,14 @@ class Destinations:
     """Where a block's gradients go; None where one is not wanted.
 
     ``dx [R, D]`` is written, then ``dx_ready`` called; ``dweight`` and ``dbias`` are added to.
+    ``x_ready`` is called before the block's hidden states, which may be on their way, are first read.
     """
 
     dx: Tensor | None
     dx_ready: Callable[[], None] | None
     dweight: ShardGradient | None
     dbias: ShardGradient | None
+    x_ready: Callable[[], object] = lambda: None
 
 
 class Scratch:

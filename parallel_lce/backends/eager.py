@@ -33,7 +33,16 @@ from parallel_lce.backends.blocks import (
 )
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand, put
 from parallel_lce.backends.loss import token_losses  # noqa: F401
-from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
+from parallel_lce.partials import (
+    MAX,
+    SUM_EXP,
+    TARGET,
+    Columns,
+    empty_partial,
+    integer_view,
+    merge,
+    merge_messages,  # noqa: F401
+)
 
 # Rows and columns of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.
 _CPU_TILE = (256, 2048)
@@ -51,6 +60,9 @@ _LOWEST_SHIFT = -1e4
 
 SMALLEST_ACCUMULATED = 1
 """Rows of a block from which on gradients are worth forming in forward."""
+
+REUSES_KEPT = False
+"""Whether what is recomputed needs no memory beside that of what was kept."""
 
 
 def _logits(projection: Projection, x: Tensor, weight: Tensor, columns: slice) -> Tensor:
@@ -129,6 +141,7 @@ def block_forward(
     columns: Columns,
     kept: int,
     buffer: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Kept]:
     """Partials ``[C, R]`` of ``x [R, D]`` over the shard, and what is kept of its first vocabulary
     rows, ``kept`` or all that there are.
@@ -136,15 +149,15 @@ def block_forward(
     Kept are the exponentials ``exp(z - maxima) [kept, R]`` in the weight's dtype, which fill
     ``buffer``, at least as large as :func:`allocate_kept` makes it, and the maxima
     ``[windows, R]`` of each window that they are relative to. ``target [R]`` holds ids relative to
-    the shard; one outside ``[0, real)`` hits nothing.
+    the shard; one outside ``[0, real)`` hits nothing. ``out [C, R]``: where to write the partials.
     """
     rows, kept = x.shape[0], min(kept, projection.real)
     cut = windows(projection, kept)
     if x.device.type == "cpu":
         _settle_allocator()
+    merged = empty_partial(columns, rows, projection.dtype, x.device, out)
     if not cut:
-        return empty_partial(columns, rows, projection.dtype, x.device), ()
-    merged = x.new_empty(columns.count, rows, dtype=projection.dtype)
+        return merged, ()
     exponentials = maxima = None
     if kept:
         buffer = allocate_kept(projection, rows, kept) if buffer is None else buffer
@@ -232,6 +245,7 @@ def block_backward(
     of dW: that of every kept window, and of as many recomputed ones as have their gradients of
     logits held within ``scratch.limit`` bytes. Where that is none, one window is projected once more.
     """
+    to.x_ready()
     gradient = _LogitGradient(projection, x, target, statistics, coefficients, kept)
     dx, sums = to.dx, _OpenWindow(to, gradient)
     cut = windows(projection, gradient.kept)

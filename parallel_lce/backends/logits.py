@@ -7,7 +7,8 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from parallel_lce.partials import MAX, SUM_EXP, TARGET
+from parallel_lce import partials
+from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
 from parallel_lce.weight_grad import accumulation_dtype
 
 # Torch takes rows in blocks of this many bytes of fp32, so that no second [N, V/P] tensor exists.
@@ -54,6 +55,17 @@ def logits_gradient(
                 logits, target, start, maximum, scale, uniform, on_target
             )
     return torch_logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
+
+
+def merge_messages(
+    messages: Tensor, columns: Columns, rows: int, vocab_size: int | None
+) -> tuple[Tensor, Tensor]:
+    """``partials.merge_messages``, by the kernel where there is one."""
+    if _uses_kernels(messages):
+        from parallel_lce.kernels import partials as kernels
+
+        return kernels.merge_messages(messages, columns, rows, vocab_size)
+    return partials.merge_messages(messages, columns, rows, vocab_size)
 
 
 def _row_blocks(logits: Tensor) -> list[slice]:

@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of
 from megatron_training import switched
+from tools import recorded
 from world import Member
 
 
@@ -71,6 +72,30 @@ def test_others_may_wrap_it_too():
 def test_install_refuses_budgets(budget):
     with pytest.raises(ValueError, match="logits_budget"):
         parallel_lce.megatron.install(logits_budget=budget)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, "float32"])
+def test_install_refuses_dtypes(dtype):
+    with pytest.raises(ValueError, match="reduce_dtype must be None or torch.float32"):
+        parallel_lce.megatron.install(reduce_dtype=dtype)
+
+
+def _reductions(member: Member, reduce_dtype: torch.dtype | None) -> list:
+    spec = Model(ranks=member.ranks)
+    try:
+        model = build(member, spec, switched(spec)).bfloat16()
+        parallel_lce.megatron.install(reduce_dtype=reduce_dtype)
+        losses = losses_of(model, spec, batch(0, spec, member.device))
+        with recorded(None) as events:
+            losses.sum().backward()
+        return [e[2] for e in events if e[0] == "all_reduce" and e[1] == BATCH * SEQUENCE * HIDDEN]
+    finally:
+        parallel_lce.megatron.uninstall()
+
+
+def test_hidden_gradients_are_summed_in_the_dtype_asked_for(worlds, device):
+    for stock, asked in zip(*(worlds(2).run(_reductions, d) for d in (None, torch.float32))):
+        assert "float32" not in stock and asked.count("float32") == 1
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from parallel_lce.logits import vocab_parallel_cross_entropy
@@ -25,6 +26,7 @@ class _Installed:
 
     cross_entropy: str
     logits_budget: int | None
+    reduce_dtype: torch.dtype | None = None
     replaced: list[tuple[object, str, object, object]] = field(default_factory=list)
 
     def replace(self, owner: object, name: str, ours: object) -> None:
@@ -49,7 +51,12 @@ class _Installed:
 _installed: _Installed | None = None
 
 
-def install(logits_budget: int | None = None, *, cross_entropy: str | None = None) -> None:
+def install(
+    logits_budget: int | None = None,
+    *,
+    cross_entropy: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> None:
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True,
     cross_entropy_fusion_impl="parallel_lce")`` choose this package's loss.
 
@@ -67,14 +74,18 @@ def install(logits_budget: int | None = None, *, cross_entropy: str | None = Non
             function of that name in ``megatron.core.tensor_parallel`` for all its callers; modules that
             imported the function itself before keep Megatron's. By default the environment's
             ``PARALLEL_LCE_CROSS_ENTROPY``.
+        reduce_dtype: dtype in which dX is summed over the ranks, as in
+            :func:`parallel_lce.linear_cross_entropy`; by default that of the hidden states, as in stock.
 
     Raises:
         ImportError: megatron-core is missing.
-        ValueError: a budget or a cross-entropy that does not exist; later, when a model is built with
+        ValueError: a budget, a cross-entropy or a dtype that does not exist; later, when a model is built with
             settings that the switch does not support.
     """
     global _installed
     chosen, budget = choose(logits_budget, cross_entropy)
+    if reduce_dtype not in (None, torch.float32):
+        raise ValueError(f"reduce_dtype must be None or torch.float32, got {reduce_dtype!r}")
     try:
         from megatron.core import tensor_parallel
         from megatron.core.models.common.language_module.language_module import LanguageModule
@@ -95,6 +106,7 @@ def install(logits_budget: int | None = None, *, cross_entropy: str | None = Non
         for name, wrap in wrappers.items():
             _installed.replace(LanguageModule, name, wrap(getattr(LanguageModule, name)))
     _installed.cross_entropy, _installed.logits_budget = chosen, budget
+    _installed.reduce_dtype = reduce_dtype or _installed.reduce_dtype
     replaced = len(_installed.replaced) > len(wrappers)
     if replaced and chosen != "logits":
         _installed.restore(kept=len(wrappers))
@@ -126,8 +138,10 @@ def choose(logits_budget: int | None, cross_entropy: str | None) -> tuple[str, i
     return chosen, int(text) if text and budget is None else budget
 
 
-def _current_budget() -> int | None:
-    return None if _installed is None else _installed.logits_budget
+def _current_options() -> dict[str, object]:
+    if _installed is None:
+        return {"logits_budget": None}
+    return {"logits_budget": _installed.logits_budget, "reduce_dtype": _installed.reduce_dtype}
 
 
 def _takes_logits() -> bool:
@@ -154,7 +168,7 @@ def _wrap_setup(original: Callable) -> Callable:
         if not _asked_for(config) or layer is None or not getattr(self, "post_process", True):
             return
         if not _takes_logits():
-            make_lazy(layer, _current_budget)
+            make_lazy(layer, _current_options)
 
     return setup_embeddings_and_output_layer
 

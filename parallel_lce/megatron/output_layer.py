@@ -27,8 +27,9 @@ def is_lazy(layer: object) -> bool:
     return getattr(layer, "returns_lazy_logits", False)
 
 
-def make_lazy(layer: torch.nn.Module, logits_budget: Callable[[], int | None]) -> None:
-    """Have an output layer return lazy logits. ``logits_budget`` is asked at each loss.
+def make_lazy(layer: torch.nn.Module, options: Callable[[], dict[str, object]]) -> None:
+    """Have an output layer return lazy logits. ``options`` gives ``logits_budget`` and ``reduce_dtype`` of
+    each loss.
 
     Raises:
         ValueError: the layer computes its logits in a way that the loss does not know.
@@ -50,7 +51,7 @@ def make_lazy(layer: torch.nn.Module, logits_budget: Callable[[], int | None]) -
             f"ColumnParallelLinear (no fp8 output projection), {advice}"
         )
     layer.__class__ = _lazy_class(type(layer))
-    layer.logits_budget = logits_budget
+    layer.loss_options = options
 
 
 @functools.cache
@@ -174,7 +175,7 @@ def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) 
         sequence_parallel=logits.sequence_parallel,
         vocab_start=None,
         vocab_size=None,
-        logits_budget=layer.logits_budget(),
+        **layer.loss_options(),
     )
     fused = layer.config.gradient_accumulation_fusion and logits.weight is None
     main_grad = main_grad_of(weight, fused)

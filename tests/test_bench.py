@@ -210,7 +210,7 @@ def test_what_is_wrong_is_shown_and_never_timed(monkeypatch, no_profiler):
 
 
 def test_nan_in_one_row_is_refused():
-    """A row that a peer does not write holds what _poison left there."""
+    """A row that a peer does not write holds what poison left there."""
     inputs = make_inputs(TINY, torch.float32, CPU, seed=0)
     judge = accuracy.Judge(inputs)
     truth = judge.truth[0].float(), judge.truth[1].float(), judge.truth[2].float()
@@ -363,6 +363,6 @@ def test_ragged_costs_are_per_token_and_entry():
 
 
 def test_readings_on_a_gpu_are_long_enough():
-    assert measure._calls_in(0.15, 0.04) == 4
-    assert measure._calls_in(0.15, 1.0) == 1
-    assert measure._calls_in(0.15, 0.0) == measure.CUDA_CALLS
+    assert measure.calls_in(0.15, 0.04) == 4
+    assert measure.calls_in(0.15, 1.0) == 1
+    assert measure.calls_in(0.15, 0.0) == measure.CUDA_CALLS

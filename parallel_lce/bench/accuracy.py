@@ -33,9 +33,20 @@ class Judge:
     """Holds the float64 truth of one set of inputs and torch's errors against it."""
 
     def __init__(self, inputs, gradients=True):
+        self._hold(inputs, exact(inputs, gradients), _torch_in_same_dtype(inputs, gradients))
+
+    @classmethod
+    def between(cls, inputs, truth, torchs, worst=lambda errors: errors):
+        """Of a truth, as `exact` returns it, and torch's loss and gradients that exist already. `worst(errors)` are
+        the largest of all ranks."""
+        judge = cls.__new__(cls)
+        judge._hold(inputs, truth, torchs, worst)
+        return judge
+
+    def _hold(self, inputs, truth, torchs, worst=lambda errors: errors):
         self.inputs = inputs
-        self.largest_logit, *self.truth = exact(inputs, gradients)
-        self.yardstick = self.errors(*_torch_in_same_dtype(inputs, gradients))
+        self.largest_logit, *self.truth = truth
+        self.yardstick = worst(self.errors(*torchs))
         floor = 4 * torch.finfo(torch.float32).eps
         self.limits = {name: 2 * error + floor for name, error in self.yardstick.items()}
         self.limits["loss"] = 2 * self.yardstick["loss"] + max(floor, torch.finfo(inputs.x.dtype).eps)
@@ -50,9 +61,15 @@ class Judge:
         return errors
 
     def check(self, calls, main_grad=False):
-        """The errors of a peer, or Refused. `calls` are its functions by pass, each called once; with `main_grad` its
-        dW is fp32. The loss counts from the worse of the two, which may run different code: without gradients there
-        is nothing to save."""
+        """The errors of a peer, or Refused."""
+        errors = self.found(calls, main_grad)
+        self.rule(errors)
+        return errors
+
+    def found(self, calls, main_grad=False):
+        """The errors of a peer. `calls` are its functions by pass, each called once; with `main_grad` its dW is fp32.
+        The loss counts from the worse of the two, which may run different code: without gradients there is nothing to
+        save."""
         inputs, errors = self.inputs, {}
         if FORWARD_BACKWARD in calls:
             loss, grad_x, grad_weight = calls[FORWARD_BACKWARD]()
@@ -62,11 +79,14 @@ class Judge:
             errors = self.errors(loss.detach(), grad_x, grad_weight)
         if FORWARD in calls:
             errors["loss"] = _worse(errors.get("loss", 0.0), self.errors(calls[FORWARD]().detach())["loss"])
+        return errors
+
+    def rule(self, errors):
+        """Raises Refused where an error is larger than allowed."""
         wrong = [name for name in errors if not errors[name] <= self.limits[name]]  # NaN is wrong too
         if wrong:
             texts = [f"{name} error {errors[name]:.1e}, allowed {self.limits[name]:.1e}" for name in wrong]
             raise Refused("refused: " + "; ".join(texts), errors)
-        return errors
 
     def forget(self):
         """Frees the reference, before anything is timed."""

@@ -3,6 +3,7 @@
 Each function returns a loss as peers.py describes it, or raises what the import raised.
 """
 
+import inspect
 import os
 
 import torch
@@ -26,8 +27,8 @@ def mean_of(per_token, target):
     return per_token.sum() / (target != IGNORE_INDEX).sum()
 
 
-def _megatron_loss(cross_entropy):
-    """`cross_entropy(logits [N, 1, V], labels [N, 1]) -> [N, 1]` behind the output layer's matrix product.
+def _megatron_loss(cross_entropy, project=F.linear):
+    """`cross_entropy(logits [N, 1, V], labels [N, 1]) -> [N, 1]` behind the output layer, `project(x, weight)`.
 
     Megatron knows no ignore_index: its training loop multiplies per-token losses by a loss mask, and so do we.
     """
@@ -35,7 +36,7 @@ def _megatron_loss(cross_entropy):
     def loss(x, weight, target):
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0)
-        per_token = cross_entropy(F.linear(x, weight).unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
+        per_token = cross_entropy(project(x, weight).unsqueeze(1), labels.unsqueeze(1)).squeeze(1)
         return mean_of(per_token * mask, target)
 
     return loss
@@ -66,6 +67,97 @@ def megatron_fused():
     forget_compiled()
     group = _megatron_group()
     return _megatron_loss(lambda logits, labels: fused_vocab_parallel_cross_entropy(logits, labels, group))
+
+
+def megatron_tensor_parallel(fused, group, sequence_parallel):
+    """The output layer's own autograd function, which overlaps dX's reduction with dW, and the native or fused loss."""
+    from megatron.core import parallel_state
+    from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+    from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
+
+    # The native loss asks for the group by this name, and gathered hidden states live in this buffer.
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
+    parallel_state._GLOBAL_MEMORY_BUFFER = None
+    parallel_state._set_global_memory_buffer()
+    options = {
+        "bias": None,
+        "gradient_accumulation_fusion": False,
+        "allreduce_dgrad": not sequence_parallel and dist.get_world_size(group) > 1,
+        "sequence_parallel": sequence_parallel,
+        "tp_group": group,
+    }
+
+    def project(x, weight):
+        return linear_with_grad_accumulation_and_async_allreduce(x, weight, **options)
+
+    def cross_entropy(logits, labels):
+        if fused:
+            return fused_vocab_parallel_cross_entropy(logits, labels, group)
+        return vocab_parallel_cross_entropy(logits, labels)
+
+    return _megatron_loss(cross_entropy, project)
+
+
+def loss_parallel(group, sequence_parallel):
+    """PyTorch's own: DTensors, and a cross-entropy of logits that stay sharded over the vocabulary."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    kind = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+    mesh = DeviceMesh.from_group(group, kind)
+
+    def loss(x, weight, target):
+        hidden = DTensor.from_local(x, mesh, [Shard(0) if sequence_parallel else Replicate()], run_check=False)
+        hidden = hidden.redistribute(mesh, [Replicate()])
+        shard = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
+        logits = F.linear(hidden, shard).float()
+        return F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX).to_local()
+
+    loss.around = loss_parallel  # both passes have to run inside
+    return loss
+
+
+def verl(group, sequence_parallel):
+    """Its kernel knows tensor parallelism alone and leaves dX to be summed: around it, what Megatron's regions do."""
+    from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
+
+    options = {"reduction": "none", "temperature": 1.0, "dist_process_group": group}
+    order = list(inspect.signature(LinearCrossEntropy.forward).parameters)[4:]  # after ctx, hidden, weight and labels
+
+    def loss(x, weight, target):
+        hidden = _Region.apply(x, group, sequence_parallel)
+        mask = target != IGNORE_INDEX
+        labels = torch.where(mask, target, 0)
+        log_probs, _ = LinearCrossEntropy.apply(hidden, weight, labels, *(options[name] for name in order))
+        return mean_of(-log_probs * mask, target)
+
+    return loss
+
+
+class _Region(torch.autograd.Function):
+    """Hidden states in the layout of tensor parallelism, gathered if they are sharded; backward sums their gradient."""
+
+    @staticmethod
+    def forward(ctx, x, group, sequence_parallel):
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        if not sequence_parallel:
+            return x.view_as(x)
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x, group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = gradient.contiguous()
+        if not ctx.sequence_parallel:
+            dist.all_reduce(total, group=ctx.group)
+            return total, None, None
+        parts = list(total.chunk(dist.get_world_size(ctx.group)))
+        mine = torch.empty_like(parts[0])
+        dist.reduce_scatter(mine, parts, group=ctx.group)
+        return mine, None, None
 
 
 def liger():

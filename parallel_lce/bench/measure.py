@@ -60,23 +60,23 @@ def measure(peers, inputs, passes, rounds, device, say=lambda text: None):
         say(f"checking {peer}")
         result = Result(peer)
         results.append(result)
-        with _failures_in(result, device):
-            calls = _bare(inputs) if loss is None else _passes(loss, inputs, peer.main_grad)
+        with failures_in(result, device):
+            calls = bare_calls(inputs) if loss is None else passes_of(loss, inputs, peer.main_grad)
             functions[id(result)] = calls = {kind: calls[kind] for kind in passes if kind in peer.passes}
-            _poison(inputs)
+            poison(inputs)
             if loss is not None:
                 result.errors = judge.check(calls, peer.main_grad)
             for kind in calls if rounds else ():
                 if loss is None:
                     calls[kind]()  # a workspace that a library keeps from its first call on is not counted
                 result.peak[kind], _ = peak_memory(calls[kind], device)
-                result.gradients[kind] = _gradient_bytes(inputs, peer) if kind == FORWARD_BACKWARD else 0
+                result.gradients[kind] = gradient_bytes(inputs, peer) if kind == FORWARD_BACKWARD else 0
         if result.refused:
             say(f"{peer} {result.refused}")
             functions.pop(id(result), None)
-        _release(device)
+        release(device)
     judge.forget()
-    _release(device)
+    release(device)
 
     timed = [result for result in results if not result.refused]
     for result in timed if rounds else ():
@@ -85,11 +85,11 @@ def measure(peers, inputs, passes, rounds, device, say=lambda text: None):
         say(f"round {number + 1} of {rounds}")
         gc.collect()
         for result in timed:
-            with _failures_in(result, device):
+            with failures_in(result, device):
                 for kind in result.seconds if not result.refused else ():
                     result.seconds[kind].append(clock(functions[id(result)][kind], device))
     functions.clear()
-    _release(device)
+    release(device)
     return results, judge
 
 
@@ -98,7 +98,7 @@ def spread(values):
     return median(values), min(values), max(values)
 
 
-class _failures_in:
+class failures_in:
     """Whatever another library raises is a row of the table and no end of the run, but for a broken device."""
 
     def __init__(self, result, device):
@@ -130,7 +130,7 @@ def describe(error):
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
-def _passes(loss, inputs, main_grad):
+def passes_of(loss, inputs, main_grad):
     """The two calls of a loss function. The gradients go where training has them, to `.grad` of leaf tensors, or to
     one `main_grad` for all calls; the leaves are new ones on the same storage, so that nothing else is accumulated
     from call to call."""
@@ -152,7 +152,7 @@ def _passes(loss, inputs, main_grad):
     return {FORWARD: forward, FORWARD_BACKWARD: forward_backward}
 
 
-def _bare(inputs):
+def bare_calls(inputs):
     """The matrix products nobody can leave out, 6*N*V*D flops, with logits z standing in for their gradient."""
     x, weight = inputs.x, inputs.weight
 
@@ -166,13 +166,13 @@ def _bare(inputs):
     return {FORWARD: forward, FORWARD_BACKWARD: forward_backward}
 
 
-def _gradient_bytes(inputs, peer):
+def gradient_bytes(inputs, peer):
     """dX and dW in the dtype of the inputs; of a peer with main_grad, dX alone: dW exists before the call."""
     size = inputs.x.numel() + (0 if peer.main_grad else inputs.weight.numel())
     return size * inputs.x.element_size()
 
 
-def _poison(inputs):
+def poison(inputs):
     """NaN where an allocator may place the next dX and dW: values left there by the peer before would hide a gradient
     that is not written."""
     for like in (inputs.x, inputs.weight):
@@ -189,15 +189,17 @@ def clock(fn, device):
             calls += 1
             elapsed = time.perf_counter() - start
         return elapsed / calls
-    (one,) = _between_events(fn, 1, device)
-    one = median(_between_events(fn, _calls_in(CUDA_WARM_UP, one), device))
-    return median(_between_events(fn, _calls_in(CUDA_SECONDS, one), device))
+    (one,) = between_events(fn, 1, device)
+    one = median(between_events(fn, calls_in(CUDA_WARM_UP, one), device))
+    return median(between_events(fn, calls_in(CUDA_SECONDS, one), device))
 
 
-def _between_events(fn, calls, device):
-    """[seconds], one per call; all are queued before any is waited for."""
+def between_events(fn, calls, device, warm_up=0):
+    """[seconds], one per call; all are queued before any is waited for, after `warm_up` calls more."""
     events = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
     torch.cuda.synchronize(device)
+    for _ in range(warm_up):
+        fn()
     events[0].record()
     for event in events[1:]:
         fn()
@@ -206,11 +208,11 @@ def _between_events(fn, calls, device):
     return [start.elapsed_time(end) / 1e3 for start, end in pairwise(events)]
 
 
-def _calls_in(seconds, one):
+def calls_in(seconds, one):
     return min(CUDA_CALLS, max(1, math.ceil(seconds / max(one, 1e-6))))
 
 
-def _release(device):
+def release(device):
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

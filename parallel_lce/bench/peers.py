@@ -91,34 +91,38 @@ def show_budget(budget):
     return f"budget {budget}"
 
 
-def _ours(budget):
+def ours(budget, process_group=None, sequence_parallel=False):
     from parallel_lce import linear_cross_entropy
 
+    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
+
     def loss(x, weight, target):
-        return linear_cross_entropy(x, weight, target, ignore_index=IGNORE_INDEX, logits_budget=budget)
+        return linear_cross_entropy(x, weight, target, ignore_index=IGNORE_INDEX, logits_budget=budget, **options)
 
     return loss
 
 
-def _ours_per_token(budget):
+def ours_per_token(budget, process_group=None, sequence_parallel=False):
     """Per-token losses averaged outside: the call that may not accumulate gradients in the forward pass."""
     from parallel_lce import linear_cross_entropy
 
+    options = {"ignore_index": IGNORE_INDEX, "reduction": "none", "logits_budget": budget}
+    options.update(process_group=process_group, sequence_parallel=sequence_parallel)
+
     def loss(x, weight, target):
-        per_token = linear_cross_entropy(
-            x, weight, target, ignore_index=IGNORE_INDEX, reduction="none", logits_budget=budget
-        )
+        per_token = linear_cross_entropy(x, weight, target, **options)
         return mean_of(per_token, target)
 
     return loss
 
 
-def _ours_main_grad(budget):
+def ours_main_grad(budget, process_group=None, sequence_parallel=False):
     """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
     from parallel_lce.checks import Arguments
+    from parallel_lce.differentiable import token_losses
     from parallel_lce.functional import prepare
+    from parallel_lce.losses import WeightedLoss
     from parallel_lce.partials import Columns
-    from parallel_lce.differentiable import token_statistics
     from parallel_lce.weight_grad import MainGrad
 
     def loss(x, weight, target):
@@ -129,8 +133,8 @@ def _ours_main_grad(budget):
             linear_bias=None,
             logit_scale=1.0,
             logit_softcap=None,
-            process_group=None,
-            sequence_parallel=False,
+            process_group=process_group,
+            sequence_parallel=sequence_parallel,
             vocab_start=None,
             vocab_size=None,
             logits_budget=budget,
@@ -138,13 +142,14 @@ def _ours_main_grad(budget):
         buffer = getattr(weight, "main_grad", None)
         main_grad = None if buffer is None else MainGrad(buffer, lambda: None)
         prepared = prepare(arguments, Columns(), main_grad=main_grad)
-        statistics = token_statistics(prepared.call, *prepared.tensors, prepared.differentiable)
-        return mean_of(-statistics.target_log_prob.masked_fill(target == IGNORE_INDEX, 0.0), target)
+        per_token = WeightedLoss(prepared.call.target, ignore_index=IGNORE_INDEX, outside_is_nan=False)
+        losses = token_losses(prepared.call, *prepared.tensors, per_token, prepared.differentiable)
+        return mean_of(losses, target)
 
     return loss
 
 
-_OURS = {"ours": (SCALAR, _ours), "ours-per-token": (ANY, _ours_per_token), "ours-main-grad": (ANY, _ours_main_grad)}
+_OURS = {"ours": (SCALAR, ours), "ours-per-token": (ANY, ours_per_token), "ours-main-grad": (ANY, ours_main_grad)}
 
 
 def torch_loss(x, weight, target, reduction="mean"):

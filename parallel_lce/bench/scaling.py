@@ -1,0 +1,328 @@
+"""`python -m parallel_lce.bench.scaling RESULTS.json`: a model of the time over P ranks, fitted to what
+`launch/bench.sh` measured, with the error of the fit, and what it says of more ranks on several hosts.
+
+docs/scaling.md derives it. For N tokens, a vocabulary of V entries and hidden size D:
+
+    collective(bytes) = launch + passes * ((P - 1) * hop + bytes * (P - 1) / P / bandwidth)
+    bare              = flops / rate + fixed
+    with collectives  = flops / rate + fixed + paid_ahead * gather + paid_beside * hidden + exposed
+    ours              = the same + partials + token * N
+
+where flops are 2 N V D / P of the forward pass and 6 N V D / P of forward + backward. `launch`, `hop` and `bandwidth`
+come from the collectives by themselves, the others from the times of each series: least squares of relative errors
+among numbers that are not negative.
+"""
+
+import argparse
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+
+import torch
+
+FORWARD, BOTH = "forward", "forward_backward"
+PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_gather_partials": 1}  # round a ring
+SERIES = {"bare": "bare", "with collectives": "bare-overlapped", "ours": "ours-saved"}  # names of peers
+ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One TP size and problem; `itemsize` of hidden states in bytes."""
+
+    tp: int
+    n: int
+    v: int
+    d: int
+    sequence_parallel: bool = False
+    itemsize: int = 2
+
+    @property
+    def product(self):
+        """Flops of one of the matrix products on one rank; forward has one, forward + backward three."""
+        return 2 * self.n * self.v * self.d / self.tp
+
+    def __str__(self):
+        return f"TP {self.tp}, N={self.n}" + (", SP" if self.sequence_parallel else "")
+
+
+@dataclass(frozen=True)
+class Network:
+    """Rings of ranks. Over several hosts a chunk crosses as many borders as there are hosts, each in `host_hop`
+    seconds, and the rings of a host share `host_bandwidth`, that of all its network cards together."""
+
+    launch: float  # seconds per collective
+    hop: float  # seconds from rank to rank
+    bandwidth: float  # bytes per second that a rank sends
+    host_gpus: int = sys.maxsize
+    host_hop: float = 0.0
+    host_bandwidth: float = math.inf
+
+    def seconds(self, kind, size, ranks):
+        """Of a collective whose whole tensor has `size` bytes."""
+        if ranks == 1:
+            return 0.0
+        hosts = -(-ranks // self.host_gpus)
+        borders = hosts if hosts > 1 else 0
+        bandwidth = min(self.bandwidth, self.host_bandwidth) if borders else self.bandwidth
+        hops = (ranks - 1 - borders) * self.hop + borders * self.host_hop
+        return self.launch + PASSES[kind] * (hops + size * (ranks - 1) / ranks / bandwidth)
+
+
+@dataclass(frozen=True)
+class Times:
+    """What the time of one series is made of; it may lack any but the first."""
+
+    per_flop: float  # 1 / rate
+    fixed: float = 0.0  # launches, and the last wave of each product
+    token: float = 0.0  # per token, whatever P is: the partials' merge, the losses, their gradients
+    paid_ahead: float = 0.0  # share of the gather ahead of the projection that is waited for
+    paid_beside: float = 0.0  # share of a collective beside a product that is paid all the same: it takes SMs
+
+    def seconds(self, series, kind, layout, network):
+        known, columns = _terms(series, kind, layout, network, self.per_flop)
+        return known + sum(getattr(self, name) * value for name, value in columns.items())
+
+
+def _terms(series, kind, layout, network, per_flop):
+    """`(seconds that nothing has to be fitted for, {name of a number of Times: what it multiplies})`."""
+    known, columns = 0.0, {"per_flop": layout.product * (1 if kind == FORWARD else 3), "fixed": 1.0}
+    if series == "bare":
+        return known, columns
+    if series == "ours":
+        columns["token"] = float(layout.n)
+        known += network.seconds("all_gather_partials", 4 * (3 * layout.n + 2) * layout.tp, layout.tp)
+    size = layout.n * layout.d * layout.itemsize
+    gather = network.seconds("all_gather", size, layout.tp) if layout.sequence_parallel else 0.0
+    columns["paid_ahead"] = gather
+    if kind == BOTH:
+        reduction = network.seconds("reduce_scatter" if layout.sequence_parallel else "all_reduce", size, layout.tp)
+        product = layout.product * per_flop  # each collective is beside one: dX's, and dW's
+        beside = [reduction] if series == "ours" else [gather, reduction]  # ours keeps what it gathered
+        columns["paid_beside"] = sum(min(collective, product) for collective in beside)
+        known += sum(max(0.0, collective - product) for collective in beside)
+    return known, columns
+
+
+@dataclass(frozen=True)
+class Readings:
+    """What was measured: `times` are `{(series, kind): [(Layout, seconds)]}`, `collectives` [(kind, bytes of the whole
+    tensor, ranks, seconds)]."""
+
+    times: dict
+    collectives: list
+
+    def upto(self, tp):
+        times = {key: [pair for pair in pairs if pair[0].tp <= tp] for key, pairs in self.times.items()}
+        return Readings(times, [reading for reading in self.collectives if reading[2] <= tp])
+
+    @property
+    def sizes(self):
+        return sorted({layout.tp for pairs in self.times.values() for layout, _ in pairs})
+
+
+def read(*contents):
+    """Readings of the JSON that the benchmark writes, of one run or of several."""
+    times = {(series, kind): [] for series in SERIES for kind in (FORWARD, BOTH)}
+    collectives = {}
+    for cell in (cell for content in contents for cell in content["cells"]):
+        sizes = (cell[name] for name in ("tp", "n", "v", "d", "sequence_parallel"))
+        layout = Layout(*sizes, ITEMSIZES[cell["dtype"]])
+        for kind, found in cell["collectives"].items():  # those of a TP size and N stand in both layouts
+            collectives[kind, found["bytes"], layout.tp] = found["seconds_median"]
+        peers = {peer["name"]: peer for peer in cell["peers"]}
+        for (series, kind), pairs in times.items():
+            # A single rank has nothing to overlap: its bare products are both.
+            name = SERIES["bare"] if layout.tp == 1 and series == "with collectives" else SERIES[series]
+            measured = peers.get(name, {}).get(kind)
+            if measured:
+                pairs.append((layout, measured["seconds_median"]))
+    return Readings(times, [(*key, seconds) for key, seconds in collectives.items()])
+
+
+@dataclass(frozen=True)
+class Model:
+    """`times` are `{(series, kind): Times}`."""
+
+    network: Network
+    times: dict
+
+    def seconds(self, series, kind, layout):
+        return self.times[series, kind].seconds(series, kind, layout, self.network)
+
+    def errors(self, readings):
+        """[(series, kind, Layout, measured seconds, modelled / measured - 1)] of every reading that it can model."""
+        return [
+            (series, kind, layout, seconds, self.seconds(series, kind, layout) / seconds - 1)
+            for (series, kind), pairs in readings.times.items()
+            if (series, kind) in self.times
+            for layout, seconds in pairs
+        ]
+
+    def network_errors(self, readings):
+        return [self.network.seconds(*reading[:3]) / reading[3] - 1 for reading in readings.collectives]
+
+
+def fit(readings):
+    """The Model of the readings."""
+    rows = []
+    for kind, size, ranks, _ in readings.collectives:
+        moved = size * (ranks - 1) / ranks
+        rows.append({"launch": 1.0, "hop": PASSES[kind] * (ranks - 1), "per_byte": PASSES[kind] * moved})
+    found = least_squares(rows, [reading[3] for reading in readings.collectives])
+    per_byte = found.get("per_byte", 0.0)
+    network = Network(found.get("launch", 0.0), found.get("hop", 0.0), 1 / per_byte if per_byte else math.inf)
+    times = {}
+    for (series, kind), pairs in readings.times.items():  # forward first: its share is that of forward + backward
+        if pairs:
+            ahead = times[series, FORWARD].paid_ahead if kind == BOTH and (series, FORWARD) in times else None
+            times[series, kind] = _fit_times(series, kind, pairs, network, ahead)
+    return Model(network, times)
+
+
+def _fit_times(series, kind, pairs, network, ahead):
+    per_flop = min(seconds / layout.product for layout, seconds in pairs) / (1 if kind == FORWARD else 3)
+    for _ in range(5):  # how long a product hides a collective depends on what is being fitted
+        rows, rest = [], []
+        for layout, seconds in pairs:
+            known, columns = _terms(series, kind, layout, network, per_flop)
+            if ahead is not None:
+                known += ahead * columns.pop("paid_ahead", 0.0)
+            rows.append(columns)
+            rest.append(seconds - known)
+        found = least_squares(rows, rest, [seconds for _, seconds in pairs])
+        per_flop = found.get("per_flop", 0.0)
+    return Times(**({"per_flop": 0.0, "paid_ahead": ahead or 0.0} | found))
+
+
+def least_squares(rows, values, scales=None):
+    """`{name: number >= 0}`, those that make the sum of `row[name] * number` nearest to each row's value, relative to
+    `scales` (by default the values). What would be negative is left out, the most negative first."""
+    names = list(dict.fromkeys(name for row in rows for name in row if row[name]))
+    scale = torch.tensor(scales or values, dtype=torch.float64)
+    wanted = torch.tensor(values, dtype=torch.float64) / scale
+    while names:
+        matrix = torch.tensor([[row.get(name, 0.0) for name in names] for row in rows], dtype=torch.float64)
+        matrix /= scale[:, None]
+        norms = matrix.norm(dim=0)  # numbers of flops stand beside ones
+        found = torch.linalg.lstsq(matrix / norms, wanted[:, None], driver="gelsd").solution[:, 0] / norms
+        if found.min() >= 0:
+            return dict(zip(names, found.tolist()))
+        names.pop(int((found * norms).argmin()))
+    return {}
+
+
+def size_of(errors):
+    """`(root mean square, largest)` of relative errors."""
+    errors = list(errors)
+    return math.sqrt(sum(e * e for e in errors) / len(errors)), max(map(abs, errors))
+
+
+def held_out(readings):
+    """`(TP size, errors there)` of a model of the smaller sizes alone; None with fewer than three sizes."""
+    if len(readings.sizes) < 3:
+        return None
+    *others, largest = readings.sizes
+    model = fit(readings.upto(others[-1]))
+    return largest, [error for error in model.errors(readings) if error[2].tp == largest]
+
+
+def report(readings, ranks, **hosts):
+    """Lines of Markdown: the fitted numbers, the fit's error, and the times on so many `ranks` of several hosts, whose
+    network `hosts` describes in Network's terms."""
+    model = fit(readings)
+    network = model.network
+    yield "| series | pass | TFLOP/s | fixed, us | per token, ns | paid ahead | paid beside |"
+    yield "|---|---|---|---|---|---|---|"
+    for (series, kind), times in model.times.items():
+        rate = f"{1e-12 / times.per_flop:.4g}" if times.per_flop else "any"
+        numbers = [f"{1e6 * times.fixed:.3g}", f"{1e9 * times.token:.3g}"]
+        numbers += [f"{times.paid_ahead:.2f}", f"{times.paid_beside:.2f}"]
+        yield f"| {series} | {_words(kind)} | {rate} | " + " | ".join(numbers) + " |"
+    yield ""
+    if readings.collectives:
+        yield f"A collective takes {1e6 * network.launch:.3g} us, {1e6 * network.hop:.3g} us per hop and its bytes at "
+        yield f"{network.bandwidth / 1e9:.4g} GB/s; error of that fit: {_percent(model.network_errors(readings))}."
+        yield ""
+    yield "| | pass | " + " | ".join(f"{series}, ms | model" for series in SERIES) + " |"
+    yield "|---|---|" + "---|---|" * len(SERIES)
+    errors = {(s, kind, layout): (seconds, error) for s, kind, layout, seconds, error in model.errors(readings)}
+    for layout, kind in dict.fromkeys((layout, kind) for _, kind, layout in errors):
+        cells = [errors.get((series, kind, layout)) for series in SERIES]
+        texts = [f"{1e3 * cell[0]:.4g} | {1e2 * cell[1]:+.1f} %" if cell else "– | –" for cell in cells]
+        yield f"| {layout} | {_words(kind)} | " + " | ".join(texts) + " |"
+    yield ""
+    yield f"Error of the fit: {_of_each(model.errors(readings))}."
+    out = held_out(readings)
+    if out and out[1]:
+        yield f"Error at TP {out[0]} of a fit to the smaller sizes: {_of_each(out[1])}."
+    yield ""
+    yield from predictions(model, readings, ranks, hosts)
+
+
+def predictions(model, readings, ranks, hosts):
+    """A table row per TP size and problem, for those series that were measured."""
+    model = replace(model, network=replace(model.network, **hosts))
+    if any(("ours", kind) not in model.times for kind in (FORWARD, BOTH)):
+        return
+    yield "| ranks | N | SP | forward, ms | of bare | fwd+bwd, ms | of bare | of bare with collectives |"
+    yield "|---|---|---|---|---|---|---|---|"
+    layouts = dict.fromkeys(layout for layout, _ in readings.times["ours", BOTH] if layout.tp > 1)
+    for tp in ranks:
+        for layout in dict.fromkeys(replace(layout, tp=tp) for layout in layouts):
+            cells = [str(tp), str(layout.n), "on" if layout.sequence_parallel else "off"]
+            for kind, others in ((FORWARD, ("bare",)), (BOTH, ("bare", "with collectives"))):
+                mine = model.seconds("ours", kind, layout)
+                cells.append(f"{1e3 * mine:.3g}")
+                for other in others:
+                    known = (other, kind) in model.times
+                    cells.append(f"{model.seconds(other, kind, layout) / mine:.3f}" if known else "–")
+            yield "| " + " | ".join(cells) + " |"
+
+
+def _words(kind):
+    return "forward" if kind == FORWARD else "fwd+bwd"
+
+
+def _of_each(errors):
+    """The errors of each series that has any."""
+    found = {series: [error[-1] for error in errors if error[0] == series] for series in SERIES}
+    return "; ".join(f"{series} {_percent(values)}" for series, values in found.items() if values)
+
+
+def _percent(errors):
+    root, largest = size_of(errors)
+    return f"{1e2 * root:.1f} % rms, {1e2 * largest:.1f} % at most"
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench.scaling", description="Time over more ranks.")
+    parser.add_argument("results", nargs="+", metavar="RESULTS.json", help="what launch/bench.sh --json wrote")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[16, 32, 64], help="TP sizes to predict")
+    parser.add_argument("--host-gpus", type=int, default=8)
+    parser.add_argument(
+        "--network-gbps", type=float, default=400, help="of each GPU's network card, gigabits per second"
+    )
+    parser.add_argument("--network-latency-us", type=float, default=10, help="from host to host")
+    options = parser.parse_args(arguments)
+    contents = []
+    for path in options.results:
+        with open(path, encoding="utf-8") as file:
+            contents.append(json.load(file))
+    readings = read(*contents)
+    if len(readings.sizes) < 2 or not readings.times["ours", BOTH]:
+        parser.error(f"{', '.join(options.results)}: no times of ours for several TP sizes: {readings.sizes}")
+    if options.host_gpus < 1 or options.network_gbps <= 0:
+        parser.error("--host-gpus and --network-gbps must be positive")
+    bandwidth = options.host_gpus * options.network_gbps * 1e9 / 8
+    hosts = {"host_gpus": options.host_gpus, "host_bandwidth": bandwidth, "host_hop": options.network_latency_us / 1e6}
+    print("\n".join(report(readings, options.ranks, **hosts)))
+    print(
+        f"\nPredicted for {options.host_gpus} GPUs a host, {options.network_gbps:g} Gb/s and "
+        f"{options.network_latency_us:g} us per hop between hosts."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The scaling model: known numbers are recovered from times made of them, and what does not fit is seen."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from parallel_lce.bench import scaling
+from parallel_lce.bench.scaling import BOTH, FORWARD, PASSES, SERIES, Layout, Model, Network, Readings, Times
+
+NETWORK = Network(launch=8e-6, hop=1.5e-6, bandwidth=300e9)
+RATE = 7e14
+TIMES = {
+    ("bare", FORWARD): Times(1 / RATE, 20e-6),
+    ("bare", BOTH): Times(1.1 / RATE, 50e-6),
+    ("with collectives", FORWARD): Times(1 / RATE, 20e-6, 0.0, 1.0),
+    ("with collectives", BOTH): Times(1.1 / RATE, 50e-6, 0.0, 1.0, 0.5),
+    ("ours", FORWARD): Times(1.02 / RATE, 40e-6, 2e-9, 0.3),
+    ("ours", BOTH): Times(1.15 / RATE, 90e-6, 5e-9, 0.3, 0.7),
+}
+LAYOUTS = [
+    Layout(tp, n, 131072, 4096, sequence_parallel)
+    for tp in (1, 2, 4, 8)
+    for n in (8192, 32768)
+    for sequence_parallel in ((False, True) if tp > 1 else (False,))
+]
+
+
+def made_up(model=Model(NETWORK, TIMES), layouts=LAYOUTS) -> Readings:
+    """What a machine would measure of which the model is true."""
+    times = {key: [(layout, model.seconds(*key, layout)) for layout in layouts] for key in TIMES}
+    collectives = []
+    for ranks, n in {(layout.tp, layout.n) for layout in layouts if layout.tp > 1}:
+        for kind in PASSES:
+            size = 4 * (3 * n + 2) * ranks if kind == "all_gather_partials" else 2 * n * 4096
+            collectives.append((kind, size, ranks, model.network.seconds(kind, size, ranks)))
+    return Readings(times, collectives)
+
+
+def slower(readings: Readings, tp: int, factor: float) -> Readings:
+    """The same, but ours takes ``factor`` times as long on so many ranks."""
+    times = dict(readings.times)
+    times["ours", BOTH] = [(la, t * factor if la.tp == tp else t) for la, t in times["ours", BOTH]]
+    return replace(readings, times=times)
+
+
+def test_known_numbers_are_recovered():
+    model = scaling.fit(made_up())
+    for name in ("launch", "hop", "bandwidth"):
+        assert getattr(model.network, name) == pytest.approx(getattr(NETWORK, name), rel=1e-6)
+    for key, times in TIMES.items():
+        for name, value in vars(times).items():
+            assert getattr(model.times[key], name) == pytest.approx(value, rel=1e-3, abs=1e-12), (key, name)
+
+
+def test_the_error_of_a_model_that_holds_is_nothing_and_smaller_sizes_predict_the_largest():
+    readings = made_up()
+    model = scaling.fit(readings)
+    assert scaling.size_of(model.network_errors(readings))[1] < 1e-6
+    errors = model.errors(readings)
+    assert len(errors) == len(TIMES) * len(LAYOUTS) and max(abs(error[-1]) for error in errors) < 1e-4
+    tp, errors = scaling.held_out(readings)
+    assert tp == 8 and {error[2].tp for error in errors} == {8}
+    assert max(abs(error[-1]) for error in errors) < 1e-3
+
+
+def test_a_deviation_is_seen_in_the_errors():
+    """Of a tenth at TP 8, the fit takes up a part, and a fit to the smaller sizes nothing."""
+    readings = slower(made_up(), 8, 1.1)
+    root, largest = scaling.size_of(error[-1] for error in scaling.fit(readings).errors(readings))
+    assert 0.01 < largest < 0.1 and 0 < root < largest
+    _, errors = scaling.held_out(readings)
+    of_ours = [error[-1] for error in errors if error[:2] == ("ours", BOTH)]
+    assert of_ours == pytest.approx([1 / 1.1 - 1] * 4, rel=1e-2)
+    assert max(abs(error[-1]) for error in errors if error[0] != "ours") < 1e-3
+
+
+def test_a_collective_that_no_product_hides_is_paid():
+    """dX's all-reduce takes longer than dW's product where ranks are many and the network is slow."""
+    slow = replace(NETWORK, bandwidth=1e9)
+    layout = Layout(8, 8192, 131072, 4096)
+    model = Model(slow, {("ours", BOTH): Times(1 / RATE)})
+    collective = slow.seconds("all_reduce", 8192 * 4096 * 2, 8)
+    product = layout.product / RATE
+    partials = slow.seconds("all_gather_partials", 4 * (3 * 8192 + 2) * 8, 8)
+    assert collective > product
+    assert model.seconds("ours", BOTH, layout) == pytest.approx(3 * product + partials + collective - product)
+    model = Model(slow, {("ours", BOTH): Times(1 / RATE, paid_beside=1.0)})
+    assert model.seconds("ours", BOTH, layout) == pytest.approx(3 * product + partials + collective)
+
+
+def test_a_ring_by_hand():
+    """An all-reduce of 800 bytes on 8 ranks sends 700 bytes twice, in seven hops each time."""
+    network = Network(launch=1.0, hop=0.5, bandwidth=100.0)
+    assert network.seconds("all_reduce", 800, 8) == 1 + 2 * (7 * 0.5 + 7)
+    assert network.seconds("all_gather", 800, 8) == 1 + 7 * 0.5 + 7
+    assert network.seconds("all_gather", 800, 1) == 0
+    hosts = replace(network, host_gpus=4, host_hop=10.0, host_bandwidth=50.0)
+    assert hosts.seconds("all_gather", 800, 4) == network.seconds("all_gather", 800, 4)
+    assert hosts.seconds("all_gather", 800, 8) == 1 + 5 * 0.5 + 2 * 10 + 14
+    assert replace(hosts, host_bandwidth=400.0).seconds("all_gather", 800, 8) == 1 + 5 * 0.5 + 2 * 10 + 7
+
+
+def test_least_squares_leaves_out_what_would_be_negative():
+    rows = [{"a": float(k), "b": 1.0} for k in (1, 2, 3)]
+    assert scaling.least_squares(rows, [5.0, 7.0, 9.0]) == pytest.approx({"a": 2, "b": 3})
+    found = scaling.least_squares(rows, [1.0, 3.0, 5.0])  # 2 a - 1
+    assert set(found) == {"a"} and found["a"] > 1
+    assert scaling.least_squares([{"a": 0.0}], [1.0]) == {}
+
+
+def results(readings: Readings) -> dict:
+    """The readings as the benchmark writes them, each bare-overlapped only where there is something to overlap."""
+    cells = {}
+    for (series, kind), pairs in readings.times.items():
+        for layout, seconds in pairs:
+            sizes = {name: value for name, value in vars(layout).items() if name != "itemsize"}
+            cell = cells.setdefault(layout, {**sizes, "dtype": "bfloat16", "peers": {}, "collectives": {}})
+            if layout.tp > 1 or series != "with collectives":
+                entry = cell["peers"].setdefault(SERIES[series], {"name": SERIES[series]})
+                entry[kind] = {"seconds_median": seconds}
+            for of, size, ranks, its in readings.collectives:
+                if ranks == layout.tp and size in (2 * layout.n * layout.d, 4 * (3 * layout.n + 2) * ranks):
+                    cell["collectives"][of] = {"bytes": size, "seconds_median": its}
+    return {"cells": [{**cell, "peers": list(cell["peers"].values())} for cell in cells.values()]}
+
+
+def test_what_is_read_is_what_was_written():
+    single = {("with collectives", kind): TIMES["bare", kind] for kind in (FORWARD, BOTH)}
+    readings = made_up(Model(NETWORK, TIMES | single), [layout for layout in LAYOUTS if layout.tp == 1])
+    rest = made_up(layouts=[layout for layout in LAYOUTS if layout.tp > 1])
+    found = scaling.read(results(readings), results(rest))
+    readings = Readings({key: readings.times[key] + rest.times[key] for key in TIMES}, rest.collectives)
+    assert {key: set(pairs) for key, pairs in found.times.items()} == {k: set(v) for k, v in readings.times.items()}
+    assert set(found.collectives) == set(readings.collectives)
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_program_prints_errors_and_predictions(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(results(slower(made_up(), 8, 1.1))))
+    scaling.main([str(path), "--ranks", "16", "64", "--host-gpus", "8", "--network-gbps", "400"])
+    printed = capsys.readouterr().out
+    (held_out,) = (line for line in printed.splitlines() if line.startswith("Error at TP 8 of a fit to the smaller"))
+    assert "bare 0.0 % rms, 0.0 % at most; " in held_out and held_out.endswith("9.1 % at most.")
+    rows = [cells_of(line) for line in printed.splitlines() if line.startswith(("| 16 |", "| 64 |"))]
+    assert [row[:3] for row in rows] == [
+        [p, n, sp] for p in ("16", "64") for n in ("8192", "32768") for sp in ("off", "on")
+    ]
+    model = scaling.fit(slower(made_up(), 8, 1.1))
+    hosts = replace(model.network, host_gpus=8, host_hop=10e-6, host_bandwidth=400e9)
+    layout = Layout(16, 32768, 131072, 4096, True)
+    mine = replace(model, network=hosts).seconds("ours", BOTH, layout)
+    bare = replace(model, network=hosts).seconds("bare", BOTH, layout)
+    assert float(rows[3][5]) == pytest.approx(1e3 * mine, rel=1e-2)
+    assert float(rows[3][6]) == pytest.approx(bare / mine, abs=1e-3)
+
+
+def test_the_program_refuses_what_says_nothing_about_scaling(tmp_path, capsys):
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(results(made_up(layouts=LAYOUTS[:2]))))
+    with pytest.raises(SystemExit) as refusal:
+        scaling.main([str(path)])
+    assert refusal.value.code == 2 and "for several TP sizes: [1]" in capsys.readouterr().err
+
+
+def test_two_sizes_leave_none_out():
+    assert scaling.held_out(made_up(layouts=[layout for layout in LAYOUTS if layout.tp < 4])) is None
+    assert math.isinf(scaling.fit(made_up(layouts=LAYOUTS[:2])).network.bandwidth)

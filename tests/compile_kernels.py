@@ -55,7 +55,7 @@ JITFunction.run = _compile_alone
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends.blocks import Coefficients, Destinations, Projection, Scratch
 from parallel_lce.kernels import losses, partials, projection, tuning
-from parallel_lce.partials import Columns
+from parallel_lce.partials import Columns, message_size
 from parallel_lce.weight_grad import ShardGradient
 
 tuning._capability = lambda device: CAPABILITY
@@ -108,6 +108,10 @@ def call(rows, entries, depth, kept, everything, dtype):
 for dtype in (torch.bfloat16, torch.float16):
     for arguments in CALLS if dtype == torch.bfloat16 else CALLS[1:3]:
         call(*arguments, dtype)
+for ranks, tokens in ((2, 1), (8, 300)):
+    for columns in (Columns(), Columns(*[True] * 4)):
+        plain, size = columns == Columns(), message_size(columns, tokens)
+        partials.merge_messages(torch.ones(ranks, size), columns, tokens, None if plain else 77)
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
 for some in (1, 5):

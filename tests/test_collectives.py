@@ -19,7 +19,8 @@ N, D, ROWS = 48, 4, 40  # tokens of the whole sequence, hidden size, vocabulary 
 
 @dataclass(frozen=True)
 class Call:
-    """``blocks``: how many blocks the budget makes of the rows."""
+    """``blocks``: how many blocks the budget makes of the rows. "save alone": the budget holds every
+    logit, and no hidden states beside them."""
 
     strategy: str
     ranks: int
@@ -42,6 +43,7 @@ def _events(member: Member, call: Call):
     x = t.x.chunk(member.ranks)[member.rank] if call.sequence_parallel else t.x
     x = x.clone().requires_grad_("input" not in call.frozen)
     shard = t.weight.chunk(member.ranks)[member.rank].clone().requires_grad_("weight" not in call.frozen)
+    budget = {"save": None, "save alone": N * ROWS * dtype.itemsize}.get(call.strategy, 0)
     in_flight = 2 if call.strategy == "accumulate" else 1
     block_bytes = in_flight * N // call.blocks * ROWS * dtype.itemsize
     with shrunk(block_bytes, (8, 16)), recorded(member.group) as events:
@@ -53,7 +55,7 @@ def _events(member: Member, call: Call):
             label_smoothing=call.smoothing,
             process_group=member.group,
             sequence_parallel=call.sequence_parallel,
-            logits_budget=None if call.strategy == "save" else 0,
+            logits_budget=budget,
         )
         forward = list(events)
         events.clear()
@@ -76,8 +78,11 @@ def expected(call: Call) -> tuple[list, list]:
         partials = [("all_gather", columns * (N // B) + 2, wide, True)] * B
         return hidden + partials + reduce, []
     needs = call.frozen != "input weight"
-    forward = hidden + [("all_gather", columns * N + 2, wide, True)]
-    return forward, (hidden + reduce if needs else [])
+    # Where nothing is kept, all hidden states of so few tokens are gathered at once.
+    whole = [("all_gather", N // P * D, low, True)] * call.sequence_parallel
+    forward = whole + [("all_gather", columns * N + 2, wide, True)]
+    again = [] if call.strategy == "save" else hidden
+    return forward, (again + reduce if needs else [])
 
 
 def collectives(events: list) -> list:
@@ -94,6 +99,8 @@ CALLS = [
     Call("save", 2, 1, frozen="weight"),
     Call("save", 2, 1, True, frozen="input"),
     Call("save", 2, 1, True, frozen="weight"),
+    Call("save alone", 2, 1, True, dtype="bf16"),
+    Call("save alone", 3, 1, True, frozen="input"),
     Call("recompute", 2, 4),
     Call("recompute", 3, 2, smoothing=0.1),
     Call("recompute", 2, 4, True),
@@ -128,7 +135,7 @@ def test_collectives_of_a_call(call, worlds, device):
         assert found_forward == forward
         kinds = [e[0] for e in found_backward]
         for block in range(call.blocks):
-            if call.sequence_parallel and "reduce_scatter" in kinds:
+            if call.sequence_parallel and {"all_gather", "reduce_scatter"} <= set(kinds):
                 gathered = [i for i, k in enumerate(kinds) if k == "all_gather"][block]
                 reduced = [i for i, k in enumerate(kinds) if k == "reduce_scatter"][block]
                 assert gathered < reduced
@@ -157,7 +164,7 @@ def _reduction_starts(member: Member, call: Call):
 
 @pytest.mark.parametrize(
     "call",
-    [c for c in CALLS if not c.frozen and c.strategy != "save" or c == CALLS[0] or c == CALLS[3]],
+    [c for c in CALLS if not c.frozen and "save" not in c.strategy or c == CALLS[0] or c == CALLS[3]],
     ids=str,
 )
 def test_dx_is_on_its_way_while_dw_is_computed(call, worlds, device):

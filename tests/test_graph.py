@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
 import parallel_lce
-from cases import Case, make
+from cases import DTYPES, Case, make
 from parallel_lce.backends import backend_of
-from tools import shrunk
+from tools import chosen_backend, recorded, shrunk
+from world import Member
 
 N, V, D = 2048, 3000, 256
 BLOCK = 6_200_000  # bytes: 1024 rows of bf16 logits and a little more, 512 rows of fp32 ones
@@ -23,11 +26,13 @@ STRATEGIES = {
 }
 BACKENDS = [("torch", "fp32"), ("torch", "bf16"), ("triton", "bf16"), ("triton", "fp16")]
 
-pytestmark = [
-    pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True),
-    pytest.mark.parametrize(("backend", "dtype"), BACKENDS),
-    pytest.mark.parametrize("name", STRATEGIES),
-]
+pytestmark = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+
+
+def every_step(test):
+    """Each strategy in each backend and dtype, on one GPU."""
+    test = pytest.mark.parametrize(("backend", "dtype"), BACKENDS)(test)
+    return pytest.mark.parametrize("name", STRATEGIES)(test)
 
 
 class Step:
@@ -91,6 +96,7 @@ def assert_near(found, expected, dtype: str) -> None:
         assert (a - b).double().norm() <= tolerance * b.double().norm()
 
 
+@every_step
 def test_a_captured_step_replays_on_other_data(name, backend, dtype, device, monkeypatch):
     step = Step(name, backend, dtype, monkeypatch)
     step.warm_up()
@@ -107,6 +113,7 @@ def test_a_captured_step_replays_on_other_data(name, backend, dtype, device, mon
         assert all(torch.equal(a, b) for a, b in zip(found, captured)), "what was kept is there again"
 
 
+@every_step
 def test_no_step_waits_for_the_device(name, backend, dtype, device, monkeypatch):
     step = Step(name, backend, dtype, monkeypatch)
     step.warm_up()
@@ -117,6 +124,7 @@ def test_no_step_waits_for_the_device(name, backend, dtype, device, monkeypatch)
         torch.cuda.set_sync_debug_mode("default")
 
 
+@every_step
 def test_graphs_of_the_compiler(name, backend, dtype, device, monkeypatch):
     """``mode="reduce-overhead"``: the compiler's own graphs leave out what they do not know of."""
     if (backend, dtype) not in (("torch", "fp32"), ("triton", "bf16")):
@@ -133,3 +141,170 @@ def test_graphs_of_the_compiler(name, backend, dtype, device, monkeypatch):
         torch.compiler.cudagraph_mark_step_begin()
         found = [tensor.clone() for tensor in step()]
         assert_near(found, eager(), dtype)
+
+
+# --- over ranks ------------------------------------------------------------------------------------
+
+# name: (options, budget in logits of a shard, frozen operand, what the blocks' backwards find of kept
+# exponentials, blocks that the logits make)
+OVER_RANKS = {
+    "saved": (dict(reduction="none"), None, "", {True}, 1),
+    "hidden states gathered again": (dict(reduction="none"), 1.0, "", {True}, 1),
+    "some rows saved": (dict(reduction="none"), 0.7, "", {True, False}, 4),
+    "recomputed": (dict(reduction="none"), 0.0, "", {False}, 4),
+    "accumulated": (dict(label_smoothing=0.1, z_loss=1e-3), 0.0, "", {True}, 3),
+    "sums in fp32": (dict(reduce_dtype=torch.float32), 0.0, "", {True}, 3),
+    "a frozen weight": (dict(reduction="none"), 1.0, "weight", {True}, 1),
+}
+STEPS_OVER_RANKS = [
+    (name, sequence_parallel, backend, dtype)
+    for name in OVER_RANKS
+    for sequence_parallel in (False, True)
+    for backend, dtype in (("torch", "fp32"), ("triton", "bf16"))
+    # Without sequence parallelism hidden states are not gathered; sums of fp32 are fp32 anyway.
+    if (name != "hidden states gathered again" or sequence_parallel) and (name != "sums in fp32" or dtype == "bf16")
+]
+
+
+class RankStep:
+    """Forward and backward of one rank, equal shards, on tensors that stay where they are."""
+
+    def __init__(
+        self, member: Member, name: str, sequence_parallel: bool, dtype: str, N: int = N, V: int = V, D: int = D
+    ) -> None:
+        self._member, self._shape, self._dtype = member, (N, V, D), dtype
+        options, share, frozen, self.kept, self.blocks = OVER_RANKS[name]
+        logits = N * (V // member.ranks) * DTYPES[dtype].itemsize
+        budget = None if share is None else int(share * logits)
+        # Accumulating, two blocks are alive.
+        alive = 1 if options.get("reduction") == "none" else 2
+        self._parts = member.ranks if sequence_parallel else 1
+        rows = -(-N // (self.blocks * self._parts)) * self._parts
+        self._block_bytes = alive * rows * (logits // N)
+        self._options = options | dict(
+            process_group=member.group, sequence_parallel=sequence_parallel, logits_budget=budget
+        )
+        self.x, self.weight, self.target = self._fresh(0)
+        self.leaves = [
+            v.requires_grad_() for n, v in (("x", self.x), ("weight", self.weight)) if n not in frozen
+        ]
+
+    def _fresh(self, seed: int):
+        member = self._member
+        t = make(Case(*self._shape, self._dtype, seed=seed), member.device)
+        x = t.x.chunk(self._parts)[member.rank % self._parts]
+        return x.clone(), t.weight.chunk(member.ranks)[member.rank].clone(), t.target
+
+    @torch.no_grad()
+    def load(self, seed: int) -> None:
+        """Other data in the same memory."""
+        for mine, other in zip((self.x, self.weight, self.target), self._fresh(seed)):
+            mine.copy_(other)
+
+    def forward(self) -> torch.Tensor:
+        with shrunk(self._block_bytes):
+            return parallel_lce.linear_cross_entropy(self.x, self.weight, self.target, **self._options)
+
+    def __call__(self) -> list[torch.Tensor]:
+        loss = self.forward()
+        with shrunk(self._block_bytes):
+            return [loss.detach(), *torch.autograd.grad(loss, self.leaves, torch.ones_like(loss))]
+
+    def warm_up(self) -> None:
+        """On a stream aside; and the step must be what it is called."""
+        module, handed = backend_of(self.weight), []
+        original = module.block_backward
+
+        def watched(*arguments):
+            handed.append(len(arguments[5]) > 0)
+            return original(*arguments)
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        module.block_backward = watched
+        try:
+            with torch.cuda.stream(stream), recorded(self._member.group) as events:
+                self()
+                assert set(handed) == self.kept and (len(handed) > 1) == (self.blocks > 1), handed
+                assert sum(e[0] in ("all_reduce", "reduce_scatter") for e in events) == len(handed)
+                for _ in range(2):
+                    self()
+        finally:
+            module.block_backward = original
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
+def never_waiting():
+    """Whatever waits for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _capture(member: Member, name: str, sequence_parallel: bool, backend: str, dtype: str):
+    with chosen_backend(backend):
+        step = RankStep(member, name, sequence_parallel, dtype)
+        step.warm_up()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+        for seed in (1, 2):
+            step.load(seed)
+            graph.replay()
+            found = [tensor.clone() for tensor in captured]
+            # The same kernels; but cuBLAS may choose them by an address.
+            assert_near(found, step(), dtype)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert all(torch.equal(a, b) for a, b in zip(found, captured)), "what was kept is there again"
+        # The communicator must outlive what was captured of it.
+        graph.reset()
+    return found[0].cpu()
+
+
+@pytest.mark.parametrize(("name", "sequence_parallel", "backend", "dtype"), STEPS_OVER_RANKS)
+def test_ranks_capture_their_step(name, sequence_parallel, backend, dtype, worlds, device):
+    first, second = worlds(2).run(_capture, name, sequence_parallel, backend, dtype)
+    assert torch.equal(first, second), "the loss differs by rank"
+
+
+def _first_call(member: Member, name: str, sequence_parallel: bool, backend: str, dtype: str):
+    """A forward and a step of a shape that this process has not seen; and whether the next step has returned
+    while the device, which was asleep when it began, still is."""
+    with chosen_backend(backend):
+        # Kernels and what NCCL connects at first are of any shape.
+        RankStep(member, name, sequence_parallel, dtype).warm_up()
+        torch.cuda.synchronize()
+        fresh = RankStep(member, name, sequence_parallel, dtype, N + 384, V + 1024, D + 64)
+        with never_waiting():
+            with torch.no_grad():
+                evaluated = fresh.forward()
+            found = fresh()
+        assert_near([evaluated], found[:1], dtype)
+        # Memory for the next step is there, and the launches of a step fit the queue of the device.
+        found = [tensor.clone() for tensor in found]
+        torch.cuda.synchronize()
+        asleep = torch.cuda.Event()
+        torch.cuda._sleep(1_000_000_000)
+        asleep.record()
+        again = fresh()
+        ahead = not asleep.query()
+        torch.cuda.synchronize()
+        assert_near(again, found, dtype)
+        return ahead
+
+
+@pytest.mark.parametrize(("name", "sequence_parallel", "backend", "dtype"), STEPS_OVER_RANKS)
+def test_no_rank_waits_for_its_device_from_the_first_call_on(
+    name, sequence_parallel, backend, dtype, worlds, device
+):
+    assert worlds(2).run(_first_call, name, sequence_parallel, backend, dtype) == [True, True]
+
+
+def test_the_check_sees_a_step_that_waits(device):
+    with pytest.raises(RuntimeError, match="synchronizing"), never_waiting():
+        torch.ones(1, device=device).item()

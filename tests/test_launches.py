@@ -25,6 +25,8 @@ KERNELS = [
     "_losses_kernel",
     "_merge_kernel",
     "_partials_kernel",
+    "_ranks_kernel",
+    "_reference_kernel",
     "_settle_kernel",
     "_share_kernel",
     "_tag_kernel",

@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, empty_partial, integer_view, merge
+from parallel_lce.partials import (
+    MAX,
+    SUM_EXP,
+    TARGET,
+    Columns,
+    _cover,
+    bounds_of,
+    empty_partial,
+    integer_view,
+    merge,
+    merge_messages,
+    message_size,
+)
 
 ALL = Columns(mean_log_prob=True, mean_logit=True, expected_logit=True, argmax=True)
 LAST = torch.iinfo(torch.int64).max
@@ -146,3 +161,200 @@ def test_columns_do_not_depend_on_each_other():
         for name, asked in zip(("shifted", "total", "weighted", "index"), (number & b for b in (1, 2, 4, 8))):
             if asked:
                 assert torch.equal(found[getattr(columns, name)], everything[getattr(ALL, name)]), name
+
+
+# --- messages of ranks -----------------------------------------------------------------------------
+
+EVERY = [Columns(*asked) for asked in itertools.product([False, True], repeat=4)]
+NOBODY = torch.iinfo(torch.int32).max
+
+
+def messages_of(
+    z: torch.Tensor, shards: list[tuple[int, int]], targets: torch.Tensor, columns: Columns, vocab_size=None
+) -> torch.Tensor:
+    """What ranks with ``shards`` (start, rows) of the logits ``z [N, V]`` send; rows from ``vocab_size`` on are
+    padding."""
+    N = len(z)
+    messages = z.new_full((len(shards), message_size(columns, N)), torch.nan)
+    for message, (start, rows) in zip(messages, shards):
+        real = rows if vocab_size is None else max(0, min(rows, vocab_size - start))
+        part = torch.stack([
+            partial_of(z[i : i + 1, start : start + real], start, int(targets[i]), columns)[:, 0] if real
+            else empty_partial(columns, 1, z.dtype, z.device)[:, 0]
+            for i in range(N)
+        ], 1) if N else z.new_empty(columns.count, 0)  # fmt: skip
+        message[: part.numel()].view_as(part).view(torch.int32).copy_(part.view(torch.int32))
+        bounds_of(message, columns, N).copy_(torch.tensor([start, rows]))
+    return messages
+
+
+def in_shards(*sizes: int) -> list[tuple[int, int]]:
+    return [(sum(sizes[:rank]), rows) for rank, rows in enumerate(sizes)]
+
+
+def some_logits(rows: int, V: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits ``[rows, V]`` fp32 with ties for the largest, and targets, some of them nobody's."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(rows, V, generator=generator) * 4
+    for row in range(0, rows, 2):
+        z[row, torch.randperm(V, generator=generator)[: 1 + row % 3]] = 30.0
+    targets = torch.randint(-2, V + 2, (rows,), generator=generator)
+    return z, targets
+
+
+def both(messages: torch.Tensor, columns: Columns, vocab_size: int | None, device: str, rows: int):
+    """What torch and the kernel make of messages, which neither may change; compared, and the kernel's."""
+    from parallel_lce.kernels import partials as kernels
+
+    given_, before = messages.to(device), messages.clone()
+    found, V = kernels.merge_messages(given_, columns, rows, vocab_size)
+    expected, expected_V = merge_messages(given_, columns, rows, vocab_size)
+    assert torch.equal(given_.cpu().view(torch.int32), before.view(torch.int32))
+    assert V.item() == expected_V.item() and V.dtype == expected_V.dtype and V.shape == ()
+    assert found.shape == expected.shape and found.dtype == expected.dtype
+    exact = [MAX, TARGET]
+    torch.testing.assert_close(found[exact], expected[exact], rtol=0, atol=0, equal_nan=True)
+    # The order of sums over ranks, and exponentials.
+    for row in range(columns.index):
+        torch.testing.assert_close(found[row], expected[row], rtol=2e-6, atol=2e-5, equal_nan=True)
+    if columns.argmax:
+        assert torch.equal(integer_view(found[columns.index]), integer_view(expected[columns.index]))
+    return found.cpu(), V.item()
+
+
+@pytest.mark.parametrize("columns", EVERY, ids=lambda c: "".join(str(int(v)) for v in vars(c).values()))
+@pytest.mark.parametrize("sizes", [(37,), (20, 17), (5, 0, 32), (9, 1, 0, 8, 3, 7, 2, 7)], ids=str)
+def test_messages_of_ranks(sizes, columns, kernels, device):
+    """The kernel gives what torch gives, and both what the whole vocabulary says."""
+    for rows in (1, 5, 130):
+        z, targets = some_logits(rows, 37)
+        found, V = both(messages_of(z, in_shards(*sizes), targets, columns), columns, None, device, rows)
+        whole = messages_of(z.double(), [(0, 37)], targets, columns)[0, : found.numel()].view(found.shape)
+        torch.testing.assert_close(
+            found[: columns.index].double(), whole[: columns.index], rtol=1e-5, atol=1e-4
+        )
+        if columns.argmax:
+            # The lowest among equals.
+            largest = z == z.amax(1, keepdim=True)
+            assert torch.equal(integer_view(found[columns.index]).long(), largest.int().argmax(1))
+        assert V == 37
+
+
+def test_messages_of_no_tokens_tell_the_vocabulary(kernels, device):
+    messages = messages_of(torch.empty(0, 9), in_shards(4, 5), torch.empty(0), ALL)
+    found, V = both(messages, ALL, 8, device, 0)
+    assert found.shape == (ALL.count, 0) and V == 8
+
+
+@pytest.mark.parametrize("vocab_size", [None, 31, 20, 37])
+def test_shards_in_any_order(vocab_size, kernels, device):
+    """Ranks may hold the vocabulary in an order of their own; padding is left out of every column."""
+    z, targets = some_logits(5, 37)
+    shards = in_shards(20, 0, 11, 6)
+    V = 37 if vocab_size is None else vocab_size
+    whole = messages_of(z[:, :V], [(0, V)], targets, ALL)[0]
+    whole = whole[: ALL.count * 5].view(ALL.count, 5)
+    for order in itertools.islice(itertools.permutations(shards), 0, None, 5):
+        found, size = both(messages_of(z, list(order), targets, ALL, vocab_size), ALL, vocab_size, device, 5)
+        torch.testing.assert_close(found[: ALL.index], whole[: ALL.index], rtol=1e-5, atol=1e-4)
+        assert torch.equal(integer_view(found[ALL.index]), integer_view(whole[ALL.index]))
+        assert size == V
+
+
+def test_tokens_and_shards_of_minus_infinity(kernels, device):
+    """A shard of nothing finite has no say, and a token of nothing finite is -inf and no NaN."""
+    z, targets = some_logits(5, 24)
+    z[0] = -torch.inf
+    z[1, :8] = z[2, 8:16] = z[3, 16:] = -torch.inf
+    z[4, 1:] = -torch.inf
+    for columns in EVERY:
+        if columns.mean_logit or columns.mean_log_prob:
+            continue  # -inf by themselves
+        found, _ = both(messages_of(z, in_shards(8, 8, 8), targets, columns), columns, None, device, 5)
+        assert found[MAX, 0] == -torch.inf and found[SUM_EXP, 0] == 0
+        assert not found[: columns.index].isnan().any()
+        torch.testing.assert_close(found[SUM_EXP, 1:], (z - z.amax(1, True)).exp().sum(1)[1:], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shard", [0, 1, 2])
+def test_nan_of_one_shard_is_its_token_s(shard, kernels, device):
+    z, targets = some_logits(130, 24)
+    clean = messages_of(z, in_shards(8, 8, 8), targets, ALL)
+    z[[3, 129], 8 * shard + 5] = torch.nan
+    found, _ = both(messages_of(z, in_shards(8, 8, 8), targets, ALL), ALL, None, device, 130)
+    others = torch.ones(130, dtype=torch.bool)
+    others[[3, 129]] = False
+    for row in (MAX, SUM_EXP, ALL.shifted, ALL.total, ALL.weighted):
+        assert found[row, ~others].isnan().all() and not found[row, others].isnan().any()
+    ids = integer_view(found[ALL.index])
+    assert (ids[~others] == NOBODY).all() and (ids[others] < 24).all()
+    unharmed, _ = both(clean, ALL, None, device, 130)
+    assert torch.equal(found[:, others].view(torch.int32), unharmed[:, others].view(torch.int32))
+
+
+BROKEN = {
+    "gap": ([(0, 8), (9, 8)], None),
+    "gap at the front": ([(1, 8), (9, 8)], None),
+    "overlap": ([(0, 8), (7, 9)], None),
+    "twice the same": ([(0, 8), (0, 8)], None),
+    "twice the same, and one of its size missing": ([(0, 8), (0, 8), (16, 8)], None),
+    "everybody the first": ([(0, 8)] * 8, 24),
+    "gap that an overlap makes up for": ([(0, 8), (4, 8), (16, 8)], None),
+    "less than the vocabulary": ([(0, 8), (8, 8)], 17),
+    "nothing at all": ([(0, 0), (0, 0)], 3),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_shards_that_are_no_partition(name, kernels, device):
+    """Every column of every token is NaN, and its argmax nobody."""
+    shards, vocab_size = BROKEN[name]
+    z, targets = some_logits(130, 24)
+    for columns in (Columns(), ALL):
+        messages = messages_of(z, shards, targets, columns, vocab_size)
+        found, _ = both(messages, columns, vocab_size, device, 130)
+        assert found[: columns.index].isnan().all()
+        if columns.argmax:
+            assert (integer_view(found[columns.index]) == NOBODY).all()
+
+
+@st.composite
+def shard_sets(draw):
+    """Shards (start, rows): a partition in any order, at times with one of them moved, resized or doubled;
+    and V or None."""
+    sizes = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+    shards = in_shards(*sizes)
+    for _ in range(draw(st.integers(0, 2))):
+        which = draw(st.integers(0, len(shards) - 1))
+        start, rows = shards[which]
+        shards[which] = draw(
+            st.sampled_from([(start + 1, rows), (max(0, start - 1), rows), (start, rows + 1), shards[0]])
+        )
+    total = sum(rows for _, rows in shards)
+    vocab_size = draw(st.one_of(st.none(), st.integers(1, total + 2)))
+    return draw(st.permutations(shards)), vocab_size
+
+
+def covers(shards, vocab_size: int | None) -> bool:
+    """Every id below the sum of the sizes lies in one shard, every other one in none; and these are enough."""
+    held = [i for start, rows in shards for i in range(start, start + rows)]
+    return sorted(held) == list(range(len(held))) and (vocab_size is None or len(held) >= vocab_size)
+
+
+@settings(RELAXED, max_examples=400)
+@given(shard_sets())
+def test_a_cover_by_counting(case):
+    shards, vocab_size = case
+    starts, sizes = torch.tensor(shards).unbind(1)
+    assert _cover(starts, sizes, vocab_size).item() == covers(shards, vocab_size)
+
+
+@settings(RELAXED, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=shard_sets())
+def test_messages_of_any_shards(kernels, device, case):
+    shards, vocab_size = case
+    z, targets = some_logits(2, 16)
+    found, V = both(messages_of(z, shards, targets, ALL, vocab_size), ALL, vocab_size, device, 2)
+    assert found[MAX].isnan().any() == (not covers(shards, vocab_size))
+    limit = sum(rows for _, rows in shards) if vocab_size is None else vocab_size
+    assert V == sum(max(0, min(rows, limit - start)) if vocab_size else rows for start, rows in shards)

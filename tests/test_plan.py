@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from parallel_lce.plan import (
     DEFAULT_BUDGET,
+    GATHERED_BYTES,
     NOMINAL_SHARD,
     SMALLEST_BLOCK,
     Block,
@@ -53,6 +54,7 @@ def calls(draw):
         keepable=draw(st.booleans()),
         accumulable=draw(st.booleans()),
         smallest_accumulated=draw(st.sampled_from([1, 1, 128, 1024])),
+        reuses_kept=draw(st.booleans()),
     )
 
 
@@ -191,7 +193,7 @@ def test_strategy(call):
     else:
         assert not found.accumulate and kept < whole
         # What fits beside the scratch is saved, but for less than a row of each part or a column.
-        room = budget_of(call) - SMALLEST_BLOCK
+        room = budget_of(call) - found.scratch_bytes
         piece = call["rows"] * call["itemsize"]
         if len(found.blocks) > 1:
             piece = call["parts"] * row_bytes(call)
@@ -389,3 +391,105 @@ def test_a_larger_shard_than_the_plan_s_keeps_all_of_itself_that_fits():
     found = plan(256, 2000, 4, 4, budget=DEFAULT_BUDGET, ranks=2, gradients=FP32)
     assert found.blocks == (Block(0, 256, 2000),)
     assert found.limited(3000, 4, 1).blocks == (Block(0, 256, 3000),)
+
+
+# --- hidden states under sequence parallelism ------------------------------------------------------
+
+
+def gathered_bytes(call: dict) -> int:
+    """The hidden states of all ranks."""
+    return call["rows"] * call["hidden"] * call["itemsize"]
+
+
+@RELAXED
+@given(calls(), st.integers(-1, 1))
+def test_gathered_hidden_states_are_kept_where_they_fit_beside_every_logit(call, more):
+    """To the byte: ``more`` bytes than both take, or the budget as it was drawn."""
+    needed = everything(call) + gathered_bytes(call)
+    for budget in (call["budget"], max(0, needed + more)):
+        found = planned(call | {"budget": budget})
+        available = DEFAULT_BUDGET if budget is None else budget
+        fits = needed <= available and call["parts"] > 1 and gathered_bytes(call) > 0
+        saves = call["gradients"] is not None and call["keepable"]
+        assert found.keeps_hidden == (fits and saves)
+        if found.keeps_hidden:
+            assert len(found.blocks) == 1 and kept_bytes(call, found) == everything(call)
+            assert kept_bytes(call, found) + gathered_bytes(call) <= available
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_byte_less_gathers_hidden_states_again(missing):
+    call = dict(rows=512, shard_rows=1000, hidden=64, itemsize=2, gradients=BF16)
+    logits, hidden = 512 * 1000 * 2, 512 * 64 * 2
+    found = plan(**call, budget=logits + hidden - missing, parts=2, ranks=2)
+    assert found.keeps_hidden == (not missing)
+    assert found.blocks == (Block(0, 256, 1000),), "every logit is saved in either case"
+    assert not plan(**call, budget=None, parts=1, ranks=2).keeps_hidden, "nothing was gathered"
+
+
+@RELAXED
+@given(calls(), st.lists(st.integers(0, 300000), min_size=8, max_size=8), st.booleans())
+def test_all_ranks_keep_hidden_states_or_none_does(call, shards, given_size):
+    """It decides about a collective of backward: a larger, smaller or empty shard changes nothing."""
+    ranks = call["ranks"]
+    vocab_size = max(1, sum(shards[:ranks])) if given_size else None
+    found = set()
+    for rank in range(ranks):
+        start = sum(shards[:rank])
+        counted = shared_shard_rows(shards[rank], ranks, start, vocab_size) if ranks > 1 else 1
+        local = planned(call | {"shard_rows": max(1, counted)})
+        local = local.limited(shards[rank], call["itemsize"], call["parts"])
+        found.add((local.keeps_hidden, tuple((b.start, b.stop) for b in local.blocks)))
+    assert len(found) == 1
+
+
+@RELAXED
+@given(calls())
+def test_a_forward_that_keeps_nothing_gathers_few_hidden_states_at_once(call):
+    """At most ``GATHERED_BYTES``, or a row of each part, in as few blocks as that allows; but a block
+    whose exponentials are kept is one in forward too."""
+    found = planned(call)
+    forward = list(found.forward_blocks)
+    ends = [0, *(b.stop for b in forward)]
+    assert [b.start for b in forward] == ends[:-1] and ends[-1] == call["rows"] // call["parts"]
+    if found.accumulate:
+        assert tuple(forward) == found.blocks
+        return
+    if found.blocks and found.blocks[0].kept:
+        assert forward.pop(0) == found.blocks[0]
+    assert all(b.kept == 0 for b in forward)
+    if call["parts"] == 1:
+        assert len(forward) <= 1, "nothing is gathered"
+        return
+    row = call["parts"] * call["hidden"] * call["itemsize"]
+    assert all((b.stop - b.start) * row <= max(GATHERED_BYTES, row) for b in forward)
+    most = max(1, GATHERED_BYTES // row)
+    assert len(forward) == -(-sum(b.stop - b.start for b in forward) // most)
+
+
+@RELAXED
+@given(calls(), st.integers(0, 400000))
+def test_a_local_shard_changes_no_block_of_the_forward(call, shard_rows):
+    """Each is a collective under sequence parallelism."""
+    found = planned(call)
+    limited = found.limited(shard_rows, call["itemsize"], call["parts"])
+    bounds = [[(b.start, b.stop) for b in p.forward_blocks] for p in (found, limited)]
+    assert bounds[0] == bounds[1]
+
+
+def test_a_rank_that_keeps_nothing_of_the_kept_block_gathers_as_the_others():
+    """Its shard is larger than was counted, and what fits beside the scratch is not one column."""
+    found = plan(8192, 500, 32768, 2, budget=8 * MiB, parts=2, ranks=2, gradients=BF16)
+    limited = found.limited(900, 2, 2)
+    assert (found.kept, limited.kept) == (500, 0)
+    assert GATHERED_BYTES < gathered_bytes(dict(rows=8192, hidden=32768, itemsize=2)), "gathered at once"
+    bounds = [[(b.start, b.stop) for b in p.forward_blocks] for p in (found, limited)]
+    assert bounds[0] == bounds[1] == [(0, 4096)]
+
+
+def test_a_long_evaluation_under_sequence_parallelism_has_several_blocks():
+    found = plan(1 << 17, 16032, 4096, 2, parts=8, ranks=8)
+    size = GATHERED_BYTES // (8 * 4096 * 2)
+    assert [b.stop - b.start for b in found.forward_blocks] == [size] * ((1 << 14) // size)
+    assert len(found.forward_blocks) > 1
+    assert len(plan(1 << 17, 16032, 4096, 2, parts=1, ranks=8).forward_blocks) == 1

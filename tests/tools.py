@@ -47,10 +47,10 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
     """Smaller blocks, accumulated however few rows they have, and tiles of ``(rows, columns)`` in the
     torch backend, so that a tiny problem has many of both."""
     modules = [backends.named(name) for name in ("eager", "triton") if name == "eager" or _TRITON]
-    saved = plan.SMALLEST_BLOCK, eager._CPU_TILE, eager._CUDA_TILE
+    saved = plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, eager._CPU_TILE, eager._CUDA_TILE
     accumulated = [module.SMALLEST_ACCUMULATED for module in modules]
     if block_bytes is not None:
-        plan.SMALLEST_BLOCK = block_bytes
+        plan.SMALLEST_BLOCK = plan.GATHERED_BYTES = block_bytes
         for module in modules:
             module.SMALLEST_ACCUMULATED = 1
     if tile is not None:
@@ -58,7 +58,7 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
     try:
         yield
     finally:
-        plan.SMALLEST_BLOCK, eager._CPU_TILE, eager._CUDA_TILE = saved
+        plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, eager._CPU_TILE, eager._CUDA_TILE = saved
         for module, rows in zip(modules, accumulated):
             module.SMALLEST_ACCUMULATED = rows
 

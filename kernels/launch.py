@@ -15,7 +15,8 @@ import torch
 class Relaunched:
     """A ``triton.jit`` or ``gluon.jit`` function that remembers what its launches compiled to.
 
-    Constants and options are passed by name, always in one order, all other arguments by position.
+    Constants and options are passed by name, always in one order, all other arguments by position. Launches
+    after the first of a kind know nothing of ``pre_run_hooks`` and of knobs that ask for another compilation.
     """
 
     def __init__(self, function) -> None:
@@ -69,4 +70,6 @@ _DESCRIBED = {
 def _description(argument):
     if isinstance(argument, torch.Tensor):
         return _of_tensor(argument)
+    if not hasattr(argument, "block_shape"):
+        raise TypeError(f"no argument of a kernel: {argument!r}, a {type(argument).__name__}")
     return type(argument), argument.base.dtype, *argument.block_shape

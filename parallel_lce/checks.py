@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.parallel import Layout
+from parallel_lce.weight_grad import accumulation_dtype
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight")
@@ -174,7 +175,7 @@ def _check_numbers(a: Arguments) -> None:
         lambda: f"logits_budget must be None or a number of bytes >= 0, got {a.logits_budget!r}",
     )
     _require(
-        a.reduce_dtype in (None, a.input.dtype, torch.float32) and (a.reduce_dtype, a.input.dtype) != (torch.float32, torch.float64),
+        a.reduce_dtype in (None, a.input.dtype, accumulation_dtype(a.input.dtype)),
         lambda: f"reduce_dtype must be None, float32 or the input's {a.input.dtype}, got {a.reduce_dtype!r}",
     )
 

@@ -61,7 +61,7 @@ class _Statistics(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call):
         ctx.set_materialize_grads(False)
         partial, vocab_size, kept = statistics_forward(call, hidden, weight, bias, keep=True)
-        ctx.save_for_backward(hidden, weight, bias, partial, vocab_size, *kept)
+        ctx.save_for_backward(hidden, weight, bias, call.target, partial, vocab_size, *kept)
         ctx.call, ctx.spent = call, False
         statistics = finish_statistics(partial, vocab_size, call.columns, call.target is not None)
         values = tuple(getattr(statistics, name) for name in NAMES)
@@ -71,8 +71,8 @@ class _Statistics(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, *gradients):
-        hidden, weight, bias, partial, vocab_size, *kept = ctx.saved_tensors
-        call = ctx.call
+        hidden, weight, bias, target, partial, vocab_size, *kept = ctx.saved_tensors
+        call = replace(ctx.call, target=target)
         upstream = dict(zip(DIFFERENTIABLE, gradients))
         folded = coefficients(upstream, partial, vocab_size, call.columns)
         needs = Needs(*ctx.needs_input_grad[:3])
@@ -104,19 +104,22 @@ class _Losses(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss):
         partial, vocab_size, kept = statistics_forward(call, hidden, weight, bias, keep=True)
         losses, c = loss.of_partials(call.backend, partial, vocab_size)
-        ctx.save_for_backward(hidden, weight, bias, partial, c.alpha, c.beta, c.gamma, *kept)
+        ctx.save_for_backward(
+            hidden, weight, bias, call.target, partial, c.alpha, c.beta, c.gamma, *kept
+        )
         ctx.call, ctx.spent = call, False
         return losses
 
     @staticmethod
     @first_order_only
     def backward(ctx, upstream):
-        hidden, weight, bias, partial, alpha, beta, gamma, *kept = ctx.saved_tensors
+        hidden, weight, bias, target, partial, alpha, beta, gamma, *kept = ctx.saved_tensors
+        call = replace(ctx.call, target=target)
         folded = Coefficients(alpha, beta, gamma, None).times(upstream)
         needs = Needs(*ctx.needs_input_grad[:3])
         spent, ctx.spent = ctx.spent, True
         found = statistics_backward(
-            ctx.call, hidden, weight, bias, partial, tuple(kept), folded, needs, spent
+            call, hidden, weight, bias, partial, tuple(kept), folded, needs, spent
         )
         return *found, None, None
 
@@ -149,19 +152,21 @@ class _AccumulatedLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss, divisor):
         needs = Needs(*ctx.needs_input_grad[:3])
         done = accumulate(call, hidden, weight, bias, loss, divisor, needs)
-        ctx.save_for_backward(hidden, weight, bias)
+        ctx.save_for_backward(hidden, weight, bias, loss.target, loss.token_weight)
         ctx.arguments, ctx.gradients = (call, loss, divisor, needs), done.gradients
         return done.loss
 
     @staticmethod
     @first_order_only
     def backward(ctx, upstream):
-        hidden, weight, bias = ctx.saved_tensors
+        hidden, weight, bias, target, token_weight = ctx.saved_tensors
         # The first backward scales the sums in place and hands them over: a copy would double the
         # largest buffer of the call. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             call, loss, divisor, needs = ctx.arguments
+            call = replace(call, target=target)
+            loss = replace(loss, target=target, token_weight=token_weight)
             gradients = accumulate(call, hidden, weight, bias, loss, divisor, needs).gradients
         scaled = (
             g if g is None else _scaled(g, upstream, tensor.dtype)

@@ -69,7 +69,7 @@ def _numbers(call: Call) -> tuple:
             plan.block_bytes,
             plan.scratch_bytes,
             plan.accumulator_bytes,
-            int(plan.keeps_hidden),
+            plan.hidden_bytes,
             plan.gathered,
             plan.scratch_alone,
         ],
@@ -93,10 +93,8 @@ def _call(
 ) -> Call:
     layout = Layout.of(_resolve_process_group(group) if group else None, sequence_parallel)
     shard = Shard(start, weight.shape[0], vocab_size)
-    rows, first, most, kept, accumulates, *others, keeps_hidden, gathered, scratch = plan
-    planned = Plan(
-        rows, first, most, kept, bool(accumulates), *others, bool(keeps_hidden), gathered, scratch
-    )
+    rows, first, most, kept, accumulates, *others = plan
+    planned = Plan(rows, first, most, kept, bool(accumulates), *others)
     return Call(
         named(backend), layout, shard, Columns(*columns), planned, target, scale, softcap,
         reduce_dtype=reduce_dtype,

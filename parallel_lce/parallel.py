@@ -67,15 +67,16 @@ class Layout:
 
 @dataclass
 class Pending:
-    """A tensor that is complete after :meth:`wait`."""
+    """A tensor that is complete after :meth:`wait`; until then ``sent`` must stay alive, too."""
 
     tensor: Tensor
     work: dist.Work | None = None
+    sent: Tensor | None = None
 
     def wait(self) -> Tensor:
         if self.work is not None:
             self.work.wait()
-            self.work = None
+            self.work = self.sent = None
         return self.tensor
 
 
@@ -87,8 +88,10 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> Pending:
     chunk = hidden[block.start : block.stop]
     if not layout.sequence_parallel:
         return Pending(chunk)
+    chunk = chunk.contiguous()
     gathered = chunk.new_empty(layout.ranks * chunk.shape[0], chunk.shape[1])
-    return Pending(gathered, _all_gather(gathered, chunk, group=layout.group, async_op=True))
+    work = _all_gather(gathered, chunk, group=layout.group, async_op=True)
+    return Pending(gathered, work, chunk)
 
 
 class HiddenGradient:

@@ -53,7 +53,7 @@ class Plan:
     everything. ``block_bytes``: what the exponentials of a block may take. ``scratch_bytes``: the
     logits-shaped scratch beside what is kept. ``accumulator_bytes``: fp32 sums beside the gradients
     themselves (low-precision dW over several blocks, or low-precision dX over vocabulary slices).
-    ``keeps_hidden``: the only block's gathered hidden states stay from forward to backward.
+    ``hidden_bytes``: of the only block's gathered hidden states, if they stay from forward to backward.
     ``gathered``: rows of each part that a forward projects at once where it keeps nothing.
     ``scratch_alone``: the scratch of a backward that finds nothing of what was to be kept.
     """
@@ -67,7 +67,7 @@ class Plan:
     block_bytes: int
     scratch_bytes: int
     accumulator_bytes: int
-    keeps_hidden: bool
+    hidden_bytes: int
     gathered: int
     scratch_alone: int
 
@@ -79,6 +79,10 @@ class Plan:
             stop = min(start + size, self.rows)
             blocks.append(Block(start, stop, self.kept if self.accumulate else 0))
         return tuple(blocks)
+
+    @property
+    def keeps_hidden(self) -> bool:
+        return self.hidden_bytes > 0
 
     @cached_property
     def forward_blocks(self) -> tuple[Block, ...]:
@@ -103,7 +107,7 @@ class Plan:
         if shard_rows <= self.shard_rows or self.kept < self.shard_rows or size == 0:
             return self
         column = parts * size * itemsize
-        room = self.block_bytes
+        room = self.block_bytes - self.hidden_bytes
         recomputes = self.first < self.rows or shard_rows * column > room
         if recomputes and not self.accumulate:
             room -= self.scratch_bytes
@@ -166,7 +170,7 @@ def plan(
     def decided(first: int, most: int, kept: int, accumulator: int = 0) -> Plan:
         return Plan(
             per_part, first, max(1, most), kept, False,
-            shard_rows, budget, scratch, accumulator, False, at_once, SMALLEST_BLOCK,
+            shard_rows, budget, scratch, accumulator, 0, at_once, SMALLEST_BLOCK,
         )  # fmt: skip
 
     scratch = 0 if keepable and reuses_kept and budget >= SMALLEST_BLOCK else SMALLEST_BLOCK
@@ -178,7 +182,7 @@ def plan(
         return decided(0, rows_in(SMALLEST_BLOCK) if parts > 1 else per_part, 0)
     if keepable and whole <= budget:
         saved = decided(per_part, per_part, shard_rows)
-        return replace(saved, keeps_hidden=0 < gathered <= budget - whole)
+        return replace(saved, hidden_bytes=gathered if gathered <= budget - whole else 0)
 
     dw_sum = shard_rows * hidden * max(4, itemsize) if gradients.weight else 0
     split = gradients.weight and not gradients.weight_fp32
@@ -198,7 +202,7 @@ def plan(
             accumulator = dw_sum if split else 0
             return Plan(
                 per_part, 0, most, shard_rows, True,
-                shard_rows, block_bytes, SMALLEST_BLOCK, accumulator, False, at_once, SMALLEST_BLOCK,
+                shard_rows, block_bytes, SMALLEST_BLOCK, accumulator, 0, at_once, SMALLEST_BLOCK,
             )  # fmt: skip
 
     room = max(0, budget - scratch) if keepable else 0

@@ -206,6 +206,23 @@ def test_a_backend_may_write_over_what_is_kept(budget, blocks, names, backend, d
     assert handed[1:] == [(False, kept)] * (2 * blocks[backend == "triton"] - 1)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "statistics"])
+@pytest.mark.parametrize("budget", [None, 0])
+def test_targets_that_were_written_to_since_forward_are_refused(budget, reduction, backend, device):
+    """As ``F.cross_entropy`` refuses them: the gradient would be that of other targets."""
+    t = small(device, N=48, V=200, D=8)
+    with shrunk(8192):
+        if reduction == "statistics":
+            loss = statistics(t.x, t.weight, t.target, logits_budget=budget).target_log_prob
+        else:
+            loss = parallel_lce.linear_cross_entropy(
+                t.x, t.weight, t.target, reduction=reduction, logits_budget=budget
+            )
+        t.target.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.sum().backward()
+
+
 def test_first_backward_with_zero_upstream_spoils_nothing(device):
     """The accumulated sums are scaled in place by the first backward: by 0, here."""
     t = small(device, N=48, V=200, D=8)

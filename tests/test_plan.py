@@ -361,7 +361,8 @@ def test_limited_keeps_the_blocks_and_what_fits_this_rank(call, shard_rows):
     if found.accumulate:
         assert max(kept) <= max(found.block_bytes, call["parts"] * row_bytes(call))
     else:
-        assert sum(kept) + (found.scratch_bytes if partial and sum(kept) else 0) <= budget_of(call)
+        scratch = found.scratch_bytes if partial and sum(kept) else 0
+        assert sum(kept) + found.hidden_bytes + scratch <= budget_of(call)
     if shard_rows <= call["shard_rows"]:
         assert limited == found
     assert all(b.kept == 0 for b, a in zip(limited.blocks, found.blocks) if a.kept == 0)

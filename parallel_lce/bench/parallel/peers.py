@@ -91,7 +91,7 @@ def _within(context, call):
 
 
 def _overlapped_calls(problem, team, sequence_parallel):
-    """The bare products with the collectives that nobody can leave out, each beside a product that does not need it.
+    """The bare products with the collectives that stock has, each beside a product that does not need it.
 
     dX is all-reduced beside z.T @ x. Under sequence parallelism hidden states are gathered before x @ W.T, gathered
     again beside z @ W as Megatron does, which keeps nothing of size N * D, and dX is reduce-scattered beside z.T @ x.

@@ -131,7 +131,7 @@ class Cell:
 
 
 def overview(cells):
-    """A row per cell: ours against what nobody can leave out, and how many times as fast as others it is."""
+    """A row per cell: ours against the bare products with stock's collectives, and how many times as fast as others it is."""
     columns = ["TP", "N", "SP", "of overlapped", "of bare", "forward of bare", *(f"{n} ×" for n in RIVALS)]
     columns += ["lean of overlapped", "lean MiB"]
     caption = (

@@ -320,7 +320,7 @@ def statistics_backward(
     tokens = None
     if len(blocks) > 1:
         # All numbers of a token side by side: a block takes them in one copy.
-        each = [c for c in coefficients.each if c is not None]
+        each = coefficients.present
         tokens = torch.cat([partial, torch.stack(each)])
     for block, pending in hidden_blocks(blocks, hidden, layout, gathered):
         of_block, local = partial, coefficients

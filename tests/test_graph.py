@@ -96,9 +96,8 @@ def assert_near(found, expected, dtype: str) -> None:
         assert (a - b).double().norm() <= tolerance * b.double().norm()
 
 
-@every_step
-def test_a_captured_step_replays_on_other_data(name, backend, dtype, device, monkeypatch):
-    step = Step(name, backend, dtype, monkeypatch)
+def captured_and_replayed(step, dtype: str) -> tuple[torch.cuda.CUDAGraph, list[torch.Tensor]]:
+    """The graph of a step, and its last results: on other data each replay gives what the step gives."""
     step.warm_up()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -107,10 +106,17 @@ def test_a_captured_step_replays_on_other_data(name, backend, dtype, device, mon
         step.load(seed)
         graph.replay()
         found = [tensor.clone() for tensor in captured]
+        # The same kernels; but cuBLAS may choose them by an address.
         assert_near(found, step(), dtype)
         graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(a, b) for a, b in zip(found, captured)), "what was kept is there again"
+    return graph, found
+
+
+@every_step
+def test_a_captured_step_replays_on_other_data(name, backend, dtype, device, monkeypatch):
+    captured_and_replayed(Step(name, backend, dtype, monkeypatch), dtype)
 
 
 @every_step
@@ -247,20 +253,7 @@ def never_waiting():
 
 def _capture(member: Member, name: str, sequence_parallel: bool, backend: str, dtype: str):
     with chosen_backend(backend):
-        step = RankStep(member, name, sequence_parallel, dtype)
-        step.warm_up()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = step()
-        for seed in (1, 2):
-            step.load(seed)
-            graph.replay()
-            found = [tensor.clone() for tensor in captured]
-            # The same kernels; but cuBLAS may choose them by an address.
-            assert_near(found, step(), dtype)
-            graph.replay()
-            torch.cuda.synchronize()
-            assert all(torch.equal(a, b) for a, b in zip(found, captured)), "what was kept is there again"
+        graph, found = captured_and_replayed(RankStep(member, name, sequence_parallel, dtype), dtype)
         # The communicator must outlive what was captured of it.
         graph.reset()
     return found[0].cpu()

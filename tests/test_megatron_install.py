@@ -34,13 +34,14 @@ def test_install_is_idempotent_and_undone():
     parallel_lce.megatron.install()
     once = _methods()
     assert once[0] is not before[0] and once[2:] == before[2:]
-    parallel_lce.megatron.install(logits_budget=5)
+    parallel_lce.megatron.install(logits_budget=5, reduce_dtype=torch.float32)
     assert _methods() == once
     parallel_lce.megatron.install(cross_entropy="logits")
     assert _methods()[2] is _methods()[3] is parallel_lce.vocab_parallel_cross_entropy
     parallel_lce.megatron.install()  # keeps what was chosen
     assert _methods()[2] is parallel_lce.vocab_parallel_cross_entropy
     assert sys.modules["parallel_lce.megatron.install"]._installed.logits_budget == 5
+    assert sys.modules["parallel_lce.megatron.install"]._installed.reduce_dtype == torch.float32
     parallel_lce.megatron.install(cross_entropy="output_layer")
     assert _methods() == once
     parallel_lce.megatron.uninstall()

@@ -50,15 +50,19 @@ class Coefficients:
     def each(self) -> tuple[Tensor | None, ...]:
         return self.alpha, self.beta, self.gamma, self.delta
 
+    @property
+    def present(self) -> list[Tensor]:
+        """Those that are not zero."""
+        return [c for c in self.each if c is not None]
+
     def map(self, function: Callable[[Tensor], Tensor]) -> Coefficients:
         """The same function of all that there are."""
         return Coefficients(*(c if c is None else function(c) for c in self.each))
 
     def times(self, factor: Tensor) -> Coefficients:
         """All of them times one factor, or one per token ``[R]``, in one launch."""
-        there = [c for c in self.each if c is not None]
-        product = iter(torch._foreach_mul(there, [factor] * len(there)))
-        return Coefficients(*(c if c is None else next(product) for c in self.each))
+        product = iter(torch._foreach_mul(self.present, [factor] * len(self.present)))
+        return self.map(lambda c: next(product))
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def install(
         for name, wrap in wrappers.items():
             _installed.replace(LanguageModule, name, wrap(getattr(LanguageModule, name)))
     _installed.cross_entropy, _installed.logits_budget = chosen, budget
-    _installed.reduce_dtype = reduce_dtype
+    _installed.reduce_dtype = reduce_dtype or _installed.reduce_dtype
     replaced = len(_installed.replaced) > len(wrappers)
     if replaced and chosen != "logits":
         _installed.restore(kept=len(wrappers))

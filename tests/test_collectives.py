@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import DTYPES, Case, error, make
+from parallel_lce import parallel
 from parallel_lce.backends import backend_of, eager
 from tools import recorded, shrunk
 from world import Member
@@ -340,3 +341,30 @@ def _collectives_are_asynchronous(member: Member):
 def test_collectives_are_asynchronous(worlds, device):
     for flags in worlds(2).run(_collectives_are_asynchronous):
         assert len(flags) > 20 and all(flags)
+
+
+def _sent_in_one_piece(member: Member):
+    """Whether the hidden states of a view with gaps are sent without them."""
+    t = make(Case(N, ROWS * member.ranks, D), member.device)
+    wide = torch.zeros(N // member.ranks, 2 * D, device=member.device)
+    wide[:, :D] = t.x.detach().chunk(member.ranks)[member.rank]
+    shard = t.weight.detach().chunk(member.ranks)[member.rank]
+    original, found = parallel._all_gather, []
+
+    def watched(gathered, sent, **options):
+        found.append(sent.is_contiguous())
+        return original(gathered, sent, **options)
+
+    parallel._all_gather = watched
+    try:
+        parallel_lce.linear_cross_entropy(
+            wide[:, :D], shard, t.target, process_group=member.group, sequence_parallel=True
+        )
+    finally:
+        parallel._all_gather = original
+    return found
+
+
+def test_views_with_gaps_are_sent_in_one_piece(worlds, device):
+    """NCCL takes no others."""
+    assert worlds(2).run(_sent_in_one_piece) == [[True, True]] * 2

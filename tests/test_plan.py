@@ -494,3 +494,11 @@ def test_a_long_evaluation_under_sequence_parallelism_has_several_blocks():
     assert [b.stop - b.start for b in found.forward_blocks] == [size] * ((1 << 14) // size)
     assert len(found.forward_blocks) > 1
     assert len(plan(1 << 17, 16032, 4096, 2, parts=1, ranks=8).forward_blocks) == 1
+
+
+@pytest.mark.parametrize("shard", [16384, 16896, 17408])
+def test_kept_hidden_states_count_where_a_shard_is_larger_than_was_counted(shard):
+    found = plan(4096, 16384, 1024, 2, budget=142606336, parts=8, ranks=8, gradients=BF16)
+    assert found.hidden_bytes == 4096 * 1024 * 2
+    limited = found.limited(shard, 2, 8)
+    assert 4096 * min(limited.kept, shard) * 2 + limited.hidden_bytes <= 142606336

@@ -39,13 +39,14 @@ _PRODUCER_REGISTERS = gl.constexpr(40)
 @gluon.jit
 def _produce(x, weight, ring, sizes, STAGES: gl.constexpr):
     x_slots, weight_slots, full, empty = ring
-    rows, columns, depth, first_block, blocks = sizes
+    rows, columns, depth, first_block, blocks, all_blocks = sizes
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     count = 0
     for tile in range(gl.program_id(0), blocks * gl.cdiv(columns, BLOCK_N), gl.num_programs(0)):
-        row, first = (first_block + tile % blocks) * BLOCK_M, (tile // blocks) * BLOCK_N
+        row = (first_block + tile % blocks) % all_blocks * BLOCK_M
+        first = (tile // blocks) * BLOCK_N
         for k in range(0, depth, BLOCK_K):
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
@@ -92,14 +93,15 @@ def _consume(
     STAGES: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
-    rows, columns, depth, first_block, blocks = sizes
+    rows, columns, depth, first_block, blocks, all_blocks = sizes
     a0, a1, a2, a3, a4 = arguments
     windows = gl.cdiv(columns, BLOCK_N)
     steps = gl.cdiv(depth, BLOCK_K)
     count = 0
     for tile in range(gl.program_id(0), blocks * windows, gl.num_programs(0)):
         window = tile // blocks
-        row, first = (first_block + tile % blocks) * BLOCK_M, window * BLOCK_N
+        row = (first_block + tile % blocks) % all_blocks * BLOCK_M
+        first = window * BLOCK_N
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         if GRADIENT:
@@ -131,15 +133,15 @@ def _consume(
 
 
 @Relaunched
-@gluon.jit(do_not_specialize=["rows", "first_block", "blocks"])
+@gluon.jit(do_not_specialize=["rows", "first_block", "blocks", "all_blocks"])
 def projection(
-    x, weight, out, bias, rows, columns, depth, first_block, blocks, scale, cap,
+    x, weight, out, bias, rows, columns, depth, first_block, blocks, all_blocks, scale, cap,
     a0, a1, a2, a3, a4,
     HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, GRADIENT: gl.constexpr,
     SWITCHES: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
 ):  # fmt: skip
-    """``blocks`` row blocks from ``first_block`` on, with either epilogue; ``a0`` to ``a4`` are its
-    tensors and ``SWITCHES`` its switches, in its order."""
+    """``blocks`` row blocks from ``first_block`` on, the first after the last, with either epilogue; ``a0`` to
+    ``a4`` are its tensors and ``SWITCHES`` its switches, in its order."""
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
@@ -156,7 +158,7 @@ def projection(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     ring = (x_slots, weight_slots, full, empty)
-    sizes = (rows, columns, depth, first_block, blocks)
+    sizes = (rows, columns, depth, first_block, blocks, all_blocks)
     gl.warp_specialize(
         [
             (_consume, (ring, out, staged, sizes, bias, scale, cap, (a0, a1, a2, a3, a4), HAS_BIAS,

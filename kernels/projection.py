@@ -21,6 +21,7 @@ Every result has one writer. Offsets into what has rows times vocabulary are 64-
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -41,6 +42,7 @@ from parallel_lce.kernels.launch import Relaunched
 from parallel_lce.kernels.tuning import (
     Tile,
     addressable,
+    beside_collective,
     blocks_per_launch,
     descriptor,
     interpreted,
@@ -77,9 +79,9 @@ def _store(destination, row, first, rows, columns, stride, tile, TMA: tl.constex
 
 # What changes from launch to launch and from batch to batch must not compile anew.
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "first_block", "blocks"])
+@triton.jit(do_not_specialize=["rows", "first_block", "blocks", "all_blocks"])
 def _projection(
-    x, weight, out, bias, rows, columns, depth, first_block, blocks, scale, cap,
+    x, weight, out, bias, rows, columns, depth, first_block, blocks, all_blocks, scale, cap,
     a0, a1, a2, a3, a4,
     x_stride, weight_stride, out_stride, out_columns,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, GRADIENT: tl.constexpr,
@@ -87,12 +89,13 @@ def _projection(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     TMA: tl.constexpr, OUT_TMA: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """``blocks`` row blocks from ``first_block`` on, with either epilogue; ``a0`` to ``a4`` are its
-    tensors and ``SWITCHES`` its switches, in its order."""
+    """``blocks`` row blocks from ``first_block`` on, the first after the last, with either epilogue; ``a0`` to
+    ``a4`` are its tensors and ``SWITCHES`` its switches, in its order."""
     windows = tl.cdiv(columns, BLOCK_N)
     for tile in range(tl.program_id(0), blocks * windows, tl.num_programs(0)):
         window = tile // blocks
-        row, first = (first_block + tile % blocks) * BLOCK_M, window * BLOCK_N
+        row = (first_block + tile % blocks) % all_blocks * BLOCK_M
+        first = window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)
         if GRADIENT:
@@ -150,11 +153,20 @@ class Operands:
         return triton.cdiv(self.weight.shape[0], self.tile.columns)
 
     def _launch(
-        self, out: torch.Tensor | None, gradient: bool, tensors: tuple, switches: tuple
+        self,
+        out: torch.Tensor | None,
+        gradient: bool,
+        tensors: tuple,
+        switches: tuple,
+        order: Iterable[tuple[range, bool]] | None = None,
     ) -> None:
-        """Start the product with an epilogue: its five ``tensors`` and its ``switches``, in order."""
+        """Start the product with an epilogue: its five ``tensors`` and its ``switches``, in order.
+
+        ``order``: row blocks that follow one another, the first after the last, all of them in the end, and
+        whether a collective runs beside these, which then leave it some of the processors.
+        """
         tile, tma, x, weight = self.tile, self.tma, self.x, self.weight
-        (rows, depth), columns, programs = x.shape, weight.shape[0], processors(x.device)
+        (rows, depth), columns = x.shape, weight.shape[0]
         softcap = 1.0 if self.softcap is None else float(self.softcap)
         options = {
             "HAS_BIAS": self.bias is not None,
@@ -192,13 +204,16 @@ class Operands:
                 "num_stages": tile.stages,
             }
         row_blocks = triton.cdiv(rows, tile.rows)
-        step = blocks_per_launch(row_blocks, self.windows, programs)
-        for first in range(0, row_blocks, step):
-            blocks = min(step, row_blocks - first)
-            kernel[(min(blocks * self.windows, programs),)](
-                x, weight, destination, self.bias, rows, columns, depth, first, blocks,
-                float(self.scale), softcap, *tensors, *strides, **options,
-            )  # fmt: skip
+        for part, beside in order or [(range(row_blocks), False)]:
+            programs = processors(self.x.device)
+            programs = beside_collective(programs) if beside else programs
+            step = blocks_per_launch(len(part), self.windows, programs)
+            for first in part[::step]:
+                blocks = min(step, part.stop - first)
+                kernel[(min(blocks * self.windows, programs),)](
+                    x, weight, destination, self.bias, rows, columns, depth, first, blocks, row_blocks,
+                    float(self.scale), softcap, *tensors, *strides, **options,
+                )  # fmt: skip
 
 
 def window_partials(
@@ -210,6 +225,7 @@ def window_partials(
     argmax: bool = False,
     kept: torch.Tensor | None = None,
     common: torch.Tensor | None = None,
+    order: Iterable[tuple[range, bool]] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``maxima [windows, R]`` and ``sums [*, windows, R]`` fp32: sum_exp, then those asked for.
 
@@ -217,7 +233,9 @@ def window_partials(
     anything in what remains of a row's last 16 bytes, which is as finely as TMA writes; they are
     relative to ``epilogues.window_reference`` of ``common [R]`` fp32 or, if that is None, to each
     window's maximum, and sum_exp likewise; C is K or a multiple of the tile's columns. In fp16 they
-    are times ``FP16_SCALE``. The argmax is a column, bit-cast.
+    are times ``FP16_SCALE``. The argmax is a column, bit-cast. ``order``: of the row blocks, of
+    ``operands.tile.rows`` tokens each, and whether a collective runs beside them; what it does on the way
+    happens between their launches.
     """
     x, entries = operands.x, operands.weight.shape[0]
     maxima = x.new_empty(operands.windows, x.shape[0], dtype=torch.float32)
@@ -235,6 +253,7 @@ def window_partials(
             argmax,
             entries % operands.tile.columns != 0,
         ),
+        order,
     )
     return maxima, sums
 

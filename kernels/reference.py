@@ -43,17 +43,16 @@ def _reference_kernel(
     tl.store(result + r, tl.where(tl.abs(top) == float("inf"), 0.0, top), mask=valid)
 
 
-def sampled_maximum(operands: Operands) -> torch.Tensor:
-    """The largest of each token's logits ``[R]`` fp32 over rows of the weight at even distances; 0 where
-    that is infinite. Without the soft-cap."""
-    x, weight = operands.x, operands.weight
-    result = x.new_empty(x.shape[0], dtype=torch.float32)
+def sampled_maximum(operands: Operands, start: int, stop: int, result: torch.Tensor) -> None:
+    """The largest logit of each token from ``start`` to ``stop`` over rows of the weight at even distances, or
+    0 where that is infinite, to ``result [R]`` fp32. Without the soft-cap."""
+    x, weight = operands.x[start:stop], operands.weight
     step = triton.cdiv(weight.shape[0], _SAMPLED)
     _reference_kernel[(triton.cdiv(x.shape[0], _TOKENS),)](
         x,
         weight,
         operands.bias,
-        result,
+        result[start:stop],
         x.shape[0],
         weight.shape[0],
         x.shape[1],
@@ -69,4 +68,3 @@ def sampled_maximum(operands: Operands) -> torch.Tensor:
         num_warps=8,
         num_stages=4,
     )
-    return result

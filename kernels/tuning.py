@@ -38,9 +38,13 @@ _SPECIALISED = Tile(128, 256, 64, 8, 4, specialised=True)
 # memory of every device since Ampere, and the registers that sums without tensor cores take in fp32.
 _TABLE = {((9, 10), True, 2): Tile(128, 256, 64, 8, 3)}
 _MODEST = {2: Tile(128, 128, 32, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
-# Row blocks of a launch, which walk the vocabulary together.
+# Row blocks of a launch, which walk the vocabulary together; more, up to so many, of so many waves at most.
 _BLOCKS = range(12, 21)
-_forced: Tile | None = None
+_MORE_BLOCKS, _WAVES = 33, 32
+# Processors that NCCL takes for a collective of large tensors, and flops of a rank, of one to two thousand per byte
+# that its links carry meanwhile.
+_COLLECTIVE, _FLOPS_PER_BYTE = 24, 2048
+_forced: tuple[Tile, int] | None = None
 
 
 def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
@@ -50,7 +54,7 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
     """
     major = _capability(weight.device) // 10
     if _forced is not None:
-        return _forced
+        return _forced[0]
     if tma and major == 9 and weight.element_size() == 2 and _has_gluon():
         return _SPECIALISED
     for (majors, with_tma, itemsize), tile in _TABLE.items():
@@ -62,14 +66,14 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
 @contextmanager
 def forced(tile: Tile, blocks: int) -> Iterator[None]:
     """This tile and these row blocks per launch for every product: for measuring them."""
-    global _forced, _BLOCKS
-    before = _forced, _BLOCKS
-    _forced, _BLOCKS = tile, range(blocks, blocks + 1)
+    global _forced
+    before = _forced
+    _forced = tile, blocks
     blocks_per_launch.cache_clear()
     try:
         yield
     finally:
-        _forced, _BLOCKS = before
+        _forced = before
         blocks_per_launch.cache_clear()
 
 
@@ -102,15 +106,31 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def beside_collective(programs: int) -> int:
+    """Programs that are started where a collective has some of the processors: those for which there is none
+    would wait until it ends, or the others do."""
+    return max(programs // 2, programs - _COLLECTIVE)
+
+
+def rows_beside_gather(rows: int, itemsize: int, columns: int) -> int:
+    """Rows whose product with ``columns`` vocabulary rows takes about as long as gathering ``rows`` such rows."""
+    return max(1, rows * itemsize * _FLOPS_PER_BYTE // (2 * columns))
+
+
 @functools.cache
 def blocks_per_launch(row_blocks: int, windows: int, programs: int) -> int:
     """Row blocks to give a launch, so that both operands are met in the L2 cache and little is lost
     in last waves.
 
     Programs drift apart in a long launch, until they no longer share what they load; the next one
-    starts in step again.
+    starts in step again. Launches over few windows are short, and may have more row blocks: the fewer
+    launches, the better for the host.
     """
-    if row_blocks <= _BLOCKS[-1]:
+    if _forced is not None:
+        return max(1, min(row_blocks, _forced[1]))
+    more = min(_MORE_BLOCKS, _WAVES * programs // windows)
+    candidates = range(_BLOCKS[0], max(_BLOCKS[-1], more) + 1)
+    if row_blocks <= candidates[-1]:
         return max(1, row_blocks)
 
     def cost(blocks: int) -> tuple[int, int, int]:
@@ -118,7 +138,7 @@ def blocks_per_launch(row_blocks: int, windows: int, programs: int) -> int:
         waves = whole * -(-blocks * windows // programs) + -(-rest * windows // programs)
         return waves, whole + (rest > 0), abs(blocks - 16)
 
-    return min(_BLOCKS, key=cost)
+    return min(candidates, key=cost)
 
 
 def addressable(*tensors: torch.Tensor) -> bool:

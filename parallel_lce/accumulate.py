@@ -75,13 +75,14 @@ def accumulate(
     )
     waiting: deque = deque()
     for block, pending in hidden_blocks(blocks, hidden, layout):
-        x = pending.wait()
+        x = pending.tensor
         buffers.rotate(1)
         target = call.local_target(block)
         gather = PartialsGather(x, x.shape[0], call.shard, columns, layout)
         _, kept = backend.block_forward(
-            projection, x, target, columns, block.kept, buffers[0], gather.local
+            projection, x, target, columns, block.kept, buffers[0], gather.local, pending.arrival()
         )
+        pending.wait()
         gather.start()
         waiting.append((block, x, gather, kept))
         if len(waiting) > ahead:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_lce.backends.blocks import Arrival
 from parallel_lce.partials import Columns, bounds_of, message_size
 from parallel_lce.plan import Block
 from parallel_lce.weight_grad import accumulation_dtype
@@ -67,31 +68,39 @@ class Layout:
 
 @dataclass
 class Pending:
-    """A tensor that is complete after :meth:`wait`; until then ``sent`` must stay alive, too."""
+    """A tensor that is complete after :meth:`wait`; its rows ``[start, stop)`` are before."""
 
     tensor: Tensor
     work: dist.Work | None = None
-    sent: Tensor | None = None
+    start: int = 0
+    stop: int = 0
 
     def wait(self) -> Tensor:
         if self.work is not None:
             self.work.wait()
-            self.work = self.sent = None
+            self.work = None
         return self.tensor
+
+    def arrival(self) -> Arrival | None:
+        """What is to be waited for, if anything."""
+        return None if self.work is None else Arrival(self.start, self.stop, self.wait)
 
 
 def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> Pending:
     """Hidden states ``[R, D]`` of a block in the TP layout, from this rank's part ``[N/parts, D]``.
 
-    Under sequence parallelism one all-gather of (stop - start) * D elements per rank; else a view.
+    Under sequence parallelism one all-gather of (stop - start) * D elements per rank, in place: this rank's
+    rows are there at once. Else a view.
     """
     chunk = hidden[block.start : block.stop]
     if not layout.sequence_parallel:
         return Pending(chunk)
-    chunk = chunk.contiguous()
-    gathered = chunk.new_empty(layout.ranks * chunk.shape[0], chunk.shape[1])
-    work = _all_gather(gathered, chunk, group=layout.group, async_op=True)
-    return Pending(gathered, work, chunk)
+    rows = chunk.shape[0]
+    gathered = chunk.new_empty(layout.ranks * rows, chunk.shape[1])
+    start = layout.rank * rows
+    own = gathered[start : start + rows].copy_(chunk)
+    work = _all_gather(gathered, own, group=layout.group, async_op=True)
+    return Pending(gathered, work, start, start + rows)
 
 
 class HiddenGradient:

@@ -170,13 +170,13 @@ def statistics_forward(
     gather = PartialsGather(hidden, token_count(hidden, layout), call.shard, columns, layout)
     kept: Kept = ()
     for block, pending in hidden_blocks(blocks, hidden, layout):
-        x = pending.wait()
         target = call.local_target(block)
         # One block is all tokens, in their order.
         out = gather.local if len(blocks) == 1 else None
         local, block_kept = call.backend.block_forward(
-            projection, x, target, columns, block.kept if keep else 0, None, out
+            projection, pending.tensor, target, columns, block.kept if keep else 0, None, out, pending.arrival()
         )
+        x = pending.wait()
         kept = kept or block_kept
         if keep and call.plan.keeps_hidden:
             # On every rank, also where the shard is empty: it decides about a collective.
@@ -199,6 +199,8 @@ def hidden_blocks(
     ahead = gather_hidden(hidden, blocks[0], layout) if blocks else None
     for number, block in enumerate(blocks):
         pending = ahead
+        if number:
+            pending.wait()
         if number + 1 < len(blocks):
             ahead = gather_hidden(hidden, blocks[number + 1], layout)
         yield block, pending

@@ -13,7 +13,8 @@ import parallel_lce
 from cases import DTYPES, Case, assemble, check, dense, error, make, ours
 from parallel_lce.backends import slices
 from parallel_lce.backends import triton as backend
-from parallel_lce.backends.blocks import Coefficients, Destinations, Projection, Scratch
+from parallel_lce.kernels import tuning
+from parallel_lce.backends.blocks import Arrival, Coefficients, Destinations, Projection, Scratch
 from parallel_lce.partials import Columns
 from parallel_lce.weight_grad import MainGrad, ShardGradient
 from tools import chosen_backend, everywhere, shrunk
@@ -330,3 +331,47 @@ def test_saved_tensors_may_come_back_elsewhere(dtype, device):
         torch.autograd.grad(loss, [x, weight]), torch.autograd.grad(truth, exact), strict=True
     ):
         assert error(found, expected) <= 2 * torch.finfo(found.dtype).eps * expected.norm()
+
+
+@pytest.mark.parametrize("own", [(64, 128), (128, 256), (0, 64), (256, 300), (0, 300), (100, 200)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("kept", [0, 700])
+def test_rows_that_are_there_are_projected_while_others_arrive(kept, dtype, own, device):
+    t, projection, _ = block(dtype, device, N=300)
+    whole = t.x.clone()
+    buffers = [backend.allocate_kept(projection, 300, 700).zero_() for _ in range(2)]
+    arguments = t.target, Columns(argmax=True), kept
+    expected, of_kept = backend.block_forward(projection, whole, *arguments, buffers[0])
+    start, stop = own
+    arriving = torch.full_like(whole, torch.nan)
+    arriving[start:stop] = whole[start:stop]
+    waited = []
+
+    def wait():
+        waited.append(arriving.copy_(whole))
+
+    arrival = Arrival(start, stop, wait)
+    found, also_kept = backend.block_forward(projection, arriving, *arguments, buffers[1], arrival=arrival)
+    assert waited and torch.equal(found, expected)
+    for a, b in zip(of_kept, also_kept, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_no_more_rows_leave_room_for_a_gather_than_it_takes(device, monkeypatch):
+    """Processors left to a collective that is over are lost."""
+    monkeypatch.setattr(tuning, "_FLOPS_PER_BYTE", 256)
+    t, projection, _ = block(torch.bfloat16, device, N=1024, V=700)
+    beside = []
+
+    def order(*arguments):
+        for part, is_beside in original(*arguments):
+            beside.append((len(part), is_beside))
+            yield part, is_beside
+
+    original = backend._in_order
+    monkeypatch.setattr(backend, "_in_order", order)
+    arrival = Arrival(512, 1024, lambda: None)
+    backend.block_forward(projection, t.x, t.target, Columns(), 700, arrival=arrival)
+    height = 128
+    assert 256 * 2 * 1024 // (2 * 700) == 374
+    assert beside == [(-(-374 // height), True), (1024 // height - 3, False)]

@@ -6,7 +6,7 @@ torch backend, says what they do:
     SMALLEST_ACCUMULATED, REUSES_KEPT: int, bool
     keepable(dtype, softcap) -> bool
     allocate_kept(projection, rows, columns) -> Tensor
-    block_forward(projection, x, target, columns, kept, buffer=None, out=None) -> (partial, Kept)
+    block_forward(projection, x, target, columns, kept, buffer=None, out=None, arrival=None) -> (partial, Kept)
     block_backward(projection, x, target, statistics, coefficients, kept, to, scratch) -> None
     merge_messages(messages, columns, rows, vocab_size) -> (partial, V)
     token_losses(partial, vocab_size, target, ...) -> (losses, alpha, beta, gamma)

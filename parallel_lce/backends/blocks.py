@@ -80,6 +80,16 @@ class Destinations:
     x_ready: Callable[[], object] = lambda: None
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """Of hidden states ``[R, D]`` on their way, in one piece and aligned: the rows ``[start, stop)`` are there, all
+    of them after :attr:`wait`."""
+
+    start: int
+    stop: int
+    wait: Callable[[], object]
+
+
 class Scratch:
     """Working memory of one backward, shared by its blocks.
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.blocks import (
+    Arrival,
     Coefficients,
     Destinations,
     Kept,
@@ -142,6 +143,7 @@ def block_forward(
     kept: int,
     buffer: Tensor | None = None,
     out: Tensor | None = None,
+    arrival: Arrival | None = None,
 ) -> tuple[Tensor, Kept]:
     """Partials ``[C, R]`` of ``x [R, D]`` over the shard, and what is kept of its first vocabulary
     rows, ``kept`` or all that there are.
@@ -150,7 +152,10 @@ def block_forward(
     ``buffer``, at least as large as :func:`allocate_kept` makes it, and the maxima
     ``[windows, R]`` of each window that they are relative to. ``target [R]`` holds ids relative to
     the shard; one outside ``[0, real)`` hits nothing. ``out [C, R]``: where to write the partials.
+    ``arrival``: of ``x``, if that is on its way.
     """
+    if arrival is not None:
+        arrival.wait()
     rows, kept = x.shape[0], min(kept, projection.real)
     cut = windows(projection, kept)
     if x.device.type == "cpu":

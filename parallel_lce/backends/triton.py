@@ -15,10 +15,13 @@ memory, slice by slice; there c is 1. The formula of the gradient is that of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.blocks import (
+    Arrival,
     Coefficients,
     Destinations,
     Kept,
@@ -42,6 +45,7 @@ from parallel_lce.kernels.partials import merge_messages, merge_windows  # noqa:
 from parallel_lce.kernels.projection import Operands, window_partials
 from parallel_lce.kernels.reference import sampled_maximum
 from parallel_lce.kernels.targets import target_logits
+from parallel_lce.kernels.tuning import rows_beside_gather
 from parallel_lce.partials import TARGET, Columns, empty_partial
 
 # Adding to an fp32 dW moves 8 D bytes per vocabulary row whatever the block's rows are: from about
@@ -75,10 +79,12 @@ def block_forward(
     kept: int,
     buffer: Tensor | None = None,
     out: Tensor | None = None,
+    arrival: Arrival | None = None,
 ) -> tuple[Tensor, Kept]:
     """Partials ``[C, R]`` of ``x [R, D]`` over the shard, and its first ``kept`` rows' exponentials:
     ``[R, >= kept]``, rounded down to whole windows, with the windows' maxima ``[windows, R]``
     and, but for fp16, ``common [R]`` and ``agreed [R]`` (``kernels.partials``). See :mod:`parallel_lce.backends.eager`.
+    Rows that are there are projected before the ``arrival`` of the others is waited for.
     """
     rows, real = x.shape[0], projection.real
     if rows == 0 or real == 0:
@@ -89,10 +95,6 @@ def block_forward(
     assert width % ALIGNED == 0
     kept = real if kept >= real else kept // width * width
     merged = x.new_empty(columns.count, rows, dtype=projection.dtype) if out is None else out
-    if target is None:
-        merged[TARGET].zero_()
-    else:
-        target_logits(operands, target, merged[TARGET])
     wanted = {
         "shifted": columns.mean_log_prob,
         "total": columns.mean_logit,
@@ -109,38 +111,67 @@ def block_forward(
         )  # fmt: skip
         return (maxima,) if common is None else (maxima, common, agreed)
 
+    fitting = rows if kept else max(1, _PARTIAL_BYTES // (4 * operands.windows * (columns.count - 1)))
+    # Even pieces of whole tiles.
+    height = operands.tile.rows
+    step = -(-rows // (-(-rows // fitting) * height)) * height
+    result: Kept = ()
     if kept:
         stored = allocate_kept(projection, rows, kept) if buffer is None else buffer
         stored = stored[: rows * stride_of(kept)].view(rows, -1)
         common = _common_reference(operands)
-        references = reduce(operands, merged, kept=stored[:, :kept], common=common)
-        return merged, (stored, *references)
-    fitting = max(1, _PARTIAL_BYTES // (4 * operands.windows * (columns.count - 1)))
-    # Even pieces of whole tiles.
-    height = operands.tile.rows
-    step = -(-rows // (-(-rows // fitting) * height)) * height
-    if rows <= step:
-        reduce(operands, merged)
-        return merged, ()
-    for first in range(0, rows, step):
-        part = slice(first, first + step)
-        piece = merged[:, part].contiguous()
-        reduce(operands_of(projection, x[part], 0, real), piece)
-        merged[:, part] = piece
-    return merged, ()
+        order = _in_order(operands, arrival, common)
+        result = (stored, *reduce(operands, merged, kept=stored[:, :kept], common=common, order=order))
+    elif rows <= step:
+        reduce(operands, merged, order=_in_order(operands, arrival, None))
+    else:
+        if arrival is not None:
+            arrival.wait()
+        for first in range(0, rows, step):
+            part = slice(first, first + step)
+            piece = merged[:, part].contiguous()
+            reduce(operands_of(projection, x[part], 0, real), piece)
+            merged[:, part] = piece
+    if target is None:
+        merged[TARGET].zero_()
+    else:
+        target_logits(operands, target, merged[TARGET])
+    return merged, result
+
+
+def _in_order(
+    operands: Operands, arrival: Arrival | None, common: Tensor | None
+) -> Iterator[tuple[range, bool]]:
+    """The row blocks of a product in the order in which their hidden states arrive, and whether others are
+    still on their way beside it. ``common`` is filled on the way."""
+    rows, height = operands.x.shape[0], operands.tile.rows
+    blocks = -(-rows // height)
+    refers = common is not None and operands.softcap is None
+    known = range(0)
+    if arrival is not None and arrival.start % height == arrival.stop % height == 0:
+        first, columns = arrival.start // height, operands.weight.shape[0]
+        most = -(-rows_beside_gather(rows, operands.x.element_size(), columns) // height)
+        known = range(first, min(first + most, arrival.stop // height))
+        if refers:
+            sampled_maximum(operands, height * known.start, height * known.stop, common)
+        yield known, True
+    if arrival is not None:
+        arrival.wait()
+    if refers:
+        # Once more those that are known: they cost less than another launch.
+        sampled_maximum(operands, 0, rows, common)
+    yield range(known.stop, blocks + known.start), False
 
 
 def _common_reference(operands: Operands) -> Tensor | None:
-    """A logit near each token's largest ``[R]`` fp32.
+    """Room for a logit near each token's largest ``[R]`` fp32, of :func:`_in_order`; 0 under a soft-cap.
 
     None for fp16, whose exponentials must be relative to each window's maximum.
     """
     x = operands.x
     if x.dtype == torch.float16:
         return None
-    if operands.softcap is not None:
-        return x.new_zeros(x.shape[0], dtype=torch.float32)
-    return sampled_maximum(operands)
+    return x.new_zeros(x.shape[0], dtype=torch.float32)
 
 
 @in_own_context

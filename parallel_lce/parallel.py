@@ -24,6 +24,10 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+REDUCED_BYTES = 64 << 20
+"""Bytes of dX that one all-reduce sums: the first ones run beside the rest of dX's product."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How one call is spread: ``ranks`` vocabulary shards and, under sequence parallelism, as many
@@ -106,9 +110,10 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> Pending:
 class HiddenGradient:
     """dX of this rank's part ``[N/parts, D]``, summed over the ranks block by block.
 
-    Per block, in order, one all-reduce of R * D elements of ``reduce_dtype`` or, under sequence
-    parallelism, one reduce-scatter of the same size; started when the block's dX is done and
-    waited for once the next block's is done, so that two blocks' dX are alive at most.
+    Per block, in order, all-reduces of R * D elements of ``reduce_dtype``, one per :data:`REDUCED_BYTES`,
+    each started when these rows of the block's dX are done; under sequence parallelism one reduce-scatter
+    of all of them, started when the block's dX is. They are waited for once the next block's dX is done,
+    so that two blocks' dX are alive at most.
     """
 
     def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None) -> None:
@@ -116,32 +121,48 @@ class HiddenGradient:
         self._dtype = hidden.dtype
         if reduce_dtype is not None and layout.ranks > 1:
             self._dtype = reduce_dtype
-        self._pending: deque[tuple[dist.Work, Tensor, Tensor, Tensor]] = deque()
+        # Of each block: what was started, and where its sums go.
+        self._pending: deque[list[tuple[dist.Work, Tensor, Tensor, Tensor]]] = deque()
+        self._started = 0
 
     def destination(self, block: Block) -> Tensor:
         """Where to write the block's local dX ``[R, D]``."""
         part, layout = self._total[block.start : block.stop], self._layout
+        self._pending.append([])
+        self._started = 0
         if layout.parts == 1 and self._dtype == part.dtype:
             return part
         return part.new_empty(layout.parts * part.shape[0], part.shape[1], dtype=self._dtype)
 
-    def reduce(self, block: Block, local: Tensor) -> None:
-        """Start the sum over the ranks of ``local``, which came from :meth:`destination`."""
+    def reduce(self, block: Block, local: Tensor, stop: int | None = None) -> None:
+        """Start the sums over the ranks of the rows of ``local`` before ``stop``, or of all, as far as none is on its
+        way; ``local`` came from :meth:`destination`, whose last block this is."""
         layout, part = self._layout, self._total[block.start : block.stop]
+        started = self._pending[-1]
         if layout.sequence_parallel:
+            if stop is not None:  # one message has rows of every rank
+                return
             summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
             work = _reduce_scatter(summed, local, group=layout.group, async_op=True)
+            started.append((work, local, summed, part))
         else:
-            summed, work = local, dist.all_reduce(local, group=layout.group, async_op=True)
-        self._pending.append((work, local, summed, part))
+            size = max(1, REDUCED_BYTES // max(1, local[:1].numel() * local.element_size()))
+            for first in range(self._started, local.shape[0], size):
+                last = min(first + size, local.shape[0])
+                if stop is not None and last > stop:
+                    return
+                piece = local[first:last]
+                work = dist.all_reduce(piece, group=layout.group, async_op=True)
+                started.append((work, piece, piece, part[first:last]))
+                self._started = last
         while len(self._pending) > 1:
             self._complete()
 
     def _complete(self) -> None:
-        work, _, summed, part = self._pending.popleft()
-        work.wait()
-        if summed.dtype != part.dtype:
-            part.copy_(summed)
+        for work, _, summed, part in self._pending.popleft():
+            work.wait()
+            if summed.dtype != part.dtype:
+                part.copy_(summed)
 
     def wait(self) -> Tensor:
         while self._pending:

@@ -16,6 +16,7 @@ logits' gradient (:func:`coefficients`). With shifted logits z - M and p = softm
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -264,7 +265,7 @@ class GradientSums:
         if self._hidden is not None:
             dx = self._hidden.destination(block)
             if self._call.layout.ranks > 1:
-                dx_ready = lambda: self._hidden.reduce(block, dx)  # noqa: E731
+                dx_ready = functools.partial(self._hidden.reduce, block, dx)
         self._call.backend.block_backward(
             self._projection,
             hidden.tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -190,6 +191,39 @@ def test_all_of_dw_runs_beside_the_reduction_where_rows_are_kept(worlds, device)
         assert order[0] == "all_reduce" and order[1:] == ["dW"] * 3
 
 
+
+
+def _reduced_in_pieces(member: Member, shards: tuple[int, ...], piece: int, frozen: bool, dtype: torch.dtype):
+    """dX, and what was started in backward, with pieces of so many rows."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(N, D, generator=generator).bfloat16().to(member.device).requires_grad_()
+    weight = torch.randn(sum(shards), D, generator=generator).bfloat16().to(member.device)
+    start = sum(shards[: member.rank])
+    shard = weight[start : start + shards[member.rank]].clone().requires_grad_(not frozen)
+    target = torch.randint(sum(shards), (N,), generator=generator).to(member.device)
+    with mock.patch.object(parallel, "REDUCED_BYTES", piece * D * dtype.itemsize):
+        losses = parallel_lce.linear_cross_entropy(
+            x, shard, target, reduction="none", process_group=member.group,
+            vocab_start=start, vocab_size=sum(shards), reduce_dtype=dtype,
+        )  # fmt: skip
+        with recorded(member.group) as events:
+            losses.sum().backward()
+    return x.grad, [e for e in events if e[0] != "dW"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("shards", [(40, 40), (7, 73), (0, 80)], ids=str)
+def test_a_large_reduction_is_in_pieces_of_rows(shards, frozen, dtype, worlds, device):
+    """Of as many on every rank, however large its shard is, and with the same sums."""
+    world = worlds(2)
+    whole = world.run(_reduced_in_pieces, shards, N, frozen, dtype)
+    found = world.run(_reduced_in_pieces, shards, 20, frozen, dtype)
+    name = str(dtype).removeprefix("torch.")
+    for (expected, one), (dx, several) in zip(whole, found):
+        assert one == [("all_reduce", N * D, name, True)]
+        assert several == [("all_reduce", rows * D, name, True) for rows in (20, 20, 8)]
+        assert torch.equal(dx, expected)
 
 
 def _events_by_vocabulary(member: Member):

@@ -292,8 +292,15 @@ def test_products_in_pieces(dtype, kept, device, monkeypatch):
     monkeypatch.setattr(slices, "_PRODUCT_BYTES", 1)
     t, projection, coefficients = block(dtype, device, N=1100, V=300, D=8)
     dx, dweight = torch.full_like(t.x, torch.nan), ShardGradient(t.weight, 300, 1)
-    to = Destinations(dx, None, dweight, None)
-    gradients_of(t, projection, coefficients, kept, to, scratch=1 << 20)
+    announced = []
+
+    def ready(stop=None):
+        announced.append((stop, dx[:stop].clone()))
+
+    to = Destinations(dx, ready, dweight, None)
+    gradients_of(t, projection, coefficients, kept, to, scratch=4 << 20)
+    assert [stop for stop, _ in announced] == [1024, None]
+    assert all(torch.equal(rows, dx[:stop]) for stop, rows in announced)
     for found, expected in zip((dx, dweight.deliver()), exact_gradients(t, coefficients)):
         for some in (slice(0, 256), slice(256, 1024), slice(1024, None)):
             bound = 2 * torch.finfo(dtype).eps * expected[some].norm()

@@ -69,12 +69,13 @@ class Coefficients:
 class Destinations:
     """Where a block's gradients go; None where one is not wanted.
 
-    ``dx [R, D]`` is written, then ``dx_ready`` called; ``dweight`` and ``dbias`` are added to.
+    ``dx [R, D]`` is written, then ``dx_ready()`` called, and maybe before that ``dx_ready(stop)`` as soon as
+    the rows before ``stop`` are; ``dweight`` and ``dbias`` are added to.
     ``x_ready`` is called before the block's hidden states, which may be on their way, are first read.
     """
 
     dx: Tensor | None
-    dx_ready: Callable[[], None] | None
+    dx_ready: Callable[..., None] | None
     dweight: ShardGradient | None
     dbias: ShardGradient | None
     x_ready: Callable[[], object] = lambda: None

@@ -205,10 +205,12 @@ class Slices:
 
 
 class HiddenProduct:
-    """dX ``[R, D]`` from the slices of the gradient of the logits."""
+    """dX ``[R, D]`` from the slices of the gradient of the logits; its rows are announced as they are done, but
+    for the last."""
 
-    def __init__(self, dx: Tensor, weight: Tensor, slices: Slices) -> None:
-        self._dx, self._weight, self._slices = dx, weight, slices
+    def __init__(self, to: Destinations, weight: Tensor, slices: Slices) -> None:
+        self._dx, self._weight, self._slices = to.dx, weight, slices
+        self._ready = to.dx_ready
         self._sum: Tensor | None = None
         self._written = False
 
@@ -235,6 +237,8 @@ class HiddenProduct:
             piece = matmul_nt(part.gradient[some], weight)
             self._slices.finish(piece, part.row_scale, some, self._dx[some])
             del piece  # before the next one is allocated
+            if self._ready is not None and some.stop < self._dx.shape[0]:
+                self._ready(some.stop)
 
     def finish(self) -> None:
         if self._sum is None:

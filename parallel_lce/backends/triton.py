@@ -202,7 +202,7 @@ def block_backward(
         return
     operand = Arriving(x, to.x_ready)
     slices = Slices(projection, operand, target, statistics, coefficients, kept, to, scratch)
-    product = None if to.dx is None else HiddenProduct(to.dx, projection.weight, slices)
+    product = None if to.dx is None else HiddenProduct(to, projection.weight, slices)
     for part in slices:
         if product is not None:
             product.add(part)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.launch import Relaunched
+from parallel_lce.kernels.launch import Relaunched, cdiv
 
 _TOKENS = 128
 
@@ -77,7 +77,7 @@ def token_losses(
     losses, alpha, beta = (torch.empty_like(partial[0]) for _ in range(3))
     gamma = torch.empty_like(alpha) if label_smoothing else None
     with torch.cuda.device_of(partial):  # Triton launches on the current device
-        _losses_kernel[(triton.cdiv(rows, _TOKENS),)](
+        _losses_kernel[(cdiv(rows, _TOKENS),)](
             partial,
             vocab_size,
             target,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.epilogues import REACH, finite_base, rebased, window_reference
-from parallel_lce.kernels.launch import Relaunched
+from parallel_lce.kernels.launch import Relaunched, cdiv, next_power_of_2
 
 _BLOCK = 4096
 # Rows and windows of a merge's tile: whole 64-byte sectors, and enough programs for few tokens.
@@ -117,7 +117,7 @@ def merge_windows(
     """
     windows, rows = maxima.shape
     agreed = None if common is None else torch.empty_like(common, dtype=torch.uint8)
-    _merge_kernel[(triton.cdiv(rows, _MERGE_ROWS),)](
+    _merge_kernel[(cdiv(rows, _MERGE_ROWS),)](
         maxima,
         sums,
         common,
@@ -228,7 +228,7 @@ def merge_messages(
     size = messages.new_empty(())
     with torch.cuda.device_of(messages):  # Triton launches on the current device
         # At least one program, which tells V.
-        _ranks_kernel[(max(1, triton.cdiv(rows, _RANKS_ROWS)),)](
+        _ranks_kernel[(max(1, cdiv(rows, _RANKS_ROWS)),)](
             messages,
             messages.view(torch.int32),
             merged,
@@ -243,7 +243,7 @@ def merge_messages(
             WEIGHTED=columns.expected_logit,
             ARGMAX=columns.argmax,
             BLOCK=_RANKS_ROWS,
-            BLOCK_P=triton.next_power_of_2(messages.shape[0]),
+            BLOCK_P=next_power_of_2(messages.shape[0]),
         )
     return merged, size
 
@@ -364,7 +364,7 @@ def logits_gradient(
     rows, columns = logits.shape
     gradient = torch.empty(rows, columns, dtype=logits.dtype, device=logits.device)
     if rows and columns:
-        _gradient_kernel[(rows, triton.cdiv(columns, _BLOCK))](
+        _gradient_kernel[(rows, cdiv(columns, _BLOCK))](
             logits,
             target,
             maximum,

@@ -38,7 +38,7 @@ from parallel_lce.kernels.epilogues import (
     partials_epilogue,
     partials_rows,
 )
-from parallel_lce.kernels.launch import Relaunched
+from parallel_lce.kernels.launch import Relaunched, cdiv
 from parallel_lce.kernels.tuning import (
     Tile,
     addressable,
@@ -150,7 +150,7 @@ class Operands:
 
     @property
     def windows(self) -> int:
-        return triton.cdiv(self.weight.shape[0], self.tile.columns)
+        return cdiv(self.weight.shape[0], self.tile.columns)
 
     def _launch(
         self,
@@ -203,7 +203,7 @@ class Operands:
                 "UPCAST": interpreted() and self.x.dtype == torch.bfloat16,
                 "num_stages": tile.stages,
             }
-        row_blocks = triton.cdiv(rows, tile.rows)
+        row_blocks = cdiv(rows, tile.rows)
         for part, beside in order or [(range(row_blocks), False)]:
             programs = processors(self.x.device)
             programs = beside_collective(programs) if beside else programs

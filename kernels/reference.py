@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.launch import Relaunched
+from parallel_lce.kernels.launch import Relaunched, cdiv
 from parallel_lce.kernels.projection import Operands
 from parallel_lce.kernels.tuning import interpreted
 
@@ -47,8 +47,8 @@ def sampled_maximum(operands: Operands, start: int, stop: int, result: torch.Ten
     """The largest logit of each token from ``start`` to ``stop`` over rows of the weight at even distances, or
     0 where that is infinite, to ``result [R]`` fp32. Without the soft-cap."""
     x, weight = operands.x[start:stop], operands.weight
-    step = triton.cdiv(weight.shape[0], _SAMPLED)
-    _reference_kernel[(triton.cdiv(x.shape[0], _TOKENS),)](
+    step = cdiv(weight.shape[0], _SAMPLED)
+    _reference_kernel[(cdiv(x.shape[0], _TOKENS),)](
         x,
         weight,
         operands.bias,

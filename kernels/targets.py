@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.epilogues import LOWEST_SHIFT, finite_base, softcapped
-from parallel_lce.kernels.launch import Relaunched
+from parallel_lce.kernels.launch import Relaunched, cdiv, next_power_of_2
 from parallel_lce.kernels.projection import Operands
 from parallel_lce.kernels.tuning import interpreted
 
@@ -78,7 +78,7 @@ def target_logits(operands: Operands, target: torch.Tensor, result: torch.Tensor
     the programs fall out of step.
     """
     x, weight = operands.x, operands.weight
-    _targets_kernel[(triton.cdiv(x.shape[0], _TARGETS),)](
+    _targets_kernel[(cdiv(x.shape[0], _TARGETS),)](
         x,
         weight,
         operands.bias,
@@ -192,14 +192,14 @@ def target_gradients(
     gradient, first, power = placed or (None, 0, None)
     rows, result = target.shape[0], torch.empty_like(alpha)
     alone = torch.empty_like(alpha, dtype=torch.uint8)
-    grid = (triton.cdiv(rows, _TOKENS),)
+    grid = (cdiv(rows, _TOKENS),)
     tags = shared = None
     if count:
         # Each token writes its number to its target's tag, and any of them stays; those that find another
         # one's tell so. What is found does not depend on which one stayed.
         tags = torch.empty(entries, dtype=torch.int32, device=target.device)
         shared = torch.empty(entries, dtype=torch.uint8, device=target.device)
-        programs = max(grid[0], triton.cdiv(entries, _CLEARED))
+        programs = max(grid[0], cdiv(entries, _CLEARED))
         _tag_kernel[(programs,)](target, tags, shared, rows, entries, BLOCK=_TOKENS, CLEARED=_CLEARED)
         _share_kernel[grid](target, tags, shared, rows, entries, BLOCK=_TOKENS)
     _gradients_kernel[grid](
@@ -273,7 +273,7 @@ def place_targets(
     """
     rows, columns = gradient.shape
     x_scale = None if row_scale is None else torch.empty_like(row_scale)
-    _entries_kernel[(triton.cdiv(rows, _TOKENS),)](
+    _entries_kernel[(cdiv(rows, _TOKENS),)](
         gradient,
         target,
         rest,
@@ -326,8 +326,8 @@ def finished_rows(
     """
     rows, columns = source.shape
     target, entry, weight = targets or (None, None, None)
-    block = min(triton.next_power_of_2(columns), _HIDDEN)
-    _hidden_kernel[(rows, triton.cdiv(columns, block))](
+    block = min(next_power_of_2(columns), _HIDDEN)
+    _hidden_kernel[(rows, cdiv(columns, block))](
         source,
         factor,
         target,
@@ -380,8 +380,8 @@ def add_targets(
     ``total [C, D]``: the rows from ``first`` on; ``rest [R]`` fp32 of :func:`place_targets`; ``x [R, D]``.
     """
     rows, depth = x.shape
-    block = min(triton.next_power_of_2(depth), _WIDTH)
-    _add_kernel[(triton.cdiv(rows, _ADDED), triton.cdiv(depth, block))](
+    block = min(next_power_of_2(depth), _WIDTH)
+    _add_kernel[(cdiv(rows, _ADDED), cdiv(depth, block))](
         total,
         target,
         rest,

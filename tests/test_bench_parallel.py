@@ -412,7 +412,7 @@ def test_what_was_refused_has_a_row_without_numbers():
 
 def test_one_rank_stands_in_the_panels_of_both_layouts():
     cells = [made_up(1, ours_saved=8, bare=7)] + [made_up(2, sp, ours_saved=4, bare=3) for sp in (False, True)]
-    panels = panels_of(cells)
+    panels = panels_of([cell.as_dict() for cell in cells])
     assert [sequence_parallel for _, sequence_parallel in panels] == [False, True]
     for lines in panels.values():
         family, _, points = lines[SAVED]

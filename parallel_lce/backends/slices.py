@@ -9,7 +9,6 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from triton import next_power_of_2
 
 from parallel_lce.backends.blocks import (
     Coefficients,
@@ -21,6 +20,7 @@ from parallel_lce.backends.blocks import (
 )
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.kernels import dlogits
+from parallel_lce.kernels.launch import next_power_of_2
 from parallel_lce.kernels.projection import Operands, logits_gradient
 from parallel_lce.kernels.targets import (
     add_targets,

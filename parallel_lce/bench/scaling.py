@@ -305,6 +305,7 @@ def main(arguments=None):
         "--network-gbps", type=float, default=400, help="of each GPU's network card, gigabits per second"
     )
     parser.add_argument("--network-latency-us", type=float, default=10, help="from host to host")
+    parser.add_argument("--plot", metavar="PATH", help="write a picture of the measured times against TP")
     options = parser.parse_args(arguments)
     contents = []
     for path in options.results:
@@ -322,6 +323,10 @@ def main(arguments=None):
         f"\nPredicted for {options.host_gpus} GPUs a host, {options.network_gbps:g} Gb/s and "
         f"{options.network_latency_us:g} us per hop between hosts."
     )
+    if options.plot:
+        from .parallel.plot import write_plot
+
+        write_plot(options.plot, contents[0]["machine"], [cell for content in contents for cell in content["cells"]])
 
 
 if __name__ == "__main__":

@@ -208,7 +208,7 @@ def conclude(options, voice, facts, cells):
     if options.plot:
         from .plot import write_plot
 
-        if not write_plot(options.plot, facts, cells):
+        if not write_plot(options.plot, facts, [cell.as_dict() for cell in cells]):
             voice.result(f"nothing was timed: no {options.plot}")
 
 

@@ -1,15 +1,16 @@
 """The picture: time of forward + backward against TP, one panel per number of tokens and layout."""
 
-from ..measure import spread
+from ..inputs import Shape
 from ..peers import FORWARD_BACKWARD
+from .peers import registry
 
 STYLES = {"ours": ("#c2410c", "-"), "bare": ("#111827", "--"), "other": ("#6b7280", "-")}
 MARKERS = "osD^v<>Pp*"
 
 
 def write_plot(path, facts, cells):
-    """A line per peer, median with min-max over the rounds; nothing is written where nothing was timed. Returns whether
-    something was."""
+    """A line per peer of the `cells` of the benchmark's JSON, median with min-max over the rounds; nothing is written
+    where nothing was timed. Returns whether something was."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file is wanted, never a window
@@ -54,13 +55,17 @@ def write_plot(path, facts, cells):
 def panels_of(cells):
     """`{(shape, sequence parallel): {peer: (family, label, [(TP, (median, min, max) of seconds)])}}`. A single rank has
     one layout, and stands in both; its bare products have no collectives to overlap."""
-    layouts = sorted({cell.sequence_parallel for cell in cells if cell.tp > 1}) or [False]
+    layouts = sorted({cell["sequence_parallel"] for cell in cells if cell["tp"] > 1}) or [False]
+    families = {peer.name: peer.family for peer in registry()}
     panels = {}
-    for cell in sorted(cells, key=lambda cell: (cell.shape.n, cell.tp)):
-        for sequence_parallel in layouts if cell.tp == 1 else [cell.sequence_parallel]:
-            for result in cell.results:
-                if result.has(FORWARD_BACKWARD):
-                    lines = panels.setdefault((cell.shape, sequence_parallel), {})
-                    _, _, points = lines.setdefault(result.peer.name, (result.peer.family, str(result.peer), []))
-                    points.append((cell.tp, spread(result.seconds[FORWARD_BACKWARD])))
+    for cell in sorted(cells, key=lambda cell: (cell["n"], cell["tp"])):
+        shape = Shape(cell["n"], cell["v"], cell["d"])
+        for sequence_parallel in layouts if cell["tp"] == 1 else [cell["sequence_parallel"]]:
+            for peer in cell["peers"]:
+                times = peer.get(FORWARD_BACKWARD)
+                if times:
+                    lines = panels.setdefault((shape, sequence_parallel), {})
+                    family = families.get(peer["name"], "other")
+                    _, _, points = lines.setdefault(peer["name"], (family, peer["label"], []))
+                    points.append((cell["tp"], tuple(times[f"seconds_{of}"] for of in ("median", "min", "max"))))
     return panels

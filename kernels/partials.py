@@ -110,7 +110,7 @@ def merge_windows(
 ) -> torch.Tensor | None:
     """Merge what ``projection.window_partials`` gave into ``merged [C, R]``.
 
-    All columns of ``parallel_lce.partials.Columns`` but the target's, which is there already. Windows
+    All columns of ``parallel_lce.partials.Columns`` but the target's, which is the caller's. Windows
     of ``window`` columns, of ``entries`` in all; ``start``: global id of the first. Returns
     ``agreed [R]`` uint8: whether all of a token's windows are relative to ``common``; None without
     ``common``.

@@ -203,11 +203,11 @@ class Operands:
                 "UPCAST": interpreted() and self.x.dtype == torch.bfloat16,
                 "num_stages": tile.stages,
             }
-        row_blocks = cdiv(rows, tile.rows)
+        row_blocks, block_bytes = cdiv(rows, tile.rows), tile.rows * depth * self.x.element_size()
         for part, beside in order or [(range(row_blocks), False)]:
             programs = processors(self.x.device)
             programs = beside_collective(programs) if beside else programs
-            step = blocks_per_launch(len(part), self.windows, programs)
+            step = blocks_per_launch(len(part), self.windows, programs, block_bytes)
             for first in part[::step]:
                 blocks = min(step, part.stop - first)
                 kernel[(min(blocks * self.windows, programs),)](

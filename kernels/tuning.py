@@ -38,9 +38,10 @@ _SPECIALISED = Tile(128, 256, 64, 8, 4, specialised=True)
 # memory of every device since Ampere, and the registers that sums without tensor cores take in fp32.
 _TABLE = {((9, 10), True, 2): Tile(128, 256, 64, 8, 3)}
 _MODEST = {2: Tile(128, 128, 32, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
-# Row blocks of a launch, which walk the vocabulary together; more, up to so many, of so many waves at most.
+# Row blocks of a launch, which walk the vocabulary together; more, up to so many, of at most so many waves and
+# bytes, of which the L2 cache has room for most.
 _BLOCKS = range(12, 21)
-_MORE_BLOCKS, _WAVES = 33, 32
+_MORE_BLOCKS, _WAVES, _BYTES = 33, 32, 36 << 20
 # Processors that NCCL takes for a collective of large tensors, and flops of a rank, of one to two thousand per byte
 # that its links carry meanwhile.
 _COLLECTIVE, _FLOPS_PER_BYTE = 24, 2048
@@ -113,14 +114,14 @@ def beside_collective(programs: int) -> int:
 
 
 def rows_beside_gather(rows: int, itemsize: int, columns: int) -> int:
-    """Rows whose product with ``columns`` vocabulary rows takes about as long as gathering ``rows`` such rows."""
+    """Rows whose product with ``columns`` vocabulary rows takes about as long as receiving ``rows`` such rows."""
     return max(1, rows * itemsize * _FLOPS_PER_BYTE // (2 * columns))
 
 
 @functools.cache
-def blocks_per_launch(row_blocks: int, windows: int, programs: int) -> int:
-    """Row blocks to give a launch, so that both operands are met in the L2 cache and little is lost
-    in last waves.
+def blocks_per_launch(row_blocks: int, windows: int, programs: int, block_bytes: int) -> int:
+    """Row blocks of ``block_bytes`` each to give a launch, so that both operands are met in the L2 cache and
+    little is lost in last waves.
 
     Programs drift apart in a long launch, until they no longer share what they load; the next one
     starts in step again. Launches over few windows are short, and may have more row blocks: the fewer
@@ -128,7 +129,7 @@ def blocks_per_launch(row_blocks: int, windows: int, programs: int) -> int:
     """
     if _forced is not None:
         return max(1, min(row_blocks, _forced[1]))
-    more = min(_MORE_BLOCKS, _WAVES * programs // windows)
+    more = min(_MORE_BLOCKS, _WAVES * programs // windows, _BYTES // block_bytes)
     candidates = range(_BLOCKS[0], max(_BLOCKS[-1], more) + 1)
     if row_blocks <= candidates[-1]:
         return max(1, row_blocks)

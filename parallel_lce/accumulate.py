@@ -74,7 +74,7 @@ def accumulate(
         backend.allocate_kept(projection, rows, kept_columns) for _ in range(ahead + 1)
     )
     waiting: deque = deque()
-    for block, pending in hidden_blocks(blocks, hidden, layout):
+    for block, pending in hidden_blocks(blocks, hidden, layout, projecting=True):
         x = pending.tensor
         buffers.rotate(1)
         target = call.local_target(block)

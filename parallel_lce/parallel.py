@@ -72,17 +72,21 @@ class Layout:
 
 @dataclass
 class Pending:
-    """A tensor that is complete after :meth:`wait`; its rows ``[start, stop)`` are before."""
+    """A tensor that is complete after :meth:`wait`; its rows ``[start, stop)`` are before. ``then`` is called
+    once it is."""
 
     tensor: Tensor
     work: dist.Work | None = None
     start: int = 0
     stop: int = 0
+    then: Callable[[], None] | None = None
 
     def wait(self) -> Tensor:
         if self.work is not None:
             self.work.wait()
             self.work = None
+            if self.then is not None:
+                self.then()
         return self.tensor
 
     def arrival(self) -> Arrival | None:

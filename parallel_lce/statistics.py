@@ -17,9 +17,9 @@ logits' gradient (:func:`coefficients`). With shifted logits z - M and p = softm
 from __future__ import annotations
 
 import functools
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from types import ModuleType
 
 import torch
@@ -98,7 +98,7 @@ class Call:
         shard = self.shard
         return Projection(weight, bias, shard.start, shard.real, self.scale, self.softcap)
 
-    @cached_property
+    @functools.cached_property
     def _local_targets(self) -> Tensor:
         return self.target - self.shard.start if self.shard.start else self.target
 
@@ -170,7 +170,7 @@ def statistics_forward(
     projection = call.projection(weight, bias)
     gather = PartialsGather(hidden, token_count(hidden, layout), call.shard, columns, layout)
     kept: Kept = ()
-    for block, pending in hidden_blocks(blocks, hidden, layout):
+    for block, pending in hidden_blocks(blocks, hidden, layout, projecting=True):
         target = call.local_target(block)
         # One block is all tokens, in their order.
         out = gather.local if len(blocks) == 1 else None
@@ -190,20 +190,37 @@ def statistics_forward(
 
 
 def hidden_blocks(
-    blocks: Sequence[Block], hidden: Tensor, layout: Layout, gathered: Tensor | None = None
+    blocks: Sequence[Block],
+    hidden: Tensor,
+    layout: Layout,
+    gathered: Tensor | None = None,
+    projecting: bool = False,
 ) -> Iterator[tuple[Block, Pending]]:
     """Each block with its hidden states, gathered one block ahead of their use; ``gathered``: those of
-    the only block, from before."""
+    the only block, from before. The first block's are on their way, the others' are there.
+
+    ``projecting``, the caller waits for the first before it starts any other collective, and the second
+    gather is started then: with CUDA_DEVICE_MAX_CONNECTIONS=1 what is launched beside the first gather
+    would otherwise stand behind the second.
+    """
     if gathered is not None:
         yield blocks[0], Pending(gathered)
         return
-    ahead = gather_hidden(hidden, blocks[0], layout) if blocks else None
+    ahead: deque[Pending] = deque()
+
+    def gather(number: int) -> None:
+        if number < len(blocks):
+            ahead.append(gather_hidden(hidden, blocks[number], layout))
+
+    gather(0)
     for number, block in enumerate(blocks):
-        pending = ahead
+        pending = ahead.popleft()
         if number:
             pending.wait()
-        if number + 1 < len(blocks):
-            ahead = gather_hidden(hidden, blocks[number + 1], layout)
+        if number == 0 and projecting and pending.work is not None:
+            pending.then = functools.partial(gather, 1)
+        else:
+            gather(number + 1)
         yield block, pending
 
 

@@ -173,3 +173,17 @@ def test_the_program_refuses_what_says_nothing_about_scaling(tmp_path, capsys):
 def test_two_sizes_leave_none_out():
     assert scaling.held_out(made_up(layouts=[layout for layout in LAYOUTS if layout.tp < 4])) is None
     assert math.isinf(scaling.fit(made_up(layouts=LAYOUTS[:2])).network.bandwidth)
+
+
+def test_a_gather_is_hidden_by_no_more_than_a_rank_s_own_tokens():
+    """Of which there are fewer the more ranks there are; the bare products have nothing beside it at all."""
+    network, times = Network(1e-5, 0.0, 1e11), Times(per_flop=1e-15)
+    for tp in (2, 64):
+        layout = Layout(tp, 8192, 131072, 4096, sequence_parallel=True)
+        flat = replace(layout, sequence_parallel=False)
+        gather = network.seconds("all_gather", 8192 * 4096 * 2, tp)
+        own = 1e-15 * layout.product / tp
+        for series, exposed in (("ours", max(0.0, gather - own)), ("with collectives", 0.0)):
+            seconds = [times.seconds(series, FORWARD, each, network) for each in (layout, flat)]
+            assert seconds[0] - seconds[1] == pytest.approx(exposed)
+        assert (gather > own) == (tp == 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ import parallel_lce
 from cases import DTYPES, Case, assemble, check, dense, error, make, ours
 from parallel_lce.backends import slices
 from parallel_lce.backends import triton as backend
-from parallel_lce.kernels import tuning
 from parallel_lce.backends.blocks import Arrival, Coefficients, Destinations, Projection, Scratch
+from parallel_lce.kernels import projection as kernels
+from parallel_lce.kernels import tuning
+from parallel_lce.kernels.projection import Operands
 from parallel_lce.partials import Columns
 from parallel_lce.weight_grad import MainGrad, ShardGradient
 from tools import chosen_backend, everywhere, shrunk
@@ -340,7 +343,9 @@ def test_saved_tensors_may_come_back_elsewhere(dtype, device):
         assert error(found, expected) <= 2 * torch.finfo(found.dtype).eps * expected.norm()
 
 
-@pytest.mark.parametrize("own", [(64, 128), (128, 256), (0, 64), (256, 300), (0, 300), (100, 200)], ids=str)
+@pytest.mark.parametrize(
+    "own", [(64, 128), (128, 256), (0, 64), (256, 300), (0, 300), (100, 300), (0, 200), (40, 290)], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("kept", [0, 700])
 def test_rows_that_are_there_are_projected_while_others_arrive(kept, dtype, own, device):
@@ -364,21 +369,82 @@ def test_rows_that_are_there_are_projected_while_others_arrive(kept, dtype, own,
         assert torch.equal(a, b)
 
 
-def test_no_more_rows_leave_room_for_a_gather_than_it_takes(device, monkeypatch):
-    """Processors left to a collective that is over are lost."""
-    monkeypatch.setattr(tuning, "_FLOPS_PER_BYTE", 256)
-    t, projection, _ = block(torch.bfloat16, device, N=1024, V=700)
+def test_what_runs_beside_a_gather_leaves_it_processors_for_no_longer_than_it_takes(device, monkeypatch):
+    monkeypatch.setattr(tuning, "_FLOPS_PER_BYTE", 512)
+    monkeypatch.setattr(kernels, "processors", lambda device: 10)
+    monkeypatch.setattr(tuning, "_COLLECTIVE", 4)
+    t, projection, _ = block(torch.bfloat16, device, N=1024, V=1280)
+    tile = Operands(t.x, t.weight).tile
+    launched, waited = [], []
+
+    class Watched:
+        def __init__(self, kernel):
+            self._kernel = kernel
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **options):
+                first, blocks = arguments[7:9]
+                launched.append((first, blocks, *grid, bool(waited)))
+                self._kernel[grid](*arguments, **options)
+
+            return launch
+
+    for module, name in mainloops():
+        monkeypatch.setattr(module, name, Watched(getattr(module, name)))
+    arrival = Arrival(512, 1024, lambda: waited.append(1))
+    backend.block_forward(projection, t.x, t.target, Columns(), 1280, arrival=arrival)
+    # 512 rows of two bytes come, and take as long as 512 * 2 * 512 / (2 * 1280) = 204 rows of the product.
+    rows, own = tile.rows, 512 // tile.rows
+    known = min(-(-204 // rows), own)
+    assert launched[0] == (own, known, 6, False)
+    assert all(programs == 10 and after for *_, programs, after in launched[1:])
+    assert launched[1][0] == own + known and sum(blocks for _, blocks, *_ in launched) == 1024 // rows
+
+
+def mainloops():
+    """Where the kernels that project are looked up."""
+    found = [(kernels, "_projection")]
+    if tuning._has_gluon():
+        from parallel_lce.kernels import hopper
+
+        found.append((hopper, "projection"))
+    return found
+
+
+RANKS, OWN, SHARD = 3, 384, 96  # a rank in the middle, three tiles of tokens and a window of the vocabulary of each
+
+
+def _sharded(member: Member, sequence_parallel: bool, budget: int | None, reduction: str):
+    t = make(Case(RANKS * OWN, RANKS * SHARD, 16, "bf16", ignored="none"), member.device)
+    x = t.x.chunk(RANKS)[member.rank] if sequence_parallel else t.x
+    x = x.clone().requires_grad_()
+    shard = t.weight.chunk(RANKS)[member.rank].clone().requires_grad_()
     beside = []
+    original = backend._in_order
 
     def order(*arguments):
         for part, is_beside in original(*arguments):
-            beside.append((len(part), is_beside))
+            beside.append(is_beside and len(part) > 0)
             yield part, is_beside
 
-    original = backend._in_order
-    monkeypatch.setattr(backend, "_in_order", order)
-    arrival = Arrival(512, 1024, lambda: None)
-    backend.block_forward(projection, t.x, t.target, Columns(), 700, arrival=arrival)
-    height = 128
-    assert 256 * 2 * 1024 // (2 * 700) == 374
-    assert beside == [(-(-374 // height), True), (1024 // height - 3, False)]
+    # Of three blocks with a tile of each rank's tokens two are alive, where gradients are formed in forward.
+    with shrunk(2 * RANKS * OWN // 3 * SHARD * 2), mock.patch.object(backend, "_in_order", order):
+        loss = parallel_lce.linear_cross_entropy(
+            x, shard, t.target, reduction=reduction, process_group=member.group,
+            sequence_parallel=sequence_parallel, logits_budget=budget,
+        )  # fmt: skip
+        dx, dw = torch.autograd.grad(loss.sum(), [x, shard])
+    return loss.detach(), dx, dw, any(beside)
+
+
+@pytest.mark.parametrize(("budget", "reduction"), [(None, "none"), (0, "mean")], ids=["saved", "accumulated"])
+def test_each_rank_projects_its_own_rows_first(budget, reduction, worlds, device):
+    """And finds the same: losses to the bit."""
+    ours = everywhere(worlds, device, RANKS, _sharded, True, budget, reduction)
+    plain = everywhere(worlds, device, RANKS, _sharded, False, budget, reduction)
+    for rank, ((loss, dx, dw, early), (expected, whole, of_shard, _)) in enumerate(zip(ours, plain)):
+        assert early
+        assert torch.equal(loss, expected) if reduction == "none" else torch.allclose(loss, expected)
+        part = whole.chunk(RANKS)[rank]
+        assert error(dx, part.double()) <= 8e-3 * part.double().norm()
+        assert error(dw, of_shard.double()) <= 8e-3 * of_shard.double().norm()

@@ -54,7 +54,7 @@ def dense(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-class Arriving:
+class Awaited:
     """``x [R, D]`` in one piece and aligned, once it is there."""
 
     def __init__(self, x: Tensor, ready: Callable[[], object]) -> None:
@@ -85,7 +85,7 @@ class Slices:
     def __init__(
         self,
         projection: Projection,
-        x: Arriving,
+        x: Awaited,
         target: Tensor | None,
         statistics: Tensor,
         coefficients: Coefficients,

@@ -32,7 +32,7 @@ from parallel_lce.backends.blocks import (
 from parallel_lce.backends.gemm import put
 from parallel_lce.backends.slices import (
     ALIGNED,
-    Arriving,
+    Awaited,
     HiddenProduct,
     Slices,
     add_weight_gradient,
@@ -84,12 +84,14 @@ def block_forward(
     """Partials ``[C, R]`` of ``x [R, D]`` over the shard, and its first ``kept`` rows' exponentials:
     ``[R, >= kept]``, rounded down to whole windows, with the windows' maxima ``[windows, R]``
     and, but for fp16, ``common [R]`` and ``agreed [R]`` (``kernels.partials``). See :mod:`parallel_lce.backends.eager`.
-    Rows that are there are projected before the ``arrival`` of the others is waited for.
+    Whole tiles of rows that are there are projected before the ``arrival`` of the others is waited for, unless
+    the partials of all windows are too many to be alive at once.
     """
     rows, real = x.shape[0], projection.real
     if rows == 0 or real == 0:
         return empty_partial(columns, rows, projection.dtype, x.device, out), ()
-    x = dense(x)
+    given, x = x, dense(x)
+    assert arrival is None or x is given, "a copy would be of rows that are not there"
     operands = operands_of(projection, x, 0, real)
     width = operands.tile.columns
     assert width % ALIGNED == 0
@@ -129,7 +131,7 @@ def block_forward(
             arrival.wait()
         for first in range(0, rows, step):
             part = slice(first, first + step)
-            piece = merged[:, part].contiguous()
+            piece = merged.new_empty(len(merged), x[part].shape[0])
             reduce(operands_of(projection, x[part], 0, real), piece)
             merged[:, part] = piece
     if target is None:
@@ -148,12 +150,15 @@ def _in_order(
     blocks = -(-rows // height)
     refers = common is not None and operands.softcap is None
     known = range(0)
-    if arrival is not None and arrival.start % height == arrival.stop % height == 0:
-        first, columns = arrival.start // height, operands.weight.shape[0]
-        most = -(-rows_beside_gather(rows, operands.x.element_size(), columns) // height)
-        known = range(first, min(first + most, arrival.stop // height))
+    if arrival is not None:
+        coming = rows - (arrival.stop - arrival.start)
+        beside = rows_beside_gather(coming, operands.x.element_size(), operands.weight.shape[0])
+        first = -(-arrival.start // height)
+        last = blocks if arrival.stop == rows else arrival.stop // height
+        known = range(first, max(first, min(first - (-beside // height), last)))
+    if known:
         if refers:
-            sampled_maximum(operands, height * known.start, height * known.stop, common)
+            sampled_maximum(operands, height * known.start, min(height * known.stop, rows), common)
         yield known, True
     if arrival is not None:
         arrival.wait()
@@ -171,7 +176,9 @@ def _common_reference(operands: Operands) -> Tensor | None:
     x = operands.x
     if x.dtype == torch.float16:
         return None
-    return x.new_zeros(x.shape[0], dtype=torch.float32)
+    if operands.softcap is not None:
+        return x.new_zeros(x.shape[0], dtype=torch.float32)
+    return x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @in_own_context
@@ -200,7 +207,7 @@ def block_backward(
         if to.dx_ready is not None:
             to.dx_ready()
         return
-    operand = Arriving(x, to.x_ready)
+    operand = Awaited(x, to.x_ready)
     slices = Slices(projection, operand, target, statistics, coefficients, kept, to, scratch)
     product = None if to.dx is None else HiddenProduct(to, projection.weight, slices)
     for part in slices:

@@ -6,7 +6,7 @@ docs/scaling.md derives it. For N tokens, a vocabulary of V entries and hidden s
     collective(bytes) = launch + passes * ((P - 1) * hop + bytes * (P - 1) / P / bandwidth)
     bare              = flops / rate + fixed
     with collectives  = flops / rate + fixed + paid_ahead * gather + paid_beside * hidden + exposed
-    ours              = the same + partials + token * N
+    ours              = the same + partials + token * N, its gather beside the projection of its own tokens
 
 where flops are 2 N V D / P of the forward pass and 6 N V D / P of forward + backward. `launch`, `hop` and `bandwidth`
 come from the collectives by themselves, the others from the times of each series: least squares of relative errors
@@ -77,7 +77,7 @@ class Times:
     per_flop: float  # 1 / rate
     fixed: float = 0.0  # launches, and the last wave of each product
     token: float = 0.0  # per token, whatever P is: the partials' merge, the losses, their gradients
-    paid_ahead: float = 0.0  # share of the gather ahead of the projection that is waited for
+    paid_ahead: float = 0.0  # share of the gather ahead of, or beside, the projection that is waited for
     paid_beside: float = 0.0  # share of a collective beside a product that is paid all the same: it takes SMs
 
     def seconds(self, series, kind, layout, network):
@@ -95,7 +95,10 @@ def _terms(series, kind, layout, network, per_flop):
         known += network.seconds("all_gather_partials", 4 * (3 * layout.n + 2) * layout.tp, layout.tp)
     size = layout.n * layout.d * layout.itemsize
     gather = network.seconds("all_gather", size, layout.tp) if layout.sequence_parallel else 0.0
-    columns["paid_ahead"] = gather
+    # Ours projects its own tokens beside it, for as long as there are any.
+    own = layout.product / layout.tp * per_flop if series == "ours" else math.inf
+    columns["paid_ahead"] = min(gather, own)
+    known += max(0.0, gather - own)
     if kind == BOTH:
         reduction = network.seconds("reduce_scatter" if layout.sequence_parallel else "all_reduce", size, layout.tp)
         product = layout.product * per_flop  # each collective is beside one: dX's, and dW's

@@ -25,7 +25,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 REDUCED_BYTES = 64 << 20
-"""Bytes of dX that one all-reduce sums: the first ones run beside the rest of dX's product."""
+"""Bytes of dX that one all-reduce sums where no product of dW comes after: the first ones run beside the rest
+of dX's own. Beside dW's, which is longer, one of all bytes costs less."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,16 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> Pending:
 class HiddenGradient:
     """dX of this rank's part ``[N/parts, D]``, summed over the ranks block by block.
 
-    Per block, in order, all-reduces of R * D elements of ``reduce_dtype``, one per :data:`REDUCED_BYTES`,
-    each started when these rows of the block's dX are done; under sequence parallelism one reduce-scatter
-    of all of them, started when the block's dX is. They are waited for once the next block's dX is done,
-    so that two blocks' dX are alive at most.
+    Per block, in order, one all-reduce of R * D elements of ``reduce_dtype`` or, under sequence
+    parallelism, one reduce-scatter of the same size; started when the block's dX is done and waited for
+    once the next block's is done, so that two blocks' dX are alive at most. ``alone``, without dW, the
+    all-reduce is one per :data:`REDUCED_BYTES`, each started when these rows are done.
     """
 
-    def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None) -> None:
-        self._total, self._layout = hidden.new_empty(hidden.shape), layout
+    def __init__(
+        self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None, alone: bool
+    ) -> None:
+        self._total, self._layout, self._alone = hidden.new_empty(hidden.shape), layout, alone
         self._dtype = hidden.dtype
         if reduce_dtype is not None and layout.ranks > 1:
             self._dtype = reduce_dtype
@@ -150,7 +153,9 @@ class HiddenGradient:
             work = _reduce_scatter(summed, local, group=layout.group, async_op=True)
             started.append((work, local, summed, part))
         else:
-            size = max(1, REDUCED_BYTES // max(1, local[:1].numel() * local.element_size()))
+            size = max(1, local.shape[0])
+            if self._alone:
+                size = max(1, REDUCED_BYTES // max(1, local[:1].numel() * local.element_size()))
             for first in range(self._started, local.shape[0], size):
                 last = min(first + size, local.shape[0])
                 if stop is not None and last > stop:

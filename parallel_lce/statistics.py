@@ -260,7 +260,7 @@ class GradientSums:
         visits, real = len(call.plan.blocks), projection.real
         self._hidden = self._weight = self._bias = None
         if needs.hidden:
-            self._hidden = HiddenGradient(hidden, call.layout, call.reduce_dtype)
+            self._hidden = HiddenGradient(hidden, call.layout, call.reduce_dtype, not needs.weight)
         if needs.weight:
             self._weight = ShardGradient(
                 projection.weight, real, visits, dtype=dtype, main_grad=call.main_grad

@@ -214,7 +214,7 @@ def _reduced_in_pieces(member: Member, shards: tuple[int, ...], piece: int, froz
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("shards", [(40, 40), (7, 73), (0, 80)], ids=str)
-def test_a_large_reduction_is_in_pieces_of_rows(shards, frozen, dtype, worlds, device):
+def test_a_large_reduction_without_dw_is_in_pieces_of_rows(shards, frozen, dtype, worlds, device):
     """Of as many on every rank, however large its shard is, and with the same sums."""
     world = worlds(2)
     whole = world.run(_reduced_in_pieces, shards, N, frozen, dtype)
@@ -222,7 +222,8 @@ def test_a_large_reduction_is_in_pieces_of_rows(shards, frozen, dtype, worlds, d
     name = str(dtype).removeprefix("torch.")
     for (expected, one), (dx, several) in zip(whole, found):
         assert one == [("all_reduce", N * D, name, True)]
-        assert several == [("all_reduce", rows * D, name, True) for rows in (20, 20, 8)]
+        # Beside dW's product it is one all the same.
+        assert several == [("all_reduce", rows * D, name, True) for rows in ((20, 20, 8) if frozen else (N,))]
         assert torch.equal(dx, expected)
 
 

@@ -102,12 +102,12 @@ def linear_cross_entropy(
       all-gather of partials, 3 N + 2 elements of fp32 per rank (4 N + 2 with ``label_smoothing``).
     - backward, if ``input`` needs a gradient: B all-reduces of dX, N * D elements of ``reduce_dtype``
       in all, each beside a dW product (where the weight needs no gradient one per 64 MiB of a block,
-      beside the rest of its dX product); with ``sequence_parallel`` B reduce-scatters of the
-      same size instead, and B all-gathers of hidden states again, each a block ahead, also where
-      only the weight or the bias needs a gradient; no all-gather at all where the budget holds the
-      gathered hidden states, N * D elements, beside every logit.
+      beside the rest of its dX where its rows are done one after another); with ``sequence_parallel``
+      B reduce-scatters of the same size instead, and B all-gathers of hidden states again, each a
+      block ahead, also where only the weight or the bias needs a gradient; no all-gather at all where
+      the budget holds the gathered hidden states, N * D elements, beside every logit.
     - where gradients are formed in forward, all of it happens there, once: the hidden states'
-      gathers, one gather of partials per block and the B reductions of dX, that of a block after
+      gathers, one gather of partials per block and the reductions of dX, those of a block after
       the next block's gather of partials. Backward has none; a second backward repeats all.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. A shard set with a

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends.blocks import Arrival
+from parallel_lce.backends.blocks import PRODUCT_ROWS, Arrival
 from parallel_lce.partials import Columns, bounds_of, message_size
 from parallel_lce.plan import Block
 from parallel_lce.weight_grad import accumulation_dtype
@@ -118,7 +118,7 @@ class HiddenGradient:
     Per block, in order, one all-reduce of R * D elements of ``reduce_dtype`` or, under sequence
     parallelism, one reduce-scatter of the same size; started when the block's dX is done and waited for
     once the next block's is done, so that two blocks' dX are alive at most. ``alone``, without dW, the
-    all-reduce is one per :data:`REDUCED_BYTES`, each started when these rows are done.
+    all-reduce is one per :data:`REDUCED_BYTES`, each started when these rows are announced.
     """
 
     def __init__(
@@ -156,6 +156,8 @@ class HiddenGradient:
             size = max(1, local.shape[0])
             if self._alone:
                 size = max(1, REDUCED_BYTES // max(1, local[:1].numel() * local.element_size()))
+                # As the products that it follows.
+                size = size // PRODUCT_ROWS * PRODUCT_ROWS or size
             for first in range(self._started, local.shape[0], size):
                 last = min(first + size, local.shape[0])
                 if stop is not None and last > stop:

@@ -23,7 +23,7 @@ from parallel_lce.bench.parallel import __main__ as command
 from parallel_lce.bench.parallel import collectives, peers, trace
 from parallel_lce.bench.parallel.measure import Window, measure
 from parallel_lce.bench.parallel.peers import BARE, LEAN, OVERLAPPED, SAVED, calls_of, registry
-from parallel_lce.bench.parallel.plot import panels_of
+from parallel_lce.bench.parallel.plot import panels_of, write_plot
 from parallel_lce.bench.parallel.problem import Truth, exact, make_problem
 from parallel_lce.bench.parallel.report import Cell, overview
 from parallel_lce.bench.parallel.team import Team
@@ -417,6 +417,16 @@ def test_one_rank_stands_in_the_panels_of_both_layouts():
     for lines in panels.values():
         family, _, points = lines[SAVED]
         assert family == "ours" and points == [(1, (0.008, 0.004, 0.016)), (2, (0.004, 0.002, 0.008))]
+
+
+def test_panels_of_several_runs_are_of_one_problem_each(tmp_path):
+    cells = [made_up(tp, ours_saved=8 / tp, bare=7 / tp).as_dict() for tp in (1, 2, 4)]
+    others = [dict(cell, dtype="float32") for cell in cells] + [dict(cell, v=2 * cell["v"]) for cell in cells]
+    panels = panels_of(cells + others)
+    assert len(panels) == 3 and all(len(lines[SAVED][2]) == 3 for lines in panels.values())
+    path, facts = tmp_path / "of-several.png", {"device": "some", "torch": "2"}
+    assert write_plot(path, facts, cells + others) and path.stat().st_size > 10_000
+    assert not write_plot(tmp_path / "none.png", facts, [])
 
 
 def test_hidden_communication_is_what_lies_beside_other_kernels(tmp_path):

@@ -120,12 +120,13 @@ def results(readings: Readings) -> dict:
             sizes = {name: value for name, value in vars(layout).items() if name != "itemsize"}
             cell = cells.setdefault(layout, {**sizes, "dtype": "bfloat16", "peers": {}, "collectives": {}})
             if layout.tp > 1 or series != "with collectives":
-                entry = cell["peers"].setdefault(SERIES[series], {"name": SERIES[series]})
-                entry[kind] = {"seconds_median": seconds}
+                entry = cell["peers"].setdefault(SERIES[series], {"name": SERIES[series], "label": series})
+                entry[kind] = {f"seconds_{of}": seconds for of in ("median", "min", "max")}
             for of, size, ranks, its in readings.collectives:
                 if ranks == layout.tp and size in (2 * layout.n * layout.d, 4 * (3 * layout.n + 2) * ranks):
                     cell["collectives"][of] = {"bytes": size, "seconds_median": its}
-    return {"cells": [{**cell, "peers": list(cell["peers"].values())} for cell in cells.values()]}
+    cells = [{**cell, "peers": list(cell["peers"].values())} for cell in cells.values()]
+    return {"machine": {"device": "made up", "torch": "2"}, "cells": cells}
 
 
 def test_what_is_read_is_what_was_written():
@@ -145,7 +146,10 @@ def cells_of(line: str) -> list[str]:
 def test_the_program_prints_errors_and_predictions(tmp_path, capsys):
     path = tmp_path / "results.json"
     path.write_text(json.dumps(results(slower(made_up(), 8, 1.1))))
-    scaling.main([str(path), "--ranks", "16", "64", "--host-gpus", "8", "--network-gbps", "400"])
+    picture = tmp_path / "scaling.png"
+    options = ["--ranks", "16", "64", "--host-gpus", "8", "--network-gbps", "400", "--plot", str(picture)]
+    scaling.main([str(path), *options])
+    assert picture.stat().st_size > 10_000
     printed = capsys.readouterr().out
     (held_out,) = (line for line in printed.splitlines() if line.startswith("Error at TP 8 of a fit to the smaller"))
     assert "bare 0.0 % rms, 0.0 % at most; " in held_out and held_out.endswith("9.1 % at most.")

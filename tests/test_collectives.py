@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest import mock
 
@@ -191,6 +192,35 @@ def test_all_of_dw_runs_beside_the_reduction_where_rows_are_kept(worlds, device)
         assert order[0] == "all_reduce" and order[1:] == ["dW"] * 3
 
 
+
+
+def _gathers_and_waits(member: Member):
+    """The order in which a forward of several blocks starts gathers of hidden states and waits for them."""
+    order, wait = [], parallel.Pending.wait
+
+    def watched_wait(self):
+        if self.work is not None and self.tensor.shape[-1] == D:
+            order.append("wait")
+        return wait(self)
+
+    def watched_gather(*arguments, **options):
+        if arguments[1].shape[-1] == D:
+            order.append("gather")
+        return gather(*arguments, **options)
+
+    gather = parallel._all_gather
+    patches = (parallel.Pending, "wait", watched_wait), (parallel, "_all_gather", watched_gather)
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(mock.patch.object(*patch))
+        _events(member, Call("accumulate", member.ranks, 4, True))
+    return order
+
+
+def test_the_second_gather_starts_once_the_first_is_waited_for(worlds, device):
+    """With one queue to the device, what runs beside the first would stand behind it; later ones are a block ahead."""
+    for order in worlds(2).run(_gathers_and_waits):
+        assert order == ["gather", "wait", "gather", "wait", "gather", "wait", "gather", "wait"]
 
 
 def _reduced_in_pieces(member: Member, shards: tuple[int, ...], piece: int, frozen: bool, dtype: torch.dtype):

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 import parallel_lce
 from cases import DTYPES, Case, assemble, check, dense, error, make, ours
+from parallel_lce import parallel
 from parallel_lce.backends import slices
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends.blocks import Arrival, Coefficients, Destinations, Projection, Scratch
@@ -20,7 +21,7 @@ from parallel_lce.kernels import tuning
 from parallel_lce.kernels.projection import Operands
 from parallel_lce.partials import Columns
 from parallel_lce.weight_grad import MainGrad, ShardGradient
-from tools import chosen_backend, everywhere, shrunk
+from tools import chosen_backend, everywhere, recorded, shrunk
 from world import Member
 
 BLOCK = 33_000  # bytes: a window of 256 vocabulary rows, 64 tokens of it
@@ -398,6 +399,29 @@ def test_what_runs_beside_a_gather_leaves_it_processors_for_no_longer_than_it_ta
     assert launched[1][0] == own + known and sum(blocks for _, blocks, *_ in launched) == 1024 // rows
 
 
+@pytest.mark.parametrize(
+    ("own", "parts"),
+    [
+        (None, [(range(3), False)]),
+        ((0, 128), [(range(1), True), (range(1, 3), False)]),
+        ((128, 256), [(range(1, 2), True), (range(2, 4), False)]),
+        ((100, 300), [(range(1, 3), True), (range(3, 4), False)]),
+        ((100, 290), [(range(1, 2), True), (range(2, 4), False)]),
+        ((100, 200), [(range(1, 4), False)]),
+    ],
+    ids=str,
+)
+def test_the_order_of_row_blocks_begins_with_whole_tiles_that_are_there(own, parts, device):
+    operands = Operands(torch.zeros(300, 16, dtype=torch.float16, device=device), torch.zeros(8, 16).half().to(device))
+    waited = []
+    arrival = own and Arrival(*own, lambda: waited.append(1))
+    found = []
+    for part, beside in backend._in_order(operands, arrival, None):
+        found.append((part, beside))
+        assert beside == (own is not None and not waited)
+    assert found == parts or operands.tile.rows != 128
+
+
 def mainloops():
     """Where the kernels that project are looked up."""
     found = [(mainloop, "_projection")]
@@ -447,3 +471,32 @@ def test_each_rank_projects_its_own_rows_first(worlds, device):
                 assert error(gradient.double() * tokens, exact.double()) <= 8e-3 * exact.double().norm()
         assert torch.equal(saved[rank][0], expected)
         torch.testing.assert_close(accumulated[rank][0], expected.mean())
+
+
+def _announced(member: Member, sequence_parallel: bool, rows: int):
+    """dX of a frozen weight, formed in pieces of 1024 rows and reduced in pieces of ``rows``; and what was started."""
+    N, D, shard = 1280, 8, 64
+    t = make(Case(N, 2 * shard, D, "bf16", ignored="none"), member.device)
+    x = t.x.chunk(2)[member.rank] if sequence_parallel else t.x
+    x = x.clone().requires_grad_()
+    weight = t.weight.chunk(2)[member.rank].clone()
+    with mock.patch.object(slices, "_PRODUCT_BYTES", 1), mock.patch.object(parallel, "REDUCED_BYTES", rows * D * 2):
+        losses = parallel_lce.linear_cross_entropy(
+            x, weight, t.target, reduction="none", process_group=member.group, sequence_parallel=sequence_parallel
+        )
+        with recorded(member.group) as events:
+            (dx,) = torch.autograd.grad(losses.sum(), [x])
+    return dx, [(kind, size) for kind, size, *_ in events]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_rows_of_dx_are_reduced_once_they_are_announced(sequence_parallel, worlds, device):
+    whole = everywhere(worlds, device, 2, _announced, sequence_parallel, 1280)
+    pieces = everywhere(worlds, device, 2, _announced, sequence_parallel, 500)
+    for (expected, once), (dx, several) in zip(whole, pieces):
+        assert torch.equal(dx, expected)
+        if sequence_parallel:
+            assert once == several == [("reduce_scatter", 1280 * 8)]
+        else:
+            assert once == [("all_reduce", 1024 * 8), ("all_reduce", 256 * 8)]
+            assert several == [("all_reduce", n * 8) for n in (500, 500, 280)]

@@ -32,6 +32,9 @@ class Projection:
         return accumulation_dtype(self.weight.dtype)
 
 
+PRODUCT_ROWS = 1024
+"""Where dX is formed in pieces, these have a multiple of so many rows."""
+
 Kept = tuple[Tensor, ...]
 """What a block keeps of its first vocabulary rows for its backward, the exponentials first; ``()``
 is nothing. Only the backend that made it knows its shapes, and may overwrite it in backward."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.blocks import (
+    PRODUCT_ROWS,
     Coefficients,
     Destinations,
     Kept,
@@ -231,7 +232,7 @@ class HiddenProduct:
         if self._slices.plain and part.row_scale is None:
             accumulate_nt(self._dx, part.gradient, weight, overwrite=True)
             return
-        rows = max(1024, _PRODUCT_BYTES // (4 * weight.shape[0]) // 1024 * 1024)
+        rows = _PRODUCT_BYTES // (4 * weight.shape[0]) // PRODUCT_ROWS * PRODUCT_ROWS or PRODUCT_ROWS
         for first in range(0, self._dx.shape[0], rows):
             some = slice(first, first + rows)
             piece = matmul_nt(part.gradient[some], weight)

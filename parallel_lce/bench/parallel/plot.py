@@ -20,13 +20,13 @@ def write_plot(path, facts, cells):
     panels = panels_of(cells)
     if not panels:
         return False
-    rows = sorted({shape.n for shape, _ in panels})
+    rows = sorted({problem for problem, _ in panels})
     layouts = sorted({sequence_parallel for _, sequence_parallel in panels})
     size = 6.5 * len(layouts), 4.5 * len(rows) + 0.5
     figure, axes = pyplot.subplots(len(rows), len(layouts), figsize=size, squeeze=False, layout="constrained")
     names = list(dict.fromkeys(name for lines in panels.values() for name in lines))
-    for (shape, sequence_parallel), lines in panels.items():
-        axis = axes[rows.index(shape.n)][layouts.index(sequence_parallel)]
+    for (problem, sequence_parallel), lines in panels.items():
+        axis = axes[rows.index(problem)][layouts.index(sequence_parallel)]
         for name, (family, label, points) in lines.items():
             sizes, spreads = zip(*points)
             middles = [1e3 * middle for middle, _, _ in spreads]
@@ -42,7 +42,7 @@ def write_plot(path, facts, cells):
         axis.yaxis.set_minor_formatter(NullFormatter())
         axis.set_xlabel("tensor-parallel ranks")
         axis.set_ylabel("forward + backward, ms")
-        axis.set_title(f"{shape}{', sequence parallel' if sequence_parallel else ''}", fontsize=9, loc="left")
+        axis.set_title(f"{problem[1]}{', sequence parallel' if sequence_parallel else ''}", fontsize=9, loc="left")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
         axis.legend(fontsize=7, frameon=False)
@@ -53,18 +53,19 @@ def write_plot(path, facts, cells):
 
 
 def panels_of(cells):
-    """`{(shape, sequence parallel): {peer: (family, label, [(TP, (median, min, max) of seconds)])}}`. A single rank has
-    one layout, and stands in both; its bare products have no collectives to overlap."""
+    """`{(problem, sequence parallel): {peer: (family, label, [(TP, (median, min, max) of seconds)])}}`, a problem being its
+    N and words for all of it. A single rank has one layout, and stands in both; its bare products have no collectives to
+    overlap."""
     layouts = sorted({cell["sequence_parallel"] for cell in cells if cell["tp"] > 1}) or [False]
     families = {peer.name: peer.family for peer in registry()}
     panels = {}
     for cell in sorted(cells, key=lambda cell: (cell["n"], cell["tp"])):
-        shape = Shape(cell["n"], cell["v"], cell["d"])
+        problem = cell["n"], f"{Shape(cell['n'], cell['v'], cell['d'])}, {cell['dtype']}"
         for sequence_parallel in layouts if cell["tp"] == 1 else [cell["sequence_parallel"]]:
             for peer in cell["peers"]:
                 times = peer.get(FORWARD_BACKWARD)
                 if times:
-                    lines = panels.setdefault((shape, sequence_parallel), {})
+                    lines = panels.setdefault((problem, sequence_parallel), {})
                     family = families.get(peer["name"], "other")
                     _, _, points = lines.setdefault(peer["name"], (family, peer["label"], []))
                     points.append((cell["tp"], tuple(times[f"seconds_{of}"] for of in ("median", "min", "max"))))

@@ -15,7 +15,11 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import distributed_c10d
 
+from parallel_lce import backends
+
 TIMEOUT = 120.0
+# The whole run's, not that of the test that happens to need a world first.
+_BACKEND = os.environ.get(backends.VARIABLE, "")
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,9 @@ class Member:
 
 
 def _serve(
-    rank: int, ranks: int, device_type: str, store: str, path: str | None, jobs, results
+    rank: int, ranks: int, device_type: str, store: str, path: str | None, backend: str, jobs, results
 ) -> None:
+    os.environ[backends.VARIABLE] = backend
     if path is not None:
         sys.path.insert(0, path)
     # CUDA asks for this before its first use if cuBLAS is to be deterministic.
@@ -87,7 +92,7 @@ class World:
         self._processes = [
             context.Process(
                 target=_serve,
-                args=(r, ranks, device_type, store, path, self._jobs[r], self._results[r]),
+                args=(r, ranks, device_type, store, path, _BACKEND, self._jobs[r], self._results[r]),
                 daemon=True,
             )
             for r in range(ranks)

@@ -130,13 +130,11 @@ class HiddenGradient:
             self._dtype = reduce_dtype
         # Of each block: what was started, and where its sums go.
         self._pending: deque[list[tuple[dist.Work, Tensor, Tensor, Tensor]]] = deque()
-        self._started = 0
 
     def destination(self, block: Block) -> Tensor:
         """Where to write the block's local dX ``[R, D]``."""
         part, layout = self._total[block.start : block.stop], self._layout
         self._pending.append([])
-        self._started = 0
         if layout.parts == 1 and self._dtype == part.dtype:
             return part
         return part.new_empty(layout.parts * part.shape[0], part.shape[1], dtype=self._dtype)
@@ -158,14 +156,14 @@ class HiddenGradient:
                 size = max(1, REDUCED_BYTES // max(1, local[:1].numel() * local.element_size()))
                 # As the products that it follows.
                 size = size // PRODUCT_ROWS * PRODUCT_ROWS or size
-            for first in range(self._started, local.shape[0], size):
+            done = sum(piece.shape[0] for _, piece, *_ in started)
+            for first in range(done, local.shape[0], size):
                 last = min(first + size, local.shape[0])
                 if stop is not None and last > stop:
                     return
                 piece = local[first:last]
                 work = dist.all_reduce(piece, group=layout.group, async_op=True)
                 started.append((work, piece, piece, part[first:last]))
-                self._started = last
         while len(self._pending) > 1:
             self._complete()
 

@@ -500,3 +500,28 @@ def test_rows_of_dx_are_reduced_once_they_are_announced(sequence_parallel, world
         else:
             assert once == [("all_reduce", 1024 * 8), ("all_reduce", 256 * 8)]
             assert several == [("all_reduce", n * 8) for n in (500, 500, 280)]
+
+
+def _with_shards(member: Member, shards: tuple[int, ...]):
+    """dX of this rank's part under sequence parallelism, gradients formed in forward in four blocks."""
+    N, D, V = 96, 8, sum(shards)
+    t = make(Case(N, V, D, "bf16", ignored="none"), member.device)
+    start = sum(shards[: member.rank])
+    x = t.x.chunk(2)[member.rank].clone().requires_grad_()
+    weight = t.weight[start : start + shards[member.rank]].clone().requires_grad_()
+    with shrunk(2 * N // 4 * V // 2 * 2), recorded(member.group) as events:
+        loss = parallel_lce.linear_cross_entropy(
+            x, weight, t.target, process_group=member.group, sequence_parallel=True,
+            vocab_start=start, vocab_size=V, logits_budget=0,
+        )  # fmt: skip
+    (dx,) = torch.autograd.grad(loss, [x])
+    return dx, [(kind, size) for kind, size, *_ in events if kind != "dW"]
+
+
+def test_an_empty_shard_waits_for_hidden_states_that_it_does_not_read(worlds, device):
+    """As its next gather, which all ranks start in the same place, starts then."""
+    whole = everywhere(worlds, device, 2, _with_shards, (80, 80))
+    found = everywhere(worlds, device, 2, _with_shards, (0, 160))
+    for (expected, as_planned), (dx, events) in zip(whole, found):
+        assert events == as_planned and [kind for kind, _ in events].count("reduce_scatter") == 4
+        assert error(dx, expected.double()) <= 2e-2 * expected.double().norm()

@@ -23,6 +23,8 @@ LOWEST_SHIFT = tl.constexpr(-1e4)
 
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
+# |u / cap| up to which a soft-cap is computed by its series.
+_SERIES_END = tl.constexpr(0.625)
 
 
 @triton.jit
@@ -46,11 +48,23 @@ def rebased(reference, base):
 
 @triton.jit
 def softcapped(u, cap):
-    """cap * tanh(u / cap), by exponentials of negative numbers alone."""
+    """``cap * tanh(u / cap)``, to a few roundings of the result whatever the cap is.
+
+    From :data:`_SERIES_END` on by exponentials of negative numbers alone. Below, where ``1 - e`` would cancel,
+    by the odd polynomial of degree 11 whose largest relative error, 4.4e-9, is the least (Remez).
+    """
     ratio = u / cap
     e = exponential(-2.0 * tl.abs(ratio))
     magnitude = cap * ((1.0 - e) / (1.0 + e))
-    return tl.where(ratio < 0.0, -magnitude, magnitude)
+    far = tl.where(ratio < 0.0, -magnitude, magnitude)
+    square = ratio * ratio
+    series = -0.005704986993455203
+    series = series * square + 0.020639087244729175
+    series = series * square - 0.05373971508582496
+    series = series * square + 0.13331442198175808
+    series = series * square - 0.3333328194201277
+    near = u + u * (series * square)
+    return tl.where(tl.abs(ratio) < _SERIES_END, near, far)
 
 
 @triton.jit

@@ -30,7 +30,7 @@ def _losses_kernel(
     log_prob = (tl.load(partial + 2 * rows + row, mask=valid, other=0.0) - top) - log_sum
     entries = tl.load(vocab_size)
     wanted = tl.load(target + row, mask=valid, other=0)
-    inside = (wanted >= 0) & (wanted < entries.to(tl.int64))
+    inside = (wanted >= 0) & (wanted < entries)
     weight = tl.full((BLOCK,), 1.0, tl.float32)
     if WEIGHTED:
         weight = tl.load(token_weight + row, mask=valid, other=0.0)
@@ -43,7 +43,7 @@ def _losses_kernel(
     loss = -(1.0 - smoothing) * log_prob
     if SMOOTHED:
         shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
-        loss -= smoothing * (shifted / entries - log_sum)
+        loss -= smoothing * (shifted / entries.to(tl.float32) - log_sum)
     slope = tl.full((BLOCK,), 1.0, tl.float32)
     if SQUARED:
         lse = top + log_sum
@@ -58,7 +58,7 @@ def _losses_kernel(
     tl.store(alpha + row, tl.where(weight == 0.0, 0.0, weight * slope), mask=valid)
     tl.store(beta + row, weight * of_target, mask=valid)
     if SMOOTHED:
-        tl.store(gamma + row, weight * (smoothing / entries), mask=valid)
+        tl.store(gamma + row, weight * (smoothing / entries.to(tl.float32)), mask=valid)
 
 
 def token_losses(
@@ -72,7 +72,8 @@ def token_losses(
     outside_is_nan: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """:func:`parallel_lce.backends.loss.token_losses` of a merged ``partial [C, R]`` fp32, contiguous, with the
-    shifted sums in its column 3 if labels are smoothed. ``target [R]`` int64; ``token_weight [R]`` fp32."""
+    shifted sums in its column 3 if labels are smoothed, and of V, 0-dimensional int64. ``target [R]`` int64;
+    ``token_weight [R]`` fp32."""
     rows = target.shape[0]
     losses, alpha, beta = (torch.empty_like(partial[0]) for _ in range(3))
     gamma = torch.empty_like(alpha) if label_smoothing else None

@@ -163,7 +163,7 @@ def _ranks_kernel(
     if BOUNDED:
         covered &= tl.sum(sizes, 0) >= vocab_size
     if tl.program_id(0) == 0:
-        tl.store(size, tl.sum(real, 0).to(tl.float32))
+        tl.store(size, tl.sum(real, 0))
 
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = r < rows
@@ -225,7 +225,7 @@ def merge_messages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`parallel_lce.partials.merge_messages` of ``messages [P, M]`` fp32, contiguous."""
     merged = messages.new_empty(columns.count, rows)
-    size = messages.new_empty(())
+    size = messages.new_empty((), dtype=torch.int64)
     with torch.cuda.device_of(messages):  # Triton launches on the current device
         # At least one program, which tells V.
         _ranks_kernel[(max(1, cdiv(rows, _RANKS_ROWS)),)](

@@ -20,6 +20,7 @@ from parallel_lce.statistics import (
     Call,
     GradientSums,
     Needs,
+    flattened,
     hidden_blocks,
     token_count,
 )
@@ -44,7 +45,7 @@ def accumulate(
     divisor: Tensor | float,
     needs: Needs,
 ) -> Accumulated:
-    """The loss and its gradients in one pass over the blocks.
+    """The loss of ``hidden [..., D]`` and its gradients in one pass over the blocks.
 
     Collectives per block: under sequence parallelism the all-gather of its hidden states, started a
     block ahead; the all-gather of its partials, waited for after the next block's projection; the
@@ -52,7 +53,7 @@ def accumulate(
     """
     layout, columns = call.layout, call.columns
     backend, blocks = call.backend, call.plan.blocks
-    projection = call.projection(weight, bias)
+    shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
     dtype = accumulation_dtype(weight.dtype)
     sums = GradientSums(call, hidden, projection, needs, dtype)
     per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
@@ -89,4 +90,4 @@ def accumulate(
             complete(*waiting.popleft())
     while waiting:
         complete(*waiting.popleft())
-    return Accumulated(per_token.sum() / divisor, sums.deliver())
+    return Accumulated(per_token.sum() / divisor, sums.deliver(shape))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,12 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_lce.dtensor import refuse_dtensor
 from parallel_lce.parallel import Layout
 from parallel_lce.weight_grad import accumulation_dtype
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+# Ids are exchanged and stored in 32 bits.
+_LARGEST_VOCABULARY = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,19 @@ def _require(condition: bool, message: Callable[[], str]) -> None:
         raise ValueError(message())
 
 
+def plain(value: object) -> object:
+    """NumPy's scalars and other numbers as Python's; anything else as it is."""
+    if value is None or isinstance(value, (int, float, Tensor)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
+
+
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether fp32 can hold it: false for NaN and infinity. Comparisons alone, which torch.compile can trace."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and -_LARGEST <= value <= _LARGEST
 
 
 def _is_count(value: object) -> bool:
@@ -112,11 +127,7 @@ def _check_tensors(a: Arguments) -> None:
         )
     tensors = a.tensors
     for name, value in tensors.items():
-        _require(
-            not hasattr(value, "to_local"),
-            lambda: f"{name} is a DTensor; pass {name}.to_local() and the process_group that shards the "
-            "vocabulary",
-        )
+        refuse_dtensor(name, value, a.process_group)
     for name in ("target", "linear_bias", "token_weight"):
         value = getattr(a, name)
         _require(
@@ -162,33 +173,67 @@ def _check_tensors(a: Arguments) -> None:
 
 
 def _check_numbers(a: Arguments) -> None:
-    _require(
-        _is_number(a.logit_scale),
-        lambda: f"logit_scale must be a finite Python number, got {a.logit_scale!r}",
-    )
-    _require(
-        a.logit_softcap is None or (_is_number(a.logit_softcap) and a.logit_softcap > 0),
-        lambda: f"logit_softcap must be None or a positive Python number, got {a.logit_softcap!r}",
-    )
-    _require(
-        a.logits_budget is None or (_is_count(a.logits_budget) and a.logits_budget >= 0),
-        lambda: f"logits_budget must be None or a number of bytes >= 0, got {a.logits_budget!r}",
-    )
+    check_logit_options(a.logit_scale, a.logit_softcap)
+    check_budget(a.logits_budget)
     _require(
         a.reduce_dtype in (None, a.input.dtype, accumulation_dtype(a.input.dtype)),
         lambda: f"reduce_dtype must be None, float32 or the input's {a.input.dtype}, got {a.reduce_dtype!r}",
     )
 
 
-def _check_shard(a: Arguments, layout: Layout) -> None:
-    rows, start, size = a.linear_weight.shape[0], a.vocab_start, a.vocab_size
+def check_logit_options(logit_scale: object, logit_softcap: object) -> None:
     _require(
-        start is None or (_is_count(start) and start >= 0),
-        lambda: f"vocab_start must be None or an id >= 0, got {start!r}",
+        _is_number(logit_scale),
+        lambda: f"logit_scale must be a finite Python number, got {shortened(logit_scale)}",
     )
     _require(
-        size is None or (_is_count(size) and size >= 1),
-        lambda: f"vocab_size must be None or a number of entries >= 1, got {size!r}",
+        logit_softcap is None or (_is_number(logit_softcap) and logit_softcap >= _SMALLEST),
+        lambda: f"logit_softcap must be None or a positive Python number, got {shortened(logit_softcap)}",
+    )
+
+
+def check_budget(logits_budget: object) -> None:
+    _require(
+        logits_budget is None or (_is_count(logits_budget) and logits_budget >= 0),
+        lambda: f"logits_budget must be None or a number of bytes >= 0, got {logits_budget!r}",
+    )
+
+
+def check_reduce_dtype(reduce_dtype: object) -> None:
+    _require(
+        reduce_dtype is None or reduce_dtype in _FLOATS,
+        lambda: f"reduce_dtype must be None, torch.float32 or the input's dtype, got {reduce_dtype!r}",
+    )
+
+
+def check_vocabulary(vocab_start: object, vocab_size: object) -> None:
+    _require(
+        vocab_start is None or (_is_count(vocab_start) and 0 <= vocab_start <= _LARGEST_VOCABULARY),
+        lambda: f"vocab_start must be None or an id >= 0 and < 2^31, got {shortened(vocab_start)}",
+    )
+    _require(
+        vocab_size is None or (_is_count(vocab_size) and 1 <= vocab_size <= _LARGEST_VOCABULARY),
+        lambda: f"vocab_size must be None or a number of entries >= 1 and < 2^31, got {shortened(vocab_size)}",
+    )
+
+
+def shortened(value: object) -> str:
+    """The value's ``repr``, of which a number of 400 digits keeps a few."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def _check_shard(a: Arguments, layout: Layout) -> None:
+    rows, start, size = a.linear_weight.shape[0], a.vocab_start, a.vocab_size
+    check_vocabulary(start, size)
+    _require(
+        rows > 0 or (start is not None and layout.ranks > 1),
+        lambda: f"linear_weight {list(a.linear_weight.shape)} has no rows: the vocabulary is empty",
+    )
+    first = layout.rank * rows if start is None else start
+    _require(
+        first + rows <= _LARGEST_VOCABULARY,
+        lambda: f"linear_weight's {rows} rows from id {first} on exceed the largest id, 2^31 - 2",
     )
     if layout.ranks == 1:
         _require(
@@ -232,11 +277,11 @@ def check_loss_options(
         lambda: f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}",
     )
     _require(
-        ignore_index is None or _is_count(ignore_index),
-        lambda: f"ignore_index must be an integer or None, got {ignore_index!r}",
+        ignore_index is None or (_is_count(ignore_index) and -(2**63) <= ignore_index < 2**63),
+        lambda: f"ignore_index must be an integer of 64 bits or None, got {shortened(ignore_index)}",
     )
     _require(
         _is_number(label_smoothing) and 0 <= label_smoothing <= 1,
-        lambda: f"label_smoothing must be a Python number in [0, 1], got {label_smoothing!r}",
+        lambda: f"label_smoothing must be a Python number in [0, 1], got {shortened(label_smoothing)}",
     )
-    _require(_is_number(z_loss), lambda: f"z_loss must be a finite Python number, got {z_loss!r}")
+    _require(_is_number(z_loss), lambda: f"z_loss must be a finite Python number, got {shortened(z_loss)}")

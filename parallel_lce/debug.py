@@ -1,18 +1,26 @@
-"""Checks that wait for the host and the group, on request: ``PARALLEL_LCE_DEBUG=1``.
+"""Checks that wait for the host and the group, on request: ``PARALLEL_LCE_DEBUG=1`` on every rank.
 
-A ``ValueError`` on one rank alone leaves the others in their collective until the group's timeout.
-In debug mode every call begins with an exchange in which each rank tells the numbers that all must
-share, so that every rank raises.
+An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode
+every call begins with an exchange: a rank that refuses its arguments tells the others why, and the others
+tell what they were given, so that every rank raises unless all were given the same.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.parallel import Layout, _all_gather
+
+# Largest difference of a token's hidden states between ranks that have the same ones: an all-reduce may
+# round them differently on each. Of their norm, along a random direction.
+_SAME_HIDDEN = 0.05
 
 
 def enabled() -> bool:
@@ -20,43 +28,127 @@ def enabled() -> bool:
     return not torch.compiler.is_compiling() and os.environ.get("PARALLEL_LCE_DEBUG", "0") not in ("", "0")
 
 
-def agree(
-    layout: Layout, shared: dict[str, object] | None, shard: tuple[int, int], device: torch.device
-) -> list[tuple[int, int]]:
-    """Raise ``ValueError`` on every rank unless all ranks pass the same values of ``shared``.
+@dataclass(frozen=True)
+class _Told:
+    """What a rank tells: why it refuses its arguments, or their values as text, and its (start, rows)."""
 
-    ``shared=None``: this rank is about to refuse its arguments, which it tells the others; it does
-    not raise here. Returns every rank's ``shard`` (start, rows). Two all-gathers, of 4 int64 and of
-    the values' text.
+    refusal: str | None
+    values: dict[str, str]
+    shard: tuple[int, int]
+
+
+def refuse(layout: Layout, refusal: Exception) -> None:
+    """Tell the other ranks that this one is about to raise ``refusal``. Collectives as :func:`agree`'s first two."""
+    _tell(layout, _Told(str(refusal), {}, (0, 0)))
+
+
+def agree(
+    layout: Layout,
+    settings: dict[str, object],
+    tensors: dict[str, Tensor | None],
+    shard: tuple[int, int],
+) -> list[tuple[int, int]]:
+    """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
+
+    A rank without one of the ``settings`` has no say in it. ``tensors``, int64 or fp64, have one shape wherever
+    the settings agree. Returns every rank's ``shard`` (start, rows). Two all-gathers, of 3 int64 and of a text of some
+    hundred bytes; one of a tensor's values where that is what differs.
     """
-    text = repr(list((shared or {}).items())).encode()
-    header = [shared is None, len(text), *shard]
-    headers = _exchange(torch.tensor(header, dtype=torch.int64, device=device), layout).tolist()
-    longest = max(h[1] for h in headers)
-    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=device)
-    texts = [bytes(t).decode().rstrip() for t in _exchange(padded, layout).tolist()]
-    if shared is None:
-        return []
-    refusing = [rank for rank, h in enumerate(headers) if h[0]]
+    values = {name: repr(value) for name, value in settings.items()}
+    values |= {name: _digest(tensor) for name, tensor in tensors.items()}
+    told = _tell(layout, _Told(None, values, shard))
+    refusing = {rank: t.refusal for rank, t in enumerate(told) if t.refusal is not None}
     if refusing:
-        raise ValueError(f"rank(s) {refusing} of process_group refused their arguments")
-    other = next((rank for rank, t in enumerate(texts) if t != texts[0]), None)
-    if other is not None:
+        first = next(iter(refusing))
         raise ValueError(
-            f"the ranks of process_group disagree: rank 0 has {texts[0]}, rank {other} has "
-            f"{texts[other]}"
+            f"rank(s) {[*refusing]} of process_group refused their arguments, rank {first} because: {refusing[first]}"
         )
-    return [(h[2], h[3]) for h in headers]
+    names = list(dict.fromkeys(name for t in told for name in t.values))
+    differing = {
+        name: said
+        for name in names
+        if len(set((said := {r: t.values[name] for r, t in enumerate(told) if name in t.values}).values())) > 1
+    }
+    if differing:
+        found = [
+            _difference(layout, name, tensors[name])
+            if len(differing) == 1 and name in tensors and "None" not in said.values()
+            else f"{name}: {_by_rank(said)}"
+            for name, said in differing.items()
+        ]
+        raise ValueError(f"the ranks of process_group disagree about {'; '.join(found)}")
+    return [t.shard for t in told]
+
+
+def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
+    """Raise ``ValueError`` on every rank unless all have the same hidden states ``[..., D]``, but for rounding.
+
+    One all-gather of 2 fp64 numbers per token: the norm, and the part along one random direction.
+    """
+    flat = hidden.detach().reshape(-1, max(1, hidden.shape[-1])).double()
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64).to(flat.device)
+    told = _exchange(torch.stack([flat.norm(dim=1), flat @ direction], -1).flatten(), layout)
+    told = told.view(layout.ranks, -1, 2).nan_to_num()
+    norm, along = told.unbind(-1)
+    apart = (norm - norm[0]).abs() + (along - along[0]).abs() > _SAME_HIDDEN * norm.amax(0)
+    if apart.any():
+        rank, token = apart.nonzero()[0].tolist()
+        raise ValueError(
+            f"the ranks of process_group disagree about input: token {token} has norm {norm[0, token]:.6g} on rank 0 "
+            f"and {norm[rank, token]:.6g} on rank {rank}, along a random direction {along[0, token]:.6g} and "
+            f"{along[rank, token]:.6g} (without sequence_parallel all ranks have the same tokens)"
+        )
+
+
+def _difference(layout: Layout, name: str, tensor: Tensor) -> str:
+    """The first place where the ranks' ``tensor`` differ, and each rank's value there."""
+    all_values = _exchange(tensor.detach().flatten().contiguous(), layout)
+    apart = (all_values != all_values[0]) & ~(all_values.isnan() & all_values[0].isnan())
+    position = int(apart.any(0).nonzero()[0])
+    said = {rank: repr(value) for rank, value in enumerate(all_values[:, position].tolist())}
+    return f"{name} at position {position}: {_by_rank(said)}"
+
+
+def _by_rank(said: dict[int, str]) -> str:
+    return ", ".join(f"rank {rank} has {value}" for rank, value in said.items())
+
+
+def _digest(tensor: Tensor | None) -> str:
+    """Of int64 or fp64 values; NaN is one value, and so are 0 and -0."""
+    if tensor is None:
+        return repr(None)
+    values = tensor.detach().flatten().cpu().contiguous()
+    if values.is_floating_point():
+        values = values.nan_to_num(torch.finfo(values.dtype).max, torch.inf, -torch.inf) + 0
+    digest = hashlib.sha256(bytes(values.view(torch.uint8).tolist()))
+    return f"values of digest {digest.hexdigest()[:12]}"
+
+
+def _tell(layout: Layout, own: _Told) -> list[_Told]:
+    """Every rank's, in rank order."""
+    device = torch.device("cpu")
+    if dist.get_backend(layout.group) == "nccl":
+        device = torch.device("cuda", torch.cuda.current_device())
+    text = json.dumps([own.refusal, own.values]).encode()
+    header = torch.tensor([len(text), *own.shard], dtype=torch.int64, device=device)
+    headers = _exchange(header, layout).tolist()
+    longest = max(length for length, *_ in headers)
+    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=device)
+    texts = [json.loads(bytes(t)) for t in _exchange(padded, layout).tolist()]
+    return [_Told(*said, (start, rows)) for said, (_, start, rows) in zip(texts, headers)]
 
 
 def _exchange(values: Tensor, layout: Layout) -> Tensor:
+    """``[P, n]`` from each rank's ``values [n]``."""
     gathered = values.new_empty(layout.ranks * values.numel())
-    _all_gather(gathered, values, group=layout.group)
-    return gathered.view(layout.ranks, -1)
+    if values.numel():
+        _all_gather(gathered, values, group=layout.group)
+    return gathered.view(layout.ranks, values.numel())
 
 
 def check_cover(shards: list[tuple[int, int]], vocab_size: int | None) -> int:
-    """V, or ``ValueError`` where the shards leave a gap or overlap."""
+    """V, or ``ValueError`` where the shards leave a gap or overlap, or have no entry."""
     end = 0
     for start, rows in sorted(s for s in shards if s[1]):
         if start != end:
@@ -65,6 +157,8 @@ def check_cover(shards: list[tuple[int, int]], vocab_size: int | None) -> int:
                 f"the vocabulary shards leave {kind}: one ends at {end}, the next starts at {start}"
             )
         end = start + rows
+    if end == 0:
+        raise ValueError(f"the vocabulary is empty: none of the {len(shards)} shards has a row")
     if vocab_size is not None and vocab_size > end:
         raise ValueError(f"vocab_size={vocab_size} exceeds the {end} rows of all shards")
     return end if vocab_size is None else vocab_size

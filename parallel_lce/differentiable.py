@@ -28,30 +28,36 @@ from parallel_lce.statistics import (
 _SCALED_BYTES = 16 << 20
 
 
-class _Once(torch.autograd.Function):
-    """The identity on a gradient, without a derivative; ``anchor`` makes autograd record it."""
+class _FirstOrder(torch.autograd.Function):
+    """The identity on a gradient. What the gradient depends on is an input too, so that whoever
+    differentiates it meets the refusal, whichever leaves he asks for."""
 
     @staticmethod
-    def forward(ctx, gradient: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx, gradient: Tensor, *dependencies: Tensor) -> Tensor:
         return gradient.view_as(gradient)
 
     @staticmethod
     def backward(ctx, upstream: Tensor):
-        raise RuntimeError("gradients of parallel_lce cannot be differentiated twice")
+        raise RuntimeError(ops.FIRST_ORDER)
 
 
 def first_order_only(backward: Callable) -> Callable:
-    """With ``create_graph=True``, have second derivatives raise: without a graph of their own the
-    gradients would be taken for constants."""
+    """Make ``backward(ctx, saved, *upstream)`` that of an autograd.Function, ``saved`` being what it saved.
+
+    With ``create_graph=True`` the gradients are recorded as functions of the saved tensors and the upstream
+    gradients whose derivative is refused. Without a record they would count as constants, and second
+    derivatives be wrong without a word.
+    """
 
     @functools.wraps(backward)
     def call(ctx, *upstream):
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            gradients = backward(ctx, *upstream)
+            gradients = backward(ctx, saved, *upstream)
         if not torch.is_grad_enabled():
             return gradients
-        anchor = torch.ones((), requires_grad=True)
-        return tuple(g if g is None else _Once.apply(g, anchor) for g in gradients)
+        dependencies = [t for t in (*saved, *upstream) if t is not None and t.requires_grad]
+        return tuple(g if g is None else _FirstOrder.apply(g, *dependencies) for g in gradients)
 
     return call
 
@@ -70,8 +76,8 @@ class _Statistics(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx, *gradients):
-        hidden, weight, bias, target, partial, vocab_size, *kept = ctx.saved_tensors
+    def backward(ctx, saved, *gradients):
+        hidden, weight, bias, target, partial, vocab_size, *kept = saved
         call = replace(ctx.call, target=target)
         upstream = dict(zip(DIFFERENTIABLE, gradients))
         folded = coefficients(upstream, partial, vocab_size, call.columns)
@@ -86,11 +92,11 @@ class _Statistics(torch.autograd.Function):
 def token_statistics(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, differentiable: bool
 ) -> TokenStatistics:
-    """Statistics ``[N]`` of ``hidden [N/parts, D]`` against the shard ``weight [V/P, D]``.
+    """Statistics ``[N]`` of ``hidden [..., D]`` against the shard ``weight [V/P, D]``.
 
     Nothing is kept unless ``differentiable``.
     """
-    if torch.compiler.is_compiling():
+    if ops.needed(weight):
         return ops.token_statistics(call, hidden, weight, bias, differentiable)
     if differentiable:
         return TokenStatistics(*_Statistics.apply(hidden, weight, bias, call))
@@ -112,8 +118,8 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx, upstream):
-        hidden, weight, bias, target, partial, alpha, beta, gamma, *kept = ctx.saved_tensors
+    def backward(ctx, saved, upstream):
+        hidden, weight, bias, target, partial, alpha, beta, gamma, *kept = saved
         call = replace(ctx.call, target=target)
         folded = Coefficients(alpha, beta, gamma, None).times(upstream)
         needs = Needs(*ctx.needs_input_grad[:3])
@@ -138,7 +144,7 @@ def token_losses(
         plain = replace(loss, token_weight=None)
         losses = token_losses(call, hidden, weight, bias, plain, differentiable)
         return (losses * weights).masked_fill(loss.ignored, 0.0)
-    if torch.compiler.is_compiling():
+    if ops.needed(weight):
         return ops.token_losses(call, hidden, weight, bias, loss, differentiable)
     if differentiable:
         return _Losses.apply(hidden, weight, bias, call, loss)
@@ -158,15 +164,16 @@ class _AccumulatedLoss(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx, upstream):
-        hidden, weight, bias, target, token_weight = ctx.saved_tensors
+    def backward(ctx, saved, upstream):
+        hidden, weight, bias, target, token_weight = saved
         # The first backward scales the sums in place and hands them over: a copy would double the
         # largest buffer of the call. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             call, loss, divisor, needs = ctx.arguments
             call = replace(call, target=target)
-            loss = replace(loss, target=target, token_weight=token_weight)
+            token_weight = token_weight if token_weight is None else token_weight.contiguous()
+            loss = replace(loss, target=target.contiguous(), token_weight=token_weight)
             gradients = accumulate(call, hidden, weight, bias, loss, divisor, needs).gradients
         scaled = (
             g if g is None else _scaled(g, upstream, tensor.dtype)
@@ -196,6 +203,6 @@ def accumulated_loss(
     divisor: Tensor | float,
 ) -> Tensor:
     """The reduced loss, 0-dimensional, whose gradients exist when this returns."""
-    if torch.compiler.is_compiling():
+    if ops.needed(weight):
         return ops.accumulated_loss(call, hidden, weight, bias, loss, divisor)
     return _AccumulatedLoss.apply(hidden, weight, bias, call, loss, divisor)

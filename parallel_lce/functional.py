@@ -11,12 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import debug
-from parallel_lce.backends import backend_of
+from parallel_lce.backends import backend_of, valueless
 from parallel_lce.checks import (
     Arguments,
     check_arguments,
     check_loss,
     check_process_group,
+    plain,
     token_shape,
 )
 from parallel_lce.differentiable import accumulated_loss, token_losses
@@ -25,7 +26,7 @@ from parallel_lce.losses import WeightedLoss
 from parallel_lce.parallel import Layout, Shard
 from parallel_lce.partials import Columns
 from parallel_lce.plan import Gradients, Plan, plan, shared_shard_rows
-from parallel_lce.statistics import Call, TokenStatistics
+from parallel_lce.statistics import Call, TokenStatistics, token_count
 from parallel_lce.weight_grad import MainGrad, accumulation_dtype
 
 
@@ -118,25 +119,26 @@ def linear_cross_entropy(
         ValueError: shapes, dtypes, devices or numbers that do not fit, naming both, before any
             collective.
     """
-    _refuse_unknown(unsupported)
-    ignore_index = -100 if ignore_index is None else ignore_index
+    ignore_index = -100 if ignore_index is None else plain(ignore_index)
+    label_smoothing, z_loss = plain(label_smoothing), plain(z_loss)
     arguments = Arguments(
         input=input,
         linear_weight=linear_weight,
         target=target,
         linear_bias=linear_bias,
-        logit_scale=logit_scale,
-        logit_softcap=logit_softcap,
+        logit_scale=plain(logit_scale),
+        logit_softcap=plain(logit_softcap),
         process_group=process_group,
         sequence_parallel=sequence_parallel,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        logits_budget=logits_budget,
+        vocab_start=plain(vocab_start),
+        vocab_size=plain(vocab_size),
+        logits_budget=plain(logits_budget),
         reduce_dtype=reduce_dtype,
         token_weight=token_weight,
     )
 
     def check() -> None:
+        _refuse_unknown("linear_cross_entropy", unsupported, _OF_TORCH)
         _refuse_unsupported(unsupported)
         check_loss(target, reduction, ignore_index, label_smoothing, z_loss)
 
@@ -147,7 +149,12 @@ def linear_cross_entropy(
         check=check,
         accumulable=reduction != "none",
         ignore_index=ignore_index,
-        agreed={"reduction": reduction, "label_smoothing": label_smoothing, "z_loss": z_loss},
+        agreed={
+            "function": "linear_cross_entropy",
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+        },
     )
     call, weights, dtype = prepared.call, token_weight, accumulation_dtype(input.dtype)
     if weights is not None:
@@ -179,6 +186,7 @@ def token_statistics(
     mean_logit: bool = False,
     expected_logit: bool = False,
     argmax: bool = False,
+    **unknown: object,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
@@ -198,25 +206,29 @@ def token_statistics(
         linear_weight=linear_weight,
         target=target,
         linear_bias=linear_bias,
-        logit_scale=logit_scale,
-        logit_softcap=logit_softcap,
+        logit_scale=plain(logit_scale),
+        logit_softcap=plain(logit_softcap),
         process_group=process_group,
         sequence_parallel=sequence_parallel,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        logits_budget=logits_budget,
+        vocab_start=plain(vocab_start),
+        vocab_size=plain(vocab_size),
+        logits_budget=plain(logits_budget),
         reduce_dtype=reduce_dtype,
     )
     columns = Columns(bool(mean_logit), bool(mean_logit), bool(expected_logit), bool(argmax))
-    prepared = prepare(arguments, columns)
+    prepared = prepare(
+        arguments,
+        columns,
+        check=lambda: _refuse_unknown("token_statistics", unknown, ()),
+        agreed={"function": "token_statistics"},
+    )
     statistics = _token_statistics(prepared.call, *prepared.tensors, prepared.differentiable)
     return statistics.view(prepared.shape)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked call, its tensors flattened to ``[N/parts, D]``, ``[V/P, D]`` and ``[V/P]``, and the
-    shape of its tokens."""
+    """A checked call, its tensors ``[..., D]``, ``[V/P, D]`` and ``[V/P]``, and the shape of its tokens."""
 
     call: Call
     tensors: tuple[Tensor, Tensor, Tensor | None]
@@ -240,26 +252,26 @@ def prepare(
     debug checks: None lets any target pass, and the values of ``agreed`` must be the same on all
     ranks. ``main_grad`` takes dW by addition.
     """
-    a = _autocast(arguments)
-    check_process_group(a.process_group)
-    layout = Layout.of(a.process_group, bool(a.sequence_parallel))
+    check_process_group(arguments.process_group)
+    layout = Layout.of(arguments.process_group, bool(arguments.sequence_parallel))
     try:
         check()
+        a = _autocast(arguments)
         check_arguments(a, layout)
-    except ValueError as refusal:
-        if layout.ranks == 1:
-            raise
-        if debug.enabled():
-            devices = [t.device for t in a.tensors.values()]
-            debug.agree(layout, None, (0, 0), (devices or [torch.device("cpu")])[0])
-            raise
-        raise ValueError(
-            f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
-            "rank(s) of process_group wait in their collective until its timeout; "
-            "PARALLEL_LCE_DEBUG=1 raises on every rank)"
-        ) from None
+        backend = backend_of(a.linear_weight)
+    except Exception as refusal:
+        if layout.ranks > 1 and debug.enabled():
+            debug.refuse(layout, refusal)
+        elif layout.ranks > 1 and type(refusal) in (TypeError, ValueError):
+            raise type(refusal)(
+                f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
+                "rank(s) of process_group wait in their collective until its timeout; "
+                "PARALLEL_LCE_DEBUG=1 raises on every rank)"
+            ) from None
+        raise
 
-    hidden = a.input.reshape(-1, a.input.shape[-1])
+    # As it is given: torch.compile knows it as an input then, so that a second derivative by it is refused.
+    hidden = a.input
     weight = a.linear_weight if a.linear_weight.stride(1) == 1 else a.linear_weight.contiguous()
     rows = weight.shape[0]
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
@@ -279,11 +291,11 @@ def prepare(
             weight_fp32=destination.dtype == sum_dtype,
             weight_new=main_grad is None,
         )
-    backend = backend_of(weight)
     planned = _plan(a, layout, shard, hidden, weight, backend, gradients, accumulable)
-    if debug.enabled():
-        agreed = dict(agreed or {}, backend=backend.__name__)
-        _check_together(a, layout, shard, ignore_index, agreed, gradients)
+    if debug.enabled() and not valueless(weight):
+        agreed = dict(agreed or {}, ignore_index=ignore_index, statistics=columns, gradients=gradients)
+        agreed["backend"] = backend.__name__.rpartition(".")[2]
+        _check_together(a, layout, shard, ignore_index, agreed)
     call = Call(
         backend,
         layout,
@@ -319,9 +331,9 @@ def _plan(
     )
     itemsize = weight.element_size()
     planned = plan(
-        hidden.shape[0] * layout.parts,
+        token_count(hidden, layout),
         shared_shard_rows(shard.rows, layout.ranks, a.vocab_start, a.vocab_size),
-        hidden.shape[1],
+        hidden.shape[-1],
         itemsize,
         budget=a.logits_budget,
         parts=layout.parts,
@@ -341,24 +353,33 @@ def _check_together(
     shard: Shard,
     ignore_index: int | None,
     agreed: dict[str, object],
-    gradients: Gradients | None,
 ) -> None:
     shards = [(shard.start, shard.rows)]
     if layout.ranks > 1:
-        agreed |= {
+        weight = a.token_weight
+        settings = {
             "tokens": token_shape(a.input, layout),
-            "hidden": a.input.shape[-1],
-            "dtype": str(a.input.dtype),
+            "hidden size": a.input.shape[-1],
+            "dtype": a.input.dtype,
+            "sequence_parallel": layout.sequence_parallel,
             "logit_scale": a.logit_scale,
             "logit_softcap": a.logit_softcap,
-            "sequence_parallel": layout.sequence_parallel,
             "vocab_size": a.vocab_size,
             "vocab_start given": a.vocab_start is not None,
             "logits_budget": a.logits_budget,
-            "reduce_dtype": str(a.reduce_dtype),
-            "gradients": None if gradients is None else (gradients.input, gradients.weight),
+            "reduce_dtype": a.reduce_dtype,
+            "token_weight needs a gradient": weight is not None and _needs(weight),
+            **agreed,
         }
-        shards = debug.agree(layout, agreed, shards[0], a.input.device)
+        if shard.rows:
+            settings["linear_bias given"] = a.linear_bias is not None
+        tensors = {
+            "target": None if a.target is None else a.target.long(),
+            "token_weight": None if weight is None else weight.double(),
+        }
+        shards = debug.agree(layout, settings, tensors, shards[0])
+        if not layout.sequence_parallel:
+            debug.agree_about_hidden(layout, a.input)
     vocab_size = debug.check_cover(shards, a.vocab_size)
     if a.target is not None and ignore_index is not None:
         target = a.target.long()
@@ -371,7 +392,10 @@ def _needs(tensor: Tensor) -> bool:
 
 def _autocast(a: Arguments) -> Arguments:
     """As ``F.linear`` does under autocast, take fp32 and half operands in autocast's dtype."""
-    if not isinstance(a.input, Tensor) or not torch.is_autocast_enabled(a.input.device.type):
+    # Meta tensors have no autocast.
+    if not isinstance(a.input, Tensor) or a.input.is_meta:
+        return a
+    if not torch.is_autocast_enabled(a.input.device.type):
         return a
     dtype = torch.get_autocast_dtype(a.input.device.type)
     names = ("input", "linear_weight", "linear_bias")
@@ -388,10 +412,11 @@ def _autocast(a: Arguments) -> Arguments:
 _OF_TORCH = ("weight", "options")
 
 
-def _refuse_unknown(unsupported: dict[str, object]) -> None:
-    for name in unsupported:
-        if name not in _OF_TORCH:
-            raise TypeError(f"linear_cross_entropy() got an unexpected keyword argument {name!r}")
+def _refuse_unknown(function: str, given: dict[str, object], known: tuple[str, ...]) -> None:
+    """As Python does, but where the other ranks can be told."""
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def _refuse_unsupported(unsupported: dict[str, object]) -> None:

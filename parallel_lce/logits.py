@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_lce import debug
+from parallel_lce.backends import valueless
 from parallel_lce.backends.logits import logits_gradient, logits_partial, merge_messages
-from parallel_lce.checks import check_process_group
+from parallel_lce.checks import check_process_group, plain, shortened
 from parallel_lce.differentiable import first_order_only
 from parallel_lce.parallel import Layout, PartialsGather, Shard
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
+
 
 def vocab_parallel_cross_entropy(
     vocab_parallel_logits: Tensor,
@@ -39,44 +42,63 @@ def vocab_parallel_cross_entropy(
     upstream gradient must be the same on all ranks.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, an unknown group.
+        ValueError: shapes or dtypes that do not fit, an unknown group. ``PARALLEL_LCE_DEBUG=1`` raises on every
+            rank, also where targets or settings differ between ranks.
     """
-    if vocab_parallel_logits.dim() < 1 or vocab_parallel_logits.shape[-1] < 1:
-        raise ValueError(
-            "vocab_parallel_logits must be [..., V/P] with at least 1 entry, got "
-            f"{list(vocab_parallel_logits.shape)}"
-        )
-    if vocab_parallel_logits.shape[:-1] != target.shape:
-        raise ValueError(
-            f"target must have shape {list(vocab_parallel_logits.shape[:-1])} for "
-            f"vocab_parallel_logits {list(vocab_parallel_logits.shape)}, got {list(target.shape)}"
-        )
-    if not vocab_parallel_logits.is_floating_point():
-        raise ValueError(
-            f"vocab_parallel_logits must be floating point, got {vocab_parallel_logits.dtype}"
-        )
-    if target.is_floating_point() or target.dtype == torch.bool:
-        raise ValueError(f"target must hold class indices, got {target.dtype}")
-    if target.device != vocab_parallel_logits.device:
-        raise ValueError(
-            f"target is on {target.device} and vocab_parallel_logits is on "
-            f"{vocab_parallel_logits.device}"
-        )
-    entries = vocab_parallel_logits.shape[-1]
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing must be in [0, 1), got {label_smoothing}")
-    if label_smoothing and entries < 2:
-        raise ValueError(
-            f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {entries}"
-        )
     group = _megatron_group() if tp_group is None else tp_group
     check_process_group(group)
     layout = Layout.of(group, False)
+    label_smoothing = plain(label_smoothing)
+    try:
+        _check(vocab_parallel_logits, target, label_smoothing)
+    except ValueError as refusal:
+        if layout.ranks > 1 and debug.enabled():
+            debug.refuse(layout, refusal)
+        raise
+    entries = vocab_parallel_logits.shape[-1]
+    if layout.ranks > 1 and debug.enabled() and not valueless(vocab_parallel_logits):
+        settings = {
+            "tokens": tuple(target.shape),
+            "entries per rank": entries,
+            "dtype": vocab_parallel_logits.dtype,
+            "label_smoothing": label_smoothing,
+        }
+        debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
     logits = vocab_parallel_logits.reshape(-1, entries)
     loss = _LogitsCrossEntropy.apply(
         logits, target.reshape(-1).long().contiguous(), float(label_smoothing), layout
     )
     return loss.view(target.shape)
+
+
+def _check(logits: Tensor, target: Tensor, label_smoothing: object) -> None:
+    for name, value in (("vocab_parallel_logits", logits), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(
+            f"vocab_parallel_logits must be [..., V/P] with at least 1 entry, got {list(logits.shape)}"
+        )
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target must have shape {list(logits.shape[:-1])} for vocab_parallel_logits "
+            f"{list(logits.shape)}, got {list(target.shape)}"
+        )
+    if not logits.is_floating_point():
+        raise ValueError(f"vocab_parallel_logits must be floating point, got {logits.dtype}")
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(f"target must hold class indices, got {target.dtype}")
+    if target.device != logits.device:
+        raise ValueError(
+            f"target is on {target.device} and vocab_parallel_logits is on {logits.device}"
+        )
+    number = isinstance(label_smoothing, (int, float)) and not isinstance(label_smoothing, bool)
+    if not (number and 0 <= label_smoothing < 1):
+        raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
+    if label_smoothing and logits.shape[-1] < 2:
+        raise ValueError(
+            f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}"
+        )
 
 
 def _megatron_group() -> dist.ProcessGroup | None:
@@ -115,8 +137,8 @@ class _LogitsCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @first_order_only
-    def backward(ctx, upstream: Tensor):
-        logits, target, top, sum_exp = ctx.saved_tensors
+    def backward(ctx, saved, upstream: Tensor):
+        logits, target, top, sum_exp = saved
         uniform = upstream * (ctx.smoothing / max(1, logits.shape[1]))
         on_target = upstream * (1 - ctx.smoothing)
         scale = upstream / sum_exp

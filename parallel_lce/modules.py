@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_lce.checks import check_loss_options
+from parallel_lce.checks import (
+    check_budget,
+    check_logit_options,
+    check_loss_options,
+    check_process_group,
+    check_reduce_dtype,
+    check_vocabulary,
+    plain,
+)
 from parallel_lce.functional import linear_cross_entropy
 
 
 class LinearCrossEntropy(nn.Module):
     """:func:`parallel_lce.linear_cross_entropy` with its options fixed; it owns no parameters, so
-    that the weight may be tied, sharded or an ``nn.Linear``'s."""
+    that the weight may be tied, sharded or an ``nn.Linear``'s.
+
+    A deep copy has the same ``process_group``. A pickle has none, since a group belongs to its processes: what
+    comes out of it refuses to run until :attr:`process_group` is set again.
+    """
 
     def __init__(
         self,
@@ -31,7 +45,12 @@ class LinearCrossEntropy(nn.Module):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_loss_options(reduction, ignore_index, label_smoothing, z_loss)
+        check_loss_options(reduction, plain(ignore_index), plain(label_smoothing), plain(z_loss))
+        check_logit_options(plain(logit_scale), plain(logit_softcap))
+        check_vocabulary(plain(vocab_start), plain(vocab_size))
+        check_budget(plain(logits_budget))
+        check_reduce_dtype(reduce_dtype)
+        check_process_group(process_group)
         self.options = {
             "reduction": reduction,
             "ignore_index": ignore_index,
@@ -39,13 +58,34 @@ class LinearCrossEntropy(nn.Module):
             "z_loss": z_loss,
             "logit_scale": logit_scale,
             "logit_softcap": logit_softcap,
-            "process_group": process_group,
             "sequence_parallel": sequence_parallel,
             "vocab_start": vocab_start,
             "vocab_size": vocab_size,
             "logits_budget": logits_budget,
             "reduce_dtype": reduce_dtype,
         }
+        self.process_group = process_group
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel group that shards the vocabulary; None for one process."""
+        return self._group
+
+    @process_group.setter
+    def process_group(self, group: dist.ProcessGroup | None) -> None:
+        check_process_group(group)
+        self._group, self._lost_ranks = group, 0
+
+    def __deepcopy__(self, memo: dict) -> LinearCrossEntropy:
+        duplicate = self.__class__.__new__(self.__class__)
+        # A group is no copy's own: all of this process's copies communicate through the same one.
+        memo |= {id(self): duplicate, id(self._group): self._group}
+        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return duplicate
+
+    def __getstate__(self) -> dict:
+        ranks = self._lost_ranks if self._group is None else dist.get_world_size(self._group)
+        return {**self.__dict__, "_group": None, "_lost_ranks": ranks}
 
     def forward(
         self,
@@ -56,15 +96,20 @@ class LinearCrossEntropy(nn.Module):
         token_weight: Tensor | None = None,
     ) -> Tensor:
         """The loss of ``input [..., D]`` and ``target [...]``, as the function returns it."""
+        if self._lost_ranks:
+            raise ValueError(
+                f"this LinearCrossEntropy was pickled with a process_group of {self._lost_ranks} rank(s), which a "
+                "pickle does not hold: set its process_group"
+            )
         return linear_cross_entropy(
             input,
             linear_weight,
             target,
             linear_bias=linear_bias,
             token_weight=token_weight,
+            process_group=self._group,
             **self.options,
         )
 
     def extra_repr(self) -> str:
-        shown = {k: v for k, v in self.options.items() if k != "process_group"}
-        return ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())

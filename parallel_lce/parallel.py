@@ -198,7 +198,7 @@ class PartialsGather:
     """Merging a block's partials ``[C, R]`` over the ranks.
 
     ``local`` is where this rank's go; :meth:`start` sends them, :meth:`finish` gives the merged partial
-    and the number V of real entries, 0-dimensional (``partials.merge_messages``). One all-gather of
+    and the number V of real entries, 0-dimensional int64 (``partials.merge_messages``). One all-gather of
     ``partials.message_size`` elements per rank (fp32, or fp64 for fp64 input), in place; none for a single
     rank. The merge runs in rank order, so all ranks hold the same bits.
     """
@@ -231,5 +231,5 @@ class PartialsGather:
     def finish(self, merge: Callable) -> tuple[Tensor, Tensor]:
         """``merge``: ``merge_messages`` of :mod:`parallel_lce.partials`, or a backend's."""
         if self._pending is None:
-            return self.local, self.local.new_full((), self._shard.real)
+            return self.local, self.local.new_full((), self._shard.real, dtype=torch.int64)
         return merge(self._pending.wait(), self._columns, self._rows, self._shard.vocab_size)

@@ -122,7 +122,7 @@ def merge_messages(
     messages: Tensor, columns: Columns, rows: int, vocab_size: int | None
 ) -> tuple[Tensor, Tensor]:
     """The merged partial ``[C, R]`` of the ranks' ``messages [P, message_size]``, in rank order, and V,
-    the real entries, 0-dimensional. Entries from ``vocab_size`` on are padding.
+    the real entries, 0-dimensional int64. Entries from ``vocab_size`` on are padding.
 
     Where the shards leave a gap or overlap the columns are NaN, and the argmax is the largest integer.
     """
@@ -137,7 +137,7 @@ def merge_messages(
     if columns.argmax:
         ids = integer_view(merged[columns.index])
         ids.masked_fill_(~covered, torch.iinfo(ids.dtype).max)
-    return merged, real.sum().to(messages.dtype)
+    return merged, real.sum()
 
 
 def _cover(starts: Tensor, sizes: Tensor, vocab_size: int | None) -> Tensor:

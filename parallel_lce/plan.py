@@ -12,6 +12,8 @@ from functools import cached_property
 DEFAULT_BUDGET = 1 << 30
 """``logits_budget=None``: bytes per rank and call."""
 
+_LARGEST_BUDGET = 1 << 60
+
 SMALLEST_BLOCK = 32 << 20
 """Bytes of a block of logits that a call may use whatever its budget is; a few tiles come on top."""
 
@@ -159,7 +161,8 @@ def plan(
     whose memory the following ones reuse; whichever needs the smaller fp32 accumulator, and on one
     rank the former if its sum of dX takes no more than the budget.
     """
-    budget = DEFAULT_BUDGET if budget is None else budget
+    # An operator's numbers have 64 bits.
+    budget = DEFAULT_BUDGET if budget is None else min(budget, _LARGEST_BUDGET)
     row_bytes = max(1, shard_rows * itemsize)
     whole = rows * row_bytes
     per_part = rows // parts

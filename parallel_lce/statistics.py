@@ -17,6 +17,7 @@ logits' gradient (:func:`coefficients`). With shifted logits z - M and p = softm
 from __future__ import annotations
 
 import functools
+import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -49,7 +50,7 @@ class TokenStatistics:
     ``mean_log_prob``: ``mean_logit - lse`` likewise. ``expected_logit``: sum of p z; ``entropy``:
     ``lse - expected_logit`` likewise. Without gradient: ``max_logit``, ``argmax`` (int64, global
     id, the lowest among equals, -1 where a logit is NaN or the shards are no partition) and
-    ``vocab_size``: V, 0-dimensional.
+    ``vocab_size``: V, 0-dimensional int64.
     """
 
     lse: Tensor
@@ -96,11 +97,14 @@ class Call:
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard
+        # Kernels take rows contiguous in D. Hooks for saved tensors may have given back others.
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        bias = bias if bias is None else bias.contiguous()
         return Projection(weight, bias, shard.start, shard.real, self.scale, self.softcap)
 
     @functools.cached_property
     def _local_targets(self) -> Tensor:
-        return self.target - self.shard.start if self.shard.start else self.target
+        return self.target - self.shard.start if self.shard.start else self.target.contiguous()
 
     def local_target(self, block: Block) -> Tensor | None:
         """The block's targets relative to the shard; other shards' and invalid ones hit nothing."""
@@ -108,8 +112,13 @@ class Call:
 
 
 def token_count(hidden: Tensor, layout: Layout) -> int:
-    """N, the tokens in the TP layout of this rank's ``hidden [N/parts, D]``."""
-    return hidden.shape[0] * layout.parts
+    """N, the tokens in the TP layout of this rank's ``hidden [..., D]``."""
+    return math.prod(hidden.shape[:-1]) * layout.parts
+
+
+def flattened(hidden: Tensor) -> Tensor:
+    """``hidden [..., D]`` as ``[N/parts, D]``. Not by a size of -1, which D=0 leaves open."""
+    return hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
 
 
 def finish_statistics(
@@ -160,14 +169,14 @@ def coefficients(
 def statistics_forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep: bool
 ) -> tuple[Tensor, Tensor, Kept]:
-    """Merged partial ``[C, N]``, V, and what is kept for backward (nothing unless ``keep``): of the
-    first block, and before that its gathered hidden states if the plan says so.
+    """Merged partial ``[C, N]`` of ``hidden [..., D]``, V, and what is kept for backward (nothing unless
+    ``keep``): of the first block, and before that its gathered hidden states if the plan says so.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started
     a block ahead; then one all-gather of the partials.
     """
     layout, columns, blocks = call.layout, call.columns, call.plan.forward_blocks
-    projection = call.projection(weight, bias)
+    hidden, projection = flattened(hidden), call.projection(weight, bias)
     gather = PartialsGather(hidden, token_count(hidden, layout), call.shard, columns, layout)
     kept: Kept = ()
     for block, pending in hidden_blocks(blocks, hidden, layout, projecting=True):
@@ -296,11 +305,12 @@ class GradientSums:
         # A gather whose result nobody needed must not be on its way when its memory is freed.
         hidden.wait()
 
-    def deliver(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """dX, dW (or what :class:`MainGrad` gives for it) and dbias; None if not asked for."""
+    def deliver(self, shape: torch.Size) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """dX of this ``shape [..., D]``, dW (or what :class:`MainGrad` gives for it) and dbias; None if not
+        asked for."""
         weight = self._weight and self._weight.deliver()
         bias = self._bias and self._bias.deliver()
-        return self._hidden and self._hidden.wait(), weight, bias
+        return self._hidden and self._hidden.wait().view(shape), weight, bias
 
 
 def statistics_backward(
@@ -314,10 +324,11 @@ def statistics_backward(
     needs: Needs,
     spent: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dX, dW, dbias of one call, whose :func:`statistics_forward` gave ``partial`` and ``kept``.
+    """dX ``[..., D]``, dW, dbias of one call, whose :func:`statistics_forward` gave ``partial`` and ``kept``.
 
     A backward writes over what is kept. With ``spent``, one has already: everything is recomputed,
-    in that memory.
+    in that memory. The tensors may have gaps or other strides than they had: hooks for saved tensors
+    hand back what they like.
 
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a
     block ahead, unless they were kept; then the reduction of dX (:class:`HiddenGradient`).
@@ -327,11 +338,11 @@ def statistics_backward(
     if kept and call.plan.keeps_hidden:
         gathered, *kept = kept
     scratch = call.plan.scratch_bytes if kept else call.plan.scratch_alone
-    projection = call.projection(weight, bias)
+    shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
     sums = GradientSums(call, hidden, projection, needs, scratch_bytes=scratch)
     if kept:
         # Autograd, which saved these tensors, is not to count what is written to them.
-        kept = [t.data for t in kept]
+        kept = [t.data.contiguous() for t in kept]
         memory = kept[0]
         # Exponentials that underflowed no longer tell the logits that delta needs.
         if spent or coefficients.delta is not None:
@@ -352,4 +363,4 @@ def statistics_backward(
         if kept:
             kept = ()
             sums.scratch.adopt(memory)
-    return sums.deliver()
+    return sums.deliver(shape)

@@ -396,7 +396,7 @@ def test_main_grad_is_refused_in_words(device):
         ops._numbers(call)
 
 
-def _call(t, device: str = "cpu", accumulable: bool = False, **options):
+def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
     arguments = Arguments(
         input=t.x,
         linear_weight=t.weight,
@@ -411,7 +411,7 @@ def _call(t, device: str = "cpu", accumulable: bool = False, **options):
         logits_budget=0 if accumulable else SOME,
     )
     prepared = functional.prepare(
-        arguments, Columns(mean_log_prob=True), accumulable=accumulable, **options
+        arguments, Columns(mean_log_prob=smoothed), accumulable=accumulable, **options
     )
     return prepared.call, tuple(v if v is None else v.detach() for v in prepared.tensors)
 
@@ -422,13 +422,15 @@ def test_contracts_of_the_operators(device):
     with shrunk(4000, (16, 32)):
         t = operands(24, device, bias=True)
         call, tensors = _call(t)
-        given = *tensors, call.target
+        given = ops._operands(call, *tensors)
         assert 0 < call.plan.kept < V
         for keep in (False, True):
             torch.library.opcheck(library.token_statistics.default, (*given, keep, *ops._numbers(call)))
             for smoothing in (0.0, 0.1):
-                loss = (t.token_weight, -100, smoothing, 1e-3)
-                torch.library.opcheck(library.token_losses.default, (*given, *loss, keep, *ops._numbers(call)))
+                other, _ = _call(t, smoothed=smoothing > 0)
+                loss = WeightedLoss(t.target, t.token_weight, -100, smoothing, 1e-3)
+                arguments = *ops._operands(other, *tensors, loss), t.token_weight, -100, keep, *ops._numbers(other)
+                torch.library.opcheck(library.token_losses.default, arguments)
         *_, partial, ticket = library.token_statistics(*given, True, *ops._numbers(call))
         alpha = torch.rand(24, device=device)
         for folded in ((alpha, alpha, None, None), (alpha, None, alpha, None)):
@@ -439,5 +441,8 @@ def test_contracts_of_the_operators(device):
         assert call.plan.accumulate
         loss = WeightedLoss(t.target, t.token_weight, -100, 0.1, 1e-3)
         for divisor in (None, loss.divisor("mean", torch.float32)):
-            arguments = *tensors, *ops._of_loss(loss), divisor, [True, True, True], *ops._numbers(call)
+            given = *ops._operands(call, *tensors, loss), t.token_weight, -100
+            arguments = *given, divisor, [True, True, True], *ops._numbers(call)
             torch.library.opcheck(library.accumulated_loss.default, arguments)
+        first_order = torch.ones((), device=device), *tensors
+        torch.library.opcheck(library.first_order.default, first_order)

@@ -170,3 +170,23 @@ def recorded(group):
     finally:
         for owner, name, original in saved:
             setattr(owner, name, original)
+
+
+N, V, D = 6, 10, 4
+"""Sizes of :func:`good`."""
+
+
+def good(device="cpu") -> dict:
+    """The arguments of a call that is right; tests change one thing."""
+    generator = torch.Generator().manual_seed(0)
+    return dict(
+        input=torch.randn(N, D, generator=generator).to(device),
+        linear_weight=torch.randn(V, D, generator=generator).to(device),
+        target=torch.randint(V, (N,), generator=generator).to(device),
+    )
+
+
+def call(arguments: dict, function=parallel_lce.linear_cross_entropy):
+    arguments = dict(arguments)
+    positional = [arguments.pop(name) for name in ("input", "linear_weight", "target")]
+    return function(*positional, **arguments)

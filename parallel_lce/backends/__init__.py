@@ -21,6 +21,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 VARIABLE = "PARALLEL_LCE_BACKEND"
 CHOICES = ("", "torch", "triton")
@@ -32,7 +33,12 @@ def backend_of(weight: Tensor) -> ModuleType:
     By default triton for bf16 and fp16 on NVIDIA devices of capability 8.0 and later where Triton is
     installed, else torch. float64 is always torch's. Read at each call, or when it is compiled.
     """
-    return named(_name(weight.device, weight.dtype))
+    return named("eager" if valueless(weight) else _name(weight.device, weight.dtype))
+
+
+def valueless(tensor: Tensor) -> bool:
+    """Whether a tensor has shapes alone, so that no kernel may run: on the meta device, or in FakeTensorMode."""
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def named(name: str) -> ModuleType:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce import partials
+from parallel_lce.backends import valueless
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
 from parallel_lce.weight_grad import accumulation_dtype
 
@@ -20,6 +21,7 @@ def _uses_kernels(logits: Tensor) -> bool:
         logits.is_cuda
         and logits.dtype != torch.float64
         and logits.stride(1) == 1
+        and not valueless(logits)
         and importlib.util.find_spec("triton") is not None
     )
 

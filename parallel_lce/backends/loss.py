@@ -25,7 +25,7 @@ def token_losses(
     all real entries, and the z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311).
 
     From the merged ``partial [C, R]``, whose shifted sums are column 3 if labels are smoothed, and V,
-    0-dimensional. ``target [R]``: ids in the whole vocabulary; outside it the loss is NaN, or, as Megatron has
+    0-dimensional int64. ``target [R]``: ids in the whole vocabulary; outside it the loss is NaN, or, as Megatron has
     it, ``lse - max`` with the gradient of lse. ``token_weight [R]``; None for 1. Tokens whose target is
     ``ignore_index`` count 0 whatever their logits are.
     """
@@ -53,5 +53,5 @@ def token_losses(
         ignored = target == ignore_index
         loss, weight = loss.masked_fill(ignored, 0.0), weight.masked_fill(ignored, 0.0)
     alpha = weight if slope is None else (weight * slope).masked_fill_(weight == 0, 0.0)
-    gamma = weight * (label_smoothing / vocab_size) if label_smoothing else None
+    gamma = weight * label_smoothing / vocab_size if label_smoothing else None
     return loss, alpha, weight * of_target, gamma

@@ -1,0 +1,66 @@
+"""Refusals of DTensors, which say what to pass instead: that depends on who sharded them, and over which ranks."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+_TENSOR_PARALLEL = ("tp", "tensor")
+_FULLY_SHARDED = ("dp", "fsdp", "shard", "replicate")
+
+
+def refuse_dtensor(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:
+    """Raise ``ValueError`` if ``value`` is a DTensor, naming its mesh and the remedy.
+
+    A weight that fully_shard (FSDP2) sharded must be made whole: its ranks have different tokens. One that
+    tensor parallelism sharded is passed as this rank's shard: its ranks have the same tokens.
+    """
+    if not hasattr(value, "to_local"):
+        return
+    mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", ())
+    sharding = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if mesh is None or not sharding:
+        raise ValueError(f"{name} is a DTensor; pass {name}.to_local()")
+    where = ", ".join(f"{placements[dim]} over {_described(mesh, dim)}" for dim in sharding)
+    refusal = f"{name} is a DTensor, {where}: "
+    if name not in ("linear_weight", "linear_bias"):
+        raise ValueError(
+            f"{refusal}pass {name}.to_local(), with sequence_parallel=True for parts of one sequence on the ranks "
+            f"that shard the vocabulary, or {name}.full_tensor()"
+        )
+    whole = (
+        "call the loss inside the forward of the module that fully_shard wraps, where its parameters are whole, "
+        "or call that module's unshard() before"
+    )
+    local = f"pass {name}.to_local() and process_group={name}.device_mesh.get_group({sharding[0]})"
+    if len(sharding) > 1:
+        raise ValueError(f"{refusal}no single process group shards it. If fully_shard (FSDP2) did, {whole}")
+    if not placements[sharding[0]].is_shard(0):
+        raise ValueError(f"{refusal}only dimension 0, the vocabulary, may be sharded; pass {name}.full_tensor()")
+    named = _name(mesh, sharding[0])
+    if any(word in named for word in _TENSOR_PARALLEL):
+        raise ValueError(refusal + local)
+    if any(word in named for word in _FULLY_SHARDED):
+        raise ValueError(f"{refusal}{whole}; do not pass its local shard with that group, whose ranks have other tokens")
+    if process_group is not None and _ranks(process_group) != _ranks(mesh.get_group(sharding[0])):
+        raise ValueError(
+            f"{refusal}these are not the ranks {_ranks(process_group)} of process_group. If fully_shard (FSDP2) "
+            f"sharded it, {whole}"
+        )
+    raise ValueError(
+        f"{refusal}if these ranks have different tokens (fully_shard, FSDP2), {whole}; if they have the same tokens "
+        f"(tensor parallelism), {local}"
+    )
+
+
+def _name(mesh, dim: int) -> str:
+    return (mesh.mesh_dim_names or [""] * mesh.ndim)[dim]
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def _described(mesh, dim: int) -> str:
+    name = _name(mesh, dim)
+    return f"{f'mesh dimension {name!r} of ' if name else ''}ranks {_ranks(mesh.get_group(dim))}"

@@ -1,0 +1,289 @@
+"""``PARALLEL_LCE_DEBUG=1``: whatever differs between the ranks, every rank raises and says what and how."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import parallel_lce
+from tools import D, N, V, call, chosen_backend, debug_mode, good
+from world import Member
+
+LOSS, STATISTICS = parallel_lce.linear_cross_entropy, parallel_lce.token_statistics
+
+
+def _refusal(member: Member, arguments: dict, function=LOSS) -> str:
+    """The error's name and message on this rank."""
+    with debug_mode():
+        try:
+            call(dict(process_group=member.group) | arguments, function)
+            return "not refused"
+        except (TypeError, ValueError) as refusal:
+            return f"{type(refusal).__name__}: {refusal}"
+
+
+def _changed(name: str, odd: bool, P: int, device) -> dict:
+    """What the last rank's call has, and, where all are wrong alike, every rank's."""
+    tensors = good(device)
+    x, w, y = tensors.values()
+    other = y.clone()
+    other[4] = (y[4] + 1) % V
+    outside = y.clone()
+    outside[4] = 10 * P
+    zeros = lambda *shape, **options: torch.zeros(*shape, device=device, **options)  # noqa: E731
+    if name == "target out of range everywhere":
+        return tensors | dict(target=outside)
+    if not odd:
+        return tensors
+    return tensors | {
+        "N": lambda: dict(input=zeros(7, D), target=zeros(7, dtype=torch.int64)),
+        "leading shape": lambda: dict(input=zeros(2, 3, D), target=zeros(2, 3, dtype=torch.int64)),
+        "D": lambda: dict(input=zeros(N, 5), linear_weight=zeros(V, 5)),
+        "dtype": lambda: dict(input=x.bfloat16(), linear_weight=w.bfloat16()),
+        "hidden states": lambda: dict(input=torch.cat([x[:3], -x[3:]])),
+        "budget": lambda: dict(logits_budget=0),
+        "reduction": lambda: dict(reduction="sum"),
+        "label_smoothing": lambda: dict(label_smoothing=0.1),
+        "z_loss": lambda: dict(z_loss=1e-3),
+        "ignore_index": lambda: dict(ignore_index=5),
+        "scale": lambda: dict(logit_scale=0.5),
+        "softcap": lambda: dict(logit_softcap=30.0),
+        "vocab_size": lambda: dict(vocab_size=10 * P - 1),
+        "reduce_dtype": lambda: dict(reduce_dtype=torch.float32),
+        "sequence_parallel": lambda: dict(sequence_parallel=True, target=zeros(N * P, dtype=torch.int64)),
+        "input needs a gradient": lambda: dict(input=x.requires_grad_()),
+        "weight needs a gradient": lambda: dict(linear_weight=w.requires_grad_()),
+        "bias": lambda: dict(linear_bias=zeros(V)),
+        "target": lambda: dict(target=other),
+        "token_weight": lambda: dict(token_weight=torch.ones(N, device=device)),
+        "target out of range": lambda: dict(target=outside),
+        "bad argument": lambda: dict(linear_bias=zeros(3)),
+        "unknown keyword": lambda: dict(label_smothing=0.1),
+        "keyword of PyTorch's": lambda: dict(options=1),
+        "no input": lambda: dict(input=None),
+        "no target": lambda: dict(target=None),
+        "no number": lambda: dict(label_smoothing="x"),
+        "weight of no rows": lambda: dict(linear_weight=zeros(0, D)),
+        "gap": lambda: dict(vocab_start=10 * (P - 1) + 1),
+        "overlap": lambda: dict(vocab_start=10 * (P - 1) - 1),
+    }[name]()
+
+
+def _one_differs(member: Member, name: str) -> str:
+    odd = member.rank == member.ranks - 1
+    arguments = _changed(name, odd, member.ranks, member.device)
+    if name in ("gap", "overlap") and not odd:
+        arguments["vocab_start"] = 10 * member.rank
+    return _refusal(member, arguments)
+
+
+def disagree(what: str, two: str, last: str) -> str:
+    return f"ValueError: the ranks of process_group disagree about .*{what}: rank 0 has {two}, rank 1 has {two}, rank 2 has {last}"
+
+
+def refused(why: str) -> tuple[str, str]:
+    """What the ranks say that were right, and the one that was not."""
+    return rf"^ValueError: rank\(s\) \[2\] of process_group refused their arguments, rank 2 because: {why}", f"Error: {why}"
+
+
+DISAGREEMENTS = {
+    "N": disagree("tokens", r"\(6,\)", r"\(7,\)"),
+    "leading shape": disagree("tokens", r"\(6,\)", r"\(2, 3\)"),
+    "D": disagree("hidden size", "4", "5"),
+    "dtype": disagree("dtype", "torch.float32", "torch.bfloat16"),
+    "hidden states": r"disagree about input: token 3 has norm (\S+) on rank 0 and \1 on rank 2, along a random direction",
+    "budget": disagree("logits_budget", "None", "0"),
+    "reduction": disagree("reduction", "'mean'", "'sum'"),
+    "label_smoothing": disagree("label_smoothing", "0.0", "0.1"),
+    "z_loss": disagree("z_loss", "0.0", "0.001"),
+    "ignore_index": disagree("ignore_index", "-100", "5"),
+    "scale": disagree("logit_scale", "1.0", "0.5"),
+    "softcap": disagree("logit_softcap", "None", "30.0"),
+    "vocab_size": disagree("vocab_size", "None", "29"),
+    "reduce_dtype": disagree("reduce_dtype", "None", "torch.float32"),
+    "sequence_parallel": disagree("sequence_parallel", "False", "True"),
+    "input needs a gradient": disagree("gradients", "None", r"Gradients\(input=True, weight=False.*"),
+    "weight needs a gradient": disagree("gradients", "None", r"Gradients\(input=False, weight=True.*"),
+    "bias": disagree("linear_bias given", "False", "True"),
+    "target": disagree("target at position 4", r"\d", r"\d"),
+    "token_weight": disagree("token_weight", "None", "values of digest .*"),
+    "target out of range": disagree("target at position 4", r"\d", "30"),
+    "target out of range everywhere": r"target 30 at position 4 is outside \[0, 30\)",
+    "bad argument": refused(r"linear_bias must have shape \[10\].* got \[3\]"),
+    "unknown keyword": refused("linear_cross_entropy\\(\\) got an unexpected keyword argument 'label_smothing'"),
+    "keyword of PyTorch's": refused("options=1 of torch.nn.functional.linear_cross_entropy is not supported"),
+    "no input": refused("input must be a tensor, got NoneType"),
+    "no target": refused("target must be a tensor, got NoneType"),
+    "no number": refused("label_smoothing must be a Python number in .* got 'x'"),
+    "weight of no rows": refused(r"linear_weight \[0, 4\] has no rows"),
+    "gap": r"leave a gap: one ends at 20, the next starts at 21",
+    "overlap": r"leave an overlap: one ends at 20, the next starts at 19",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_every_rank_raises(name, worlds, device):
+    expected = DISAGREEMENTS[name]
+    others, odd = expected if isinstance(expected, tuple) else (expected, expected)
+    for rank, said in enumerate(worlds(3).run(_one_differs, name, timeout=30)):
+        assert re.search(odd if rank == 2 else others, said), f"rank {rank}: {said}"
+
+
+def test_only_what_differs_is_named(worlds, device):
+    for said in worlds(3).run(_one_differs, "ignore_index", timeout=30):
+        assert said.count("rank 0 has") == 1 and "reduction" not in said
+
+
+def _weights_differ(member: Member, how: str) -> str:
+    arguments = good(member.device)
+    weight = torch.ones(N, device=member.device)
+    if member.rank == 1:
+        weight[3] = 0.5 if how == "values" else 1
+        weight.requires_grad_(how == "needs a gradient")
+    return _refusal(member, arguments | dict(token_weight=weight))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("values", "disagree about token_weight at position 3: rank 0 has 1.0, rank 1 has 0.5"),
+        ("needs a gradient", "disagree about token_weight needs a gradient: rank 0 has False, rank 1 has True"),
+    ],
+)
+def test_token_weights_differ(how, message, worlds, device):
+    for said in worlds(2).run(_weights_differ, how, timeout=30):
+        assert message in said
+
+
+def _backend_differs(member: Member, value: str) -> str:
+    with chosen_backend(value if member.rank == 1 else "torch"):
+        return _refusal(member, good(member.device))
+
+
+def test_a_bad_backend_on_one_rank(worlds, device):
+    first, second = worlds(2).run(_backend_differs, "cutlass", timeout=30)
+    assert "refused their arguments, rank 1 because: PARALLEL_LCE_BACKEND='cutlass'" in first
+    assert second.startswith("ValueError: PARALLEL_LCE_BACKEND='cutlass' is none of")
+
+
+@pytest.mark.usefixtures("kernels")
+def test_another_backend_on_one_rank(worlds, device):
+    for said in worlds(2).run(_backend_differs, "triton", timeout=30):
+        assert "disagree about backend: rank 0 has 'eager', rank 1 has 'triton'" in said
+
+
+def _statistics_differ(member: Member, name: str) -> str:
+    odd = member.rank == 1
+    changes = {
+        "columns": dict(argmax=odd, expected_logit=odd),
+        "target": dict(target=None) if odd else {},
+        "keyword": dict(reduction="mean") if odd else {},
+        "function": {},
+    }[name]
+    function = LOSS if name == "function" and odd else STATISTICS
+    return _refusal(member, good(member.device) | changes, function)
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "second"),
+    [
+        ("columns", "disagree about statistics: rank 0 has Columns(", "argmax=True"),
+        ("target", "disagree about target: rank 0 has values of digest", "rank 1 has None"),
+        ("keyword", "unexpected keyword argument 'reduction'", "TypeError: token_statistics() got an unexpected"),
+        ("function", "rank 0 has 'token_statistics', rank 1 has 'linear_cross_entropy'", "disagree about function"),
+    ],
+)
+def test_statistics_differ(name, first, second, worlds, device):
+    zero, one = worlds(2).run(_statistics_differ, name, timeout=30)
+    assert first in zero and second in one
+
+
+def _logits_differ(member: Member, changes: dict) -> str:
+    arguments = dict(
+        vocab_parallel_logits=torch.zeros(3, 4, device=member.device),
+        target=torch.tensor([0, 1, 2], device=member.device),
+        tp_group=member.group,
+    )
+    if member.rank == 1:
+        arguments |= {k: v.to(member.device) if isinstance(v, torch.Tensor) else v for k, v in changes.items()}
+    with debug_mode():
+        try:
+            parallel_lce.vocab_parallel_cross_entropy(**arguments)
+            return "not refused"
+        except ValueError as refusal:
+            return str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(target=torch.tensor([0, 1, 3])), "disagree about target at position 2: rank 0 has 2, rank 1 has 3"),
+        (dict(vocab_parallel_logits=torch.zeros(3, 5)), "disagree about entries per rank: rank 0 has 4, rank 1 has 5"),
+        (dict(label_smoothing=0.1), "disagree about label_smoothing: rank 0 has 0.0, rank 1 has 0.1"),
+        (dict(target=torch.zeros(2, dtype=torch.long)), "target must have shape [3] for vocab_parallel_logits"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(value),
+)
+def test_real_logits_differ(changes, message, worlds, device):
+    for said in worlds(2).run(_logits_differ, changes, timeout=30):
+        assert message in said
+
+
+def _agree(member: Member, sequence_parallel: bool, N: int):
+    """A call that is right passes the debug checks and gives the same bits."""
+    parts = member.ranks if sequence_parallel else 1
+    call_ = good(member.device) | dict(process_group=member.group, sequence_parallel=sequence_parallel)
+    call_["input"] = call_["input"][:N]
+    call_["target"] = call_["target"][:N].repeat(parts)
+    call_["target"][:1] = -100
+    call_["token_weight"] = torch.full_like(call_["target"], torch.nan, dtype=torch.float32)
+    # Ranks that sum in another order have other bits; NaN is equal to NaN here.
+    call_["input"] = call_["input"] * (1 + 1e-6 * member.rank)
+    plain = call(call_)
+    with debug_mode():
+        checked = call(call_)
+        del call_["token_weight"]
+        call(call_ | dict(target=call_["target"] - 200), STATISTICS)
+        call(call_ | dict(target=None), STATISTICS)
+    return plain.item() == checked.item() or bool(plain.isnan() and checked.isnan())
+
+
+@pytest.mark.parametrize("N", [N, 0])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_good_calls_pass(sequence_parallel, N, worlds, device):
+    assert all(worlds(3).run(_agree, sequence_parallel, N))
+
+
+def _nobody_has_entries(member: Member, start: bool) -> str:
+    arguments = good(member.device) | dict(linear_weight=torch.zeros(0, D, device=member.device))
+    return _refusal(member, arguments | (dict(vocab_start=0) if start else {}))
+
+
+@pytest.mark.parametrize(("start", "message"), [(False, "has no rows"), (True, "none of the 2 shards has a row")])
+def test_a_vocabulary_of_nothing(start, message, worlds, device):
+    for said in worlds(2).run(_nobody_has_entries, start, timeout=30):
+        assert message in said
+
+
+def test_one_rank(device):
+    bad = good(device)
+    bad["target"][2] = V
+    with debug_mode():
+        with pytest.raises(ValueError, match=r"target 10 at position 2 is outside \[0, 10\)"):
+            call(bad)
+        bad["target"][2] = -7
+        with pytest.raises(ValueError, match=r"target -7 at position 2"):
+            call(bad)
+        assert call(bad | dict(ignore_index=-7)).isfinite()
+
+
+@pytest.mark.parametrize(("dtype", "V"), [(torch.int8, 300), (torch.uint8, 300), (torch.int16, 40000)])
+def test_narrow_targets(dtype, V, device):
+    """Ids of a dtype that cannot hold V are compared as wide ones."""
+    x, w = torch.randn(6, 4, device=device), torch.randn(V, 4, device=device)
+    target = torch.tensor([0, 1, 100, 127, 49, 3], dtype=dtype, device=device)
+    want = parallel_lce.linear_cross_entropy(x, w, target.long())
+    with debug_mode():
+        assert torch.equal(parallel_lce.linear_cross_entropy(x, w, target), want)

@@ -1,0 +1,119 @@
+"""Second derivatives are refused in words, by whatever way autograd is asked for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import parallel_lce
+from tools import shrunk, small
+
+WAYS = {
+    "none": dict(reduction="none"),
+    "mean": dict(),
+    "recompute": dict(reduction="none", logits_budget=0),
+    "accumulate": dict(logits_budget=0),
+    "accumulate, a later backward": dict(logits_budget=0),
+    "token_weight": dict(token_weight=torch.ones(48)),
+    "statistics": None,
+    "real logits": None,
+}
+
+
+def _loss(way: str, x, weight, target):
+    """A number, linear in nothing: its second derivative is not 0."""
+    if way == "real logits":
+        return parallel_lce.vocab_parallel_cross_entropy(x @ weight.t(), target).square().sum()
+    if way == "statistics":
+        found = parallel_lce.token_statistics(x, weight, target, mean_logit=True, expected_logit=True)
+        return (found.lse + found.entropy + found.mean_logit).sum()
+    options = {k: v.to(x.device) if isinstance(v, torch.Tensor) else v for k, v in WAYS[way].items()}
+    return parallel_lce.linear_cross_entropy(x, weight, target, **options).sum()
+
+
+@pytest.fixture(params=WAYS)
+def problem(request, device):
+    """``loss(x, weight)`` and two leaves; blocks are so small that strategies differ."""
+    t = small(device, N=48, V=200, D=8)
+    with shrunk(8192, (16, 64)):
+        yield (lambda x, weight: _loss(request.param, x, weight, t.target)), t.x, t.weight
+
+
+def _with_leaves_of_another_graph(loss, x, weight):
+    hidden = x * 2
+    (dweight,) = torch.autograd.grad(loss(hidden, weight), weight, create_graph=True)
+    return torch.autograd.grad(dweight.square().sum(), x)
+
+
+def _by_the_upstream_gradient(loss, x, weight):
+    scale = torch.ones((), device=x.device, requires_grad=True)
+    (dx,) = torch.autograd.grad(loss(x, weight) * scale, x, create_graph=True)
+    return torch.autograd.grad(dx.sum(), scale)
+
+
+def _penalty(loss, x, weight, leaves):
+    value = loss(x, weight)
+    (dx,) = torch.autograd.grad(value, x, create_graph=True)
+    return torch.autograd.grad(value + 10 * dx.square().sum(), leaves)
+
+
+def _backward_to_the_weight_alone(loss, x, weight):
+    value = loss(x, weight)
+    (dx,) = torch.autograd.grad(value, x, create_graph=True)
+    (value + dx.square().sum()).backward(inputs=[weight])
+
+
+def _with_a_frozen_weight(loss, x, weight):
+    return _penalty(loss, x, weight.detach(), [x])
+
+
+def _after_a_first_backward(loss, x, weight):
+    value = loss(x, weight)
+    torch.autograd.grad(value, x, retain_graph=True)
+    (dx,) = torch.autograd.grad(value, x, create_graph=True)
+    return torch.autograd.grad(value + dx.square().sum(), [x])
+
+
+ASKED = {
+    "penalty, by x": lambda loss, x, weight: _penalty(loss, x, weight, [x]),
+    "penalty, by the weight": lambda loss, x, weight: _penalty(loss, x, weight, [weight]),
+    "penalty, frozen weight": _with_a_frozen_weight,
+    "backward(inputs=[weight])": _backward_to_the_weight_alone,
+    "hessian": lambda loss, x, weight: torch.autograd.functional.hessian(lambda x: loss(x, weight), x),
+    "hessian by both": lambda loss, x, weight: torch.autograd.functional.hessian(loss, (x, weight)),
+    "hvp": lambda loss, x, weight: torch.autograd.functional.hvp(lambda x: loss(x, weight), x, torch.ones_like(x)),
+    "jvp": lambda loss, x, weight: torch.autograd.functional.jvp(lambda x: loss(x, weight), x, torch.ones_like(x)),
+    "another graph's leaf": _with_leaves_of_another_graph,
+    "upstream gradient": _by_the_upstream_gradient,
+    "later backward": _after_a_first_backward,
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_refused(asked, problem):
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        ASKED[asked](*problem)
+
+
+def test_a_recorded_gradient_is_the_gradient(problem):
+    """``create_graph=True`` alone changes nothing, and a gradient with a graph may be used as a number."""
+    loss, x, weight = problem
+    plain = torch.autograd.grad(loss(x, weight), [x, weight])
+    recorded = torch.autograd.grad(loss(x, weight), [x, weight], create_graph=True)
+    for a, b in zip(plain, recorded):
+        assert torch.equal(a, b) and b.requires_grad and not a.requires_grad
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("asked", ["penalty, by x", "penalty, by the weight", "backward(inputs=[weight])", "upstream gradient"])
+@pytest.mark.parametrize("way", ["none", "recompute", "accumulate", "statistics"])
+def test_refused_when_compiled(way, asked, compiler, device):
+    """By AOTAutograd in its own words. It loses the second derivatives of any function by a view of an input."""
+    torch._dynamo.reset()
+    t = small(device, N=48, V=200, D=8)
+    loss = torch.compile(lambda x, weight: _loss(way, x, weight, t.target), fullgraph=True, backend=compiler)
+    x = t.x.detach().view(6, 8, 8).clone().requires_grad_() if way == "recompute" else t.x
+    if way == "recompute":
+        t.target = t.target.view(6, 8)
+    with shrunk(8192), pytest.raises(RuntimeError, match="twice|double backward"):
+        ASKED[asked](loss, x, t.weight)

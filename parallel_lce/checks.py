@@ -57,7 +57,10 @@ def plain(value: object) -> object:
         return value
     if isinstance(value, numbers.Integral):
         return int(value)
-    return float(value) if isinstance(value, numbers.Real) else value
+    try:
+        return float(value) if isinstance(value, numbers.Real) else value
+    except OverflowError:  # of a fraction
+        return value
 
 
 def _is_number(value: object) -> bool:

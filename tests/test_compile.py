@@ -37,10 +37,10 @@ def fresh():
     torch._dynamo.reset()
 
 
-def compiled(function, backend: str = "aot_eager"):
+def compiled(function, backend: str = "aot_eager", **options):
     """``function`` compiled as one graph, and a counter of its compilations (``frame_count``)."""
     counter = torch._dynamo.testing.CompileCounterWithBackend(backend)
-    return torch.compile(function, fullgraph=True, backend=counter), counter
+    return torch.compile(function, fullgraph=True, backend=counter, **options), counter
 
 
 def operands(N: int, device: str, dtype: str = "fp32", bias: bool = False, V: int = V):
@@ -394,6 +394,40 @@ def test_main_grad_is_refused_in_words(device):
     call, _ = _call(operands(4, device), main_grad=MainGrad(torch.empty(V, D), lambda: None))
     with pytest.raises(RuntimeError, match="main_grad cannot be compiled"):
         ops._numbers(call)
+
+
+CHANGING = {
+    "label_smoothing": [0.1 + i / 100 for i in range(12)],
+    "z_loss": [1e-3 * (i + 1) for i in range(12)],
+    "logit_scale": [0.5 + i / 7 for i in range(12)],
+    "logit_softcap": [3.0 + i for i in range(12)],
+    "logits_budget": [2**70, 2**65, 2**64],
+    "ignore_index": [3, 5, 7, 9],
+}
+"""Option: its values from call to call."""
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("name", CHANGING)
+@pytest.mark.parametrize("function", ["loss", "statistics"])
+def test_options_may_change_from_call_to_call(function, name, dynamic, device):
+    """One graph for the first value and one for all others, as for sizes."""
+    only_loss = name not in ("logit_scale", "logit_softcap", "logits_budget")
+    if function == "statistics" and only_loss:
+        pytest.skip("an option of the loss alone")
+
+    def call(x, weight, target, value):
+        if function == "statistics":
+            return parallel_lce.token_statistics(x, weight, target, **{name: value}).target_log_prob
+        return parallel_lce.linear_cross_entropy(x, weight, target, reduction="none", **{name: value})
+
+    t = operands(24, device)
+    target = t.target.clamp(min=3)  # NaN is not equal to NaN
+    graph, counter = compiled(call, dynamic=dynamic)
+    for value in CHANGING[name]:
+        found, expected = (f(t.x, t.weight, target, value) for f in (graph, call))
+        assert_same([found, *gradients(found, t)], [expected, *gradients(expected, t)], device)
+    assert counter.frame_count <= 3
 
 
 def _call(t, accumulable: bool = False, smoothed: bool = True, **options):

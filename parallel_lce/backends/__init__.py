@@ -33,7 +33,9 @@ def backend_of(weight: Tensor) -> ModuleType:
     By default triton for bf16 and fp16 on NVIDIA devices of capability 8.0 and later where Triton is
     installed, else torch. float64 is always torch's. Read at each call, or when it is compiled.
     """
-    return named("eager" if valueless(weight) else _name(weight.device, weight.dtype))
+    # Kernels have nothing to do without values, or without features.
+    nothing = valueless(weight) or weight.shape[1] == 0
+    return named("eager" if nothing else _name(weight.device, weight.dtype))
 
 
 def valueless(tensor: Tensor) -> bool:

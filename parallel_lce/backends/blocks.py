@@ -40,6 +40,19 @@ Kept = tuple[Tensor, ...]
 is nothing. Only the backend that made it knows its shapes, and may overwrite it in backward."""
 
 
+# Exponents of e between the largest and the smallest number that is stored with full precision, less a margin.
+_STORED_RANGE = {torch.float16: 20.0}
+_DEFAULT_RANGE = 80.0
+
+
+def keepable(dtype: torch.dtype, softcap: float | None) -> bool:
+    """Whether kept exponentials still tell z, which the chain of a soft-cap needs.
+
+    They tell it to one rounding of 1, not of z: too little for caps below 1.
+    """
+    return softcap is None or 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
+
+
 @dataclass(frozen=True)
 class Coefficients:
     """Per-token ``[R]`` upstream coefficients of the logits' gradient; None is zero."""

@@ -29,8 +29,9 @@ from parallel_lce.backends.blocks import (
     Kept,
     Projection,
     Scratch,
-    power_of_two_scale,
     in_own_context,
+    keepable,  # noqa: F401
+    power_of_two_scale,
 )
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand, put
 from parallel_lce.backends.loss import token_losses  # noqa: F401
@@ -51,9 +52,6 @@ _CUDA_TILE = (2048, 2048)
 # Tiles of rows whose window partials are alive at once: a buffer of V, but none that grows with N.
 _GROUP = 16
 
-# Smallest exponent of e at which a stored exponential keeps its full precision, less a margin.
-_STORED_RANGE = {torch.float16: 20.0}
-_DEFAULT_RANGE = 80.0
 # fp16 keeps exp(z - m) in [0, 1] times this, so that it loses nothing down to e^-20.
 _FP16_SCALE = 2.0**15
 # exp(-1e4) is 0 in every dtype, and -1e4 * 0 is no NaN as -inf * 0 would be.
@@ -81,11 +79,6 @@ def _logits(projection: Projection, x: Tensor, weight: Tensor, columns: slice) -
 def _chain(projection: Projection, z: Tensor) -> Tensor:
     """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
     return (z / projection.softcap).square_().neg_().add_(1.0)
-
-
-def keepable(dtype: torch.dtype, softcap: float | None) -> bool:
-    """Whether kept exponentials still tell z, which the chain of a soft-cap needs."""
-    return softcap is None or 2 * softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE)
 
 
 def windows(projection: Projection, kept: int = 0) -> list[slice]:

@@ -28,6 +28,7 @@ from parallel_lce.backends.blocks import (
     Projection,
     Scratch,
     in_own_context,
+    keepable,  # noqa: F401
 )
 from parallel_lce.backends.gemm import put
 from parallel_lce.backends.slices import (
@@ -55,14 +56,6 @@ REUSES_KEPT = True
 
 # Bytes of window partials of an evaluation, which needs them no longer than a merge.
 _PARTIAL_BYTES = 32 << 20
-# Exponent of e down to which kept exponentials have their full precision, less a margin.
-_RANGE = {torch.float16: 20.0}
-_DEFAULT_RANGE = 80.0
-
-
-def keepable(dtype: torch.dtype, softcap: float | None) -> bool:
-    """Whether kept exponentials still tell z, which the chain of a soft-cap needs."""
-    return softcap is None or 2 * softcap <= _RANGE.get(dtype, _DEFAULT_RANGE)
 
 
 def allocate_kept(projection: Projection, rows: int, columns: int) -> Tensor:

@@ -150,6 +150,10 @@ def _check_tensors(a: Arguments) -> None:
     )
     for name, value in tensors.items():
         _require(
+            value.layout == torch.strided,
+            lambda: f"{name} must be a dense tensor, got one of layout {value.layout}",
+        )
+        _require(
             value.device == input.device,
             lambda: f"{name} is on {value.device} and input is on {input.device}",
         )

@@ -112,12 +112,14 @@ def linear_cross_entropy(
       the next block's gather of partials. Backward has none; a second backward repeats all.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. A shard set with a
-    gap or an overlap gives NaN. ``PARALLEL_LCE_DEBUG=1`` turns this, targets out of range and
-    disagreement between the ranks into errors, at the cost of waiting for the device.
+    gap or an overlap gives NaN, and so does one without any row. ``PARALLEL_LCE_DEBUG=1``, set on all
+    ranks, turns this, targets out of range and disagreement between the ranks into errors, at the cost
+    of waiting for the device. Meta and fake tensors give the shapes of results.
 
     Raises:
         ValueError: shapes, dtypes, devices or numbers that do not fit, naming both, before any
-            collective.
+            collective. A DTensor, naming its mesh and what to pass instead.
+        RuntimeError: in backward, where a gradient itself is differentiated.
     """
     ignore_index = -100 if ignore_index is None else plain(ignore_index)
     label_smoothing, z_loss = plain(label_smoothing), plain(z_loss)

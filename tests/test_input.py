@@ -53,6 +53,7 @@ BAD = {
     "token_weight device": (dict(token_weight=torch.zeros(N, device="meta")), "token_weight is on meta and input is on cpu"),
     "reduction": (dict(reduction="average"), "reduction must be 'none', 'mean' or 'sum', got 'average'"),
     "reduction None": (dict(reduction=None), "reduction must be .* got None"),
+    "input is sparse": (dict(input=torch.zeros(N, D).to_sparse()), "input must be a dense tensor, got one of layout torch.sparse_coo"),
     "weight of no rows": (dict(linear_weight=torch.zeros(0, D)), r"linear_weight \[0, 4\] has no rows: the vocabulary is empty"),
     "ignore_index of 70 bits": (dict(ignore_index=2**70), "ignore_index must be an integer of 64 bits or None, got 1180591620717411303424"),
     "ignore_index a bool": (dict(ignore_index=True), "ignore_index must be an integer of 64 bits or None, got True"),

@@ -1,33 +1,19 @@
-"""The public functions: check, flatten, call, reduce."""
+"""The public functions."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce import debug
-from parallel_lce.backends import backend_of, valueless
-from parallel_lce.checks import (
-    Arguments,
-    check_arguments,
-    check_loss,
-    check_process_group,
-    plain,
-    token_shape,
-)
+from parallel_lce.checks import Arguments, check_loss, plain
 from parallel_lce.differentiable import accumulated_loss, token_losses
 from parallel_lce.differentiable import token_statistics as _token_statistics
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.parallel import Layout, Shard
 from parallel_lce.partials import Columns
-from parallel_lce.plan import Gradients, Plan, plan, shared_shard_rows
-from parallel_lce.statistics import Call, TokenStatistics, token_count
-from parallel_lce.weight_grad import MainGrad, accumulation_dtype
+from parallel_lce.prepare import prepare
+from parallel_lce.statistics import TokenStatistics
+from parallel_lce.weight_grad import accumulation_dtype
 
 
 def linear_cross_entropy(
@@ -226,189 +212,6 @@ def token_statistics(
     )
     statistics = _token_statistics(prepared.call, *prepared.tensors, prepared.differentiable)
     return statistics.view(prepared.shape)
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A checked call, its tensors ``[..., D]``, ``[V/P, D]`` and ``[V/P]``, and the shape of its tokens."""
-
-    call: Call
-    tensors: tuple[Tensor, Tensor, Tensor | None]
-    shape: tuple[int, ...]
-    differentiable: bool
-
-
-def prepare(
-    arguments: Arguments,
-    columns: Columns,
-    *,
-    check: Callable[[], None] = lambda: None,
-    accumulable: bool = False,
-    ignore_index: int | None = None,
-    agreed: dict[str, object] | None = None,
-    main_grad: MainGrad | None = None,
-) -> Prepared:
-    """Check ``arguments`` and plan the call.
-
-    ``check`` raises for what else the caller was given. ``ignore_index`` and ``agreed`` serve the
-    debug checks: None lets any target pass, and the values of ``agreed`` must be the same on all
-    ranks. ``main_grad`` takes dW by addition.
-    """
-    check_process_group(arguments.process_group)
-    layout = Layout.of(arguments.process_group, bool(arguments.sequence_parallel))
-    try:
-        check()
-        a = _autocast(arguments)
-        check_arguments(a, layout)
-        backend = backend_of(a.linear_weight)
-    except Exception as refusal:
-        if layout.ranks > 1 and debug.enabled():
-            debug.refuse(layout, refusal)
-        elif layout.ranks > 1 and type(refusal) in (TypeError, ValueError):
-            raise type(refusal)(
-                f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
-                "rank(s) of process_group wait in their collective until its timeout; "
-                "PARALLEL_LCE_DEBUG=1 raises on every rank)"
-            ) from None
-        raise
-
-    # As it is given: torch.compile knows it as an input then, so that a second derivative by it is refused.
-    hidden = a.input
-    weight = a.linear_weight if a.linear_weight.stride(1) == 1 else a.linear_weight.contiguous()
-    rows = weight.shape[0]
-    start = layout.rank * rows if a.vocab_start is None else a.vocab_start
-    shard = Shard(start, rows, a.vocab_size)
-    target = None if a.target is None else a.target.reshape(-1).long().contiguous()
-    bias = None if a.linear_bias is None else a.linear_bias.contiguous()
-    tensors = hidden, weight, bias
-    differentiable = any(_needs(t) for t in tensors if t is not None)
-    gradients = None
-    if differentiable:
-        sum_dtype = accumulation_dtype(weight.dtype)
-        destination = weight if main_grad is None else main_grad.tensor
-        gradients = Gradients(
-            input=hidden.requires_grad,
-            weight=weight.requires_grad,
-            input_fp32=hidden.dtype == sum_dtype,
-            weight_fp32=destination.dtype == sum_dtype,
-            weight_new=main_grad is None,
-        )
-    planned = _plan(a, layout, shard, hidden, weight, backend, gradients, accumulable)
-    if debug.enabled() and not valueless(weight):
-        agreed = dict(agreed or {}, ignore_index=ignore_index, statistics=columns, gradients=gradients)
-        agreed["backend"] = backend.__name__.rpartition(".")[2]
-        _check_together(a, layout, shard, ignore_index, agreed)
-    call = Call(
-        backend,
-        layout,
-        shard,
-        columns,
-        planned,
-        target,
-        float(a.logit_scale),
-        a.logit_softcap,
-        main_grad,
-        a.reduce_dtype,
-    )
-    return Prepared(call, tensors, token_shape(a.input, layout), differentiable)
-
-
-def _plan(
-    a: Arguments,
-    layout: Layout,
-    shard: Shard,
-    hidden: Tensor,
-    weight: Tensor,
-    backend: ModuleType,
-    gradients: Gradients | None,
-    accumulable: bool,
-) -> Plan:
-    # Accumulation needs the loss's weights as constants and, over ranks, blocks that all agree on.
-    # It writes dX before the upstream gradient is known, which in fp16 would undo loss scaling.
-    accumulable = (
-        accumulable
-        and (a.token_weight is None or not _needs(a.token_weight))
-        and (a.vocab_start is None or a.vocab_size is not None or layout.ranks == 1)
-        and hidden.dtype != torch.float16
-    )
-    itemsize = weight.element_size()
-    planned = plan(
-        token_count(hidden, layout),
-        shared_shard_rows(shard.rows, layout.ranks, a.vocab_start, a.vocab_size),
-        hidden.shape[-1],
-        itemsize,
-        budget=a.logits_budget,
-        parts=layout.parts,
-        ranks=layout.ranks,
-        gradients=gradients,
-        keepable=backend.keepable(weight.dtype, a.logit_softcap),
-        accumulable=accumulable,
-        smallest_accumulated=backend.SMALLEST_ACCUMULATED,
-        reuses_kept=backend.REUSES_KEPT,
-    )
-    return planned.limited(shard.real, itemsize, layout.parts)
-
-
-def _check_together(
-    a: Arguments,
-    layout: Layout,
-    shard: Shard,
-    ignore_index: int | None,
-    agreed: dict[str, object],
-) -> None:
-    shards = [(shard.start, shard.rows)]
-    if layout.ranks > 1:
-        weight = a.token_weight
-        settings = {
-            "tokens": token_shape(a.input, layout),
-            "hidden size": a.input.shape[-1],
-            "dtype": a.input.dtype,
-            "sequence_parallel": layout.sequence_parallel,
-            "logit_scale": a.logit_scale,
-            "logit_softcap": a.logit_softcap,
-            "vocab_size": a.vocab_size,
-            "vocab_start given": a.vocab_start is not None,
-            "logits_budget": a.logits_budget,
-            "reduce_dtype": a.reduce_dtype,
-            "token_weight needs a gradient": weight is not None and _needs(weight),
-            **agreed,
-        }
-        if shard.rows:
-            settings["linear_bias given"] = a.linear_bias is not None
-        tensors = {
-            "target": None if a.target is None else a.target.long(),
-            "token_weight": None if weight is None else weight.double(),
-        }
-        shards = debug.agree(layout, settings, tensors, shards[0])
-        if not layout.sequence_parallel:
-            debug.agree_about_hidden(layout, a.input)
-    vocab_size = debug.check_cover(shards, a.vocab_size)
-    if a.target is not None and ignore_index is not None:
-        target = a.target.long()
-        debug.check_target(target, target != ignore_index, vocab_size)
-
-
-def _needs(tensor: Tensor) -> bool:
-    return torch.is_grad_enabled() and tensor.requires_grad
-
-
-def _autocast(a: Arguments) -> Arguments:
-    """As ``F.linear`` does under autocast, take fp32 and half operands in autocast's dtype."""
-    # Meta tensors have no autocast.
-    if not isinstance(a.input, Tensor) or a.input.is_meta:
-        return a
-    if not torch.is_autocast_enabled(a.input.device.type):
-        return a
-    dtype = torch.get_autocast_dtype(a.input.device.type)
-    names = ("input", "linear_weight", "linear_bias")
-    cast = {
-        name: t.to(dtype)
-        for name in names
-        if isinstance(t := getattr(a, name), Tensor)
-        and t.is_floating_point()
-        and t.dtype != torch.float64
-    }
-    return replace(a, **cast)
 
 
 _OF_TORCH = ("weight", "options")

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
 from cases import DTYPES, Case, make
-from parallel_lce import functional, ops
+from parallel_lce import ops, prepare
 from parallel_lce.backends import backend_of
 from parallel_lce.bench.memory import peak_memory
 from parallel_lce.checks import Arguments
@@ -444,7 +444,7 @@ def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
         vocab_size=None,
         logits_budget=0 if accumulable else SOME,
     )
-    prepared = functional.prepare(
+    prepared = prepare.prepare(
         arguments, Columns(mean_log_prob=smoothed), accumulable=accumulable, **options
     )
     return prepared.call, tuple(v if v is None else v.detach() for v in prepared.tensors)

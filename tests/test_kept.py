@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel_lce import functional, linear_cross_entropy
+from parallel_lce import linear_cross_entropy, prepare
 from parallel_lce.backends.blocks import Scratch
 from tools import chosen_backend, everywhere, shrunk, small
 from world import Member
@@ -131,13 +131,13 @@ def _uneven(member: Member):
     device, start = member.device, sum(SHARDS[: member.rank])
     t = small(device, N=512, V=sum(SHARDS), D=64, dtype="bf16", sharpness=2.0)
     weight = t.weight.detach()[start : start + SHARDS[member.rank]].clone().requires_grad_()
-    planned, plan = [], functional._plan
+    planned, plan = [], prepare._plan
 
     def record(*arguments):
         planned.append(plan(*arguments))
         return planned[0]
 
-    functional._plan = record
+    prepare._plan = record
     try:
         with shrunk(16384):
             loss = linear_cross_entropy(
@@ -150,7 +150,7 @@ def _uneven(member: Member):
                 logits_budget=327680,
             )
     finally:
-        functional._plan = plan
+        prepare._plan = plan
     blocks = list(planned[0].blocks)
     assert planned[0].accumulate and len(blocks) >= 3
     if member.rank == 0:

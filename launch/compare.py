@@ -7,22 +7,25 @@ import shlex
 import sys
 from pathlib import Path
 
-from rich.console import Console
-from training.compare import compare
-from training.config import Config, parse_command_line
-from training.launch import split_arguments
-from training.report import show, write
+from training.packages import fail, require
+
+require("omegaconf", "pydantic", "rich", "torch", "matplotlib")
+
+from rich.console import Console  # noqa: E402
+from training.compare import compare  # noqa: E402
+from training.config import Config, Refusal, parse_command_line  # noqa: E402
+from training.host import check_folder  # noqa: E402
+from training.launch import split_arguments  # noqa: E402
+from training.report import show, write  # noqa: E402
 
 
 def report(config: Config, argv: list[str]) -> int:
     """Prints and writes the report; 0 if the loss curves agree. `argv` are the arguments that demo.py was given."""
     console = Console()
-    try:
-        comparison = compare(config)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
+    comparison = compare(config)
     show(comparison, console)
     folder = Path(config.compare.report or config.output)
+    check_folder("compare.report", str(folder))
     write(comparison, folder, config.compare.tolerance, shlex.join(["./launch/demo.sh", *argv]))
     console.print(f"report: {folder / 'report.md'}", soft_wrap=True)
     console.print(comparison.verdict, style="bold green" if comparison.agree else "bold red", soft_wrap=True)
@@ -31,4 +34,7 @@ def report(config: Config, argv: list[str]) -> int:
 
 if __name__ == "__main__":
     argv = sys.argv[1:]
-    sys.exit(report(parse_command_line(__doc__, split_arguments(argv)[1]), argv))
+    try:
+        sys.exit(report(parse_command_line(__doc__, split_arguments(argv)[1]), argv))
+    except Refusal as refusal:
+        fail(str(refusal))

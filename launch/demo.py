@@ -8,19 +8,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-from training.config import parse_command_line
-from training.launch import environment, prepare_text, split_arguments, torchrun_command
+from training.packages import fail, require
+
+require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core", "matplotlib")
+
+from training.config import Refusal, parse_command_line  # noqa: E402
+from training.host import check_folder, check_host  # noqa: E402
+from training.launch import environment, prepare_text, split_arguments, torchrun_command  # noqa: E402
 
 
 def main() -> int:
     torchrun, arguments = split_arguments(sys.argv[1:])
     config = parse_command_line(__doc__, arguments)
+    check_host(config, torchrun)
+    if config.compare.report is not None:
+        check_folder("compare.report", config.compare.report)
     prepare_text(config)
 
     from training.compare import runs_of  # it loads PyTorch
 
     for name, chosen in runs_of(config).items():
         folder = Path(config.output) / name
+        check_folder("output", str(folder))
         metrics = folder / "metrics.json"
         metrics.unlink(missing_ok=True)
         command = torchrun_command(config, torchrun, [*arguments, *chosen, f"output={folder}"])
@@ -38,4 +47,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except Refusal as refusal:
+        fail(str(refusal))

@@ -6,24 +6,47 @@ torchrun's own arguments may come first, ended by `--`; without them all process
 import os
 import sys
 
-from training.config import parse_command_line
-from training.launch import environment, prepare_text, split_arguments, torchrun_command
+from training.packages import fail, require
+
+require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core")
+
+from training.config import Config, Refusal, parse_command_line  # noqa: E402
+from training.host import check_host, started_by_torchrun  # noqa: E402
+from training.launch import environment, prepare_text, split_arguments, torchrun_command  # noqa: E402
 
 
 def main() -> None:
     torchrun, arguments = split_arguments(sys.argv[1:])
     config = parse_command_line(__doc__, arguments)
-    if "LOCAL_RANK" in os.environ:
+    if started_by_torchrun():
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        from training.worker import run
-
-        record(run)(config)  # lets torchrun show the error of the rank that failed first
+        record(train)(config)  # lets torchrun show the error of the rank that failed first
     else:
+        check_host(config, torchrun)
         prepare_text(config)
         command = torchrun_command(config, torchrun, arguments)
         os.execve(command[0], command, environment(config))
 
 
+def train(config: Config) -> None:
+    """One rank's part."""
+    from training.worker import run
+
+    try:
+        run(config)
+    except Refusal as refusal:
+        end(refusal)
+
+
+def end(refusal: Refusal) -> None:
+    if os.environ.get("LOCAL_RANK", "0") != "0":  # one line per host
+        sys.exit(2)
+    fail(str(refusal))
+
+
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except Refusal as refusal:
+        end(refusal)

@@ -36,9 +36,9 @@ def test_every_configuration_loads(path):
         (["model.kv_heads=1"], "model.kv_heads=1 is not a multiple of parallel.tensor=2"),
         (["parallel.pipeline=4"], "model.layers=2 is not a multiple of parallel.pipeline=4"),
         (["model.vocab_size=1000"], "model.vocab_size=1000 is less than text.vocab_size=16384"),
-        (["train.micro_batches=0"], "train.micro_batches must be at least 1, got 0"),
-        (["parallel.data=0"], "parallel.data must be at least 1, got 0"),
-        (["train.clip_grad=-1"], "train.clip_grad must not be negative, got -1"),
+        (["train.micro_batches=0"], "^train.micro_batches=0: input should be greater than or equal to 1$"),
+        (["parallel.data=0"], "^parallel.data=0: input should be greater than or equal to 1$"),
+        (["train.clip_grad=-1"], "^train.clip_grad=-1: input should be greater than or equal to 0$"),
         (["parallel.device=cpu", "train.clip_grad=1"], "train.clip_grad=1.0 needs GPUs"),
         (["parallel.device=cpu", "train.precision=bf16"], "train.precision=bf16 needs GPUs"),
         (["train.steps"], "expected key=value"),
@@ -80,7 +80,7 @@ def _batches(**changed):
 
     settings = {"sequence": 5, "micro_batch": 2, "micro_batches": 3, "reverse_samples": False, "seed": 7}
     text = Text(np.arange(1000, dtype=np.int32), end_of_document=0, source="", entries=1000)
-    return Batches(text, TrainConfig(**(settings | changed)), torch.device("cpu"))
+    return Batches(text, TrainConfig.model_construct(**(settings | changed)), torch.device("cpu"))
 
 
 def test_samples_of_a_step_do_not_depend_on_the_layout():

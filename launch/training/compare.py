@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from training.config import Config, LossImpl
+from training.config import Config, LossImpl, Refusal
 
 # Folder under the output, and what sets that run apart from the configuration it was started with.
 RUNS = {
@@ -58,14 +58,14 @@ def runs_of(config: Config) -> dict[str, list[str]]:
 
 
 def compare(config: Config) -> Comparison:
-    """Reads the results of runs under `config.output`. Raises a ValueError if they are missing or do not fit."""
+    """Reads the results of runs under `config.output`. Raises a Refusal if they are missing or do not fit."""
     folders = {name: Path(config.output) / name for name in runs_of(config)}
     runs = {name: _read(folder / "metrics.json") for name, folder in folders.items()}
     stock = runs["stock"]
     for name, run in runs.items():
         # A missing step must not pass.
         if len(run["losses"]) != len(stock["losses"]):
-            raise ValueError(f"the runs have {len(stock['losses'])} steps (stock) and {len(run['losses'])} ({name})")
+            raise Refusal(f"the runs have {len(stock['losses'])} steps (stock) and {len(run['losses'])} ({name})")
     distances = {name: _distance(stock, run) for name, run in runs.items()}
     ours, yardstick = distances["parallel_lce"], distances.get("stock-reversed")
     if yardstick is None:
@@ -90,8 +90,12 @@ def compare(config: Config) -> Comparison:
 
 def _read(path: Path) -> dict:
     if not path.exists():
-        raise ValueError(f"no results of a run at {path}")
-    return json.loads(path.read_text())
+        raise Refusal(f"no results of a run at {path}")
+    try:
+        run = json.loads(path.read_text())
+        return {**run, "losses": [float(loss) for loss in run["losses"]]}
+    except (KeyError, OSError, TypeError, ValueError) as error:
+        raise Refusal(f"{path} holds no results of a run: {error!r}") from None
 
 
 def _distance(a: dict, b: dict) -> Distance:
@@ -104,10 +108,10 @@ def _largest_weight_difference(stock: Path, ours: Path) -> tuple[str, float]:
     for file in sorted(stock.glob("weights-*.pt")):
         theirs, mine = (torch.load(folder / file.name, weights_only=True) for folder in (stock, ours))
         if theirs.keys() != mine.keys():
-            raise ValueError(f"the two runs have different parameters in {file.name}: {theirs.keys() ^ mine.keys()}")
+            raise Refusal(f"the two runs have different parameters in {file.name}: {theirs.keys() ^ mine.keys()}")
         for name, weight in theirs.items():
             worst[f"{name} ({file.stem})"] = (weight - mine[name]).abs().max().item()
     if not worst:
-        raise ValueError(f"no weights in {stock}")
+        raise Refusal(f"no weights in {stock}")
     name = max(worst, key=lambda key: math.inf if math.isnan(worst[key]) else worst[key])
     return name, worst[name]

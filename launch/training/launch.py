@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from training.config import Config
+from training.config import Config, Refusal
 from training.text import load_text
 
 PROGRAM = Path(__file__).resolve().parents[1] / "train.py"
@@ -21,12 +21,15 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def prepare_text(config: Config) -> None:
-    """Fills this host's cache of tokens before any rank starts, so that the ranks only read it."""
+    """Fills this host's cache of tokens before any rank starts, so that the ranks only read it.
+
+    Raises a Refusal if there is no text, or too little.
+    """
     console = Console(soft_wrap=True)
     try:
         load_text(config.text, config.train.sequence + 1, say=console.print)
     except (OSError, ValueError) as error:
-        sys.exit(f"error: {error}")
+        raise Refusal(str(error)) from None
 
 
 def torchrun_command(config: Config, torchrun: list[str], arguments: list[str]) -> list[str]:

@@ -21,7 +21,8 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from training.batches import Batches  # noqa: E402
-from training.config import Config, Device, check_for_cpu, describe, save_config  # noqa: E402
+from training.config import Config, Refusal, describe, save_config  # noqa: E402
+from training.host import check_folder, check_processes, uses_cuda  # noqa: E402
 from training.megatron_cpu import adapt_megatron_to_cpu  # noqa: E402
 from training.memory import loss_peak_bytes  # noqa: E402
 from training.model import padded_vocab_size  # noqa: E402
@@ -48,8 +49,11 @@ def run(config: Config) -> None:
     device = _start(config)
     rank, train = torch.distributed.get_rank(), config.train
     output = Path(config.output)
-    output.mkdir(parents=True, exist_ok=True)
-    text = load_text(config.text, train.sequence + 1)
+    check_folder("output", config.output)
+    try:
+        text = load_text(config.text, train.sequence + 1)
+    except (OSError, ValueError) as error:
+        raise Refusal(str(error)) from None
     batches = Batches(text, train, device)
     stepper = Stepper(config, device)
     trained = _train(config, stepper, batches)
@@ -88,15 +92,9 @@ def run(config: Config) -> None:
 def _start(config: Config) -> torch.device:
     """Joins the process group, seeds everything, and returns this rank's device."""
     parallel, seed = config.parallel, config.train.seed
-    world, local_rank = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
-    if world != parallel.processes:
-        sizes = f"parallel.tensor={parallel.tensor} * pipeline={parallel.pipeline} * data={parallel.data}"
-        raise ValueError(f"{sizes} needs {parallel.processes} processes, torchrun started {world}")
-    here, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if parallel.device is Device.cuda and gpus < here:
-        raise ValueError(f"parallel.device=cuda needs a GPU for each of this host's {here} processes, found {gpus}")
-    use_cuda = parallel.device is not Device.cpu and gpus >= here
-    device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+    check_processes(config, int(os.environ["WORLD_SIZE"]))
+    use_cuda = uses_cuda(config, int(os.environ["LOCAL_WORLD_SIZE"]))
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if use_cuda else torch.device("cpu")
     # The runs are compared in their own precision: nothing may round to TF32 or depend on the order of atomics.
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -104,7 +102,6 @@ def _start(config: Config) -> torch.device:
     if use_cuda:
         torch.cuda.set_device(device)
     else:
-        check_for_cpu(config)
         adapt_megatron_to_cpu()
     torch.distributed.init_process_group(
         "nccl" if use_cuda else "gloo",

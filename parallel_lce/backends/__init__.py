@@ -54,12 +54,18 @@ def named(name: str) -> ModuleType:
     return eager
 
 
-def _name(device: torch.device, dtype: torch.dtype) -> str:
+def check_choice() -> str:
+    """What the environment names. Raises ``ValueError`` if that is no backend."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in CHOICES:
         raise ValueError(
             f"{VARIABLE}={asked!r} is none of 'torch', 'triton' and '' (the default)"
         )
+    return asked
+
+
+def _name(device: torch.device, dtype: torch.dtype) -> str:
+    asked = check_choice()
     if asked == "torch" or dtype == torch.float64:
         return "eager"
     if asked == "triton":

@@ -26,6 +26,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from parallel_lce.backends import check_choice
 from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, choose, install
 
 _OPTIONS = {
@@ -44,7 +45,13 @@ def main(arguments: list[str]) -> None:
         # for a script.
         del sys.path[: sys.path[:1] in ([""], [os.getcwd()])]
         sys.path.insert(0, str(Path(target).resolve().parent))
-    choose(None, None)  # refuses before anything is imported
+    try:  # before anything is imported
+        choose(None, None)
+        check_choice()
+    except ValueError as refusal:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host
+            print(f"error: {refusal}", file=sys.stderr)
+        sys.exit(2)
     allow_implementation(argparse._ActionsContainer)
     sys.meta_path.insert(0, _InstallAfterImport())
     if module:

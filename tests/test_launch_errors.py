@@ -1,0 +1,237 @@
+"""A user's mistake gives one line and exit status 2, before any process of a training starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("omegaconf", reason="needs the training program's packages")
+pytest.importorskip("pydantic", reason="needs the training program's packages")
+
+from training.config import DEFAULT_CONFIG, ROOT, Refusal, load_config, parse_command_line, save_config
+from training.host import check_host, started_by_torchrun
+
+TIMEOUT = 120
+CPU = "parallel.device=cpu"
+
+
+def _refusal(*arguments: str, torchrun: tuple[str, ...] = ()) -> str:
+    """What the program says in one line."""
+    with pytest.raises(Refusal) as refused:
+        config = parse_command_line("", list(arguments))
+        check_host(config, list(torchrun))
+    said = str(refused.value)
+    assert said and "\n" not in said
+    return said
+
+
+@pytest.fixture(autouse=True)
+def without_gpus(monkeypatch):
+    """What the host has is what the tests say."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+SETTINGS = {
+    "train.precision=bf16": "train.precision=bf16 needs GPUs; on a CPU it must be fp32",
+    "train.clip_grad=1": "train.clip_grad=1.0 needs GPUs; on a CPU it must be 0",
+    "train.clip_grad=.inf": "train.clip_grad=inf: input should be a finite number",
+    "parallel.device=cuda": "parallel.device=cuda needs a GPU for each of this host's 2 processes, found 0",
+    "parallel.device=tpu": "parallel.device='tpu': input should be 'auto', 'cpu' or 'cuda'",
+    "loss.logits_budget_mib=-5": "loss.logits_budget_mib=-5: input should be greater than or equal to 0",
+    "loss.logits_budget_mib=.nan": "loss.logits_budget_mib=nan: input should be",
+    "loss.logits_budget_mib=nan": "loss.logits_budget_mib='nan': input should be a valid number",
+    "loss.impl=theirs": "loss.impl='theirs': input should be 'stock' or 'parallel_lce'",
+    "train.learning_rate=nan": "train.learning_rate='nan': input should be a valid number",
+    "train.learning_rate=fast": "train.learning_rate='fast': input should be a valid number",
+    "train.adam_eps=-1": "train.adam_eps=-1: input should be greater than 0",
+    "train.weight_decay=-0.1": "train.weight_decay=-0.1: input should be greater than or equal to 0",
+    "train.warmup_steps=-1": "train.warmup_steps=-1: input should be greater than or equal to 0",
+    "train.seed=-1": "train.seed=-1: input should be greater than or equal to 0",
+    "train.seed=99999999999": "train.seed=99999999999: input should be less than 4294967296",
+    "train.steps=2.5": "train.steps=2.5: input should be a valid integer",
+    "train.steps=true": "train.steps=True: input should be a valid integer",
+    "train.steps=null": "train.steps=None: input should be a valid integer",
+    "train.steps=???": "train.steps=???: a value is needed",
+    "train.steps=${nowhere}": "train.steps: Interpolation key 'nowhere' not found",
+    "train.stepz=3": "train.stepz=3: extra inputs are not permitted",
+    "train=3": "train=3: input should be a valid dictionary",
+    "parallel.sequence=maybe": "parallel.sequence='maybe': input should be a valid boolean",
+    "parallel.timeout_seconds=99999999999": "parallel.timeout_seconds=99999999999: input should be less than",
+    "compare.factor=0": "compare.factor=0: input should be greater than 0",
+    "model.head_dim=3": "model.head_dim=3 is not even",
+    "model.hidden=12": "model.head_dim=3 is not even",
+    "model.head_dim=0": "model.head_dim=0: input should be greater than or equal to 1",
+    "text.vocab_size=256": "text.vocab_size=256: input should be greater than or equal to 257",
+    "text.path=''": "text.path='': string should have at least 1 character",
+    "output=": "output",
+    "output=''": "output='': string should have at least 1 character",
+    "train.steps=[1": "is no YAML",
+    "train.steps": "expected key=value, got 'train.steps'",
+}
+
+
+@pytest.mark.parametrize("override", SETTINGS)
+def test_settings(override):
+    assert SETTINGS[override] in _refusal(override)
+
+
+def test_all_mistakes_in_one_line():
+    said = _refusal("train.steps=0", "train.seed=-1")
+    assert "train.steps=0" in said and "train.seed=-1" in said
+
+
+def test_an_empty_text_is_not_the_current_folder():
+    assert _refusal("--text", "") == "path='': string should have at least 1 character"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"train: [", "is no YAML: while parsing"),
+        (b"- 1\n- 2\n", "expected sections of keys and values, got a list"),
+        (b"7\n", "expected sections of keys and values"),
+        (b"train: \xe9\n", "is not UTF-8"),
+        (b"", "text: field required"),
+        (b"output: ???\n", "output: Missing mandatory value: output"),
+        (None, "No such file or directory"),
+    ],
+)
+def test_files(content, message, tmp_path):
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    assert message in _refusal("--config", str(path))
+    assert message == "No such file or directory" or message in _refusal("--config", str(path), "--text", "x")
+
+
+def test_a_saved_configuration_is_the_same(tmp_path):
+    """A folder may have a number for a name, and values come back as they were."""
+    config = load_config(DEFAULT_CONFIG, ["output=7", "train.learning_rate=1", "parallel.device=cpu"])
+    assert Path(config.output) == ROOT / "7"
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml", []) == config
+
+
+@pytest.mark.parametrize("key", ["output", "text.cache"])
+@pytest.mark.parametrize("kind", ["a file", "below a file", "no name"])
+def test_folders_that_cannot_be_made(kind, key, tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "folder", "no name": "a\\x00b"}[kind]
+    other = "output" if key == "text.cache" else "text.cache"
+    said = _refusal(CPU, f"{other}={tmp_path / 'other'}", f'{key}="{folder}"')
+    assert said.startswith(f"{key}=") and "cannot be made a folder" in said
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    tmp_path.chmod(0o500)
+    assert "cannot be" in _refusal(CPU, f"output={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("torchrun", "message"),
+    [
+        (["--nproc-per-node=2"], "parallel.tensor=1 * pipeline=1 * data=1 needs 1 processes, torchrun started 2"),
+        (["--nnodes=2", "--node-rank=0"], "needs 1 processes, torchrun started 2"),
+        (["--nnodes=1:3"], "needs 1 processes, torchrun started 3"),
+        (["--nproc-per-node=many"], "torchrun: Unsupported nproc_per_node value: many"),
+        (["--nproc-per-node=gpu"], "torchrun: "),
+        (["--nnodes=x"], "torchrun: "),
+        (["--no-such-flag"], "torchrun: "),
+    ],
+    ids=str,
+)
+def test_torchrun_and_the_layout(torchrun, message, tmp_path):
+    assert message in _refusal(CPU, "parallel.tensor=1", f"output={tmp_path}", torchrun=tuple(torchrun))
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set as torchrun does, but not RANK, WORLD_SIZE, LOCAL_WORLD_SIZE"),
+        (dict.fromkeys(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "1"), "but not WORLD_SIZE"),
+        (
+            {**dict.fromkeys(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "1"), "WORLD_SIZE": "x"},
+            "WORLD_SIZE='x' is no number",
+        ),
+    ],
+)  # fmt: skip
+def test_a_part_of_what_torchrun_sets(environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(Refusal, match=message):
+        started_by_torchrun()
+
+
+def _run(*command: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+
+
+def _program(name: str, *arguments: str, python: tuple[str, ...] = (), **environment: str):
+    return _run(sys.executable, *python, str(ROOT / "launch" / f"{name}.py"), *arguments, **environment)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "environment", "message"),
+    [
+        ("train", ["train.seed=-1"], {}, "error: train.seed=-1: input should be"),
+        ("train", ["train.clip_grad=1"], {}, "error: train.clip_grad=1.0 needs GPUs"),
+        ("train", [], {"LOCAL_RANK": "0"}, "error: LOCAL_RANK is set as torchrun does, but not"),
+        ("demo", ["--nproc-per-node=3", "--"], {}, "error: parallel.tensor=2 * pipeline=1 * data=1 needs 2"),
+        ("demo", ["--text", "no such file"], {}, "error: no such file or folder"),
+        ("compare", ["output=no/such/folder"], {}, "error: no results of a run at"),
+    ],
+)
+def test_programs_say_one_line_and_exit_with_2(name, arguments, environment, message):
+    done = _program(name, *arguments, **environment)
+    assert done.returncode == 2 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(message), done.stderr
+
+
+@pytest.mark.parametrize("name", ["train", "demo", "compare"])
+def test_an_interpreter_without_the_packages(name):
+    done = _program(name, python=("-S",))
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert " has no omegaconf, pydantic, " in done.stderr and "pip install '.[demo]'" in done.stderr
+
+
+def test_ranks_of_a_torchrun_of_the_users_own(tmp_path):
+    """Each rank checks again; one of a host speaks. The report after it is torchrun's."""
+    program = [str(ROOT / "launch" / "train.py"), CPU, "parallel.tensor=1", f"output={tmp_path}"]
+    done = _run(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program)
+    ours = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert ours == ["error: parallel.tensor=1 * pipeline=1 * data=1 needs 1 processes, torchrun started 2"]
+    assert "exitcode  : 2" in done.stderr and "training/worker.py" not in done.stderr
+
+
+LAUNCHER = {
+    "budget": (["--parallel-lce-logits-budget", "1GiB"], {}, "PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got '1GiB'"),
+    "budget of the environment": ([], {"PARALLEL_LCE_LOGITS_BUDGET": "-1"}, "PARALLEL_LCE_LOGITS_BUDGET must be"),
+    "cross-entropy": ([], {"PARALLEL_LCE_CROSS_ENTROPY": "x"}, "cross_entropy must be one of"),
+    "backend": ([], {"PARALLEL_LCE_BACKEND": "x"}, "PARALLEL_LCE_BACKEND='x' is none of"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LAUNCHER)
+def test_the_launcher_of_megatron_s_programs(name, monkeypatch, capsys):
+    from parallel_lce.megatron import __main__ as launcher
+
+    arguments, environment, message = LAUNCHER[name]
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for variable in ("PARALLEL_LCE_LOGITS_BUDGET", "PARALLEL_LCE_CROSS_ENTROPY", "PARALLEL_LCE_BACKEND"):
+        monkeypatch.setenv(variable, environment.get(variable, ""))
+    for rank, lines in (("0", 1), ("1", 0)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        with pytest.raises(SystemExit) as ended:
+            launcher.main([*arguments, __file__])
+        said = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2 and len(said) == lines
+        assert all(line.startswith(f"error: {message}") for line in said)

@@ -118,7 +118,8 @@ def _digest(tensor: Tensor | None) -> str:
     """Of int64 or fp64 values; NaN is one value, and so are 0 and -0."""
     if tensor is None:
         return repr(None)
-    values = tensor.detach().flatten().cpu().contiguous()
+    # Of one value, too, in memory of its own: a view of it as bytes needs a stride of 1.
+    values = tensor.detach().flatten().cpu().clone(memory_format=torch.contiguous_format)
     if values.is_floating_point():
         values = values.nan_to_num(torch.finfo(values.dtype).max, torch.inf, -torch.inf) + 0
     digest = hashlib.sha256(bytes(values.view(torch.uint8).tolist()))

@@ -60,10 +60,11 @@ class Layout:
         return tokens.unflatten(-1, (self.parts, -1))[..., block.start : block.stop]
 
     def take(self, tokens: Tensor, block: Block) -> Tensor:
-        """The block's tokens of ``[..., N]``, flattened over the parts: ``[..., R]``."""
+        """The block's tokens of ``[..., N]``, flattened over the parts: ``[..., R]``, contiguous in R."""
         if self.parts == 1:
             return tokens[..., block.start : block.stop]
-        return self.rows(tokens, block).flatten(-2)
+        # One row of each part would be flattened to a view with gaps, which kernels do not expect.
+        return self.rows(tokens, block).flatten(-2).contiguous()
 
     def put(self, tokens: Tensor, block: Block, values: Tensor) -> None:
         """Write ``values [..., R]`` where :meth:`take` would read them."""

@@ -256,6 +256,19 @@ def test_good_calls_pass(sequence_parallel, N, worlds, device):
     assert all(worlds(3).run(_agree, sequence_parallel, N))
 
 
+def _one_token_of_many(member: Member) -> bool:
+    arguments = good(member.device) | dict(process_group=member.group)
+    every = torch.arange(4, device=member.device)
+    arguments |= dict(input=arguments["input"][:1], target=every[1:2:2], token_weight=every.float()[1:2:2])
+    plain = call(arguments)
+    with debug_mode():
+        return torch.equal(call(arguments), plain)
+
+
+def test_one_token_of_a_view(worlds, device):
+    assert all(worlds(2).run(_one_token_of_many))
+
+
 def _nobody_has_entries(member: Member, start: bool) -> str:
     arguments = good(member.device) | dict(linear_weight=torch.zeros(0, D, device=member.device))
     return _refusal(member, arguments | (dict(vocab_start=0) if start else {}))

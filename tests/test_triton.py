@@ -159,6 +159,18 @@ def test_over_ranks(case, worlds, device):
     check(case, found, factor=1.1, device=device)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_blocks_of_one_row_of_each_part(reduction, worlds, device):
+    """Such a block's targets and weights lie N/P apart in those of the sequence."""
+    case = Case(
+        10, 700, 4, ranks=2, sequence_parallel=True, reduction=reduction, budget=0, ignored="none", token_weight=True
+    )
+    found, counts = run(case, worlds, device, block=1)
+    blocks = {"none": (0, 30), "mean": (5, 0)}  # recomputed window by window, or accumulated
+    assert counts == [blocks[reduction]] * 2
+    check(case, found, factor=1.5, device=device)
+
+
 # --- sharp logits ----------------------------------------------------------------------------------
 
 

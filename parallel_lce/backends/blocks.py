@@ -124,7 +124,8 @@ class Scratch:
         size = tensor.numel() * tensor.element_size()
         held = self.limit if self._memory is None else self._memory.numel()
         if size > held and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
-            self._memory = tensor.view(-1).view(torch.uint8)
+            # A contiguous tensor of one element may have any stride.
+            self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
     def capacity(self, dtype: torch.dtype) -> int:
         """Elements that :meth:`take` can give."""

@@ -1,0 +1,281 @@
+"""Random configurations of the public functions: everything about a call but the numbers in its tensors.
+
+One is drawn from a ``random.Random`` alone, so whoever seeds that gets the same configuration again.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from random import Random
+
+FIELDS = (
+    "lse", "target_logit", "target_log_prob", "mean_logit", "mean_log_prob", "expected_logit", "entropy",
+)  # fmt: skip
+"""The differentiable fields of ``TokenStatistics``."""
+
+ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+LARGEST_TARGET = {"uint8": 255, "int8": 127, "int16": 2**15 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}
+_LAYOUTS = ("wide", "gaps", "rows", "transposed", "offset", "expanded")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A call of ``kind`` loss, statistics or logits (``vocab_parallel_cross_entropy``).
+
+    ``shape``: of the target. ``shards``: (first id, rows) of each rank. ``bias``: '', plain or masked, some
+    entries of which are -inf. ``targets``: inside the vocabulary, or some outside. ``layouts``: strides of
+    input, weight, bias, target and token_weight. ``fields`` of a statistics' mixture and those that were
+    asked for. ``mode``: train, no_grad or inference. ``walk``: how the graph is made and walked.
+    ``block_bytes`` and ``tile`` are those of ``tools.shrunk``.
+    """
+
+    kind: str
+    ranks: int
+    shape: tuple[int, ...]
+    D: int
+    V: int
+    shards: tuple[tuple[int, int], ...]
+    values: int
+    dtype: str = "fp32"
+    autocast: str = ""
+    starts_given: bool = False
+    size_given: bool = False
+    sequence_parallel: bool = False
+    group_given: bool = True
+    reduce_dtype: str = ""
+    budget: int | None = None
+    block_bytes: int | None = None
+    tile: tuple[int, int] | None = None
+    sharpness: float = 1.0
+    offset: float = 0.0
+    bias: str = ""
+    scale: float = 1.0
+    softcap: float | None = None
+    target_dtype: str = "int64"
+    targets: str = "inside"
+    no_target: bool = False
+    ignore_index: int | None = -100
+    ignored: str = "some"
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    token_weight: str = ""
+    weight_dtype: str = "float32"
+    weight_learns: bool = False
+    asked: tuple[str, ...] = ()
+    mixture: tuple[str, ...] = ()
+    upstream: str = "random"
+    frozen: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ("plain",) * 5
+    numpy: bool = False
+    mode: str = "train"
+    walk: str = "backward"
+    debug: bool = False
+    repeat: bool = False
+
+    @property
+    def N(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def computed(self) -> str:
+        """The dtype of the projection."""
+        return self.autocast if self.autocast and self.dtype != "fp64" else self.dtype
+
+    def __str__(self) -> str:
+        """What differs from the defaults, as the arguments of a call."""
+        some = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in some)
+
+
+def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
+    """The next configuration over ``ranks``; ``small`` ones have few logits, for an interpreter."""
+    kind = random.choices(("loss", "statistics", "logits"), (60, 30, 10))[0]
+    d = _tensors(random, ranks, small, kind)
+    if kind == "logits":
+        d |= _logits(random, d)
+    else:
+        d |= _vocabulary(random, ranks, d["V"]) | _projection(random, d)
+    d |= _targets(random, d)
+    if kind == "loss":
+        d |= _loss(random, d)
+    if kind == "statistics":
+        d |= _statistics(random, d)
+    return Configuration(**(d | _walk(random, d)))
+
+
+def _upto(random: Random, largest: int) -> int:
+    """Between 1 and ``largest``, as often below as above its root."""
+    return min(largest, int(math.exp(random.uniform(0, math.log(largest + 1)))))
+
+
+def _tensors(random: Random, ranks: int, small: bool, kind: str) -> dict:
+    tokens = 0 if random.random() < 0.04 else _upto(random, 40 if small else 300)
+    dtypes = ("fp64", "fp32", "bf16", "fp16")
+    dtype = random.choices(dtypes, (1, 3, 3, 3) if small else (2, 3, 3, 2))[0]
+    sequence_parallel = kind != "logits" and random.random() < (0.5 if ranks > 1 else 0.1)
+    dimensions = random.choices((0, 1, 2, 3), (1, 4, 4, 3))[0]
+    if tokens == 0 or (sequence_parallel and ranks > 1):
+        dimensions = max(1, dimensions)
+    shape: list[int] = []
+    left = tokens
+    for place in range(dimensions):
+        last = place == dimensions - 1
+        size = left if last or left == 0 else _upto(random, left)
+        shape.append(size)
+        left = left // size if size else 0
+    random.shuffle(shape)
+    if sequence_parallel and ranks > 1:
+        shape[0] += -shape[0] % ranks
+    return {
+        "kind": kind,
+        "ranks": ranks,
+        "shape": tuple(shape),
+        "D": 0 if random.random() < 0.02 else _upto(random, 32 if small else 72),
+        "V": _upto(random, 300 if small else 2000),
+        "values": random.getrandbits(48),
+        "dtype": dtype,
+        "sequence_parallel": sequence_parallel,
+        "group_given": random.random() < 0.5 or ranks > 1,
+        "sharpness": random.choice((0.0, 0.01, 0.3, 1.0, 1.0, 1.0, 3.0, 10.0)),
+        "offset": random.choice((0.0, 0.0, 0.0, 0.0, 100.0, -300.0)),
+        "numpy": random.random() < 0.2,
+        "debug": random.random() < 0.1,
+        "repeat": random.random() < 0.1,
+    }
+
+
+def _vocabulary(random: Random, ranks: int, V: int) -> dict:
+    padding = random.choice((0, 0, 0, 1, _upto(random, 50)))
+    if ranks == 1 or random.random() < 0.5:
+        rows = -(-V // ranks) + padding // ranks
+        if ranks == 1:
+            rows = V + padding
+        shards = [(rank * rows, rows) for rank in range(ranks)]
+        starts_given = random.random() < 0.3
+        padding = rows * ranks - V
+    else:
+        cuts = sorted(random.choice((0, V, random.randint(0, V), random.randint(0, V))) for _ in range(ranks - 1))
+        ends = [*cuts, V + padding]
+        shards = [(a, b - a) for a, b in zip([0, *cuts], ends)]
+        # An empty shard may start anywhere.
+        shards = [(a if n else random.randint(0, 2 * V), n) for a, n in shards]
+        random.shuffle(shards)
+        starts_given = True
+    size_given = padding > 0 or random.random() < 0.4
+    return {"shards": tuple(shards), "starts_given": starts_given, "size_given": size_given}
+
+
+def _projection(random: Random, d: dict) -> dict:
+    tokens, V, dtype = math.prod(d["shape"]), d["V"], d["dtype"]
+    whole = max(1, tokens * V * ITEMSIZE[dtype] // d["ranks"])
+    scale = random.choice((1.0,) * 8 + (0.5, -1.5, 0.0, 1e-3, 1e-8, 30.0, -20.0, 1e3))
+    autocast = random.choice(("bf16", "bf16", "fp16")) if random.random() < 0.08 else ""
+    block_bytes = tile = None
+    if random.random() < 0.7:
+        block_bytes = max(1, whole // random.choice((1, 2, 3, 5, 9)) + random.randint(-20, 20))
+        # A few hundred tiles at most.
+        rows, columns = random.randint(1, 64), random.randint(1, 200)
+        while -(-tokens // rows) * -(-V // columns) > 150:
+            rows, columns = 2 * rows, 2 * columns
+        tile = rows, columns
+    return {
+        "autocast": autocast,
+        "reduce_dtype": random.choice(("", "", "wide", "same")),
+        "budget": random.choice((None, None, 0, 0, random.randint(0, whole), random.randint(0, 2 * whole))),
+        "block_bytes": block_bytes,
+        "tile": tile,
+        "scale": scale,
+        "softcap": random.choice((None,) * 8 + (0.05, 0.5, 2.0, 5.0, 30.0, 50.0, 1e3, 1e6)),
+        "bias": random.choice(("", "", "plain", "plain", "masked") if scale > 0 and V > 1 else ("", "plain")),
+    }  # fmt: skip
+
+
+def _logits(random: Random, d: dict) -> dict:
+    entries = max(1, d["V"] // d["ranks"])
+    shards = tuple((rank * entries, entries) for rank in range(d["ranks"]))
+    smoothing = random.choice((0.0, 0.0, 0.1, 0.9)) if entries > 1 else 0.0
+    return {
+        "V": entries * d["ranks"],
+        "shards": shards,
+        "label_smoothing": smoothing,
+        "reduction": "none",
+        # Without one it asks Megatron-core for its own.
+        "group_given": True,
+    }
+
+
+def _targets(random: Random, d: dict) -> dict:
+    kind = d["kind"]
+    outside = random.random() < (0.5 if kind == "statistics" else 0.1)
+    return {
+        "target_dtype": random.choice(("int64",) * 5 + ("int32", "int16", "int8", "uint8")),
+        "targets": "outside" if outside else "inside",
+        "no_target": kind == "statistics" and random.random() < 0.15,
+        "ignored": random.choice(("none", "some", "some", "all" if random.random() < 0.3 else "some")),
+        "ignore_index": random.choice((None, -100, -100, -100, 0, d["V"] // 2, d["V"] + 3, -1, 255, 2**40, -(2**63))),
+    }  # fmt: skip
+
+
+def _loss(random: Random, d: dict) -> dict:
+    weights = ("", "", "", "positive", "positive", "zeros", "zero", "mask", "negative")
+    reduction = random.choice(("none", "mean", "sum"))
+    token_weight = random.choice(weights)
+    smoothing = random.choice((0.0, 0.0, 0.0, 0.1, 0.5, 1.0))
+    changes = {}
+    if d["bias"] == "masked" and d["softcap"] is None and smoothing and token_weight:
+        # Infinite losses times 0 mean nothing.
+        changes["bias"] = "plain"
+    if d["targets"] == "outside" and (reduction != "none" or d["debug"]):
+        # All is NaN then, or refused.
+        changes["targets"] = "inside"
+    dtypes = ("float32", "float32", "float64", "bfloat16", "float16")
+    weight_dtype = random.choice(("int64", "bool", "uint8") if token_weight == "mask" else dtypes)
+    return changes | {
+        "reduction": reduction,
+        "label_smoothing": smoothing,
+        "z_loss": random.choice((0.0, 0.0, 0.0, 1e-4, 1e-2, -0.05)),
+        "token_weight": token_weight,
+        "weight_dtype": weight_dtype,
+        "weight_learns": token_weight not in ("", "mask") and random.random() < 0.3,
+    }
+
+
+def _statistics(random: Random, d: dict) -> dict:
+    asked = tuple(name for name in ("mean_logit", "expected_logit", "argmax") if random.random() < 0.5)
+    there = ["lse"]
+    there += [] if d["no_target"] else ["target_logit", "target_log_prob"]
+    there += ["mean_logit", "mean_log_prob"] if "mean_logit" in asked else []
+    there += ["expected_logit", "entropy"] if "expected_logit" in asked else []
+    mixture = random.sample(there, random.randint(1, len(there)))
+    return {"asked": asked, "mixture": tuple(sorted(mixture, key=FIELDS.index))}
+
+
+def _walk(random: Random, d: dict) -> dict:
+    kind, projected = d["kind"], d["kind"] != "logits"
+    layouts = [random.choice(_LAYOUTS) if random.random() < 0.2 else "plain" for _ in range(5)]
+    walks = (
+        ("backward",) * 8 + ("twice", "twice", "save_on_cpu", "gapped hooks", "transposed hooks", "checkpoint",
+        "reentrant checkpoint", "twice under hooks")
+        + (("input alone", "weight alone", "bias alone") if projected else ())
+    )  # fmt: skip
+    frozen: tuple[str, ...] = ()
+    if projected and random.random() < 0.25:
+        frozen = tuple(name for name in ("input", "weight", "bias") if random.random() < 0.5)
+    rows = sum(n for _, n in d["shards"])
+    if "expanded" in layouts[1:3] and rows != d["V"]:
+        # What is behind the vocabulary differs from what is in it.
+        layouts[1:3] = ["plain" if layout == "expanded" else layout for layout in layouts[1:3]]
+    if d.get("bias") == "masked":
+        layouts[2] = "gaps" if layouts[2] == "expanded" else layouts[2]
+    upstreams = ("random",) * 4 + ("ones", "some zeros", "zero", "large", "tiny")
+    if kind == "logits":
+        upstreams = ("random", "random", "ones", "some zeros", "zero", "large", "tiny")
+    return {
+        "upstream": random.choice(upstreams),
+        "frozen": frozen,
+        "layouts": tuple(layouts),
+        "mode": random.choices(("train", "no_grad", "inference"), (88, 6, 6))[0],
+        "walk": random.choice(walks),
+    }

@@ -1,5 +1,6 @@
 """Real text without a download: find it, train a BPE on it once, keep the token stream in a cache."""
 
+import codecs
 import hashlib
 import json
 import os
@@ -11,13 +12,21 @@ from pathlib import Path
 
 import numpy as np
 import tokenizers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from training.config import TextConfig
 
 END_OF_DOCUMENT = "<|endoftext|>"
 # Installed packages are not the standard library, and its tests are long tables rather than prose or programs.
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "node_modules", "site-packages", "test", "tests"}
+
+# The words of GPT-2's BPE, cut after LONGEST characters: the time to train on a word grows with the square of its
+# length, so without a bound a long text without blanks would take hours. Longer words are rare in common text.
+LONGEST = 32
+_RUN = f"{{1,{LONGEST}}}"
+PIECE = (
+    rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}{_RUN}| ?\p{{N}}{_RUN}| ?[^\s\p{{L}}\p{{N}}]{_RUN}|\s{_RUN}(?!\S)|\s{_RUN}"
+)
 
 
 @dataclass
@@ -72,6 +81,8 @@ def read_documents(config: TextConfig) -> tuple[str, list[str]]:
         root = Path(config.path)
         if not root.exists():
             raise ValueError(f"no such file or folder: {root}")
+        if not root.is_file() and not root.is_dir():  # reading a pipe or a device might never end
+            raise ValueError(f"{root} is neither a file nor a folder")
         source, paths = str(root), root.rglob("*") if root.is_dir() else iter([root])
     return source, list(_read(root, paths, config.max_bytes))
 
@@ -81,11 +92,15 @@ def _read(root: Path, paths: Iterator[Path], left: int) -> Iterator[str]:
         parts = path.relative_to(root).parts
         if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(".") for part in parts) or not path.is_file():
             continue
-        data = path.read_bytes()[:left]
-        try:  # the cut may have split a character: drop what is left of it
-            document = data.decode("utf-8", errors="ignore" if len(data) == left else "strict")
-        except UnicodeDecodeError:
-            continue  # not text
+        data, cut = _read_at_most(path, left)
+        try:  # the cut may have split a character: what is left of it is dropped
+            document = codecs.getincrementaldecoder("utf-8")().decode(data, final=not cut)
+        except UnicodeDecodeError as error:
+            if parts:
+                continue  # not text
+            raise ValueError(
+                f"{path} is not UTF-8: byte {data[error.start]:#04x} at position {error.start}"
+            ) from None
         if document.strip() and "\0" not in document:
             left -= len(data)
             yield document
@@ -93,8 +108,21 @@ def _read(root: Path, paths: Iterator[Path], left: int) -> Iterator[str]:
             return
 
 
+def _read_at_most(path: Path, size: int) -> tuple[bytes, bool]:
+    """The first `size` bytes of a file, and whether it has more."""
+    with path.open("rb") as file:
+        # Python makes room for as much as is asked for, however short the file is.
+        data = file.read(min(size, os.fstat(file.fileno()).st_size))
+        return data, bool(file.read(1))
+
+
 def _key(documents: list[str], config: TextConfig) -> str:
-    settings = {"vocab_size": config.vocab_size, "end": END_OF_DOCUMENT, "tokenizers": tokenizers.__version__}
+    settings = {
+        "vocab_size": config.vocab_size,
+        "end": END_OF_DOCUMENT,
+        "piece": PIECE,
+        "tokenizers": tokenizers.__version__,
+    }
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     for document in documents:
         data = document.encode()
@@ -102,9 +130,14 @@ def _key(documents: list[str], config: TextConfig) -> str:
     return digest.hexdigest()[:24]
 
 
+def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(Regex(PIECE), behavior="isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
 def _train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -7,16 +7,16 @@ import shlex
 import sys
 from pathlib import Path
 
-from training.packages import fail, require
+from training.packages import require
+from training.refusal import Refusal, check_folder, fail
 
 require("omegaconf", "pydantic", "rich", "torch", "matplotlib")
 
 from rich.console import Console  # noqa: E402
 from training.compare import compare  # noqa: E402
-from training.config import Config, Refusal, parse_command_line  # noqa: E402
-from training.host import check_folder  # noqa: E402
-from training.launch import split_arguments  # noqa: E402
+from training.config import Config, parse_command_line  # noqa: E402
 from training.report import show, write  # noqa: E402
+from training.torchrun import split_arguments  # noqa: E402
 
 
 def report(config: Config, argv: list[str]) -> int:

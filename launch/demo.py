@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from training.packages import fail, require
+from training.packages import require
+from training.refusal import Refusal, check_folder, fail
 
 require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core", "matplotlib")
 
-from training.config import Refusal, parse_command_line  # noqa: E402
-from training.host import check_folder, check_host  # noqa: E402
-from training.launch import environment, prepare_text, split_arguments, torchrun_command  # noqa: E402
+from training.config import parse_command_line  # noqa: E402
+from training.host import check_host  # noqa: E402
+from training.launch import environment, prepare_text, torchrun_command  # noqa: E402
+from training.torchrun import split_arguments  # noqa: E402
 
 
 def main() -> int:

@@ -6,13 +6,15 @@ torchrun's own arguments may come first, ended by `--`; without them all process
 import os
 import sys
 
-from training.packages import fail, require
+from training.packages import require
+from training.refusal import Refusal, fail
 
 require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core")
 
-from training.config import Config, Refusal, parse_command_line  # noqa: E402
-from training.host import check_host, started_by_torchrun  # noqa: E402
-from training.launch import environment, prepare_text, split_arguments, torchrun_command  # noqa: E402
+from training.config import Config, parse_command_line  # noqa: E402
+from training.host import check_host  # noqa: E402
+from training.launch import environment, prepare_text, torchrun_command  # noqa: E402
+from training.torchrun import split_arguments, started_by_torchrun  # noqa: E402
 
 
 def main() -> None:

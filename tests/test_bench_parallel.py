@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -39,11 +40,11 @@ SHORT = Window(0.0, 0.0)  # one call
 # --- a whole run -----------------------------------------------------------------------------------
 
 
-def launch(*arguments: str, python: str = sys.executable, **variables: str) -> subprocess.CompletedProcess:
+def launch(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")}
     return subprocess.run(
         ["bash", str(ROOT / "launch" / "bench.sh"), *arguments],
-        env=inherited | {"PARALLEL_LCE_PYTHON": python} | variables,
+        env=inherited | {"PARALLEL_LCE_PYTHON": sys.executable} | variables,
         capture_output=True,
         text=True,
         timeout=300,
@@ -127,38 +128,57 @@ def test_a_run_fits_the_scaling_model(a_run, capsys):
     assert printed.count("| 16 |") == 4 and "Error of the fit: " in printed
 
 
-ECHO = """#!/usr/bin/env bash
-[ "$1" = -c ] && exec {python} "$@"
-echo "$@"
-env | grep -E '^(CUDA_DEVICE_MAX_CONNECTIONS|OMP_NUM_THREADS)='
-"""
+def start(monkeypatch, *arguments: str) -> list[str]:
+    """The command that launch/bench.py becomes."""
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    runpy.run_path(str(ROOT / "launch" / "bench.py"))["main"](list(arguments))
+    (command,) = commands
+    return command
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--tp", "2"], "--standalone --nproc-per-node 2 -m parallel_lce.bench.parallel --tp 2"),
-        (["--nnodes=2", "--nproc-per-node=8", "--", "--json", "a b"],
-         "--nnodes=2 --nproc-per-node=8 -m parallel_lce.bench.parallel --json a b"),
-        (["--"], "-m parallel_lce.bench.parallel"),
+        ("--tp 2", "--standalone --nproc-per-node 2 -m parallel_lce.bench.parallel --tp 2"),
+        ("--nnodes=2 --nproc-per-node=8 -- --seed 1", "--nnodes=2 --nproc-per-node=8 -m parallel_lce.bench.parallel --seed 1"),
+        ("--", "-m parallel_lce.bench.parallel"),
     ],
 )  # fmt: skip
-def test_torchruns_arguments_come_before_ours(tmp_path, arguments, expected):
-    python = tmp_path / "python"
-    python.write_text(ECHO.format(python=sys.executable))
-    python.chmod(0o755)
-    done = launch(*arguments, python=str(python), OMP_NUM_THREADS="3", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
-    command_line, *variables = done.stdout.splitlines()
-    assert command_line == f"-m torch.distributed.run {expected}"
-    assert set(variables) == {"CUDA_DEVICE_MAX_CONNECTIONS=1", "OMP_NUM_THREADS=3"}
+def test_torchruns_arguments_come_before_ours(arguments, expected, monkeypatch):
+    command = start(monkeypatch, *arguments.split())
+    assert command == [sys.executable, "-m", "torch.distributed.run", *expected.split()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--no-such-flag -- --tp 1", "torchrun: "),
+        ("--json {folder}", "--json={folder} is no file that can be written to"),
+        ("--plot {folder}/file/x.png", "the folder of --plot={folder}/file cannot be made a folder"),
+        ("--trace {folder}/file", "--trace={folder}/file cannot be made a folder"),
+        ("--peers none-such", "no such peer: none-such"),
+        ("--timeout nan", "--timeout must be a number >= 0, got nan"),
+        ("--nproc-per-node=2 -- --tp 4", "--tp must lie in 1 to 2, the number of ranks, got [4]"),
+        ("--nproc-per-node=2 -- --device cuda", "one GPU per process is needed, this host has 0"),
+    ],
+)
+def test_mistakes_are_said_once_before_any_rank_starts(arguments, message, tmp_path):
+    (tmp_path / "file").write_text("")
+    done = launch(*arguments.format(folder=tmp_path).split(), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and done.stdout == ""
+    *_, last = done.stderr.splitlines()  # argparse says how it is used before
+    assert "error: " in last and message.format(folder=tmp_path) in last
+    assert "Traceback" not in done.stderr
 
 
 # --- what a command line measures ------------------------------------------------------------------
 
 
 def options(*arguments, ranks=8):
-    return command.parse_arguments(["--device", "cpu", *arguments], ranks)
+    return command.parse_arguments(["--device", "cpu", *arguments], ranks, ranks)
 
 
 def test_sizes_are_powers_of_two_and_all_ranks():
@@ -180,6 +200,8 @@ def test_sizes_are_powers_of_two_and_all_ranks():
         (["--peers", "nobody"], "no such peer: nobody"),
         (["--without", "bare,nobody"], "no such peer: nobody"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--measured-ms", "nan"], "--measured-ms must be a number >= 0, got nan"),
+        (["--warm-up-ms=-1"], "--warm-up-ms must be a number >= 0, got -1.0"),
     ],
 )
 def test_a_bad_command_line_says_why(arguments, words, capsys):

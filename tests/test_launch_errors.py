@@ -12,8 +12,10 @@ import pytest
 pytest.importorskip("omegaconf", reason="needs the training program's packages")
 pytest.importorskip("pydantic", reason="needs the training program's packages")
 
-from training.config import DEFAULT_CONFIG, ROOT, Refusal, load_config, parse_command_line, save_config
-from training.host import check_host, started_by_torchrun
+from training.config import DEFAULT_CONFIG, ROOT, load_config, parse_command_line, save_config
+from training.host import check_host
+from training.refusal import Refusal
+from training.torchrun import started_by_torchrun
 
 TIMEOUT = 120
 CPU = "parallel.device=cpu"

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import torch
 
-from training.config import Config, LossImpl, Refusal
+from training.config import Config, LossImpl
+from training.refusal import Refusal
 
 # Folder under the output, and what sets that run apart from the configuration it was started with.
 RUNS = {

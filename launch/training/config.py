@@ -15,6 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 from yaml import YAMLError
 
+from training.refusal import Refusal
+
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "demo.yaml"
 
@@ -23,10 +25,6 @@ Count = Annotated[int, Field(strict=True, ge=1)]
 Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
-
-
-class Refusal(ValueError):
-    """A mistake of the user's: a program says it in one line and exits with status 2."""
 
 
 class Section(BaseModel):

@@ -6,18 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from training.config import Config, Refusal
+from training.config import Config
+from training.refusal import Refusal
 from training.text import load_text
 
 PROGRAM = Path(__file__).resolve().parents[1] / "train.py"
-
-
-def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
-    """torchrun's own arguments, those in front of a `--` if there is one, and the program's."""
-    if "--" not in argv:
-        return [], argv
-    end = argv.index("--")
-    return argv[:end], argv[end + 1 :]
 
 
 def prepare_text(config: Config) -> None:

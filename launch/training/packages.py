@@ -1,14 +1,19 @@
-"""Whether the interpreter has what a program needs. Imported before anything that it may lack."""
+"""Whether the interpreter has what a program needs. Imported before anything that it may lack.
+
+    python -m training.packages EXTRA PACKAGE ...
+"""
 
 import importlib.util
 import sys
 
+from training.refusal import fail
 
-def require(*packages: str) -> None:
-    """Ends the program with one line and exit status 2 if a package is missing."""
+
+def require(*packages: str, extra: str = "demo") -> None:
+    """Ends the program with one line and exit status 2 if a package is missing. `extra` of the repository has it."""
     missing = [name for name in packages if not _found(name)]
     if missing:
-        fail(f"{sys.executable} has no {', '.join(missing)}: pip install '.[demo]' in the repository installs them")
+        fail(f"{sys.executable} has no {', '.join(missing)}: pip install '.[{extra}]' in the repository installs them")
 
 
 def _found(name: str) -> bool:
@@ -18,11 +23,5 @@ def _found(name: str) -> bool:
         return False
 
 
-def fail(message: str) -> None:
-    """The end of a program that was asked for what it cannot do."""
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
 if __name__ == "__main__":
-    require(*sys.argv[1:])
+    require(*sys.argv[2:], extra=sys.argv[1])

@@ -21,11 +21,12 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 
 from training.batches import Batches  # noqa: E402
-from training.config import Config, Refusal, describe, save_config  # noqa: E402
-from training.host import check_folder, check_processes, uses_cuda  # noqa: E402
+from training.config import Config, describe, save_config  # noqa: E402
+from training.host import check_processes, uses_cuda  # noqa: E402
 from training.megatron_cpu import adapt_megatron_to_cpu  # noqa: E402
 from training.memory import loss_peak_bytes  # noqa: E402
 from training.model import padded_vocab_size  # noqa: E402
+from training.refusal import Refusal, check_folder  # noqa: E402
 from training.step import Stepper, mean_loss  # noqa: E402
 from training.text import load_text  # noqa: E402
 

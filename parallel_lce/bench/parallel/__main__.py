@@ -10,6 +10,7 @@ import contextlib
 import gc
 import importlib.util
 import io
+import math
 import os
 import sys
 import time
@@ -37,8 +38,8 @@ VOCABULARY, HIDDEN = {"cpu": 4096, "cuda": 131072}, {"cpu": 64, "cuda": 4096}
 SEQUENCE_PARALLEL = {"off": False, "on": True}
 
 
-def parse_arguments(arguments, ranks):
-    """The command line of a run of so many ranks."""
+def parse_arguments(arguments, ranks, ranks_here):
+    """The command line of a run of so many ranks, and so many of this host."""
     parser = argparse.ArgumentParser(prog="./launch/bench.sh", description="parallel_lce over tensor-parallel ranks.")
     parser.add_argument("--tp", nargs="+", type=int, metavar="P",
                         help="TP sizes (the powers of two up to the number of ranks, and that number)")  # fmt: skip
@@ -71,13 +72,17 @@ def parse_arguments(arguments, ranks):
     options.dtype = DTYPES[options.dtype or DEFAULT_DTYPE[options.device]]
     options.sequence_parallel = [SEQUENCE_PARALLEL[word] for word in dict.fromkeys(options.sequence_parallel)]
     options.window = Window(options.warm_up_ms / 1e3, options.measured_ms / 1e3)
-    _check(parser, options, ranks)
+    _check(parser, options, ranks, ranks_here)
     return options
 
 
-def _check(parser, options, ranks):
+def _check(parser, options, ranks, ranks_here):
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    for option in ("warm-up-ms", "measured-ms", "timeout"):
+        value = getattr(options, option.replace("-", "_"))
+        if not (math.isfinite(value) and value >= 0):
+            parser.error(f"--{option} must be a number >= 0, got {value}")
     if not 1 <= options.tp[0] <= options.tp[-1] <= ranks:
         parser.error(f"--tp must lie in 1 to {ranks}, the number of ranks, got {options.tp}")
     for tp in options.tp:
@@ -91,7 +96,7 @@ def _check(parser, options, ranks):
         if unknown:
             parser.error(f"no such peer: {', '.join(unknown)}; known: {', '.join(known)}")
         setattr(options, option, given if getattr(options, option) is not None else None)
-    if options.device == "cuda" and torch.cuda.device_count() < int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+    if options.device == "cuda" and torch.cuda.device_count() < ranks_here:
         parser.error(f"one GPU per process is needed, this host has {torch.cuda.device_count()}")
 
 
@@ -151,7 +156,8 @@ def main(arguments=None):
             warnings.filterwarnings("ignore")
             for redirect in (contextlib.redirect_stdout, contextlib.redirect_stderr):
                 quiet.enter_context(redirect(io.StringIO()))
-        options = parse_arguments(arguments, int(os.environ["WORLD_SIZE"]))
+        ranks, here = int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        options = parse_arguments(arguments, ranks, here)
     need_extra(options)
     return run(options, rank)
 

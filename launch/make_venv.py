@@ -1,0 +1,96 @@
+"""Makes the repository's .venv, unless it is there and up to date. env.sh starts this, and knows the result's place.
+
+    BASE launch/make_venv.py BASE        BASE: the Python that .venv is made with
+
+Needs the standard library alone. Exits with 2 if .venv cannot be made here, with 1 if the installation fails.
+"""
+
+import errno
+import fcntl
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = Path(os.path.realpath(ROOT / ".venv"))  # .venv may be a link to another disk
+PYTHON = VENV / "bin" / "python"
+STAMP = VENV / "stamp"
+INSTALL = ["-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", "constraints.txt", "-e", ".[test]"]
+
+
+def stamp() -> str:
+    """What was asked for and with which Python: when either changes, .venv is made anew."""
+    files = b"\0".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
+    return f"{hashlib.sha256(files).hexdigest()} {sys.version_info.major}.{sys.version_info.minor}"
+
+
+def is_made() -> bool:
+    try:
+        return STAMP.read_text().strip() == stamp() and os.access(PYTHON, os.X_OK)
+    except OSError:
+        return False
+
+
+def main(base: str) -> None:
+    if is_made():
+        return
+    # Beside .venv, since what is in there is cleared. The file stays; the lock ends with its process, however that ends.
+    with open(f"{VENV}.lock", "w") as lock:
+        wait_for(lock)
+        if not is_made():
+            make(base)
+
+
+def wait_for(lock) -> None:
+    """Takes the lock. Two first starts at once, perhaps on two hosts, would clear each other's .venv.
+
+    lockf, since NFS has such locks; flock(1) is not on every system. Where a file system has no locks at all, nothing
+    keeps the starts apart.
+    """
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EACCES, errno.EAGAIN):
+            say(f"another start is installing into {VENV}, waiting for it")
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+
+
+def make(base: str) -> None:
+    say(f"installing into {VENV} with Python {platform.python_version()}, once; this takes a minute or more")
+    STAMP.unlink(missing_ok=True)
+    if run(base, "-m", "venv", "--clear", str(VENV)) is not None:
+        # Some systems ship Python and pip without ensurepip: their pip then installs one.
+        failure = run(base, "-m", "venv", "--clear", "--without-pip", str(VENV))
+        failure = failure or run(base, "-m", "pip", "--python", str(PYTHON), "install", "-qq", "pip")
+        if failure is not None:
+            fail(2, f"cannot make {VENV}: {failure}")
+    if subprocess.run([PYTHON, *INSTALL], cwd=ROOT).returncode:
+        fail(1, f"the installation into {VENV} failed; the next start tries again")
+    STAMP.write_text(stamp() + "\n")  # last, so that an interrupted installation leaves none
+
+
+def run(*command: str) -> str | None:
+    """None if it succeeds, else the last line it said. In ROOT, none of whose files stands in for a module."""
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return (done.stdout.strip().splitlines() or ["no reason given"])[-1] if done.returncode else None
+
+
+def say(message: str) -> None:
+    print(f"parallel_lce: {message}", file=sys.stderr, flush=True)
+
+
+def fail(status: int, message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1])
+    except OSError as error:
+        fail(2, f"cannot write {error.filename}: {error.strerror}; PARALLEL_LCE_PYTHON=... is used as it is")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,33 @@
+"""How a program ends that was asked for what it cannot do. Needs the standard library alone."""
+
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+
+class Refusal(ValueError):
+    """A mistake of the user's: a program says it in one line and exits with status 2."""
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the program as a Refusal does."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def check_folder(name: str, folder: str) -> None:
+    """Makes the folder. Raises a Refusal if that is impossible."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise Refusal(f"{name}={folder} cannot be made a folder: {getattr(error, 'strerror', None) or error}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise Refusal(f"{name}={folder} is a folder that cannot be written to")
+
+
+def check_file(name: str, path: str) -> None:
+    """Makes the folder of a file that will be written. Raises a Refusal if the file could not be."""
+    check_folder(f"the folder of {name}", str(Path(path).parent))
+    if Path(path).is_dir() or (Path(path).exists() and not os.access(path, os.W_OK)):
+        raise Refusal(f"{name}={path} is no file that can be written to")

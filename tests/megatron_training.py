@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from megatron_models import BATCH, SEQUENCE, Model, batch, build_chunks, losses_of
+from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, build_chunks, losses_of
 from world import Member
 
 
@@ -186,3 +186,12 @@ def assert_equal(ours: Trained, stock: Trained, tolerance: float) -> None:
                 continue
             difference = (tensor - truth[name]).norm() / truth[name].norm().clamp(min=1e-12)
             assert difference <= tolerance, (name, difference)
+
+
+def output_layers(member: Member, spec: Model) -> tuple:
+    """Stock's and our model of the same weights, hidden states ``[s/P, b, h]``, and the shared weight."""
+    stock = build(member, spec, {})
+    ours = build(member, spec, switched(spec))
+    parts = spec.tensor if spec.sequence_parallel else 1
+    hidden = torch.randn(SEQUENCE // parts, BATCH, HIDDEN).to(member.device)
+    return stock, ours, hidden, ours.shared_embedding_or_output_weight() if spec.tied else None

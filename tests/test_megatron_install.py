@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,11 +137,26 @@ def _unsupported(member: Member) -> None:
     with pytest.raises(ValueError, match=r"needs a weight \[96, 32\], got \[95, 32\]"):
         tied.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN), weight=torch.zeros(95, HIDDEN))
     parallel_lce.megatron.uninstall()
-    # A forgotten install() fails loudly.
-    model = build(member, spec, options)
-    with pytest.raises(UnboundLocalError):
-        losses_of(model, spec, batch(0, spec, member.device))
 
 
 def test_unsupported_settings(worlds):
     worlds(1).run(_unsupported)
+
+
+def _forgotten(member: Member, family: str) -> str:
+    """The last line of what a model that asks for this loss ends with."""
+    spec = Model(ranks=member.ranks, family=family)
+    parallel_lce.megatron.uninstall()
+    options = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
+    try:
+        losses_of(build(member, spec, options), spec, batch(0, spec, member.device))
+    except Exception as error:
+        return "".join(traceback.format_exception_only(error)).strip()
+    return "no error"
+
+
+@pytest.mark.parametrize("family", ["gpt", "mamba", "bert", "t5"])
+def test_a_forgotten_install_ends_as_documented(family, worlds):
+    (line,) = worlds(1).run(_forgotten, family)
+    document = (Path(__file__).parent.parent / "docs" / "megatron.md").read_text()
+    assert line.startswith("UnboundLocalError: ") and line in document.splitlines()

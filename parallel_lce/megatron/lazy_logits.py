@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import numbers
-import operator
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -27,12 +28,28 @@ def keep_autograd_gradient(weight: Tensor) -> None:
         weight.zero_out_wgrad = True
 
 
+_APPLY = torch.autograd.Function.apply.__code__
+
+
+def _version(tensor: Tensor) -> int | None:
+    """How often it was changed in place; inference tensors do not count."""
+    return None if tensor.is_inference() else tensor._version
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """That of the tensor's device, None where autocast is off; meta tensors have none."""
+    kind = tensor.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
 class LogitsWarning(RuntimeWarning):
     """Training makes the whole logits. No UserWarning: Megatron-LM's programs silence those on all ranks
     but the first, which has no output layer under pipeline parallelism."""
 
 
-def warn_of_logits(module: torch.nn.Module, reason: str) -> None:
+def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) -> None:
     """Say once per module and reason, on one of the ranks that have it, that training makes the logits."""
     said = vars(module).setdefault("_parallel_lce_said", set())
     if reason in said:
@@ -45,26 +62,23 @@ def warn_of_logits(module: torch.nn.Module, reason: str) -> None:
         if replica or parallel_state.get_tensor_model_parallel_rank():
             return
     message = f"parallel_lce: training makes the whole logits, which need not exist: {reason}"
-    warnings.warn(message, LogitsWarning, stacklevel=3)
-
-
-def _refuse_in_place(name: str) -> None:
-    raise RuntimeError(
-        f"parallel_lce: in-place {name} on the output layer's result would be lost, since the loss "
-        "does not read the logits: change the hidden states or the loss instead, or train without "
-        "cross_entropy_fusion_impl='parallel_lce'"
-    )
+    warnings.warn(message, LogitsWarning, stacklevel=stacklevel)
 
 
 class LazyLogits:
-    """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``.
+    """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, multiplied by ``scale``.
 
     The loss takes the parts; sizes, and each token's largest logit and its place, are known without
-    logits. Any other use (a method, an operator, an index, a torch function) makes the real ones as the
-    stock layer does, and one that would change them in place is refused: the loss would not see the
-    change. ``sequence_parallel`` is the layer's at the time of the call. ``weight`` is the shared one
-    that was passed to the layer, or None for the layer's own. The logits are multiplied by ``scale``.
+    logits. The first other use (a method, an operator, an index, a torch function) makes the real
+    ones as the stock layer does, in the modes in which the layer was called. They are kept in
+    ``made``: every later use gets that one tensor, the loss too, so that changes of it count,
+    whatever view or name they are made through.
+
+    ``sequence_parallel`` is the layer's at the time of the call. ``weight`` is the shared one that was
+    passed to the layer, or None for the layer's own.
     """
+
+    __array_priority__ = Tensor.__array_priority__
 
     def __init__(
         self,
@@ -73,30 +87,82 @@ class LazyLogits:
         weight: Tensor | None,
         sequence_parallel: bool,
         stock_forward: Callable[..., tuple[Tensor, Tensor | None]],
-        scale: float = 1.0,
     ) -> None:
-        self.layer, self.hidden, self.weight = layer, hidden, weight
-        self.sequence_parallel, self.stock_forward = sequence_parallel, stock_forward
-        self.scale = scale
+        parts = {"hidden states": hidden, "weight": layer.weight if weight is None else weight, "bias": layer.bias}
+        vars(self).update(  # past __setattr__
+            layer=layer,
+            hidden=hidden,
+            weight=weight,
+            sequence_parallel=sequence_parallel,
+            stock_forward=stock_forward,
+            scale=1.0,
+            made=None,
+            grad_enabled=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast_dtype=_autocast_dtype(hidden),
+            versions=[(n, t, _version(t)) for n, t in parts.items() if t is not None],
+        )
 
     def __reduce_ex__(self, protocol):
         """Pickled, as Megatron's config logger does, they are the real logits."""
-        return self.materialize("pickling").detach().__reduce_ex__(protocol)
+        return self.materialize("pickling").__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
         return f"LazyLogits({list(self.shape)}, {self.dtype}, {self.device})"
 
+    @torch.compiler.disable(reason="lazy logits are Python objects")
     def materialize(self, use: str) -> Tensor:
-        """The real logits; in training one warning names the ``use`` that wants them."""
-        if self.layer.training:
-            warn_of_logits(self.layer, f"{use} of the output layer's result wants them")
-        keep_autograd_gradient(self.used_weight)
-        before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
-        try:
-            logits, _ = self.stock_forward(self.hidden, weight=self.weight)
-        finally:
-            self.layer.sequence_parallel = before
-        return logits if self.scale == 1.0 else logits * self.scale
+        """The real logits; in training one warning names the first ``use``, which makes them.
+
+        Collectives: those of the stock layer's forward, at the first use.
+        """
+        self.check()
+        if self.made is None:
+            if self.layer.training:
+                # The line that uses them: it calls a method of this class, through compiler.disable.
+                reason = f"{use} of the output layer's result wants them"
+                warn_of_logits(self.layer, reason, stacklevel=5)
+            before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
+            try:
+                with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled):
+                    keep_autograd_gradient(self.used_weight)
+                    with self.autocast():
+                        logits, _ = self.stock_forward(self.hidden, weight=self.weight)
+                        self.made = logits if self.scale == 1.0 else logits * self.scale
+            finally:
+                self.layer.sequence_parallel = before
+        return self.made
+
+    def autocast(self) -> AbstractContextManager:
+        """Autocast as it was when the output layer was called."""
+        if self.autocast_dtype == _autocast_dtype(self.hidden):
+            return nullcontext()
+        enabled = self.autocast_dtype is not None
+        return torch.autocast(self.hidden.device.type, dtype=self.autocast_dtype, enabled=enabled)
+
+    def check(self) -> None:
+        """Refuse what stock's logits, which exist from the call on, would not have come to.
+
+        Raises:
+            RuntimeError: logits that are still to be made, and parts that have changed in place;
+                ``torch.autograd.Function.apply`` was given this, and gives gradients to tensors alone.
+        """
+        for name, tensor, version in self.versions if self.made is None else ():
+            if _version(tensor) != version:
+                raise RuntimeError(
+                    f"parallel_lce: the output layer's {name} changed in place after the layer was called, "
+                    "and its logits, or their loss, are computed only now: change a copy"
+                )
+        if torch.is_grad_enabled() or not self.requires_grad:
+            return
+        frame = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code is _APPLY and any(a is self for a in frame.f_locals.get("args", ())):
+                raise RuntimeError(
+                    "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) was given the output "
+                    "layer's result, which is no tensor, and would lose its gradient: give it `logits[...]`"
+                )
+            frame = frame.f_back
 
     @property
     def used_weight(self) -> Tensor:
@@ -104,39 +170,43 @@ class LazyLogits:
 
     @property
     def shape(self) -> torch.Size:
+        if self.made is not None:
+            return self.made.shape
         sequence, *others = self.hidden.shape[:-1]
         parts = self.layer.tp_group.size() if self.sequence_parallel else 1
         return torch.Size((parts * sequence, *others, self.layer.output_size_per_partition))
 
     @property
     def device(self) -> torch.device:
-        return self.hidden.device
+        return self.hidden.device if self.made is None else self.made.device
 
     @property
     def dtype(self) -> torch.dtype:
-        kind, asked = self.device.type, getattr(self.layer, "output_dtype", None)  # from 0.20 on
-        if asked is not None:
-            return asked
-        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else self.hidden.dtype
+        if self.made is not None:
+            return self.made.dtype
+        asked = getattr(self.layer, "output_dtype", None)  # from 0.20 on
+        return asked or self.autocast_dtype or self.hidden.dtype
 
     @property
     def requires_grad(self) -> bool:
+        if self.made is not None:
+            return self.made.requires_grad
         tensors = self.hidden, self.used_weight, self.layer.bias
-        return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+        return self.grad_enabled and any(t is not None and t.requires_grad for t in tensors)
 
     @property
     def is_cuda(self) -> bool:
-        return self.hidden.is_cuda
+        return self.device.type == "cuda"
 
     def is_floating_point(self) -> bool:
-        return True
+        return self.dtype.is_floating_point
 
     def numel(self) -> int:
         return self.shape.numel()
 
     @property
     def ndim(self) -> int:
-        return self.hidden.ndim
+        return len(self.shape)
 
     def dim(self) -> int:
         return self.ndim
@@ -147,21 +217,22 @@ class LazyLogits:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.materialize("iteration"))
-
     def max(self, *arguments, **options):
         """Over the vocabulary, without a gradient, by statistics; else as of the real logits."""
-        if _over_vocabulary(self, *arguments, **options) and not torch.is_grad_enabled():
+        if self._known_without_logits(*arguments, **options) and not torch.is_grad_enabled():
             found = self._statistics()
             return torch.return_types.max((found.max_logit.to(self.dtype), found.argmax))
         return self.materialize("'max'").max(*arguments, **options)
 
     def argmax(self, *arguments, **options) -> Tensor:
         """Over the vocabulary by statistics; else as of the real logits."""
-        if _over_vocabulary(self, *arguments, **options):
+        if self._known_without_logits(*arguments, **options):
             return self._statistics().argmax
         return self.materialize("'argmax'").argmax(*arguments, **options)
+
+    def _known_without_logits(self, dim: object = None, keepdim: bool = False, **others) -> bool:
+        over_vocabulary = isinstance(dim, int) and dim in (-1, self.ndim - 1)
+        return self.made is None and over_vocabulary and not keepdim and not others
 
     @torch.no_grad()
     def _statistics(self) -> TokenStatistics:
@@ -170,82 +241,87 @@ class LazyLogits:
         One more projection, but no logits. Under sequence parallelism the hidden states are gathered
         first, as the stock layer does.
         """
+        self.check()
         hidden = self.hidden
         if self.sequence_parallel:
             layout = Layout.of(self.layer.tp_group, True)
             flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
             whole = Block(0, flat.shape[0], 0)
             hidden = gather_hidden(flat, whole, layout).wait().view(*self.shape[:-1], -1)
-        return token_statistics(
-            hidden,
-            self.used_weight,
-            None,
-            linear_bias=self.layer.bias,
-            logit_scale=self.scale,
-            argmax=True,
-        )
+        with self.autocast():
+            return token_statistics(
+                hidden,
+                self.used_weight,
+                None,
+                linear_bias=self.layer.bias,
+                logit_scale=self.scale,
+                argmax=True,
+            )
 
     def __mul__(self, factor: object) -> LazyLogits | Tensor:
-        if isinstance(factor, numbers.Real):
-            parts = self.layer, self.hidden, self.weight, self.sequence_parallel, self.stock_forward
-            return LazyLogits(*parts, self.scale * float(factor))
-        return self.materialize("multiplication") * factor
+        """By a number, lazy logits of their own while nothing is made."""
+        if self.made is not None or not isinstance(factor, numbers.Real):
+            return self.materialize("multiplication") * factor
+        self.check()
+        product = object.__new__(LazyLogits)
+        vars(product).update(vars(self))
+        product.scale = self.scale * float(factor)
+        product.grad_enabled = self.grad_enabled and torch.is_grad_enabled()
+        return product
 
     __rmul__ = __mul__
 
     def __getattr__(self, name: str):
-        if name.startswith("__") or not hasattr(Tensor, name):
+        special = name.startswith("__") and name != "__cuda_array_interface__"
+        if special or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name.endswith("_"):
-            _refuse_in_place(name)
         return getattr(self.materialize(f"attribute {name!r}"), name)
 
-    def __getitem__(self, index):
-        return self.materialize("indexing")[index]
-
-    def __setitem__(self, index, value):
-        _refuse_in_place("assignment")
+    def __setattr__(self, name: str, value: object) -> None:
+        if hasattr(Tensor, name):
+            setattr(self.materialize(f"attribute {name!r}"), name, value)
+        else:
+            object.__setattr__(self, name, value)
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        name = getattr(function, "__name__", str(function))
-        if isinstance((kwargs or {}).get("out"), cls) or (
-            name.endswith("_") and not name.startswith("__") and isinstance(args[0], cls)
-        ):
-            _refuse_in_place(name)
-        if function in (torch.max, torch.argmax):
-            logits, *others = args
-            if isinstance(logits, cls):
-                return getattr(logits, name)(*others, **(kwargs or {}))
+        name, options = getattr(function, "__name__", str(function)), kwargs or {}
+        maximum = function in (torch.max, torch.argmax) and "out" not in options
+        if maximum and args and isinstance(args[0], cls):
+            return getattr(args[0], name)(*args[1:], **options)
         use = f"torch function {name!r}"
 
         def real(value):
             if isinstance(value, cls):
                 return value.materialize(use)
-            return type(value)(map(real, value)) if isinstance(value, (list, tuple)) else value
+            if isinstance(value, dict):
+                return type(value)((k, real(v)) for k, v in value.items())
+            if isinstance(value, (list, tuple)):
+                items = map(real, value)
+                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return value
 
-        return function(*map(real, args), **{k: real(v) for k, v in (kwargs or {}).items()})
+        return function(*map(real, args), **{k: real(v) for k, v in options.items()})
 
 
-def _over_vocabulary(logits: LazyLogits, dim: object = None, keepdim: bool = False) -> bool:
-    return isinstance(dim, int) and dim in (-1, logits.ndim - 1) and not keepdim
+def _add_special_methods() -> None:
+    """Those of tensors: Python looks them up on the class, past ``__getattr__``."""
 
+    def add(name: str) -> None:
+        in_place = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
 
-def _add_operators() -> None:
-    """Python looks operators up on the class, past ``__getattr__``."""
-    comparisons = ("lt", "le", "gt", "ge", "eq", "ne")
-    arithmetic = ("add", "sub", "truediv", "floordiv", "mod", "pow")
-
-    def add(name: str, function: Callable) -> None:
-        def call(self, *others):
-            return function(self.materialize(f"operator {name!r}"), *others)
+        def call(self, *arguments, **options):
+            result = getattr(self.materialize(f"operator {name!r}"), name)(*arguments, **options)
+            # An augmented assignment binds this name to the result: to both names' one tensor.
+            return self if in_place and result is self.made else result
 
         setattr(LazyLogits, name, call)
 
-    for name in (*comparisons, *arithmetic, "neg", "abs"):
-        add(f"__{name}__", getattr(operator, name))
-    for name in arithmetic:
-        add(f"__r{name}__", lambda z, other, of=getattr(operator, name): of(other, z))
+    comparisons = {f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")}
+    others = set(dir(Tensor)) - set(dir(object)) - {"__torch_function__", "__torch_dispatch__", "__setstate__"}
+    for name in (comparisons | others) - set(vars(LazyLogits)):
+        if name.startswith("__") and callable(getattr(Tensor, name)):
+            add(name)
 
 
-_add_operators()
+_add_special_methods()

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel_lce import differentiable
 from parallel_lce.checks import Arguments
-from parallel_lce.functional import prepare
 from parallel_lce.logits import vocab_parallel_cross_entropy
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.partials import Columns
+from parallel_lce.prepare import prepare
 from parallel_lce.weight_grad import MainGrad
 
 # Classes whose forward the loss may stand for; the second is of Megatron's development branch.
@@ -138,6 +138,9 @@ def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
             "the output layer leaves the reduction of its input's gradient to others; build it with "
             "disable_grad_reduce=False"
         )
+    # Those of all modules, too.
+    if any(layer._get_backward_hooks()) or layer._get_backward_pre_hooks():
+        return "the output layer has backward hooks, which take the gradient of the logits; remove them"
     return None
 
 
@@ -152,16 +155,19 @@ def token_losses(
     A target outside the vocabulary has loss ``lse - max`` and the gradient of lse alone; a token whose
     target is ``ignore_index`` has neither. Padding rows stay in the softmax. Collectives: those of
     :func:`parallel_lce.token_statistics`, or of :func:`parallel_lce.vocab_parallel_cross_entropy` for
-    real logits.
+    real logits and for lazy ones that have been made.
     """
     if isinstance(logits, LazyLogits):
-        return _fused_losses(logits, target, ignore_index)
+        if logits.made is None:
+            return _fused_losses(logits, target, ignore_index)
+        logits = logits.made
     losses = vocab_parallel_cross_entropy(logits, target, tp_group=tp_group)
     return losses if ignore_index is None else losses.masked_fill(target == ignore_index, 0.0)
 
 
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
 def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) -> Tensor:
+    logits.check()
     layer = logits.layer
     weight = logits.used_weight
     arguments = Arguments(
@@ -177,13 +183,15 @@ def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) 
         vocab_size=None,
         **layer.loss_options(),
     )
-    fused = layer.config.gradient_accumulation_fusion and logits.weight is None
-    main_grad = main_grad_of(weight, fused)
-    prepared = prepare(arguments, Columns(), main_grad=main_grad)
-    loss = WeightedLoss(prepared.call.target, ignore_index=ignore_index, outside_is_nan=False)
-    losses = differentiable.token_losses(
-        prepared.call, *prepared.tensors, loss, prepared.differentiable
-    )
+    grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
+    with torch.set_grad_enabled(grad_enabled), logits.autocast():
+        fused = layer.config.gradient_accumulation_fusion and logits.weight is None
+        main_grad = main_grad_of(weight, fused)
+        prepared = prepare(arguments, Columns(), main_grad=main_grad)
+        loss = WeightedLoss(prepared.call.target, ignore_index=ignore_index, outside_is_nan=False)
+        losses = differentiable.token_losses(
+            prepared.call, *prepared.tensors, loss, prepared.differentiable
+        )
     return losses.view(target.shape)
 
 

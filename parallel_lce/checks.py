@@ -52,8 +52,11 @@ def _require(condition: bool, message: Callable[[], str]) -> None:
 
 
 def plain(value: object) -> object:
-    """NumPy's scalars and other numbers as Python's; anything else as it is."""
-    if value is None or isinstance(value, (int, float, Tensor)):
+    """NumPy's scalars and other numbers as Python's; anything else as it is.
+
+    NumPy's float64 is a ``float`` whose comparisons are no ``bool``, which Triton does not take for one.
+    """
+    if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float):
         return value
     if isinstance(value, numbers.Integral):
         return int(value)

@@ -147,16 +147,17 @@ def _save_nothing(ctx, inputs, output) -> None:
     pass
 
 
-# A CUDA graph of torch.compile's would not know of the memory behind a ticket. One that captures
-# forward and backward together, by torch.cuda.graph, needs not.
-_TICKETED = (torch.Tag.cudagraph_unsafe,)
+# A CUDA graph of torch.compile's takes no tensor of the CPU, as the factors are, and would not know of
+# the memory behind a ticket. One that captures forward and backward together, by torch.cuda.graph,
+# has neither.
+_OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
 @torch.library.custom_op(
     "parallel_lce::token_statistics",
     mutates_args=(),
     schema=f"({_OPERANDS}, bool keep, {_CALL}) -> ({', '.join(['Tensor'] * (len(NAMES) + 2))})",
-    tags=_TICKETED,
+    tags=_OUTSIDE_GRAPHS,
 )
 def _token_statistics(hidden, weight, bias, target, factors, keep, *numbers):
     """The fields of :class:`TokenStatistics`, empty where they are None; the partial; the ticket."""
@@ -210,7 +211,7 @@ _token_statistics.register_autograd(_differentiate_statistics, setup_context=_sa
     mutates_args=(),
     schema=f"({_OPERANDS}, Tensor partial, Tensor ticket, Tensor alpha, Tensor? beta, Tensor? gamma, "
     f"Tensor? delta, bool[] needs, {_CALL}) -> Tensor[]",
-    tags=_TICKETED,
+    tags=_OUTSIDE_GRAPHS,
 )
 def _statistics_backward(
     hidden, weight, bias, target, factors, partial, ticket, alpha, beta, gamma, delta, needs, *numbers
@@ -237,7 +238,7 @@ _statistics_backward.register_autograd(_refuse_second_order, setup_context=_save
     "parallel_lce::token_losses",
     mutates_args=(),
     schema=f"({_OPERANDS}, {_LOSS}, bool keep, {_CALL}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    tags=_TICKETED,
+    tags=_OUTSIDE_GRAPHS,
 )
 def _token_losses(hidden, weight, bias, target, factors, token_weight, ignore_index, keep, *numbers):
     """The losses; the coefficients alpha, beta and gamma, empty if it is None; the partial; the ticket."""
@@ -285,6 +286,7 @@ _token_losses.register_autograd(_differentiate_losses, setup_context=_save_losse
     "parallel_lce::accumulated_loss",
     mutates_args=(),
     schema=f"({_OPERANDS}, {_LOSS}, Tensor? divisor, bool[] needs, {_CALL}) -> (Tensor, Tensor[])",
+    tags=_OUTSIDE_GRAPHS,
 )
 def _accumulated_loss(
     hidden, weight, bias, target, factors, token_weight, ignore_index, divisor, needs, *numbers

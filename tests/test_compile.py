@@ -450,6 +450,14 @@ def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
     return prepared.call, tuple(v if v is None else v.detach() for v in prepared.tensors)
 
 
+@pytest.mark.parametrize("name", ["token_statistics", "statistics_backward", "token_losses", "accumulated_loss"])
+def test_operators_that_read_the_cpu_stay_outside_of_the_compilers_graphs(name):
+    """A CUDA graph of ``mode="reduce-overhead"`` would read ``factors`` where there is nothing."""
+    operator = getattr(torch.ops.parallel_lce, name).default
+    assert "factors" in [argument.name for argument in operator._schema.arguments]
+    assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
 def test_contracts_of_the_operators(device):
     """Schema, fake tensors and dynamic shapes by torch's own checks."""
     library = torch.ops.parallel_lce

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import parallel_lce
 from cases import error
-from parallel_lce import reference
+from parallel_lce import checks, reference
 from parallel_lce.backends import named
 from parallel_lce.partials import Columns, bounds_of, merge_messages
 from tools import REDUCED, call, everywhere, good, shrunk, small
@@ -36,15 +36,23 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", NUMBERS)
-def test_numbers_of_other_libraries(name, device):
+@pytest.mark.parametrize("name", [*NUMBERS, "label_smoothing of float64", "z_loss of float64", "logit_scale of float64"])
+def test_numbers_of_other_libraries(name, backend, device):
+    name, _, float64 = name.partition(" of ")
     theirs, plain = NUMBERS[name]
+    theirs = np.float64(plain) if float64 else theirs  # one that is a float, and compares to no bool
     arguments = good(device)
     arguments["target"] %= 9
     assert torch.equal(call(arguments | {name: theirs}), call(arguments | {name: plain}))
     module = parallel_lce.LinearCrossEntropy(**{name: theirs})
     positional = [arguments[k] for k in ("input", "linear_weight", "target")]
     assert torch.equal(module(*positional), call(arguments | {name: plain}))
+
+
+@pytest.mark.parametrize("value", [1.5, np.float64(1.5), np.float32(1.5), fractions.Fraction(3, 2), 2, np.int8(2)], ids=repr)
+def test_a_number_is_of_a_plain_type(value):
+    """Triton's kernels have a case for numbers of Python alone."""
+    assert checks.plain(value) == value and type(checks.plain(value)) in (int, float)
 
 
 @pytest.mark.parametrize("value", [np.float32("nan"), np.bool_(True), fractions.Fraction(10**400), "0.1", [0.1]], ids=repr)

@@ -101,7 +101,7 @@ def _fault(member: Member, where: str) -> None:
     stock, good = train(member, spec, {}), output_layer._fused_losses
 
     def faulty(logits, target, ignore_index):
-        setattr(logits, where, _Faulty.apply(logits.hidden if where == "hidden" else logits.used_weight))
+        setattr(logits, where, _Faulty.apply(logits.hidden if where == "hidden" else logits.weight))
         return good(logits, target, ignore_index)
 
     output_layer._fused_losses = faulty

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
@@ -16,6 +15,7 @@ import parallel_lce.megatron
 from megatron_models import Model, batch, build, losses_of
 from megatron_training import output_layers, switched
 from parallel_lce.megatron.lazy_logits import LazyLogits
+from tools import words_of_error
 from world import Member
 
 
@@ -230,15 +230,6 @@ def test_sizes_and_modes_are_those_of_the_logits(worlds):
     worlds(2).run(_sizes_after)
 
 
-def _error(use) -> str:
-    """Its words; a missing one does not end the process, as pytest.raises would."""
-    try:
-        use()
-    except RuntimeError as error:
-        return str(error)
-    return "no error"
-
-
 def _changed_parts(member: Member, sequence_parallel: bool) -> None:
     """What stock's logits were made of may not change between the layer and its loss; stock's backward refuses it."""
     spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
@@ -259,7 +250,7 @@ def _changed_parts(member: Member, sequence_parallel: bool) -> None:
     for name in ("hidden states", "weight", "bias"):
         if name != "bias":  # a sum's gradient does not need it
             z = lazy(stock, name)
-            assert "modified by an inplace operation" in _error(z.sum().backward), name
+            assert "modified by an inplace operation" in words_of_error(z.sum().backward), name
         for use in (
             lambda z: ours.compute_language_model_loss(labels, z),
             lambda z: z.float(),
@@ -269,7 +260,7 @@ def _changed_parts(member: Member, sequence_parallel: bool) -> None:
             z = lazy(ours, name)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                assert f"output layer's {name} changed in place" in _error(lambda: use(z)), name
+                assert f"output layer's {name} changed in place" in words_of_error(lambda: use(z)), name
     # Changed after the loss it is autograd that refuses; after real logits they stay what they were.
     for name in ("hidden states", "weight"):
         leaf = hidden.clone().requires_grad_()
@@ -279,7 +270,7 @@ def _changed_parts(member: Member, sequence_parallel: bool) -> None:
         part = input_ if name == "hidden states" else ours.output_layer.weight
         with torch.no_grad():
             part.view(-1)[:1].add_(1.0)
-        assert "modified by an inplace operation" in _error(loss.backward), name
+        assert "modified by an inplace operation" in words_of_error(loss.backward), name
     with torch.inference_mode():  # whose tensors do not count their changes
         z = ours.output_layer(hidden.clone())[0]
         assert torch.isfinite(ours.compute_language_model_loss(labels, z)).all()
@@ -296,65 +287,43 @@ def test_changed_hidden_states_and_weights_are_refused(sequence_parallel, worlds
     worlds(2).run(_changed_parts, sequence_parallel)
 
 
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z[...])
-        return z * z
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return 2 * ctx.saved_tensors[0] * upstream
-
-
-class _Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        return (2 * z)[...]
-
-
-def _untracked(member: Member) -> None:
-    """A torch.autograd.Function that gets no tensor returns none with a gradient: refused, or a tensor's."""
-    from megatron.core import tensor_parallel
-
-    stock, ours, hidden, _ = output_layers(member, Model(ranks=member.ranks))
-    ours.output_layer.training = False  # no warnings
-    labels = batch(0, Model(ranks=member.ranks), member.device).labels
-    target, leaf = labels.transpose(0, 1).contiguous(), hidden.clone().requires_grad_()
-    loss_of = ours.compute_language_model_loss
-    uses = [
-        _Square.apply,
-        _Doubled.apply,
-        lambda z: tensor_parallel.vocab_parallel_cross_entropy(z, target),
-        lambda z: checkpoint(torch.square, z, use_reentrant=True),
-        lambda z: checkpoint(loss_of, labels, z, use_reentrant=True),
-        lambda z: (z.add_(0), _Square.apply(z))[1],  # with real logits, too
-    ]
-    for number, use in enumerate(uses):
-        z = ours.output_layer(leaf)[0]
-        assert "give it `logits[...]`" in _error(lambda: use(z)), number
-        with torch.no_grad():  # where stock's has no gradient either
-            assert not use(ours.output_layer(leaf)[0]).requires_grad
-    found = []
+def _after_the_call(member: Member) -> None:
+    """What the layer has or was asked for at its call holds for logits that are made later."""
+    spec = Model(ranks=member.ranks)
+    stock, ours, hidden, _ = output_layers(member, spec)
+    labels, found = batch(0, spec, member.device).labels, []
     for model in (stock, ours):
-        leaf = hidden.clone().requires_grad_()
-        z = model.output_layer(leaf)[0]
-        losses = tensor_parallel.vocab_parallel_cross_entropy(z[...], target)
-        losses.mean().backward()
-        found.append((losses.detach(), leaf.grad))
+        layer = model.output_layer
+        layer.training, layer.gather_output = False, True
+        z = layer(hidden, runtime_gather_output=False)[0]
+        shape = z.shape
+        with torch.no_grad():
+            old, layer.weight = layer.weight, torch.nn.Parameter(torch.zeros_like(layer.weight))
+        losses = model.compute_language_model_loss(labels, z * 1.0)
+        assert z.clone().shape == shape
+        found.append((z.clone(), losses.detach(), model.compute_language_model_loss(labels, z).detach()))
+        layer.weight, layer.gather_output = old, False
     for truth, mine in zip(*found):
         assert (mine - truth).norm() <= 1e-5 * truth.norm()
-    # The loss, recomputed in backward, and a checkpoint within which logits are made for the first time.
-    leaf = hidden.clone().requires_grad_()
-    checkpoint(loss_of, labels, ours.output_layer(leaf)[0], use_reentrant=False).transpose(0, 1).mean().backward()
-    assert (leaf.grad - found[0][1]).norm() <= 1e-5 * leaf.grad.norm()
-    squares = checkpoint(torch.square, ours.output_layer(leaf)[0], use_reentrant=False)
-    assert "different number of tensors was saved" in _error(squares.sum().backward)
+    z = ours.output_layer(hidden)[0]
+    ours.output_layer.bias = torch.nn.Parameter(torch.zeros_like(ours.output_layer.weight[:, 0]))
+    assert "output layer's bias changed" in words_of_error(lambda: z.float())
+    ours.output_layer.bias = None
+    # A hook after the loss would never be called, a gradient never kept.
+    for name, arguments in {"register_hook": (print,), "retain_grad": ()}.items():
+        z = ours.output_layer(hidden.requires_grad_())[0]
+        ours.compute_language_model_loss(labels, z)
+        assert f"{name} comes after the loss" in words_of_error(lambda: getattr(z, name)(*arguments))
+    hidden = hidden.detach().clone()
+    hidden[1] = torch.nan
+    z = ours.output_layer(hidden)[0]
+    with torch.no_grad():  # places that something may be gathered by
+        assert z.argmax(-1).min() == 0 and z.max(-1).indices.min() == 0 and z.max(-1).values[1].isnan().all()
     parallel_lce.megatron.uninstall()
 
 
-def test_autograd_functions_get_no_lazy_logits(worlds):
-    worlds(2).run(_untracked)
+def test_logits_are_those_of_the_call(worlds):
+    worlds(2).run(_after_the_call)
 
 
 def _hooked(member: Member, sequence_parallel: bool) -> None:

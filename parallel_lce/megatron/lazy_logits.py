@@ -5,8 +5,9 @@ from __future__ import annotations
 import numbers
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 
 import torch
 from torch import Tensor
@@ -29,6 +30,22 @@ def keep_autograd_gradient(weight: Tensor) -> None:
 
 
 _APPLY = torch.autograd.Function.apply.__code__
+# A call of these would show nothing of what comes after the loss.
+_HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+def _function_calls() -> Iterator[FrameType]:
+    """The frames, innermost first, of the ``torch.autograd.Function`` whose forwards run; a reentrant
+    checkpoint is one.
+
+    Such a forward has gradients turned off. Its results get gradients of its own, which it passes on
+    to tensors alone: not to lazy logits that it is given, nor by those that it returns.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY:
+            yield frame
+        frame = frame.f_back
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -74,8 +91,8 @@ class LazyLogits:
     ``made``: every later use gets that one tensor, the loss too, so that changes of it count,
     whatever view or name they are made through.
 
-    ``sequence_parallel`` is the layer's at the time of the call. ``weight`` is the shared one that was
-    passed to the layer, or None for the layer's own.
+    The weight, which is ``shared`` if it was passed to the layer, the bias and ``sequence_parallel``
+    are those at the time of the call. ``has_loss``: the loss was computed without logits.
     """
 
     __array_priority__ = Tensor.__array_priority__
@@ -88,18 +105,23 @@ class LazyLogits:
         sequence_parallel: bool,
         stock_forward: Callable[..., tuple[Tensor, Tensor | None]],
     ) -> None:
-        parts = {"hidden states": hidden, "weight": layer.weight if weight is None else weight, "bias": layer.bias}
+        used = layer.weight if weight is None else weight
+        parts = {"hidden states": hidden, "weight": used, "bias": layer.bias}
         vars(self).update(  # past __setattr__
             layer=layer,
             hidden=hidden,
-            weight=weight,
+            weight=used,
+            shared=weight is not None,
+            bias=layer.bias,
             sequence_parallel=sequence_parallel,
             stock_forward=stock_forward,
             scale=1.0,
             made=None,
+            has_loss=False,
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             autocast_dtype=_autocast_dtype(hidden),
+            function_call=None if torch.is_grad_enabled() else next(_function_calls(), None),
             versions=[(n, t, _version(t)) for n, t in parts.items() if t is not None],
         )
 
@@ -125,9 +147,11 @@ class LazyLogits:
             before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
             try:
                 with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled):
-                    keep_autograd_gradient(self.used_weight)
+                    keep_autograd_gradient(self.weight)
                     with self.autocast():
-                        logits, _ = self.stock_forward(self.hidden, weight=self.weight)
+                        logits, _ = self.stock_forward(
+                            self.hidden, weight=self.weight, runtime_gather_output=False
+                        )
                         self.made = logits if self.scale == 1.0 else logits * self.scale
             finally:
                 self.layer.sequence_parallel = before
@@ -144,29 +168,31 @@ class LazyLogits:
         """Refuse what stock's logits, which exist from the call on, would not have come to.
 
         Raises:
-            RuntimeError: logits that are still to be made, and parts that have changed in place;
-                ``torch.autograd.Function.apply`` was given this, and gives gradients to tensors alone.
+            RuntimeError: logits that are still to be made, and parts that have changed in place or, of
+                the bias, by another; a ``torch.autograd.Function`` was given this or returned it.
         """
-        for name, tensor, version in self.versions if self.made is None else ():
-            if _version(tensor) != version:
+        if self.made is None:
+            changed = [name for name, tensor, version in self.versions if _version(tensor) != version]
+            if self.layer.bias is not self.bias:
+                changed.append("bias")
+            if changed:
                 raise RuntimeError(
-                    f"parallel_lce: the output layer's {name} changed in place after the layer was called, "
-                    "and its logits, or their loss, are computed only now: change a copy"
+                    f"parallel_lce: the output layer's {changed[0]} changed in place after the layer was "
+                    "called, and its logits, or their loss, are computed only now: change a copy"
                 )
-        if torch.is_grad_enabled() or not self.requires_grad:
-            return
-        frame = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code is _APPLY and any(a is self for a in frame.f_locals.get("args", ())):
-                raise RuntimeError(
-                    "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) was given the output "
-                    "layer's result, which is no tensor, and would lose its gradient: give it `logits[...]`"
-                )
-            frame = frame.f_back
-
-    @property
-    def used_weight(self) -> Tensor:
-        return self.layer.weight if self.weight is None else self.weight
+        calls = list(_function_calls())
+        if self.requires_grad and any(a is self for call in calls for a in call.f_locals.get("args", ())):
+            raise RuntimeError(
+                "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) was given the output "
+                "layer's result, which is no tensor, and would lose its gradient: give it `logits[...]`"
+            )
+        returned = self.function_call is not None and not any(call is self.function_call for call in calls)
+        if returned and torch.is_grad_enabled() and self._parts_need_gradients():
+            raise RuntimeError(
+                "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) returned the output "
+                "layer's result, which is no tensor, and has lost its gradient: let it return `logits[...]`, "
+                "or checkpoint with use_reentrant=False"
+            )
 
     @property
     def shape(self) -> torch.Size:
@@ -191,8 +217,10 @@ class LazyLogits:
     def requires_grad(self) -> bool:
         if self.made is not None:
             return self.made.requires_grad
-        tensors = self.hidden, self.used_weight, self.layer.bias
-        return self.grad_enabled and any(t is not None and t.requires_grad for t in tensors)
+        return self.grad_enabled and self._parts_need_gradients()
+
+    def _parts_need_gradients(self) -> bool:
+        return any(t is not None and t.requires_grad for t in (self.hidden, self.weight, self.bias))
 
     @property
     def is_cuda(self) -> bool:
@@ -221,13 +249,13 @@ class LazyLogits:
         """Over the vocabulary, without a gradient, by statistics; else as of the real logits."""
         if self._known_without_logits(*arguments, **options) and not torch.is_grad_enabled():
             found = self._statistics()
-            return torch.return_types.max((found.max_logit.to(self.dtype), found.argmax))
+            return torch.return_types.max((found.max_logit.to(self.dtype), found.argmax.clamp(min=0)))
         return self.materialize("'max'").max(*arguments, **options)
 
     def argmax(self, *arguments, **options) -> Tensor:
         """Over the vocabulary by statistics; else as of the real logits."""
         if self._known_without_logits(*arguments, **options):
-            return self._statistics().argmax
+            return self._statistics().argmax.clamp(min=0)
         return self.materialize("'argmax'").argmax(*arguments, **options)
 
     def _known_without_logits(self, dim: object = None, keepdim: bool = False, **others) -> bool:
@@ -251,9 +279,9 @@ class LazyLogits:
         with self.autocast():
             return token_statistics(
                 hidden,
-                self.used_weight,
+                self.weight,
                 None,
-                linear_bias=self.layer.bias,
+                linear_bias=self.bias,
                 logit_scale=self.scale,
                 argmax=True,
             )
@@ -275,6 +303,10 @@ class LazyLogits:
         special = name.startswith("__") and name != "__cuda_array_interface__"
         if special or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if self.has_loss and self.made is None and name in _HOOKS:
+            raise RuntimeError(
+                f"parallel_lce: {name} comes after the loss, which was computed without logits: call it before"
+            )
         return getattr(self.materialize(f"attribute {name!r}"), name)
 
     def __setattr__(self, name: str, value: object) -> None:

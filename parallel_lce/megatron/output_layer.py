@@ -168,13 +168,12 @@ def token_losses(
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
 def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) -> Tensor:
     logits.check()
-    layer = logits.layer
-    weight = logits.used_weight
+    layer, weight = logits.layer, logits.weight
     arguments = Arguments(
         input=logits.hidden,
         linear_weight=weight,
         target=target,
-        linear_bias=layer.bias,
+        linear_bias=logits.bias,
         logit_scale=logits.scale,
         logit_softcap=None,
         process_group=layer.tp_group,
@@ -185,13 +184,14 @@ def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) 
     )
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():
-        fused = layer.config.gradient_accumulation_fusion and logits.weight is None
+        fused = layer.config.gradient_accumulation_fusion and not logits.shared
         main_grad = main_grad_of(weight, fused)
         prepared = prepare(arguments, Columns(), main_grad=main_grad)
         loss = WeightedLoss(prepared.call.target, ignore_index=ignore_index, outside_is_nan=False)
         losses = differentiable.token_losses(
             prepared.call, *prepared.tensors, loss, prepared.differentiable
         )
+    logits.has_loss = True
     return losses.view(target.shape)
 
 

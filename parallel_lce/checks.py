@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from parallel_lce.dtensor import refuse_dtensor
 from parallel_lce.parallel import Layout
@@ -16,7 +17,9 @@ from parallel_lce.weight_grad import accumulation_dtype
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight")
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_INTEGERS = (
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8
+)  # fmt: skip
 _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 # Ids are exchanged and stored in 32 bits.
 _LARGEST_VOCABULARY = 2**31 - 1
@@ -64,6 +67,12 @@ def plain(value: object) -> object:
         return float(value) if isinstance(value, numbers.Real) else value
     except OverflowError:  # of a fraction
         return value
+
+
+def real(value: object) -> object:
+    """As :func:`plain`, and an integer as the float that it is; one beyond fp32 as it is, to be refused."""
+    value = plain(value)
+    return float(value) if type(value) is int and -_LARGEST <= value <= _LARGEST else value
 
 
 def _is_number(value: object) -> bool:
@@ -125,6 +134,17 @@ def token_shape(input: Tensor, layout: Layout) -> tuple[int, ...]:
     return (leading[0] * layout.parts, *leading[1:]) if layout.parts > 1 else tuple(leading)
 
 
+def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:
+    """Raise for a DTensor, a sparse tensor, and one with a tangent, which kernels would not see."""
+    refuse_dtensor(name, value, process_group)
+    _require(
+        value.layout == torch.strided,
+        lambda: f"{name} must be a dense tensor, got one of layout {value.layout}",
+    )
+    if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
+        raise NotImplementedError(f"{name} has a tangent: parallel_lce has no forward-mode derivatives")
+
+
 def _check_tensors(a: Arguments) -> None:
     for name in ("input", "linear_weight"):
         value = getattr(a, name)
@@ -133,7 +153,7 @@ def _check_tensors(a: Arguments) -> None:
         )
     tensors = a.tensors
     for name, value in tensors.items():
-        refuse_dtensor(name, value, a.process_group)
+        check_kind(name, value, a.process_group)
     for name in ("target", "linear_bias", "token_weight"):
         value = getattr(a, name)
         _require(
@@ -152,10 +172,6 @@ def _check_tensors(a: Arguments) -> None:
         f"{weight.shape[1]}",
     )
     for name, value in tensors.items():
-        _require(
-            value.layout == torch.strided,
-            lambda: f"{name} must be a dense tensor, got one of layout {value.layout}",
-        )
         _require(
             value.device == input.device,
             lambda: f"{name} is on {value.device} and input is on {input.device}",
@@ -185,9 +201,10 @@ def _check_tensors(a: Arguments) -> None:
 def _check_numbers(a: Arguments) -> None:
     check_logit_options(a.logit_scale, a.logit_softcap)
     check_budget(a.logits_budget)
+    sums = accumulation_dtype(a.input.dtype)
     _require(
-        a.reduce_dtype in (None, a.input.dtype, accumulation_dtype(a.input.dtype)),
-        lambda: f"reduce_dtype must be None, float32 or the input's {a.input.dtype}, got {a.reduce_dtype!r}",
+        a.reduce_dtype in (None, a.input.dtype, sums),
+        lambda: f"reduce_dtype must be None, {sums} or the input's {a.input.dtype}, got {a.reduce_dtype!r}",
     )
 
 

@@ -25,7 +25,14 @@ _SAME_HIDDEN = 0.05
 
 def enabled() -> bool:
     """A compiled call has no checks: it could not wait for them."""
-    return not torch.compiler.is_compiling() and os.environ.get("PARALLEL_LCE_DEBUG", "0") not in ("", "0")
+    return not torch.compiler.is_compiling() and _switch()
+
+
+def _switch() -> bool:
+    value = os.environ.get("PARALLEL_LCE_DEBUG", "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"PARALLEL_LCE_DEBUG must be 0 or 1, got {value!r}")
+    return value == "1"
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,7 @@ def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
     """
     flat = hidden.detach().reshape(-1, max(1, hidden.shape[-1])).double()
     generator = torch.Generator().manual_seed(0)
-    direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64).to(flat.device)
+    direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(flat.device)
     told = _exchange(torch.stack([flat.norm(dim=1), flat @ direction], -1).flatten(), layout)
     told = told.view(layout.ranks, -1, 2).nan_to_num()
     norm, along = told.unbind(-1)

@@ -34,7 +34,7 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, gradient: Tensor, *dependencies: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
+        return gradient.clone()  # a view could not be changed in place, as gradients often are
 
     @staticmethod
     def backward(ctx, upstream: Tensor):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import torch.distributed as dist
 from torch import Tensor
 
-_TENSOR_PARALLEL = ("tp", "tensor")
-_FULLY_SHARDED = ("dp", "fsdp", "shard", "replicate")
+# Words of a mesh dimension's name.
+_TENSOR_PARALLEL = {"tp", "tensor"}
+_FULLY_SHARDED = {"dp", "fsdp", "hsdp", "data", "shard", "replicate"}
 
 
 def refuse_dtensor(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:
@@ -24,23 +27,29 @@ def refuse_dtensor(name: str, value: Tensor, process_group: dist.ProcessGroup | 
     where = ", ".join(f"{placements[dim]} over {_described(mesh, dim)}" for dim in sharding)
     refusal = f"{name} is a DTensor, {where}: "
     if name not in ("linear_weight", "linear_bias"):
-        raise ValueError(
-            f"{refusal}pass {name}.to_local(), with sequence_parallel=True for parts of one sequence on the ranks "
-            f"that shard the vocabulary, or {name}.full_tensor()"
-        )
+        local = ""
+        if len(sharding) == 1 and placements[sharding[0]].is_shard(0):
+            parts = ", or parts of one sequence with sequence_parallel=True" if name == "input" else ""
+            local = f"pass {name}.to_local() if these ranks have different tokens{parts}; else "
+        raise ValueError(f"{refusal}{local}pass {name}.full_tensor()")
     whole = (
         "call the loss inside the forward of the module that fully_shard wraps, where its parameters are whole, "
         "or call that module's unshard() before"
     )
-    local = f"pass {name}.to_local() and process_group={name}.device_mesh.get_group({sharding[0]})"
     if len(sharding) > 1:
         raise ValueError(f"{refusal}no single process group shards it. If fully_shard (FSDP2) did, {whole}")
     if not placements[sharding[0]].is_shard(0):
         raise ValueError(f"{refusal}only dimension 0, the vocabulary, may be sharded; pass {name}.full_tensor()")
-    named = _name(mesh, sharding[0])
-    if any(word in named for word in _TENSOR_PARALLEL):
+    local = f"pass {name}.to_local()"
+    entries, ranks = value.shape[0], mesh.size(sharding[0])
+    if entries % ranks:  # DTensor cuts as torch.chunk does
+        start = min(mesh.get_local_rank(sharding[0]) * -(-entries // ranks), entries)
+        local += f", vocab_start={start} (on this rank; the shards are uneven)"
+    local += f" and process_group={name}.device_mesh.get_group({sharding[0]})"
+    words = set(re.findall("[a-z]+", _name(mesh, sharding[0]).lower()))
+    if words & _TENSOR_PARALLEL:
         raise ValueError(refusal + local)
-    if any(word in named for word in _FULLY_SHARDED):
+    if words & _FULLY_SHARDED:
         raise ValueError(f"{refusal}{whole}; do not pass its local shard with that group, whose ranks have other tokens")
     if process_group is not None and _ranks(process_group) != _ranks(mesh.get_group(sharding[0])):
         raise ValueError(

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.checks import Arguments, check_loss, plain
+from parallel_lce.checks import Arguments, check_loss, plain, real
 from parallel_lce.differentiable import accumulated_loss, token_losses
 from parallel_lce.differentiable import token_statistics as _token_statistics
 from parallel_lce.losses import WeightedLoss
@@ -98,7 +98,9 @@ def linear_cross_entropy(
       the next block's gather of partials. Backward has none; a second backward repeats all.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. A shard set with a
-    gap or an overlap gives NaN, and so does one without any row. ``PARALLEL_LCE_DEBUG=1``, set on all
+    gap or an overlap gives NaN, and so does one without any row; but shards of unequal rows without
+    ``vocab_start`` may end in an error or a hang of a collective, whose size each rank takes from its
+    own rows. ``PARALLEL_LCE_DEBUG=1``, set on all
     ranks, turns this, targets out of range and disagreement between the ranks into errors, at the cost
     of waiting for the device. Meta and fake tensors give the shapes of results.
 
@@ -108,14 +110,14 @@ def linear_cross_entropy(
         RuntimeError: in backward, where a gradient itself is differentiated.
     """
     ignore_index = -100 if ignore_index is None else plain(ignore_index)
-    label_smoothing, z_loss = plain(label_smoothing), plain(z_loss)
+    label_smoothing, z_loss = real(label_smoothing), real(z_loss)
     arguments = Arguments(
         input=input,
         linear_weight=linear_weight,
         target=target,
         linear_bias=linear_bias,
-        logit_scale=plain(logit_scale),
-        logit_softcap=plain(logit_softcap),
+        logit_scale=real(logit_scale),
+        logit_softcap=real(logit_softcap),
         process_group=process_group,
         sequence_parallel=sequence_parallel,
         vocab_start=plain(vocab_start),
@@ -194,8 +196,8 @@ def token_statistics(
         linear_weight=linear_weight,
         target=target,
         linear_bias=linear_bias,
-        logit_scale=plain(logit_scale),
-        logit_softcap=plain(logit_softcap),
+        logit_scale=real(logit_scale),
+        logit_softcap=real(logit_softcap),
         process_group=process_group,
         sequence_parallel=sequence_parallel,
         vocab_start=plain(vocab_start),

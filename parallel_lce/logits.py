@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_lce import debug
 from parallel_lce.backends import valueless
 from parallel_lce.backends.logits import logits_gradient, logits_partial, merge_messages
-from parallel_lce.checks import check_process_group, plain, shortened
+from parallel_lce.checks import check_kind, check_process_group, real, shortened
 from parallel_lce.differentiable import first_order_only
 from parallel_lce.parallel import Layout, PartialsGather, Shard
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
@@ -48,16 +48,17 @@ def vocab_parallel_cross_entropy(
     group = _megatron_group() if tp_group is None else tp_group
     check_process_group(group)
     layout = Layout.of(group, False)
-    label_smoothing = plain(label_smoothing)
+    label_smoothing = real(label_smoothing)
     try:
-        _check(vocab_parallel_logits, target, label_smoothing)
-    except ValueError as refusal:
+        _check(vocab_parallel_logits, target, label_smoothing, group)
+    except Exception as refusal:
         if layout.ranks > 1 and debug.enabled():
             debug.refuse(layout, refusal)
         raise
     entries = vocab_parallel_logits.shape[-1]
     if layout.ranks > 1 and debug.enabled() and not valueless(vocab_parallel_logits):
         settings = {
+            "function": "vocab_parallel_cross_entropy",
             "tokens": tuple(target.shape),
             "entries per rank": entries,
             "dtype": vocab_parallel_logits.dtype,
@@ -71,10 +72,13 @@ def vocab_parallel_cross_entropy(
     return loss.view(target.shape)
 
 
-def _check(logits: Tensor, target: Tensor, label_smoothing: object) -> None:
+def _check(
+    logits: Tensor, target: Tensor, label_smoothing: object, group: dist.ProcessGroup | None
+) -> None:
     for name, value in (("vocab_parallel_logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+        check_kind(name, value, group)
     if logits.dim() < 1 or logits.shape[-1] < 1:
         raise ValueError(
             f"vocab_parallel_logits must be [..., V/P] with at least 1 entry, got {list(logits.shape)}"

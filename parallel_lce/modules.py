@@ -16,6 +16,7 @@ from parallel_lce.checks import (
     check_reduce_dtype,
     check_vocabulary,
     plain,
+    real,
 )
 from parallel_lce.functional import linear_cross_entropy
 
@@ -24,7 +25,7 @@ class LinearCrossEntropy(nn.Module):
     """:func:`parallel_lce.linear_cross_entropy` with its options fixed; it owns no parameters, so
     that the weight may be tied, sharded or an ``nn.Linear``'s.
 
-    A deep copy has the same ``process_group``. A pickle has none, since a group belongs to its processes: what
+    A copy has the same ``process_group``. A pickle has none, since a group belongs to its processes: what
     comes out of it refuses to run until :attr:`process_group` is set again.
     """
 
@@ -45,10 +46,15 @@ class LinearCrossEntropy(nn.Module):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_loss_options(reduction, plain(ignore_index), plain(label_smoothing), plain(z_loss))
-        check_logit_options(plain(logit_scale), plain(logit_softcap))
-        check_vocabulary(plain(vocab_start), plain(vocab_size))
-        check_budget(plain(logits_budget))
+        # torch.compile would make tensors of NumPy's numbers.
+        ignore_index, logits_budget = plain(ignore_index), plain(logits_budget)
+        vocab_start, vocab_size = plain(vocab_start), plain(vocab_size)
+        label_smoothing, z_loss = real(label_smoothing), real(z_loss)
+        logit_scale, logit_softcap = real(logit_scale), real(logit_softcap)
+        check_loss_options(reduction, ignore_index, label_smoothing, z_loss)
+        check_logit_options(logit_scale, logit_softcap)
+        check_vocabulary(vocab_start, vocab_size)
+        check_budget(logits_budget)
         check_reduce_dtype(reduce_dtype)
         check_process_group(process_group)
         self.options = {
@@ -75,6 +81,11 @@ class LinearCrossEntropy(nn.Module):
     def process_group(self, group: dist.ProcessGroup | None) -> None:
         check_process_group(group)
         self._group, self._lost_ranks = group, 0
+
+    def __copy__(self) -> LinearCrossEntropy:
+        duplicate = self.__class__.__new__(self.__class__)
+        duplicate.__dict__.update(self.__dict__)
+        return duplicate
 
     def __deepcopy__(self, memo: dict) -> LinearCrossEntropy:
         duplicate = self.__class__.__new__(self.__class__)

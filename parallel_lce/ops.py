@@ -330,6 +330,11 @@ def _save_gradients(ctx, inputs, output) -> None:
 
 def _scale_gradients(ctx, upstream, _):
     hidden, weight, bias, *gradients = ctx.saved_tensors
+    if any(asked and not formed for asked, formed in zip(ctx.needs_input_grad, ctx.needs)):
+        raise RuntimeError(
+            "a gradient is asked for that was not when this graph was made, and gradients of parallel_lce's "
+            "'mean' and 'sum' are formed in forward: make the graph with tensors that require gradients"
+        )
     # Formed in forward, the gradients would pass for constants under create_graph=True.
     upstream = torch.ops.parallel_lce.first_order(upstream, hidden, weight, bias)
     # The compiler finds out which of them it may scale in place.

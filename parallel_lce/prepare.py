@@ -8,6 +8,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parallel_lce import debug
 from parallel_lce.backends import backend_of, valueless
@@ -46,8 +47,9 @@ def prepare(
     ranks. ``main_grad`` takes dW by addition.
     """
     check_process_group(arguments.process_group)
-    layout = Layout.of(arguments.process_group, bool(arguments.sequence_parallel))
+    layout = Layout.of(arguments.process_group, False)
     try:
+        layout = Layout.of(arguments.process_group, bool(arguments.sequence_parallel))
         check()
         a = _autocast(arguments)
         check_arguments(a, layout)
@@ -64,8 +66,8 @@ def prepare(
         raise
 
     # As it is given: torch.compile knows it as an input then, so that a second derivative by it is refused.
-    hidden = a.input
-    weight = a.linear_weight if a.linear_weight.stride(1) == 1 else a.linear_weight.contiguous()
+    hidden, weight = _in_memory(a.input), _in_memory(a.linear_weight)
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
     rows = weight.shape[0]
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
     shard = Shard(start, rows, a.vocab_size)
@@ -177,6 +179,27 @@ def _check_together(
     if a.target is not None and ignore_index is not None:
         target = a.target.long()
         debug.check_target(target, target != ignore_index, vocab_size)
+
+
+class _Waited(torch.autograd.Function):
+    """The result of a functional collective, of which the kernels read the memory."""
+
+    @staticmethod
+    def forward(ctx, result: Tensor) -> Tensor:
+        return result.trigger_wait()
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor) -> Tensor:
+        return upstream
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """The values as they lie in memory: neither still to come nor to be negated."""
+    if torch.compiler.is_compiling():
+        return tensor
+    if isinstance(tensor, AsyncCollectiveTensor):
+        tensor = _Waited.apply(tensor)
+    return tensor.resolve_neg()
 
 
 def _needs(tensor: Tensor) -> bool:

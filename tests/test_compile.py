@@ -450,6 +450,26 @@ def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
     return prepared.call, tuple(v if v is None else v.detach() for v in prepared.tensors)
 
 
+def test_a_gradient_that_an_exported_graph_does_not_have(device):
+    """'mean' and 'sum' beyond the budget form in forward the gradients that were needed when the graph was made."""
+
+    class Head(torch.nn.Module):
+        def __init__(self, weight) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight.detach().clone())
+
+        def forward(self, x, target):
+            return parallel_lce.linear_cross_entropy(x, self.weight, target, logits_budget=0)
+
+    t = operands(24, device)
+    with shrunk(4000, (16, 32)):
+        exported = torch.export.export(Head(t.weight), (t.x.detach(), t.target)).module()
+        exported(t.x.detach(), t.target).backward()
+        assert exported.weight.grad.norm() > 0
+        with pytest.raises(RuntimeError, match="a gradient is asked for that was not when this graph was made"):
+            exported(t.x.detach().requires_grad_(), t.target).backward()
+
+
 @pytest.mark.parametrize("name", ["token_statistics", "statistics_backward", "token_losses", "accumulated_loss"])
 def test_operators_that_read_the_cpu_stay_outside_of_the_compilers_graphs(name):
     """A CUDA graph of ``mode="reduce-overhead"`` would read ``factors`` where there is nothing."""

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import parallel_lce
 from tools import D, N, V, call, chosen_backend, debug_mode, good
@@ -20,7 +21,7 @@ def _refusal(member: Member, arguments: dict, function=LOSS) -> str:
         try:
             call(dict(process_group=member.group) | arguments, function)
             return "not refused"
-        except (TypeError, ValueError) as refusal:
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as refusal:
             return f"{type(refusal).__name__}: {refusal}"
 
 
@@ -65,6 +66,9 @@ def _changed(name: str, odd: bool, P: int, device) -> dict:
         "no input": lambda: dict(input=None),
         "no target": lambda: dict(target=None),
         "no number": lambda: dict(label_smoothing="x"),
+        "no truth value": lambda: dict(sequence_parallel=zeros(2)),
+        "a tangent": lambda: dict(input=forward_ad.make_dual(x, w[:1] + x)),
+        "unequal rows": lambda: dict(linear_weight=zeros(V + 1, D)),
         "weight of no rows": lambda: dict(linear_weight=zeros(0, D)),
         "gap": lambda: dict(vocab_start=10 * (P - 1) + 1),
         "overlap": lambda: dict(vocab_start=10 * (P - 1) - 1),
@@ -73,10 +77,11 @@ def _changed(name: str, odd: bool, P: int, device) -> dict:
 
 def _one_differs(member: Member, name: str) -> str:
     odd = member.rank == member.ranks - 1
-    arguments = _changed(name, odd, member.ranks, member.device)
-    if name in ("gap", "overlap") and not odd:
-        arguments["vocab_start"] = 10 * member.rank
-    return _refusal(member, arguments)
+    with forward_ad.dual_level():
+        arguments = _changed(name, odd, member.ranks, member.device)
+        if name in ("gap", "overlap") and not odd:
+            arguments["vocab_start"] = 10 * member.rank
+        return _refusal(member, arguments)
 
 
 def disagree(what: str, two: str, last: str) -> str:
@@ -117,6 +122,9 @@ DISAGREEMENTS = {
     "no input": refused("input must be a tensor, got NoneType"),
     "no target": refused("target must be a tensor, got NoneType"),
     "no number": refused("label_smoothing must be a Python number in .* got 'x'"),
+    "no truth value": (refused(".*Boolean value of Tensor")[0], "RuntimeError: Boolean value of Tensor"),
+    "a tangent": (refused("input has a tangent")[0], "NotImplementedError: input has a tangent"),
+    "unequal rows": r"leave a gap: one ends at 20, the next starts at 22",
     "weight of no rows": refused(r"linear_weight \[0, 4\] has no rows"),
     "gap": r"leave a gap: one ends at 20, the next starts at 21",
     "overlap": r"leave an overlap: one ends at 20, the next starts at 19",
@@ -200,6 +208,24 @@ def test_statistics_differ(name, first, second, worlds, device):
     assert first in zero and second in one
 
 
+def _another_function(member: Member) -> str:
+    arguments = good(member.device)
+    if member.rank == 0:
+        return _refusal(member, arguments | dict(reduction="none"))
+    with debug_mode():
+        try:
+            logits = arguments["input"] @ arguments["linear_weight"].t()
+            parallel_lce.vocab_parallel_cross_entropy(logits, arguments["target"], tp_group=member.group)
+            return "not refused"
+        except ValueError as refusal:
+            return str(refusal)
+
+
+def test_another_function(worlds, device):
+    for said in worlds(2).run(_another_function, timeout=30):
+        assert "function: rank 0 has 'linear_cross_entropy', rank 1 has 'vocab_parallel_cross_entropy'" in said
+
+
 def _logits_differ(member: Member, changes: dict) -> str:
     arguments = dict(
         vocab_parallel_logits=torch.zeros(3, 4, device=member.device),
@@ -219,6 +245,7 @@ def _logits_differ(member: Member, changes: dict) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        (dict(vocab_parallel_logits=torch.ones(3, 4).to_sparse()), "must be a dense tensor, got one of layout torch.sparse_coo"),
         (dict(target=torch.tensor([0, 1, 3])), "disagree about target at position 2: rank 0 has 2, rank 1 has 3"),
         (dict(vocab_parallel_logits=torch.zeros(3, 5)), "disagree about entries per rank: rank 0 has 4, rank 1 has 5"),
         (dict(label_smoothing=0.1), "disagree about label_smoothing: rank 0 has 0.0, rank 1 has 0.1"),
@@ -242,8 +269,11 @@ def _agree(member: Member, sequence_parallel: bool, N: int):
     # Ranks that sum in another order have other bits; NaN is equal to NaN here.
     call_["input"] = call_["input"] * (1 + 1e-6 * member.rank)
     plain = call(call_)
+    # The same number.
+    same = dict(z_loss=0, logit_scale=1) if member.rank else dict(z_loss=0.0, logit_scale=1.0)
     with debug_mode():
-        checked = call(call_)
+        with torch.device("meta"):  # whatever a program makes by default
+            checked = call(call_ | same)
         del call_["token_weight"]
         call(call_ | dict(target=call_["target"] - 200), STATISTICS)
         call(call_ | dict(target=None), STATISTICS)
@@ -278,6 +308,12 @@ def _nobody_has_entries(member: Member, start: bool) -> str:
 def test_a_vocabulary_of_nothing(start, message, worlds, device):
     for said in worlds(2).run(_nobody_has_entries, start, timeout=30):
         assert message in said
+
+
+def test_a_switch_that_is_none(device, monkeypatch):
+    monkeypatch.setenv("PARALLEL_LCE_DEBUG", "false")
+    with pytest.raises(ValueError, match="PARALLEL_LCE_DEBUG must be 0 or 1, got 'false'"):
+        call(good(device))
 
 
 def test_one_rank(device):

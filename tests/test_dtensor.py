@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import parallel_lce
 from tools import D, N, V, call, good
@@ -26,6 +26,9 @@ CASES = {
     "another group": ((2, 1), ("a", "b"), [Replicate(), Shard(0)], True, rf"these are not the ranks \[0, 1\] of process_group.*{WHOLE}", "to_local"),
     "tp of two dimensions": ((1, 2), ("dp", "tp"), [Replicate(), Shard(0)], True, rf"'tp' of ranks \[0, 1\]: {LOCAL % 1}", WHOLE),
     "both": ((1, 2), ("dp", "tp"), [Shard(0), Shard(0)], True, rf"no single process group shards it.*{WHOLE}", "to_local"),
+    "no word of tp": ((2,), ("output",), [Shard(0)], True, rf"if these ranks have different tokens .*{WHOLE}", None),
+    "no word of dp": ((2,), ("endpoints",), [Shard(0)], True, rf"if these ranks have different tokens .*{WHOLE}", None),
+    "a word of tp": ((2,), ("Tensor_Parallel",), [Shard(0)], True, LOCAL % 0, WHOLE),
     "features": ((2,), ("tp",), [Shard(1)], True, r"only dimension 0.*full_tensor\(\)", "to_local"),
     "replicated": ((2,), None, [Replicate()], True, r"linear_weight is a DTensor; pass linear_weight.to_local\(\)$", None),
 }  # fmt: skip
@@ -42,9 +45,12 @@ def _refusals(member: Member) -> dict[str, str]:
         found[name] = _said(arguments)
     mesh = init_device_mesh(member.device.type, (2,))
     for name in ("input", "target"):
-        arguments = good(member.device) | dict(process_group=member.group)
-        arguments[name] = distribute_tensor(arguments[name], mesh, [Shard(0)])
-        found[name] = _said(arguments)
+        for placement in (Shard(0), Partial()) if name == "target" else (Shard(0), Shard(1), Partial()):
+            arguments = good(member.device) | dict(process_group=member.group)
+            arguments[name] = distribute_tensor(arguments[name], mesh, [Replicate() if placement.is_partial() else placement])
+            if placement.is_partial():
+                arguments[name] = DTensor.from_local(arguments[name].to_local(), mesh, [placement])
+            found[name, placement] = _said(arguments)
     return found
 
 
@@ -61,10 +67,13 @@ def test_refusals_tell_the_cases_apart(worlds, device):
         for name, (*_, message, never) in CASES.items():
             assert re.search(message, found[name]), f"{name}: {found[name]}"
             assert never is None or not re.search(never, found[name]), f"{name}: {found[name]}"
-        for name in ("input", "target"):
-            assert f"{name} is a DTensor, S(0) over ranks [0, 1]: pass {name}.to_local(), with sequence_parallel" in (
-                found[name].replace("Shard(dim=0)", "S(0)")
-            )
+        for (name, placement), said in ((key, value) for key, value in found.items() if isinstance(key, tuple)):
+            assert said.startswith(f"{name} is a DTensor, {placement} over ranks [0, 1]: ")
+            assert said.endswith(f"pass {name}.full_tensor()")
+            # Parts of tokens may be passed as they are; features or summands may not.
+            assert (f"pass {name}.to_local() if these ranks have different tokens" in said) == (placement == Shard(0))
+            assert ("to_local" in said) == (placement == Shard(0))
+            assert ("sequence_parallel" in said) == (placement == Shard(0) and name == "input")
 
 
 class _Head(torch.nn.Module):
@@ -106,15 +115,25 @@ def test_a_fully_sharded_weight(worlds, device):
     assert parts[0][3] != parts[1][3]
 
 
-def _tensor_parallel(member: Member):
+def _tensor_parallel(member: Member, entries: int):
+    """What the refusal says to pass, word by word."""
     arguments = good(member.device)
+    arguments["linear_weight"] = arguments["linear_weight"][:entries]
+    arguments["target"] %= entries
     mesh = init_device_mesh(member.device.type, (member.ranks,), mesh_dim_names=("tp",))
     whole = call(arguments)
     weight = distribute_tensor(arguments["linear_weight"], mesh, [Shard(0)])
-    arguments |= dict(linear_weight=weight.to_local(), process_group=weight.device_mesh.get_group(0))
-    return whole.item(), call(arguments).item()
+    arguments |= dict(linear_weight=weight)
+    said = re.sub(r" \(.*?uneven\)", "", _said(arguments))
+    passed = re.search(r"pass (linear_weight\.to_local\(\))(?:, vocab_start=(\d+))? and process_group=(\S+)$", said)
+    names = {"linear_weight": weight}
+    arguments |= dict(linear_weight=eval(passed[1], names), process_group=eval(passed[3], names))
+    if passed[2]:
+        arguments["vocab_start"] = int(passed[2])
+    return whole.item(), call(arguments).item(), passed[2] is not None
 
 
-def test_a_tensor_parallel_weight(worlds, device):
-    for whole, sharded in worlds(2).run(_tensor_parallel):
-        assert sharded == pytest.approx(whole, rel=1e-6)
+@pytest.mark.parametrize(("ranks", "entries"), [(2, V - V % 2), (2, V - V % 2 - 1), (4, 5), (4, 9)])
+def test_a_tensor_parallel_weight(ranks, entries, worlds, device):
+    for whole, sharded, uneven in worlds(ranks).run(_tensor_parallel, entries):
+        assert sharded == pytest.approx(whole, rel=1e-6) and uneven == bool(entries % ranks)

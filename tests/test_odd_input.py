@@ -8,11 +8,13 @@ import fractions
 import io
 import math
 import pickle
+import warnings
 
 import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
 from cases import error
@@ -59,6 +61,66 @@ def test_a_number_is_of_a_plain_type(value):
 def test_what_is_no_number_is_refused(value, device):
     with pytest.raises(ValueError, match="z_loss must be a finite Python number, got"):
         call(good(device) | dict(z_loss=value))
+
+
+def test_a_module_with_numbers_of_other_libraries_compiles(device):
+    arguments = good(device)
+    arguments["target"] %= 9
+    positional = [arguments[k] for k in ("input", "linear_weight", "target")]
+    module = parallel_lce.LinearCrossEntropy(**{name: np.float64(v) if isinstance(v, float) else n for name, (n, v) in NUMBERS.items()})
+    assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(*positional), module(*positional))
+
+
+@pytest.mark.parametrize("name", ["z_loss", "logit_scale", "logit_softcap"])
+def test_integers_of_any_length_are_numbers(name, backend, device):
+    arguments, number = good(device), 10**20
+    if name == "logit_scale":
+        arguments["linear_weight"] /= float(number)
+    assert torch.equal(call(arguments | {name: number}), call(arguments | {name: float(number)}))
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64])
+def test_targets_of_any_integer_dtype(dtype, device):
+    arguments = good(device)
+    want = call(arguments)
+    assert torch.equal(call(arguments | dict(target=arguments["target"].to(dtype))), want)
+
+
+# --- memory that is not what it looks like ----------------------------------------------------------
+
+
+def _functional_collectives(member: Member, name: str, grad: bool) -> list[torch.Tensor]:
+    """Hidden states, or the whole weight, by a functional all-gather, which nobody has waited for."""
+    arguments = good(member.device)
+    # The first of the ranks' parts: the other ranks' are the same.
+    part = arguments[name].chunk(member.ranks)[member.rank].clone().requires_grad_(grad)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gathered = (collectives.all_gather_tensor_autograd if grad else collectives.all_gather_tensor)(part, 0, member.group)
+    assert grad or isinstance(gathered, collectives.AsyncCollectiveTensor)
+    loss = call(arguments | {name: gathered})
+    whole = arguments[name].clone().requires_grad_(grad)
+    want = call(arguments | {name: whole})
+    if not grad:
+        return [loss, want]
+    loss.backward()
+    want.backward()
+    return [loss.detach(), want.detach(), part.grad, member.ranks * whole.grad.chunk(member.ranks)[member.rank]]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", ["input", "linear_weight"])
+def test_results_of_functional_collectives(name, grad, backend, worlds, device):
+    for found in everywhere(worlds, device, 2, _functional_collectives, name, grad):
+        for mine, truth in zip(found[::2], found[1::2]):
+            torch.testing.assert_close(mine, truth)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight"])
+def test_negative_views(name, backend, device):
+    arguments = good(device)
+    plain = call(arguments)
+    assert torch.equal(call(arguments | {name: torch._neg_view(-arguments[name])}), plain)
 
 
 # --- no features, no values -------------------------------------------------------------------------
@@ -165,6 +227,9 @@ def _copies(member: Member):
     assert duplicate[0] is duplicate[1] and duplicate[0] is not module
     assert duplicate[0].process_group is member.group and duplicate[0].options is not module.options
     assert torch.equal(duplicate[0](*positional), want)
+    shallow = copy.copy(module)
+    assert shallow is not module and shallow.process_group is member.group and shallow.options is module.options
+    assert torch.equal(shallow(*positional), want)
     file = io.BytesIO()
     torch.save(module, file)
     file.seek(0)

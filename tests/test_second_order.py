@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import parallel_lce
 from tools import shrunk, small
@@ -102,6 +103,46 @@ def test_a_recorded_gradient_is_the_gradient(problem):
     recorded = torch.autograd.grad(loss(x, weight), [x, weight], create_graph=True)
     for a, b in zip(plain, recorded):
         assert torch.equal(a, b) and b.requires_grad and not a.requires_grad
+
+
+def test_a_recorded_gradient_may_change_in_place(problem):
+    """As a clipped gradient or one of a hook does."""
+    loss, x, weight = problem
+    for change in (torch.Tensor.detach_, lambda g: torch.nn.utils.clip_grad_norm_([x], 0.1), lambda g: g.detach().mul_(0.5)):
+        x.grad = None
+        value = loss(x * 1.0, weight)
+        plain, *_ = torch.autograd.grad(value, [x, weight], create_graph=True)
+        x.grad = plain
+        with torch.no_grad():
+            change(plain)
+            assert (2 * plain.mul_(2) - 1).norm().isfinite()
+    hidden = x * 1.0
+    hidden.register_hook(lambda g: g.mul_(2))
+    twice, *_ = torch.autograd.grad(loss(hidden, weight), [x], create_graph=True)
+    assert torch.allclose(twice, 2 * torch.autograd.grad(loss(x, weight), x)[0])
+
+
+@pytest.mark.parametrize("needs_gradient", [False, True])
+@pytest.mark.parametrize("dual", ["x", "weight", "bias", "token_weight"])
+@pytest.mark.parametrize("way", ["mean", "accumulate", "statistics", "real logits"])
+def test_forward_mode_is_refused(way, dual, needs_gradient, backend, device):
+    """Kernels do not see tangents: the derivative would be 0."""
+    t = small(device, N=12, V=40, D=8)
+    x, weight, bias = t.x.detach(), t.weight.detach(), torch.zeros(40, device=device)
+    weights = torch.ones(12, device=device)
+    with forward_ad.dual_level():
+        tensors = dict(x=x, weight=weight, bias=bias, token_weight=weights)
+        tensors[dual] = forward_ad.make_dual(tensors[dual], torch.ones_like(tensors[dual])).requires_grad_(needs_gradient)
+        x, weight, bias, weights = tensors.values()
+        with pytest.raises((NotImplementedError, RuntimeError), match="has a tangent|forward"):
+            if way == "real logits":
+                parallel_lce.vocab_parallel_cross_entropy((x @ weight.t() + bias) * weights[:, None], t.target)
+            elif way == "statistics":
+                parallel_lce.token_statistics(x * weights[:, None], weight, t.target, linear_bias=bias)
+            else:
+                parallel_lce.linear_cross_entropy(
+                    x, weight, t.target, linear_bias=bias, token_weight=weights, logits_budget=None if way == "mean" else 0
+                )
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])

@@ -14,6 +14,7 @@ pytest.importorskip("pydantic", reason="needs the training program's packages")
 
 from training.config import DEFAULT_CONFIG, ROOT, load_config, parse_command_line, save_config
 from training.host import check_host
+from training.launch import prepare_text
 from training.refusal import Refusal
 from training.torchrun import started_by_torchrun
 
@@ -70,9 +71,21 @@ SETTINGS = {
     "model.hidden=12": "model.head_dim=3 is not even",
     "model.head_dim=0": "model.head_dim=0: input should be greater than or equal to 1",
     "text.vocab_size=256": "text.vocab_size=256: input should be greater than or equal to 257",
-    "text.path=''": "text.path='': string should have at least 1 character",
-    "output=": "output",
-    "output=''": "output='': string should have at least 1 character",
+    "text.path=": "text.path='': string should have at least 1 character",
+    "output=": "output='': string should have at least 1 character",
+    "output=???": "output=???: a value is needed",
+    "text={path: 8}": "text.path=8: input should be a valid string",
+    "text.vocab_size=123456789012345678901234": "text.vocab_size=123456789012345678901234: input should be less than",
+    f"text.max_bytes={10**24}": "input should be less than 9223372036854775808",
+    f"model.hidden={10**31}": "input should be less than or equal to 2147483647",
+    f"model.rotary_base={10**50}": "input should be less than or equal to 2147483647",
+    f"memory.micro_batch={10**21}": "input should be less than or equal to 2147483647",
+    f"train.warmup_steps={2**31}": "input should be less than or equal to 2147483647",
+    f"train.steps={'9' * 5000}": "or an override is no YAML: Exceeds the limit",
+    "train.steps=&a [*a]": "or an override is no YAML: maximum recursion depth",
+    "[=3": "or an override is no YAML",
+    "train.learning_rate=1e300": "train.learning_rate=1e+300: input should be less than or equal to 10000000000000000",
+    "train.adam_eps=1e20": "train.adam_eps=1e+20: input should be less than or equal to 1000000000000000000",
     "train.steps=[1": "is no YAML",
     "train.steps": "expected key=value, got 'train.steps'",
 }
@@ -101,6 +114,8 @@ def test_an_empty_text_is_not_the_current_folder():
         (b"train: \xe9\n", "is not UTF-8"),
         (b"", "text: field required"),
         (b"output: ???\n", "output: Missing mandatory value: output"),
+        (b"output: 0123\n", "output=83: input should be a valid string"),
+        (b"output: !!binary aGk=\n", "output=b'hi': input should be a valid string"),
         (None, "No such file or directory"),
     ],
 )
@@ -112,22 +127,76 @@ def test_files(content, message, tmp_path):
     assert message == "No such file or directory" or message in _refusal("--config", str(path), "--text", "x")
 
 
-def test_a_saved_configuration_is_the_same(tmp_path):
-    """A folder may have a number for a name, and values come back as they were."""
-    config = load_config(DEFAULT_CONFIG, ["output=7", "train.learning_rate=1", "parallel.device=cpu"])
-    assert Path(config.output) == ROOT / "7"
+# What YAML or OmegaConf would make something else of.
+NAMES = [
+    "7", "0123", "1e3", "1:30", "null", "a #b", "a: b", "${x}", r"a\${x}", r"\\${oc.env:HOME}", "'a'", "[a", "?", "é 漢",
+    "a\x85b", "a\u2028b", " a ", "x=y", "*a", "!a",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_path_is_what_the_user_types(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    keys = ["output", "text[cache]", "text.path", "compare.report"]
+    config = load_config(DEFAULT_CONFIG, [*(f"{key}={name}" for key in keys), "train.learning_rate=1"])
+    path = None if name == "null" else str(tmp_path / name)
+    report = None if name == "null" else str(ROOT / name)
+    assert [config.output, config.text.cache, config.compare.report] == [str(ROOT / name)] * 2 + [report]
+    assert config.text.path == path
     save_config(config, tmp_path / "config.yaml")
-    assert load_config(tmp_path / "config.yaml", []) == config
+    assert load_config(tmp_path / "config.yaml", []) == config  # values come back as they were
+    assert load_config(DEFAULT_CONFIG, [f"output={config.output}"]).output == config.output
+
+
+def test_a_configuration_may_refer_to_what_is_overridden(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(DEFAULT_CONFIG.read_text().replace("report: null", "report: ${output}/report"))
+    assert load_config(path, ["output=/a/${x} #b"]).compare.report == "/a/${x} #b/report"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "pipe"])
+def test_a_configuration_that_cannot_be_read_twice(kind, tmp_path):
+    """Nor once: reading a pipe that nobody writes to never ends."""
+    os.mkfifo(tmp_path / "fifo")
+    reader, writer = os.pipe()
+    path = {"fifo": tmp_path / "fifo", "device": "/dev/null", "folder": tmp_path, "pipe": f"/dev/fd/{reader}"}[kind]
+    try:
+        assert _refusal("--config", str(path)) == f"{path} is neither a regular file nor a link to one"
+    finally:
+        os.close(reader)
+        os.close(writer)
 
 
 @pytest.mark.parametrize("key", ["output", "text.cache"])
 @pytest.mark.parametrize("kind", ["a file", "below a file", "no name"])
 def test_folders_that_cannot_be_made(kind, key, tmp_path):
     (tmp_path / "file").write_text("")
-    folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "folder", "no name": "a\\x00b"}[kind]
+    folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "folder", "no name": "a\0b"}[kind]
     other = "output" if key == "text.cache" else "text.cache"
-    said = _refusal(CPU, f"{other}={tmp_path / 'other'}", f'{key}="{folder}"')
+    said = _refusal(CPU, f"{other}={tmp_path / 'other'}", f"{key}={folder}")
     assert said.startswith(f"{key}=") and "cannot be made a folder" in said
+
+
+@pytest.mark.parametrize("key", ["output", "text.path", "text.cache", "compare.report"])
+def test_a_user_without_a_name(key):
+    assert _refusal(f"{key}=~a\0b/c").startswith(f"{key}='~a\\x00b/c' is no path: ")
+
+
+@pytest.mark.parametrize("text", ["none", "loop", "a\0b", "~nosuchuser/x"])
+def test_text_that_is_not_there(text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop").symlink_to("loop")
+    for arguments in (["--text", text], [f"text.path={text}"]):
+        with pytest.raises(Refusal, match=f"no such file or folder: {tmp_path}/"):
+            prepare_text(parse_command_line("", arguments))
+
+
+def test_a_folder_that_is_no_more(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert _refusal("--text", "x").startswith("text.path='x' is no path: ")
+    assert load_config(DEFAULT_CONFIG, [], "/x").text.path == "/x"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -146,11 +215,24 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
         (["--nproc-per-node=gpu"], "torchrun: "),
         (["--nnodes=x"], "torchrun: "),
         (["--no-such-flag"], "torchrun: "),
+        (["--log-dir"], "torchrun: "),
+        (["--nproc-per-node=1", "--max-restarts=-1"], "torchrun: max_restarts must be >= 0"),
+        (["--nproc-per-node=1", "--nnodes=0:1"], "torchrun: min_nodes must be > 0"),
+        (["--nproc-per-node=1", "--redirects=x"], "torchrun: x does not match"),
+        (["--nproc-per-node=1", "--rdzv-conf=x"], "torchrun: "),
+        (["other.py"], "torchrun: 'other.py' in front of -- is none of torchrun's own arguments"),
+        (["--nproc-per-node=1", "the program"], "torchrun: 'the program' in front of --"),
+        (["-m", "foo"], "torchrun: 'foo' in front of --"),
+        (["-m"], "torchrun: --module, --no-python and --run-path"),
+        (["--no-python"], "torchrun: --module, --no-python and --run-path"),
+        (["--run-path"], "torchrun: --module, --no-python and --run-path"),
     ],
     ids=str,
 )
-def test_torchrun_and_the_layout(torchrun, message, tmp_path):
+def test_torchrun_and_the_layout(torchrun, message, tmp_path, capfd):
+    before = dict(os.environ)
     assert message in _refusal(CPU, "parallel.tensor=1", f"output={tmp_path}", torchrun=tuple(torchrun))
+    assert os.environ == before and capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
@@ -188,13 +270,26 @@ def _program(name: str, *arguments: str, python: tuple[str, ...] = (), **environ
         ("train", [], {"LOCAL_RANK": "0"}, "error: LOCAL_RANK is set as torchrun does, but not"),
         ("demo", ["--nproc-per-node=3", "--"], {}, "error: parallel.tensor=2 * pipeline=1 * data=1 needs 2"),
         ("demo", ["--text", "no such file"], {}, "error: no such file or folder"),
+        ("demo", ["--text", "~nosuchuser/x"], {}, "error: no such file or folder"),
+        ("demo", ["text.path=a\nb"], {}, "error: no such file or folder"),
+        ("train", ["-m", "foo", "--"], {}, "error: torchrun: 'foo' in front of --"),
         ("compare", ["output=no/such/folder"], {}, "error: no results of a run at"),
+        ("train", ["--foo"], {}, "error: unrecognized arguments: --foo"),
+        ("demo", ["--config"], {}, "error: argument --config: expected one argument"),
+        ("compare", ["--text"], {}, "error: argument --text: expected one argument"),
     ],
 )
 def test_programs_say_one_line_and_exit_with_2(name, arguments, environment, message):
     done = _program(name, *arguments, **environment)
     assert done.returncode == 2 and done.stdout == ""
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith(message), done.stderr
+
+
+@pytest.mark.parametrize("name", ["train", "demo", "bench"])
+@pytest.mark.parametrize("arguments", [["--help"], ["--help", "--"]], ids=["ours", "torchrun"])
+def test_help_is_no_mistake(name, arguments):
+    done = _program(name, *arguments)
+    assert done.returncode == 0 and done.stdout.startswith("usage: ") and done.stderr == "", done
 
 
 @pytest.mark.parametrize("name", ["train", "demo", "compare"])

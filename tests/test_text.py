@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import time
 
+import numpy as np
 import pytest
 
 pytest.importorskip("tokenizers", reason="needs the training program's packages")
 pytest.importorskip("pydantic", reason="needs the training program's packages")
 
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from training import text as module
 from training.config import TextConfig
 from training.text import load_text, read_documents
 
 LATIN_1 = "ein schöner Tag, ".encode("latin-1") * 100
+
+
+def npy(tokens: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, tokens)
+    return file.getvalue()
 
 
 def _config(path, max_bytes=10_000, vocab_size=300, cache="unused") -> TextConfig:
@@ -57,7 +65,7 @@ def test_only_a_character_that_the_cut_splits_is_dropped(tmp_path):
 def test_no_more_is_read_than_asked_for(tmp_path):
     path = tmp_path / "text"
     path.write_text("0123456789" * 10)
-    assert read_documents(_config(path, 10**30))[1] == ["0123456789" * 10]
+    assert read_documents(_config(path, 2**63 - 1))[1] == ["0123456789" * 10]
     os.truncate(path, 1 << 40)  # a hole: a terabyte that takes no room on the disk, and too much memory
     assert read_documents(_config(path, 25))[1] == ["0123456789012345678901234"]
     (tmp_path / "zzz").write_text("more")
@@ -78,8 +86,10 @@ def test_only_regular_files_are_read(tmp_path):
     for path in (tmp_path / "fifo", "/dev/zero"):
         with pytest.raises(ValueError, match=f"{path} is neither a file nor a folder"):
             read_documents(_config(path))
-    with pytest.raises(ValueError, match="no such file or folder"):
-        read_documents(_config(tmp_path / "none"))
+    (tmp_path / "loop").symlink_to("loop")
+    for path in (tmp_path / "none", tmp_path / "loop", "a\0b"):
+        with pytest.raises(ValueError, match="no such file or folder"):
+            read_documents(_config(path))
 
 
 def _pieces(text: str) -> list[str]:
@@ -142,3 +152,32 @@ def test_another_tokenizer_has_another_cache(tmp_path, monkeypatch):
     assert len(files(vocab_size=301)) == 4
     monkeypatch.setattr(module, "PIECE", module.PIECE.replace(str(module.LONGEST), "3"))
     assert len(files()) == 6
+
+
+DAMAGE = {
+    "empty": b"", "no such format": b"{}\xff", "a list": b"[]",
+    "another tokenizer": Tokenizer(models.BPE()).to_str().encode(),
+    "tokens of another size": npy(np.arange(10)), "numbers that are no tokens": npy(np.array([5, 300], np.int32)),
+    "negative": npy(np.array([-1], np.int32)), "no tokens": npy(np.zeros(0, np.int32)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ["cut", *DAMAGE])
+@pytest.mark.parametrize("suffix", ["tokenizer.json", "tokens.npy"])
+def test_a_damaged_file_of_the_cache_is_made_anew(suffix, damage, tmp_path):
+    path = tmp_path / "text"
+    path.write_text("a few words " * 50)
+    config = _config(path, cache=tmp_path / "cache")
+    before = load_text(config, 2)
+    (file,) = (tmp_path / "cache").glob(f"*.{suffix}")
+    whole = file.read_bytes()
+    file.write_bytes(DAMAGE.get(damage, whole[:-5]))
+    after = load_text(config, 2)
+    assert file.read_bytes() == whole
+    assert (after.tokens.tolist(), after.entries) == (before.tokens.tolist(), before.entries)
+
+
+def test_a_vocabulary_larger_than_any_memory(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("a few words " * 50)
+    assert 257 < load_text(_config(path, vocab_size=2**31 - 1, cache=tmp_path), 2).entries < 300

@@ -8,29 +8,33 @@ import argparse
 import os
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
-from yaml import YAMLError
 
+from training.overrides import literal_strings, parse_overrides
 from training.refusal import Refusal
 
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "demo.yaml"
 
-Count = Annotated[int, Field(strict=True, ge=1)]
-# Not strict: a learning rate of 1 is a number. Strict numbers are no booleans, though.
-Number = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
-Name = Annotated[str, Field(min_length=1)]
+# PyTorch and Megatron compute with these in 32 bits; the optimizer also with a product of two floats.
+LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e18
+
+Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST_INT)]
+# Strict numbers are no booleans; a learning rate of 1 is one.
+Number = Annotated[float, Field(strict=True, ge=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
+Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
+Name = Annotated[str, Field(strict=True, min_length=1)]
 
 
 class Section(BaseModel):
-    """What all sections share. A folder may be called 7."""
+    """What all sections share."""
 
-    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
+    model_config = ConfigDict(extra="forbid")
 
 
 class LossImpl(Enum):
@@ -57,8 +61,9 @@ class Device(Enum):
 
 class TextConfig(Section):
     path: Name | None = None  # a file or a folder; None: the standard library's own sources
-    vocab_size: Annotated[int, Field(strict=True, ge=257)]  # of the BPE: 256 bytes, a special token and what it learns
-    max_bytes: Count  # read no more text than this
+    # Of the BPE: 256 bytes, a special token and what it learns.
+    vocab_size: Annotated[int, Field(strict=True, ge=257, le=LARGEST_INT)]
+    max_bytes: Annotated[int, Field(strict=True, ge=1, lt=2**63)]  # read no more text than this
     cache: Name  # folder of trained tokenizers and token streams
 
 
@@ -95,7 +100,7 @@ class TrainConfig(Section):
     precision: Precision
     learning_rate: Number
     adam_eps: Positive
-    warmup_steps: Annotated[int, Field(strict=True, ge=0)]
+    warmup_steps: Annotated[int, Field(strict=True, ge=0, le=LARGEST_INT)]
     weight_decay: Number
     clip_grad: Number  # largest norm of the gradient; 0: no limit
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
@@ -169,9 +174,16 @@ def _must_divide(name: str, size: int, divisor_name: str, divisor: int) -> None:
         raise ValueError(f"{name}={size} is not a multiple of {divisor_name}={divisor}")
 
 
+class _Parser(argparse.ArgumentParser):
+    """Refuses in one line, without the usage in front of it."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Refusal(message)
+
+
 def parse_command_line(description: str, argv: list[str]) -> Config:
     """Reads `[--config FILE] [--text PATH] [key=value ...]`. Raises a Refusal for a configuration that is wrong."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = _Parser(description=description)
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="YAML file (default: %(default)s)")
     parser.add_argument("--text", help="train on this file or folder; the same as text.path=PATH")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=20")
@@ -184,11 +196,8 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
 
     Raises a Refusal, of one line, for whatever is wrong with them.
     """
-    for override in overrides:
-        if "=" not in override:
-            raise Refusal(f"expected key=value, got {override!r}")
     try:
-        given = OmegaConf.from_dotlist(overrides)
+        given = parse_overrides(overrides, Config)
         merged = OmegaConf.merge(_read(path), given)
         if missing := OmegaConf.missing_keys(given):  # which merging passes over
             raise Refusal(f"{', '.join(sorted(missing))}=???: a value is needed")
@@ -196,23 +205,35 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
         config = Config.model_validate(values)
         if text is not None:
             config.text = TextConfig.model_validate({**config.text.model_dump(), "path": text})
+    except Refusal:
+        raise
     except ValidationError as error:
         raise Refusal("; ".join(map(_described, error.errors()))) from None
     except OmegaConfBaseException as error:
         raise Refusal(f"{error.full_key or path}: {_first_line(error)}") from None
-    except YAMLError as error:
+    except (yaml.YAMLError, ValueError, IndexError, RecursionError) as error:
         raise Refusal(f"{path} or an override is no YAML: {' '.join(str(error).split())}") from None
     if config.text.path is not None:  # what a user types is relative to where the user is
-        config.text.path = str(Path(config.text.path).expanduser().resolve())
-    config.text.cache = str(ROOT / os.path.expanduser(config.text.cache))
-    config.output = str(ROOT / os.path.expanduser(config.output))
+        config.text.path = _absolute("text.path", config.text.path, None)
+    config.text.cache = _absolute("text.cache", config.text.cache)
+    config.output = _absolute("output", config.output)
     if config.compare.report is not None:
-        config.compare.report = str(ROOT / os.path.expanduser(config.compare.report))
+        config.compare.report = _absolute("compare.report", config.compare.report)
     return config
+
+
+def _absolute(name: str, path: str, base: Path | None = ROOT) -> str:
+    """Under `base`, or under the folder where the user is."""
+    try:
+        return str(Path(base or "", os.path.expanduser(path)).absolute())
+    except (OSError, ValueError) as error:  # a NUL in a user's name, or no current folder any more
+        raise Refusal(f"{name}={path!r} is no path: {error}") from None
 
 
 def _read(path: Path) -> DictConfig:
     try:
+        if path.exists() and not path.is_file():  # every process reads it, which a pipe gives but once
+            raise Refusal(f"{path} is neither a regular file nor a link to one")
         loaded = OmegaConf.load(path)
     except OSError as error:  # OmegaConf raises it for a scalar as well
         raise Refusal(f"{path}: {error.strerror or 'expected sections of keys and values'}") from None
@@ -240,7 +261,8 @@ def _first_line(error: Exception) -> str:
 
 def save_config(config: Config, path: Path) -> None:
     """Writes the resolved configuration, so that a run can be repeated from its results."""
-    OmegaConf.save(OmegaConf.create(config.model_dump(mode="json")), path)
+    values = literal_strings(config.model_dump(mode="json"))
+    path.write_text(yaml.safe_dump(values, sort_keys=False))  # all ASCII: YAML folds some of Unicode's line ends
 
 
 def describe(config: Config) -> dict[str, object]:

@@ -29,7 +29,8 @@ def torchrun_command(config: Config, torchrun: list[str], arguments: list[str]) 
     """The command line that trains with `arguments`, those of train.py, on this host or as `torchrun` says."""
     if not torchrun:
         torchrun = ["--standalone", "--nproc-per-node", str(config.parallel.processes)]
-    return [sys.executable, "-m", "torch.distributed.run", *torchrun, str(PROGRAM), *arguments]
+    # -P: no file in the user's folder stands in for a module.
+    return [sys.executable, "-P", "-m", "torch.distributed.run", *torchrun, str(PROGRAM), *arguments]
 
 
 def environment(config: Config) -> dict[str, str]:

@@ -12,7 +12,8 @@ class Refusal(ValueError):
 
 def fail(message: str) -> NoReturn:
     """Ends the program as a Refusal does."""
-    print(f"error: {message}", file=sys.stderr)
+    # A path may hold a line's end, or what a terminal obeys.
+    print("error:", "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message), file=sys.stderr)
     sys.exit(2)
 
 

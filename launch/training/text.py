@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import tokenizers
@@ -16,6 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from training.config import TextConfig
 
+T = TypeVar("T")
 END_OF_DOCUMENT = "<|endoftext|>"
 # Installed packages are not the standard library, and its tests are long tables rather than prose or programs.
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "node_modules", "site-packages", "test", "tests"}
@@ -44,7 +46,8 @@ def load_text(config: TextConfig, at_least: int, say: Callable[[str], None] = la
 
     Raises a ValueError if there are fewer than `at_least` tokens. `say` is told what takes time.
 
-    Files are written under another name and renamed, so processes that race or die leave no half a file behind.
+    Files are written under another name and renamed, so processes that race or die leave no half a file behind. A
+    file that is damaged all the same is made anew.
     """
     source, documents = read_documents(config)
     size = sum(map(len, documents))
@@ -53,16 +56,15 @@ def load_text(config: TextConfig, at_least: int, say: Callable[[str], None] = la
     name = _key(documents, config)
     cache = Path(config.cache)
     tokenizer_file, tokens_file = cache / f"{name}.tokenizer.json", cache / f"{name}.tokens.npy"
-    if tokenizer_file.exists():
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    else:
+    tokenizer, tokens = _cached(tokenizer_file, _read_tokenizer), None
+    if tokenizer is None:
         say(f"training a BPE of {config.vocab_size:,} entries on {size / 1e6:.1f} MB of text (once): {source}")
         tokenizer = _train_tokenizer(documents, config.vocab_size)
         _write(tokenizer_file, lambda path: tokenizer.save(str(path)))
-    end = tokenizer.token_to_id(END_OF_DOCUMENT)
-    if tokens_file.exists():
-        tokens = np.load(tokens_file, allow_pickle=False)
     else:
+        tokens = _cached(tokens_file, lambda path: _read_tokens(path, tokenizer.get_vocab_size()))
+    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    if tokens is None:
         say(f"tokenizing {size / 1e6:.1f} MB of text (once)")
         encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
         tokens = np.concatenate([np.array([*item.ids, end], dtype=np.int32) for item in encoded])
@@ -70,6 +72,28 @@ def load_text(config: TextConfig, at_least: int, say: Callable[[str], None] = la
     if len(tokens) < at_least:
         raise ValueError(f"{source} has {len(tokens)} tokens, fewer than the {at_least} of one sample")
     return Text(tokens, end, source, tokenizer.get_vocab_size())
+
+
+def _cached(path: Path, read: Callable[[Path], T]) -> T | None:
+    """What is read from the file, or None if it is not there or not what it should be."""
+    try:
+        return read(path)
+    except Exception:  # of any kind: tokenizers raises no other
+        return None
+
+
+def _read_tokenizer(path: Path) -> Tokenizer:
+    tokenizer = Tokenizer.from_file(str(path))
+    if tokenizer.token_to_id(END_OF_DOCUMENT) is None:
+        raise ValueError(path)
+    return tokenizer
+
+
+def _read_tokens(path: Path, entries: int) -> np.ndarray:
+    tokens = np.load(path, allow_pickle=False)
+    if tokens.dtype != np.int32 or tokens.ndim != 1 or not 0 <= tokens.min() <= tokens.max() < entries:
+        raise ValueError(path)
+    return tokens
 
 
 def read_documents(config: TextConfig) -> tuple[str, list[str]]:
@@ -139,10 +163,12 @@ def _train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    most = 1 + len(alphabet) + sum(len(document.encode()) for document in documents)  # each entry joins two tokens
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
+        vocab_size=min(vocab_size, most),  # it makes room for as many as are asked for
         special_tokens=[END_OF_DOCUMENT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        initial_alphabet=alphabet,
         show_progress=False,
     )
     tokenizer.train_from_iterator(documents, trainer)

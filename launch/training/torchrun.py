@@ -2,10 +2,14 @@
 
 import contextlib
 import io
+import logging
 import os
+from argparse import Namespace
+from types import ModuleType
 
 from training.refusal import Refusal
 
+PROGRAM = "the program"  # torchrun's parser wants one behind its own arguments
 TORCHRUN_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -20,21 +24,41 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
 def processes_of(torchrun: list[str]) -> tuple[int, int]:
     """The nodes, and the processes on each, that torchrun starts with these arguments.
 
-    Of an elastic range the most. Raises a Refusal for arguments that torchrun refuses.
+    Of an elastic range the most. Raises a Refusal for arguments that torchrun refuses, or that name a program: that is
+    the caller's.
     """
     from torch.distributed import run
 
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            # torchrun's parser wants a program behind its own arguments.
-            arguments = run.get_args_parser().parse_args([*torchrun, "train.py"])
-        nodes = run.parse_min_max_nnodes(arguments.nnodes)[1]
-        return nodes, run.determine_local_world_size(arguments.nproc_per_node)
-    except SystemExit:
-        raise Refusal(f"torchrun: {(said.getvalue().splitlines() or ['--help'])[-1]}") from None
-    except (RuntimeError, ValueError) as error:
-        raise Refusal(f"torchrun: {error}") from None
+            arguments = run.get_args_parser().parse_args([*torchrun, PROGRAM])
+        if (arguments.training_script, arguments.training_script_args) != (PROGRAM, []):
+            raise Refusal(f"torchrun: {arguments.training_script!r} in front of -- is none of torchrun's own arguments")
+        if arguments.module or arguments.no_python or arguments.run_path:
+            raise Refusal("torchrun: --module, --no-python and --run-path say how to start another program")
+        return _read(run, arguments)
+    except SystemExit as ended:
+        if not ended.code:  # --help
+            raise
+        raise Refusal(f"torchrun: {said.getvalue().splitlines()[-1]}") from None
+    except Refusal:
+        raise
+    except (AssertionError, LookupError, RuntimeError, ValueError) as error:
+        raise Refusal(f"torchrun: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+
+
+def _read(run: ModuleType, arguments: Namespace) -> tuple[int, int]:
+    """The nodes and processes by `run`, torchrun's module. What it warns of and sets is for the run itself."""
+    before = dict(os.environ)
+    logging.disable(logging.WARNING)
+    try:
+        config, *_ = run.config_from_args(arguments)
+        return config.max_nodes, config.nproc_per_node
+    finally:
+        logging.disable(logging.NOTSET)
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def started_by_torchrun() -> bool:

@@ -26,7 +26,10 @@ def report(config: Config, argv: list[str]) -> int:
     show(comparison, console)
     folder = Path(config.compare.report or config.output)
     check_folder("compare.report", str(folder))
-    write(comparison, folder, config.compare.tolerance, shlex.join(["./launch/demo.sh", *argv]))
+    try:
+        write(comparison, folder, config.compare.tolerance, shlex.join(["./launch/demo.sh", *argv]))
+    except OSError as error:
+        raise Refusal(f"the report cannot be written: {error}") from None
     console.print(f"report: {folder / 'report.md'}", soft_wrap=True)
     console.print(comparison.verdict, style="bold green" if comparison.agree else "bold red", soft_wrap=True)
     return 0 if comparison.agree else 1

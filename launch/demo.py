@@ -14,9 +14,9 @@ from training.refusal import Refusal, check_folder, fail
 require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core", "matplotlib")
 
 from training.config import parse_command_line  # noqa: E402
-from training.host import check_host  # noqa: E402
+from training.host import check_host, remove_results  # noqa: E402
 from training.launch import environment, prepare_text, torchrun_command  # noqa: E402
-from training.torchrun import split_arguments  # noqa: E402
+from training.torchrun import processes_of, split_arguments  # noqa: E402
 
 
 def main() -> int:
@@ -29,19 +29,24 @@ def main() -> int:
 
     from training.compare import runs_of  # it loads PyTorch
 
-    for name, chosen in runs_of(config).items():
-        folder = Path(config.output) / name
+    runs = runs_of(config)
+    folders = {name: Path(config.output) / name for name in runs}
+    for folder in folders.values():
         check_folder("output", str(folder))
-        metrics = folder / "metrics.json"
-        metrics.unlink(missing_ok=True)
-        command = torchrun_command(config, torchrun, [*arguments, *chosen, f"output={folder}"])
+        remove_results(str(folder))
+    for name, chosen in runs.items():
+        command = torchrun_command(config, torchrun, [*arguments, *chosen, f"output={folders[name]}"])
         code = subprocess.run(command, env=environment(config)).returncode
         if code:
             print(f"FAILED: the run {name!r} ended with exit code {code}", file=sys.stderr)
             return 1
-    if not metrics.exists():  # the host of rank 0 has it
-        print("another host has the results")
+    missing = [folder for folder in folders.values() if not (folder / "metrics.json").exists()]
+    if missing and torchrun and processes_of(torchrun)[0] > 1:
+        print("another host has the results")  # that of rank 0
         return 0
+    if missing:
+        print(f"FAILED: the run left no results in {missing[0]}", file=sys.stderr)
+        return 1
 
     from compare import report
 

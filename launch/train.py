@@ -12,7 +12,7 @@ from training.refusal import Refusal, fail
 require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core")
 
 from training.config import Config, parse_command_line  # noqa: E402
-from training.host import check_host  # noqa: E402
+from training.host import check_host, remove_results  # noqa: E402
 from training.launch import environment, prepare_text, torchrun_command  # noqa: E402
 from training.torchrun import split_arguments, started_by_torchrun  # noqa: E402
 
@@ -27,6 +27,7 @@ def main() -> None:
     else:
         check_host(config, torchrun)
         prepare_text(config)
+        remove_results(config.output)
         command = torchrun_command(config, torchrun, arguments)
         os.execve(command[0], command, environment(config))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -17,7 +18,9 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 pytest.importorskip("omegaconf", reason="needs the training program's packages")
 
 from training.compare import compare
-from training.config import DEFAULT_CONFIG, ROOT, Config, TrainConfig, load_config
+from training.config import DEFAULT_CONFIG, ROOT, Config, TrainConfig, describe, load_config
+from training.host import remove_results
+from training.refusal import Refusal
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 TIMEOUT = 300
@@ -114,9 +117,13 @@ def test_attention_is_causal_softmax(kv_heads):
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory):
-    """``train(name, *overrides, nodes=1)``: a tiny training on CPUs through torchrun; the losses of its steps."""
+    """``train(name, *overrides, nodes=1)``: a tiny training on CPUs through torchrun; the losses of its steps.
+
+    `own`: torchrun is not started by train.py.
+    """
     folder = tmp_path_factory.mktemp("training")
     text = folder / "text.txt"
+    (folder / "signal.py").write_text("raise SystemExit('Python has another one')")
     text.write_text(" ".join(f"{i} times {i % 7} is {i * (i % 7)}," for i in range(4000)))
     settings = [
         "train.steps=4", "train.sequence=16", "train.micro_batch=2", "train.learning_rate=0.01", "train.warmup_steps=1",
@@ -124,8 +131,9 @@ def train(tmp_path_factory):
         "parallel.tensor=1", "parallel.device=cpu", "memory.micro_batch=null", "save_weights=false",
     ]  # fmt: skip
 
-    def run(name: str, *overrides: str, nodes: int = 1) -> list[float]:
-        program = [sys.executable, str(ROOT / "launch" / "train.py")]
+    def run(name: str, *overrides: str, nodes: int = 1, own: bool = False) -> list[float]:
+        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=1"] if own else []
+        program = [sys.executable, *torchrun, str(ROOT / "launch" / "train.py")]
         arguments = ["--text", str(text), *settings, f"output={folder / name}", *overrides]
         commands = [[*program, *arguments]]
         if nodes > 1:
@@ -133,7 +141,7 @@ def train(tmp_path_factory):
             torchrun = [f"--nnodes={nodes}", "--master-addr=localhost", f"--master-port={port}", "--nproc-per-node=1"]
             commands = [[*program, *torchrun, f"--node-rank={n}", "--", *arguments] for n in range(nodes)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": None if own else folder}
         processes = [subprocess.Popen(command, env=environment, **pipes) for command in commands]
         try:
             outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
@@ -172,12 +180,20 @@ def test_losses_are_those_of_one_process_with_the_stock_loss(train, alone, nodes
     assert losses == pytest.approx(alone, abs=1e-5)
 
 
+METRICS = {
+    **describe(load_config(DEFAULT_CONFIG, [])), "device": "a device", "processes": 2, "hosts": 1, "backend": "gloo",
+    "versions": {"torch": "2"}, "padded_vocab_size": 16384, "text": "a text", "tokens_per_step": 100,
+    "tokens_per_second": 50.0, "median_step_seconds": 2, "step_peak_bytes": None,
+    "loss_peak_bytes": 7, "loss_peak_tokens": 9,
+}  # fmt: skip
+
+
 def _finished(folder: Path, **losses: list[float]) -> Config:
     """A configuration whose runs left these losses."""
     for name, values in losses.items():
         run = folder / name.replace("_reversed", "-reversed")
         run.mkdir()
-        (run / "metrics.json").write_text(json.dumps({"losses": values}))
+        (run / "metrics.json").write_text(json.dumps({**METRICS, "losses": values}))
     yardstick = "stock_reversed" in losses
     overrides = [f"output={folder}", f"compare.yardstick={yardstick}", "save_weights=false"]
     return load_config(DEFAULT_CONFIG, [*overrides, "compare.factor=1.5"])
@@ -210,3 +226,176 @@ def test_runs_that_do_not_fit_are_refused(tmp_path):
     (tmp_path / "stock" / "metrics.json").unlink()
     with pytest.raises(ValueError, match="no results of a run at .*stock"):
         compare(config)
+
+
+def _refusal(config: Config) -> str:
+    with pytest.raises(Refusal) as refused:
+        compare(config)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"losses": []}, "losses: List should have at least 1 item"),
+        ({"losses": ["3"]}, "losses.0: Input should be a valid number"),
+        ({"losses": [10**400]}, "losses.0: "),
+        ({"model": {}}, "model.layers: Field required"),
+        ({"versions": None}, "versions: Input should be a valid dictionary"),
+        ({"step_peak_bytes": "7"}, "step_peak_bytes: Input should be a valid integer"),
+        *(({key: ...}, f"{key}: Field required") for key in METRICS if key != "loss"),
+    ],
+    ids=str,
+)
+def test_results_that_the_report_cannot_show_are_refused(changed, words, tmp_path):
+    config = _finished(tmp_path, stock=[3.0], parallel_lce=[3.0])
+    path = tmp_path / "parallel_lce" / "metrics.json"
+    run = {**json.loads(path.read_text()), **changed}
+    path.write_text(json.dumps({key: value for key, value in run.items() if value is not ...}))
+    said = _refusal(config)
+    assert said.startswith(f"{path} holds no results of a run: ") and words in said
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[]", b"7", b"{}", b"[" * 100_000, b"9" * 5000], ids=lambda content: str(content[:9])
+)
+def test_what_is_no_metrics_file_is_refused(content, tmp_path):
+    config = _finished(tmp_path, stock=[3.0], parallel_lce=[3.0])
+    (tmp_path / "stock" / "metrics.json").write_bytes(content)
+    assert " holds no results of a run: " in _refusal(config)
+
+
+@pytest.mark.parametrize(
+    ("section", "changed", "words"),
+    [
+        ("parallel", {"tensor": 1}, "parallel.tensor: 2 (stock) and 1 (parallel_lce)"),
+        ("model", {"hidden": 512}, "model.hidden: 256 (stock) and 512 (parallel_lce)"),
+        ("train", {"seed": 0}, "train.seed: 1234 (stock) and 0 (parallel_lce)"),
+        (None, {"backend": "nccl"}, "backend: gloo (stock) and nccl (parallel_lce)"),
+        (None, {"loss_peak_tokens": None}, "loss_peak_tokens: 9 (stock) and None (parallel_lce)"),
+    ],
+    ids=str,
+)
+def test_runs_of_other_settings_are_refused(section, changed, words, tmp_path):
+    config = _finished(tmp_path, stock=[3.0], parallel_lce=[3.0])
+    path = tmp_path / "parallel_lce" / "metrics.json"
+    run = json.loads(path.read_text())
+    (run if section is None else run[section]).update(changed)
+    path.write_text(json.dumps(run))
+    assert _refusal(config) == f"the runs differ in {words}"
+
+
+def test_runs_may_differ_in_what_does_not_matter(tmp_path):
+    config = _finished(tmp_path, stock=[3.0], parallel_lce=[3.0])
+    path = tmp_path / "parallel_lce" / "metrics.json"
+    run = json.loads(path.read_text())
+    run["train"]["reverse_samples"], run["parallel"]["timeout_seconds"], run["hosts"] = True, 7, 2
+    path.write_text(json.dumps(run))
+    assert compare(config).agree
+
+
+def _with_weights(folder: Path) -> Config:
+    """Two finished runs, each of the same weights."""
+    config = _finished(folder, stock=[3.0], parallel_lce=[3.0])
+    config.save_weights = True
+    for name in ("stock", "parallel_lce"):
+        for rank in range(2):
+            torch.save({"a": torch.ones(2, 3), "b": torch.zeros(4)}, folder / name / f"weights-{rank}.pt")
+    return config
+
+
+def test_the_weights_that_differ_most_are_named(tmp_path):
+    config = _with_weights(tmp_path)
+    torch.save({"a": torch.ones(2, 3), "b": torch.full((4,), 0.25)}, tmp_path / "parallel_lce" / "weights-1.pt")
+    assert compare(config).weights == ("b (weights-1)", 0.25)
+    torch.save({"a": torch.full((2, 3), math.nan), "b": torch.ones(4)}, tmp_path / "parallel_lce" / "weights-0.pt")
+    assert compare(config).weights[0] == "a (weights-0)"
+
+
+WEIGHTS = {
+    "missing": (None, "left weights-1.pt"),
+    "empty": (b"", "weights-1.pt cannot be read as weights"),
+    "no such file": (b"some text", "weights-1.pt cannot be read as weights"),
+    "a program": ({"a": subprocess.run}, "weights-1.pt cannot be read as weights"),
+    "a list": ([torch.ones(2)], "weights-1.pt holds no weights of a run"),
+    "nothing": ({}, "weights-1.pt holds no weights of a run"),
+    "numbers": ({"a": 1.0, "b": 2.0}, "weights-1.pt holds no weights of a run"),
+    "integers": ({"a": torch.ones(2, 3).long(), "b": torch.zeros(4)}, "weights-1.pt holds no weights of a run"),
+    "another shape": ({"a": torch.ones(2, 3), "b": torch.zeros(5)}, "different parameters in weights-1.pt: b"),
+    "another name": ({"a": torch.ones(2, 3), "c": torch.zeros(4)}, "different parameters in weights-1.pt: b, c"),
+}
+
+
+@pytest.mark.parametrize("kind", ["cut", *WEIGHTS])
+@pytest.mark.parametrize("name", ["stock", "parallel_lce"])
+def test_weights_that_cannot_be_compared_are_refused(name, kind, tmp_path):
+    config = _with_weights(tmp_path)
+    path = tmp_path / name / "weights-1.pt"
+    content, words = WEIGHTS.get(kind, (path.read_bytes()[:1000], "weights-1.pt cannot be read as weights"))
+    path.unlink()
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        torch.save(content, path)
+    assert words in _refusal(config)
+
+
+def test_results_of_an_earlier_run_are_removed(tmp_path):
+    kept, gone = ["config.yaml", "weights-best.pt", "weights-0.txt"], ["metrics.json", "weights-0.pt", "weights-11.pt"]
+    for name in kept + gone:
+        (tmp_path / name).touch()
+    remove_results(str(tmp_path))
+    remove_results(str(tmp_path / "none"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    (tmp_path / "metrics.json").mkdir()
+    with pytest.raises(Refusal, match=r"metrics\.json cannot be removed: "):
+        remove_results(str(tmp_path))
+
+
+def test_a_run_begins_without_the_results_of_another(train, tmp_path):
+    """Of more ranks, say. Under a torchrun of the user's own as well."""
+    for start in ("ours", "of the user's own"):
+        for name in ("weights-1.pt", "metrics.json"):
+            (tmp_path / name).touch()
+        train(str(tmp_path), "train.steps=1", "save_weights=true", own=start != "ours")
+        assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "metrics.json", "weights-0.pt"}
+
+
+@pytest.fixture
+def demo(tmp_path, monkeypatch):
+    """``demo(*arguments)``: the exit status of the demo, whose runs are not started."""
+    (tmp_path / "text").write_text("a few words " * 500)
+
+    def start(*arguments: str) -> int:
+        given = ["--text", str(tmp_path / "text"), f"text.cache={tmp_path / 'cache'}", "text.vocab_size=300"]
+        given += ["parallel.device=cpu", f"output={tmp_path}/o #1"]
+        monkeypatch.setattr(sys, "argv", ["demo.py", *arguments, *given])
+        return runpy.run_path(str(ROOT / "launch" / "demo.py"))["main"]()
+
+    monkeypatch.setattr(subprocess, "run", lambda command, env: subprocess.CompletedProcess(command, 0))
+    return start
+
+
+def test_the_demo_without_results(demo, tmp_path, capsys):
+    assert demo() == 1
+    assert capsys.readouterr().err == f"FAILED: the run left no results in {tmp_path / 'o #1' / 'stock'}\n"
+    assert demo("--nnodes=1", "--nproc-per-node=2", "--") == 1
+    assert demo("--nnodes=2", "--nproc-per-node=1", "--") == 0
+    assert "another host has the results" in capsys.readouterr().out
+
+
+def test_the_demo_starts_without_results(demo, tmp_path, monkeypatch):
+    """None is left even where the first run fails."""
+    for name in ("stock", "parallel_lce"):
+        (tmp_path / "o #1" / name).mkdir(parents=True)
+        (tmp_path / "o #1" / name / "weights-7.pt").touch()
+    commands = []
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, env: commands.append(command) or subprocess.CompletedProcess(command, 3)
+    )
+    assert demo() == 1
+    assert not [*tmp_path.glob("o #1/*/*")]
+    (command,) = commands
+    assert command[1:4] == ["-P", "-m", "torch.distributed.run"]
+    assert command[-1] == f"output={tmp_path / 'o #1' / 'stock'}"

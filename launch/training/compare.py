@@ -12,10 +12,13 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 
-from training.config import Config, LossImpl
+from training.config import Config, LossImpl, ModelConfig, ParallelConfig, TrainConfig
+from training.host import weights_in
 from training.refusal import Refusal
 
 # Folder under the output, and what sets that run apart from the configuration it was started with.
@@ -24,6 +27,30 @@ RUNS = {
     "parallel_lce": ["loss.impl=parallel_lce", "train.reverse_samples=false"],
     "stock-reversed": ["loss.impl=stock", "train.reverse_samples=true"],
 }
+# What the runs may differ in, beside the loss.
+FREE = {"train.reverse_samples", "parallel.device", "parallel.timeout_seconds"}
+
+
+class Metrics(BaseModel):
+    """What the comparison and its report need of a run's metrics.json."""
+
+    losses: Annotated[list[Annotated[float, Field(strict=True)]], Field(min_length=1)]
+    model: ModelConfig
+    train: TrainConfig
+    parallel: ParallelConfig
+    device: str
+    processes: int
+    hosts: int
+    backend: str
+    versions: dict[str, str]
+    padded_vocab_size: int
+    text: str
+    tokens_per_step: int
+    tokens_per_second: Annotated[float, Field(strict=True)]
+    median_step_seconds: Annotated[float, Field(strict=True)]
+    step_peak_bytes: Annotated[int, Field(strict=True)] | None
+    loss_peak_bytes: Annotated[int, Field(strict=True)] | None
+    loss_peak_tokens: int | None
 
 
 @dataclass
@@ -67,6 +94,10 @@ def compare(config: Config) -> Comparison:
         # A missing step must not pass.
         if len(run["losses"]) != len(stock["losses"]):
             raise Refusal(f"the runs have {len(stock['losses'])} steps (stock) and {len(run['losses'])} ({name})")
+        theirs, mine = _settings(stock), _settings(run)
+        for key in sorted(theirs | mine):
+            if theirs.get(key) != mine.get(key):
+                raise Refusal(f"the runs differ in {key}: {theirs.get(key)} (stock) and {mine.get(key)} ({name})")
     distances = {name: _distance(stock, run) for name, run in runs.items()}
     ours, yardstick = distances["parallel_lce"], distances.get("stock-reversed")
     if yardstick is None:
@@ -90,13 +121,26 @@ def compare(config: Config) -> Comparison:
 
 
 def _read(path: Path) -> dict:
-    if not path.exists():
-        raise Refusal(f"no results of a run at {path}")
     try:
+        if not path.exists():
+            raise Refusal(f"no results of a run at {path}")
         run = json.loads(path.read_text())
+        Metrics.model_validate(run)
         return {**run, "losses": [float(loss) for loss in run["losses"]]}
-    except (KeyError, OSError, TypeError, ValueError) as error:
+    except Refusal:
+        raise
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:3])
+        raise Refusal(f"{path} holds no results of a run: {said}") from None
+    except (OSError, OverflowError, RecursionError, ValueError) as error:
         raise Refusal(f"{path} holds no results of a run: {error!r}") from None
+
+
+def _settings(run: dict) -> dict[str, object]:
+    """What has to be the same in all runs, since the report shows that of one."""
+    sections = {f"{s}.{key}": value for s in ("model", "train", "parallel") for key, value in run[s].items()}
+    measured = {key: run[key] for key in ("backend", "padded_vocab_size", "loss_peak_tokens")}
+    return {key: value for key, value in (sections | measured).items() if key not in FREE}
 
 
 def _distance(a: dict, b: dict) -> Distance:
@@ -105,14 +149,36 @@ def _distance(a: dict, b: dict) -> Distance:
 
 def _largest_weight_difference(stock: Path, ours: Path) -> tuple[str, float]:
     """The parameter that differs most after training, over all ranks that left theirs here, and by how much."""
-    worst = {}
-    for file in sorted(stock.glob("weights-*.pt")):
-        theirs, mine = (torch.load(folder / file.name, weights_only=True) for folder in (stock, ours))
-        if theirs.keys() != mine.keys():
-            raise Refusal(f"the two runs have different parameters in {file.name}: {theirs.keys() ^ mine.keys()}")
-        for name, weight in theirs.items():
-            worst[f"{name} ({file.stem})"] = (weight - mine[name]).abs().max().item()
-    if not worst:
+    files, mine = ({path.name for path in weights_in(folder)} for folder in (stock, ours))
+    if files != mine:
+        raise Refusal(f"only one of the two runs in {stock.parent} left {', '.join(sorted(files ^ mine))}")
+    if not files:
         raise Refusal(f"no weights in {stock}")
+    worst = {}
+    for file in sorted(files):
+        theirs, mine = (_read_weights(folder / file) for folder in (stock, ours))
+        if different := {name for name in theirs | mine if _shape(theirs, name) != _shape(mine, name)}:
+            raise Refusal(f"the two runs have different parameters in {file}: {', '.join(sorted(different))}")
+        for name, weight in theirs.items():
+            worst[f"{name} ({Path(file).stem})"] = (weight - mine[name]).abs().max().item()
     name = max(worst, key=lambda key: math.inf if math.isnan(worst[key]) else worst[key])
     return name, worst[name]
+
+
+def _read_weights(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # of any kind: a damaged file may look like anything
+        raise Refusal(f"{path} cannot be read as weights: {type(error).__name__}") from None
+    if not isinstance(weights, dict) or not weights or not all(map(_is_parameter, weights.items())):
+        raise Refusal(f"{path} holds no weights of a run")
+    return weights
+
+
+def _is_parameter(item: tuple[object, object]) -> bool:
+    name, weight = item
+    return isinstance(name, str) and isinstance(weight, torch.Tensor) and weight.is_floating_point() and weight.numel()
+
+
+def _shape(weights: dict[str, torch.Tensor], name: str) -> torch.Size | None:
+    return weights[name].shape if name in weights else None

@@ -1,5 +1,7 @@
 """What a run needs of the host that it is started on, checked before its processes start."""
 
+from pathlib import Path
+
 from training.config import Config, Device, check_for_cpu
 from training.refusal import Refusal, check_folder
 from training.torchrun import processes_of
@@ -15,6 +17,23 @@ def check_host(config: Config, torchrun: list[str]) -> None:
     uses_cuda(config, here)
     for name, folder in (("output", config.output), ("text.cache", config.text.cache)):
         check_folder(name, folder)
+
+
+def remove_results(folder: str) -> None:
+    """Removes what a run will write anew: fewer ranks would leave fewer weights, and a run that fails none.
+
+    Not config.yaml, which may be what the new run is started with.
+    """
+    for path in (Path(folder, "metrics.json"), *weights_in(folder)):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise Refusal(f"{path} cannot be removed: {error.strerror}") from None
+
+
+def weights_in(folder: str | Path) -> list[Path]:
+    """The files that a run's ranks left with `save_weights`."""
+    return [path for path in Path(folder).glob("weights-*.pt") if path.stem.removeprefix("weights-").isdecimal()]
 
 
 def check_processes(config: Config, started: int) -> None:

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from training.batches import Batches  # noqa: E402
 from training.config import Config, describe, save_config  # noqa: E402
-from training.host import check_processes, uses_cuda  # noqa: E402
+from training.host import check_processes, remove_results, uses_cuda  # noqa: E402
 from training.megatron_cpu import adapt_megatron_to_cpu  # noqa: E402
 from training.memory import loss_peak_bytes  # noqa: E402
 from training.model import padded_vocab_size  # noqa: E402
@@ -51,6 +51,8 @@ def run(config: Config) -> None:
     rank, train = torch.distributed.get_rank(), config.train
     output = Path(config.output)
     check_folder("output", config.output)
+    if os.environ["LOCAL_RANK"] == "0":  # a torchrun of the user's own has not; no rank is done before all have begun
+        remove_results(config.output)
     try:
         text = load_text(config.text, train.sequence + 1)
     except (OSError, ValueError) as error:

@@ -11,7 +11,6 @@ while target=$(readlink -- "$script"); do # a link to this script starts it too;
     script=$target
 done
 source "$(dirname -- "$script")/env.sh"
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS-1} # Megatron's order of collectives and GEMMs
 export OMP_NUM_THREADS=${OMP_NUM_THREADS-1}                         # ranks on one CPU share its cores
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS-4} # of each rank; by default up to 32

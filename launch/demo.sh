@@ -10,5 +10,4 @@ while target=$(readlink -- "$script"); do # a link to this script starts it too;
     script=$target
 done
 source "$(dirname -- "$script")/env.sh"
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
 exec "$python" "$root/launch/demo.py" "$@"

@@ -1,4 +1,5 @@
-# Sourced by the scripts beside it. Sets $root, the repository, and $python, an interpreter that has everything.
+# Sourced by the scripts beside it. Sets $root, the repository, and $python, an interpreter that has everything; exports
+# PYTHONPATH.
 #
 #   PARALLEL_LCE_PYTHON=/path/to/python   use this interpreter as it is, install nothing
 #   PYTHON=/path/to/python                make .venv with this interpreter (3.11 or newer)
@@ -49,3 +50,5 @@ else
     "$python" "$root/launch/make_venv.py" "$python" || exit
     python=$root/.venv/bin/python
 fi
+# The programs' own modules too: with PYTHONSAFEPATH Python does not look beside the program.
+export PYTHONPATH="$root:$root/launch${PYTHONPATH:+:$PYTHONPATH}"

@@ -30,7 +30,7 @@ def stamp() -> str:
 def is_made() -> bool:
     try:
         return STAMP.read_text().strip() == stamp() and os.access(PYTHON, os.X_OK)
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return False
 
 

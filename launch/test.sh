@@ -8,5 +8,5 @@ while target=$(readlink -- "$script"); do # a link to this script starts it too;
 done
 source "$(dirname -- "$script")/env.sh"
 cd "$root"
-PYTHONPATH=$root/launch "$python" -m training.packages test torch pytest
+"$python" -m training.packages test torch pytest
 exec "$python" -m pytest "$@"

@@ -95,6 +95,26 @@ def test_a_python_without_the_packages_is_one_line(tmp_path):
         assert done.stderr.startswith(f"error: {sys.executable} has no ")
 
 
+def test_python_may_be_told_not_to_look_beside_a_program():
+    for name in ("train", "demo"):
+        done = run("bash", LAUNCH / f"{name}.sh", "train.steps=0", PYTHONSAFEPATH="1")
+        assert done.returncode == 2 and done.stderr.startswith("error: train.steps=0: input should be"), done
+    done = run("bash", LAUNCH / "bench.sh", "--rounds", "0", PYTHONSAFEPATH="1")
+    assert done.returncode == 2 and done.stderr.endswith("error: --rounds must be at least 1, got 0\n"), done
+    done = run("bash", LAUNCH / "test.sh", "--version", PYTHONSAFEPATH="1")
+    assert done.returncode == 0, done
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_programs_find_their_own_modules_first(name, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/usr/bin/env bash\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "$PYTHONPATH"\n')
+    python.chmod(0o755)
+    for given, behind in (("", ""), ("/a:/b", ":/a:/b")):
+        done = run("bash", LAUNCH / f"{name}.sh", PARALLEL_LCE_PYTHON=str(python), PYTHONPATH=given)
+        assert set(done.stdout.splitlines()) == {f"{ROOT}:{LAUNCH}{behind}"}, done
+
+
 # --- .venv -----------------------------------------------------------------------------------------
 
 # Installs nothing, but takes its time and says so.
@@ -163,6 +183,13 @@ def test_what_is_asked_for_changes_the_installation(name, checkout):
     assert _start(checkout, 0).wait(TIMEOUT) == 0
     with (checkout / name).open("a") as file:
         file.write("# changed\n")
+    assert _start(checkout, 0).wait(TIMEOUT) == 0
+    assert _log(checkout) == ["begin", "end"] * 2
+
+
+def test_a_damaged_stamp_is_none(checkout):
+    assert _start(checkout, 0).wait(TIMEOUT) == 0
+    (checkout / ".venv" / "stamp").write_bytes(b"\xff")
     assert _start(checkout, 0).wait(TIMEOUT) == 0
     assert _log(checkout) == ["begin", "end"] * 2
 

@@ -29,8 +29,9 @@ def main(argv: list[str]) -> None:
         choose_peers(options)
     except SystemExit as said:
         raise Refusal(str(said.code)) from None
-    module = "parallel_lce.bench.parallel"
-    os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *torchrun, "-m", module, *arguments])
+    # No file in the user's folder stands in for a module: not in torchrun, nor in the ranks, which it starts with -m.
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", *torchrun, "-m", "parallel_lce.bench.parallel"]
+    os.execve(command[0], [*command, *arguments], os.environ | {"PYTHONSAFEPATH": "1"})
 
 
 def _processes_here() -> int:

@@ -109,6 +109,8 @@ def test_options_override_the_suite():
         (["--logits-budget", "5 tons"], "KiB, MiB or GiB, all, or none, got '5 tons'"),
         (["--logit-std", "0"], "a positive number, got '0'"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
+        (["--seed", str(-(10**24))], "--seed must be a number of 64 bits, got -1000000000000000000000000"),
+        (["--plot", "p.foo"], "--plot p.foo: the suffix must be one of "),
         (["--peers", "nobody"], "no such peer: nobody"),
         (["--without", "nobody"], "no such peer: nobody"),
     ],

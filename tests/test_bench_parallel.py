@@ -9,6 +9,7 @@ import runpy
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -40,11 +41,19 @@ SHORT = Window(0.0, 0.0)  # one call
 # --- a whole run -----------------------------------------------------------------------------------
 
 
-def launch(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+def folder_of_the_user(folder: Path) -> Path:
+    """One with files that are called like modules that Python, PyTorch and the benchmark import."""
+    for name in ("signal", "socket", "torch", "rich", "training", "parallel_lce"):
+        (folder / f"{name}.py").write_text("raise SystemExit('not this one')")
+    return folder
+
+
+def launch(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
     inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")}
     return subprocess.run(
         ["bash", str(ROOT / "launch" / "bench.sh"), *arguments],
         env=inherited | {"PARALLEL_LCE_PYTHON": sys.executable} | variables,
+        cwd=cwd,
         capture_output=True,
         text=True,
         timeout=300,
@@ -59,6 +68,7 @@ def a_run(tmp_path_factory):
         *"--standalone --nproc-per-node 2 -- --device cpu --tokens 48 64 --vocabulary 256 --hidden 16".split(),
         *"--rounds 3 --measured-ms 1 --warm-up-ms 0".split(),
         *f"--json {folder}/new/r.json --plot {folder}/new/r.png --trace {folder}/traces".split(),
+        cwd=folder_of_the_user(folder),
         CUDA_VISIBLE_DEVICES="",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
@@ -131,7 +141,7 @@ def test_a_run_fits_the_scaling_model(a_run, capsys):
 def start(monkeypatch, *arguments: str) -> list[str]:
     """The command that launch/bench.py becomes."""
     commands = []
-    monkeypatch.setattr(os, "execv", lambda program, command: commands.append(command))
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: commands.append(command))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     runpy.run_path(str(ROOT / "launch" / "bench.py"))["main"](list(arguments))
@@ -149,7 +159,7 @@ def start(monkeypatch, *arguments: str) -> list[str]:
 )  # fmt: skip
 def test_torchruns_arguments_come_before_ours(arguments, expected, monkeypatch):
     command = start(monkeypatch, *arguments.split())
-    assert command == [sys.executable, "-m", "torch.distributed.run", *expected.split()]
+    assert command == [sys.executable, "-P", "-m", "torch.distributed.run", *expected.split()]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +170,10 @@ def test_torchruns_arguments_come_before_ours(arguments, expected, monkeypatch):
         ("--plot {folder}/file/x.png", "the folder of --plot={folder}/file cannot be made a folder"),
         ("--trace {folder}/file", "--trace={folder}/file cannot be made a folder"),
         ("--peers none-such", "no such peer: none-such"),
-        ("--timeout nan", "--timeout must be a number >= 0, got nan"),
+        ("--timeout nan", "--timeout must lie in 1 to 10000000 seconds, got nan"),
+        ("-m other -- --tp 1", "torchrun: 'other' in front of --"),
+        ("--hidden 0", "--hidden must lie in 1 to 2147483647, got 0"),
+        ("--plot {folder}/p.foo", "--plot {folder}/p.foo: the suffix must be one of "),
         ("--nproc-per-node=2 -- --tp 4", "--tp must lie in 1 to 2, the number of ranks, got [4]"),
         ("--nproc-per-node=2 -- --device cuda", "one GPU per process is needed, this host has 0"),
     ],
@@ -196,6 +209,15 @@ def test_sizes_are_powers_of_two_and_all_ranks():
         (["--tp", "16"], "--tp must lie in 1 to 8, the number of ranks, got [16]"),
         (["--tp", "0", "2"], "--tp must lie in 1 to 8"),
         (["--tp", "3"], "--vocabulary must be a positive multiple of the TP size, got 4096 for TP 3"),
+        (["--tokens", "0"], "--tokens must lie in 1 to 2147483647, got 0"),
+        (["--vocabulary", "0"], "--vocabulary must lie in 1 to 2147483647, got 0"),
+        (["--hidden", "-5"], "--hidden must lie in 1 to 2147483647, got -5"),
+        (["--hidden", str(2**31)], "--hidden must lie in 1 to 2147483647, got 2147483648"),
+        (["--seed", str(-(10**24))], "--seed must be a number of 64 bits, got -1000000000000000000000000"),
+        (["--seed", str(2**63)], "--seed must be a number of 64 bits, got 9223372036854775808"),
+        (["--timeout", "0"], "--timeout must lie in 1 to 10000000 seconds, got 0.0"),
+        (["--timeout", "1e300"], "--timeout must lie in 1 to 10000000 seconds, got 1e+300"),
+        (["--plot", "p.foo"], "--plot p.foo: the suffix must be one of "),
         (["--tokens", "100"], "--tokens must be a positive multiple of the TP size, got 100 for TP 8"),
         (["--peers", "nobody"], "no such peer: nobody"),
         (["--without", "bare,nobody"], "no such peer: nobody"),
@@ -208,6 +230,14 @@ def test_a_bad_command_line_says_why(arguments, words, capsys):
     with pytest.raises(SystemExit) as refusal:
         options(*arguments)
     assert refusal.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_the_bounds_are_accepted():
+    for seed in (-(2**63), 2**63 - 1):
+        chosen = options("--seed", str(seed), "--timeout", "10000000", "--plot", "p.PNG", "--hidden", "1", ranks=1)
+        team = Team(None, None, 7, 8, torch.device("cpu"))
+        make_problem(Shape(8, 16, chosen.hidden), torch.float32, team, chosen.seed)
+        dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=chosen.timeout))
 
 
 def test_the_bare_products_are_always_measured(monkeypatch):

@@ -6,6 +6,7 @@ Exit status: 0 if ours was accurate and measured, 1 if ours was refused or faile
 
 import argparse
 import itertools
+import os
 import re
 import sys
 import time
@@ -87,8 +88,7 @@ def parse_arguments(arguments):
     parser.add_argument("--plot", metavar="PATH", help="write a picture; the suffix chooses the format")
     options = parser.parse_args(arguments)
 
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    check_common(parser, options)
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no CUDA device")
     for option in ("peers", "without"):
@@ -102,6 +102,22 @@ def parse_arguments(arguments):
     options.dtype = DTYPES[options.dtype or DEFAULT_DTYPE[options.device]]
     options.plan = _plan(options)
     return options
+
+
+def check_common(parser, options):
+    """What both benchmarks take. It ends the program for what would fail after minutes of measuring."""
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    if not -(2**63) <= options.seed < 2**63:  # torch.manual_seed's, and as much again for the ranks
+        parser.error(f"--seed must be a number of 64 bits, got {options.seed}")
+    if options.plot:
+        try:
+            from matplotlib.backend_bases import FigureCanvasBase
+        except ImportError:  # need_extra says so
+            return
+        suffix, known = os.path.splitext(options.plot)[1][1:].lower(), FigureCanvasBase.get_supported_filetypes()
+        if suffix and suffix not in known:
+            parser.error(f"--plot {options.plot}: the suffix must be one of {', '.join(sorted(known))}")
 
 
 def _plan(options):

@@ -20,7 +20,7 @@ from dataclasses import fields
 import torch
 import torch.distributed as dist
 
-from ..__main__ import DEFAULT_DTYPE, DTYPES, need_extra
+from ..__main__ import DEFAULT_DTYPE, DTYPES, check_common, need_extra
 from ..inputs import Shape
 from ..libraries import forget_compiled
 from ..measure import Broken, release
@@ -35,6 +35,7 @@ from .trace import communication, write_trace
 
 TOKENS = {"cpu": [256, 512], "cuda": [8192, 32768]}
 VOCABULARY, HIDDEN = {"cpu": 4096, "cuda": 131072}, {"cpu": 64, "cuda": 4096}
+LONGEST_TIMEOUT = 10**7
 SEQUENCE_PARALLEL = {"off": False, "on": True}
 
 
@@ -67,8 +68,8 @@ def parse_arguments(arguments, ranks, ranks_here):
     powers = {2**k for k in range(ranks.bit_length()) if 2**k <= ranks}
     options.tp = sorted(set(options.tp or powers | {ranks}))
     options.tokens = list(dict.fromkeys(options.tokens or TOKENS[options.device]))
-    options.vocabulary = options.vocabulary or VOCABULARY[options.device]
-    options.hidden = options.hidden or HIDDEN[options.device]
+    options.vocabulary = VOCABULARY[options.device] if options.vocabulary is None else options.vocabulary
+    options.hidden = HIDDEN[options.device] if options.hidden is None else options.hidden
     options.dtype = DTYPES[options.dtype or DEFAULT_DTYPE[options.device]]
     options.sequence_parallel = [SEQUENCE_PARALLEL[word] for word in dict.fromkeys(options.sequence_parallel)]
     options.window = Window(options.warm_up_ms / 1e3, options.measured_ms / 1e3)
@@ -77,17 +78,22 @@ def parse_arguments(arguments, ranks, ranks_here):
 
 
 def _check(parser, options, ranks, ranks_here):
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    for option in ("warm-up-ms", "measured-ms", "timeout"):
+    check_common(parser, options)
+    for option in ("warm-up-ms", "measured-ms"):
         value = getattr(options, option.replace("-", "_"))
         if not (math.isfinite(value) and value >= 0):
             parser.error(f"--{option} must be a number >= 0, got {value}")
+    if not 1 <= options.timeout <= LONGEST_TIMEOUT:
+        parser.error(f"--timeout must lie in 1 to {LONGEST_TIMEOUT} seconds, got {options.timeout}")
+    for name, sizes in (("hidden", [options.hidden]), ("vocabulary", [options.vocabulary]), ("tokens", options.tokens)):
+        for size in sizes:
+            if not 1 <= size < 2**31:
+                parser.error(f"--{name} must lie in 1 to {2**31 - 1}, got {size}")
     if not 1 <= options.tp[0] <= options.tp[-1] <= ranks:
         parser.error(f"--tp must lie in 1 to {ranks}, the number of ranks, got {options.tp}")
     for tp in options.tp:
         for name, size in [("--vocabulary", options.vocabulary), *(("--tokens", n) for n in options.tokens)]:
-            if size < 1 or size % tp:
+            if size % tp:
                 parser.error(f"{name} must be a positive multiple of the TP size, got {size} for TP {tp}")
     known = names()
     for option in ("peers", "without"):

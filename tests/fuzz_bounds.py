@@ -261,7 +261,7 @@ def of_logits(c: Configuration, whole: Whole) -> tuple[dict[str, Tensor], dict[s
     gradient = log_p.exp() - (1 - smoothing) * own - smoothing / entries
     error = 4 * u * (z.abs() + top.abs().unsqueeze(-1))
     worst = error.amax(-1)
-    terms = log_p.exp() + (1 - smoothing) * own + smoothing / entries
+    terms = log_p.exp() + abs(1 - smoothing) * own + smoothing / entries
     loss_bound = 3 * worst + _sum(c.V) * u * (1 + z.abs().amax(-1)) + 8 * u * losses.abs()
     relative = torch.expm1((error + worst.unsqueeze(-1)).clamp(max=50.0)) + _sum(c.V) * u
     size = upstream.abs().unsqueeze(-1)

@@ -66,9 +66,22 @@ def _serve(
 
 def _destroy_subgroups() -> None:
     """Those that a test made: each keeps threads of its own awake, megatron-core alone makes dozens."""
+    _forget_megatrons()
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
+
+
+def _forget_megatrons() -> None:
+    """Groups live on, with their threads, while megatron-core's globals and caches hold them."""
+    if state := sys.modules.get("megatron.core.parallel_state"):
+        state.destroy_model_parallel()
+        for name, value in vars(state).items():  # those that it leaves
+            if isinstance(value, dist.ProcessGroup):
+                setattr(state, name, None)
+    if rotary := sys.modules.get("megatron.core.models.common.embeddings.rotary_pos_embedding"):
+        for method in (rotary.RotaryEmbedding.forward, rotary.RotaryEmbedding.get_cos_sin):
+            getattr(method, "cache_clear", lambda: None)()  # some releases cache them, by module
 
 
 def configure() -> None:

@@ -306,6 +306,8 @@ def test_what_is_kept_is_not_copied(name, device):
 def test_inductor(device):
     if shutil.which("g++") is None:
         pytest.skip("Inductor needs a C++ compiler, and there is no g++")
+    if " " in torch.__file__ and device == "cpu":
+        pytest.skip("Inductor's command line does not quote PyTorch's folder, whose name has a blank here")
 
     def loss(x, weight, target):
         saved = parallel_lce.linear_cross_entropy(2 * x, weight, target, reduction="none", logits_budget=SOME)

@@ -29,7 +29,7 @@ def echo(tmp_path) -> Path:
     folder = tmp_path / "echo"
     folder.mkdir()
     python = folder / "python"
-    python.write_text(f'#!/usr/bin/env bash\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "$PWD" "$@"\n')
+    python.write_text(f'#!/usr/bin/env bash\n[ "$1" = -c ] && exec "{sys.executable}" "$@"\necho "$PWD" "$@"\n')
     python.chmod(0o755)
     return python
 
@@ -87,7 +87,7 @@ def test_no_python_is_one_line(variable, value):
 
 def test_a_python_without_the_packages_is_one_line(tmp_path):
     python = tmp_path / "python"
-    python.write_text(f'#!/usr/bin/env bash\nexec {sys.executable} -S "$@"\n')
+    python.write_text(f'#!/usr/bin/env bash\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
     for name in SCRIPTS:
         done = run("bash", LAUNCH / f"{name}.sh", PARALLEL_LCE_PYTHON=str(python))
@@ -108,7 +108,7 @@ def test_python_may_be_told_not_to_look_beside_a_program():
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_programs_find_their_own_modules_first(name, tmp_path):
     python = tmp_path / "python"
-    python.write_text(f'#!/usr/bin/env bash\n[ "$1" = -c ] && exec {sys.executable} "$@"\necho "$PYTHONPATH"\n')
+    python.write_text(f'#!/usr/bin/env bash\n[ "$1" = -c ] && exec "{sys.executable}" "$@"\necho "$PYTHONPATH"\n')
     python.chmod(0o755)
     for given, behind in (("", ""), ("/a:/b", ":/a:/b")):
         done = run("bash", LAUNCH / f"{name}.sh", PARALLEL_LCE_PYTHON=str(python), PYTHONPATH=given)

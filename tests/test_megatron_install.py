@@ -13,6 +13,7 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of
+from megatron_releases import OTHERS, path_of
 from megatron_training import switched
 from tools import recorded
 from world import Member
@@ -155,8 +156,11 @@ def _forgotten(member: Member, family: str) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("family", ["gpt", "mamba", "bert", "t5"])
-def test_a_forgotten_install_ends_as_documented(family, worlds):
-    (line,) = worlds(1).run(_forgotten, family)
+@pytest.mark.parametrize(
+    ("family", "release"),
+    [("gpt", None), ("mamba", None), ("bert", None), ("t5", None), *(("gpt", release) for release in OTHERS)],
+)
+def test_a_forgotten_install_ends_as_documented(family, release, worlds):
+    (line,) = worlds(1, release and path_of(release)).run(_forgotten, family)
     document = (Path(__file__).parent.parent / "docs" / "megatron.md").read_text()
     assert line.startswith("UnboundLocalError: ") and line in document.splitlines()

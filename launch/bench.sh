@@ -5,12 +5,7 @@
 # torchrun's own arguments, for several hosts, go in front of a --, the same on each host but for the node's rank:
 #   ./launch/bench.sh --nnodes=2 --node-rank=0 --rdzv-backend=c10d --rdzv-endpoint=host0:29500 --nproc-per-node=8 -- ...
 set -euo pipefail
-script=${BASH_SOURCE[0]}
-while target=$(readlink -- "$script"); do # a link to this script starts it too; not every readlink has -f
-    [[ $target = /* ]] || target=$(dirname -- "$script")/$target
-    script=$target
-done
-source "$(dirname -- "$script")/env.sh"
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/env.sh" # a link to this script starts it too
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS-1} # Megatron's order of collectives and GEMMs
 export OMP_NUM_THREADS=${OMP_NUM_THREADS-1}                         # ranks on one CPU share its cores
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS-4} # of each rank; by default up to 32

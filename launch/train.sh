@@ -4,10 +4,5 @@
 # torchrun's own arguments, for several hosts, go in front of a --, the same on each host but for the node's rank:
 #   ./launch/train.sh --nnodes=2 --node-rank=0 --rdzv-backend=c10d --rdzv-endpoint=host0:29500 --nproc-per-node=8 -- ...
 set -euo pipefail
-script=${BASH_SOURCE[0]}
-while target=$(readlink -- "$script"); do # a link to this script starts it too; not every readlink has -f
-    [[ $target = /* ]] || target=$(dirname -- "$script")/$target
-    script=$target
-done
-source "$(dirname -- "$script")/env.sh"
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/env.sh" # a link to this script starts it too
 exec "$python" "$root/launch/train.py" "$@"

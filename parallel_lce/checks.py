@@ -75,7 +75,7 @@ def real(value: object) -> object:
     return float(value) if type(value) is int and -_LARGEST <= value <= _LARGEST else value
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
     """Whether fp32 can hold it: false for NaN and infinity. Comparisons alone, which torch.compile can trace."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return number and -_LARGEST <= value <= _LARGEST
@@ -210,11 +210,11 @@ def _check_numbers(a: Arguments) -> None:
 
 def check_logit_options(logit_scale: object, logit_softcap: object) -> None:
     _require(
-        _is_number(logit_scale),
+        is_number(logit_scale),
         lambda: f"logit_scale must be a finite Python number, got {shortened(logit_scale)}",
     )
     _require(
-        logit_softcap is None or (_is_number(logit_softcap) and logit_softcap >= _SMALLEST),
+        logit_softcap is None or (is_number(logit_softcap) and logit_softcap >= _SMALLEST),
         lambda: f"logit_softcap must be None or a positive Python number, got {shortened(logit_softcap)}",
     )
 
@@ -308,7 +308,7 @@ def check_loss_options(
         lambda: f"ignore_index must be an integer of 64 bits or None, got {shortened(ignore_index)}",
     )
     _require(
-        _is_number(label_smoothing) and 0 <= label_smoothing <= 1,
+        is_number(label_smoothing) and 0 <= label_smoothing <= 1,
         lambda: f"label_smoothing must be a Python number in [0, 1], got {shortened(label_smoothing)}",
     )
-    _require(_is_number(z_loss), lambda: f"z_loss must be a finite Python number, got {shortened(z_loss)}")
+    _require(is_number(z_loss), lambda: f"z_loss must be a finite Python number, got {shortened(z_loss)}")

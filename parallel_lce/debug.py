@@ -45,8 +45,20 @@ class _Told:
 
 
 def refuse(layout: Layout, refusal: Exception) -> None:
-    """Tell the other ranks that this one is about to raise ``refusal``. Collectives as :func:`agree`'s first two."""
-    _tell(layout, _Told(str(refusal), {}, (0, 0)))
+    """For a rank that is about to raise ``refusal``: in debug mode tell the others, else say that they may wait.
+
+    Collectives in debug mode: :func:`agree`'s first two.
+    """
+    if layout.ranks == 1:
+        return
+    if enabled():
+        _tell(layout, _Told(str(refusal), {}, (0, 0)))
+    elif type(refusal) in (TypeError, ValueError):
+        raise type(refusal)(
+            f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
+            "rank(s) of process_group wait in their collective until its timeout; "
+            "PARALLEL_LCE_DEBUG=1 raises on every rank)"
+        ) from None
 
 
 def agree(

@@ -22,6 +22,8 @@ def refuse_dtensor(name: str, value: Tensor, process_group: dist.ProcessGroup | 
         return
     mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", ())
     sharding = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if name == "vocab_parallel_logits":
+        raise ValueError(f"{name} is a DTensor: {_remedy_of_logits(name, value, sharding)}")
     if mesh is None or not sharding:
         raise ValueError(f"{name} is a DTensor; pass {name}.to_local()")
     where = ", ".join(f"{placements[dim]} over {_described(mesh, dim)}" for dim in sharding)
@@ -60,6 +62,14 @@ def refuse_dtensor(name: str, value: Tensor, process_group: dist.ProcessGroup | 
         f"{refusal}if these ranks have different tokens (fully_shard, FSDP2), {whole}; if they have the same tokens "
         f"(tensor parallelism), {local}"
     )
+
+
+def _remedy_of_logits(name: str, value: Tensor, sharding: list[int]) -> str:
+    """Each rank passes an equal shard of the last dimension: a whole row would count as one."""
+    equal = len(sharding) == 1 and value.placements[sharding[0]].is_shard(value.ndim - 1)
+    if equal and value.shape[-1] % value.device_mesh.size(sharding[0]) == 0:
+        return f"pass {name}.to_local() and tp_group={name}.device_mesh.get_group({sharding[0]})"
+    return "pass each rank's equal shard of the last dimension, the vocabulary, with all of its tokens"
 
 
 def _name(mesh, dim: int) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_lce import debug
 from parallel_lce.backends import valueless
 from parallel_lce.backends.logits import logits_gradient, logits_partial, merge_messages
-from parallel_lce.checks import check_kind, check_process_group, real, shortened
+from parallel_lce.checks import check_kind, check_process_group, is_number, real, shortened
 from parallel_lce.differentiable import first_order_only
 from parallel_lce.parallel import Layout, PartialsGather, Shard
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
@@ -52,8 +52,7 @@ def vocab_parallel_cross_entropy(
     try:
         _check(vocab_parallel_logits, target, label_smoothing, group)
     except Exception as refusal:
-        if layout.ranks > 1 and debug.enabled():
-            debug.refuse(layout, refusal)
+        debug.refuse(layout, refusal)
         raise
     entries = vocab_parallel_logits.shape[-1]
     if layout.ranks > 1 and debug.enabled() and not valueless(vocab_parallel_logits):
@@ -96,8 +95,7 @@ def _check(
         raise ValueError(
             f"target is on {target.device} and vocab_parallel_logits is on {logits.device}"
         )
-    number = isinstance(label_smoothing, (int, float)) and not isinstance(label_smoothing, bool)
-    if not (number and 0 <= label_smoothing < 1):
+    if not (is_number(label_smoothing) and 0 <= label_smoothing < 1):
         raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
     if label_smoothing and logits.shape[-1] < 2:
         raise ValueError(

@@ -55,14 +55,7 @@ def prepare(
         check_arguments(a, layout)
         backend = backend_of(a.linear_weight)
     except Exception as refusal:
-        if layout.ranks > 1 and debug.enabled():
-            debug.refuse(layout, refusal)
-        elif layout.ranks > 1 and type(refusal) in (TypeError, ValueError):
-            raise type(refusal)(
-                f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
-                "rank(s) of process_group wait in their collective until its timeout; "
-                "PARALLEL_LCE_DEBUG=1 raises on every rank)"
-            ) from None
+        debug.refuse(layout, refusal)
         raise
 
     # As it is given: torch.compile knows it as an input then, so that a second derivative by it is refused.

@@ -137,3 +137,30 @@ def _tensor_parallel(member: Member, entries: int):
 def test_a_tensor_parallel_weight(ranks, entries, worlds, device):
     for whole, sharded, uneven in worlds(ranks).run(_tensor_parallel, entries):
         assert sharded == pytest.approx(whole, rel=1e-6) and uneven == bool(entries % ranks)
+
+
+def _real_logits(member: Member) -> list[str]:
+    """The right advice is followed; of the others, what is said."""
+    arguments = good(member.device)
+    logits, target = arguments["input"] @ arguments["linear_weight"].t(), arguments["target"]
+    mesh = init_device_mesh(member.device.type, (member.ranks,), mesh_dim_names=("tp",))
+    said = []
+    for width, placement in ((V, Shard(1)), (V - 1, Shard(1)), (V, Shard(0)), (V, Replicate())):
+        dtensor = distribute_tensor(logits[:, :width], mesh, [placement])
+        try:
+            parallel_lce.vocab_parallel_cross_entropy(dtensor, target, tp_group=member.group)
+        except ValueError as refusal:
+            said.append(str(refusal).partition(" (if only this rank")[0])
+    passed = re.search(r"pass (\S+\.to_local\(\)) and tp_group=(\S+)$", said[0])
+    names = {"vocab_parallel_logits": distribute_tensor(logits, mesh, [Shard(1)])}
+    local, group = (eval(text, names) for text in passed.groups())
+    found = parallel_lce.vocab_parallel_cross_entropy(local, target, tp_group=group)
+    torch.testing.assert_close(found, F.cross_entropy(logits, target, reduction="none"))
+    return said[1:]
+
+
+def test_real_logits(worlds, device):
+    for said in worlds(2).run(_real_logits):
+        assert len(said) == 3
+        for text in said:
+            assert text.startswith("vocab_parallel_logits is a DTensor: pass each rank's equal shard of the last dimension")

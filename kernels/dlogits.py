@@ -16,14 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.epilogues import (
-    FP16_SCALE,
-    LOWEST_SHIFT,
-    REACH,
-    finite_base,
-    rebased,
-    window_reference,
-)
+from parallel_lce.kernels.epilogues import FP16_SCALE, LOWEST_SHIFT, REACH, finite_base, rebased, window_reference
 from parallel_lce.kernels.launch import Relaunched
 
 # Below, c x would lose digits in bf16 that dlogits do not.
@@ -34,12 +27,31 @@ _BLOCK = 4096
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def _settle_kernel(
-    kept, maxima, common, agreed, statistics, alpha, gamma, of_target, power, row_scale,
-    rows, columns, stride, scale, cap,
-    REWRITE: tl.constexpr, REACH: tl.constexpr, KEPT_SCALE: tl.constexpr,
-    HAS_GAMMA: tl.constexpr, HAS_TARGET: tl.constexpr, HAS_POWER: tl.constexpr, CAPPED: tl.constexpr,
-    WINDOW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    kept,
+    maxima,
+    common,
+    agreed,
+    statistics,
+    alpha,
+    gamma,
+    of_target,
+    power,
+    row_scale,
+    rows,
+    columns,
+    stride,
+    scale,
+    cap,
+    REWRITE: tl.constexpr,
+    REACH: tl.constexpr,
+    KEPT_SCALE: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    HAS_TARGET: tl.constexpr,
+    HAS_POWER: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     here = kept + row.to(tl.int64) * stride
     factor = scale

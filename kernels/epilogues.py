@@ -82,9 +82,8 @@ def window_reference(maximum, common, REACH: tl.constexpr):
 
 @triton.jit
 def finished_logits(
-    z, c, bias, columns, scale, cap,
-    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
+    z, c, bias, columns, scale, cap, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr
+):
     """``softcap(scale * (z + bias))``."""
     if HAS_BIAS:
         z += tl.load(bias + c, mask=c < columns, other=0.0).to(tl.float32)[None, :]
@@ -107,10 +106,24 @@ def partials_rows(r, rows, common, REACH: tl.constexpr):
 
 @triton.jit
 def partials_epilogue(
-    z, r, c, window, windows, rows, columns, known, maxima, sums,
-    REACH: tl.constexpr, KEPT_SCALE: tl.constexpr, SHIFTED: tl.constexpr,
-    TOTAL: tl.constexpr, WEIGHTED: tl.constexpr, ARGMAX: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
+    z,
+    r,
+    c,
+    window,
+    windows,
+    rows,
+    columns,
+    known,
+    maxima,
+    sums,
+    REACH: tl.constexpr,
+    KEPT_SCALE: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    MASKED: tl.constexpr,
+):
     """Store the tile's partials; returns ``exp(z - reference)`` times ``KEPT_SCALE``, to be kept.
 
     ``known`` from :func:`partials_rows`. ``maxima [windows, rows]`` and ``sums [*, windows, rows]``:
@@ -149,9 +162,18 @@ def partials_epilogue(
 
 @triton.jit
 def gradient_rows(
-    r, rows, statistics, alpha, gamma, delta, power, scale,
-    HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, HAS_POWER: tl.constexpr,
-):  # fmt: skip
+    r,
+    rows,
+    statistics,
+    alpha,
+    gamma,
+    delta,
+    power,
+    scale,
+    HAS_GAMMA: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_POWER: tl.constexpr,
+):
     """What :func:`gradient_epilogue` needs of the tile's rows, loaded before the mainloop so that it
     has arrived after it: the base of the exponentials, and alpha / s, delta / s and gamma times
     scale and ``power``."""
@@ -174,9 +196,8 @@ def gradient_rows(
 
 @triton.jit
 def gradient_epilogue(
-    z, base, level, slope, uniform, cap,
-    HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, CAPPED: tl.constexpr,
-):  # fmt: skip
+    z, base, level, slope, uniform, cap, HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, CAPPED: tl.constexpr
+):
     """``p (alpha + delta (z - M)) - gamma`` times the slope of scale and soft-cap, and ``power``."""
     g = exponential_from(z, base[:, None])
     if HAS_DELTA:

@@ -59,9 +59,8 @@ def _produce(x, weight, ring, sizes, STAGES: gl.constexpr):
 
 @gluon.jit
 def _multiply(
-    ring, count, steps,
-    STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
+    ring, count, steps, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr
+):
     """One tile's product, from ``steps`` slots of the ring from ``count`` on."""
     x_slots, weight_slots, full, empty = ring
     z = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
@@ -70,11 +69,7 @@ def _multiply(
         slot = count % STAGES
         mbarrier.wait(full.index(slot), (count // STAGES) & 1)
         token = warpgroup_mma(
-            x_slots.index(slot),
-            weight_slots.index(slot).permute((1, 0)),
-            z,
-            use_acc=k > 0,
-            is_async=True,
+            x_slots.index(slot), weight_slots.index(slot).permute((1, 0)), z, use_acc=k > 0, is_async=True
         )
         z = warpgroup_mma_wait(1, deps=[token])
         mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
@@ -87,11 +82,25 @@ def _multiply(
 
 @gluon.jit
 def _consume(
-    ring, out, staged, sizes, bias, scale, cap, arguments,
-    HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, GRADIENT: gl.constexpr,
-    SWITCHES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, STORES: gl.constexpr,
-):  # fmt: skip
+    ring,
+    out,
+    staged,
+    sizes,
+    bias,
+    scale,
+    cap,
+    arguments,
+    HAS_BIAS: gl.constexpr,
+    SCALED: gl.constexpr,
+    CAPPED: gl.constexpr,
+    GRADIENT: gl.constexpr,
+    SWITCHES: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,
+    STORES: gl.constexpr,
+):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
     rows, columns, depth, first_block, blocks, all_blocks = sizes
     a0, a1, a2, a3, a4 = arguments
@@ -114,15 +123,27 @@ def _consume(
         count += steps
         z = finished_logits(z, c, bias, columns, scale, cap, HAS_BIAS, SCALED, CAPPED)
         if GRADIENT:
-            z = gradient_epilogue(
-                z, base, level, slope, uniform, cap, SWITCHES[0], SWITCHES[1], CAPPED
-            )
+            z = gradient_epilogue(z, base, level, slope, uniform, cap, SWITCHES[0], SWITCHES[1], CAPPED)
         else:
             z = partials_epilogue(
-                z, r, c, window, windows, rows, columns, known, a1, a2,
-                SWITCHES[0], SWITCHES[1], SWITCHES[2], SWITCHES[3], SWITCHES[4], SWITCHES[5],
+                z,
+                r,
+                c,
+                window,
+                windows,
+                rows,
+                columns,
+                known,
+                a1,
+                a2,
+                SWITCHES[0],
+                SWITCHES[1],
+                SWITCHES[2],
+                SWITCHES[3],
+                SWITCHES[4],
+                SWITCHES[5],
                 SWITCHES[6],
-            )  # fmt: skip
+            )
         if STORES:
             tma.store_wait(0)
             staged.store(z.to(out.dtype))
@@ -135,11 +156,31 @@ def _consume(
 @Relaunched
 @gluon.jit(do_not_specialize=["rows", "first_block", "blocks", "all_blocks"])
 def projection(
-    x, weight, out, bias, rows, columns, depth, first_block, blocks, all_blocks, scale, cap,
-    a0, a1, a2, a3, a4,
-    HAS_BIAS: gl.constexpr, SCALED: gl.constexpr, CAPPED: gl.constexpr, GRADIENT: gl.constexpr,
-    SWITCHES: gl.constexpr, STAGES: gl.constexpr, STORES: gl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    out,
+    bias,
+    rows,
+    columns,
+    depth,
+    first_block,
+    blocks,
+    all_blocks,
+    scale,
+    cap,
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    HAS_BIAS: gl.constexpr,
+    SCALED: gl.constexpr,
+    CAPPED: gl.constexpr,
+    GRADIENT: gl.constexpr,
+    SWITCHES: gl.constexpr,
+    STAGES: gl.constexpr,
+    STORES: gl.constexpr,
+):
     """``blocks`` row blocks from ``first_block`` on, the first after the last, with either epilogue; ``a0`` to
     ``a4`` are its tensors and ``SWITCHES`` its switches, in its order."""
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
@@ -161,11 +202,31 @@ def projection(
     sizes = (rows, columns, depth, first_block, blocks, all_blocks)
     gl.warp_specialize(
         [
-            (_consume, (ring, out, staged, sizes, bias, scale, cap, (a0, a1, a2, a3, a4), HAS_BIAS,
-                        SCALED, CAPPED, GRADIENT, SWITCHES, BLOCK_M, BLOCK_N, BLOCK_K, STAGES,
-                        STORES)),
+            (
+                _consume,
+                (
+                    ring,
+                    out,
+                    staged,
+                    sizes,
+                    bias,
+                    scale,
+                    cap,
+                    (a0, a1, a2, a3, a4),
+                    HAS_BIAS,
+                    SCALED,
+                    CAPPED,
+                    GRADIENT,
+                    SWITCHES,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    STAGES,
+                    STORES,
+                ),
+            ),
             (_produce, (x, weight, ring, sizes, STAGES)),
         ],
         [1],
         [_PRODUCER_REGISTERS],
-    )  # fmt: skip
+    )

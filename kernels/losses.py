@@ -18,11 +18,25 @@ _TOKENS = 128
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
 def _losses_kernel(
-    partial, vocab_size, target, token_weight, losses, alpha, beta, gamma,
-    rows, ignore_index, smoothing, z_loss,
-    WEIGHTED: tl.constexpr, IGNORES: tl.constexpr, SMOOTHED: tl.constexpr, SQUARED: tl.constexpr,
-    OUTSIDE_NAN: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    partial,
+    vocab_size,
+    target,
+    token_weight,
+    losses,
+    alpha,
+    beta,
+    gamma,
+    rows,
+    ignore_index,
+    smoothing,
+    z_loss,
+    WEIGHTED: tl.constexpr,
+    IGNORES: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    OUTSIDE_NAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = row < rows
     top = tl.load(partial + row, mask=valid, other=0.0)

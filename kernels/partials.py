@@ -25,10 +25,24 @@ _INT_MAX = tl.constexpr(2**31 - 1)
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "windows"])
 def _merge_kernel(
-    maxima, sums, common, merged, agreed, rows, windows, entries, start,
-    REACH: tl.constexpr, SHIFTED: tl.constexpr, TOTAL: tl.constexpr, WEIGHTED: tl.constexpr,
-    ARGMAX: tl.constexpr, WINDOW: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr,
-):  # fmt: skip
+    maxima,
+    sums,
+    common,
+    merged,
+    agreed,
+    rows,
+    windows,
+    entries,
+    start,
+    REACH: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+):
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
     step = windows.to(tl.int64) * rows
@@ -142,10 +156,22 @@ def merge_windows(
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "ranks", "vocab_size"])
 def _ranks_kernel(
-    messages, bounds, merged, size, rows, ranks, stride, vocab_size,
-    BOUNDED: tl.constexpr, SHIFTED: tl.constexpr, TOTAL: tl.constexpr, WEIGHTED: tl.constexpr,
-    ARGMAX: tl.constexpr, BLOCK: tl.constexpr, BLOCK_P: tl.constexpr,
-):  # fmt: skip
+    messages,
+    bounds,
+    merged,
+    size,
+    rows,
+    ranks,
+    stride,
+    vocab_size,
+    BOUNDED: tl.constexpr,
+    SHIFTED: tl.constexpr,
+    TOTAL: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ARGMAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
     COLUMNS: tl.constexpr = 3 + SHIFTED + TOTAL + WEIGHTED
     p = tl.arange(0, BLOCK_P)
     ends = bounds + p.to(tl.int64) * stride + (COLUMNS + ARGMAX) * rows
@@ -251,16 +277,7 @@ def merge_messages(
 @Relaunched
 @triton.jit
 def _partials_kernel(
-    logits,
-    target,
-    partial,
-    shifted,
-    rows,
-    columns,
-    row_stride,
-    start,
-    SHIFTED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, target, partial, shifted, rows, columns, row_stride, start, SHIFTED: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     z_row = logits + row * row_stride
@@ -295,17 +312,7 @@ def _partials_kernel(
 @Relaunched
 @triton.jit
 def _gradient_kernel(
-    logits,
-    target,
-    maximum,
-    scale,
-    uniform,
-    on_target,
-    gradient,
-    columns,
-    row_stride,
-    start,
-    BLOCK: tl.constexpr,
+    logits, target, maximum, scale, uniform, on_target, gradient, columns, row_stride, start, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -52,9 +52,7 @@ from parallel_lce.kernels.tuning import (
 
 
 @triton.jit
-def _load(
-    source, row, k, rows, depth, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr
-):  # fmt: skip
+def _load(source, row, k, rows, depth, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
     if TMA:
         tile = source.load([row, k])
     else:
@@ -81,14 +79,40 @@ def _store(destination, row, first, rows, columns, stride, tile, TMA: tl.constex
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first_block", "blocks", "all_blocks"])
 def _projection(
-    x, weight, out, bias, rows, columns, depth, first_block, blocks, all_blocks, scale, cap,
-    a0, a1, a2, a3, a4,
-    x_stride, weight_stride, out_stride, out_columns,
-    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, GRADIENT: tl.constexpr,
-    SWITCHES: tl.constexpr, STORES: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    TMA: tl.constexpr, OUT_TMA: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    out,
+    bias,
+    rows,
+    columns,
+    depth,
+    first_block,
+    blocks,
+    all_blocks,
+    scale,
+    cap,
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    x_stride,
+    weight_stride,
+    out_stride,
+    out_columns,
+    HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    SWITCHES: tl.constexpr,
+    STORES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
+    OUT_TMA: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """``blocks`` row blocks from ``first_block`` on, the first after the last, with either epilogue; ``a0`` to
     ``a4`` are its tensors and ``SWITCHES`` its switches, in its order."""
     windows = tl.cdiv(columns, BLOCK_N)
@@ -115,15 +139,27 @@ def _projection(
             z = tl.dot(a, b.T, z, input_precision="ieee")
         z = finished_logits(z, c, bias, columns, scale, cap, HAS_BIAS, SCALED, CAPPED)
         if GRADIENT:
-            z = gradient_epilogue(
-                z, base, level, slope, uniform, cap, SWITCHES[0], SWITCHES[1], CAPPED
-            )
+            z = gradient_epilogue(z, base, level, slope, uniform, cap, SWITCHES[0], SWITCHES[1], CAPPED)
         else:
             z = partials_epilogue(
-                z, r, c, window, windows, rows, columns, known, a1, a2,
-                SWITCHES[0], SWITCHES[1], SWITCHES[2], SWITCHES[3], SWITCHES[4], SWITCHES[5],
+                z,
+                r,
+                c,
+                window,
+                windows,
+                rows,
+                columns,
+                known,
+                a1,
+                a2,
+                SWITCHES[0],
+                SWITCHES[1],
+                SWITCHES[2],
+                SWITCHES[3],
+                SWITCHES[4],
+                SWITCHES[5],
                 SWITCHES[6],
-            )  # fmt: skip
+            )
         if STORES:
             if first < out_columns:
                 _store(out, row, first, rows, out_columns, out_stride, z, OUT_TMA)
@@ -211,9 +247,22 @@ class Operands:
             for first in part[::step]:
                 blocks = min(step, part.stop - first)
                 kernel[(min(blocks * self.windows, programs),)](
-                    x, weight, destination, self.bias, rows, columns, depth, first, blocks, row_blocks,
-                    float(self.scale), softcap, *tensors, *strides, **options,
-                )  # fmt: skip
+                    x,
+                    weight,
+                    destination,
+                    self.bias,
+                    rows,
+                    columns,
+                    depth,
+                    first,
+                    blocks,
+                    row_blocks,
+                    float(self.scale),
+                    softcap,
+                    *tensors,
+                    *strides,
+                    **options,
+                )
 
 
 def window_partials(
@@ -274,8 +323,5 @@ def logits_gradient(
     aligned, and their last 16 bytes written as a whole.
     """
     operands._launch(
-        out,
-        True,
-        (statistics, alpha, gamma, delta, power),
-        (gamma is not None, delta is not None, power is not None),
+        out, True, (statistics, alpha, gamma, delta, power), (gamma is not None, delta is not None, power is not None)
     )

@@ -17,10 +17,23 @@ _TOKENS, _SAMPLED = 64, 64
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "step"])
 def _reference_kernel(
-    x, weight, bias, result, rows, columns, depth, step, x_stride, weight_stride, scale,
-    HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr,
-    BLOCK: tl.constexpr, SAMPLED: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    result,
+    rows,
+    columns,
+    depth,
+    step,
+    x_stride,
+    weight_stride,
+    scale,
+    HAS_BIAS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SAMPLED: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     entry = tl.arange(0, SAMPLED) * step
     valid, sampled = r < rows, entry < columns

@@ -38,10 +38,24 @@ _ADDED, _WIDTH, _HIDDEN = 4, 2048, 4096
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def _targets_kernel(
-    x, weight, bias, target, result, rows, columns, depth, x_stride, weight_stride, scale, cap,
-    HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr, UPCAST: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    bias,
+    target,
+    result,
+    rows,
+    columns,
+    depth,
+    x_stride,
+    weight_stride,
+    scale,
+    cap,
+    HAS_BIAS: tl.constexpr,
+    CAPPED: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = r < rows
     wanted = tl.load(target + r, mask=valid, other=-1)
@@ -133,11 +147,33 @@ def _place(gradient, row, column, stride, here, t, factor, alone):
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
 def _gradients_kernel(
-    target, tags, shared, statistics, alpha, beta, gamma, delta, result, alone, rows, entries, scale, cap,
-    gradient, power, columns, stride, first,
-    TAGGED: tl.constexpr, HAS_GAMMA: tl.constexpr, HAS_DELTA: tl.constexpr, CAPPED: tl.constexpr,
-    PLACED: tl.constexpr, HAS_POWER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    target,
+    tags,
+    shared,
+    statistics,
+    alpha,
+    beta,
+    gamma,
+    delta,
+    result,
+    alone,
+    rows,
+    entries,
+    scale,
+    cap,
+    gradient,
+    power,
+    columns,
+    stride,
+    first,
+    TAGGED: tl.constexpr,
+    HAS_GAMMA: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    CAPPED: tl.constexpr,
+    PLACED: tl.constexpr,
+    HAS_POWER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wanted = tl.load(target + row, mask=row < rows, other=-1)
     hit = (wanted >= 0) & (wanted < entries)
@@ -236,9 +272,21 @@ def target_gradients(
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
 def _entries_kernel(
-    gradient, target, rest, alone, row_scale, power, x_scale, rows, columns, stride, first,
-    HAS_SCALE: tl.constexpr, HAS_POWER: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    gradient,
+    target,
+    rest,
+    alone,
+    row_scale,
+    power,
+    x_scale,
+    rows,
+    columns,
+    stride,
+    first,
+    HAS_SCALE: tl.constexpr,
+    HAS_POWER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = row < rows
     wanted = tl.load(target + row, mask=valid, other=-1)
@@ -295,10 +343,22 @@ def place_targets(
 @Relaunched
 @triton.jit
 def _hidden_kernel(
-    source, factor, target, entry, weight, result, columns, entries,
-    source_stride, factor_stride, weight_stride, result_stride,
-    HAS_FACTOR: tl.constexpr, HAS_TARGET: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    source,
+    factor,
+    target,
+    entry,
+    weight,
+    result,
+    columns,
+    entries,
+    source_stride,
+    factor_stride,
+    weight_stride,
+    result_stride,
+    HAS_FACTOR: tl.constexpr,
+    HAS_TARGET: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < columns
@@ -350,9 +410,21 @@ def finished_rows(
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
 def _add_kernel(
-    total, target, rest, alone, x, rows, first, columns, depth, row_stride, column_stride, x_stride,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    total,
+    target,
+    rest,
+    alone,
+    x,
+    rows,
+    first,
+    columns,
+    depth,
+    row_stride,
+    column_stride,
+    x_stride,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < depth
     for number in tl.static_range(TOKENS):
@@ -368,12 +440,7 @@ def _add_kernel(
 
 
 def add_targets(
-    total: torch.Tensor,
-    first: int,
-    target: torch.Tensor,
-    rest: torch.Tensor,
-    alone: torch.Tensor,
-    x: torch.Tensor,
+    total: torch.Tensor, first: int, target: torch.Tensor, rest: torch.Tensor, alone: torch.Tensor, x: torch.Tensor
 ) -> None:
     """``total[y_i - first] += rest_i x_i`` for the tokens that are ``alone``, in fp32.
 

@@ -13,6 +13,7 @@ from training.refusal import Refusal, check_folder, fail
 require("omegaconf", "pydantic", "rich", "torch", "matplotlib")
 
 from rich.console import Console  # noqa: E402
+
 from training.compare import compare  # noqa: E402
 from training.config import Config, parse_command_line  # noqa: E402
 from training.report import show, write  # noqa: E402

@@ -37,7 +37,7 @@ def is_made() -> bool:
 def main(base: str) -> None:
     if is_made():
         return
-    # Beside .venv, since what is in there is cleared. The file stays; the lock ends with its process, however that ends.
+    # Beside .venv, since what is in there is cleared. The file stays; the lock ends with its process, in any case.
     with open(f"{VENV}.lock", "w") as lock:
         wait_for(lock)
         if not is_made():

@@ -16,14 +16,7 @@ from torch import Tensor
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.parallel import PartialsGather, Pending
 from parallel_lce.plan import Block
-from parallel_lce.statistics import (
-    Call,
-    GradientSums,
-    Needs,
-    flattened,
-    hidden_blocks,
-    token_count,
-)
+from parallel_lce.statistics import Call, GradientSums, Needs, flattened, hidden_blocks, token_count
 from parallel_lce.weight_grad import accumulation_dtype
 
 
@@ -71,9 +64,7 @@ def accumulate(
     ahead = 1 if layout.ranks > 1 else 0
     rows = layout.parts * max((b.stop - b.start for b in blocks), default=0)
     kept_columns = max((b.kept for b in blocks), default=0)
-    buffers = deque(
-        backend.allocate_kept(projection, rows, kept_columns) for _ in range(ahead + 1)
-    )
+    buffers = deque(backend.allocate_kept(projection, rows, kept_columns) for _ in range(ahead + 1))
     waiting: deque = deque()
     for block, pending in hidden_blocks(blocks, hidden, layout, projecting=True):
         x = pending.tensor

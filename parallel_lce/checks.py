@@ -17,9 +17,7 @@ from parallel_lce.weight_grad import accumulation_dtype
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight")
-_INTEGERS = (
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8
-)  # fmt: skip
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
 _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 # Ids are exchanged and stored in 32 bits.
 _LARGEST_VOCABULARY = 2**31 - 1
@@ -100,8 +98,10 @@ def check_arguments(a: Arguments, layout: Layout) -> None:
     if bias is not None:
         _require(
             bias.shape == (rows,),
-            lambda: f"linear_bias must have shape [{rows}], one entry per row of linear_weight "
-            f"{list(weight.shape)}, got {list(bias.shape)}",
+            lambda: (
+                f"linear_bias must have shape [{rows}], one entry per row of linear_weight "
+                f"{list(weight.shape)}, got {list(bias.shape)}"
+            ),
         )
     _require(
         a.input.dim() >= 2 or layout.parts == 1,
@@ -121,8 +121,7 @@ def check_arguments(a: Arguments, layout: Layout) -> None:
     if a.token_weight is not None:
         _require(
             a.token_weight.shape == tokens,
-            lambda: f"token_weight must have target's shape {list(tokens)}, got "
-            f"{list(a.token_weight.shape)}",
+            lambda: f"token_weight must have target's shape {list(tokens)}, got {list(a.token_weight.shape)}",
         )
     _check_numbers(a)
     _check_shard(a, layout)
@@ -137,10 +136,7 @@ def token_shape(input: Tensor, layout: Layout) -> tuple[int, ...]:
 def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:
     """Raise for a DTensor, a sparse tensor, and one with a tangent, which kernels would not see."""
     refuse_dtensor(name, value, process_group)
-    _require(
-        value.layout == torch.strided,
-        lambda: f"{name} must be a dense tensor, got one of layout {value.layout}",
-    )
+    _require(value.layout == torch.strided, lambda: f"{name} must be a dense tensor, got one of layout {value.layout}")
     if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
         raise NotImplementedError(f"{name} has a tangent: parallel_lce has no forward-mode derivatives")
 
@@ -148,9 +144,7 @@ def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None
 def _check_tensors(a: Arguments) -> None:
     for name in ("input", "linear_weight"):
         value = getattr(a, name)
-        _require(
-            isinstance(value, Tensor), lambda: f"{name} must be a tensor, got {type(value).__name__}"
-        )
+        _require(isinstance(value, Tensor), lambda: f"{name} must be a tensor, got {type(value).__name__}")
     tensors = a.tensors
     for name, value in tensors.items():
         check_kind(name, value, a.process_group)
@@ -162,24 +156,14 @@ def _check_tensors(a: Arguments) -> None:
         )
     input, weight = a.input, a.linear_weight
     _require(input.dim() >= 1, lambda: f"input must be [..., D], got {list(input.shape)}")
-    _require(
-        weight.dim() == 2,
-        lambda: f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}",
-    )
+    _require(weight.dim() == 2, lambda: f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}")
     _require(
         input.shape[-1] == weight.shape[1],
-        lambda: f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has "
-        f"{weight.shape[1]}",
+        lambda: f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has {weight.shape[1]}",
     )
     for name, value in tensors.items():
-        _require(
-            value.device == input.device,
-            lambda: f"{name} is on {value.device} and input is on {input.device}",
-        )
-    _require(
-        input.dtype in _FLOATS,
-        lambda: f"input must be bfloat16, float16, float32 or float64, got {input.dtype}",
-    )
+        _require(value.device == input.device, lambda: f"{name} is on {value.device} and input is on {input.device}")
+    _require(input.dtype in _FLOATS, lambda: f"input must be bfloat16, float16, float32 or float64, got {input.dtype}")
     for name in ("linear_weight", "linear_bias"):
         value = getattr(a, name)
         _require(
@@ -189,13 +173,13 @@ def _check_tensors(a: Arguments) -> None:
     if a.target is not None:
         _require(
             a.target.dtype in _INTEGERS,
-            lambda: f"target must hold class indices of an integer dtype, got {a.target.dtype} "
-            "(class probabilities are not supported)",
+            lambda: (
+                f"target must hold class indices of an integer dtype, got {a.target.dtype} "
+                "(class probabilities are not supported)"
+            ),
         )
     if a.token_weight is not None:
-        _require(
-            not a.token_weight.is_complex(), lambda: f"token_weight must be real, got {a.token_weight.dtype}"
-        )
+        _require(not a.token_weight.is_complex(), lambda: f"token_weight must be real, got {a.token_weight.dtype}")
 
 
 def _check_numbers(a: Arguments) -> None:
@@ -210,8 +194,7 @@ def _check_numbers(a: Arguments) -> None:
 
 def check_logit_options(logit_scale: object, logit_softcap: object) -> None:
     _require(
-        is_number(logit_scale),
-        lambda: f"logit_scale must be a finite Python number, got {shortened(logit_scale)}",
+        is_number(logit_scale), lambda: f"logit_scale must be a finite Python number, got {shortened(logit_scale)}"
     )
     _require(
         logit_softcap is None or (is_number(logit_softcap) and logit_softcap >= _SMALLEST),
@@ -265,14 +248,17 @@ def _check_shard(a: Arguments, layout: Layout) -> None:
     if layout.ranks == 1:
         _require(
             not start,
-            lambda: f"vocab_start={start} without a process group of several ranks: nobody holds the "
-            f"entries [0, {start})",
+            lambda: (
+                f"vocab_start={start} without a process group of several ranks: nobody holds the entries [0, {start})"
+            ),
         )
     if size is not None and (start is None or layout.ranks == 1):
         _require(
             size <= rows * layout.ranks,
-            lambda: f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
-            f"{layout.ranks} rank(s) of {rows}",
+            lambda: (
+                f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
+                f"{layout.ranks} rank(s) of {rows}"
+            ),
         )
     if layout.ranks > 1:
         backend = dist.get_backend(a.process_group)
@@ -283,25 +269,16 @@ def _check_shard(a: Arguments, layout: Layout) -> None:
 
 
 def check_loss(
-    target: object,
-    reduction: object,
-    ignore_index: object,
-    label_smoothing: object,
-    z_loss: object,
+    target: object, reduction: object, ignore_index: object, label_smoothing: object, z_loss: object
 ) -> None:
     """Raise ``ValueError`` for options of the loss that have no meaning."""
-    _require(
-        isinstance(target, Tensor), lambda: f"target must be a tensor, got {type(target).__name__}"
-    )
+    _require(isinstance(target, Tensor), lambda: f"target must be a tensor, got {type(target).__name__}")
     check_loss_options(reduction, ignore_index, label_smoothing, z_loss)
 
 
-def check_loss_options(
-    reduction: object, ignore_index: object, label_smoothing: object, z_loss: object
-) -> None:
+def check_loss_options(reduction: object, ignore_index: object, label_smoothing: object, z_loss: object) -> None:
     _require(
-        reduction in ("none", "mean", "sum"),
-        lambda: f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}",
+        reduction in ("none", "mean", "sum"), lambda: f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}"
     )
     _require(
         ignore_index is None or (_is_count(ignore_index) and -(2**63) <= ignore_index < 2**63),

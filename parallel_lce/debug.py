@@ -62,10 +62,7 @@ def refuse(layout: Layout, refusal: Exception) -> None:
 
 
 def agree(
-    layout: Layout,
-    settings: dict[str, object],
-    tensors: dict[str, Tensor | None],
-    shard: tuple[int, int],
+    layout: Layout, settings: dict[str, object], tensors: dict[str, Tensor | None], shard: tuple[int, int]
 ) -> list[tuple[int, int]]:
     """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
 
@@ -173,9 +170,7 @@ def check_cover(shards: list[tuple[int, int]], vocab_size: int | None) -> int:
     for start, rows in sorted(s for s in shards if s[1]):
         if start != end:
             kind = "a gap" if start > end else "an overlap"
-            raise ValueError(
-                f"the vocabulary shards leave {kind}: one ends at {end}, the next starts at {start}"
-            )
+            raise ValueError(f"the vocabulary shards leave {kind}: one ends at {end}, the next starts at {start}")
         end = start + rows
     if end == 0:
         raise ValueError(f"the vocabulary is empty: none of the {len(shards)} shards has a row")

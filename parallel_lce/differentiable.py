@@ -83,9 +83,7 @@ class _Statistics(torch.autograd.Function):
         folded = coefficients(upstream, partial, vocab_size, call.columns)
         needs = Needs(*ctx.needs_input_grad[:3])
         spent, ctx.spent = ctx.spent, True
-        found = statistics_backward(
-            call, hidden, weight, bias, partial, tuple(kept), folded, needs, spent
-        )
+        found = statistics_backward(call, hidden, weight, bias, partial, tuple(kept), folded, needs, spent)
         return *found, None
 
 
@@ -110,9 +108,7 @@ class _Losses(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss):
         partial, vocab_size, kept = statistics_forward(call, hidden, weight, bias, keep=True)
         losses, c = loss.of_partials(call.backend, partial, vocab_size)
-        ctx.save_for_backward(
-            hidden, weight, bias, call.target, partial, c.alpha, c.beta, c.gamma, *kept
-        )
+        ctx.save_for_backward(hidden, weight, bias, call.target, partial, c.alpha, c.beta, c.gamma, *kept)
         ctx.call, ctx.spent = call, False
         return losses
 
@@ -124,19 +120,12 @@ class _Losses(torch.autograd.Function):
         folded = Coefficients(alpha, beta, gamma, None).times(upstream)
         needs = Needs(*ctx.needs_input_grad[:3])
         spent, ctx.spent = ctx.spent, True
-        found = statistics_backward(
-            call, hidden, weight, bias, partial, tuple(kept), folded, needs, spent
-        )
+        found = statistics_backward(call, hidden, weight, bias, partial, tuple(kept), folded, needs, spent)
         return *found, None, None
 
 
 def token_losses(
-    call: Call,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    loss: WeightedLoss,
-    differentiable: bool,
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: WeightedLoss, differentiable: bool
 ) -> Tensor:
     """The loss of each token ``[N]``."""
     weights = loss.token_weight
@@ -195,12 +184,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def accumulated_loss(
-    call: Call,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    loss: WeightedLoss,
-    divisor: Tensor | float,
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: WeightedLoss, divisor: Tensor | float
 ) -> Tensor:
     """The reduced loss, 0-dimensional, whose gradients exist when this returns."""
     if ops.needed(weight):

@@ -52,7 +52,9 @@ def refuse_dtensor(name: str, value: Tensor, process_group: dist.ProcessGroup | 
     if words & _TENSOR_PARALLEL:
         raise ValueError(refusal + local)
     if words & _FULLY_SHARDED:
-        raise ValueError(f"{refusal}{whole}; do not pass its local shard with that group, whose ranks have other tokens")
+        raise ValueError(
+            f"{refusal}{whole}; do not pass its local shard with that group, whose ranks have other tokens"
+        )
     if process_group is not None and _ranks(process_group) != _ranks(mesh.get_group(sharding[0])):
         raise ValueError(
             f"{refusal}these are not the ranks {_ranks(process_group)} of process_group. If fully_shard (FSDP2) "

@@ -65,23 +65,17 @@ def vocab_parallel_cross_entropy(
         }
         debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
     logits = vocab_parallel_logits.reshape(-1, entries)
-    loss = _LogitsCrossEntropy.apply(
-        logits, target.reshape(-1).long().contiguous(), float(label_smoothing), layout
-    )
+    loss = _LogitsCrossEntropy.apply(logits, target.reshape(-1).long().contiguous(), float(label_smoothing), layout)
     return loss.view(target.shape)
 
 
-def _check(
-    logits: Tensor, target: Tensor, label_smoothing: object, group: dist.ProcessGroup | None
-) -> None:
+def _check(logits: Tensor, target: Tensor, label_smoothing: object, group: dist.ProcessGroup | None) -> None:
     for name, value in (("vocab_parallel_logits", logits), ("target", target)):
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
         check_kind(name, value, group)
     if logits.dim() < 1 or logits.shape[-1] < 1:
-        raise ValueError(
-            f"vocab_parallel_logits must be [..., V/P] with at least 1 entry, got {list(logits.shape)}"
-        )
+        raise ValueError(f"vocab_parallel_logits must be [..., V/P] with at least 1 entry, got {list(logits.shape)}")
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"target must have shape {list(logits.shape[:-1])} for vocab_parallel_logits "
@@ -92,15 +86,11 @@ def _check(
     if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
         raise ValueError(f"target must hold class indices, got {target.dtype}")
     if target.device != logits.device:
-        raise ValueError(
-            f"target is on {target.device} and vocab_parallel_logits is on {logits.device}"
-        )
+        raise ValueError(f"target is on {target.device} and vocab_parallel_logits is on {logits.device}")
     if not (is_number(label_smoothing) and 0 <= label_smoothing < 1):
         raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
     if label_smoothing and logits.shape[-1] < 2:
-        raise ValueError(
-            f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}"
-        )
+        raise ValueError(f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}")
 
 
 def _megatron_group() -> dist.ProcessGroup | None:

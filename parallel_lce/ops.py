@@ -124,14 +124,19 @@ def _call(
     # While a graph is traced they have no values, and results' shapes do not depend on them.
     scale, softcap = (1.0, 1.0) if valueless(factors) else factors.tolist()[:2]
     return Call(
-        named(backend), layout, shard, Columns(*columns), planned, target, scale,
-        softcap if capped else None, reduce_dtype=reduce_dtype,
-    )  # fmt: skip
+        named(backend),
+        layout,
+        shard,
+        Columns(*columns),
+        planned,
+        target,
+        scale,
+        softcap if capped else None,
+        reduce_dtype=reduce_dtype,
+    )
 
 
-def _loss(
-    target: Tensor, token_weight: Tensor | None, ignore_index: int | None, factors: Tensor
-) -> WeightedLoss:
+def _loss(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, factors: Tensor) -> WeightedLoss:
     label_smoothing, z_loss = factors.tolist()[2:]
     return WeightedLoss(target, token_weight, ignore_index, label_smoothing, z_loss)
 
@@ -220,9 +225,7 @@ def _statistics_backward(
     call = _call(weight, target, factors, *numbers)
     kept = vars(ticket.untyped_storage()).pop("_parallel_lce_kept", ())
     folded = Coefficients(alpha, beta, gamma, delta)
-    gradients = statistics.statistics_backward(
-        call, hidden, weight, bias, partial, kept, folded, Needs(*needs)
-    )
+    gradients = statistics.statistics_backward(call, hidden, weight, bias, partial, kept, folded, Needs(*needs))
     return [g for g in gradients if g is not None]
 
 
@@ -288,9 +291,7 @@ _token_losses.register_autograd(_differentiate_losses, setup_context=_save_losse
     schema=f"({_OPERANDS}, {_LOSS}, Tensor? divisor, bool[] needs, {_CALL}) -> (Tensor, Tensor[])",
     tags=_OUTSIDE_GRAPHS,
 )
-def _accumulated_loss(
-    hidden, weight, bias, target, factors, token_weight, ignore_index, divisor, needs, *numbers
-):
+def _accumulated_loss(hidden, weight, bias, target, factors, token_weight, ignore_index, divisor, needs, *numbers):
     """The loss, and its dX, dW and dbias, those that ``needs`` asks for."""
     call = _call(weight, target, factors, *numbers)
     loss = _loss(target, token_weight, ignore_index, factors)
@@ -346,11 +347,7 @@ _accumulated_loss.register_autograd(_scale_gradients, setup_context=_save_gradie
 
 
 def _empty_gradients(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    needs: list[bool],
-    dtype: torch.dtype | None = None,
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     gradients = []
     if needs[0]:
@@ -377,39 +374,43 @@ def token_statistics(
     )
     c, target = call.columns, call.target is not None
     present = (
-        True, target, target, c.mean_logit, c.mean_log_prob, c.expected_logit, c.expected_logit,
-        True, c.argmax, True,
-    )  # fmt: skip
+        True,
+        target,
+        target,
+        c.mean_logit,
+        c.mean_log_prob,
+        c.expected_logit,
+        c.expected_logit,
+        True,
+        c.argmax,
+        True,
+    )
     return TokenStatistics(*(v if there else None for v, there in zip(outputs, present)))
 
 
 def token_losses(
-    call: Call,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    loss: WeightedLoss,
-    differentiable: bool,
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: WeightedLoss, differentiable: bool
 ) -> Tensor:
     """:func:`parallel_lce.differentiable.token_losses` of a graph."""
     return torch.ops.parallel_lce.token_losses(
-        *_operands(call, hidden, weight, bias, loss), loss.token_weight, loss.ignore_index,
-        differentiable, *_numbers(call),
-    )[0]  # fmt: skip
+        *_operands(call, hidden, weight, bias, loss),
+        loss.token_weight,
+        loss.ignore_index,
+        differentiable,
+        *_numbers(call),
+    )[0]
 
 
 def accumulated_loss(
-    call: Call,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    loss: WeightedLoss,
-    divisor: Tensor | float,
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, loss: WeightedLoss, divisor: Tensor | float
 ) -> Tensor:
     """:func:`parallel_lce.differentiable.accumulated_loss` of a graph."""
     value, _ = torch.ops.parallel_lce.accumulated_loss(
-        *_operands(call, hidden, weight, bias, loss), loss.token_weight, loss.ignore_index,
+        *_operands(call, hidden, weight, bias, loss),
+        loss.token_weight,
+        loss.ignore_index,
         divisor if isinstance(divisor, Tensor) else None,
-        [t is not None and t.requires_grad for t in (hidden, weight, bias)], *_numbers(call),
-    )  # fmt: skip
+        [t is not None and t.requires_grad for t in (hidden, weight, bias)],
+        *_numbers(call),
+    )
     return value

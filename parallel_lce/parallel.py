@@ -122,9 +122,7 @@ class HiddenGradient:
     all-reduce is one per :data:`REDUCED_BYTES`, each started when these rows are announced.
     """
 
-    def __init__(
-        self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None, alone: bool
-    ) -> None:
+    def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None, alone: bool) -> None:
         self._total, self._layout, self._alone = hidden.new_empty(hidden.shape), layout, alone
         self._dtype = hidden.dtype
         if reduce_dtype is not None and layout.ranks > 1:
@@ -204,9 +202,7 @@ class PartialsGather:
     rank. The merge runs in rank order, so all ranks hold the same bits.
     """
 
-    def __init__(
-        self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout
-    ) -> None:
+    def __init__(self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout) -> None:
         self._rows, self._shard, self._columns, self._layout = rows, shard, columns, layout
         self._pending: Pending | None = None
         dtype = accumulation_dtype(like.dtype)
@@ -224,9 +220,7 @@ class PartialsGather:
         start, rows = bounds_of(self._own, self._columns, self._rows).unbind()
         start.fill_(self._shard.start)
         rows.fill_(self._shard.rows)
-        work = _all_gather(
-            self._messages.view(-1), self._own, group=self._layout.group, async_op=True
-        )
+        work = _all_gather(self._messages.view(-1), self._own, group=self._layout.group, async_op=True)
         self._pending = Pending(self._messages, work)
 
     def finish(self, merge: Callable) -> tuple[Tensor, Tensor]:

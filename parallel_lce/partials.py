@@ -64,11 +64,7 @@ def integer_view(column: Tensor) -> Tensor:
 
 
 def empty_partial(
-    columns: Columns,
-    rows: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    out: Tensor | None = None,
+    columns: Columns, rows: int, dtype: torch.dtype, device: torch.device, out: Tensor | None = None
 ) -> Tensor:
     """The identity of :func:`merge`, ``[columns.count, rows]``, in ``out`` if that is given."""
     partial = torch.empty(columns.count, rows, dtype=dtype, device=device) if out is None else out
@@ -118,9 +114,7 @@ def bounds_of(messages: Tensor, columns: Columns, rows: int) -> Tensor:
     return integer_view(messages[..., end : end + 2])
 
 
-def merge_messages(
-    messages: Tensor, columns: Columns, rows: int, vocab_size: int | None
-) -> tuple[Tensor, Tensor]:
+def merge_messages(messages: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
     """The merged partial ``[C, R]`` of the ranks' ``messages [P, message_size]``, in rank order, and V,
     the real entries, 0-dimensional int64. Entries from ``vocab_size`` on are padding.
 

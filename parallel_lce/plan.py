@@ -172,9 +172,19 @@ def plan(
 
     def decided(first: int, most: int, kept: int, accumulator: int = 0) -> Plan:
         return Plan(
-            per_part, first, max(1, most), kept, False,
-            shard_rows, budget, scratch, accumulator, 0, at_once, SMALLEST_BLOCK,
-        )  # fmt: skip
+            per_part,
+            first,
+            max(1, most),
+            kept,
+            False,
+            shard_rows,
+            budget,
+            scratch,
+            accumulator,
+            0,
+            at_once,
+            SMALLEST_BLOCK,
+        )
 
     scratch = 0 if keepable and reuses_kept and budget >= SMALLEST_BLOCK else SMALLEST_BLOCK
     gathered = rows * hidden * itemsize if parts > 1 else 0
@@ -204,9 +214,19 @@ def plan(
         ):
             accumulator = dw_sum if split else 0
             return Plan(
-                per_part, 0, most, shard_rows, True,
-                shard_rows, block_bytes, SMALLEST_BLOCK, accumulator, 0, at_once, SMALLEST_BLOCK,
-            )  # fmt: skip
+                per_part,
+                0,
+                most,
+                shard_rows,
+                True,
+                shard_rows,
+                block_bytes,
+                SMALLEST_BLOCK,
+                accumulator,
+                0,
+                at_once,
+                SMALLEST_BLOCK,
+            )
 
     room = max(0, budget - scratch) if keepable else 0
     first = rows_in(room)
@@ -233,9 +253,7 @@ def balanced(rows: int, most: int) -> int:
     return max(1, rounded if rounded <= most else size)
 
 
-def shared_shard_rows(
-    local_rows: int, ranks: int, vocab_start: int | None, vocab_size: int | None
-) -> int:
+def shared_shard_rows(local_rows: int, ranks: int, vocab_start: int | None, vocab_size: int | None) -> int:
     """Vocabulary rows per rank as :func:`plan` may count them: the same on every rank."""
     if vocab_size is not None:
         return -(-vocab_size // ranks)

@@ -136,11 +136,7 @@ def _plan(
 
 
 def _check_together(
-    a: Arguments,
-    layout: Layout,
-    shard: Shard,
-    ignore_index: int | None,
-    agreed: dict[str, object],
+    a: Arguments, layout: Layout, shard: Shard, ignore_index: int | None, agreed: dict[str, object]
 ) -> None:
     shards = [(shard.start, shard.rows)]
     if layout.ranks > 1:
@@ -211,8 +207,6 @@ def _autocast(a: Arguments) -> Arguments:
     cast = {
         name: t.to(dtype)
         for name in names
-        if isinstance(t := getattr(a, name), Tensor)
-        and t.is_floating_point()
-        and t.dtype != torch.float64
+        if isinstance(t := getattr(a, name), Tensor) and t.is_floating_point() and t.dtype != torch.float64
     }
     return replace(a, **cast)

@@ -27,14 +27,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.blocks import Coefficients, Destinations, Kept, Projection, Scratch
-from parallel_lce.parallel import (
-    HiddenGradient,
-    Layout,
-    PartialsGather,
-    Pending,
-    Shard,
-    gather_hidden,
-)
+from parallel_lce.parallel import HiddenGradient, Layout, PartialsGather, Pending, Shard, gather_hidden
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, integer_view
 from parallel_lce.plan import Block, Plan
 from parallel_lce.weight_grad import MainGrad, ShardGradient
@@ -121,9 +114,7 @@ def flattened(hidden: Tensor) -> Tensor:
     return hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
 
 
-def finish_statistics(
-    partial: Tensor, vocab_size: Tensor, columns: Columns, with_target: bool
-) -> TokenStatistics:
+def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, with_target: bool) -> TokenStatistics:
     """Statistics from a merged partial ``[C, N]``."""
     top, sum_exp, target = partial[MAX], partial[SUM_EXP], partial[TARGET]
     log_sum = sum_exp.log()
@@ -199,11 +190,7 @@ def statistics_forward(
 
 
 def hidden_blocks(
-    blocks: Sequence[Block],
-    hidden: Tensor,
-    layout: Layout,
-    gathered: Tensor | None = None,
-    projecting: bool = False,
+    blocks: Sequence[Block], hidden: Tensor, layout: Layout, gathered: Tensor | None = None, projecting: bool = False
 ) -> Iterator[tuple[Block, Pending]]:
     """Each block with its hidden states, gathered one block ahead of their use; ``gathered``: those of
     the only block, from before. The first block's are on their way, the others' are there.
@@ -271,20 +258,11 @@ class GradientSums:
         if needs.hidden:
             self._hidden = HiddenGradient(hidden, call.layout, call.reduce_dtype, not needs.weight)
         if needs.weight:
-            self._weight = ShardGradient(
-                projection.weight, real, visits, dtype=dtype, main_grad=call.main_grad
-            )
+            self._weight = ShardGradient(projection.weight, real, visits, dtype=dtype, main_grad=call.main_grad)
         if needs.bias:
             self._bias = ShardGradient(projection.bias, real, visits, dtype=dtype)
 
-    def add_block(
-        self,
-        block: Block,
-        hidden: Pending,
-        partial: Tensor,
-        coefficients: Coefficients,
-        kept: Kept,
-    ) -> None:
+    def add_block(self, block: Block, hidden: Pending, partial: Tensor, coefficients: Coefficients, kept: Kept) -> None:
         """Add a block: ``hidden [R, D]``, waited for where it is first read, merged ``partial [C, R]``,
         coefficients ``[R]``; ``kept`` is of no use any more."""
         dx = dx_ready = None

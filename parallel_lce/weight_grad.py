@@ -48,9 +48,7 @@ class ShardGradient:
         self._real = real_rows
         self._main_grad = main_grad
         if main_grad is None:
-            self._target = torch.empty_like(
-                parameter, dtype=dtype, memory_format=torch.contiguous_format
-            )
+            self._target = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
             self._target[real_rows if visits else 0 :].zero_()
         else:
             self._target = main_grad.tensor

@@ -17,12 +17,7 @@ from parallel_lce import reference
 from parallel_lce.weight_grad import accumulation_dtype
 from world import Member
 
-DTYPES = {
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -117,11 +112,7 @@ def make(case: Case, device: torch.device | str = "cpu") -> Tensors:
 
 
 def loss_options(case: Case) -> dict:
-    return {
-        "reduction": case.reduction,
-        "label_smoothing": case.label_smoothing,
-        "z_loss": case.z_loss,
-    }
+    return {"reduction": case.reduction, "label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
 
 
 def dense(case: Case, t: Tensors, dtype: torch.dtype, loss_dtype: torch.dtype) -> dict[str, Tensor]:
@@ -237,8 +228,7 @@ def check(case: Case, found: dict[str, Tensor], factor: float, device: str = "cp
             floor += 2**-24 * value.numel() ** 0.5
         ours_error, its_error = error(value, truth[name]), error(yardstick[name], truth[name])
         assert ours_error <= factor * its_error + floor, (
-            f"{case}: {name} error {ours_error:.3g}, torch's {its_error:.3g}, "
-            f"norm {truth[name].norm():.3g}"
+            f"{case}: {name} error {ours_error:.3g}, torch's {its_error:.3g}, norm {truth[name].norm():.3g}"
         )
 
 

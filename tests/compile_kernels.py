@@ -117,7 +117,5 @@ ones = torch.ones(5)
 for some in (1, 5):
     losses.token_losses(ones[:some].expand(3, -1).contiguous(), ones[0], target[:some], None, -100, 0.0, 0.0, True)
     partials.logits_partial(logits[:some], target[:some], 0, True)
-    partials.logits_gradient(
-        logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some]
-    )
+    partials.logits_gradient(logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some])
 json.dump(compiled, sys.stdout)

@@ -66,7 +66,7 @@ def worlds(_worlds, device):
     def get(ranks: int, path: str | None = None) -> World:
         if device == "cuda" and ranks > torch.cuda.device_count():
             pytest.skip(f"needs {ranks} GPUs, and there are {torch.cuda.device_count()}")
-        for key, world in list(_worlds.items()):
+        for key in list(_worlds):
             if key[2] not in (None, path):
                 _worlds.pop(key).close()
         known = _worlds.get((ranks, device, path))

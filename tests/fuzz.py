@@ -201,16 +201,20 @@ def _show(settings: Settings, ranks: int, index: int, timeout: float) -> bool:
 
 
 def _run(settings: Settings, options: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich import progress as bars
+    from rich.console import Console
 
     name = f"seed{settings.seed}-{settings.backend}-{settings.device}.jsonl"
     path = options.state or ROOT / "outputs" / "fuzz" / name
     state = State(path, settings)
     columns = (
-        bars.TextColumn("{task.description}"), bars.BarColumn(), bars.MofNCompleteColumn(),
-        bars.TimeElapsedColumn(), bars.TimeRemainingColumn(), bars.TextColumn("{task.fields[findings]} findings"),
-    )  # fmt: skip
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        bars.TimeElapsedColumn(),
+        bars.TimeRemainingColumn(),
+        bars.TextColumn("{task.fields[findings]} findings"),
+    )
     asked = [(ranks, range(options.first, options.first + options.count)) for ranks in options.ranks]
     with bars.Progress(*columns, console=Console()) as progress:
         for ranks, indices in asked:

@@ -109,9 +109,8 @@ class Analysis:
             self._own = one_hot(at, c.V).double() * self._inside[:, None]
             errors["target_logit"] = (self._own * (self._e + 2 * u * self._reach)).sum(1)
             errors["target_log_prob"] = (
-                errors["target_logit"] + errors["lse"]
-                + 4 * u * ((self._own * self._from_top).sum(1) + log_sum)
-            )  # fmt: skip
+                errors["target_logit"] + errors["lse"] + 4 * u * ((self._own * self._from_top).sum(1) + log_sum)
+            )
         self._errors = errors
         expected = truth.get("expected_logit")
         expected = (self._p * self.z).sum(1) if expected is None else expected
@@ -173,7 +172,7 @@ class Analysis:
 
     def bounds(self, partial_sums: Tensor) -> dict[str, Tensor]:
         """The largest error of each result, of its shape; infinite where fp16 may overflow."""
-        c, o, u, low = self._c, self._o, self._u, self._low
+        c, u, low = self._c, self._u, self._low
         bounds = dict(self._errors)
         if c.kind == "loss":
             bounds |= self._losses()

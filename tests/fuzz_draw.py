@@ -9,9 +9,7 @@ import math
 from dataclasses import dataclass, fields
 from random import Random
 
-FIELDS = (
-    "lse", "target_logit", "target_log_prob", "mean_logit", "mean_log_prob", "expected_logit", "entropy",
-)  # fmt: skip
+FIELDS = ("lse", "target_logit", "target_log_prob", "mean_logit", "mean_log_prob", "expected_logit", "entropy")
 """The differentiable fields of ``TokenStatistics``."""
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -189,7 +187,7 @@ def _projection(random: Random, d: dict) -> dict:
         "scale": scale,
         "softcap": random.choice((None,) * 8 + (0.05, 0.5, 2.0, 5.0, 30.0, 50.0, 1e3, 1e6)),
         "bias": random.choice(("", "", "plain", "plain", "masked") if scale > 0 and V > 1 else ("", "plain")),
-    }  # fmt: skip
+    }
 
 
 def _logits(random: Random, d: dict) -> dict:
@@ -215,7 +213,7 @@ def _targets(random: Random, d: dict) -> dict:
         "no_target": kind == "statistics" and random.random() < 0.15,
         "ignored": random.choice(("none", "some", "some", "all" if random.random() < 0.3 else "some")),
         "ignore_index": random.choice((None, -100, -100, -100, 0, d["V"] // 2, d["V"] + 3, -1, 255, 2**40, -(2**63))),
-    }  # fmt: skip
+    }
 
 
 def _loss(random: Random, d: dict) -> dict:
@@ -256,10 +254,19 @@ def _walk(random: Random, d: dict) -> dict:
     kind, projected = d["kind"], d["kind"] != "logits"
     layouts = [random.choice(_LAYOUTS) if random.random() < 0.2 else "plain" for _ in range(5)]
     walks = (
-        ("backward",) * 8 + ("twice", "twice", "save_on_cpu", "gapped hooks", "transposed hooks", "checkpoint",
-        "reentrant checkpoint", "twice under hooks")
+        ("backward",) * 8
+        + (
+            "twice",
+            "twice",
+            "save_on_cpu",
+            "gapped hooks",
+            "transposed hooks",
+            "checkpoint",
+            "reentrant checkpoint",
+            "twice under hooks",
+        )
         + (("input alone", "weight alone", "bias alone") if projected else ())
-    )  # fmt: skip
+    )
     frozen: tuple[str, ...] = ()
     if projected and random.random() < 0.25:
         frozen = tuple(name for name in ("input", "weight", "bias") if random.random() < 0.5)

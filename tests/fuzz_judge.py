@@ -109,17 +109,24 @@ def dense(c: Configuration, o: Operands, dtype: torch.dtype, wide: torch.dtype) 
     if c.kind == "loss":
         found = {
             "loss": reference.loss(
-                z, o.target, reduction=c.reduction, ignore_index=ignore_index(c),
-                label_smoothing=c.label_smoothing, z_loss=c.z_loss, token_weight=leaves.get("token_weight"),
+                z,
+                o.target,
+                reduction=c.reduction,
+                ignore_index=ignore_index(c),
+                label_smoothing=c.label_smoothing,
+                z_loss=c.z_loss,
+                token_weight=leaves.get("token_weight"),
             )
-        }  # fmt: skip
+        }
     else:
         found = reference.statistics(z, o.target)
     names = [*o.upstream]
     gradients = torch.autograd.grad(
-        [found[n] for n in names], [*leaves.values(), product], [o.upstream[n].to(wide) for n in names],
+        [found[n] for n in names],
+        [*leaves.values(), product],
+        [o.upstream[n].to(wide) for n in names],
         allow_unused=True,
-    )  # fmt: skip
+    )
     results = {name: value.detach() for name, value in found.items()}
     for name, leaf, gradient in zip([*leaves, None], [*leaves.values(), product], gradients):
         gradient = torch.zeros_like(leaf) if gradient is None else gradient
@@ -137,11 +144,7 @@ def kept(c: Configuration, o: Operands, truth: dict[str, Tensor], b: fuzz_bounds
     largest = moved.abs().amax().clamp(min=1e-300) if moved.numel() else torch.ones(())
     power = 2.0 ** (10 - torch.frexp(largest).exponent.double()) if dtype == torch.float16 else torch.ones(())
     rounded = (moved * power).to(dtype).double() / power
-    return {
-        "dinput": rounded @ o.weight.double(),
-        "dweight": rounded.t() @ o.x.double(),
-        "dbias": rounded.sum(0),
-    }
+    return {"dinput": rounded @ o.weight.double(), "dweight": rounded.t() @ o.x.double(), "dbias": rounded.sum(0)}
 
 
 def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:

@@ -20,7 +20,6 @@ from tools import chosen_backend, debug_mode, shrunk
 from world import Member
 
 
-
 class Wrong(AssertionError):
     """A result that no number need be compared to see is wrong."""
 
@@ -105,18 +104,12 @@ def _options(member: Member, c: Configuration) -> dict:
         "logits_budget": c.budget,
     }
     if c.kind == "loss":
-        options |= {
-            "ignore_index": c.ignore_index,
-            "label_smoothing": c.label_smoothing,
-            "z_loss": c.z_loss,
-        }
+        options |= {"ignore_index": c.ignore_index, "label_smoothing": c.label_smoothing, "z_loss": c.z_loss}
     options = {name: _number(c, value) for name, value in options.items()}
     if c.kind == "loss":
         options["reduction"] = c.reduction
     options |= {name: True for name in c.asked}
-    return options | {
-        "process_group": group, "sequence_parallel": c.sequence_parallel, "reduce_dtype": reduce,
-    }  # fmt: skip
+    return options | {"process_group": group, "sequence_parallel": c.sequence_parallel, "reduce_dtype": reduce}
 
 
 def _number(c: Configuration, value):

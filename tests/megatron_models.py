@@ -52,6 +52,7 @@ def start(member: Member, spec: Model) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
     from training.megatron_cpu import adapt_megatron_to_cpu
 
     warnings.filterwarnings("ignore", category=FutureWarning)
@@ -81,9 +82,7 @@ def _stands(sizes: dict[str, int]) -> bool:
     return sizes == {
         "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
         "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline_model_parallel_size": (
-            parallel_state.get_virtual_pipeline_model_parallel_world_size()
-        ),
+        "virtual_pipeline_model_parallel_size": (parallel_state.get_virtual_pipeline_model_parallel_world_size()),
         "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
 
@@ -98,6 +97,7 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import layers
     from megatron.core.transformer.transformer_config import TransformerConfig
+
     from training.model import WITHOUT_EXTENSIONS
 
     start(member, spec)
@@ -156,6 +156,7 @@ class _Apex:
 
 def _layer(spec: Model):
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+
     from training.attention import CausalAttention
     from training.model import RMSNorm
 
@@ -170,6 +171,7 @@ def _gpt(config, spec: Model, stage: dict) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
     from training.model import RMSNorm
 
     block = TransformerBlockSubmodules([_layer(spec)], layer_norm=RMSNorm)
@@ -199,15 +201,14 @@ def _mamba(config, spec: Model, stage: dict) -> torch.nn.Module:
     from megatron.core.ssm.mlp_layer import MLPLayer
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
     from training.model import RMSNorm
 
     parts = _layer(spec).submodules
     attention = TransformerLayerSubmodules(
         input_layernorm=RMSNorm, self_attention=parts.self_attention, self_attn_bda=get_bias_dropout_add
     )
-    mlp = TransformerLayerSubmodules(
-        pre_mlp_layernorm=RMSNorm, mlp=parts.mlp, mlp_bda=get_bias_dropout_add
-    )
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=RMSNorm, mlp=parts.mlp, mlp_bda=get_bias_dropout_add)
     stack = ModuleSpec(
         mamba_block.MambaStack,
         submodules=mamba_block.MambaStackSubmodules(

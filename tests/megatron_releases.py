@@ -46,9 +46,7 @@ def path_of(release: str) -> str:
         with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
             pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
             done = subprocess.run(
-                [*pip, "--no-deps", "--target", unfinished, f"megatron-core=={release}"],
-                capture_output=True,
-                text=True,
+                [*pip, "--no-deps", "--target", unfinished, f"megatron-core=={release}"], capture_output=True, text=True
             )
             if done.returncode:
                 reason = f"pip cannot install megatron-core {release}: {done.stderr.strip()[-300:]}"

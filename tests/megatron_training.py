@@ -27,8 +27,7 @@ class Trained:
 
 def train(member: Member, spec: Model, loss_options: dict) -> Trained:
     """``spec.steps`` steps of ``spec.microbatches`` microbatches, 1F1B under pipeline parallelism."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     models = build_chunks(member, spec, loss_options)
@@ -40,8 +39,7 @@ def train(member: Member, spec: Model, loss_options: dict) -> Trained:
             use_distributed_optimizer=spec.optimizer == "distributed",
         )
         trained = [
-            DistributedDataParallel(config, ddp_config, m, disable_bucketing=i > 0)
-            for i, m in enumerate(models)
+            DistributedDataParallel(config, ddp_config, m, disable_bucketing=i > 0) for i, m in enumerate(models)
         ]
         config.finalize_model_grads_func = finalize_model_grads
         if spec.overlap:
@@ -49,9 +47,7 @@ def train(member: Member, spec: Model, loss_options: dict) -> Trained:
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
     optimizer = _optimizer(spec, config, trained)
     schedule = get_forward_backward_func()
-    done = Trained(
-        keys=[name for m in models for name in m.state_dict()], sharded=[_described(m) for m in models]
-    )
+    done = Trained(keys=[name for m in models for name in m.state_dict()], sharded=[_described(m) for m in models])
     for step in range(spec.steps):
         if spec.ddp:
             for m in trained:
@@ -100,6 +96,7 @@ def _optimizer(spec: Model, config, models: list):
     if spec.optimizer is None:
         return None
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
     from training.megatron_cpu import pass_as_cuda
 
     for model in models:

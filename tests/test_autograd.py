@@ -24,18 +24,14 @@ def _leaves(device: str, dtype: str = "fp32"):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_checkpointed_loss_is_computed_twice_and_no_more(
-    reduction, reentrant, backend, device, monkeypatch
-):
+def test_checkpointed_loss_is_computed_twice_and_no_more(reduction, reentrant, backend, device, monkeypatch):
     t, x, w = _leaves(device)
     calls, module = [], backend_of(w)
     original = module.block_forward
     monkeypatch.setattr(module, "block_forward", lambda *a: calls.append(1) or original(*a))
 
     def loss(x, w):
-        return parallel_lce.linear_cross_entropy(
-            x, w, t.target, reduction=reduction, logits_budget=0
-        ).sum()
+        return parallel_lce.linear_cross_entropy(x, w, t.target, reduction=reduction, logits_budget=0).sum()
 
     with shrunk(8000):
         want = torch.autograd.grad(loss(x, w), (x, w))
@@ -69,9 +65,7 @@ def test_loss_scaling_keeps_fp16_gradients(budget, device):
 def test_fp16_survives_any_logit_scale(scale, device):
     t, x, w = _leaves(device, "fp16")
     w.data *= 1e-3
-    loss = parallel_lce.linear_cross_entropy(
-        x, w, t.target, logit_scale=scale, reduction="none", logits_budget=0
-    )
+    loss = parallel_lce.linear_cross_entropy(x, w, t.target, logit_scale=scale, reduction="none", logits_budget=0)
     loss.sum().backward()
     X, W = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
     torch.nn.functional.cross_entropy(scale * (X @ W.t()), t.target, reduction="sum").backward()
@@ -94,9 +88,7 @@ def test_gradients_cannot_be_differentiated_in_silence(budget, device):
 def test_none_of_torch_s_own_defaults_is_refused(device):
     t, x, w = _leaves(device)
     want = parallel_lce.linear_cross_entropy(x, w, t.target)
-    assert torch.equal(
-        parallel_lce.linear_cross_entropy(x, w, t.target, weight=None, options=None), want
-    )
+    assert torch.equal(parallel_lce.linear_cross_entropy(x, w, t.target, weight=None, options=None), want)
 
 
 def test_a_target_out_of_range_shows_in_the_gradient(device):
@@ -215,9 +207,7 @@ def test_targets_that_were_written_to_since_forward_are_refused(budget, reductio
         if reduction == "statistics":
             loss = statistics(t.x, t.weight, t.target, logits_budget=budget).target_log_prob
         else:
-            loss = parallel_lce.linear_cross_entropy(
-                t.x, t.weight, t.target, reduction=reduction, logits_budget=budget
-            )
+            loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, logits_budget=budget)
         t.target.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.sum().backward()
@@ -269,9 +259,7 @@ def test_upstream_of_any_layout(dtype, budget, backend, device):
 
     def gradients(upstream, reduced=lambda loss: loss):
         with shrunk(4096, (16, 32)):
-            loss = parallel_lce.linear_cross_entropy(
-                x, t.weight, target, reduction="none", logits_budget=budget
-            )
+            loss = parallel_lce.linear_cross_entropy(x, t.weight, target, reduction="none", logits_budget=budget)
             return torch.autograd.grad(reduced(loss), [x, t.weight], upstream)
 
     sparse = torch.randn(4, 6, device=device)

@@ -67,8 +67,14 @@ def test_table_2_is_a_full_grid_measured_forward():
 
 
 def test_ragged_shapes_come_after_their_round_neighbours():
-    cases = {(1, 128256): (128, 128256), (1000, 128256): (1024, 128256), (4097, 50257): (4096, 50176),
-             (8191, 152063): (8192, 152064), (8192, 151936): (8192, 152064), (3, 100): (128, 256)}  # fmt: skip
+    cases = {
+        (1, 128256): (128, 128256),
+        (1000, 128256): (1024, 128256),
+        (4097, 50257): (4096, 50176),
+        (8191, 152063): (8192, 152064),
+        (8192, 151936): (8192, 152064),
+        (3, 100): (128, 256),
+    }
     for odd, even in cases.items():
         assert round_neighbour(Shape(*odd, 64)) == Shape(*even, 64)
     found = plan("--suite", "ragged")
@@ -265,9 +271,20 @@ def run(monkeypatch, tmp_path, *arguments):
 def test_a_run_writes_table_json_and_picture(monkeypatch, tmp_path, capsys):
     picture = tmp_path / "bench.png"
     status, found = run(
-        monkeypatch, tmp_path, "--suite", "bars", "--shape", "40,90,16", "--shape", "33,70,8",
-        "--without", "torch-lce", "torch-lce-chunked", "--plot", str(picture),
-    )  # fmt: skip
+        monkeypatch,
+        tmp_path,
+        "--suite",
+        "bars",
+        "--shape",
+        "40,90,16",
+        "--shape",
+        "33,70,8",
+        "--without",
+        "torch-lce",
+        "torch-lce-chunked",
+        "--plot",
+        str(picture),
+    )
     assert status == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert found["machine"]["torch"] == torch.__version__ and found["settings"]["suite"] == "bars"
@@ -275,9 +292,13 @@ def test_a_run_writes_table_json_and_picture(monkeypatch, tmp_path, capsys):
     for shape in found["shapes"]:
         entries = {entry["label"]: entry for entry in shape["peers"]}
         assert list(entries) == [
-            "ours-per-token (everything saved)", "ours-per-token (budget 512 MiB)", "ours-main-grad (budget 512 MiB)",
-            "ours (budget 1 GiB)", "bare", "torch",
-        ]  # fmt: skip
+            "ours-per-token (everything saved)",
+            "ours-per-token (budget 512 MiB)",
+            "ours-main-grad (budget 512 MiB)",
+            "ours (budget 1 GiB)",
+            "bare",
+            "torch",
+        ]
         bare = entries["bare"][FORWARD_BACKWARD]["seconds"]
         gradients = 4 * shape["d"] * (shape["n"] + shape["v"])
         for label, entry in entries.items():

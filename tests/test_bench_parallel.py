@@ -70,7 +70,7 @@ def a_run(tmp_path_factory):
         *f"--json {folder}/new/r.json --plot {folder}/new/r.png --trace {folder}/traces".split(),
         cwd=folder_of_the_user(folder),
         CUDA_VISIBLE_DEVICES="",
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return folder, done, json.loads((folder / "new" / "r.json").read_text())
 
@@ -153,10 +153,13 @@ def start(monkeypatch, *arguments: str) -> list[str]:
     ("arguments", "expected"),
     [
         ("--tp 2", "--standalone --nproc-per-node 2 -m parallel_lce.bench.parallel --tp 2"),
-        ("--nnodes=2 --nproc-per-node=8 -- --seed 1", "--nnodes=2 --nproc-per-node=8 -m parallel_lce.bench.parallel --seed 1"),
+        (
+            "--nnodes=2 --nproc-per-node=8 -- --seed 1",
+            "--nnodes=2 --nproc-per-node=8 -m parallel_lce.bench.parallel --seed 1",
+        ),
         ("--", "-m parallel_lce.bench.parallel"),
     ],
-)  # fmt: skip
+)
 def test_torchruns_arguments_come_before_ours(arguments, expected, monkeypatch):
     command = start(monkeypatch, *arguments.split())
     assert command == [sys.executable, "-P", "-m", "torch.distributed.run", *expected.split()]
@@ -378,7 +381,7 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(worlds, device, sequence_pa
     mine, its = worlds(2).run(_measured, sequence_parallel)
     assert mine == its  # times, bytes and errors are those of the worst rank
     results, called, said = mine
-    for (name, refused, seconds, peak, errors), words in zip(results, FAULTS.values()):
+    for (name, refused, seconds, peak, _), words in zip(results, FAULTS.values()):
         assert refused.startswith(words) and bool(refused) == bool(words), (name, refused)
         assert name in called or words
         if not words:
@@ -445,8 +448,20 @@ def test_ratios_are_of_speed_in_the_same_round():
     assert cell.ratio(LEAN, BARE, FORWARD) is None and cell.ratio(SAVED, "verl") is None
     assert made_up(1, ours_saved=10, bare=8).ratio(SAVED, OVERLAPPED) == pytest.approx((0.8, 0.8, 0.8))
     (_, row) = rows_of(overview([cell]))
-    assert row == ["8", "64", "on", "0.900 (0.900–0.900)", "0.800 (0.800–0.800)", "0.800 (0.800–0.800)",
-                   "1.50", "–", "–", "–", "0.750", "2.5"]  # fmt: skip
+    assert row == [
+        "8",
+        "64",
+        "on",
+        "0.900 (0.900–0.900)",
+        "0.800 (0.800–0.800)",
+        "0.800 (0.800–0.800)",
+        "1.50",
+        "–",
+        "–",
+        "–",
+        "0.750",
+        "2.5",
+    ]
     # 8 MiB less 5 of gradients, and less the whole dX and gathered hidden states: 64 * 2048 * 2 bytes each
 
 
@@ -486,10 +501,14 @@ def test_hidden_communication_is_what_lies_beside_other_kernels(tmp_path):
         return {"ph": "X", "cat": kind, "name": name, "ts": start, "dur": length}
 
     events = [
-        kernel("nccl_all_reduce", 0, 1000), kernel("gemm", 500, 200), kernel("gemm", 600, 300),
-        kernel("Memcpy PtoP (Device -> Device)", 2000, 100, "gpu_memcpy"), kernel("gemm", 2050, 500),
-        kernel("Memcpy DtoH (Device -> Pinned)", 0, 5000, "gpu_memcpy"), kernel("aten::mm", 0, 5000, "cpu_op"),
-    ]  # fmt: skip
+        kernel("nccl_all_reduce", 0, 1000),
+        kernel("gemm", 500, 200),
+        kernel("gemm", 600, 300),
+        kernel("Memcpy PtoP (Device -> Device)", 2000, 100, "gpu_memcpy"),
+        kernel("gemm", 2050, 500),
+        kernel("Memcpy DtoH (Device -> Pinned)", 0, 5000, "gpu_memcpy"),
+        kernel("aten::mm", 0, 5000, "cpu_op"),
+    ]
     path = tmp_path / "trace.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)

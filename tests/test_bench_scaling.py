@@ -29,7 +29,10 @@ LAYOUTS = [
 ]
 
 
-def made_up(model=Model(NETWORK, TIMES), layouts=LAYOUTS) -> Readings:
+MODEL = Model(NETWORK, TIMES)
+
+
+def made_up(model=MODEL, layouts=LAYOUTS) -> Readings:
     """What a machine would measure of which the model is true."""
     times = {key: [(layout, model.seconds(*key, layout)) for layout in layouts] for key in TIMES}
     collectives = []

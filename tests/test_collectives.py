@@ -34,9 +34,7 @@ class Call:
     frozen: str = ""
 
     def __str__(self) -> str:
-        return "-".join(
-            str(v) if n in ("strategy", "dtype") else f"{n}={v}" for n, v in vars(self).items() if v
-        )
+        return "-".join(str(v) if n in ("strategy", "dtype") else f"{n}={v}" for n, v in vars(self).items() if v)
 
 
 def _events(member: Member, call: Call):
@@ -74,9 +72,9 @@ def expected(call: Call) -> tuple[list, list]:
     wide = "float64" if call.dtype == "fp64" else "float32"
     columns = 4 if call.smoothing else 3
     hidden = [("all_gather", N // P // B * D, low, True)] * (B if call.sequence_parallel else 0)
-    reduce = [
-        ("reduce_scatter" if call.sequence_parallel else "all_reduce", N // B * D, low, True)
-    ] * (B if "input" not in call.frozen else 0)
+    reduce = [("reduce_scatter" if call.sequence_parallel else "all_reduce", N // B * D, low, True)] * (
+        B if "input" not in call.frozen else 0
+    )
     if call.strategy == "accumulate":
         partials = [("all_gather", columns * (N // B) + 2, wide, True)] * B
         return hidden + partials + reduce, []
@@ -166,9 +164,7 @@ def _reduction_starts(member: Member, call: Call):
 
 
 @pytest.mark.parametrize(
-    "call",
-    [c for c in CALLS if not c.frozen and "save" not in c.strategy or c == CALLS[0] or c == CALLS[3]],
-    ids=str,
+    "call", [c for c in CALLS if not c.frozen and "save" not in c.strategy or c == CALLS[0] or c == CALLS[3]], ids=str
 )
 def test_dx_is_on_its_way_while_dw_is_computed(call, worlds, device):
     """In every block the reduction of dX starts before the last window of dW is finished."""
@@ -190,8 +186,6 @@ def test_all_of_dw_runs_beside_the_reduction_where_rows_are_kept(worlds, device)
     for events in worlds(2).run(_reduction_starts, Call("save", 2, 1)):
         order = [e[0] for e in events]
         assert order[0] == "all_reduce" and order[1:] == ["dW"] * 3
-
-
 
 
 def _gathers_and_waits(member: Member):
@@ -233,9 +227,15 @@ def _reduced_in_pieces(member: Member, shards: tuple[int, ...], piece: int, froz
     target = torch.randint(sum(shards), (N,), generator=generator).to(member.device)
     with mock.patch.object(parallel, "REDUCED_BYTES", piece * D * dtype.itemsize):
         losses = parallel_lce.linear_cross_entropy(
-            x, shard, target, reduction="none", process_group=member.group,
-            vocab_start=start, vocab_size=sum(shards), reduce_dtype=dtype,
-        )  # fmt: skip
+            x,
+            shard,
+            target,
+            reduction="none",
+            process_group=member.group,
+            vocab_start=start,
+            vocab_size=sum(shards),
+            reduce_dtype=dtype,
+        )
         with recorded(member.group) as events:
             losses.sum().backward()
     return x.grad, [e for e in events if e[0] != "dW"]
@@ -326,9 +326,14 @@ def _subgroups(member: Member, budget, sequence_parallel: bool, reduction: str):
     shard = t.weight.chunk(2)[place].clone().requires_grad_()
     with shrunk(N // 2 * ROWS * 4, (8, 16)), recorded(group) as events:
         loss = parallel_lce.linear_cross_entropy(
-            x, shard, t.target, process_group=group, sequence_parallel=sequence_parallel,
-            logits_budget=budget, reduction=reduction,
-        )  # fmt: skip
+            x,
+            shard,
+            t.target,
+            process_group=group,
+            sequence_parallel=sequence_parallel,
+            logits_budget=budget,
+            reduction=reduction,
+        )
         loss.sum().backward()
     others = [e for e in collectives(events) if not e[3]]
     return others, len(collectives(events)), loss.detach().cpu(), x.grad.cpu(), shard.grad.cpu()
@@ -363,9 +368,15 @@ def _ranks_whose_local_rows_differ(member: Member, sizes: tuple, vocab_size):
         for budget in (0, 3000, 12000, None):
             with shrunk(2000, (8, 16)), recorded(member.group) as events:
                 parallel_lce.linear_cross_entropy(
-                    t.x, shard, t.target, reduction=reduction, process_group=member.group,
-                    vocab_start=start, vocab_size=vocab_size, logits_budget=budget,
-                ).sum().backward()  # fmt: skip
+                    t.x,
+                    shard,
+                    t.target,
+                    reduction=reduction,
+                    process_group=member.group,
+                    vocab_start=start,
+                    vocab_size=vocab_size,
+                    logits_budget=budget,
+                ).sum().backward()
             found.append(collectives(events))
     return found
 

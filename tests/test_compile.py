@@ -71,9 +71,7 @@ SOME = 10000  # bytes: a part of the logits, beside blocks of 4000
 
 LOSSES = {
     "saved": {},
-    "none, every option": dict(
-        reduction="none", label_smoothing=0.1, z_loss=1e-3, logit_scale=0.7, logit_softcap=5.0
-    ),
+    "none, every option": dict(reduction="none", label_smoothing=0.1, z_loss=1e-3, logit_scale=0.7, logit_softcap=5.0),
     "some saved": dict(reduction="none", logits_budget=SOME, label_smoothing=0.1),
     "recomputed": dict(reduction="none", logits_budget=0, logit_softcap=5.0),
     "accumulated": dict(logits_budget=0),
@@ -129,9 +127,7 @@ def test_losses(name, dtype, weighted, device, monkeypatch):
 
 @pytest.mark.parametrize("name", ["saved", "recomputed", "accumulated"])
 def test_a_dynamic_dimension_is_compiled_once(name, device):
-    fast, counter = compiled(
-        lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **LOSSES[name]).sum()
-    )
+    fast, counter = compiled(lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **LOSSES[name]).sum())
     with shrunk(2000):
         for N in (32, 33, 70, 200):
             t = operands(N, device)
@@ -178,7 +174,7 @@ def test_statistics_that_were_not_asked_for(device):
     t = operands(24, device)
     for target in (None, t.target):
         for asked in ({}, {"mean_logit": True}, {"expected_logit": True}, {"argmax": True}):
-            statistics = lambda x, w, y: parallel_lce.token_statistics(x, w, y, **asked)  # noqa: B023, E731
+            statistics = lambda x, w, y: parallel_lce.token_statistics(x, w, y, **asked)  # noqa: E731
             found, expected = (f(t.x, t.weight, target) for f in (compiled(statistics)[0], statistics))
             absent = [n for n, value in vars(expected).items() if value is None]
             assert absent == [n for n, value in vars(found).items() if value is None]
@@ -192,10 +188,7 @@ def test_frozen_operands(name, frozen, device):
     getattr(t, frozen).requires_grad_(False)
     leaf = t.weight if frozen == "x" else t.x
     with shrunk(4000):
-        found, expected = (
-            torch.autograd.grad(f(t.x, t.weight, t.target), leaf)
-            for f in (compiled(loss)[0], loss)
-        )
+        found, expected = (torch.autograd.grad(f(t.x, t.weight, t.target), leaf) for f in (compiled(loss)[0], loss))
     assert_same(found, expected, device)
 
 
@@ -446,9 +439,7 @@ def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
         vocab_size=None,
         logits_budget=0 if accumulable else SOME,
     )
-    prepared = prepare.prepare(
-        arguments, Columns(mean_log_prob=smoothed), accumulable=accumulable, **options
-    )
+    prepared = prepare.prepare(arguments, Columns(mean_log_prob=smoothed), accumulable=accumulable, **options)
     return prepared.call, tuple(v if v is None else v.detach() for v in prepared.tensors)
 
 

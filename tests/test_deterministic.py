@@ -74,10 +74,13 @@ def _twice(member: Member, name: str, dtype: str, sequence_parallel: bool, deter
     # What the plan counts: equal shards.
     logits = N * -(-V // member.ranks) * size
     options = dict(
-        linear_bias=leaves[2], process_group=member.group, vocab_start=start if member.ranks > 1 else None,
-        vocab_size=V, sequence_parallel=sequence_parallel,
+        linear_bias=leaves[2],
+        process_group=member.group,
+        vocab_start=start if member.ranks > 1 else None,
+        vocab_size=V,
+        sequence_parallel=sequence_parallel,
         logits_budget=None if share is None else int(share * logits),
-    )  # fmt: skip
+    )
     results = []
     with algorithms(deterministic), shrunk(logits // 3, (16, 64)), handed_over(leaves[1]) as handed:
         for _ in range(2):

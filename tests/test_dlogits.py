@@ -102,9 +102,20 @@ def exact(r: Rows, *, gamma=False, factor=1.0, softcap=None) -> torch.Tensor:
 def settle(r: Rows, *, gamma=False, power=None, scale=1.0, softcap=None, rewrite=False):
     """The factors of the rows: none are 1."""
     factor = dlogits.settle(
-        r.kept, r.maxima, r.common, r.agreed, WINDOW, r.statistics, r.alpha, r.gamma if gamma else None,
-        r.of_target, power, scale, softcap, rewrite,
-    )  # fmt: skip
+        r.kept,
+        r.maxima,
+        r.common,
+        r.agreed,
+        WINDOW,
+        r.statistics,
+        r.alpha,
+        r.gamma if gamma else None,
+        r.of_target,
+        power,
+        scale,
+        softcap,
+        rewrite,
+    )
     whole = rewrite or gamma or softcap is not None or r.common is None
     assert (factor is None) == whole
     return torch.ones_like(r.alpha) if whole else factor

@@ -19,19 +19,61 @@ WHOLE = r"call the loss inside the forward of the module that fully_shard wraps"
 LOCAL = r"pass linear_weight.to_local\(\) and process_group=linear_weight.device_mesh.get_group\(%d\)"
 CASES = {
     # mesh shape, its names, placements of the weight, whether a group is given, what is said, what must not be
-    "unnamed": ((2,), None, [Shard(0)], False, rf"ranks \[0, 1\]: if these ranks have different tokens .*{WHOLE}.*; if .* the same .*{LOCAL % 0}", None),
-    "unnamed, its group": ((2,), None, [Shard(0)], True, rf"different tokens .*{WHOLE}.*; if they have the same tokens .*{LOCAL % 0}", None),
+    "unnamed": (
+        (2,),
+        None,
+        [Shard(0)],
+        False,
+        rf"ranks \[0, 1\]: if these ranks have different tokens .*{WHOLE}.*; if .* the same .*{LOCAL % 0}",
+        None,
+    ),
+    "unnamed, its group": (
+        (2,),
+        None,
+        [Shard(0)],
+        True,
+        rf"different tokens .*{WHOLE}.*; if they have the same tokens .*{LOCAL % 0}",
+        None,
+    ),
     "tp": ((2,), ("tp",), [Shard(0)], True, rf"mesh dimension 'tp' of ranks \[0, 1\]: {LOCAL % 0}", WHOLE),
     "dp": ((2,), ("dp_shard",), [Shard(0)], True, rf"mesh dimension 'dp_shard' of .*{WHOLE}", "to_local"),
-    "another group": ((2, 1), ("a", "b"), [Replicate(), Shard(0)], True, rf"these are not the ranks \[0, 1\] of process_group.*{WHOLE}", "to_local"),
-    "tp of two dimensions": ((1, 2), ("dp", "tp"), [Replicate(), Shard(0)], True, rf"'tp' of ranks \[0, 1\]: {LOCAL % 1}", WHOLE),
-    "both": ((1, 2), ("dp", "tp"), [Shard(0), Shard(0)], True, rf"no single process group shards it.*{WHOLE}", "to_local"),
+    "another group": (
+        (2, 1),
+        ("a", "b"),
+        [Replicate(), Shard(0)],
+        True,
+        rf"these are not the ranks \[0, 1\] of process_group.*{WHOLE}",
+        "to_local",
+    ),
+    "tp of two dimensions": (
+        (1, 2),
+        ("dp", "tp"),
+        [Replicate(), Shard(0)],
+        True,
+        rf"'tp' of ranks \[0, 1\]: {LOCAL % 1}",
+        WHOLE,
+    ),
+    "both": (
+        (1, 2),
+        ("dp", "tp"),
+        [Shard(0), Shard(0)],
+        True,
+        rf"no single process group shards it.*{WHOLE}",
+        "to_local",
+    ),
     "no word of tp": ((2,), ("output",), [Shard(0)], True, rf"if these ranks have different tokens .*{WHOLE}", None),
     "no word of dp": ((2,), ("endpoints",), [Shard(0)], True, rf"if these ranks have different tokens .*{WHOLE}", None),
     "a word of tp": ((2,), ("Tensor_Parallel",), [Shard(0)], True, LOCAL % 0, WHOLE),
     "features": ((2,), ("tp",), [Shard(1)], True, r"only dimension 0.*full_tensor\(\)", "to_local"),
-    "replicated": ((2,), None, [Replicate()], True, r"linear_weight is a DTensor; pass linear_weight.to_local\(\)$", None),
-}  # fmt: skip
+    "replicated": (
+        (2,),
+        None,
+        [Replicate()],
+        True,
+        r"linear_weight is a DTensor; pass linear_weight.to_local\(\)$",
+        None,
+    ),
+}
 
 
 def _refusals(member: Member) -> dict[str, str]:
@@ -47,7 +89,9 @@ def _refusals(member: Member) -> dict[str, str]:
     for name in ("input", "target"):
         for placement in (Shard(0), Partial()) if name == "target" else (Shard(0), Shard(1), Partial()):
             arguments = good(member.device) | dict(process_group=member.group)
-            arguments[name] = distribute_tensor(arguments[name], mesh, [Replicate() if placement.is_partial() else placement])
+            arguments[name] = distribute_tensor(
+                arguments[name], mesh, [Replicate() if placement.is_partial() else placement]
+            )
             if placement.is_partial():
                 arguments[name] = DTensor.from_local(arguments[name].to_local(), mesh, [placement])
             found[name, placement] = _said(arguments)
@@ -163,4 +207,6 @@ def test_real_logits(worlds, device):
     for said in worlds(2).run(_real_logits):
         assert len(said) == 3
         for text in said:
-            assert text.startswith("vocab_parallel_logits is a DTensor: pass each rank's equal shard of the last dimension")
+            assert text.startswith(
+                "vocab_parallel_logits is a DTensor: pass each rank's equal shard of the last dimension"
+            )

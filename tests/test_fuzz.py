@@ -84,10 +84,16 @@ FAULTS = {"wide": (("fp64", "fp32"), 0.01, 0.95), "fp16": (("fp16",), 0.01, 0.7)
 def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch):
     dtypes, by, share = FAULTS[precision]
     wanted = dict(
-        kind=("loss", "statistics"), dtype=dtypes, autocast=("",), mode=("train",), frozen=((),),
-        bias=("plain", "masked") if where == "dbias" else ("", "plain"), scale=(1.0, 0.5, -1.5),
-        upstream=("random", "ones"), walk=("backward", "twice", "save_on_cpu", "gapped hooks"),
-    )  # fmt: skip
+        kind=("loss", "statistics"),
+        dtype=dtypes,
+        autocast=("",),
+        mode=("train",),
+        frozen=((),),
+        bias=("plain", "masked") if where == "dbias" else ("", "plain"),
+        scale=(1.0, 0.5, -1.5),
+        upstream=("random", "ones"),
+        walk=("backward", "twice", "save_on_cpu", "gapped hooks"),
+    )
     found = judged = 0
     with monkeypatch.context() as patches:
         _faults(patches, where, by)
@@ -164,11 +170,7 @@ def test_what_kind_of_finding():
     part = {"loss": torch.zeros(c.shape, dtype=torch.float64 if c.computed == "fp64" else torch.float32)}
     other = {"loss": part["loss"] + 1}
     assert exact.keys() == part.keys()
-    kinds = {
-        "bits": lambda c: [part, other],
-        "wrong": lambda c: [other, other],
-        "exception": lambda c: 1 / 0,
-    }
+    kinds = {"bits": lambda c: [part, other], "wrong": lambda c: [other, other], "exception": lambda c: 1 / 0}
     for kind, run in kinds.items():
         assert fuzz.examine(c, run)[1].kind == kind
 

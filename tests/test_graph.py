@@ -136,10 +136,7 @@ def test_graphs_of_the_compiler(name, backend, dtype, device, monkeypatch):
     if (backend, dtype) not in (("torch", "fp32"), ("triton", "bf16")):
         pytest.skip("one dtype of each backend is enough")
     torch._dynamo.reset()
-    step = Step(
-        name, backend, dtype, monkeypatch,
-        lambda f: torch.compile(f, fullgraph=True, mode="reduce-overhead"),
-    )  # fmt: skip
+    step = Step(name, backend, dtype, monkeypatch, lambda f: torch.compile(f, fullgraph=True, mode="reduce-overhead"))
     eager = Step(name, backend, dtype, monkeypatch)
     for seed in range(4):
         step.load(seed)
@@ -191,9 +188,7 @@ class RankStep:
             process_group=member.group, sequence_parallel=sequence_parallel, logits_budget=budget
         )
         self.x, self.weight, self.target = self._fresh(0)
-        self.leaves = [
-            v.requires_grad_() for n, v in (("x", self.x), ("weight", self.weight)) if n not in frozen
-        ]
+        self.leaves = [v.requires_grad_() for n, v in (("x", self.x), ("weight", self.weight)) if n not in frozen]
 
     def _fresh(self, seed: int):
         member = self._member
@@ -292,9 +287,7 @@ def _first_call(member: Member, name: str, sequence_parallel: bool, backend: str
 
 
 @pytest.mark.parametrize(("name", "sequence_parallel", "backend", "dtype"), STEPS_OVER_RANKS)
-def test_no_rank_waits_for_its_device_from_the_first_call_on(
-    name, sequence_parallel, backend, dtype, worlds, device
-):
+def test_no_rank_waits_for_its_device_from_the_first_call_on(name, sequence_parallel, backend, dtype, worlds, device):
     assert worlds(2).run(_first_call, name, sequence_parallel, backend, dtype) == [True, True]
 
 

@@ -120,16 +120,19 @@ def test_a_shard_of_minus_infinity(budget, worlds, device):
 
 
 @pytest.mark.parametrize("names", [PLAIN, list(DIFFERENTIABLE)], ids=["kept", "expected"])
-@pytest.mark.parametrize(("softcap", "dtype"), [(39.0, "fp32"), (60.0, "fp32"), (60.0, "bf16"), (9.0, "fp16"), (20.0, "fp16")])
+@pytest.mark.parametrize(
+    ("softcap", "dtype"), [(39.0, "fp32"), (60.0, "fp32"), (60.0, "bf16"), (9.0, "fp16"), (20.0, "fp16")]
+)
 def test_softcap_range(strategy, softcap, dtype, names, device):
     """Logits over the whole range of the cap. Beyond what the dtype's exponentials span, saved rows
     are recomputed; up to there log(stored) still tells z."""
     t = small(device, D=8, dtype=dtype, sharpness=softcap)
     found = statistics(t.x, t.weight, t.target, logit_softcap=softcap, logits_budget=strategy)
     truth, exact = dense_double(t, names, softcap=softcap)
-    spread = found.max_logit.max().item() - reference.logits(
-        t.x.detach().double(), t.weight.detach().double(), softcap=softcap
-    ).min().item()
+    spread = (
+        found.max_logit.max().item()
+        - reference.logits(t.x.detach().double(), t.weight.detach().double(), softcap=softcap).min().item()
+    )
     assert spread > 1.9 * softcap, "the case must span the range"
     x, w = (v.detach().clone().requires_grad_() for v in (t.x, t.weight))
     z = torch.nn.functional.linear(x, w).float()
@@ -163,10 +166,16 @@ def _planned(call_options, device="cpu", accumulable=False):
 @pytest.mark.parametrize(
     ("dtype", "softcap", "saved"),
     [
-        ("fp32", 40.0, True), ("fp32", 41.0, False), ("bf16", 41.0, False), ("fp16", 10.0, True), ("fp16", 11.0, False),
+        ("fp32", 40.0, True),
+        ("fp32", 41.0, False),
+        ("bf16", 41.0, False),
+        ("fp16", 10.0, True),
+        ("fp16", 11.0, False),
         # Exponentials tell the logits to one rounding of 1, which is much of a small cap.
-        ("bf16", 1.0, True), ("bf16", 0.9, False), ("fp32", 0.9, False),
-    ],  # fmt: skip
+        ("bf16", 1.0, True),
+        ("bf16", 0.9, False),
+        ("fp32", 0.9, False),
+    ],
 )
 def test_softcap_beyond_the_exponentials_range_saves_nothing(dtype, softcap, saved, device):
     plan = _planned(dict(dtype=dtype, logit_softcap=softcap), device)
@@ -261,9 +270,7 @@ def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, half, backend, de
             loss = loss.sum() / 512
         dx, dw = torch.autograd.grad(loss, [x, big], torch.full_like(loss, upstream))
     a, b = x.detach().double().requires_grad_(), big.detach().double().requires_grad_()
-    exact = torch.autograd.grad(
-        torch.nn.functional.cross_entropy(a @ b.t(), t.target) * upstream, [a, b]
-    )
+    exact = torch.autograd.grad(torch.nn.functional.cross_entropy(a @ b.t(), t.target) * upstream, [a, b])
     z = torch.nn.functional.linear(x, big).float()
     its = torch.autograd.grad(torch.nn.functional.cross_entropy(z, t.target) * upstream, [x, big])
     # fp16 holds dX in steps of 2^-24, and operands to 2^-11.
@@ -281,9 +288,7 @@ def test_sharp_logits_in_bf16(name, device):
     exact_x, exact_w = (v.detach().double().requires_grad_() for v in (t.x, t.weight))
     z = exact_x @ exact_w.t()
     assert 22 < z.abs().max() < 34
-    truth = torch.autograd.grad(
-        torch.nn.functional.cross_entropy(z, t.target), [exact_x, exact_w]
-    )
+    truth = torch.autograd.grad(torch.nn.functional.cross_entropy(z, t.target), [exact_x, exact_w])
     half = torch.nn.functional.linear(t.x, t.weight).float()
     its = torch.autograd.grad(torch.nn.functional.cross_entropy(half, t.target), [t.x, t.weight])
     with shrunk(32768, (32, 128)):

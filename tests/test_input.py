@@ -13,6 +13,7 @@ from cases import Case, check, make, run
 from tools import D, N, V, call, debug_mode, everywhere, good, shrunk
 from world import Member
 
+
 class _FakeDTensor(torch.Tensor):
     def to_local(self):
         return self
@@ -26,44 +27,122 @@ def _dtensor():
 BAD = {
     "input no tensor": (dict(input=[1.0]), "input must be a tensor, got list"),
     "input of no dimension": (dict(input=torch.tensor(1.0)), r"input must be \[..., D\], got \[\]"),
-    "input of integers": (dict(input=torch.zeros(N, D, dtype=torch.int64)), "input must be bfloat16, float16, float32 or float64, got torch.int64"),
+    "input of integers": (
+        dict(input=torch.zeros(N, D, dtype=torch.int64)),
+        "input must be bfloat16, float16, float32 or float64, got torch.int64",
+    ),
     "input features": (dict(input=torch.zeros(N, 5)), r"input has 5 features and linear_weight \[10, 4\] has 4"),
     "weight no tensor": (dict(linear_weight=None), "linear_weight must be a tensor, got NoneType"),
-    "weight of one dimension": (dict(linear_weight=torch.zeros(D)), r"linear_weight must be \[V, D\] with two dimensions, got \[4\]"),
-    "weight of three dimensions": (dict(linear_weight=torch.zeros(V, 1, D)), r"linear_weight must be .* got \[10, 1, 4\]"),
-    "weight dtype": (dict(linear_weight=torch.zeros(V, D, dtype=torch.bfloat16)), "linear_weight is torch.bfloat16 and input is torch.float32"),
-    "weight device": (dict(linear_weight=torch.zeros(V, D, device="meta")), "linear_weight is on meta and input is on cpu"),
-    "weight is a DTensor": (dict(linear_weight=_dtensor()), r"linear_weight is a DTensor; pass linear_weight.to_local\(\)"),
+    "weight of one dimension": (
+        dict(linear_weight=torch.zeros(D)),
+        r"linear_weight must be \[V, D\] with two dimensions, got \[4\]",
+    ),
+    "weight of three dimensions": (
+        dict(linear_weight=torch.zeros(V, 1, D)),
+        r"linear_weight must be .* got \[10, 1, 4\]",
+    ),
+    "weight dtype": (
+        dict(linear_weight=torch.zeros(V, D, dtype=torch.bfloat16)),
+        "linear_weight is torch.bfloat16 and input is torch.float32",
+    ),
+    "weight device": (
+        dict(linear_weight=torch.zeros(V, D, device="meta")),
+        "linear_weight is on meta and input is on cpu",
+    ),
+    "weight is a DTensor": (
+        dict(linear_weight=_dtensor()),
+        r"linear_weight is a DTensor; pass linear_weight.to_local\(\)",
+    ),
     "target no tensor": (dict(target=[1, 2]), "target must be a tensor.*, got list"),
     "target None": (dict(target=None), "target must be a tensor.*, got NoneType"),
-    "target length": (dict(target=torch.zeros(7, dtype=torch.int64)), r"target must have shape \[6\] for input \[6, 4\], got \[7\]"),
-    "target rank": (dict(target=torch.zeros(N, 1, dtype=torch.int64)), r"target must have shape \[6\] for input \[6, 4\], got \[6, 1\]"),
-    "target of probabilities": (dict(target=torch.zeros(N, V)), r"target must have shape \[6\].*got \[6, 10\]|integer dtype, got torch.float32"),
-    "target of floats": (dict(target=torch.zeros(N)), "target must hold class indices of an integer dtype, got torch.float32 .*probabilities are not supported"),
-    "target of booleans": (dict(target=torch.zeros(N, dtype=torch.bool)), "target must hold class indices .* got torch.bool"),
-    "target device": (dict(target=torch.zeros(N, dtype=torch.int64, device="meta")), "target is on meta and input is on cpu"),
-    "bias length": (dict(linear_bias=torch.zeros(9)), r"linear_bias must have shape \[10\].* linear_weight \[10, 4\], got \[9\]"),
+    "target length": (
+        dict(target=torch.zeros(7, dtype=torch.int64)),
+        r"target must have shape \[6\] for input \[6, 4\], got \[7\]",
+    ),
+    "target rank": (
+        dict(target=torch.zeros(N, 1, dtype=torch.int64)),
+        r"target must have shape \[6\] for input \[6, 4\], got \[6, 1\]",
+    ),
+    "target of probabilities": (
+        dict(target=torch.zeros(N, V)),
+        r"target must have shape \[6\].*got \[6, 10\]|integer dtype, got torch.float32",
+    ),
+    "target of floats": (
+        dict(target=torch.zeros(N)),
+        "target must hold class indices of an integer dtype, got torch.float32 .*probabilities are not supported",
+    ),
+    "target of booleans": (
+        dict(target=torch.zeros(N, dtype=torch.bool)),
+        "target must hold class indices .* got torch.bool",
+    ),
+    "target device": (
+        dict(target=torch.zeros(N, dtype=torch.int64, device="meta")),
+        "target is on meta and input is on cpu",
+    ),
+    "bias length": (
+        dict(linear_bias=torch.zeros(9)),
+        r"linear_bias must have shape \[10\].* linear_weight \[10, 4\], got \[9\]",
+    ),
     "bias rank": (dict(linear_bias=torch.zeros(V, 1)), r"linear_bias must have shape \[10\].* got \[10, 1\]"),
-    "bias dtype": (dict(linear_bias=torch.zeros(V, dtype=torch.float64)), "linear_bias is torch.float64 and input is torch.float32"),
+    "bias dtype": (
+        dict(linear_bias=torch.zeros(V, dtype=torch.float64)),
+        "linear_bias is torch.float64 and input is torch.float32",
+    ),
     "bias no tensor": (dict(linear_bias=0.0), "linear_bias must be a tensor or None, got float"),
     "bias device": (dict(linear_bias=torch.zeros(V, device="meta")), "linear_bias is on meta and input is on cpu"),
-    "token_weight length": (dict(token_weight=torch.zeros(5)), r"token_weight must have target's shape \[6\], got \[5\]"),
+    "token_weight length": (
+        dict(token_weight=torch.zeros(5)),
+        r"token_weight must have target's shape \[6\], got \[5\]",
+    ),
     "token_weight no tensor": (dict(token_weight=[1.0] * N), "token_weight must be a tensor or None, got list"),
-    "token_weight complex": (dict(token_weight=torch.zeros(N, dtype=torch.complex64)), "token_weight must be real, got torch.complex64"),
-    "token_weight device": (dict(token_weight=torch.zeros(N, device="meta")), "token_weight is on meta and input is on cpu"),
+    "token_weight complex": (
+        dict(token_weight=torch.zeros(N, dtype=torch.complex64)),
+        "token_weight must be real, got torch.complex64",
+    ),
+    "token_weight device": (
+        dict(token_weight=torch.zeros(N, device="meta")),
+        "token_weight is on meta and input is on cpu",
+    ),
     "reduction": (dict(reduction="average"), "reduction must be 'none', 'mean' or 'sum', got 'average'"),
     "reduction None": (dict(reduction=None), "reduction must be .* got None"),
-    "input is sparse": (dict(input=torch.zeros(N, D).to_sparse()), "input must be a dense tensor, got one of layout torch.sparse_coo"),
-    "weight of no rows": (dict(linear_weight=torch.zeros(0, D)), r"linear_weight \[0, 4\] has no rows: the vocabulary is empty"),
-    "ignore_index of 70 bits": (dict(ignore_index=2**70), "ignore_index must be an integer of 64 bits or None, got 1180591620717411303424"),
+    "input is sparse": (
+        dict(input=torch.zeros(N, D).to_sparse()),
+        "input must be a dense tensor, got one of layout torch.sparse_coo",
+    ),
+    "weight of no rows": (
+        dict(linear_weight=torch.zeros(0, D)),
+        r"linear_weight \[0, 4\] has no rows: the vocabulary is empty",
+    ),
+    "ignore_index of 70 bits": (
+        dict(ignore_index=2**70),
+        "ignore_index must be an integer of 64 bits or None, got 1180591620717411303424",
+    ),
     "ignore_index a bool": (dict(ignore_index=True), "ignore_index must be an integer of 64 bits or None, got True"),
-    "scale of 400 digits": (dict(logit_scale=10**400), r"logit_scale must be a finite Python number, got 1000.*\(401 characters\)"),
+    "scale of 400 digits": (
+        dict(logit_scale=10**400),
+        r"logit_scale must be a finite Python number, got 1000.*\(401 characters\)",
+    ),
     "scale beyond fp32": (dict(logit_scale=1e39), "logit_scale must be a finite Python number, got 1e.39"),
-    "softcap that fp32 cannot hold": (dict(logit_softcap=1e-60), "logit_softcap must be None or a positive Python number, got 1e-60"),
-    "softcap beyond fp32": (dict(logit_softcap=1e300), "logit_softcap must be None or a positive Python number, got 1e.300"),
-    "z_loss beyond fp32": (dict(z_loss=-(10**400)), r"z_loss must be a finite Python number, got -1000.*\(402 characters\)"),
-    "start beyond 32 bits": (dict(vocab_start=2**31), "vocab_start must be None or an id >= 0 and < 2.31, got 2147483648"),
-    "vocab_size beyond 32 bits": (dict(vocab_size=2**31), "vocab_size must be None or a number of entries >= 1 and < 2.31, got 2147483648"),
+    "softcap that fp32 cannot hold": (
+        dict(logit_softcap=1e-60),
+        "logit_softcap must be None or a positive Python number, got 1e-60",
+    ),
+    "softcap beyond fp32": (
+        dict(logit_softcap=1e300),
+        "logit_softcap must be None or a positive Python number, got 1e.300",
+    ),
+    "z_loss beyond fp32": (
+        dict(z_loss=-(10**400)),
+        r"z_loss must be a finite Python number, got -1000.*\(402 characters\)",
+    ),
+    "start beyond 32 bits": (
+        dict(vocab_start=2**31),
+        "vocab_start must be None or an id >= 0 and < 2.31, got 2147483648",
+    ),
+    "vocab_size beyond 32 bits": (
+        dict(vocab_size=2**31),
+        "vocab_size must be None or a number of entries >= 1 and < 2.31, got 2147483648",
+    ),
     "ignore_index float": (dict(ignore_index=0.5), "ignore_index must be an integer of 64 bits or None, got 0.5"),
     "smoothing too large": (dict(label_smoothing=1.5), r"label_smoothing must be a Python number in \[0, 1\], got 1.5"),
     "smoothing negative": (dict(label_smoothing=-0.1), r"label_smoothing must be .* got -0.1"),
@@ -82,10 +161,13 @@ BAD = {
     "vocab_size zero": (dict(vocab_size=0), "vocab_size must be None or a number of entries >= 1 and < 2.31, got 0"),
     "vocab_size beyond the rows": (dict(vocab_size=11), "vocab_size=11 exceeds the 10 rows of linear_weight on 1 rank"),
     "vocab_size beyond the rows from 0": (dict(vocab_size=11, vocab_start=0), "vocab_size=11 exceeds the 10 rows"),
-    "no process group": (dict(process_group="tp"), "process_group must be a torch.distributed.ProcessGroup or None, got str"),
+    "no process group": (
+        dict(process_group="tp"),
+        "process_group must be a torch.distributed.ProcessGroup or None, got str",
+    ),
     "weight of PyTorch's function": (dict(weight=torch.ones(V)), "weight=.* is not supported: use token_weight"),
     "options of PyTorch's function": (dict(options=object()), "options=.* is not supported: .*logits_budget"),
-}  # fmt: skip
+}
 _LOSS_ONLY = {"reduction", "ignore_index", "label_smoothing", "z_loss", "token_weight", "weight", "options"}
 
 
@@ -130,11 +212,7 @@ def _refused_over_ranks(member: Member):
             rf"vocab_size={10 * member.ranks + 1} exceeds the {10 * member.ranks} rows .* {member.ranks} rank",
         ),
         "sequence parallel scalar": (
-            dict(
-                sequence_parallel=True,
-                input=torch.zeros(D, device=device),
-                target=torch.tensor(0, device=device),
-            ),
+            dict(sequence_parallel=True, input=torch.zeros(D, device=device), target=torch.tensor(0, device=device)),
             r"sequence_parallel.*\[4\]|input.*\[4\]",
         ),
     }
@@ -203,9 +281,7 @@ def _empty_anywhere(member: Member, start: int):
     plain = call(arguments)
     with debug_mode():
         checked = call(arguments)
-    exact = torch.nn.functional.cross_entropy(
-        arguments["input"].double() @ weight.double().t(), arguments["target"]
-    )
+    exact = torch.nn.functional.cross_entropy(arguments["input"].double() @ weight.double().t(), arguments["target"])
     return plain.item(), checked.item(), exact.item()
 
 
@@ -387,9 +463,7 @@ def _group_of_one(member: Member):
     alone_group = [dist.new_group([r]) for r in range(member.ranks)][member.rank]
     arguments = good(member.device)
     plain = call(arguments)
-    found = [
-        call(arguments | dict(process_group=alone_group, sequence_parallel=sp)) for sp in (False, True)
-    ]
+    found = [call(arguments | dict(process_group=alone_group, sequence_parallel=sp)) for sp in (False, True)]
     return all(torch.equal(plain, f) for f in found)
 
 

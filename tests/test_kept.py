@@ -105,9 +105,7 @@ def test_what_is_recomputed_takes_the_memory_of_what_was_kept(device, monkeypatc
     t = small(device, N=40, V=700, dtype="bf16")
     budget = 40 * 512 * 2
     with shrunk(256):
-        loss = linear_cross_entropy(
-            t.x, t.weight, t.target, reduction="none", logits_budget=budget + 256
-        )
+        loss = linear_cross_entropy(t.x, t.weight, t.target, reduction="none", logits_budget=budget + 256)
         found = torch.autograd.grad(loss.sum(), [t.x, t.weight])
     assert written == [188], "two windows of 256 are kept, the rest is one slice"
     _, *expected = dense(t.x, t.weight, t.target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -129,9 +128,27 @@ def test_files(content, message, tmp_path):
 
 # What YAML or OmegaConf would make something else of.
 NAMES = [
-    "7", "0123", "1e3", "1:30", "null", "a #b", "a: b", "${x}", r"a\${x}", r"\\${oc.env:HOME}", "'a'", "[a", "?", "é 漢",
-    "a\x85b", "a\u2028b", " a ", "x=y", "*a", "!a",
-]  # fmt: skip
+    "7",
+    "0123",
+    "1e3",
+    "1:30",
+    "null",
+    "a #b",
+    "a: b",
+    "${x}",
+    r"a\${x}",
+    r"\\${oc.env:HOME}",
+    "'a'",
+    "[a",
+    "?",
+    "é 漢",
+    "a\x85b",
+    "a\u2028b",
+    " a ",
+    "x=y",
+    "*a",
+    "!a",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -239,13 +256,19 @@ def test_torchrun_and_the_layout(torchrun, message, tmp_path, capfd):
     ("environment", "message"),
     [
         ({"LOCAL_RANK": "0"}, "LOCAL_RANK is set as torchrun does, but not RANK, WORLD_SIZE, LOCAL_WORLD_SIZE"),
-        (dict.fromkeys(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "1"), "but not WORLD_SIZE"),
         (
-            {**dict.fromkeys(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "1"), "WORLD_SIZE": "x"},
+            dict.fromkeys(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "1"),
+            "but not WORLD_SIZE",
+        ),
+        (
+            {
+                **dict.fromkeys(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "1"),
+                "WORLD_SIZE": "x",
+            },
             "WORLD_SIZE='x' is no number",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_part_of_what_torchrun_sets(environment, message, monkeypatch):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -309,11 +332,15 @@ def test_ranks_of_a_torchrun_of_the_users_own(tmp_path):
 
 
 LAUNCHER = {
-    "budget": (["--parallel-lce-logits-budget", "1GiB"], {}, "PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got '1GiB'"),
+    "budget": (
+        ["--parallel-lce-logits-budget", "1GiB"],
+        {},
+        "PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got '1GiB'",
+    ),
     "budget of the environment": ([], {"PARALLEL_LCE_LOGITS_BUDGET": "-1"}, "PARALLEL_LCE_LOGITS_BUDGET must be"),
     "cross-entropy": ([], {"PARALLEL_LCE_CROSS_ENTROPY": "x"}, "cross_entropy must be one of"),
     "backend": ([], {"PARALLEL_LCE_BACKEND": "x"}, "PARALLEL_LCE_BACKEND='x' is none of"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", LAUNCHER)

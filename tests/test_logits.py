@@ -27,6 +27,7 @@ def _inputs(ranks: int, dtype: torch.dtype, scale: float = 3.0):
 def _against_stock(member: Member, dtype: torch.dtype, smoothing: float) -> None:
     """Ours is as near to stock run in float64-like precision as stock in this dtype is."""
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
+
     from megatron_models import Model, start
 
     start(member, Model(ranks=member.ranks))
@@ -91,6 +92,7 @@ def test_cases_of_megatrons_own_test(ranks, worlds):
 def _given_group(member: Member) -> None:
     """With a group given, Megatron's own is not asked for; with none, it is the one."""
     from megatron.core import parallel_state
+
     from megatron_models import Model, start
 
     start(member, Model(ranks=member.ranks))
@@ -197,10 +199,7 @@ def test_refuses_an_unknown_group(worlds):
         (dict(target=torch.zeros(5, 3)), "class indices, got torch.float32"),
         (dict(label_smoothing=1.0), r"label_smoothing must be in \[0, 1\), got 1.0"),
         (dict(vocab_parallel_logits=torch.zeros(5, 3, 37, dtype=torch.int64)), "floating point"),
-        (
-            dict(vocab_parallel_logits=torch.zeros(5, 3, 1), label_smoothing=0.1),
-            "at least 2 entries per rank, got 1",
-        ),
+        (dict(vocab_parallel_logits=torch.zeros(5, 3, 1), label_smoothing=0.1), "at least 2 entries per rank, got 1"),
     ],
 )
 def test_bad_input(change, message):

@@ -39,9 +39,7 @@ def test_losses(smoothing, z_loss, weighted, ignore_index, outside_is_nan, devic
         for got, expected in zip(found, truth, strict=True):
             assert (got is None) == (expected is None)
             if got is not None:
-                torch.testing.assert_close(
-                    got.double().cpu(), expected, rtol=2e-6, atol=1e-5, equal_nan=True
-                )
+                torch.testing.assert_close(got.double().cpu(), expected, rtol=2e-6, atol=1e-5, equal_nan=True)
     if ignore_index == -100:
         assert (truth[0][4::10] == 0).all() and (truth[1][4::10] == 0).all()
     assert truth[0][5::10].isnan().all() == outside_is_nan

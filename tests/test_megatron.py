@@ -120,6 +120,7 @@ def test_a_fault_of_a_thousandth_fails(where, worlds):
 
 def _trained_on_logits(member: Member, spec: Model) -> None:
     from megatron.core import tensor_parallel
+
     from megatron_training import assert_equal, train, train_switched
 
     stock_function = tensor_parallel.vocab_parallel_cross_entropy
@@ -147,7 +148,5 @@ def _repeated(member: Member, spec: Model) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_deterministic_mode_repeats_every_bit(ranks, worlds):
-    spec = Model(
-        ranks=ranks, sequence_parallel=ranks > 1, deterministic=True, ddp="fp32", dtype=torch.bfloat16
-    )
+    spec = Model(ranks=ranks, sequence_parallel=ranks > 1, deterministic=True, ddp="fp32", dtype=torch.bfloat16)
     worlds(ranks).run(_repeated, spec)

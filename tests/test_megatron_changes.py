@@ -18,8 +18,6 @@ from parallel_lce.megatron.lazy_logits import LazyLogits
 from tools import words_of_error
 from world import Member
 
-
-
 # What a program may do with the logits ``z`` before it gives them, or its ``out``, to the loss; an
 # ``extra`` is added to it. ``ramp`` is a row of the vocabulary.
 CHANGES = """
@@ -350,9 +348,7 @@ def _hooked(member: Member, sequence_parallel: bool) -> None:
         for truth, mine in zip(found[kind, False], found[kind, True], strict=True):
             assert (mine - truth).norm() <= tolerance * truth.norm(), kind
     for kind in ("forward", "backward"):
-        assert any(
-            (a - b).norm() > 0.1 * b.norm() for a, b in zip(found[kind, False], found["read", False])
-        ), kind
+        assert any((a - b).norm() > 0.1 * b.norm() for a, b in zip(found[kind, False], found["read", False])), kind
     parallel_lce.megatron.uninstall()
 
 

@@ -103,8 +103,7 @@ def test_hidden_gradients_are_summed_in_the_dtype_asked_for(worlds, device):
 
 
 @pytest.mark.parametrize(
-    ("variable", "value"),
-    [("PARALLEL_LCE_LOGITS_BUDGET", "1GiB"), ("PARALLEL_LCE_CROSS_ENTROPY", "fused")],
+    ("variable", "value"), [("PARALLEL_LCE_LOGITS_BUDGET", "1GiB"), ("PARALLEL_LCE_CROSS_ENTROPY", "fused")]
 )
 def test_install_refuses_environments(variable, value, monkeypatch):
     monkeypatch.setenv(variable, value)

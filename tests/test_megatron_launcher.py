@@ -19,7 +19,7 @@ from parallel_lce.megatron import __main__ as launcher
 ROOT = Path(__file__).resolve().parent.parent
 
 # A training script that knows nothing of this package, with Megatron's argument for the loss.
-SCRIPT = '''
+SCRIPT = """
 import argparse, json, os
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ if dist.get_rank() == 0:
     with open(arguments.output, "w") as file:
         json.dump(found, file)
 dist.destroy_process_group()
-'''
+"""
 
 
 @pytest.fixture
@@ -86,10 +86,18 @@ def test_an_unedited_script(script, tmp_path, device):
     assert done.returncode == 0, done.stderr[-3000:]
     switch = ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "parallel_lce"]
     done = _run(
-        ["-m", "parallel_lce.megatron", "--parallel-lce-logits-budget", "0", str(script), *switch,
-         "--output", str(ours)],
+        [
+            "-m",
+            "parallel_lce.megatron",
+            "--parallel-lce-logits-budget",
+            "0",
+            str(script),
+            *switch,
+            "--output",
+            str(ours),
+        ],
         tmp_path,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     stock, ours = json.loads(stock.read_text()), json.loads(ours.read_text())
     assert (stock["switched"], ours["switched"], ours["budget"]) == (False, True, "0")
@@ -134,9 +142,18 @@ def _arguments(monkeypatch, *arguments: str) -> tuple:
 def test_options_may_stand_anywhere(monkeypatch, script):
     found = _arguments(
         monkeypatch,
-        "--parallel-lce-debug=1", str(script), "--lr", "-1", "--parallel-lce-logits-budget", "7", "--", "-x",
-        "--parallel-lce-cross-entropy", "logits", "--help",
-    )  # fmt: skip
+        "--parallel-lce-debug=1",
+        str(script),
+        "--lr",
+        "-1",
+        "--parallel-lce-logits-budget",
+        "7",
+        "--",
+        "-x",
+        "--parallel-lce-cross-entropy",
+        "logits",
+        "--help",
+    )
     assert found == (False, str(script), ["--lr", "-1", "--", "-x", "--help"])
     assert os.environ["PARALLEL_LCE_LOGITS_BUDGET"] == "7"
     assert os.environ["PARALLEL_LCE_DEBUG"] == "1"

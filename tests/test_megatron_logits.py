@@ -36,9 +36,7 @@ def _uses(member: Member, tied: bool, sequence_parallel: bool) -> None:
         warnings.filterwarnings("error", message="parallel_lce")
         assert torch.equal(_forward(stock, data, False), _forward(ours, data, False))
         assert (_forward(stock, data) - _forward(ours, data)).abs().max() <= 1e-5
-        gathered = [
-            m(data.tokens, data.positions, data.mask, runtime_gather_output=True) for m in (stock, ours)
-        ]
+        gathered = [m(data.tokens, data.positions, data.mask, runtime_gather_output=True) for m in (stock, ours)]
         assert gathered[0].shape[-1] == VOCAB and torch.equal(*gathered)
     real, _ = stock.output_layer(hidden, weight=weight)
     lazy, _ = ours.output_layer(hidden, weight=weight)

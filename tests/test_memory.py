@@ -24,9 +24,20 @@ STRATEGIES = {"save": ("none", 3 * MiB // 2), "recompute": ("none", 0), "accumul
 
 
 def measured(
-    member: Member, N, V, D, dtype="fp32", reduction="none", budget=0, sequence_parallel=False,
-    frozen="", tile=(64, 2048), backward=True, block=BLOCK, **options,
-):  # fmt: skip
+    member: Member,
+    N,
+    V,
+    D,
+    dtype="fp32",
+    reduction="none",
+    budget=0,
+    sequence_parallel=False,
+    frozen="",
+    tile=(64, 2048),
+    backward=True,
+    block=BLOCK,
+    **options,
+):
     """(peak, alive) of a forward and backward; N and V of the whole group, equal shards."""
     generator = torch.Generator().manual_seed(0)
     parts = member.ranks if sequence_parallel else 1
@@ -41,9 +52,15 @@ def measured(
 
     def step():
         loss = parallel_lce.linear_cross_entropy(
-            x, weight, target, reduction=reduction, logits_budget=budget, process_group=member.group,
-            sequence_parallel=sequence_parallel, **options,
-        )  # fmt: skip
+            x,
+            weight,
+            target,
+            reduction=reduction,
+            logits_budget=budget,
+            process_group=member.group,
+            sequence_parallel=sequence_parallel,
+            **options,
+        )
         if not backward:
             return loss
         return torch.autograd.grad(loss, leaves, torch.ones_like(loss))
@@ -135,9 +152,15 @@ def _uneven(member: Member, budget):
 
     def forward():
         return parallel_lce.linear_cross_entropy(
-            x, weight, target, reduction="none", logits_budget=budget, process_group=member.group,
-            vocab_start=start, vocab_size=4000,
-        )  # fmt: skip
+            x,
+            weight,
+            target,
+            reduction="none",
+            logits_budget=budget,
+            process_group=member.group,
+            vocab_start=start,
+            vocab_size=4000,
+        )
 
     with shrunk(128 * KiB, (64, 256)):
         return peak_memory(forward, member.device)[1]
@@ -204,9 +227,15 @@ def test_low_precision_dw_in_one_visit_has_no_fp32_sum(device):
 def _chunked(member: Member, backward: bool):
     """32 blocks of 128 rows over both ranks."""
     return measured(
-        member, 4096, 64 * member.ranks, 256, sequence_parallel=True, tile=(128, 64),
-        block=128 * 64 * 4, backward=backward,
-    )  # fmt: skip
+        member,
+        4096,
+        64 * member.ranks,
+        256,
+        sequence_parallel=True,
+        tile=(128, 64),
+        block=128 * 64 * 4,
+        backward=backward,
+    )
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -38,7 +38,9 @@ NUMBERS = {
 }
 
 
-@pytest.mark.parametrize("name", [*NUMBERS, "label_smoothing of float64", "z_loss of float64", "logit_scale of float64"])
+@pytest.mark.parametrize(
+    "name", [*NUMBERS, "label_smoothing of float64", "z_loss of float64", "logit_scale of float64"]
+)
 def test_numbers_of_other_libraries(name, backend, device):
     name, _, float64 = name.partition(" of ")
     theirs, plain = NUMBERS[name]
@@ -51,13 +53,17 @@ def test_numbers_of_other_libraries(name, backend, device):
     assert torch.equal(module(*positional), call(arguments | {name: plain}))
 
 
-@pytest.mark.parametrize("value", [1.5, np.float64(1.5), np.float32(1.5), fractions.Fraction(3, 2), 2, np.int8(2)], ids=repr)
+@pytest.mark.parametrize(
+    "value", [1.5, np.float64(1.5), np.float32(1.5), fractions.Fraction(3, 2), 2, np.int8(2)], ids=repr
+)
 def test_a_number_is_of_a_plain_type(value):
     """Triton's kernels have a case for numbers of Python alone."""
     assert checks.plain(value) == value and type(checks.plain(value)) in (int, float)
 
 
-@pytest.mark.parametrize("value", [np.float32("nan"), np.bool_(True), fractions.Fraction(10**400), "0.1", [0.1]], ids=repr)
+@pytest.mark.parametrize(
+    "value", [np.float32("nan"), np.bool_(True), fractions.Fraction(10**400), "0.1", [0.1]], ids=repr
+)
 def test_what_is_no_number_is_refused(value, device):
     with pytest.raises(ValueError, match="z_loss must be a finite Python number, got"):
         call(good(device) | dict(z_loss=value))
@@ -67,7 +73,9 @@ def test_a_module_with_numbers_of_other_libraries_compiles(device):
     arguments = good(device)
     arguments["target"] %= 9
     positional = [arguments[k] for k in ("input", "linear_weight", "target")]
-    module = parallel_lce.LinearCrossEntropy(**{name: np.float64(v) if isinstance(v, float) else n for name, (n, v) in NUMBERS.items()})
+    module = parallel_lce.LinearCrossEntropy(
+        **{name: np.float64(v) if isinstance(v, float) else n for name, (n, v) in NUMBERS.items()}
+    )
     assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(*positional), module(*positional))
 
 
@@ -79,7 +87,9 @@ def test_integers_of_any_length_are_numbers(name, backend, device):
     assert torch.equal(call(arguments | {name: number}), call(arguments | {name: float(number)}))
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64])
+@pytest.mark.parametrize(
+    "dtype", [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64]
+)
 def test_targets_of_any_integer_dtype(dtype, device):
     arguments = good(device)
     want = call(arguments)
@@ -96,7 +106,9 @@ def _functional_collectives(member: Member, name: str, grad: bool) -> list[torch
     part = arguments[name].chunk(member.ranks)[member.rank].clone().requires_grad_(grad)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        gathered = (collectives.all_gather_tensor_autograd if grad else collectives.all_gather_tensor)(part, 0, member.group)
+        gathered = (collectives.all_gather_tensor_autograd if grad else collectives.all_gather_tensor)(
+            part, 0, member.group
+        )
     assert grad or isinstance(gathered, collectives.AsyncCollectiveTensor)
     loss = call(arguments | {name: gathered})
     whole = arguments[name].clone().requires_grad_(grad)
@@ -130,7 +142,10 @@ def test_negative_views(name, backend, device):
 @pytest.mark.parametrize("shape", [(5, 0), (2, 3, 0), (0,), (0, 0)], ids=str)
 def test_no_features(shape, budget, backend, device):
     """Every logit is 0, or the bias."""
-    x, weight = torch.zeros(shape, device=device, requires_grad=True), torch.zeros(7, 0, device=device, requires_grad=True)
+    x, weight = (
+        torch.zeros(shape, device=device, requires_grad=True),
+        torch.zeros(7, 0, device=device, requires_grad=True),
+    )
     target = torch.full(shape[:-1], 3, device=device)
     bias = torch.arange(7.0, device=device, requires_grad=True)
     loss = parallel_lce.linear_cross_entropy(x, weight, target, reduction="none", logits_budget=budget)
@@ -145,7 +160,9 @@ def test_no_features(shape, budget, backend, device):
 
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [*REDUCED.values(), dict(logits_budget=4000, reduction="none", label_smoothing=0.1)], ids=str)
+@pytest.mark.parametrize(
+    "options", [*REDUCED.values(), dict(logits_budget=4000, reduction="none", label_smoothing=0.1)], ids=str
+)
 def test_tensors_without_values_give_shapes(options, dtype, kind, device):
     """The shapes, dtypes and devices of results and gradients are those of a call with values."""
 
@@ -303,7 +320,9 @@ def test_a_vocabulary_beyond_2_to_the_24(ranks, dtype, worlds, device):
     z = (torch.arange(LARGE) % 7 - 3).double() * torch.tensor([[0.5], [1.0], [-1.0], [2.0], [0.25]])
     target = torch.tensor([LARGE - 1, LARGE - 2, 2**24, 2**24 - 1])
     expected = -torch.log_softmax(z[:4], -1).gather(1, target[:, None])[:, 0]
-    for loss, target_logit, vocab_size, argmax, mean in everywhere(worlds, device, ranks, _of_a_large_vocabulary, dtype):
+    for loss, target_logit, vocab_size, argmax, mean in everywhere(
+        worlds, device, ranks, _of_a_large_vocabulary, dtype
+    ):
         torch.testing.assert_close(loss[:4].double(), expected, rtol=1e-5, atol=1e-5)
         assert loss[4].isnan() and target_logit[4] == 0
         torch.testing.assert_close(target_logit[:4].double(), z[:4].gather(1, target[:, None])[:, 0])
@@ -355,5 +374,7 @@ def test_a_soft_cap_of_any_size_costs_no_digits(cap, sharpness, dtype, backend, 
     found = [loss.detach(), *torch.autograd.grad(loss.sum(), [t.x, t.weight])]
     for ours, exact, theirs in zip(found, truth, yardstick):
         # The products of fp32 are summed in another order.
-        factor, floor = (1.5, 2 * torch.finfo(torch.float32).eps * exact.norm().item()) if dtype == "fp32" else (1.0, 1e-6)
+        factor, floor = (
+            (1.5, 2 * torch.finfo(torch.float32).eps * exact.norm().item()) if dtype == "fp32" else (1.0, 1e-6)
+        )
         assert error(ours, exact) <= factor * error(theirs, exact) + floor

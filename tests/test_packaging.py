@@ -163,12 +163,15 @@ def test_importing_needs_torch_alone(tmp_path):
 
 def test_importing_works_where_the_extras_are_not(tmp_path):
     """megatron-core, triton and everything else of the extras may be absent."""
-    code = """
+    code = (
+        """
 import sys
 for name in ("megatron", "triton", "numpy", "matplotlib", "rich", "omegaconf", "tokenizers"):
     sys.modules[name] = None  # import raises ImportError
 import parallel_lce
-""" + USE
+"""
+        + USE
+    )
     done = python("-c", code, path=str(ROOT), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 

@@ -69,9 +69,7 @@ def sliced_logits(draw):
     """Logits ``[2, V]`` cut into slices, some of them empty; entries tie, are far apart, or -inf."""
     V = draw(st.integers(1, 14))
     entry = st.one_of(st.integers(-6, 6).map(float), st.sampled_from([-800.0, 750.0, -torch.inf]))
-    z = torch.tensor(
-        [draw(st.lists(entry, min_size=V, max_size=V)) for _ in range(2)], dtype=torch.float64
-    )
+    z = torch.tensor([draw(st.lists(entry, min_size=V, max_size=V)) for _ in range(2)], dtype=torch.float64)
     cuts = sorted(draw(st.lists(st.integers(0, V), min_size=0, max_size=5)))
     bounds = [0, *cuts, V]
     return z, list(zip(bounds, bounds[1:])), draw(st.integers(0, V - 1))
@@ -178,11 +176,19 @@ def messages_of(
     messages = z.new_full((len(shards), message_size(columns, N)), torch.nan)
     for message, (start, rows) in zip(messages, shards):
         real = rows if vocab_size is None else max(0, min(rows, vocab_size - start))
-        part = torch.stack([
-            partial_of(z[i : i + 1, start : start + real], start, int(targets[i]), columns)[:, 0] if real
-            else empty_partial(columns, 1, z.dtype, z.device)[:, 0]
-            for i in range(N)
-        ], 1) if N else z.new_empty(columns.count, 0)  # fmt: skip
+        part = (
+            torch.stack(
+                [
+                    partial_of(z[i : i + 1, start : start + real], start, int(targets[i]), columns)[:, 0]
+                    if real
+                    else empty_partial(columns, 1, z.dtype, z.device)[:, 0]
+                    for i in range(N)
+                ],
+                1,
+            )
+            if N
+            else z.new_empty(columns.count, 0)
+        )
         message[: part.numel()].view_as(part).view(torch.int32).copy_(part.view(torch.int32))
         bounds_of(message, columns, N).copy_(torch.tensor([start, rows]))
     return messages
@@ -230,9 +236,7 @@ def test_messages_of_ranks(sizes, columns, kernels, device):
         z, targets = some_logits(rows, 37)
         found, V = both(messages_of(z, in_shards(*sizes), targets, columns), columns, None, device, rows)
         whole = messages_of(z.double(), [(0, 37)], targets, columns)[0, : found.numel()].view(found.shape)
-        torch.testing.assert_close(
-            found[: columns.index].double(), whole[: columns.index], rtol=1e-5, atol=1e-4
-        )
+        torch.testing.assert_close(found[: columns.index].double(), whole[: columns.index], rtol=1e-5, atol=1e-4)
         if columns.argmax:
             # The lowest among equals.
             largest = z == z.amax(1, keepdim=True)

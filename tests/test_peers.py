@@ -43,7 +43,9 @@ class Call:
 
     def __str__(self) -> str:
         defaults = type(self).__dataclass_fields__
-        changed = [f"{n}={v}" for n, v in vars(self).items() if n not in ("leading", "V", "D") and v != defaults[n].default]
+        changed = [
+            f"{n}={v}" for n, v in vars(self).items() if n not in ("leading", "V", "D") and v != defaults[n].default
+        ]
         return "-".join([f"{'x'.join(map(str, self.leading)) or 'scalar'}_{self.V}x{self.D}", *changed])
 
 
@@ -63,7 +65,7 @@ CALLS = [
     Call((64,), 40, 4, "fp64", budget=0, bias=True, ignore_index=3, label_smoothing=0.1),
     Call((64,), 40, 4, "bf16", budget=0, reduction="sum", bias=True),
     Call((1, 2), 2, 1, "fp64", ignore_index=0),
-]  # fmt: skip
+]
 
 
 def tensors(call: Call, device: str):
@@ -159,8 +161,10 @@ def test_a_large_hidden_dimension(device):
     options = call.options | {"logits_budget": 0}
     found = gradients(
         lambda x, w, b: parallel_lce.linear_cross_entropy(x, w, t[3], linear_bias=b, **options),
-        t[:3], t[4], torch.float32,
-    )  # fmt: skip
+        t[:3],
+        t[4],
+        torch.float32,
+    )
     compare(call, found, torchs(call, *t, torch.float32, fused=True), exact)
 
 
@@ -336,9 +340,7 @@ def _gradcheck(member: Member, strategy: str, sequence_parallel: bool) -> list[s
             checked.append(name)
         assert plans == {strategy == "accumulate"}
         if reduction == "none":
-            torch.autograd.gradcheck(
-                lambda *a: statistics(*a, logit_softcap=3.0, logit_scale=1.3), (x, weight, bias)
-            )
+            torch.autograd.gradcheck(lambda *a: statistics(*a, logit_softcap=3.0, logit_scale=1.3), (x, weight, bias))
             checked.append("statistics")
     return checked
 

@@ -246,9 +246,7 @@ def test_smallest_block_is_at_most_64_mib():
         ("a frozen input has no sum", 65536, 4096, replace(BF16, input=False), True),
     ],
 )
-def test_recomputation_takes_the_axis_with_the_smaller_accumulator(
-    name, rows, shard, gradients, vocabulary
-):
+def test_recomputation_takes_the_axis_with_the_smaller_accumulator(name, rows, shard, gradients, vocabulary):
     D = 4096
     found = plan(rows, shard, D, 2, budget=0, ranks=2, gradients=gradients)
     assert (len(found.blocks) == 1) == vocabulary, name
@@ -258,8 +256,7 @@ def test_recomputation_takes_the_axis_with_the_smaller_accumulator(
 
 
 @pytest.mark.parametrize(
-    ("rows", "ranks", "vocabulary"),
-    [(8192, 1, True), (8192, 2, False), (32768, 1, True), (33024, 1, False)],
+    ("rows", "ranks", "vocabulary"), [(8192, 1, True), (8192, 2, False), (32768, 1, True), (33024, 1, False)]
 )
 def test_one_rank_sums_dx_if_that_takes_no_more_than_the_budget(rows, ranks, vocabulary):
     """Slices of the vocabulary add to each row of an fp32 main_grad once, blocks of rows each time."""

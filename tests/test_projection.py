@@ -136,9 +136,7 @@ def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
     rounding = torch.finfo(kept.dtype).eps / 2
     # The smallest numbers of fp16 are further apart than their precision.
     smallest = 2**-25 if kept.dtype == torch.float16 else 0.0
-    torch.testing.assert_close(
-        kept.double(), expected * scale, rtol=1.01 * rounding + 3e-5, atol=1.01 * smallest
-    )
+    torch.testing.assert_close(kept.double(), expected * scale, rtol=1.01 * rounding + 3e-5, atol=1.01 * smallest)
 
 
 def check_surroundings(buffer: torch.Tensor, rows: int, columns: int) -> None:
@@ -325,9 +323,7 @@ def test_merged_windows_of_minus_infinity_and_nan(device):
     z[4, 9] = torch.nan
     for common in (None, torch.full((6,), 1.5, device=device)):
         maxima = torch.stack([p.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1) for p in windows(z, 8)])
-        sums = torch.stack(
-            [(p - reference_of(m, common)[:, None]).exp().sum(1) for p, m in zip(windows(z, 8), maxima)]
-        )
+        sums = torch.stack([(p - reference_of(m, common)[:, None]).exp().sum(1) for p, m in zip(windows(z, 8), maxima)])
         ids = torch.arange(0, 40, 8, device=device)[:, None].expand(5, 6).int().contiguous()
         both = torch.stack([sums.float(), ids.view(torch.float32)])
         merged, agreed = merge(maxima.float(), both, common, 40, 8, argmax=True)
@@ -395,9 +391,7 @@ def gradient_truth(z, alpha, gamma, delta, power, scale, softcap):
 
 
 @pytest.mark.parametrize(
-    ("shape", "form"),
-    [(shape, "all") for shape in SHAPES] + [(Shape(20, 300, 16), form) for form in FORMS],
-    ids=str,
+    ("shape", "form"), [(shape, "all") for shape in SHAPES] + [(Shape(20, 300, 16), form) for form in FORMS], ids=str
 )
 def test_gradient(shape, form, dtype, device):
     options = dict(FORMS[form])

@@ -145,9 +145,7 @@ class Problem:
         self.start, self.rows = sum(shards[: member.rank]), shards[member.rank]
         self.sets = [self._data(size, sum(shards), seed) for seed in range(DATA)]
         self.x, self.weight, self.target, self.upstream = (v.clone() for v in self.sets[0])
-        self.leaves = [
-            v.requires_grad_() for n, v in (("x", self.x), ("weight", self.weight)) if n not in call.frozen
-        ]
+        self.leaves = [v.requires_grad_() for n, v in (("x", self.x), ("weight", self.weight)) if n not in call.frozen]
         itemsize = DTYPES[call.dtype].itemsize
         counted = size.rows if self.vocab_size is None else -(-self.vocab_size // ranks)
         logits = size.N * counted * itemsize
@@ -190,11 +188,18 @@ class Problem:
     def forward(self) -> torch.Tensor:
         call = self.call
         return parallel_lce.linear_cross_entropy(
-            self.x, self.weight, self.target, reduction=call.reduction, label_smoothing=call.smoothing,
-            process_group=self.member.group, sequence_parallel=call.sequence_parallel,
-            vocab_start=None if call.shards is None else self.start, vocab_size=self.vocab_size,
-            logits_budget=self.budget, reduce_dtype=call.reduce_dtype,
-        )  # fmt: skip
+            self.x,
+            self.weight,
+            self.target,
+            reduction=call.reduction,
+            label_smoothing=call.smoothing,
+            process_group=self.member.group,
+            sequence_parallel=call.sequence_parallel,
+            vocab_start=None if call.shards is None else self.start,
+            vocab_size=self.vocab_size,
+            logits_budget=self.budget,
+            reduce_dtype=call.reduce_dtype,
+        )
 
     def backward(self, loss: torch.Tensor) -> list[torch.Tensor]:
         return [loss.detach(), *torch.autograd.grad(loss, self.leaves, self.upstream.to(loss.dtype))]
@@ -360,10 +365,14 @@ def test_nothing_is_in_flight_after_a_call(sequence_parallel, strategy, frozen, 
     graph can be captured with it."""
     budget = {"saved": None, "hidden gathered again": 1.0, "some saved": 0.7}.get(strategy, 0.0)
     call = Call(
-        strategy, budget, "mean" if strategy == "accumulated" else "none",
+        strategy,
+        budget,
+        "mean" if strategy == "accumulated" else "none",
         blocks=1 if strategy in ("saved", "hidden gathered again") else 4,
-        sequence_parallel=sequence_parallel, backend=backend, frozen=frozen,
-    )  # fmt: skip
+        sequence_parallel=sequence_parallel,
+        backend=backend,
+        frozen=frozen,
+    )
     for (started, left), (again, left_again) in everywhere(worlds, device, 2, _in_flight, call):
         assert started > 0 and (again > 0 or strategy == "accumulated" or frozen == "x")
         assert (left, left_again) == ([], [])

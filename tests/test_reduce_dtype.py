@@ -37,9 +37,15 @@ def _gradient(member: Member, dtype: str, strategy: str, sequence_parallel: bool
     block = in_flight * N // BLOCKS[strategy] * ROWS * DTYPES[dtype].itemsize
     with shrunk(block, (8, 16)), recorded(member.group) as events:
         loss = parallel_lce.linear_cross_entropy(
-            x, shard, t.target, reduction=reduction, logits_budget=budget, process_group=member.group,
-            sequence_parallel=sequence_parallel, reduce_dtype=reduce_dtype,
-        )  # fmt: skip
+            x,
+            shard,
+            t.target,
+            reduction=reduction,
+            logits_budget=budget,
+            process_group=member.group,
+            sequence_parallel=sequence_parallel,
+            reduce_dtype=reduce_dtype,
+        )
         dx, dw = torch.autograd.grad(loss, [x, shard], torch.full_like(loss, 1 if loss.dim() == 0 else 1 / N))
     assert dx.dtype == x.dtype and dw.dtype == shard.dtype
     return dx.cpu(), dw.cpu(), [e for e in events if e[0] in ("all_reduce", "reduce_scatter")]
@@ -85,8 +91,7 @@ def test_ordinary_errors_are_no_larger(ranks, dtype, worlds, device):
     truth = sum(exact_parts(ranks, dtype, 0.0))
     for strategy in STRATEGIES:
         found = [
-            whole(everywhere(worlds, device, ranks, _gradient, dtype, strategy, False, d), False)
-            for d in (None, wide)
+            whole(everywhere(worlds, device, ranks, _gradient, dtype, strategy, False, d), False) for d in (None, wide)
         ]
         default, ours = (error(dx, truth) for dx in found)
         if dtype in ("fp32", "fp64"):
@@ -123,9 +128,14 @@ def _without_a_sum(member: Member, dtype: str):
             for reduce_dtype in (None, torch.float32):
                 with shrunk(4000, (8, 32)):
                     loss = parallel_lce.linear_cross_entropy(
-                        t.x, t.weight, t.target, process_group=group, sequence_parallel=True,
-                        reduce_dtype=reduce_dtype, **REDUCED[name],
-                    )  # fmt: skip
+                        t.x,
+                        t.weight,
+                        t.target,
+                        process_group=group,
+                        sequence_parallel=True,
+                        reduce_dtype=reduce_dtype,
+                        **REDUCED[name],
+                    )
                     results.append([loss, *torch.autograd.grad(loss.sum(), [t.x, t.weight])])
         for found in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True)), name
@@ -216,9 +226,8 @@ def _ranks_that_disagree(member: Member):
     shard = t.weight.detach().chunk(member.ranks)[member.rank].clone().requires_grad_()
     with debug_mode(), pytest.raises(ValueError, match="reduce_dtype"):
         parallel_lce.linear_cross_entropy(
-            t.x, shard, t.target, process_group=member.group,
-            reduce_dtype=torch.float32 if member.rank else None,
-        )  # fmt: skip
+            t.x, shard, t.target, process_group=member.group, reduce_dtype=torch.float32 if member.rank else None
+        )
     return True
 
 

@@ -108,7 +108,11 @@ def test_a_recorded_gradient_is_the_gradient(problem):
 def test_a_recorded_gradient_may_change_in_place(problem):
     """As a clipped gradient or one of a hook does."""
     loss, x, weight = problem
-    for change in (torch.Tensor.detach_, lambda g: torch.nn.utils.clip_grad_norm_([x], 0.1), lambda g: g.detach().mul_(0.5)):
+    for change in (
+        torch.Tensor.detach_,
+        lambda g: torch.nn.utils.clip_grad_norm_([x], 0.1),
+        lambda g: g.detach().mul_(0.5),
+    ):
         x.grad = None
         value = loss(x * 1.0, weight)
         plain, *_ = torch.autograd.grad(value, [x, weight], create_graph=True)
@@ -132,7 +136,9 @@ def test_forward_mode_is_refused(way, dual, needs_gradient, backend, device):
     weights = torch.ones(12, device=device)
     with forward_ad.dual_level():
         tensors = dict(x=x, weight=weight, bias=bias, token_weight=weights)
-        tensors[dual] = forward_ad.make_dual(tensors[dual], torch.ones_like(tensors[dual])).requires_grad_(needs_gradient)
+        tensors[dual] = forward_ad.make_dual(tensors[dual], torch.ones_like(tensors[dual])).requires_grad_(
+            needs_gradient
+        )
         x, weight, bias, weights = tensors.values()
         with pytest.raises((NotImplementedError, RuntimeError), match="has a tangent|forward"):
             if way == "real logits":
@@ -141,12 +147,19 @@ def test_forward_mode_is_refused(way, dual, needs_gradient, backend, device):
                 parallel_lce.token_statistics(x * weights[:, None], weight, t.target, linear_bias=bias)
             else:
                 parallel_lce.linear_cross_entropy(
-                    x, weight, t.target, linear_bias=bias, token_weight=weights, logits_budget=None if way == "mean" else 0
+                    x,
+                    weight,
+                    t.target,
+                    linear_bias=bias,
+                    token_weight=weights,
+                    logits_budget=None if way == "mean" else 0,
                 )
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
-@pytest.mark.parametrize("asked", ["penalty, by x", "penalty, by the weight", "backward(inputs=[weight])", "upstream gradient"])
+@pytest.mark.parametrize(
+    "asked", ["penalty, by x", "penalty, by the weight", "backward(inputs=[weight])", "upstream gradient"]
+)
 @pytest.mark.parametrize("way", ["none", "recompute", "accumulate", "statistics"])
 def test_refused_when_compiled(way, asked, compiler, device):
     """By AOTAutograd in its own words. It loses the second derivatives of any function by a view of an input."""

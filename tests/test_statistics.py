@@ -50,8 +50,7 @@ def tensors(call: Call, device="cpu"):
     t.target[1::3] = outside.repeat(call.N)[: len(t.target[1::3])]
     generator = torch.Generator().manual_seed(5)
     upstream = {
-        name: torch.randn(call.N, generator=generator, dtype=torch.float64).to(device)
-        for name in DIFFERENTIABLE
+        name: torch.randn(call.N, generator=generator, dtype=torch.float64).to(device) for name in DIFFERENTIABLE
     }
     return t, upstream
 
@@ -110,10 +109,8 @@ def dense(call: Call, dtype: torch.dtype, z_dtype: torch.dtype) -> dict[str, tor
     results = reference.statistics(z, t.target)
     found = {name: value.detach() for name, value in results.items()}
     for name in DIFFERENTIABLE:
-        gradients = torch.autograd.grad(
-            results[name], leaves, upstream[name].to(z_dtype), retain_graph=True
-        )
-        found |= {f"{l} of {name}": g for l, g in zip(("dx", "dweight", "dbias"), gradients)}
+        gradients = torch.autograd.grad(results[name], leaves, upstream[name].to(z_dtype), retain_graph=True)
+        found |= {f"{leaf} of {name}": g for leaf, g in zip(("dx", "dweight", "dbias"), gradients)}
     return found
 
 
@@ -155,8 +152,7 @@ def check(call: Call, found: dict[str, torch.Tensor], factor: float) -> None:
             floor += 2**-24 * value.numel() ** 0.5
         its = error(yardstick[name], truth[name])
         assert error(value, truth[name]) <= factor * its + floor, (
-            f"{name}: error {error(value, truth[name]):.3g}, torch's {its:.3g}, "
-            f"norm {truth[name].norm():.3g}"
+            f"{name}: error {error(value, truth[name]):.3g}, torch's {its:.3g}, norm {truth[name].norm():.3g}"
         )
 
 
@@ -190,7 +186,7 @@ MANY = [
     Call(37, 507, 23, ranks=4, bias=True, softcap=3.0),
     Call(36, 9, 23, "fp64", ranks=4, bias=True),  # shards of 3, 3, 3 rows and one of padding alone
     Call(36, 300, 16, "fp16", ranks=4, sequence_parallel=True, budget=0, block_bytes=4000),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("call", ONE, ids=str)

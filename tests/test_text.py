@@ -14,6 +14,7 @@ pytest.importorskip("tokenizers", reason="needs the training program's packages"
 pytest.importorskip("pydantic", reason="needs the training program's packages")
 
 from tokenizers import Tokenizer, models, pre_tokenizers
+
 from training import text as module
 from training.config import TextConfig
 from training.text import load_text, read_documents
@@ -102,9 +103,16 @@ def _random_text(alphabet: str, length: int) -> str:
 
 BASE_64 = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
 LONG = {
-    "letter": "a" * 5000, "digit": "7" * 5000, "blank": " " * 5000 + "x", "mark": "-" * 5000, "line": "\n" * 5000,
-    "wide": "漢😀" * 2500, "word": "word" * 1250, "base64": _random_text(BASE_64, 5000), "tabs": "\t " * 2500,
-}  # fmt: skip
+    "letter": "a" * 5000,
+    "digit": "7" * 5000,
+    "blank": " " * 5000 + "x",
+    "mark": "-" * 5000,
+    "line": "\n" * 5000,
+    "wide": "漢😀" * 2500,
+    "word": "word" * 1250,
+    "base64": _random_text(BASE_64, 5000),
+    "tabs": "\t " * 2500,
+}
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -122,7 +130,11 @@ def test_common_text_is_cut_as_byte_level_does():
 
 @pytest.mark.parametrize("name", [*LONG, "mixed"])
 def test_decoding_gives_the_text_back(name, tmp_path):
-    whole = "x" + LONG[name] if name in LONG else "\r\n\ufeff " + " 's it''s\u2028 \x1f é e\u0301 \u00a0 ".join(LONG.values()) + "\t"
+    whole = (
+        "x" + LONG[name]
+        if name in LONG
+        else "\r\n\ufeff " + " 's it''s\u2028 \x1f é e\u0301 \u00a0 ".join(LONG.values()) + "\t"
+    )
     path = tmp_path / "text"
     path.write_bytes(whole.encode())
     text = load_text(_config(path, 10**6, vocab_size=400, cache=tmp_path), 2)
@@ -155,11 +167,15 @@ def test_another_tokenizer_has_another_cache(tmp_path, monkeypatch):
 
 
 DAMAGE = {
-    "empty": b"", "no such format": b"{}\xff", "a list": b"[]",
+    "empty": b"",
+    "no such format": b"{}\xff",
+    "a list": b"[]",
     "another tokenizer": Tokenizer(models.BPE()).to_str().encode(),
-    "tokens of another size": npy(np.arange(10)), "numbers that are no tokens": npy(np.array([5, 300], np.int32)),
-    "negative": npy(np.array([-1], np.int32)), "no tokens": npy(np.zeros(0, np.int32)),
-}  # fmt: skip
+    "tokens of another size": npy(np.arange(10)),
+    "numbers that are no tokens": npy(np.array([5, 300], np.int32)),
+    "negative": npy(np.array([-1], np.int32)),
+    "no tokens": npy(np.zeros(0, np.int32)),
+}
 
 
 @pytest.mark.parametrize("damage", ["cut", *DAMAGE])

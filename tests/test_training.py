@@ -64,20 +64,31 @@ def test_another_number_of_processes_is_refused(monkeypatch):
 
 def test_the_program_silences_megatrons_remarks_alone():
     said = subprocess.run(
-        [sys.executable, "-c", "import warnings, training.worker\n"
-         "from parallel_lce.megatron import LogitsWarning\n"
-         "for category in (UserWarning, LogitsWarning):\n"
-         "    warnings.warn_explicit(category.__name__, category, 'file', 1, module='megatron.core.models')"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "launch")))
-             + os.pathsep + os.environ.get("PYTHONPATH", "")},
-        capture_output=True, text=True, timeout=TIMEOUT,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-c",
+            "import warnings, training.worker\n"
+            "from parallel_lce.megatron import LogitsWarning\n"
+            "for category in (UserWarning, LogitsWarning):\n"
+            "    warnings.warn_explicit(category.__name__, category, 'file', 1, module='megatron.core.models')",
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "launch")))
+            + os.pathsep
+            + os.environ.get("PYTHONPATH", ""),
+        },
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
     assert said.returncode == 0, said.stderr
     assert "file:1: LogitsWarning: LogitsWarning" in said.stderr and "UserWarning" not in said.stderr
 
 
 def _batches(**changed):
     import numpy as np
+
     from training.batches import Batches
     from training.text import Text
 
@@ -102,6 +113,7 @@ def test_samples_of_a_step_do_not_depend_on_the_layout():
 def test_attention_is_causal_softmax(kv_heads):
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.transformer_config import TransformerConfig
+
     from training.attention import CausalAttention
 
     config = TransformerConfig(num_layers=1, hidden_size=48, num_attention_heads=6, attention_dropout=0.0)
@@ -126,10 +138,20 @@ def train(tmp_path_factory):
     (folder / "signal.py").write_text("raise SystemExit('Python has another one')")
     text.write_text(" ".join(f"{i} times {i % 7} is {i * (i % 7)}," for i in range(4000)))
     settings = [
-        "train.steps=4", "train.sequence=16", "train.micro_batch=2", "train.learning_rate=0.01", "train.warmup_steps=1",
-        "model.hidden=32", "model.ffn_hidden=64", "text.vocab_size=300", f"text.cache={folder / 'cache'}",
-        "parallel.tensor=1", "parallel.device=cpu", "memory.micro_batch=null", "save_weights=false",
-    ]  # fmt: skip
+        "train.steps=4",
+        "train.sequence=16",
+        "train.micro_batch=2",
+        "train.learning_rate=0.01",
+        "train.warmup_steps=1",
+        "model.hidden=32",
+        "model.ffn_hidden=64",
+        "text.vocab_size=300",
+        f"text.cache={folder / 'cache'}",
+        "parallel.tensor=1",
+        "parallel.device=cpu",
+        "memory.micro_batch=null",
+        "save_weights=false",
+    ]
 
     def run(name: str, *overrides: str, nodes: int = 1, own: bool = False) -> list[float]:
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=1"] if own else []
@@ -181,11 +203,21 @@ def test_losses_are_those_of_one_process_with_the_stock_loss(train, alone, nodes
 
 
 METRICS = {
-    **describe(load_config(DEFAULT_CONFIG, [])), "device": "a device", "processes": 2, "hosts": 1, "backend": "gloo",
-    "versions": {"torch": "2"}, "padded_vocab_size": 16384, "text": "a text", "tokens_per_step": 100,
-    "tokens_per_second": 50.0, "median_step_seconds": 2, "step_peak_bytes": None,
-    "loss_peak_bytes": 7, "loss_peak_tokens": 9,
-}  # fmt: skip
+    **describe(load_config(DEFAULT_CONFIG, [])),
+    "device": "a device",
+    "processes": 2,
+    "hosts": 1,
+    "backend": "gloo",
+    "versions": {"torch": "2"},
+    "padded_vocab_size": 16384,
+    "text": "a text",
+    "tokens_per_step": 100,
+    "tokens_per_second": 50.0,
+    "median_step_seconds": 2,
+    "step_peak_bytes": None,
+    "loss_peak_bytes": 7,
+    "loss_peak_tokens": 9,
+}
 
 
 def _finished(folder: Path, **losses: list[float]) -> Config:

@@ -70,9 +70,7 @@ STRATEGIES = {
     "some rows kept": (Case(250, 130, 48, "bf16", reduction="none", budget=BLOCK), (1, 1)),
     "accumulated": (replace(SAVED, reduction="mean", budget=0), (3, 0)),
 }
-EVERYTHING = dict(
-    bias=True, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.7, logit_softcap=9.0, token_weight=True
-)
+EVERYTHING = dict(bias=True, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.7, logit_softcap=9.0, token_weight=True)
 
 
 @pytest.mark.parametrize("everything", [False, True], ids=["plain", "every option"])
@@ -216,9 +214,12 @@ def _lifted(member: Member, case: Case) -> dict[str, torch.Tensor]:
     part = slice(rows * member.rank, rows * member.rank + rows)
     leaves = [v.clone().requires_grad_() for v in (t.x, t.weight[part], t.bias[part])]
     loss = parallel_lce.linear_cross_entropy(
-        *leaves[:2], t.target, linear_bias=leaves[2], reduction="none",
+        *leaves[:2],
+        t.target,
+        linear_bias=leaves[2],
+        reduction="none",
         process_group=member.group if case.ranks > 1 else None,
-    )  # fmt: skip
+    )
     gradients = torch.autograd.grad(loss, leaves, t.upstream)
     found = dict(zip(("dx", "dweight", "dbias"), (g.cpu() for g in gradients)))
     return found | {"loss": loss.detach().cpu()}
@@ -350,9 +351,7 @@ def test_saved_tensors_may_come_back_elsewhere(dtype, device):
         loss = parallel_lce.linear_cross_entropy(x, weight, t.target)
     exact = [v.detach().double().requires_grad_() for v in (x, weight)]
     truth = torch.nn.functional.cross_entropy(exact[0] @ exact[1].t(), t.target)
-    for found, expected in zip(
-        torch.autograd.grad(loss, [x, weight]), torch.autograd.grad(truth, exact), strict=True
-    ):
+    for found, expected in zip(torch.autograd.grad(loss, [x, weight]), torch.autograd.grad(truth, exact), strict=True):
         assert error(found, expected) <= 2 * torch.finfo(found.dtype).eps * expected.norm()
 
 
@@ -463,9 +462,14 @@ def _sharded(member: Member, sequence_parallel: bool, budget: int | None, reduct
     # Of three blocks with a tile of each rank's tokens two are alive, where gradients are formed in forward.
     with shrunk(2 * RANKS * OWN // 3 * SHARD * 2), mock.patch.object(backend, "_in_order", order):
         loss = parallel_lce.linear_cross_entropy(
-            x, shard, t.target, reduction=reduction, process_group=member.group,
-            sequence_parallel=sequence_parallel, logits_budget=budget,
-        )  # fmt: skip
+            x,
+            shard,
+            t.target,
+            reduction=reduction,
+            process_group=member.group,
+            sequence_parallel=sequence_parallel,
+            logits_budget=budget,
+        )
         dx, dw = torch.autograd.grad(loss.sum(), [x, shard])
     return loss.detach(), dx, dw, any(beside)
 
@@ -523,9 +527,15 @@ def _with_shards(member: Member, shards: tuple[int, ...]):
     weight = t.weight[start : start + shards[member.rank]].clone().requires_grad_()
     with shrunk(2 * N // 4 * V // 2 * 2), recorded(member.group) as events:
         loss = parallel_lce.linear_cross_entropy(
-            x, weight, t.target, process_group=member.group, sequence_parallel=True,
-            vocab_start=start, vocab_size=V, logits_budget=0,
-        )  # fmt: skip
+            x,
+            weight,
+            t.target,
+            process_group=member.group,
+            sequence_parallel=True,
+            vocab_start=start,
+            vocab_size=V,
+            logits_budget=0,
+        )
     (dx,) = torch.autograd.grad(loss, [x])
     return dx, [(kind, size) for kind, size, *_ in events if kind != "dW"]
 

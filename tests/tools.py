@@ -122,11 +122,30 @@ def assert_near(found, expected, rtol):
 
 
 _OTHERS = (
-    "all_gather", "all_gather_object", "all_to_all", "all_to_all_single", "barrier", "batch_isend_irecv",
-    "broadcast", "broadcast_object_list", "gather", "irecv", "isend", "monitored_barrier", "recv",
-    "reduce", "reduce_scatter", "scatter", "send", "all_gather_coalesced", "all_reduce_coalesced",
-    "all_gather_into_tensor", "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single",
-)  # fmt: skip
+    "all_gather",
+    "all_gather_object",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "all_gather_coalesced",
+    "all_reduce_coalesced",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_gather_single",
+    "reduce_scatter_single",
+)
 
 
 @contextmanager

@@ -32,9 +32,7 @@ class Member:
     group: dist.ProcessGroup
 
 
-def _serve(
-    rank: int, ranks: int, device_type: str, store: str, path: str | None, backend: str, jobs, results
-) -> None:
+def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None, backend: str, jobs, results) -> None:
     os.environ[backends.VARIABLE] = backend
     if path is not None:
         sys.path.insert(0, path)

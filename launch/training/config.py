@@ -155,9 +155,7 @@ class Config(Section):
     def _fits(self) -> "Config":
         model, tensor = self.model, self.parallel.tensor
         if model.vocab_size is not None and model.vocab_size < self.text.vocab_size:
-            raise ValueError(
-                f"model.vocab_size={model.vocab_size} is less than text.vocab_size={self.text.vocab_size}"
-            )
+            raise ValueError(f"model.vocab_size={model.vocab_size} is less than text.vocab_size={self.text.vocab_size}")
         _must_divide("model.heads", model.heads, "parallel.tensor", tensor)
         _must_divide("model.kv_heads", model.kv_heads or model.heads, "parallel.tensor", tensor)
         _must_divide("model.ffn_hidden", model.ffn_hidden, "parallel.tensor", tensor)

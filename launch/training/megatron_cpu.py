@@ -19,9 +19,7 @@ class _TorchOnCpu:
     def zeros(self, *size: object, device: object = None, **options: object) -> torch.Tensor:
         return torch.zeros(*size, device="cpu", **options)
 
-    def tensor(
-        self, data: object, device: object = None, pin_memory: bool = False, **options: object
-    ) -> torch.Tensor:
+    def tensor(self, data: object, device: object = None, pin_memory: bool = False, **options: object) -> torch.Tensor:
         return torch.tensor(data, device="cpu", **options)
 
 

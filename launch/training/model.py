@@ -11,7 +11,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from training.attention import CausalAttention
 from training.config import Config, LossImpl, Precision
 
-
 # Settings of a TransformerConfig that otherwise want Apex, Transformer Engine or a GPU.
 WITHOUT_EXTENSIONS = {
     "gradient_accumulation_fusion": False,

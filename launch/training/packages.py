@@ -1,6 +1,6 @@
 """Whether the interpreter has what a program needs. Imported before anything that it may lack.
 
-    python -m training.packages EXTRA PACKAGE ...
+python -m training.packages EXTRA PACKAGE ...
 """
 
 import importlib.util

@@ -12,7 +12,7 @@ from rich.table import Table
 from training.compare import Comparison
 
 matplotlib.use("Agg")  # a picture in a file needs no display
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 STOCK_COLOUR, OURS_COLOUR, YARDSTICK_COLOUR = "#9aa5b1", "#c2410c", "#2563a8"
 ROWS = 40  # of the table of steps, at most
@@ -132,12 +132,18 @@ def _summary_table(comparison: Comparison) -> Table:
     row("final loss", "{:.6f}", [run["losses"][-1] for run in runs])
     row("difference from stock's losses, mean", "{:.2e}", [d and d.mean for d in distances])
     row("difference from stock's losses, largest", "{:.2e}", [d and d.maximum for d in distances])
-    row(f"step time at {first['tokens_per_step']} tokens, median, ms", "{:.1f}",
-        [run["median_step_seconds"] * 1e3 for run in runs])  # fmt: skip
+    row(
+        f"step time at {first['tokens_per_step']} tokens, median, ms",
+        "{:.1f}",
+        [run["median_step_seconds"] * 1e3 for run in runs],
+    )
     row("tokens per second", "{:.0f}", [run["tokens_per_second"] for run in runs])
     row("peak memory of a step, MiB per rank", "{:.1f}", mebibytes("step_peak_bytes"))
-    row(f"peak memory of the loss, measured at {first['loss_peak_tokens']} tokens, MiB per rank", "{:.1f}",
-        mebibytes("loss_peak_bytes"))  # fmt: skip
+    row(
+        f"peak memory of the loss, measured at {first['loss_peak_tokens']} tokens, MiB per rank",
+        "{:.1f}",
+        mebibytes("loss_peak_bytes"),
+    )
     if comparison.weights:
         name, difference = comparison.weights
         blanks = [None] * (len(runs) - 2)

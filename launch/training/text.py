@@ -26,9 +26,7 @@ SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "node_modules", "site-package
 # length, so without a bound a long text without blanks would take hours. Longer words are rare in common text.
 LONGEST = 32
 _RUN = f"{{1,{LONGEST}}}"
-PIECE = (
-    rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}{_RUN}| ?\p{{N}}{_RUN}| ?[^\s\p{{L}}\p{{N}}]{_RUN}|\s{_RUN}(?!\S)|\s{_RUN}"
-)
+PIECE = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}{_RUN}| ?\p{{N}}{_RUN}| ?[^\s\p{{L}}\p{{N}}]{_RUN}|\s{_RUN}(?!\S)|\s{_RUN}"
 
 
 @dataclass
@@ -122,9 +120,7 @@ def _read(root: Path, paths: Iterator[Path], left: int) -> Iterator[str]:
         except UnicodeDecodeError as error:
             if parts:
                 continue  # not text
-            raise ValueError(
-                f"{path} is not UTF-8: byte {data[error.start]:#04x} at position {error.start}"
-            ) from None
+            raise ValueError(f"{path} is not UTF-8: byte {data[error.start]:#04x} at position {error.start}") from None
         if document.strip() and "\0" not in document:
             left -= len(data)
             yield document

@@ -58,9 +58,7 @@ def check_choice() -> str:
     """What the environment names. Raises ``ValueError`` if that is no backend."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in CHOICES:
-        raise ValueError(
-            f"{VARIABLE}={asked!r} is none of 'torch', 'triton' and '' (the default)"
-        )
+        raise ValueError(f"{VARIABLE}={asked!r} is none of 'torch', 'triton' and '' (the default)")
     return asked
 
 

@@ -159,10 +159,6 @@ def power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, so that those
     of a mean over many tokens (1 / N each) do not underflow; 0-dimensional, on the device. One token's
     NaN or infinity does not concern the others."""
-    largest = sum(
-        c.abs().nan_to_num(0.0, 0.0).amax()
-        for c in coefficients.each
-        if c is not None
-    )
+    largest = sum(c.abs().nan_to_num(0.0, 0.0).amax() for c in coefficients.each if c is not None)
     exponent = 10 - torch.frexp(largest * abs(scale)).exponent
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))

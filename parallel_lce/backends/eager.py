@@ -190,13 +190,7 @@ def block_forward(
 
 
 def _reduce_tile(
-    z: Tensor,
-    target: Tensor | None,
-    window: slice,
-    start: int,
-    columns: Columns,
-    partial: Tensor,
-    store: Tensor | None,
+    z: Tensor, target: Tensor | None, window: slice, start: int, columns: Columns, partial: Tensor, store: Tensor | None
 ) -> None:
     """Write the partial ``[C, rows]`` of a tile of logits, which it consumes, and its exponentials."""
     maximum = partial[MAX]
@@ -272,11 +266,7 @@ def block_backward(
             tile_gradient = gradient.tile(tile, window, weight)
             if dx is not None:
                 accumulate_nt(
-                    total[tile],
-                    tile_gradient.t(),
-                    weight.t(),
-                    overwrite=number == 0,
-                    factor=gradient.unscale,
+                    total[tile], tile_gradient.t(), weight.t(), overwrite=number == 0, factor=gradient.unscale
                 )
             if not waits:
                 sums.add(tile_gradient, tile)
@@ -368,9 +358,7 @@ class _LogitGradient:
             chain = _chain(self._projection, z)
         return gradient, chain
 
-    def _recomputed(
-        self, rows: slice, window: slice, weight: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+    def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         z = _logits(self._projection, self.x[rows], weight, window)
         chain = _chain(self._projection, z) if self._projection.softcap is not None else None
         z -= self._maximum[rows]

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from parallel_lce.weight_grad import accumulation_dtype
 
-
 # oneDNN sums k products one after another: in pieces of 128 its rounding error falls below MKL's, for
 # a tenth more time.
 _SUMMED = 128
@@ -95,9 +94,7 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a.to(dtype), b.t().to(dtype))
 
 
-def accumulate_nt(
-    total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: Tensor | None = None
-) -> None:
+def accumulate_nt(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: Tensor | None = None) -> None:
     """``total [m, n] += factor * a [m, k] @ b [n, k].T``, or ``=`` with ``overwrite``; the sum is fp32
     (fp64), and ``total`` is too unless it is overwritten.
 

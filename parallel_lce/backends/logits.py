@@ -26,9 +26,7 @@ def _uses_kernels(logits: Tensor) -> bool:
     )
 
 
-def logits_partial(
-    logits: Tensor, target: Tensor, start: int, want_shifted: bool
-) -> tuple[Tensor, Tensor | None]:
+def logits_partial(logits: Tensor, target: Tensor, start: int, want_shifted: bool) -> tuple[Tensor, Tensor | None]:
     """Partial ``[3, N]`` of ``logits [N, K]``, whose first column has id ``start``, and, if wanted,
     sum(z - max) ``[N]``; ``target [N]`` holds global ids."""
     if _uses_kernels(logits):
@@ -40,28 +38,18 @@ def logits_partial(
 
 
 def logits_gradient(
-    logits: Tensor,
-    target: Tensor,
-    start: int,
-    maximum: Tensor,
-    scale: Tensor,
-    uniform: Tensor,
-    on_target: Tensor,
+    logits: Tensor, target: Tensor, start: int, maximum: Tensor, scale: Tensor, uniform: Tensor, on_target: Tensor
 ) -> Tensor:
     """``scale * exp(z - maximum) - uniform - on_target [j = target]``, ``[N, K]``, in logits' dtype."""
     if _uses_kernels(logits):
         from parallel_lce.kernels import partials as kernels
 
         with torch.cuda.device_of(logits):
-            return kernels.logits_gradient(
-                logits, target, start, maximum, scale, uniform, on_target
-            )
+            return kernels.logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
     return torch_logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
 
 
-def merge_messages(
-    messages: Tensor, columns: Columns, rows: int, vocab_size: int | None
-) -> tuple[Tensor, Tensor]:
+def merge_messages(messages: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
     """``partials.merge_messages``, by the kernel where there is one."""
     if _uses_kernels(messages):
         from parallel_lce.kernels import partials as kernels
@@ -105,13 +93,7 @@ def torch_logits_partial(
 
 
 def torch_logits_gradient(
-    logits: Tensor,
-    target: Tensor,
-    start: int,
-    maximum: Tensor,
-    scale: Tensor,
-    uniform: Tensor,
-    on_target: Tensor,
+    logits: Tensor, target: Tensor, start: int, maximum: Tensor, scale: Tensor, uniform: Tensor, on_target: Tensor
 ) -> Tensor:
     """:func:`logits_gradient` in plain torch."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)

@@ -23,12 +23,7 @@ from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.kernels import dlogits
 from parallel_lce.kernels.launch import next_power_of_2
 from parallel_lce.kernels.projection import Operands, logits_gradient
-from parallel_lce.kernels.targets import (
-    add_targets,
-    finished_rows,
-    place_targets,
-    target_gradients,
-)
+from parallel_lce.kernels.targets import add_targets, finished_rows, place_targets, target_gradients
 from parallel_lce.weight_grad import ShardGradient
 
 # Leading dimensions of kept exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
@@ -125,9 +120,15 @@ class Slices:
     def _find_targets(self, placed: tuple | None = None) -> None:
         projection = self._projection
         self._rest, self._alone = target_gradients(
-            self._target, projection.real, self._statistics, *self._coefficients.each, projection.scale,
-            projection.softcap, self._count, placed,
-        )  # fmt: skip
+            self._target,
+            projection.real,
+            self._statistics,
+            *self._coefficients.each,
+            projection.scale,
+            projection.softcap,
+            self._count,
+            placed,
+        )
 
     def _recomputed(self) -> list[tuple[int, int]]:
         """The recomputed slices: as even as whole windows allow, each within the scratch memory."""
@@ -152,9 +153,19 @@ class Slices:
             # and another tile's.
             width = next_power_of_2(-(-projection.real // maxima.shape[0]))
             row_scale = dlogits.settle(
-                gradient, maxima, *(common or (None, None)), width, statistics, alpha, gamma, self._rest,
-                self._power, projection.scale, projection.softcap, self._rewrite,
-            )  # fmt: skip
+                gradient,
+                maxima,
+                *(common or (None, None)),
+                width,
+                statistics,
+                alpha,
+                gamma,
+                self._rest,
+                self._power,
+                projection.scale,
+                projection.softcap,
+                self._rewrite,
+            )
             yield self._slice(0, self._kept_columns, gradient, row_scale)
         for start, stop in self._cuts:
             shape = self._x.rows, stride_of(stop - start)
@@ -172,9 +183,7 @@ class Slices:
         if self._has_targets and self._rest is None:
             self._find_targets((gradient, start, self._power))
         elif self._has_targets:
-            x_scale = place_targets(
-                gradient, start, self._target, self._rest, self._alone, row_scale, self._power
-            )
+            x_scale = place_targets(gradient, start, self._target, self._rest, self._alone, row_scale, self._power)
         return Slice(start, stop, gradient, row_scale, x_scale)
 
     def finish(self, source: Tensor, row_scale: Tensor | None, rows: slice, dx: Tensor) -> None:
@@ -253,9 +262,7 @@ class HiddenProduct:
         return self._dx if fits and not self._written else None
 
 
-def add_weight_gradient(
-    dweight: ShardGradient, part: Slice, slices: Slices, product: HiddenProduct | None
-) -> None:
+def add_weight_gradient(dweight: ShardGradient, part: Slice, slices: Slices, product: HiddenProduct | None) -> None:
     """``dW[start:stop] += G.T @ x``, in one product where it needs no fp32 buffer."""
     x = slices.scaled(part, product)
     step = part.stop - part.start

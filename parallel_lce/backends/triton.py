@@ -101,9 +101,8 @@ def block_forward(
         maxima, sums = window_partials(part, **wanted, **keep)
         common = keep.get("common")
         agreed = merge_windows(
-            maxima, sums, merged, common,
-            window=width, entries=real, start=projection.start, **wanted,
-        )  # fmt: skip
+            maxima, sums, merged, common, window=width, entries=real, start=projection.start, **wanted
+        )
         return (maxima,) if common is None else (maxima, common, agreed)
 
     fitting = rows if kept else max(1, _PARTIAL_BYTES // (4 * operands.windows * (columns.count - 1)))
@@ -134,9 +133,7 @@ def block_forward(
     return merged, result
 
 
-def _in_order(
-    operands: Operands, arrival: Arrival | None, common: Tensor | None
-) -> Iterator[tuple[range, bool]]:
+def _in_order(operands: Operands, arrival: Arrival | None, common: Tensor | None) -> Iterator[tuple[range, bool]]:
     """The row blocks of a product in the order in which their hidden states arrive, and whether others are
     still on their way beside it. ``common`` is filled on the way."""
     rows, height = operands.x.shape[0], operands.tile.rows

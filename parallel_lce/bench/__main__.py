@@ -22,10 +22,13 @@ from .report import Report, machine, write_json
 from .suites import DEFAULTS, SUITES
 
 DTYPES = {
-    "float32": torch.float32, "fp32": torch.float32,
-    "bfloat16": torch.bfloat16, "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16,
-}  # fmt: skip
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+}
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
@@ -69,19 +72,43 @@ def parse_arguments(arguments):
     """The command line; `options.plan` is the Suite to measure, with what was said about it on the command line."""
     parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench", description="parallel_lce against its peers.")
     parser.add_argument("--suite", choices=SUITES, help="a set of shapes and strategies; other options override it")
-    parser.add_argument("--shape", action="append", metavar="N,V,D", type=argument(Shape.parse),
-                        help="tokens, vocabulary, hidden size; may be repeated")  # fmt: skip
+    parser.add_argument(
+        "--shape",
+        action="append",
+        metavar="N,V,D",
+        type=argument(Shape.parse),
+        help="tokens, vocabulary, hidden size; may be repeated",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="of input and weight (float32 on cpu, bfloat16 on cuda)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--rounds", type=int, default=5, help="how often each peer is timed (default 5)")
-    parser.add_argument("--logits-budget", action="append", metavar="BYTES", type=argument(parse_budget),
-                        help="of ours: bytes, 512MiB, all, or none for its default; may be repeated")  # fmt: skip
-    parser.add_argument("--logit-std", action="append", metavar="S", type=argument(parse_deviation),
-                        help="standard deviation of the logits, 1 by default; may be repeated")  # fmt: skip
-    parser.add_argument("--ignored", action="append", metavar="SHARE", type=argument(parse_share),
-                        help="of the targets, 0.05 by default; may be repeated")  # fmt: skip
-    parser.add_argument("--peers", nargs="+", metavar="NAME",
-                        help="only these; the bare products are always measured. Known: " + ", ".join(names()))  # fmt: skip
+    parser.add_argument(
+        "--logits-budget",
+        action="append",
+        metavar="BYTES",
+        type=argument(parse_budget),
+        help="of ours: bytes, 512MiB, all, or none for its default; may be repeated",
+    )
+    parser.add_argument(
+        "--logit-std",
+        action="append",
+        metavar="S",
+        type=argument(parse_deviation),
+        help="standard deviation of the logits, 1 by default; may be repeated",
+    )
+    parser.add_argument(
+        "--ignored",
+        action="append",
+        metavar="SHARE",
+        type=argument(parse_share),
+        help="of the targets, 0.05 by default; may be repeated",
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        metavar="NAME",
+        help="only these; the bare products are always measured. Known: " + ", ".join(names()),
+    )
     parser.add_argument("--without", nargs="+", metavar="NAME", default=[], help="not these")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="PATH", help="write everything measured")

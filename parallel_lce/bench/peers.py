@@ -120,9 +120,9 @@ def ours_main_grad(budget, process_group=None, sequence_parallel=False):
     """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
     from parallel_lce.checks import Arguments
     from parallel_lce.differentiable import token_losses
-    from parallel_lce.prepare import prepare
     from parallel_lce.losses import WeightedLoss
     from parallel_lce.partials import Columns
+    from parallel_lce.prepare import prepare
     from parallel_lce.weight_grad import MainGrad
 
     def loss(x, weight, target):

@@ -52,10 +52,7 @@ _installed: _Installed | None = None
 
 
 def install(
-    logits_budget: int | None = None,
-    *,
-    cross_entropy: str | None = None,
-    reduce_dtype: torch.dtype | None = None,
+    logits_budget: int | None = None, *, cross_entropy: str | None = None, reduce_dtype: torch.dtype | None = None
 ) -> None:
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True,
     cross_entropy_fusion_impl="parallel_lce")`` choose this package's loss.
@@ -97,10 +94,7 @@ def install(
             f"{error}: parallel_lce.megatron needs megatron-core, pip install 'parallel-lce[megatron]'"
         ) from error
 
-    wrappers = {
-        "setup_embeddings_and_output_layer": _wrap_setup,
-        "compute_language_model_loss": _wrap_loss,
-    }
+    wrappers = {"setup_embeddings_and_output_layer": _wrap_setup, "compute_language_model_loss": _wrap_loss}
     if _installed is None:
         _installed = _Installed(chosen, budget)
         for name, wrap in wrappers.items():
@@ -183,9 +177,7 @@ def _wrap_loss(original: Callable) -> Callable:
         layer = getattr(self, "output_layer", None)
         real = not isinstance(logits, LazyLogits) and not is_lazy(layer)
         if real and self.training and not _takes_logits():
-            warn_of_logits(
-                self, "the model was built before install(), or its output layer was replaced"
-            )
+            warn_of_logits(self, "the model was built before install(), or its output layer was replaced")
         # Without a group real logits take Megatron's own.
         loss = token_losses(logits, target, getattr(layer, "tp_group", None))
         return loss.transpose(0, 1).contiguous()

@@ -149,9 +149,7 @@ class LazyLogits:
                 with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled):
                     keep_autograd_gradient(self.weight)
                     with self.autocast():
-                        logits, _ = self.stock_forward(
-                            self.hidden, weight=self.weight, runtime_gather_output=False
-                        )
+                        logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=False)
                         self.made = logits if self.scale == 1.0 else logits * self.scale
             finally:
                 self.layer.sequence_parallel = before
@@ -278,12 +276,7 @@ class LazyLogits:
             hidden = gather_hidden(flat, whole, layout).wait().view(*self.shape[:-1], -1)
         with self.autocast():
             return token_statistics(
-                hidden,
-                self.weight,
-                None,
-                linear_bias=self.bias,
-                logit_scale=self.scale,
-                argmax=True,
+                hidden, self.weight, None, linear_bias=self.bias, logit_scale=self.scale, argmax=True
             )
 
     def __mul__(self, factor: object) -> LazyLogits | Tensor:

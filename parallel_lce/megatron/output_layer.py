@@ -108,11 +108,7 @@ def _lazy_class(base: type) -> type:
             total = losses.sum()
             return total if reduction == "sum" else total / (target != ignore_index).sum()
 
-    Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (
-        base.__name__,
-        base.__qualname__,
-        base.__module__,
-    )
+    Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (base.__name__, base.__qualname__, base.__module__)
     return Lazy
 
 
@@ -145,10 +141,7 @@ def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
 
 
 def token_losses(
-    logits: LazyLogits | Tensor,
-    target: Tensor,
-    tp_group: dist.ProcessGroup | None,
-    ignore_index: int | None = None,
+    logits: LazyLogits | Tensor, target: Tensor, tp_group: dist.ProcessGroup | None, ignore_index: int | None = None
 ) -> Tensor:
     """Per-token loss ``[s, b]``, fp32, of logits and ``target [s, b]``, as stock computes it.
 
@@ -188,9 +181,7 @@ def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) 
         main_grad = main_grad_of(weight, fused)
         prepared = prepare(arguments, Columns(), main_grad=main_grad)
         loss = WeightedLoss(prepared.call.target, ignore_index=ignore_index, outside_is_nan=False)
-        losses = differentiable.token_losses(
-            prepared.call, *prepared.tensors, loss, prepared.differentiable
-        )
+        losses = differentiable.token_losses(prepared.call, *prepared.tensors, loss, prepared.differentiable)
     logits.has_loss = True
     return losses.view(target.shape)
 

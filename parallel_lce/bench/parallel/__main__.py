@@ -42,8 +42,13 @@ SEQUENCE_PARALLEL = {"off": False, "on": True}
 def parse_arguments(arguments, ranks, ranks_here):
     """The command line of a run of so many ranks, and so many of this host."""
     parser = argparse.ArgumentParser(prog="./launch/bench.sh", description="parallel_lce over tensor-parallel ranks.")
-    parser.add_argument("--tp", nargs="+", type=int, metavar="P",
-                        help="TP sizes (the powers of two up to the number of ranks, and that number)")  # fmt: skip
+    parser.add_argument(
+        "--tp",
+        nargs="+",
+        type=int,
+        metavar="P",
+        help="TP sizes (the powers of two up to the number of ranks, and that number)",
+    )
     parser.add_argument("--tokens", nargs="+", type=int, metavar="N", help="8192 32768 on cuda, 256 512 on cpu")
     parser.add_argument("--vocabulary", type=int, metavar="V", help="of all ranks: 131072 on cuda, 4096 on cpu")
     parser.add_argument("--hidden", type=int, metavar="D", help="hidden size: 4096 on cuda, 64 on cpu")
@@ -241,8 +246,17 @@ def measure_shape(options, team, shape, peers, say, finished):
     layouts = options.sequence_parallel if team.ranks > 1 else [False]
     for number, sequence_parallel in enumerate(layouts):
         judge = truth.judge(sequence_parallel)
-        cell = Cell(team.ranks, shape, sequence_parallel, options.dtype, [], judge.largest_logit, judge.yardstick,
-                    judge.limits, collectives)  # fmt: skip
+        cell = Cell(
+            team.ranks,
+            shape,
+            sequence_parallel,
+            options.dtype,
+            [],
+            judge.largest_logit,
+            judge.yardstick,
+            judge.limits,
+            collectives,
+        )
 
         def after(result, call, cell=cell):
             path = write_trace(options.trace, cell, result.peer.name, call, team) if options.trace else None

@@ -53,9 +53,9 @@ def write_plot(path, facts, cells):
 
 
 def panels_of(cells):
-    """`{(problem, sequence parallel): {peer: (family, label, [(TP, (median, min, max) of seconds)])}}`, a problem being its
-    N and words for all of it. A single rank has one layout, and stands in both; its bare products have no collectives to
-    overlap."""
+    """`{(problem, sequence parallel): {peer: (family, label, [(TP, (median, min, max) of seconds)])}}`, a problem being
+    its N and words for all of it. A single rank has one layout, and stands in both; its bare products have no
+    collectives to overlap."""
     layouts = sorted({cell["sequence_parallel"] for cell in cells if cell["tp"] > 1}) or [False]
     families = {peer.name: peer.family for peer in registry()}
     panels = {}

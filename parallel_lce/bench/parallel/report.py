@@ -17,9 +17,18 @@ from .peers import BARE, LEAN, OVERLAPPED, SAVED
 
 RIVALS = ("megatron-fused", "megatron", "loss-parallel", "verl")
 COLUMNS = [
-    "peer", "upstream", "forward ms", "of bare", "fwd+bwd ms", "of bare", "of overlapped", "MiB", "beyond", "work",
+    "peer",
+    "upstream",
+    "forward ms",
+    "of bare",
+    "fwd+bwd ms",
+    "of bare",
+    "of overlapped",
+    "MiB",
+    "beyond",
+    "work",
     *(f"{name} err" for name in ERRORS),
-]  # fmt: skip
+]
 CAPTION = (
     "Milliseconds of the slowest rank. of bare: speed relative to the three local products without communication; of "
     "overlapped: to those with their collectives overlapped. MiB: peak above the inputs of forward + backward on the "
@@ -131,7 +140,7 @@ class Cell:
 
 
 def overview(cells):
-    """A row per cell: ours against the bare products with stock's collectives, and how many times as fast as others it is."""
+    """A row per cell: ours against the bare products with stock's collectives, and how many times as fast as others."""
     columns = ["TP", "N", "SP", "of overlapped", "of bare", "forward of bare", *(f"{n} ×" for n in RIVALS)]
     columns += ["lean of overlapped", "lean MiB"]
     caption = (

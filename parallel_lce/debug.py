@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.parallel import Layout, _all_gather
+from parallel_lce.collectives import Layout, _all_gather
 
 # Largest difference of a token's hidden states between ranks that have the same ones: an all-reduce may
 # round them differently on each. Of their norm, along a random direction.

@@ -13,13 +13,11 @@ _FULLY_SHARDED = {"dp", "fsdp", "hsdp", "data", "shard", "replicate"}
 
 
 def refuse_dtensor(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:
-    """Raise ``ValueError`` if ``value`` is a DTensor, naming its mesh and the remedy.
+    """Raise ``ValueError`` for the DTensor ``value``, naming its mesh and the remedy.
 
     A weight that fully_shard (FSDP2) sharded must be made whole: its ranks have different tokens. One that
     tensor parallelism sharded is passed as this rank's shard: its ranks have the same tokens.
     """
-    if not hasattr(value, "to_local"):
-        return
     mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", ())
     sharding = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     if name == "vocab_parallel_logits":

@@ -6,14 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.checks import Arguments, check_loss, plain, real
-from parallel_lce.differentiable import accumulated_loss, token_losses
-from parallel_lce.differentiable import token_statistics as _token_statistics
-from parallel_lce.losses import WeightedLoss
-from parallel_lce.partials import Columns
+from parallel_lce.autograd import fused
+from parallel_lce.checks import Arguments, LossOptions
+from parallel_lce.fused_loss import fused_loss
 from parallel_lce.prepare import prepare
-from parallel_lce.statistics import TokenStatistics
-from parallel_lce.weight_grad import accumulation_dtype
+from parallel_lce.statistics import StatisticsHead, TokenStatistics, requested_columns
 
 
 def linear_cross_entropy(
@@ -109,54 +106,24 @@ def linear_cross_entropy(
             collective. A DTensor, naming its mesh and what to pass instead.
         RuntimeError: in backward, where a gradient itself is differentiated.
     """
-    ignore_index = -100 if ignore_index is None else plain(ignore_index)
-    label_smoothing, z_loss = real(label_smoothing), real(z_loss)
     arguments = Arguments(
         input=input,
         linear_weight=linear_weight,
         target=target,
         linear_bias=linear_bias,
-        logit_scale=real(logit_scale),
-        logit_softcap=real(logit_softcap),
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
         process_group=process_group,
         sequence_parallel=sequence_parallel,
-        vocab_start=plain(vocab_start),
-        vocab_size=plain(vocab_size),
-        logits_budget=plain(logits_budget),
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        logits_budget=logits_budget,
         reduce_dtype=reduce_dtype,
         token_weight=token_weight,
     )
-
-    def check() -> None:
-        _refuse_unknown("linear_cross_entropy", unsupported, _OF_TORCH)
-        _refuse_unsupported(unsupported)
-        check_loss(target, reduction, ignore_index, label_smoothing, z_loss)
-
-    smoothed = isinstance(label_smoothing, (int, float)) and label_smoothing > 0
-    prepared = prepare(
-        arguments,
-        Columns(mean_log_prob=smoothed),
-        check=check,
-        accumulable=reduction != "none",
-        ignore_index=ignore_index,
-        agreed={
-            "function": "linear_cross_entropy",
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-        },
-    )
-    call, weights, dtype = prepared.call, token_weight, accumulation_dtype(input.dtype)
-    if weights is not None:
-        weights = weights.reshape(-1).to(dtype).contiguous()
-    loss = WeightedLoss(call.target, weights, ignore_index, label_smoothing, z_loss)
-    divisor = loss.divisor(reduction, dtype)
-    if call.plan.accumulate:
-        return accumulated_loss(call, *prepared.tensors, loss, divisor)
-    per_token = token_losses(call, *prepared.tensors, loss, prepared.differentiable)
-    if reduction == "none":
-        return per_token.view(prepared.shape)
-    return per_token.sum() / divisor
+    ignore_index = -100 if ignore_index is None else ignore_index
+    options = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
+    return fused_loss(arguments, options, check=lambda: _refuse_unknown("linear_cross_entropy", unsupported, _OF_TORCH))
 
 
 def token_statistics(
@@ -196,38 +163,36 @@ def token_statistics(
         linear_weight=linear_weight,
         target=target,
         linear_bias=linear_bias,
-        logit_scale=real(logit_scale),
-        logit_softcap=real(logit_softcap),
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
         process_group=process_group,
         sequence_parallel=sequence_parallel,
-        vocab_start=plain(vocab_start),
-        vocab_size=plain(vocab_size),
-        logits_budget=plain(logits_budget),
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        logits_budget=logits_budget,
         reduce_dtype=reduce_dtype,
     )
-    columns = Columns(bool(mean_logit), bool(mean_logit), bool(expected_logit), bool(argmax))
+    columns = requested_columns(mean_logit, expected_logit, argmax)
     prepared = prepare(
         arguments,
         columns,
         check=lambda: _refuse_unknown("token_statistics", unknown, ()),
         agreed={"function": "token_statistics"},
     )
-    statistics = _token_statistics(prepared.call, *prepared.tensors, prepared.differentiable)
+    head = StatisticsHead(columns, prepared.call.target is not None)
+    statistics = TokenStatistics(*fused(prepared.call, prepared.operands, head, prepared.differentiable))
     return statistics.view(prepared.shape)
 
 
+# Arguments of torch.nn.functional.linear_cross_entropy that are not supported.
 _OF_TORCH = ("weight", "options")
 
 
 def _refuse_unknown(function: str, given: dict[str, object], known: tuple[str, ...]) -> None:
-    """As Python does, but where the other ranks can be told."""
-    for name in given:
+    """Refuse keyword arguments as Python does, but where the other ranks can be told."""
+    for name, value in given.items():
         if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-
-
-def _refuse_unsupported(unsupported: dict[str, object]) -> None:
-    for name, value in unsupported.items():
         if value is not None:
             raise ValueError(
                 f"{name}={value!r} of torch.nn.functional.linear_cross_entropy is not supported: "

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.weight_grad import accumulation_dtype
+from parallel_lce.grad_buffers import accumulation_dtype
 
 # oneDNN sums k products one after another: in pieces of 128 its rounding error falls below MKL's, for
 # a tenth more time.

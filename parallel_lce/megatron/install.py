@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallel_lce.logits import vocab_parallel_cross_entropy
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
+from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 IMPLEMENTATION = "parallel_lce"
 

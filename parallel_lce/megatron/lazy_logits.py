@@ -12,8 +12,8 @@ from types import FrameType
 import torch
 from torch import Tensor
 
+from parallel_lce.collectives import Layout, gather_hidden
 from parallel_lce.functional import token_statistics
-from parallel_lce.parallel import Layout, gather_hidden
 from parallel_lce.plan import Block
 from parallel_lce.statistics import TokenStatistics
 

@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import debug
+from parallel_lce.autograd import first_order_only
 from parallel_lce.backends import valueless
-from parallel_lce.backends.logits import logits_gradient, logits_partial, merge_messages
+from parallel_lce.backends.dense_logits import logits_gradient, logits_partial, merge_ranks
 from parallel_lce.checks import check_kind, check_process_group, is_number, real, shortened
-from parallel_lce.differentiable import first_order_only
-from parallel_lce.parallel import Layout, PartialsGather, Shard
+from parallel_lce.collectives import Layout, PartialsGather, Shard
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
 
 
@@ -115,7 +115,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         gather = PartialsGather(partial, len(target), Shard(start, entries, None), columns, layout)
         gather.local.copy_(partial)
         gather.start()
-        merged, vocab_size = gather.finish(merge_messages)
+        merged, vocab_size = gather.finish(merge_ranks)
         top, log_sum = merged[MAX], merged[SUM_EXP].log()
         inside = (target >= 0) & (target < vocab_size)
         loss = log_sum - (merged[TARGET] - top).masked_fill(~inside, 0.0)

@@ -1,11 +1,11 @@
-"""What ``kernels.launch`` takes for a launch of the same compiled kernel, without a GPU."""
+"""What ``kernels.relaunch`` takes for a launch of the same compiled kernel, without a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from parallel_lce.kernels.launch import Relaunched
+from parallel_lce.kernels.relaunch import Relaunched
 
 
 class Recorder:

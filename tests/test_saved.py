@@ -1,4 +1,4 @@
-"""What the triton backend makes of kept exponentials where their common reference does not serve."""
+"""What the triton backend makes of saved exponentials whose softmax shift does not serve."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from parallel_lce import linear_cross_entropy, prepare
-from parallel_lce.backends.blocks import Scratch
+from parallel_lce.backends.interface import Scratch
 from tools import chosen_backend, everywhere, shrunk, small
 from world import Member
 
@@ -96,18 +96,18 @@ def test_a_bias_with_gaps(device):
         assert error(found, losses) < 1e-5
 
 
-def test_what_is_recomputed_takes_the_memory_of_what_was_kept(device, monkeypatch):
+def test_what_is_recomputed_takes_the_memory_of_what_was_saved(device, monkeypatch):
     """So that a budget is one buffer, not two, and slices are as large as it."""
-    monkeypatch.setattr(Scratch, "take", lambda *_: pytest.fail("more memory than what was kept"))
+    monkeypatch.setattr(Scratch, "take", lambda *_: pytest.fail("more memory than what was saved"))
     written = []
-    slices = importlib.import_module("parallel_lce.backends.slices")
+    slices = importlib.import_module("parallel_lce.backends.triton_backward")
     monkeypatch.setattr(slices, "logits_gradient", recorded(slices.logits_gradient, written))
     t = small(device, N=40, V=700, dtype="bf16")
     budget = 40 * 512 * 2
     with shrunk(256):
         loss = linear_cross_entropy(t.x, t.weight, t.target, reduction="none", logits_budget=budget + 256)
         found = torch.autograd.grad(loss.sum(), [t.x, t.weight])
-    assert written == [188], "two windows of 256 are kept, the rest is one slice"
+    assert written == [188], "two windows of 256 are saved, the rest is one slice"
     _, *expected = dense(t.x, t.weight, t.target)
     for ours, exact in zip(found, expected):
         assert error(ours, exact) < 1e-2
@@ -125,7 +125,7 @@ SHARDS = (1024, 256)
 
 
 def _uneven(member: Member):
-    """Three blocks and more, of which the larger shard keeps a part alone."""
+    """Three blocks and more, of which the larger shard saves a part alone."""
     device, start = member.device, sum(SHARDS[: member.rank])
     t = small(device, N=512, V=sum(SHARDS), D=64, dtype="bf16", sharpness=2.0)
     weight = t.weight.detach()[start : start + SHARDS[member.rank]].clone().requires_grad_()
@@ -152,13 +152,13 @@ def _uneven(member: Member):
     blocks = list(planned[0].blocks)
     assert planned[0].accumulate and len(blocks) >= 3
     if member.rank == 0:
-        assert 0 < blocks[0].kept < SHARDS[0]
+        assert 0 < blocks[0].saved < SHARDS[0]
     _, *expected = dense(t.x, t.weight, t.target)
     expected[1] = expected[1][start : start + SHARDS[member.rank]]
     for ours, exact in zip(torch.autograd.grad(loss, [t.x, weight]), expected):
         assert error(ours, exact / len(t.target)) < 1e-2
 
 
-def test_accumulation_where_the_larger_shard_keeps_a_part(worlds, device):
-    """A block's spent exponentials must not serve a block whose buffer is already another's."""
+def test_accumulation_where_the_larger_shard_saves_a_part(worlds, device):
+    """A block's consumed exponentials must not serve a block whose buffer is already another's."""
     everywhere(worlds, device, 2, _uneven)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from parallel_lce import partials
 from parallel_lce.backends import valueless
+from parallel_lce.grad_buffers import accumulation_dtype
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
-from parallel_lce.weight_grad import accumulation_dtype
 
 # Torch takes rows in blocks of this many bytes of fp32, so that no second [N, V/P] tensor exists.
 _CPU_BLOCK, _CUDA_BLOCK = 2 << 20, 256 << 20
@@ -30,7 +30,7 @@ def logits_partial(logits: Tensor, target: Tensor, start: int, want_shifted: boo
     """Partial ``[3, N]`` of ``logits [N, K]``, whose first column has id ``start``, and, if wanted,
     sum(z - max) ``[N]``; ``target [N]`` holds global ids."""
     if _uses_kernels(logits):
-        from parallel_lce.kernels import partials as kernels
+        from parallel_lce.kernels import dense_logits as kernels
 
         with torch.cuda.device_of(logits):
             return kernels.logits_partial(logits, target, start, want_shifted)
@@ -42,20 +42,20 @@ def logits_gradient(
 ) -> Tensor:
     """``scale * exp(z - maximum) - uniform - on_target [j = target]``, ``[N, K]``, in logits' dtype."""
     if _uses_kernels(logits):
-        from parallel_lce.kernels import partials as kernels
+        from parallel_lce.kernels import dense_logits as kernels
 
         with torch.cuda.device_of(logits):
             return kernels.logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
     return torch_logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
 
 
-def merge_messages(messages: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
-    """``partials.merge_messages``, by the kernel where there is one."""
-    if _uses_kernels(messages):
+def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
+    """``partials.merge_ranks``, by the kernel where there is one."""
+    if _uses_kernels(packed):
         from parallel_lce.kernels import partials as kernels
 
-        return kernels.merge_messages(messages, columns, rows, vocab_size)
-    return partials.merge_messages(messages, columns, rows, vocab_size)
+        return kernels.merge_ranks(packed, columns, rows, vocab_size)
+    return partials.merge_ranks(packed, columns, rows, vocab_size)
 
 
 def _row_blocks(logits: Tensor) -> list[slice]:

@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from training.attention import CausalAttention
 from training.config import Config, LossImpl, Precision
 
-# Fusions that need Apex, Transformer Engine or a GPU.
+# Options of a TransformerConfig that need Apex, Transformer Engine or a GPU unless they are off.
 WITHOUT_EXTENSIONS = {
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,

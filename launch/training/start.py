@@ -1,4 +1,4 @@
-"""Starting a run: each host prepares the text once, then torchrun starts its processes."""
+"""Starts a run on this host: prepares the text once, then makes torchrun's command and environment."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ PROGRAM = Path(__file__).resolve().parents[1] / "train.py"
 
 
 def prepare_text(config: Config) -> None:
-    """Fills this host's cache of tokens before any rank starts, so that the ranks only read it.
+    """Tokenizes the text into this host's cache before any rank starts, so that the ranks only read it.
 
     Raises a Refusal if there is no text, or too little.
     """
@@ -26,20 +26,23 @@ def prepare_text(config: Config) -> None:
 
 
 def torchrun_command(config: Config, torchrun: list[str], arguments: list[str]) -> list[str]:
-    """The command line that trains with `arguments`, those of train.py, on this host or as `torchrun` says."""
+    """The command line that trains with `arguments`, those of train.py.
+
+    `torchrun` are torchrun's own arguments. If they are empty, all processes run on this host.
+    """
     if not torchrun:
         torchrun = ["--standalone", "--nproc-per-node", str(config.parallel.processes)]
-    # -P: no file in the user's folder stands in for a module.
+    # -P: without it a file signal.py in the current folder would be imported in place of Python's own.
     return [sys.executable, "-P", "-m", "torch.distributed.run", *torchrun, str(PROGRAM), *arguments]
 
 
 def environment(config: Config) -> dict[str, str]:
-    """This process's environment, with defaults that a training run wants where nothing is set."""
+    """This process's environment, and defaults for the variables that it does not set."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     defaults = {
-        # Ranks on one CPU share its cores; past a few, threads of a small model only wait for one another.
+        # The ranks of a host share its cores. More than four threads do not make a small model faster.
         "OMP_NUM_THREADS": str(min(4, max(1, cores // config.parallel.processes))),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron's order of collectives and GEMMs
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # collectives then start in the order of launch, ahead of GEMMs
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic cuBLAS
     }
     return defaults | os.environ

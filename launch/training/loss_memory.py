@@ -1,4 +1,4 @@
-"""The peak memory of the output layer and the loss, forward and backward: measured, the same way for either loss."""
+"""Measures the peak memory of the output layer and the loss, forward and backward, the same way for either loss."""
 
 from collections.abc import Callable
 
@@ -12,20 +12,21 @@ from training.batches import Batch
 def loss_peak_bytes(model: GPTModel, batch: Batch) -> int:
     """Bytes that the output layer and the loss add on this rank, at the peak of one forward and backward.
 
-    `model` is the whole model, not one stage of a pipeline, under Megatron's data-parallel wrapper's `no_sync`.
-    The model runs once up to its last hidden states [s/P, b, h]. They then become a leaf that is handed to the model
-    again in place of its decoder's work, so that the measured forward and backward hold the output layer and the
-    loss alone, weight and input gradients included; the weight's is added to its `main_grad`, which exists before.
-    Allocated tensors are counted: on a GPU by PyTorch's allocator, on a CPU by PyTorch's tracker of storages.
+    `model` is the whole model, not one stage of a pipeline. It must run within `no_sync` of its data-parallel wrapper.
+
+    The model runs once up to its last hidden states [s/P, b, h]. In the measured forward and backward these replace
+    the decoder's output, as a leaf tensor, so that only the output layer and the loss run. The peak includes the
+    gradient of the hidden states. The weight's gradient is added to its `main_grad`, which exists before. On a GPU
+    PyTorch's allocator counts the bytes, on a CPU PyTorch's tracker of storages.
     """
-    seen: list[torch.Tensor] = []
-    hook = model.decoder.register_forward_hook(lambda module, args, hidden: seen.append(hidden))
+    outputs = []
+    hook = model.decoder.register_forward_hook(lambda module, args, output: outputs.append(output))
     with torch.no_grad():
         model(batch.tokens, batch.position_ids, None, labels=batch.labels)
     hook.remove()
-    hidden = seen.pop().detach().clone().requires_grad_()
+    hidden = outputs.pop().detach().clone().requires_grad_()
     model.zero_grad(set_to_none=True)
-    model.decoder.forward = lambda hidden_states, **options: hidden_states
+    model.decoder.forward = lambda hidden_states, **options: hidden_states  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward_backward() -> None:
         per_token = model(batch.tokens, batch.position_ids, None, decoder_input=hidden, labels=batch.labels)
@@ -51,8 +52,8 @@ def _cuda_peak_bytes(run: Callable[[], None]) -> int:
 
 def _cpu_peak_bytes(run: Callable[[], None], model: GPTModel, hidden: torch.Tensor, batch: Batch) -> int:
     tracker = MemTracker()
-    # What exists already is made known first: it would count as new when an operator returns a view of it.
-    gradients = [p.main_grad for p in model.parameters()]
+    # The tracker must know the existing tensors, else it counts them as new when an operator returns a view of one.
+    gradients = [p.main_grad for p in model.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
     tracker.track_external(model, hidden, *gradients, *vars(batch).values())
     before = _total(tracker, "current")
     with tracker:

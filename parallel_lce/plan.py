@@ -151,6 +151,10 @@ class _Candidate:
     # Preferred among candidates of as many products.
     preferred: bool = False
 
+    @property
+    def cost(self) -> tuple[int, bool, int]:
+        return self.products, not self.preferred, self.plan.accumulator_bytes
+
 
 def plan(
     rows: int,
@@ -284,16 +288,18 @@ def plan(
         first=part, most=max(1, part), saved=room // max(1, rows * itemsize), accumulator_bytes=dx_sum, **recompute
     )
     affordable = gradients.weight and ranks == 1 and several and room > 0 and dx_sum <= budget
-    recomputations = [_Candidate(by_vocabulary, True, 4, preferred=affordable), _Candidate(by_rows, True, 4)]
-    candidates = [
+    vocabulary, by_row = _Candidate(by_vocabulary, True, 4, preferred=affordable), _Candidate(by_rows, True, 4)
+    # Over ranks blocks of rows come first: their reductions overlap.
+    recomputations = (vocabulary, by_row) if ranks == 1 else (by_row, vocabulary)
+    best = None
+    for candidate in (
         _Candidate(save, savable and whole <= budget, 3, preferred=True),
         _Candidate(accumulate, accumulable and savable and no_more_than_saving and worthwhile, 3),
-        # Over ranks blocks of rows come first: their reductions overlap.
-        *(recomputations if ranks == 1 else reversed(recomputations)),
-    ]
-    possible = [candidate for candidate in candidates if candidate.possible]
-    # The first one of equal cost.
-    return min(possible, key=lambda c: (c.products, not c.preferred, c.plan.accumulator_bytes)).plan
+        *recomputations,
+    ):
+        if candidate.possible and (best is None or candidate.cost < best.cost):
+            best = candidate
+    return best.plan
 
 
 # In eager mode a plan is looked up by its numbers.

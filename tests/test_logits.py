@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import parallel_lce
-from parallel_lce.logits import vocab_parallel_cross_entropy
+from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 from world import Member
 
 ENTRIES, ROWS = 37, (5, 3)

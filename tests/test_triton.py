@@ -356,9 +356,7 @@ def test_saved_tensors_may_come_back_elsewhere(dtype, device):
 
 
 @pytest.mark.parametrize("own", [(64, 128), (128, 256), (100, 300), (0, 200), (40, 290)], ids=str)
-@pytest.mark.parametrize(
-    ("dtype", "save"), [(torch.bfloat16, 700), (torch.float16, 700), (torch.bfloat16, 0)], ids=str
-)
+@pytest.mark.parametrize(("dtype", "save"), [(torch.bfloat16, 700), (torch.float16, 700), (torch.bfloat16, 0)], ids=str)
 def test_rows_that_are_there_are_projected_while_others_arrive(dtype, save, own, device):
     t, projection, _ = block(dtype, device, N=300)
     whole = t.x.clone()

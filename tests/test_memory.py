@@ -10,7 +10,7 @@ from cases import DTYPES
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, eager
 from parallel_lce.backends.blocks import Scratch
-from parallel_lce.bench.memory import peak_memory
+from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.partials import Columns
 from parallel_lce.weight_grad import ShardGradient
 from tools import alone, everywhere, shrunk

@@ -327,9 +327,11 @@ def main(arguments=None):
         f"{options.network_latency_us:g} us per hop between hosts."
     )
     if options.plot:
-        from .parallel.plot import write_plot
+        from .plot import plot_over_ranks
 
-        write_plot(options.plot, contents[0]["machine"], [cell for content in contents for cell in content["cells"]])
+        plot_over_ranks(
+            options.plot, contents[0]["machine"], [cell for content in contents for cell in content["cells"]]
+        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """python -m parallel_lce.bench.tune: time the tiles that `kernels/tuning.py` could name for this device.
 
-Every candidate runs the three epilogues of the projection on each shape, in rounds A B C A B C, beside the bare
-product `x @ W.T` of the same round. The best rows belong into the table of `kernels/tuning.py`.
+Every candidate runs the three epilogues of the projection on each shape, in rounds A B C A B C, beside
+`x @ W.T` alone in the same round. The best rows belong into the table of `kernels/tuning.py`.
 """
 
 import argparse
@@ -14,8 +14,10 @@ from triton.runtime.errors import OutOfResources
 
 from ..kernels import tuning
 from ..kernels.projection import Operands, logits_gradient, window_partials
-from .measure import clock
+from .options import argument
+from .problem import Shape
 from .suites import SUITES
+from .timing import clock
 
 SPECIALISED = [
     tuning.Tile(rows, columns, 64, 8, stages, specialised=True)
@@ -46,19 +48,12 @@ def epilogues(x, weight):
     }
 
 
-def candidates(specialised):
-    if specialised:
-        return list(itertools.product(SPECIALISED, BLOCKS))
-    return list(itertools.product(PORTABLE, BLOCKS))
-
-
 def tune(shape, dtype, rounds, specialised, say=print):
-    """`{(tile, blocks, epilogue): time of the bare product / its time}`, medians over the rounds."""
-    n, v, d = shape
-    x = torch.randn(n, d, device="cuda", dtype=dtype)
-    weight = (torch.randn(v, d, device="cuda") * d**-0.5).to(dtype)
+    """`{(tile, blocks, epilogue): time of `x @ W.T` alone / its time}`, medians over the rounds."""
+    x = torch.randn(shape.n, shape.d, device="cuda", dtype=dtype)
+    weight = (torch.randn(shape.v, shape.d, device="cuda") * shape.d**-0.5).to(dtype)
     runs = {}
-    for tile, blocks in candidates(specialised):
+    for tile, blocks in itertools.product(SPECIALISED if specialised else PORTABLE, BLOCKS):
         for name, function in epilogues(x, weight).items():
             with tuning.forced(tile, blocks):
                 try:
@@ -79,7 +74,7 @@ def tune(shape, dtype, rounds, specialised, say=print):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench.tune", description=__doc__)
-    parser.add_argument("--shape", metavar="N,V,D", action="append", type=lambda t: tuple(map(int, t.split(","))))
+    parser.add_argument("--shape", metavar="N,V,D", action="append", type=argument(Shape.parse))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--best", type=int, default=8, help="rows to print per epilogue")
@@ -87,13 +82,13 @@ def main(arguments=None):
     if not torch.cuda.is_available():
         parser.error("tiles are tuned on a CUDA device, and there is none")
     specialised = torch.cuda.get_device_capability()[0] == 9
-    shapes = options.shape or [(s.n, s.v, s.d) for s in SUITES["bars"].shapes]
+    shapes = options.shape or SUITES["bars"].shapes
     for shape in shapes:
         speeds = tune(shape, getattr(torch, options.dtype), options.rounds, specialised)
         for name in ("partials", "keep", "gradient"):
             rows = [(speed, tile, blocks) for (tile, blocks, of), speed in speeds.items() if of == name]
             for speed, tile, blocks in sorted(rows, key=lambda row: -row[0])[: options.best]:
-                print(f"{shape} {name:8} {speed:.3f} of the bare product: {tile}, {blocks} row blocks a launch")
+                print(f"{shape} {name:8} {speed:.3f} of the GEMM-only baseline: {tile}, {blocks} row blocks a launch")
 
 
 if __name__ == "__main__":

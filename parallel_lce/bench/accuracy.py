@@ -126,10 +126,10 @@ def _cross_entropy_(z, problem, tokens):
     here = (ids >= 0) & (ids < z.shape[1])  # the target lies in this rank's shard
     ids = torch.where(here, ids, 0)
     top = problem.team.reduce(z.amax(1, keepdim=True), dist.ReduceOp.MAX)
-    sums = torch.cat([(z - top).exp_().sum(1, keepdim=True), (z.gather(1, ids) - top) * here], 1)
-    problem.team.reduce(sums)
+    z.sub_(top)
+    sums = problem.team.reduce(torch.cat([z.exp().sum(1, keepdim=True), z.gather(1, ids) * here], 1))
     log_sum = sums[:, :1].log()
-    z.sub_(top + log_sum).exp_()
+    z.sub_(log_sum).exp_()  # in torch's order: top + log_sum would be rounded
     z.scatter_(1, ids, z.gather(1, ids) - here.to(z.dtype))
     return log_sum - sums[:, 1:]
 

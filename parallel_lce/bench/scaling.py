@@ -130,7 +130,7 @@ def read(*contents):
             collectives[kind, found["bytes"], layout.tp] = found["seconds_median"]
         peers = {peer["name"]: peer for peer in cell["peers"]}
         for (series, kind), pairs in times.items():
-            # A single rank has nothing to overlap: its bare products are both.
+            # A single rank has nothing to overlap: its GEMM-only baseline is both.
             name = SERIES["bare"] if layout.tp == 1 and series == "with collectives" else SERIES[series]
             measured = peers.get(name, {}).get(kind)
             if measured:

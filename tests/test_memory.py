@@ -11,7 +11,7 @@ from cases import DTYPES
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, eager
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
-from parallel_lce.bench.memory import peak_memory
+from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.partials import Columns
 from tools import alone, everywhere, shrunk

@@ -1,15 +1,14 @@
 """Peak memory of one call, in bytes that tensors really occupy.
 
-On CUDA the caching allocator counts. On CPU the profiler is asked to record every allocation and release of
-torch's CPU allocator, and the records are replayed. It sees what a `TorchDispatchMode` cannot: temporaries inside
-an operator, `out=` buffers, and everything that the C++ backward of an operator allocates. Checked on a case that
-can be counted by hand: the backward of `F.cross_entropy(F.linear(x, W), y)` holds the log-probabilities, their
-gradient and the gradient of the logits, and exactly `3 * N * V * 4` bytes are reported. It also agrees with the
-growth of the process's resident memory, to within 0.3 MiB of 70 to 770, where that can be read cleanly.
+On CUDA the caching allocator counts. On CPU the profiler records every allocation and release of torch's allocator, and
+the records are replayed. It sees what a `TorchDispatchMode` cannot: temporaries inside an operator, `out=` buffers, and
+what the C++ backward of an operator allocates. Checked by hand: the backward of `F.cross_entropy(F.linear(x, W), y)`
+holds the log-probabilities, their gradient and the gradient of the logits, and exactly `3 * N * V * 4` bytes are
+reported. It also agrees with the growth of the process's resident memory, to within 0.3 MiB of 70 to 770.
 
-Not seen, on either device: memory that a library takes for itself, such as the packing buffers of a CPU matrix
-product or the workspace of a communication library. On CUDA a matrix library's workspace is taken from torch's
-allocator at its first use, so call the function once before it is measured.
+Not seen: memory that a library takes for itself, such as the packing buffers of a CPU matrix product or the workspace
+of a communication library. On CUDA a matrix library takes its workspace from torch's allocator at its first use, so
+call the function once before it is measured.
 """
 
 import gc
@@ -23,10 +22,10 @@ import torch
 def peak_memory(fn, device):
     """Runs `fn()` once and returns `(peak, alive)`, both in bytes above what was allocated before the call.
 
-    `peak` is the highest level during the call. `alive` is what was allocated in the call and still exists after
-    it, the value that `fn` returned included; so with `fn` returning gradients, `peak - alive` is the memory the
-    computation needed beyond its results. Tensors from before the call that it frees do not lower either number
-    on CPU, where they are not known; on CUDA they do.
+    `peak` is the highest level during the call. `alive` is what was allocated in the call and still exists after it,
+    the value that `fn` returned included. With `fn` returning gradients, `peak - alive` is what the computation needed
+    beyond its results. If the call frees tensors from before it, both numbers are lower on CUDA; on CPU such tensors
+    are not known.
     """
     kind = torch.device(device).type
     gc.collect()
@@ -50,8 +49,7 @@ def _peak_cuda(fn, device):
 
 
 def _peak_cpu(fn):
-    # The profiler announces itself on stderr at each start; nobody who measures memory wants to read that.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr at each start
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = fn()
     peak, alive = replay(_cpu_records(profile))
@@ -62,7 +60,7 @@ def _peak_cpu(fn):
 def _cpu_records(profile):
     """[(address, bytes)] in order of time; bytes are negative where the address was released.
 
-    Read from the trace the profiler exports, the only public form in which each record keeps its address.
+    Read from the exported trace, the only public form in which each record keeps its address.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "trace.json")
@@ -77,8 +75,7 @@ def _cpu_records(profile):
 def replay(records):
     """`(peak, alive)` in bytes of a list of `(address, bytes)`, releases negative.
 
-    A release of an address that was not allocated in these records belongs to a tensor from before; the profiler
-    may even report a stale size for it. It is passed over.
+    A release of an address that these records did not allocate is ignored: it belongs to a tensor from before.
     """
     live = {}
     level = peak = 0

@@ -18,18 +18,30 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel_lce.bench.accuracy import Refused
-from parallel_lce.bench.inputs import IGNORE_INDEX, Shape
-from parallel_lce.bench.measure import Result
-from parallel_lce.bench.parallel import __main__ as command
-from parallel_lce.bench.parallel import collectives, peers, trace
-from parallel_lce.bench.parallel.measure import Window, measure
-from parallel_lce.bench.parallel.peers import BARE, LEAN, OVERLAPPED, SAVED, calls_of, registry
-from parallel_lce.bench.parallel.plot import panels_of, write_plot
-from parallel_lce.bench.parallel.problem import Truth, exact, make_problem
-from parallel_lce.bench.parallel.report import Cell, overview
-from parallel_lce.bench.parallel.team import Team
-from parallel_lce.bench.peers import ANY, CPU_AND_CUDA, FORWARD, FORWARD_BACKWARD, Peer
+from parallel_lce.bench import communication, peers
+from parallel_lce.bench import ranks as command
+from parallel_lce.bench.accuracy import Judge, exact, torch_in_same_dtype
+from parallel_lce.bench.measure import measure
+from parallel_lce.bench.passes import calls_of
+from parallel_lce.bench.peers import (
+    ANY,
+    BARE,
+    CPU_AND_CUDA,
+    FORWARD,
+    FORWARD_BACKWARD,
+    LEAN,
+    OVERLAPPED,
+    RANKS,
+    SAVED,
+    Peer,
+    registry_over_ranks,
+)
+from parallel_lce.bench.plot import panels_of, plot_over_ranks
+from parallel_lce.bench.problem import IGNORE_INDEX, Problem, Shape, make_problem
+from parallel_lce.bench.results import Cell, Result
+from parallel_lce.bench.tables import cell_table, overview_over_ranks
+from parallel_lce.bench.team import Refused, Team
+from parallel_lce.bench.timing import Window, timer
 from test_bench import MIB, rows_of, text_of
 from world import Member
 
@@ -110,7 +122,7 @@ def test_the_numbers_of_a_run_make_sense(a_run):
             )
         if not cell["sequence_parallel"]:
             assert entries[BARE][FORWARD_BACKWARD]["beyond_gradients_bytes"] == 4 * n * rows  # the logits alone
-        assert set(cell["collectives"]) == (set() if cell["tp"] == 1 else {*collectives.NAMES})
+        assert set(cell["collectives"]) == (set() if cell["tp"] == 1 else {*communication.NAMES})
 
 
 def test_a_run_writes_a_picture_and_timelines(a_run):
@@ -138,30 +150,30 @@ def test_a_run_fits_the_scaling_model(a_run, capsys):
     assert printed.count("| 16 |") == 4 and "Error of the fit: " in printed
 
 
-def start(monkeypatch, *arguments: str) -> list[str]:
-    """The command that launch/bench.py becomes."""
+def start(monkeypatch, *arguments: str) -> list[list[str]]:
+    """Runs launch/bench.py in this process; the commands that it became."""
     commands = []
     monkeypatch.setattr(os, "execve", lambda program, command, environment: commands.append(command))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    runpy.run_path(str(ROOT / "launch" / "bench.py"))["main"](list(arguments))
-    (command,) = commands
-    return command
+    monkeypatch.setattr(sys, "argv", ["bench.py", *arguments])
+    runpy.run_path(str(ROOT / "launch" / "bench.py"), run_name="__main__")
+    return commands
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--tp 2", "--standalone --nproc-per-node 2 -m parallel_lce.bench.parallel --tp 2"),
+        ("--tp 2", "--standalone --nproc-per-node 2 -m parallel_lce.bench.ranks --tp 2"),
         (
             "--nnodes=2 --nproc-per-node=8 -- --seed 1",
-            "--nnodes=2 --nproc-per-node=8 -m parallel_lce.bench.parallel --seed 1",
+            "--nnodes=2 --nproc-per-node=8 -m parallel_lce.bench.ranks --seed 1",
         ),
-        ("--", "-m parallel_lce.bench.parallel"),
+        ("--", "-m parallel_lce.bench.ranks"),
     ],
 )
 def test_torchruns_arguments_come_before_ours(arguments, expected, monkeypatch):
-    command = start(monkeypatch, *arguments.split())
+    (command,) = start(monkeypatch, *arguments.split())
     assert command == [sys.executable, "-P", "-m", "torch.distributed.run", *expected.split()]
 
 
@@ -181,13 +193,24 @@ def test_torchruns_arguments_come_before_ours(arguments, expected, monkeypatch):
         ("--nproc-per-node=2 -- --device cuda", "one GPU per process is needed, this host has 0"),
     ],
 )
-def test_mistakes_are_said_once_before_any_rank_starts(arguments, message, tmp_path):
+def test_mistakes_are_said_once_before_any_rank_starts(arguments, message, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("")
-    done = launch(*arguments.format(folder=tmp_path).split(), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2 and done.stdout == ""
-    *_, last = done.stderr.splitlines()  # argparse says how it is used before
-    assert "error: " in last and message.format(folder=tmp_path) in last
-    assert "Traceback" not in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        start(monkeypatch, *arguments.format(folder=tmp_path).split())
+    said = capsys.readouterr()
+    assert_refused(ended.value.code, said.out, said.err, message.format(folder=tmp_path))
+
+
+def assert_refused(status: int, out: str, err: str, message: str) -> None:
+    assert status == 2 and out == ""
+    *_, last = err.splitlines()  # argparse says how it is used before
+    assert "error: " in last and message in last
+    assert "Traceback" not in err
+
+
+def test_a_mistake_ends_the_script():
+    done = launch("--tokens", "0", CUDA_VISIBLE_DEVICES="")
+    assert_refused(done.returncode, done.stdout, done.stderr, "--tokens must lie in 1 to 2147483647, got 0")
 
 
 # --- what a command line measures ------------------------------------------------------------------
@@ -238,17 +261,18 @@ def test_a_bad_command_line_says_why(arguments, words, capsys):
 def test_the_bounds_are_accepted():
     for seed in (-(2**63), 2**63 - 1):
         chosen = options("--seed", str(seed), "--timeout", "10000000", "--plot", "p.PNG", "--hidden", "1", ranks=1)
-        team = Team(None, None, 7, 8, torch.device("cpu"))
+        team = Team(torch.device("cpu"), 7, 8)
         make_problem(Shape(8, 16, chosen.hidden), torch.float32, team, chosen.seed)
         dist.TCPStore("localhost", 0, 1, True, timedelta(seconds=chosen.timeout))
 
 
-def test_the_bare_products_are_always_measured(monkeypatch):
+def test_the_baselines_are_always_measured(monkeypatch):
     chosen, missing = command.choose_peers(options("--peers", SAVED))
     assert [peer.name for peer in chosen] == [SAVED, BARE, OVERLAPPED] and not missing
     chosen, _ = command.choose_peers(options("--without", "ours-recompute,loss-parallel"))
     assert [peer.name for peer in chosen] == [SAVED, "ours-default", "ours-accumulate", LEAN, BARE, OVERLAPPED]
-    monkeypatch.setitem(command.NEEDS, "verl", "no_such_module")
+    renamed = [replace(peer, needs="no_such_module") if peer.name == "verl" else peer for peer in registry_over_ranks()]
+    monkeypatch.setattr(command, "registry_over_ranks", lambda: renamed)
     with pytest.raises(SystemExit, match=r"cannot run here: verl \(no module no_such_module\)"):
         command.choose_peers(options("--peers", "verl"))
 
@@ -262,16 +286,20 @@ def test_without_torchrun_it_says_how_to_start(monkeypatch):
 # --- nothing wrong is timed ------------------------------------------------------------------------
 
 
-def team_of(member: Member) -> Team:
-    return Team.of(member.ranks, member.device, 60)
+def problem_of(member: Member, seed: int = 0, sequence_parallel: bool = False) -> Problem:
+    team = Team.of(member.ranks, member.device, 60)
+    return replace(make_problem(TINY, torch.float32, team, seed), sequence_parallel=sequence_parallel)
+
+
+def judge_of(problem: Problem) -> Judge:
+    return Judge(problem, exact(problem), torch_in_same_dtype(problem))
 
 
 def _truth(member):
-    team = team_of(member)
-    problem = make_problem(TINY, torch.float32, team, seed=1)
-    _, loss, grad_x, grad_weight = exact(problem, team)
+    problem = problem_of(member, seed=1)
+    _, loss, grad_x, grad_weight = exact(problem)
     shards = [torch.empty_like(problem.weight) for _ in range(member.ranks)]
-    dist.all_gather(shards, problem.weight, group=team.group)
+    dist.all_gather(shards, problem.weight, group=problem.team.group)
     x, weight = (t.double().requires_grad_() for t in (problem.x, torch.cat(shards)))
     expected = F.cross_entropy(x @ weight.T, problem.target, ignore_index=IGNORE_INDEX)
     expected.backward()
@@ -288,27 +316,24 @@ def test_the_truth_is_torch_in_float64_over_the_ranks(worlds, device):
     assert torch.equal(x, its_x) and torch.equal(target, its_target)
 
 
-def _bare_products(member, sequence_parallel):
-    """Both kinds of bare products against dense ones."""
-    team = team_of(member)
-    problem = make_problem(TINY, torch.float32, team, seed=0)
-    z = problem.x.double() @ problem.weight.double().T
+def _baselines(member, sequence_parallel):
+    """Both kinds of the GEMM-only baseline against dense products."""
+    problem = problem_of(member, sequence_parallel=sequence_parallel)
+    z = problem.hidden.double() @ problem.weight.double().T
     grad_x = z @ problem.weight.double()
-    grad_weight = z.T @ problem.x.double()
-    bare, overlapped = (peer for peer in registry() if peer.family == "bare")
-    for value, truth in zip(
-        calls_of(bare, problem, team, sequence_parallel)[FORWARD_BACKWARD](), (grad_x, grad_weight)
-    ):
+    grad_weight = z.T @ problem.hidden.double()
+    bare, overlapped = (peer for peer in registry_over_ranks() if peer.family == "bare")
+    for value, truth in zip(calls_of(bare, problem)[FORWARD_BACKWARD](), (grad_x, grad_weight)):
         torch.testing.assert_close(value.double(), truth, rtol=1e-4, atol=1e-4)
-    dist.all_reduce(grad_x, group=team.group)
-    truths = problem.part(grad_x, team, sequence_parallel), grad_weight
-    for value, truth in zip(calls_of(overlapped, problem, team, sequence_parallel)[FORWARD_BACKWARD](), truths):
+    dist.all_reduce(grad_x, group=problem.team.group)
+    truths = problem.own(grad_x), grad_weight
+    for value, truth in zip(calls_of(overlapped, problem)[FORWARD_BACKWARD](), truths):
         torch.testing.assert_close(value.double(), truth, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_overlapped_products_make_the_sums_over_ranks(worlds, device, sequence_parallel):
-    worlds(2).run(_bare_products, sequence_parallel)
+    worlds(2).run(_baselines, sequence_parallel)
 
 
 class Scaled(torch.autograd.Function):
@@ -327,7 +352,7 @@ class Scaled(torch.autograd.Function):
 def _planted(fault, group, sequence_parallel):
     """Ours with a fault on rank 1 alone."""
     rank, calls = dist.get_rank(group), []  # two calls of each pass and two readings; then the first round's readings
-    right = peers.ours(None, group, sequence_parallel)
+    right = peers.ours("mean", None, group, sequence_parallel)
     if rank == 0 or fault == "none":
         return right
     if fault == "not built":
@@ -356,23 +381,12 @@ FAULTS = {
 
 def _measured(member, sequence_parallel):
     """What each rank says of peers of which one rank is wrong."""
-    team = team_of(member)
-    problem = make_problem(TINY, torch.float32, team, seed=0)
-    judge = Truth(problem, team).judge(sequence_parallel)
-    planted = [Peer(fault, ANY, CPU_AND_CUDA, partial(_planted, fault), "ours") for fault in FAULTS]
-    planted += [peer for peer in registry() if peer.name == BARE]
+    problem = problem_of(member, sequence_parallel=sequence_parallel)
+    planted = [Peer(fault, ANY, CPU_AND_CUDA, partial(_planted, fault), "ours", layouts=(RANKS,)) for fault in FAULTS]
+    planted += [peer for peer in registry_over_ranks() if peer.name == BARE]
     called, said = [], []
-    results = measure(
-        planted,
-        problem,
-        judge,
-        sequence_parallel,
-        team,
-        2,
-        SHORT,
-        said.append,
-        lambda r, call: called.append(r.peer.name),
-    )
+    clock, after = timer(problem.team, SHORT), lambda r, call: called.append(r.peer.name)
+    results = measure(planted, judge_of(problem), clock, 2, say=said.append, after=after)
     return [(r.peer.name, r.refused, r.seconds, r.peak, r.errors) for r in results], called, said
 
 
@@ -391,11 +405,11 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(worlds, device, sequence_pa
 
 
 def _together(member):
-    team = team_of(member)
+    team = problem_of(member).team
     assert team.worst({"a": 1.0 + team.rank, "b": float("nan") if team.rank == 0 else 5.0})["a"] == 2.0
-    assert team.together(lambda: team.rank) == [0, 1]
+    assert team.gather(team.agree(lambda: team.rank)) == [0, 1]
     with pytest.raises(Refused, match="^failed: ZeroDivisionError: division by zero$"):
-        team.together(lambda: 1 / 0)
+        team.agree(lambda: 1 / 0)
     return team.worst({"b": float("nan") if team.rank == 0 else 5.0})["b"]
 
 
@@ -407,14 +421,14 @@ def _megatron(member, sequence_parallel):
     """Its native loss, accepted by the judge; where there is no GPU its gather buffer has to be told so."""
     from megatron.core import parallel_state
 
-    team, current_device = team_of(member), torch.cuda.current_device
-    problem = make_problem(TINY, torch.float32, team, seed=0)
-    (peer,) = (peer for peer in registry() if peer.name == "megatron")
-    judge = Truth(problem, team).judge(sequence_parallel)
+    problem = problem_of(member, sequence_parallel=sequence_parallel)
+    team, current_device = problem.team, torch.cuda.current_device
+    (peer,) = (peer for peer in registry_over_ranks() if peer.name == "megatron")
     try:
         if member.device.type == "cpu":
             torch.cuda.current_device = lambda: member.device
-        return judge.check(calls_of(peer, problem, team, sequence_parallel))
+        calls = calls_of(peer, problem, peer.loss(team.group, sequence_parallel))
+        return judge_of(problem).check({kind: call() for kind, call in calls.items()})
     finally:
         torch.cuda.current_device = current_device
         parallel_state.destroy_model_parallel()
@@ -434,7 +448,7 @@ def made_up(tp, sequence_parallel=False, tokens=64, **milliseconds) -> Cell:
     """Times that nobody measured; keys are peers, with _ for -."""
     results = []
     for name, time in milliseconds.items():
-        (peer,) = (peer for peer in registry() if peer.name == name.replace("_", "-"))
+        (peer,) = (peer for peer in registry_over_ranks() if peer.name == name.replace("_", "-"))
         seconds = {kind: [1e-3 * time * factor for factor in (1.0, 0.5, 2.0)] for kind in peer.passes}
         sizes = dict.fromkeys(peer.passes, 8 * MIB)
         results.append(Result(peer, seconds=seconds, peak=sizes, gradients=dict.fromkeys(peer.passes, 5 * MIB)))
@@ -443,11 +457,14 @@ def made_up(tp, sequence_parallel=False, tokens=64, **milliseconds) -> Cell:
 
 def test_ratios_are_of_speed_in_the_same_round():
     cell = made_up(8, True, ours_saved=10, bare=8, bare_overlapped=9, megatron_fused=15, ours_lean=12)
-    assert cell.ratio(SAVED, BARE) == pytest.approx((0.8, 0.8, 0.8))
-    assert cell.ratio(SAVED, "megatron-fused", FORWARD) == pytest.approx((1.5, 1.5, 1.5))
-    assert cell.ratio(LEAN, BARE, FORWARD) is None and cell.ratio(SAVED, "verl") is None
-    assert made_up(1, ours_saved=10, bare=8).ratio(SAVED, OVERLAPPED) == pytest.approx((0.8, 0.8, 0.8))
-    (_, row) = rows_of(overview([cell]))
+    saved = cell.get(SAVED)
+    assert cell.ratio(saved, BARE) == pytest.approx((0.8, 0.8, 0.8))
+    assert cell.ratio(saved, "megatron-fused", FORWARD) == pytest.approx((1.5, 1.5, 1.5))
+    assert cell.ratio(cell.get(LEAN), BARE, FORWARD) is None and cell.ratio(saved, "verl") is None
+    single = made_up(1, ours_saved=10, bare=8)
+    assert single.ratio(single.get(SAVED), OVERLAPPED) == pytest.approx((0.8, 0.8, 0.8))
+    (table,) = overview_over_ranks([cell])
+    (_, row) = rows_of(table)
     assert row == [
         "8",
         "64",
@@ -469,12 +486,12 @@ def test_what_was_refused_has_a_row_without_numbers():
     cell = made_up(2, ours_saved=10, bare=8)
     cell.results[0] = replace(cell.results[0], refused="refused: dW error 1.0e-02, allowed 1e-3", errors={"dW": 0.01})
     cell.yardstick = {"loss": 1e-3, "dX": 1e-3, "dW": 1e-3}
-    (_, refused, bare) = rows_of(cell.table())
+    (_, refused, bare) = rows_of(cell_table(cell))
     assert refused[0] == "ours, per token, all saved, refused" and refused[2:10] == ["–"] * 8
     assert refused[-1] == "10.00"
     assert bare[3] == "1.000" and "8 (4–16)" in bare[2]
     assert cell.as_dict()["peers"][0]["refused"].startswith("refused: dW") and FORWARD not in cell.as_dict()["peers"][0]
-    assert "N=64" in text_of(cell.table())
+    assert "N=64" in text_of(cell_table(cell))
 
 
 def test_one_rank_stands_in_the_panels_of_both_layouts():
@@ -492,8 +509,8 @@ def test_panels_of_several_runs_are_of_one_problem_each(tmp_path):
     panels = panels_of(cells + others)
     assert len(panels) == 3 and all(len(lines[SAVED][2]) == 3 for lines in panels.values())
     path, facts = tmp_path / "of-several.png", {"device": "some", "torch": "2"}
-    assert write_plot(path, facts, cells + others) and path.stat().st_size > 10_000
-    assert not write_plot(tmp_path / "none.png", facts, [])
+    assert plot_over_ranks(path, facts, cells + others) and path.stat().st_size > 10_000
+    assert not plot_over_ranks(tmp_path / "none.png", facts, [])
 
 
 def test_hidden_communication_is_what_lies_beside_other_kernels(tmp_path):
@@ -512,4 +529,4 @@ def test_hidden_communication_is_what_lies_beside_other_kernels(tmp_path):
     path = tmp_path / "trace.json.gz"
     with gzip.open(path, "wt") as file:
         json.dump({"traceEvents": events}, file)
-    assert trace.communication(path) == pytest.approx((1.1, 0.45))
+    assert communication.hidden_communication(path) == pytest.approx((1.1, 0.45))

@@ -90,7 +90,7 @@ def main(arguments=None):
     shapes = options.shape or SUITES["bars"].shapes
     for shape in shapes:
         speeds = tune(shape, getattr(torch, options.dtype), options.rounds, specialized)
-        for name in ("partials", "keep", "gradient"):
+        for name in ("partials", "save", "gradient"):
             rows = [(speed, tile, blocks) for (tile, blocks, of), speed in speeds.items() if of == name]
             for speed, tile, blocks in sorted(rows, key=lambda row: -row[0])[: options.best]:
                 print(f"{shape} {name:8} {speed:.3f} of the GEMM-only baseline: {tile}, {blocks} row blocks a launch")

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.relaunch import Relaunched, cdiv
+from parallel_lce.kernels.relaunch import Relaunched
 
 _BLOCK = 4096
 
@@ -78,7 +78,8 @@ def logits_partial(
     partial = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     shifted = torch.empty_like(partial[0]) if want_shifted else None
     if rows:
-        lce_forward_logits_partials[(rows,)](
+        lce_forward_logits_partials.launch(
+            (rows,),
             logits,
             target,
             partial,
@@ -112,7 +113,8 @@ def logits_gradient(
     rows, entries = logits.shape
     gradient = torch.empty(rows, entries, dtype=logits.dtype, device=logits.device)
     if rows and entries:
-        lce_backward_logits[(rows, cdiv(entries, _BLOCK))](
+        lce_backward_logits.launch(
+            (rows, -(-entries // _BLOCK)),
             logits,
             target,
             maximum,

@@ -129,7 +129,8 @@ def gradient_from_saved(
     rows, entries = saved.exponentials.shape
     row_scale = torch.empty_like(alpha)
     rewrite = rewrite or saved.softmax_shift is None or softcap is not None or gamma is not None
-    lce_backward_from_saved[(rows,)](
+    lce_backward_from_saved.launch(
+        (rows,),
         *saved,
         statistics,
         alpha,

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.relaunch import Relaunched, cdiv
+from parallel_lce.kernels.relaunch import Relaunched
 
 _TOKENS = 128
 
@@ -89,7 +89,8 @@ def token_losses(
     losses, alpha, beta = [torch.empty_like(partial[0]) for _ in range(3)]
     gamma = torch.empty_like(alpha) if label_smoothing else None
     with torch.cuda.device_of(partial):  # Triton launches on the current device
-        lce_forward_losses[(cdiv(rows, _TOKENS),)](
+        lce_forward_losses.launch(
+            (-(-rows // _TOKENS),),
             partial,
             vocab_size,
             target,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, rebased, window_shift
-from parallel_lce.kernels.relaunch import Relaunched, cdiv, next_power_of_2
+from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
 NOBODY = 2**31 - 1
 """The argmax of no logit, and of a token with a NaN."""
@@ -246,7 +246,8 @@ def merge_windows(
     """
     num_windows, rows = windows.max.shape
     on_shift = None if softmax_shift is None else torch.empty_like(softmax_shift, dtype=torch.uint8)
-    _merge_kernel[(cdiv(rows, _MERGE_ROWS),)](
+    _merge_kernel.launch(
+        (-(-rows // _MERGE_ROWS),),
         windows,
         columns_of(merged, columns),
         softmax_shift,
@@ -279,7 +280,8 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
     bounds = packed.view(torch.int32)[0, columns.count * rows :]
     with torch.cuda.device_of(packed):  # Triton launches on the current device.
         # At least one program, which writes V.
-        _merge_kernel[(max(1, cdiv(rows, block_r)),)](
+        _merge_kernel.launch(
+            (max(1, -(-rows // block_r)),),
             columns_of(own, columns),
             columns_of(merged, columns),
             None,

@@ -28,7 +28,7 @@ import triton.language as tl
 from parallel_lce.kernels.arithmetic import FP16_SCALE
 from parallel_lce.kernels.epilogues import BackwardEpilogue, ForwardEpilogue, finish_tile, tile_rows, tile_start
 from parallel_lce.kernels.partials import PartialColumns
-from parallel_lce.kernels.relaunch import Relaunched, cdiv
+from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import (
     Tile,
     addressable,
@@ -157,13 +157,13 @@ class Operands:
     def tile(self) -> Tile:
         return tile_of(self.weight, self.tma)
 
-    @property
+    @cached_property
     def windows(self) -> int:
-        return cdiv(self.weight.shape[0], self.tile.entries)
+        return -(-self.weight.shape[0] // self.tile.entries)
 
-    @property
+    @cached_property
     def row_blocks(self) -> int:
-        return cdiv(self.x.shape[0], self.tile.rows)
+        return -(-self.x.shape[0] // self.tile.rows)
 
     def launch(
         self,
@@ -221,7 +221,8 @@ class Operands:
         step = blocks_per_launch(len(blocks), windows, programs, tile.rows * k_size * self.x.element_size())
         for first in blocks[::step]:
             number = min(step, blocks.stop - first)
-            kernel[(min(number * windows, programs),)](
+            kernel.launch(
+                (min(number * windows, programs),),
                 x,
                 weight,
                 destination,

@@ -7,14 +7,7 @@ compiles for: dtypes, alignment, which integers are 1 or divisible by 16, and co
 
 from __future__ import annotations
 
-import functools
-
 import torch
-
-
-def cdiv(a: int, b: int) -> int:
-    """As ``triton.cdiv``, which takes the host several microseconds."""
-    return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
@@ -34,10 +27,7 @@ class Relaunched:
         self._compiled: dict[tuple, tuple] = {}
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
-    def __getitem__(self, grid: tuple[int, ...]):
-        return functools.partial(self._launch, grid)
-
-    def _launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
+    def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         key = (device, *_describe(arguments), *constants.values())
         known = self._compiled.get(key)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.projection import Operands
-from parallel_lce.kernels.relaunch import Relaunched, cdiv
+from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import interpreted
 
 # Tokens of a program; vocabulary rows of the sample.
@@ -65,8 +65,9 @@ def sample_softmax_shift(operands: Operands, start: int, stop: int, result: torc
     soft-cap is left out.
     """
     x, weight = operands.x[start:stop], operands.weight
-    step = cdiv(weight.shape[0], _SAMPLED)
-    lce_forward_softmax_shift[(cdiv(x.shape[0], _TOKENS),)](
+    step = -(-weight.shape[0] // _SAMPLED)
+    lce_forward_softmax_shift.launch(
+        (-(-x.shape[0] // _TOKENS),),
         x,
         weight,
         operands.bias,

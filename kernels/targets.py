@@ -24,7 +24,7 @@ import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, finite_base, softcapped
 from parallel_lce.kernels.projection import Operands
-from parallel_lce.kernels.relaunch import Relaunched, cdiv, next_power_of_2
+from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.tuning import interpreted
 
 # Tokens of a tile of target logits, and of a program with one token per thread.
@@ -89,7 +89,8 @@ def target_logits(operands: Operands, target: torch.Tensor, result: torch.Tensor
     tiles would then differ in time, and its programs would fall out of step.
     """
     x, weight = operands.x, operands.weight
-    lce_forward_target_logits[(cdiv(x.shape[0], _TARGETS),)](
+    lce_forward_target_logits.launch(
+        (-(-x.shape[0] // _TARGETS),),
         x,
         weight,
         operands.bias,
@@ -219,17 +220,20 @@ def target_gradients(
     gradient, first, power = placed or (None, 0, None)
     rows, result = target.shape[0], torch.empty_like(alpha)
     alone = torch.empty_like(alpha, dtype=torch.uint8)
-    grid = (cdiv(rows, _TOKENS),)
+    grid = (-(-rows // _TOKENS),)
     tags = shared = None
     if count:
         # Every token writes its number to its target's tag; one of them stays. Tokens that find another number mark the
         # target as shared. The marks do not depend on which number stayed.
         tags = torch.empty(entries, dtype=torch.int32, device=target.device)
         shared = torch.empty(entries, dtype=torch.uint8, device=target.device)
-        programs = max(grid[0], cdiv(entries, _CLEARED))
-        lce_backward_mark_targets[(programs,)](target, tags, shared, rows, entries, BLOCK=_TOKENS, CLEARED=_CLEARED)
-        lce_backward_find_shared_targets[grid](target, tags, shared, rows, entries, BLOCK=_TOKENS)
-    lce_backward_target_gradients[grid](
+        programs = max(grid[0], -(-entries // _CLEARED))
+        lce_backward_mark_targets.launch(
+            (programs,), target, tags, shared, rows, entries, BLOCK=_TOKENS, CLEARED=_CLEARED
+        )
+        lce_backward_find_shared_targets.launch(grid, target, tags, shared, rows, entries, BLOCK=_TOKENS)
+    lce_backward_target_gradients.launch(
+        grid,
         target,
         tags,
         shared,
@@ -293,7 +297,8 @@ def place_targets(
     """
     rows, slice_entries = gradient.shape
     x_scale = None if row_scale is None else torch.empty_like(row_scale)
-    lce_backward_place_targets[(cdiv(rows, _TOKENS),)](
+    lce_backward_place_targets.launch(
+        (-(-rows // _TOKENS),),
         gradient,
         target,
         rest,
@@ -355,7 +360,8 @@ def finished_rows(
     rows, hidden_size = source.shape
     target, entry, weight = targets or (None, None, None)
     block = min(next_power_of_2(hidden_size), _HIDDEN)
-    lce_backward_finish_rows[(rows, cdiv(hidden_size, block))](
+    lce_backward_finish_rows.launch(
+        (rows, -(-hidden_size // block)),
         source,
         factor,
         target,
@@ -414,7 +420,8 @@ def add_targets(
     """
     rows, hidden_size = x.shape
     block = min(next_power_of_2(hidden_size), _WIDTH)
-    lce_backward_add_targets[(cdiv(rows, _ADDED), cdiv(hidden_size, block))](
+    lce_backward_add_targets.launch(
+        (-(-rows // _ADDED), -(-hidden_size // block)),
         total,
         target,
         rest,

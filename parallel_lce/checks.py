@@ -109,8 +109,8 @@ def check_process_group(group: object) -> None:
         raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
 
 
-def check_arguments(a: Arguments, layout: Layout) -> None:
-    """Raise ``ValueError`` for tensors or numbers that do not fit each other or the layout."""
+def check_arguments(a: Arguments, layout: Layout) -> torch.Size:
+    """The shape of the tokens; or ``ValueError`` for tensors or numbers that do not fit each other or the layout."""
     _check_tensors(a)
     weight, rows = a.linear_weight, a.linear_weight.shape[0]
     bias, target = a.linear_bias, a.target
@@ -129,8 +129,13 @@ def check_arguments(a: Arguments, layout: Layout) -> None:
         raise ValueError(f"target must have shape {list(tokens)} for {where}, got {list(target.shape)}")
     if a.token_weight is not None and a.token_weight.shape != tokens:
         raise ValueError(f"token_weight must have target's shape {list(tokens)}, got {list(a.token_weight.shape)}")
-    _check_numbers(a)
+    check_logit_options(a.logit_scale, a.logit_softcap)
+    check_budget(a.logits_budget)
+    sums = accumulation_dtype(a.input.dtype)
+    if a.reduce_dtype not in (None, a.input.dtype, sums):
+        raise ValueError(f"reduce_dtype must be None, {sums} or the input's {a.input.dtype}, got {a.reduce_dtype!r}")
     _check_shard(a, layout)
+    return tokens
 
 
 def token_shape(input: Tensor, layout: Layout) -> tuple[int, ...]:
@@ -186,14 +191,6 @@ def _check_tensors(a: Arguments) -> None:
         )
     if a.token_weight is not None and a.token_weight.is_complex():
         raise ValueError(f"token_weight must be real, got {a.token_weight.dtype}")
-
-
-def _check_numbers(a: Arguments) -> None:
-    check_logit_options(a.logit_scale, a.logit_softcap)
-    check_budget(a.logits_budget)
-    sums = accumulation_dtype(a.input.dtype)
-    if a.reduce_dtype not in (None, a.input.dtype, sums):
-        raise ValueError(f"reduce_dtype must be None, {sums} or the input's {a.input.dtype}, got {a.reduce_dtype!r}")
 
 
 def check_logit_options(logit_scale: object, logit_softcap: object) -> None:

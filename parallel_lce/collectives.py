@@ -55,8 +55,10 @@ class Layout:
     def sequence_parallel(self) -> bool:
         return self.sp_size > 1
 
-    def take(self, tokens: Tensor, block: Block) -> Tensor:
-        """The block's tokens of ``[..., N]``, those of all parts: ``[..., R]``, contiguous in R."""
+    def take(self, tokens: Tensor | None, block: Block) -> Tensor | None:
+        """The block's tokens of ``[..., N]``, those of all parts: ``[..., R]``, contiguous in R. None of None."""
+        if tokens is None:
+            return None
         if self.sp_size == 1:
             return tokens[..., block.start : block.stop]
         # Flattening one row of each part would give a view with gaps, which kernels do not expect.

@@ -25,10 +25,8 @@ _SAME_HIDDEN = 0.05
 
 def enabled() -> bool:
     """A compiled call has no checks: it could not wait for them."""
-    return not torch.compiler.is_compiling() and _switch()
-
-
-def _switch() -> bool:
+    if torch.compiler.is_compiling():
+        return False
     value = os.environ.get("PARALLEL_LCE_DEBUG", "")
     if value not in ("", "0", "1"):
         raise ValueError(f"PARALLEL_LCE_DEBUG must be 0 or 1, got {value!r}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -125,7 +127,8 @@ def linear_cross_entropy(
     )
     ignore_index = -100 if ignore_index is None else ignore_index
     options = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
-    return fused_loss(arguments, options, check=lambda: _refuse_unknown("linear_cross_entropy", unsupported, _OF_TORCH))
+    refuse = partial(_refuse_unknown, "linear_cross_entropy", unsupported, _OF_TORCH) if unsupported else None
+    return fused_loss(arguments, options, refuse=refuse)
 
 
 def token_statistics(
@@ -173,12 +176,8 @@ def token_statistics(
         reduce_dtype=reduce_dtype,
     )
     columns = requested_columns(mean_logit, expected_logit, argmax)
-    prepared = prepare(
-        arguments,
-        columns,
-        check=lambda: _refuse_unknown("token_statistics", unknown, ()),
-        agreed={"function": "token_statistics"},
-    )
+    refuse = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
+    prepared = prepare(arguments, columns, refuse=refuse, agreed={"function": "token_statistics"})
     head = StatisticsHead(columns, prepared.call.target is not None)
     statistics = TokenStatistics(*fused(prepared.call, prepared.operands, head, prepared.differentiable))
     return statistics.view(prepared.shape)

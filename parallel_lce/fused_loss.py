@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from parallel_lce.autograd import accumulated_loss, token_losses
-from parallel_lce.checks import Arguments, LossOptions, check_loss
+from parallel_lce.checks import Arguments, LossOptions
 from parallel_lce.grad_buffers import MainGrad, accumulation_dtype
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.partials import Columns
@@ -19,24 +19,20 @@ def fused_loss(
     options: LossOptions,
     *,
     function: str = "linear_cross_entropy",
-    check: Callable[[], None] = lambda: None,
+    refuse: Callable[[], None] | None = None,
     main_grad: MainGrad | None = None,
 ) -> Tensor:
     """The loss of ``arguments`` and ``options``: of the tokens' shape, or 0-dimensional.
 
-    ``function``: what the user called, the same on all ranks. ``check`` raises for what else the user gave.
+    ``function``: what the user called, the same on all ranks. ``refuse`` raises for what else the user gave.
     ``main_grad``: dW is added to it, and no gradient is formed in forward.
     """
-
-    def check_all() -> None:
-        check()
-        check_loss(arguments.target, options)
-
     smoothing, reduction = options.label_smoothing, options.reduction
     prepared = prepare(
         arguments,
         Columns(shifted=isinstance(smoothing, (int, float)) and smoothing > 0),
-        check=check_all,
+        refuse=refuse,
+        options=options,
         accumulable=reduction != "none" and main_grad is None,
         ignore_index=options.ignore_index if options.outside_is_nan else None,
         agreed={"function": function, "reduction": reduction, "label_smoothing": smoothing, "z_loss": options.z_loss},

@@ -43,7 +43,7 @@ class WeightedLoss:
 
     def taken(self, layout: Layout, block: Block) -> WeightedLoss:
         """The loss of a block's tokens."""
-        weight = None if self.token_weight is None else layout.take(self.token_weight, block)
+        weight = layout.take(self.token_weight, block)
         return replace(self, target=layout.take(self.target, block), token_weight=weight)
 
     num_differentiable = 1

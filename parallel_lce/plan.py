@@ -130,13 +130,13 @@ class Gradients:
 
     input: bool
     weight: bool
-    # dX's destination takes fp32 sums in place.
+    # dX is fp32, so its sums need no accumulator.
     input_fp32: bool
     # dW's destination takes fp32 sums in place.
     weight_fp32: bool
     # dW is a new tensor, not one that exists already.
     weight_new: bool = True
-    # dX is reduced over the ranks in a buffer of higher precision than the hidden states.
+    # dX is reduced over the ranks in an fp32 buffer, though the hidden states are not fp32.
     input_buffered: bool = False
 
 
@@ -148,12 +148,14 @@ class _Candidate:
     possible: bool
     # Matrix products of 2 N V D flops each, those of recomputed logits counted in full.
     products: int
+    # Bytes of the fp32 accumulator of dW or dX that this way needs and others do not.
+    accumulator: int = 0
     # Preferred among candidates of as many products.
     preferred: bool = False
 
     @property
     def cost(self) -> tuple[int, bool, int]:
-        return self.products, not self.preferred, self.plan.accumulator_bytes
+        return self.products, not self.preferred, self.accumulator
 
 
 def plan(
@@ -273,14 +275,16 @@ def plan(
     first = rows_in(room)
     most = max(1, first, rows_in(SMALLEST_BLOCK))
     several = first > 0 or part > most
+    dw_rows = dw_split if several else 0
     by_rows = Plan(
         first=first,
         most=most,
         saved=shard_rows if first > 0 else 0,
-        accumulator_bytes=(dw_split if several else 0) + dx_buffer(most),
+        accumulator_bytes=dw_rows + dx_buffer(most),
         **recompute,
     )
-    dx_sum = rows * hidden * 4 if gradients.input and not gradients.input_fp32 else dx_buffer(part)
+    # A buffer in which dX is reduced in fp32 is this accumulator.
+    dx_sum = rows * hidden * 4 if gradients.input and not gradients.input_fp32 else 0
     if sp_size > 1:
         # One block of all rows would also gather every hidden state and hold the whole dX.
         dx_sum += 2 * gathered_bytes
@@ -288,7 +292,8 @@ def plan(
         first=part, most=max(1, part), saved=room // max(1, rows * itemsize), accumulator_bytes=dx_sum, **recompute
     )
     affordable = gradients.weight and ranks == 1 and several and room > 0 and dx_sum <= budget
-    vocabulary, by_row = _Candidate(by_vocabulary, True, 4, preferred=affordable), _Candidate(by_rows, True, 4)
+    vocabulary = _Candidate(by_vocabulary, True, 4, dx_sum, preferred=affordable)
+    by_row = _Candidate(by_rows, True, 4, dw_rows)
     # Over ranks blocks of rows come first: their reductions overlap.
     recomputations = (vocabulary, by_row) if ranks == 1 else (by_row, vocabulary)
     best = None

@@ -12,7 +12,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parallel_lce import debug
 from parallel_lce.backends import backend_of, valueless
-from parallel_lce.checks import Arguments, check_arguments, check_process_group, token_shape
+from parallel_lce.checks import Arguments, LossOptions, check_arguments, check_loss, check_process_group, token_shape
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.grad_buffers import MainGrad, accumulation_dtype
 from parallel_lce.partials import Columns
@@ -36,7 +36,8 @@ def prepare(
     arguments: Arguments,
     columns: Columns,
     *,
-    check: Callable[[], None] = lambda: None,
+    refuse: Callable[[], None] | None = None,
+    options: LossOptions | None = None,
     accumulable: bool = False,
     ignore_index: int | None = None,
     agreed: dict[str, object] | None = None,
@@ -44,18 +45,21 @@ def prepare(
 ) -> Prepared:
     """Check ``arguments`` and plan the call.
 
-    ``check`` raises for what else the caller was given. ``accumulable``: the loss is a sum with weights known in
-    forward. ``main_grad``: dW is added to it. For debug mode: ``ignore_index``, None where any target is allowed, and
-    ``agreed``, values that must be the same on all ranks.
+    ``refuse`` raises for what else the caller was given. ``options``: of the loss, if it is one. ``accumulable``: the
+    loss is a sum with weights known in forward. ``main_grad``: dW is added to it. For debug mode: ``ignore_index``,
+    None where any target is allowed, and ``agreed``, values that must be the same on all ranks.
     """
     check_process_group(arguments.process_group)
     layout = Layout.of(arguments.process_group, False)
     try:
         if arguments.sequence_parallel:
             layout = Layout.of(arguments.process_group, True)
-        check()
+        if refuse is not None:
+            refuse()
+        if options is not None:
+            check_loss(arguments.target, options)
         a = _autocast(arguments.with_python_numbers())
-        check_arguments(a, layout)
+        shape = check_arguments(a, layout)
         backend = backend_of(a.linear_weight)
     except Exception as refusal:
         debug.refuse(layout, refusal)
@@ -88,7 +92,7 @@ def prepare(
         main_grad,
         a.reduce_dtype,
     )
-    return Prepared(call, operands, token_shape(a.input, layout), gradients is not None)
+    return Prepared(call, operands, shape, gradients is not None)
 
 
 def _gradients(
@@ -107,7 +111,7 @@ def _gradients(
     return Gradients(
         input=hidden.requires_grad,
         weight=weight.requires_grad,
-        input_fp32=dx_dtype == sum_dtype,
+        input_fp32=hidden.dtype == sum_dtype,
         weight_fp32=dw_dtype == sum_dtype,
         weight_new=main_grad is None,
         input_buffered=dx_dtype != hidden.dtype,

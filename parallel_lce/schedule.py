@@ -13,7 +13,6 @@ Gathers of hidden states are started one block ahead.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -61,13 +60,11 @@ class Call:
         bias = bias if bias is None else bias.contiguous()
         return Projection(weight, bias, shard.start, shard.real, self.scale, self.softcap)
 
-    @functools.cached_property
-    def _local_targets(self) -> Tensor:
+    def local_targets(self) -> Tensor | None:
+        """The targets ``[N]`` relative to the shard. Those of other shards, and invalid ones, lie outside it."""
+        if self.target is None:
+            return None
         return self.target - self.shard.start if self.shard.start else self.target.contiguous()
-
-    def local_target(self, block: Block) -> Tensor | None:
-        """The block's targets relative to the shard. Those of other shards, and invalid ones, lie outside it."""
-        return None if self.target is None else self.layout.take(self._local_targets, block)
 
 
 @dataclass(frozen=True)
@@ -131,6 +128,7 @@ def forward(
     layout, columns, blocks = call.layout, call.columns, call.plan.forward_blocks
     with _context_of(weight):
         hidden, projection = _flattened(hidden), call.projection(weight, bias)
+        targets = call.local_targets()
         partials = PartialsGather(hidden, token_count(hidden, layout), call.shard, columns, layout)
         saved: Saved = ()
         gathers = _Gathers(hidden, blocks, layout)
@@ -140,10 +138,9 @@ def forward(
             # The partial of a single block is that of all tokens, in their order.
             out = partials.local if len(blocks) == 1 else None
             work = call.backend.BlockForward(
-                projection, x.tensor, call.local_target(block), columns, block.saved if save else 0, None, out
+                projection, x.tensor, layout.take(targets, block), columns, block.saved if save else 0, None, out
             )
-            _project(work, x, gathers, block)
-            block_saved = work.finish()
+            block_saved = _project(work, x, gathers, first=block.start == 0)
             saved = saved or block_saved
             if save and call.plan.saves_hidden:
                 # On every rank, also where the shard is empty: it decides about a collective of the backward.
@@ -155,17 +152,17 @@ def forward(
     return merged, vocab_size, saved
 
 
-def _project(work, x: IncomingHidden, gathers: _Gathers, block: Block) -> None:
+def _project(work, x: IncomingHidden, gathers: _Gathers, first: bool) -> Saved:
     """Project a block, and start the next block's gather once this one's hidden states are there.
 
-    Beside the first gather local rows are projected. The second gather is started after it: with
-    CUDA_DEVICE_MAX_CONNECTIONS=1 the local rows' kernels would otherwise queue behind the second gather.
+    Local rows are projected beside the first gather, which nothing else overlaps. The second gather is started after
+    it: with CUDA_DEVICE_MAX_CONNECTIONS=1 the local rows' kernels would otherwise queue behind the second gather.
     """
-    if block.start == 0 and not x.arrived:
+    if first and len(x.local) < len(x.tensor):
         work.project_local(x.local)
     x.wait()
     gathers.start()
-    work.project_rest()
+    return work.project_rest()
 
 
 class _GradientSums:
@@ -183,7 +180,7 @@ class _GradientSums:
         scratch_bytes: int,
         dtype: torch.dtype | None = None,
     ) -> None:
-        self._call, self._projection = call, projection
+        self._call, self._projection, self._targets = call, projection, call.local_targets()
         self.scratch = Scratch(scratch_bytes, hidden.device)
         number, real = len(call.plan.blocks), projection.real
         self._reduction = self._dweight = self._dbias = None
@@ -206,7 +203,7 @@ class _GradientSums:
         work = call.backend.BlockBackward(
             self._projection,
             x.tensor,
-            call.local_target(block),
+            call.layout.take(self._targets, block),
             partial,
             coefficients,
             saved,
@@ -255,7 +252,7 @@ def backward(
         if saved and plan.saves_hidden:
             gathered, *saved = saved
         # Autograd, which saved these tensors, must not see that they are overwritten.
-        saved = tuple(t.data.contiguous() for t in saved)
+        saved = tuple([t.data.contiguous() for t in saved])
         shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
         scratch_bytes = plan.scratch_bytes if saved else plan.scratch_alone
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes)
@@ -334,6 +331,7 @@ def accumulate(
         shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
         sums = _GradientSums(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
         per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
+        targets = call.local_targets()
 
         def complete(waiting: _Waiting) -> None:
             block = waiting.block
@@ -358,11 +356,11 @@ def accumulate(
             buffers.rotate(1)
             partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout)
             work = backend.BlockForward(
-                projection, x.tensor, call.local_target(block), columns, block.saved, buffers[0], partials.local
+                projection, x.tensor, layout.take(targets, block), columns, block.saved, buffers[0], partials.local
             )
-            _project(work, x, gathers, block)
+            saved = _project(work, x, gathers, first=block.start == 0)
             partials.start()
-            waiting.append(_Waiting(block, x, partials, work.finish()))
+            waiting.append(_Waiting(block, x, partials, saved))
             if len(waiting) > ahead:
                 complete(waiting.popleft())
         while waiting:

@@ -66,6 +66,7 @@ class TokenStatistics:
 
 
 NAMES = tuple(f.name for f in fields(TokenStatistics))
+_COLUMNS = tuple(f.metadata.get("column") for f in fields(TokenStatistics))
 DIFFERENTIABLE = NAMES[: NAMES.index("max_logit")]
 
 
@@ -88,7 +89,7 @@ class StatisticsHead:
     def present(self) -> list[bool]:
         """Which fields of :class:`TokenStatistics` are not None."""
         columns = {*self.columns.requested, *(["target"] if self.with_target else []), None}
-        return [f.metadata.get("column") in columns for f in fields(TokenStatistics)]
+        return [column in columns for column in _COLUMNS]
 
     def outputs(
         self, backend: ModuleType, partial: Tensor, vocab_size: Tensor

@@ -12,8 +12,8 @@ def block_forward(backend, projection, x, target, columns, save, buffer=None, ou
     if local is not None:
         work.project_local(local)
         arrive()
-    work.project_rest()
-    return work.partial, work.finish()
+    saved = work.project_rest()
+    return work.partial, saved
 
 
 def block_backward(

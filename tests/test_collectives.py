@@ -127,7 +127,7 @@ def test_collectives_of_a_call(call, worlds, device):
     everyone = worlds(call.ranks).run(_events, call)
     for rank, events in enumerate(everyone):
         assert [of_collectives(e) for e in events] == [of_collectives(e) for e in everyone[0]], f"rank {rank}"
-    found_forward, found_backward = map(collectives, everyone[0])
+    found_forward, found_backward = map(of_collectives, everyone[0])
     # Gathers run ahead, so that blocks interleave: the docstring states numbers and sizes, and the
     # order of its kinds.
     assert sorted(found_forward) == sorted(forward)

@@ -34,7 +34,7 @@ class Compiled:
 
 
 def launched(kernel, x, number=7, scale=1.5, bias=None, BLOCK=128, num_warps=4):
-    kernel[(4,)](x, number, scale, bias, BLOCK=BLOCK, num_warps=num_warps)
+    kernel.launch((4,), x, number, scale, bias, BLOCK=BLOCK, num_warps=num_warps)
 
 
 def test_a_launch_of_the_same_kind_is_not_described_to_triton_again():

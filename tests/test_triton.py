@@ -386,13 +386,10 @@ def launched(monkeypatch) -> list:
         def __init__(self, kernel) -> None:
             self._kernel = kernel
 
-        def __getitem__(self, grid):
-            def launch(*arguments, **options):
-                names = self._kernel.arg_names[: len(arguments)]
-                found.append((*grid, dict(zip(names, arguments))))
-                self._kernel[grid](*arguments, **options)
-
-            return launch
+        def launch(self, grid, *arguments, **options):
+            names = self._kernel.arg_names[: len(arguments)]
+            found.append((*grid, dict(zip(names, arguments))))
+            self._kernel.launch(grid, *arguments, **options)
 
     for module, name in mainloops():
         monkeypatch.setattr(module, name, Watched(getattr(module, name)))

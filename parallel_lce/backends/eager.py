@@ -141,26 +141,27 @@ class BlockForward:
         self._projection, self._x, self._target, self._columns = projection, x, target, columns
         self._save = min(save, projection.real)
         self._buffer = buffer
-        self._saved: Saved = ()
         self.partial = empty_partial(columns, x.shape[0], projection.dtype, x.device, out)
 
     def project_local(self, local: range) -> None:
         """Nothing: a product on a CPU would only slow down the collective beside it."""
 
-    def project_rest(self) -> None:
+    def project_rest(self) -> Saved:
+        """Project all rows; returns what is saved."""
         projection, columns, save = self._projection, self._columns, self._save
         cut = windows(projection, save)
         if not cut:
-            return
+            return ()
         if self._x.device.type == "cpu":
             _settle_allocator()
         x, rows = operand(self._x), self._x.shape[0]
         exponentials = maxima = None
+        saved: Saved = ()
         if save:
             buffer = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
             exponentials = buffer[: save * rows].view(save, rows)
             maxima = self.partial.new_empty(sum(w.start < save for w in cut), rows)
-            self._saved = exponentials, maxima
+            saved = exponentials, maxima
         width = _tile_size(x.device)[1]
         counts = self.partial.new_full((len(cut),), width)
         for number, window in enumerate(cut):
@@ -179,6 +180,7 @@ class BlockForward:
             self.partial[:, first:last] = merge(partials, counts, columns)
             if maxima is not None:
                 maxima[:, first:last] = partials[: len(maxima), MAX]
+        return saved
 
     def _reduce(self, z: Tensor, tile: slice, window: slice, partial: Tensor, store: Tensor | None) -> None:
         """Write the partial ``[C, rows]`` of a tile of logits, which is overwritten, and its exponentials."""
@@ -190,9 +192,6 @@ class BlockForward:
         e = tile_partial(z, first, self._columns, partial, store if in_place else None)
         if store is not None and not in_place:
             store.copy_(e.mul_(_FP16_SCALE) if store.dtype == torch.float16 else e)
-
-    def finish(self) -> Saved:
-        return self._saved
 
 
 class BlockBackward:

@@ -8,8 +8,7 @@ A backend is a module with these names; ``eager``, the torch backend, is the pla
     allocate_saved(projection, rows, entries)       a buffer for exponentials
     BlockForward(projection, x, target, columns, save, buffer, out)
         .project_local(local)   project local rows of x while the others are on their way
-        .project_rest()         project the other rows
-        .finish()               complete ``.partial [C, R]``; returns what is saved
+        .project_rest()         project the other rows, complete ``.partial [C, R]``; returns what is saved
     BlockBackward(projection, x, target, statistics, coefficients, saved, grads, scratch)
         .reads_hidden_first     whether hidden_grad needs x
         .hidden_grad()          form dX; yields how many of its first rows are complete

@@ -68,7 +68,6 @@ class BlockForward:
     ) -> None:
         rows, real = x.shape[0], projection.real
         self._projection, self._target, self._columns = projection, target, columns
-        self._saved: Saved = ()
         self._local = range(0)
         self._operands: Operands | None = None
         # Of all windows, unless the rows are projected in pieces.
@@ -83,12 +82,12 @@ class BlockForward:
         assert width % ALIGNED == 0
         save = real if save >= real else save // width * width
         self._stored: Tensor | None = None
+        self._exponentials: Tensor | None = None
         self._shift: Tensor | None = None
         if save:
             stored = allocate_saved(projection, rows, save) if buffer is None else buffer
-            stored = stored[: rows * stride_of(save)].view(rows, -1)
-            self._saved = (stored,)
-            self._stored = stored[:, :save]
+            self._stored = stored[: rows * stride_of(save)].view(rows, -1)
+            self._exponentials = self._stored[:, :save]
             self._shift = _new_softmax_shift(operands)
         # Rows of which all windows' partials are alive at once: whole tiles, all rows if exponentials are saved.
         row_bytes = 4 * operands.windows * (columns.count - 1)
@@ -116,33 +115,32 @@ class BlockForward:
         self._local = range(first, last)
         self._sample_shift(height * first, min(height * last, rows))
         operands.launch(
-            self._stored, ForwardEpilogue(self._partials, self._shift), self._local, overlaps_collective=True
+            self._exponentials, ForwardEpilogue(self._partials, self._shift), self._local, overlaps_collective=True
         )
 
-    def project_rest(self) -> None:
-        """Project the rows that are left, and merge the partials of all windows."""
+    def project_rest(self) -> Saved:
+        """Project the rows that are left, and merge the partials of all windows; returns what is saved."""
         if self._operands is None:
-            return
+            return ()
         operands, done = self._operands, self._local
+        saved: Saved = ()
         if self._partials is not None:
             # Samples the local rows again, which costs less than another launch.
             self._sample_shift(0, operands.x.shape[0])
             # The row blocks that are left, modulo all row blocks.
             left = range(done.stop, operands.row_blocks + done.start)
-            operands.launch(self._stored, ForwardEpilogue(self._partials, self._shift), left)
+            operands.launch(self._exponentials, ForwardEpilogue(self._partials, self._shift), left)
             on_shift = self._merge(operands, self._partials, self.partial)
-            if self._saved:
+            if self._stored is not None:
                 of_shift = () if self._shift is None else (self._shift, on_shift)
-                self._saved = *self._saved, self._partials.max, *of_shift
+                saved = self._stored, self._partials.max, *of_shift
         else:
             self._project_in_pieces(operands)
         if self._target is None:
             self.partial[TARGET].zero_()
         else:
             target_logits(operands, self._target, self.partial[TARGET])
-
-    def finish(self) -> Saved:
-        return self._saved
+        return saved
 
     def _project_in_pieces(self, operands: Operands) -> None:
         for first in range(0, operands.x.shape[0], self._piece_rows):

@@ -158,6 +158,153 @@ class _Candidate:
         return self.products, not self.preferred, self.accumulator
 
 
+@dataclass(frozen=True)
+class _Problem:
+    """The numbers of a call, as :func:`plan` is given them; ``budget`` is a number."""
+
+    rows: int
+    shard_rows: int
+    hidden: int
+    itemsize: int
+    budget: int
+    sp_size: int
+    ranks: int
+    gradients: Gradients
+    savable: bool
+    accumulable: bool
+    smallest_accumulated: int
+    reuses_saved: bool
+
+    @property
+    def part(self) -> int:
+        """Rows of each part of the tokens."""
+        return self.rows // self.sp_size
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the exponentials of one token."""
+        return max(1, self.shard_rows * self.itemsize)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of all gathered hidden states."""
+        return self.rows * self.hidden * self.itemsize if self.sp_size > 1 else 0
+
+    @property
+    def scratch(self) -> int:
+        reuses = self.savable and self.reuses_saved and self.budget >= SMALLEST_BLOCK
+        return 0 if reuses else SMALLEST_BLOCK
+
+    @property
+    def dw_sum(self) -> int:
+        """Bytes of an fp32 dW."""
+        return self.shard_rows * self.hidden * max(4, self.itemsize) if self.gradients.weight else 0
+
+    @property
+    def room(self) -> int:
+        """Bytes for exponentials beside the scratch memory."""
+        return max(0, self.budget - self.scratch) if self.savable else 0
+
+    def rows_in(self, nbytes: int) -> int:
+        """Rows of a part whose exponentials, those of all parts, take ``nbytes``."""
+        return nbytes // (self.row_bytes * self.sp_size)
+
+    def dx_buffer(self, block_rows: int) -> int:
+        """Bytes of dX reduced in fp32: of the block whose dX is formed and of the one whose reduction is running."""
+        if not (self.gradients.input and self.gradients.input_buffered):
+            return 0
+        return min(self.rows, 2 * block_rows * self.sp_size) * self.hidden * 4
+
+    def plan(self, **fields) -> Plan:
+        """A plan with these fields; for others what most candidates have."""
+        gathered = max(1, self.part)
+        if self.sp_size > 1:
+            gathered = max(1, GATHERED_BYTES // max(1, self.sp_size * self.hidden * self.itemsize))
+        usual = dict(
+            rows=self.part,
+            shard_rows=self.shard_rows,
+            gathered=gathered,
+            scratch_alone=SMALLEST_BLOCK,
+            accumulate=False,
+            block_bytes=self.budget,
+            scratch_bytes=self.scratch,
+            accumulator_bytes=0,
+            hidden_bytes=0,
+        )
+        return Plan(**(usual | fields))
+
+
+def _save(p: _Problem) -> _Candidate:
+    """Save every exponential; and the gathered hidden states, if they fit beside them."""
+    whole = p.rows * p.row_bytes
+    hidden_bytes = p.gathered_bytes if p.gathered_bytes <= p.budget - whole else 0
+    planned = p.plan(
+        first=p.part,
+        most=max(1, p.part),
+        saved=p.shard_rows,
+        accumulator_bytes=p.dx_buffer(p.part),
+        hidden_bytes=hidden_bytes,
+    )
+    return _Candidate(planned, p.savable and whole <= p.budget, products=3, preferred=True)
+
+
+def _accumulate(p: _Problem) -> _Candidate:
+    """Form gradients in forward, in blocks of the budget; where that never needs more memory than saving everything
+    would, and blocks are large enough to be worth it."""
+    gradients, whole = p.gradients, p.rows * p.row_bytes
+    # Over ranks a block's gradients wait for its statistics while the next block is projected.
+    alive = 2 if p.ranks > 1 else 1
+    block_bytes = max(p.budget, SMALLEST_BLOCK) // alive
+    most = max(1, p.rows_in(block_bytes))
+    block_rows = p.sp_size * min(balanced(p.part, most), p.part)
+    dw_new = p.shard_rows * p.hidden * p.itemsize if gradients.weight and gradients.weight_new else 0
+    fits = alive * block_rows * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
+    worthwhile = block_rows >= p.smallest_accumulated or block_rows == p.rows
+    planned = p.plan(
+        first=0,
+        most=most,
+        saved=p.shard_rows,
+        accumulate=True,
+        block_bytes=block_bytes,
+        scratch_bytes=SMALLEST_BLOCK,
+        accumulator_bytes=(0 if gradients.weight_fp32 else p.dw_sum) + p.dx_buffer(most),
+    )
+    return _Candidate(planned, p.accumulable and p.savable and fits and worthwhile, products=3)
+
+
+def _recompute_by_rows(p: _Problem) -> _Candidate:
+    """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW."""
+    first = p.rows_in(p.room)
+    most = max(1, first, p.rows_in(SMALLEST_BLOCK))
+    several = first > 0 or p.part > most
+    dw_sum = p.dw_sum if several and not p.gradients.weight_fp32 else 0
+    planned = p.plan(
+        first=first, most=most, saved=p.shard_rows if first > 0 else 0, accumulator_bytes=dw_sum + p.dx_buffer(most)
+    )
+    return _Candidate(planned, True, products=4, accumulator=dw_sum)
+
+
+def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
+    """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX.
+
+    On one rank this is preferred if the sum of dX takes no more than the budget: no reduction of dX waits for blocks
+    there, and slices of the vocabulary read and write an fp32 dW once, blocks of rows each time.
+    """
+    gradients = p.gradients
+    # If dX is reduced in an fp32 buffer, that is where it is summed.
+    dx_sum = p.rows * p.hidden * 4 if gradients.input and not gradients.input_fp32 else 0
+    if p.sp_size > 1:
+        # One block of all rows also gathers every hidden state and holds the whole dX.
+        dx_sum += 2 * p.gathered_bytes
+    planned = p.plan(
+        first=p.part, most=max(1, p.part), saved=p.room // max(1, p.rows * p.itemsize), accumulator_bytes=dx_sum
+    )
+    by_rows = _recompute_by_rows(p).plan
+    several = by_rows.first > 0 or p.part > by_rows.most
+    affordable = gradients.weight and p.ranks == 1 and several and p.room > 0 and dx_sum <= p.budget
+    return _Candidate(planned, True, products=4, accumulator=dx_sum, preferred=affordable)
+
+
 def plan(
     rows: int,
     shard_rows: int,
@@ -175,20 +322,10 @@ def plan(
 ) -> Plan:
     """Split ``rows`` tokens into blocks.
 
-    Candidates, in order of preference where they cost the same:
-
-    - save everything: three products. Possible if it fits the budget. The gathered hidden states are saved, too, if
-      they fit beside it.
-    - accumulate gradients in forward, in blocks of the budget: three products. Possible for an accumulable loss where
-      it never needs more memory than saving everything would.
-    - recompute by vocabulary: four products, less what is saved. One block saves some of the vocabulary rows for all
-      tokens, and recomputes the others slice by slice, adding to an fp32 dX.
-    - recompute by rows: four products, less what is saved. A first block saves everything for some tokens; the others
-      reuse its memory and add to an fp32 dW.
-
-    Of the last two the one with the smaller accumulator is taken. On one rank it is the former if its sum of dX takes
-    no more than the budget: there no reduction of dX waits for blocks, and slices of the vocabulary read and write an
-    fp32 dW once, blocks of rows each time.
+    The cheapest candidate that is possible is taken. Candidates are, in order of preference where they cost the same:
+    save everything; accumulate gradients in forward; recompute by vocabulary or by rows (on several ranks by rows
+    first). The functions above say when each is possible. The cost is the number of matrix products, then the fp32
+    accumulator.
 
     Args:
         rows: N, the tokens of the whole sequence.
@@ -206,102 +343,28 @@ def plan(
     """
     # An operator's numbers have 64 bits.
     budget = DEFAULT_BUDGET if budget is None else min(budget, _LARGEST_BUDGET)
-    row_bytes = max(1, shard_rows * itemsize)
-    whole = rows * row_bytes
-    part = rows // sp_size
-    gathered_bytes = rows * hidden * itemsize if sp_size > 1 else 0
-    gathered = max(1, part)
-    if sp_size > 1:
-        gathered = max(1, GATHERED_BYTES // max(1, sp_size * hidden * itemsize))
-    scratch = 0 if savable and reuses_saved and budget >= SMALLEST_BLOCK else SMALLEST_BLOCK
-    common = dict(rows=part, shard_rows=shard_rows, gathered=gathered, scratch_alone=SMALLEST_BLOCK)
+    problem = _Problem(
+        rows,
+        shard_rows,
+        hidden,
+        itemsize,
+        budget,
+        sp_size,
+        ranks,
+        gradients,
+        savable,
+        accumulable,
+        smallest_accumulated,
+        reuses_saved,
+    )
     if gradients is None:
-        return Plan(
-            first=0,
-            most=0,
-            saved=0,
-            accumulate=False,
-            block_bytes=budget,
-            scratch_bytes=scratch,
-            accumulator_bytes=0,
-            hidden_bytes=0,
-            **common,
-        )
-    dw_sum = shard_rows * hidden * max(4, itemsize) if gradients.weight else 0
-    dw_split = dw_sum if not gradients.weight_fp32 else 0
-
-    def rows_in(nbytes: int) -> int:
-        return nbytes // (row_bytes * sp_size)
-
-    def dx_buffer(block_rows: int) -> int:
-        """Bytes of dX that is reduced in fp32: of the block whose dX is formed and of the one on its way."""
-        buffered = gradients.input and gradients.input_buffered
-        return min(rows, 2 * block_rows * sp_size) * hidden * 4 if buffered else 0
-
-    save = Plan(
-        first=part,
-        most=max(1, part),
-        saved=shard_rows,
-        accumulate=False,
-        block_bytes=budget,
-        scratch_bytes=scratch,
-        accumulator_bytes=dx_buffer(part),
-        hidden_bytes=gathered_bytes if gathered_bytes <= budget - whole else 0,
-        **common,
-    )
-
-    # Over ranks a block's gradients wait for its statistics while the next block is projected.
-    alive = 2 if ranks > 1 else 1
-    block_bytes = max(budget, SMALLEST_BLOCK) // alive
-    most = max(1, rows_in(block_bytes))
-    block_rows = sp_size * min(balanced(part, most), part)
-    dw_new = shard_rows * hidden * itemsize if gradients.weight and gradients.weight_new else 0
-    accumulate = Plan(
-        first=0,
-        most=most,
-        saved=shard_rows,
-        accumulate=True,
-        block_bytes=block_bytes,
-        scratch_bytes=SMALLEST_BLOCK,
-        accumulator_bytes=dw_split + dx_buffer(most),
-        hidden_bytes=0,
-        **common,
-    )
-    no_more_than_saving = alive * block_rows * row_bytes + dw_sum <= whole + dw_new and dw_sum <= whole
-    worthwhile = block_rows >= smallest_accumulated or block_rows == rows
-
-    room = max(0, budget - scratch) if savable else 0
-    recompute = dict(accumulate=False, block_bytes=budget, scratch_bytes=scratch, hidden_bytes=0, **common)
-    first = rows_in(room)
-    most = max(1, first, rows_in(SMALLEST_BLOCK))
-    several = first > 0 or part > most
-    dw_rows = dw_split if several else 0
-    by_rows = Plan(
-        first=first,
-        most=most,
-        saved=shard_rows if first > 0 else 0,
-        accumulator_bytes=dw_rows + dx_buffer(most),
-        **recompute,
-    )
-    # A buffer in which dX is reduced in fp32 is this accumulator.
-    dx_sum = rows * hidden * 4 if gradients.input and not gradients.input_fp32 else 0
-    if sp_size > 1:
-        # One block of all rows would also gather every hidden state and hold the whole dX.
-        dx_sum += 2 * gathered_bytes
-    by_vocabulary = Plan(
-        first=part, most=max(1, part), saved=room // max(1, rows * itemsize), accumulator_bytes=dx_sum, **recompute
-    )
-    affordable = gradients.weight and ranks == 1 and several and room > 0 and dx_sum <= budget
-    vocabulary = _Candidate(by_vocabulary, True, 4, dx_sum, preferred=affordable)
-    by_row = _Candidate(by_rows, True, 4, dw_rows)
+        return problem.plan(first=0, most=0, saved=0)
     # Over ranks blocks of rows come first: their reductions overlap.
-    recomputations = (vocabulary, by_row) if ranks == 1 else (by_row, vocabulary)
+    recomputations = _recompute_by_vocabulary(problem), _recompute_by_rows(problem)
+    if ranks > 1:
+        recomputations = recomputations[::-1]
     best = None
-    for candidate in (
-        _Candidate(save, savable and whole <= budget, 3, preferred=True),
-        _Candidate(accumulate, accumulable and savable and no_more_than_saving and worthwhile, 3),
-        *recomputations,
-    ):
+    for candidate in (_save(problem), _accumulate(problem), *recomputations):
         if candidate.possible and (best is None or candidate.cost < best.cost):
             best = candidate
     return best.plan

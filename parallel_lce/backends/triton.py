@@ -151,6 +151,7 @@ class BlockForward:
             merged = self.partial.new_empty(len(self.partial), piece.x.shape[0])
             self._merge(piece, partials, merged)
             self.partial[:, rows] = merged
+            del partials  # before the next ones are allocated
 
     def _merge(self, operands: Operands, partials: PartialColumns, merged: Tensor) -> Tensor | None:
         return merge_windows(

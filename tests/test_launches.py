@@ -37,7 +37,10 @@ KERNELS = [
 # Shared memory of a block: of Hopper, and the least of any device since Ampere.
 @pytest.mark.parametrize(
     ("capability", "mainloop", "shared"),
-    [(90, {"_projection", "projection"}, 227 << 10), (80, {"_projection"}, 99 << 10)],
+    [
+        (90, {"_projection", "projection"}, 227 << 10),
+        pytest.param(80, {"_projection"}, 99 << 10, marks=pytest.mark.slow),
+    ],
 )
 def test_every_launch_compiles(capability, mainloop, shared, tmp_path):
     """With the mainloop of the architecture (``projection`` is Hopper's), within its shared memory and

@@ -58,9 +58,11 @@ def pytest_testnodedown(node) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int:
-    """Workers of ``-n auto``: each starts process groups of its own. Where there are GPUs, tests have them alone."""
-    return 0 if torch.cuda.is_available() else 2
+def pytest_xdist_auto_num_workers(config) -> int:
+    """Worker processes of ``-n auto``, each with process groups of its own. A few files take no longer than to start
+    them. On GPUs, whose memory tests measure, one test runs at a time."""
+    files_are_named = config.args_source is config.ArgsSource.ARGS
+    return 0 if files_are_named or torch.cuda.is_available() else 2
 
 
 def pytest_terminal_summary(terminalreporter) -> None:

@@ -209,6 +209,7 @@ def _transposed(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("unpack", [_gapped, _transposed])
 @pytest.mark.parametrize("strategy", [*REDUCED, "some", "statistics"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.thinned
 def test_saved_tensors_come_back_with_other_strides(dtype, strategy, unpack, backend, device):
     t = small(device, dtype=dtype)
     leaves = [t.x, t.weight]
@@ -315,7 +316,8 @@ def _of_a_large_vocabulary(member: Member, dtype: torch.dtype) -> list[torch.Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.thinned("ranks")
 def test_a_vocabulary_beyond_2_to_the_24(ranks, dtype, worlds, device):
     z = (torch.arange(LARGE) % 7 - 3).double() * torch.tensor([[0.5], [1.0], [-1.0], [2.0], [0.25]])
     target = torch.tensor([LARGE - 1, LARGE - 2, 2**24, 2**24 - 1])
@@ -359,6 +361,7 @@ def test_backends_tell_ids_beyond_2_to_the_24_apart(name, device, request):
     ("cap", "sharpness"),
     [(1e-30, 3.0), (0.01, 0.03), (0.3, 3.0), (3.0, 3.0), (50.0, 3.0), (1e3, 3.0), (1e6, 3.0), (1e12, 3.0), (1e30, 3.0)],
 )
+@pytest.mark.thinned
 def test_a_soft_cap_of_any_size_costs_no_digits(cap, sharpness, dtype, backend, device):
     """The loss and its gradients are as near to float64 as torch's."""
     t = small(device, N=64, V=200, D=32, dtype=dtype, sharpness=sharpness)

@@ -17,7 +17,7 @@ from parallel_lce.kernels.arithmetic import FP16_SCALE, REACH
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.partials import PartialColumns, merge_windows
 from parallel_lce.kernels.projection import Operands, logits_gradient, new_window_partials
-from parallel_lce.kernels.targets import target_logits
+from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.partials import Columns, integer_view
 
 pytestmark = pytest.mark.usefixtures("kernels")

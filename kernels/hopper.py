@@ -1,13 +1,12 @@
-"""The mainloop for Hopper: one warp loads by TMA, two warpgroups multiply a tile between them.
+"""The mainloop for Hopper: one warp loads by TMA, two warpgroups share the product of each tile.
 
-The loads run ahead over tile boundaries through a ring of ``STAGES`` slots, so the tensor cores wait
-for nothing but the epilogue. What the epilogue needs of the tile's rows is asked for before the
-mainloop. All tiles take the same time whatever the data: the programs stay in step then, and their
-loads of the same operands meet in the L2 cache.
+The loads run ahead across tile boundaries through a ring of ``STAGES`` slots, so the tensor cores wait for nothing but
+the epilogue. All tiles take the same time whatever the data. The programs therefore stay in step, and their loads of
+the same operands hit the L2 cache.
 
-Two teams that take turns, one multiplying while the other runs its epilogue, would keep the tensor
-cores busier as long as all programs walk the vocabulary in step; but their smaller tiles ask more of
-the L2 cache, and once the programs drift apart operands come from memory again and again.
+An alternative with two consumer teams that take turns, one in its product and one in its epilogue, keeps the tensor
+cores busier while all programs are in step. Its smaller tiles read more from the L2 cache, and once the programs drift
+apart operands come from memory again and again.
 """
 
 from __future__ import annotations
@@ -22,16 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from parallel_lce.kernels.epilogues import (
-    finished_logits,
-    gradient_epilogue,
-    gradient_rows,
-    partials_epilogue,
-    partials_rows,
-)
-from parallel_lce.kernels.launch import Relaunched
+from parallel_lce.kernels.epilogues import finish_tile, tile_rows, tile_start
+from parallel_lce.kernels.projection import CHANGING, projection_name
+from parallel_lce.kernels.relaunch import Relaunched
 
-# Warps of the consumers, and registers of a producer's thread.
+# Warps of the consumers, and registers of a thread of the producer.
 _WARPS = gl.constexpr(8)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 
@@ -39,21 +33,20 @@ _PRODUCER_REGISTERS = gl.constexpr(40)
 @gluon.jit
 def _produce(x, weight, ring, sizes, STAGES: gl.constexpr):
     x_slots, weight_slots, full, empty = ring
-    rows, columns, depth, first_block, blocks, all_blocks = sizes
+    rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     count = 0
-    for tile in range(gl.program_id(0), blocks * gl.cdiv(columns, BLOCK_N), gl.num_programs(0)):
-        row = (first_block + tile % blocks) % all_blocks * BLOCK_M
-        first = (tile // blocks) * BLOCK_N
-        for k in range(0, depth, BLOCK_K):
+    for tile in range(gl.program_id(0), num_blocks * gl.cdiv(entries, BLOCK_N), gl.num_programs(0)):
+        row, window = tile_start(tile, first_block, num_blocks, all_blocks, BLOCK_M)
+        for k in range(0, k_size, BLOCK_K):
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             arrived = full.index(slot)
             mbarrier.expect(arrived, x.block_type.nbytes + weight.block_type.nbytes)
             tma.async_copy_global_to_shared(x, [row, k], arrived, x_slots.index(slot))
-            tma.async_copy_global_to_shared(weight, [first, k], arrived, weight_slots.index(slot))
+            tma.async_copy_global_to_shared(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
             count += 1
 
 
@@ -61,7 +54,7 @@ def _produce(x, weight, ring, sizes, STAGES: gl.constexpr):
 def _multiply(
     ring, count, steps, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr
 ):
-    """One tile's product, from ``steps`` slots of the ring from ``count`` on."""
+    """One tile's product, from ``steps`` slots of the ring, ``count`` being the first."""
     x_slots, weight_slots, full, empty = ring
     z = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
     last = count % STAGES
@@ -89,61 +82,32 @@ def _consume(
     bias,
     scale,
     cap,
-    arguments,
-    HAS_BIAS: gl.constexpr,
-    SCALED: gl.constexpr,
-    CAPPED: gl.constexpr,
+    epilogue,
     GRADIENT: gl.constexpr,
-    SWITCHES: gl.constexpr,
+    SCALED: gl.constexpr,
+    MASKED: gl.constexpr,
+    SAVED_SCALE: gl.constexpr,
+    STORES: gl.constexpr,
+    STAGES: gl.constexpr,
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-    STORES: gl.constexpr,
 ):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
-    rows, columns, depth, first_block, blocks, all_blocks = sizes
-    a0, a1, a2, a3, a4 = arguments
-    windows = gl.cdiv(columns, BLOCK_N)
-    steps = gl.cdiv(depth, BLOCK_K)
+    rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
+    steps = gl.cdiv(k_size, BLOCK_K)
     count = 0
-    for tile in range(gl.program_id(0), blocks * windows, gl.num_programs(0)):
-        window = tile // blocks
-        row = (first_block + tile % blocks) % all_blocks * BLOCK_M
+    for tile in range(gl.program_id(0), num_blocks * gl.cdiv(entries, BLOCK_N), gl.num_programs(0)):
+        row, window = tile_start(tile, first_block, num_blocks, all_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        if GRADIENT:
-            base, level, slope, uniform = gradient_rows(
-                r, rows, a0, a1, a2, a3, a4, scale, SWITCHES[0], SWITCHES[1], SWITCHES[2]
-            )
-        else:
-            known = partials_rows(r, rows, a0, SWITCHES[0])
+        of_rows = tile_rows(epilogue, r, rows, scale, GRADIENT)
         z = _multiply(ring, count, steps, STAGES, BLOCK_M, BLOCK_N, layout)
         count += steps
-        z = finished_logits(z, c, bias, columns, scale, cap, HAS_BIAS, SCALED, CAPPED)
-        if GRADIENT:
-            z = gradient_epilogue(z, base, level, slope, uniform, cap, SWITCHES[0], SWITCHES[1], CAPPED)
-        else:
-            z = partials_epilogue(
-                z,
-                r,
-                c,
-                window,
-                windows,
-                rows,
-                columns,
-                known,
-                a1,
-                a2,
-                SWITCHES[0],
-                SWITCHES[1],
-                SWITCHES[2],
-                SWITCHES[3],
-                SWITCHES[4],
-                SWITCHES[5],
-                SWITCHES[6],
-            )
+        z = finish_tile(
+            z, of_rows, epilogue, bias, r, c, window, rows, entries, scale, cap, GRADIENT, SCALED, MASKED, SAVED_SCALE
+        )
         if STORES:
             tma.store_wait(0)
             staged.store(z.to(out.dtype))
@@ -154,35 +118,29 @@ def _consume(
 
 
 @Relaunched
-@gluon.jit(do_not_specialize=["rows", "first_block", "blocks", "all_blocks"])
+@gluon.jit(do_not_specialize=CHANGING, repr=projection_name)
 def projection(
     x,
     weight,
     out,
     bias,
+    epilogue,
     rows,
-    columns,
-    depth,
+    entries,
+    k_size,
     first_block,
-    blocks,
+    num_blocks,
     all_blocks,
     scale,
     cap,
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
-    HAS_BIAS: gl.constexpr,
-    SCALED: gl.constexpr,
-    CAPPED: gl.constexpr,
     GRADIENT: gl.constexpr,
-    SWITCHES: gl.constexpr,
-    STAGES: gl.constexpr,
+    SCALED: gl.constexpr,
+    MASKED: gl.constexpr,
+    SAVED_SCALE: gl.constexpr,
     STORES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """``blocks`` row blocks from ``first_block`` on, the first after the last, with either epilogue; ``a0`` to
-    ``a4`` are its tensors and ``SWITCHES`` its switches, in its order."""
+    """As ``kernels.projection._projection``, whose operands and result are TMA descriptors."""
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
@@ -199,7 +157,7 @@ def projection(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     ring = (x_slots, weight_slots, full, empty)
-    sizes = (rows, columns, depth, first_block, blocks, all_blocks)
+    sizes = (rows, entries, k_size, first_block, num_blocks, all_blocks)
     gl.warp_specialize(
         [
             (
@@ -212,17 +170,16 @@ def projection(
                     bias,
                     scale,
                     cap,
-                    (a0, a1, a2, a3, a4),
-                    HAS_BIAS,
-                    SCALED,
-                    CAPPED,
+                    epilogue,
                     GRADIENT,
-                    SWITCHES,
+                    SCALED,
+                    MASKED,
+                    SAVED_SCALE,
+                    STORES,
+                    STAGES,
                     BLOCK_M,
                     BLOCK_N,
                     BLOCK_K,
-                    STAGES,
-                    STORES,
                 ),
             ),
             (_produce, (x, weight, ring, sizes, STAGES)),

@@ -1,7 +1,7 @@
-"""Cross-entropy of tokens from their merged partials, and the coefficients of its gradient, at once.
+"""Cross-entropy of tokens from their merged partials, and the coefficients of its gradient, in one launch.
 
-One launch for some twenty elementwise operations, which for a small shard of the vocabulary take the
-host longer than the GPU takes for the projection. The plain torch is ``parallel_lce.backends.loss``.
+Plain torch takes about twenty elementwise operations (``parallel_lce.backends.loss``). For a small vocabulary shard
+these take the host longer than the GPU takes for the projection.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.launch import Relaunched, cdiv
+from parallel_lce.kernels.relaunch import Relaunched
 
 _TOKENS = 128
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
-def _losses_kernel(
+def lce_forward_losses(
     partial,
     vocab_size,
     target,
@@ -30,9 +30,6 @@ def _losses_kernel(
     ignore_index,
     smoothing,
     z_loss,
-    WEIGHTED: tl.constexpr,
-    IGNORES: tl.constexpr,
-    SMOOTHED: tl.constexpr,
     SQUARED: tl.constexpr,
     OUTSIDE_NAN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -46,7 +43,7 @@ def _losses_kernel(
     wanted = tl.load(target + row, mask=valid, other=0)
     inside = (wanted >= 0) & (wanted < entries)
     weight = tl.full((BLOCK,), 1.0, tl.float32)
-    if WEIGHTED:
+    if token_weight is not None:
         weight = tl.load(token_weight + row, mask=valid, other=0.0)
     of_target = tl.full((BLOCK,), 1.0, tl.float32) - smoothing
     if OUTSIDE_NAN:
@@ -55,7 +52,7 @@ def _losses_kernel(
         log_prob = tl.where(inside, log_prob, -log_sum)
         of_target = tl.where(inside, of_target, 0.0)
     loss = -(1.0 - smoothing) * log_prob
-    if SMOOTHED:
+    if gamma is not None:
         shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
         loss -= smoothing * (shifted / entries.to(tl.float32) - log_sum)
     slope = tl.full((BLOCK,), 1.0, tl.float32)
@@ -64,14 +61,14 @@ def _losses_kernel(
         loss += z_loss * lse * lse
         slope += 2.0 * z_loss * lse
     loss *= weight
-    if IGNORES:
+    if ignore_index is not None:
         ignored = wanted == ignore_index
         loss = tl.where(ignored, 0.0, loss)
         weight = tl.where(ignored, 0.0, weight)
     tl.store(losses + row, loss, mask=valid)
     tl.store(alpha + row, tl.where(weight == 0.0, 0.0, weight * slope), mask=valid)
     tl.store(beta + row, weight * of_target, mask=valid)
-    if SMOOTHED:
+    if gamma is not None:
         tl.store(gamma + row, weight * (smoothing / entries.to(tl.float32)), mask=valid)
 
 
@@ -89,10 +86,11 @@ def token_losses(
     shifted sums in its column 3 if labels are smoothed, and of V, 0-dimensional int64. ``target [R]`` int64;
     ``token_weight [R]`` fp32."""
     rows = target.shape[0]
-    losses, alpha, beta = (torch.empty_like(partial[0]) for _ in range(3))
+    losses, alpha, beta = [torch.empty_like(partial[0]) for _ in range(3)]
     gamma = torch.empty_like(alpha) if label_smoothing else None
     with torch.cuda.device_of(partial):  # Triton launches on the current device
-        _losses_kernel[(cdiv(rows, _TOKENS),)](
+        lce_forward_losses.launch(
+            (-(-rows // _TOKENS),),
             partial,
             vocab_size,
             target,
@@ -102,12 +100,9 @@ def token_losses(
             beta,
             gamma,
             rows,
-            0 if ignore_index is None else ignore_index,
+            ignore_index,
             float(label_smoothing),
             float(z_loss),
-            WEIGHTED=token_weight is not None,
-            IGNORES=ignore_index is not None,
-            SMOOTHED=gamma is not None,
             SQUARED=z_loss != 0,
             OUTSIDE_NAN=outside_is_nan,
             BLOCK=_TOKENS,

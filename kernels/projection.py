@@ -1,27 +1,23 @@
-"""One persistent matrix product ``x @ weight.T`` and three things to make of it in registers.
+"""The projection: one persistent matrix product ``x @ weight.T`` with an epilogue, in forward and in backward.
 
-    partials   per token and window of the vocabulary: maximum, sum of exponentials, and on request
-               the sums and the argmax of ``parallel_lce.partials``. No logits are written.
-    keep       the same, and ``exp(z - reference)`` in the input's dtype.
-    gradient   ``p (alpha + delta (z - M)) - gamma`` times the slope of scale and soft-cap, in the
-               input's dtype, from statistics that are known: the gradient of the logits but for the
-               targets' own entries, which are :mod:`parallel_lce.kernels.targets`'.
+    forward    stores partials of every tile, and on request its exponentials in the input's dtype. Logits are not
+               written.
+    backward   writes the gradient of the logits in the input's dtype, but for the targets' own entries, which
+               :mod:`parallel_lce.kernels.targets` adds.
 
-:mod:`parallel_lce.kernels.epilogues` has the three; the mainloop is :mod:`parallel_lce.kernels.hopper`
-on Hopper, where operands allow TMA, and the one below elsewhere.
+:mod:`parallel_lce.kernels.epilogues` has both. The mainloop is :mod:`parallel_lce.kernels.hopper` on Hopper where TMA
+can address the operands, and the plain Triton one below elsewhere.
 
-The reference of a kept window is the token's own (``common``, a value near its largest logits,
-known beforehand) unless the window's maximum lies further from it than ``REACH``; then it is that
-maximum. So where all windows agree, as they nearly always do, one factor per token turns kept
-exponentials into gradients, and the products of the backward take them as they are.
+Saved exponentials are relative to the token's softmax shift, a value near its largest logits that is known before the
+product. A window whose maximum lies further from it than ``arithmetic.REACH`` takes its maximum instead. Where all
+windows of a token are on its softmax shift, as they nearly always are, one factor per token turns the exponentials into
+gradients, and the backward's products take them as they are.
 
-Every result has one writer. Offsets into what has rows times vocabulary are 64-bit: N * V passes
-2^31 in ordinary use.
+Every result has one writer. Offsets into tokens times vocabulary are 64-bit: N * V passes 2^31 in ordinary use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,16 +25,10 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.epilogues import (
-    FP16_SCALE,
-    REACH,
-    finished_logits,
-    gradient_epilogue,
-    gradient_rows,
-    partials_epilogue,
-    partials_rows,
-)
-from parallel_lce.kernels.launch import Relaunched, cdiv
+from parallel_lce.kernels.arithmetic import FP16_SCALE
+from parallel_lce.kernels.epilogues import BackwardEpilogue, ForwardEpilogue, finish_tile, tile_rows, tile_start
+from parallel_lce.kernels.partials import PartialColumns
+from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import (
     Tile,
     addressable,
@@ -46,65 +36,67 @@ from parallel_lce.kernels.tuning import (
     blocks_per_launch,
     descriptor,
     interpreted,
-    processors,
+    num_sms,
     tile_of,
 )
 
 
 @triton.jit
-def _load(source, row, k, rows, depth, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
+def _load(source, row, k, rows, k_size, stride, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr):
     if TMA:
         tile = source.load([row, k])
     else:
         r = row + tl.arange(0, BLOCK)
         c = k + tl.arange(0, BLOCK_K)
-        inside = (r < rows)[:, None] & (c < depth)[None, :]
+        inside = (r < rows)[:, None] & (c < k_size)[None, :]
         tile = tl.load(source + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0)
     return tile
 
 
 @triton.jit
-def _store(destination, row, first, rows, columns, stride, tile, TMA: tl.constexpr):
+def _store(out, row, first, rows, entries, stride, tile, TMA: tl.constexpr):
     if TMA:
-        destination.store([row, first], tile.to(destination.dtype))
+        out.store([row, first], tile.to(out.dtype))
     else:
         r = row + tl.arange(0, tile.shape[0])
         c = first + tl.arange(0, tile.shape[1])
-        inside = (r < rows)[:, None] & (c < columns)[None, :]
-        pointers = destination + r.to(tl.int64)[:, None] * stride + c[None, :]
-        tl.store(pointers, tile.to(destination.dtype.element_ty), mask=inside)
+        inside = (r < rows)[:, None] & (c < entries)[None, :]
+        pointers = out + r.to(tl.int64)[:, None] * stride + c[None, :]
+        tl.store(pointers, tile.to(out.dtype.element_ty), mask=inside)
+
+
+def projection_name(specialization) -> str:
+    return "lce_backward_projection" if specialization.constants["GRADIENT"] else "lce_forward_projection"
 
 
 # What changes from launch to launch and from batch to batch must not compile anew.
+CHANGING = ["rows", "first_block", "num_blocks", "all_blocks"]
+
+
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "first_block", "blocks", "all_blocks"])
+@triton.jit(do_not_specialize=CHANGING, repr=projection_name)
 def _projection(
     x,
     weight,
     out,
     bias,
+    epilogue,
     rows,
-    columns,
-    depth,
+    entries,
+    k_size,
     first_block,
-    blocks,
+    num_blocks,
     all_blocks,
     scale,
     cap,
-    a0,
-    a1,
-    a2,
-    a3,
-    a4,
     x_stride,
     weight_stride,
     out_stride,
-    out_columns,
-    HAS_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
+    out_entries,
     GRADIENT: tl.constexpr,
-    SWITCHES: tl.constexpr,
+    SCALED: tl.constexpr,
+    MASKED: tl.constexpr,
+    SAVED_SCALE: tl.constexpr,
     STORES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -113,65 +105,46 @@ def _projection(
     OUT_TMA: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """``blocks`` row blocks from ``first_block`` on, the first after the last, with either epilogue; ``a0`` to
-    ``a4`` are its tensors and ``SWITCHES`` its switches, in its order."""
-    windows = tl.cdiv(columns, BLOCK_N)
-    for tile in range(tl.program_id(0), blocks * windows, tl.num_programs(0)):
-        window = tile // blocks
-        row = (first_block + tile % blocks) % all_blocks * BLOCK_M
+    """Persistent GEMM over ``num_blocks`` row blocks from ``first_block`` on, modulo ``all_blocks``.
+
+    ``GRADIENT`` selects the epilogue. ``x``, ``weight`` and ``out`` are TMA descriptors or pointers.
+    """
+    windows = tl.cdiv(entries, BLOCK_N)
+    for tile in range(tl.program_id(0), num_blocks * windows, tl.num_programs(0)):
+        row, window = tile_start(tile, first_block, num_blocks, all_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)
-        if GRADIENT:
-            base, level, slope, uniform = gradient_rows(
-                r, rows, a0, a1, a2, a3, a4, scale, SWITCHES[0], SWITCHES[1], SWITCHES[2]
-            )
-        else:
-            known = partials_rows(r, rows, a0, SWITCHES[0])
+        of_rows = tile_rows(epilogue, r, rows, scale, GRADIENT)
         z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, depth, BLOCK_K):
-            a = _load(x, row, k, rows, depth, x_stride, BLOCK_M, BLOCK_K, TMA)
-            b = _load(weight, first, k, columns, depth, weight_stride, BLOCK_N, BLOCK_K, TMA)
+        for k in range(0, k_size, BLOCK_K):
+            a = _load(x, row, k, rows, k_size, x_stride, BLOCK_M, BLOCK_K, TMA)
+            b = _load(weight, first, k, entries, k_size, weight_stride, BLOCK_N, BLOCK_K, TMA)
             if UPCAST:
                 a = a.to(tl.float32)
                 b = b.to(tl.float32)
             # fp32 operands must not be rounded to tf32.
             z = tl.dot(a, b.T, z, input_precision="ieee")
-        z = finished_logits(z, c, bias, columns, scale, cap, HAS_BIAS, SCALED, CAPPED)
-        if GRADIENT:
-            z = gradient_epilogue(z, base, level, slope, uniform, cap, SWITCHES[0], SWITCHES[1], CAPPED)
-        else:
-            z = partials_epilogue(
-                z,
-                r,
-                c,
-                window,
-                windows,
-                rows,
-                columns,
-                known,
-                a1,
-                a2,
-                SWITCHES[0],
-                SWITCHES[1],
-                SWITCHES[2],
-                SWITCHES[3],
-                SWITCHES[4],
-                SWITCHES[5],
-                SWITCHES[6],
-            )
+        z = finish_tile(
+            z, of_rows, epilogue, bias, r, c, window, rows, entries, scale, cap, GRADIENT, SCALED, MASKED, SAVED_SCALE
+        )
         if STORES:
-            if first < out_columns:
-                _store(out, row, first, rows, out_columns, out_stride, z, OUT_TMA)
+            if first < out_entries:
+                _store(out, row, first, rows, out_entries, out_stride, z, OUT_TMA)
 
 
 @dataclass(frozen=True)
 class Operands:
-    """``x [R, D]``, ``weight [K, D]`` and ``bias [K]`` of one product and what follows it, as the
-    kernels take them; a soft-cap of None is none. D is contiguous in both."""
+    """One product and what follows it: ``softcap(scale * (x @ weight.T + bias))``.
 
+    K is contiguous in ``x`` and ``weight``.
+    """
+
+    # [R, D]
     x: torch.Tensor
+    # [V, D], rows of a vocabulary shard
     weight: torch.Tensor
+    # [V]
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
@@ -184,46 +157,47 @@ class Operands:
     def tile(self) -> Tile:
         return tile_of(self.weight, self.tma)
 
-    @property
+    @cached_property
     def windows(self) -> int:
-        return cdiv(self.weight.shape[0], self.tile.columns)
+        return -(-self.weight.shape[0] // self.tile.entries)
 
-    def _launch(
+    @cached_property
+    def row_blocks(self) -> int:
+        return -(-self.x.shape[0] // self.tile.rows)
+
+    def launch(
         self,
         out: torch.Tensor | None,
-        gradient: bool,
-        tensors: tuple,
-        switches: tuple,
-        order: Iterable[tuple[range, bool]] | None = None,
+        epilogue: ForwardEpilogue | BackwardEpilogue,
+        blocks: range | None = None,
+        overlaps_collective: bool = False,
     ) -> None:
-        """Start the product with an epilogue: its five ``tensors`` and its ``switches``, in order.
+        """Start the product of some row blocks with an epilogue.
 
-        ``order``: row blocks that follow one another, the first after the last, all of them in the end, and
-        whether a collective runs beside these, which then leave it some of the processors.
+        ``blocks``: consecutive row blocks, modulo :attr:`row_blocks`; all by default. A launch that
+        ``overlaps_collective`` leaves it some SMs.
         """
         tile, tma, x, weight = self.tile, self.tma, self.x, self.weight
-        (rows, depth), columns = x.shape, weight.shape[0]
-        softcap = 1.0 if self.softcap is None else float(self.softcap)
+        (rows, k_size), entries = x.shape, weight.shape[0]
+        gradient = isinstance(epilogue, BackwardEpilogue)
+        saves_fp16 = not gradient and out is not None and out.dtype == torch.float16
         options = {
-            "HAS_BIAS": self.bias is not None,
-            "SCALED": self.scale != 1.0,
-            "CAPPED": self.softcap is not None,
             "GRADIENT": gradient,
-            "SWITCHES": switches,
+            "SCALED": self.scale != 1.0,
+            "MASKED": entries % tile.entries != 0,
+            "SAVED_SCALE": FP16_SCALE if saves_fp16 else 1.0,
             "STORES": out is not None,
             "num_warps": tile.warps,
         }
         if tma:
-            x = descriptor(x, tile.rows, tile.depth, tile.specialised)
-            weight = descriptor(weight, tile.columns, tile.depth, tile.specialised)
+            x = descriptor(x, tile.rows, tile.k, tile.warp_specialized)
+            weight = descriptor(weight, tile.entries, tile.k, tile.warp_specialized)
         out_tma = out is not None and tma and addressable(out)
-        destination = out
-        if out_tma:
-            destination = descriptor(out, tile.rows, tile.columns, tile.specialised)
-        if tile.specialised:
+        destination = descriptor(out, tile.rows, tile.entries, tile.warp_specialized) if out_tma else out
+        strides: tuple[int, ...] = ()
+        if tile.warp_specialized:
             from parallel_lce.kernels.hopper import projection as kernel
 
-            strides: tuple[int, ...] = ()
             options["STAGES"] = tile.stages - (out is not None)
         else:
             kernel = _projection
@@ -231,80 +205,50 @@ class Operands:
             strides += (0, 0) if out is None else (out.stride(0), out.shape[1])
             options |= {
                 "BLOCK_M": tile.rows,
-                "BLOCK_N": tile.columns,
-                "BLOCK_K": tile.depth,
+                "BLOCK_N": tile.entries,
+                "BLOCK_K": tile.k,
                 "TMA": tma,
                 "OUT_TMA": out_tma,
                 # Triton's interpreter multiplies bf16 wrongly.
                 "UPCAST": interpreted() and self.x.dtype == torch.bfloat16,
                 "num_stages": tile.stages,
             }
-        row_blocks, block_bytes = cdiv(rows, tile.rows), tile.rows * depth * self.x.element_size()
-        for part, beside in order or [(range(row_blocks), False)]:
-            programs = processors(self.x.device)
-            programs = beside_collective(programs) if beside else programs
-            step = blocks_per_launch(len(part), self.windows, programs, block_bytes)
-            for first in part[::step]:
-                blocks = min(step, part.stop - first)
-                kernel[(min(blocks * self.windows, programs),)](
-                    x,
-                    weight,
-                    destination,
-                    self.bias,
-                    rows,
-                    columns,
-                    depth,
-                    first,
-                    blocks,
-                    row_blocks,
-                    float(self.scale),
-                    softcap,
-                    *tensors,
-                    *strides,
-                    **options,
-                )
+        row_blocks, windows = self.row_blocks, self.windows
+        cap = None if self.softcap is None else float(self.softcap)
+        blocks = range(row_blocks) if blocks is None else blocks
+        programs = num_sms(self.x.device)
+        programs = beside_collective(programs) if overlaps_collective else programs
+        step = blocks_per_launch(len(blocks), windows, programs, tile.rows * k_size * self.x.element_size())
+        for first in blocks[::step]:
+            number = min(step, blocks.stop - first)
+            kernel.launch(
+                (min(number * windows, programs),),
+                x,
+                weight,
+                destination,
+                self.bias,
+                epilogue,
+                rows,
+                entries,
+                k_size,
+                first,
+                number,
+                row_blocks,
+                float(self.scale),
+                cap,
+                *strides,
+                **options,
+            )
 
 
-def window_partials(
-    operands: Operands,
-    *,
-    shifted: bool = False,
-    total: bool = False,
-    weighted: bool = False,
-    argmax: bool = False,
-    kept: torch.Tensor | None = None,
-    common: torch.Tensor | None = None,
-    order: Iterable[tuple[range, bool]] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """``maxima [windows, R]`` and ``sums [*, windows, R]`` fp32: sum_exp, then those asked for.
-
-    ``kept [R, C]``, its rows 16 bytes aligned, receives the exponentials of the first C columns, and
-    anything in what remains of a row's last 16 bytes, which is as finely as TMA writes; they are
-    relative to ``epilogues.window_reference`` of ``common [R]`` fp32 or, if that is None, to each
-    window's maximum, and sum_exp likewise; C is K or a multiple of the tile's columns. In fp16 they
-    are times ``FP16_SCALE``. The argmax is a column, bit-cast. ``order``: of the row blocks, of
-    ``operands.tile.rows`` tokens each, and whether a collective runs beside them; what it does on the way
-    happens between their launches.
-    """
-    x, entries = operands.x, operands.weight.shape[0]
-    maxima = x.new_empty(operands.windows, x.shape[0], dtype=torch.float32)
-    sums = maxima.new_empty(1 + shifted + total + weighted + argmax, *maxima.shape)
-    operands._launch(
-        kept,
-        False,
-        (common, maxima, sums, None, None),
-        (
-            -1.0 if common is None else REACH,
-            FP16_SCALE if kept is not None and kept.dtype == torch.float16 else 1.0,
-            shifted,
-            total,
-            weighted,
-            argmax,
-            entries % operands.tile.columns != 0,
-        ),
-        order,
-    )
-    return maxima, sums
+def new_window_partials(operands: Operands, columns) -> PartialColumns:
+    """Uninitialised partials of all windows, ``[windows, R]`` fp32 each: ``columns`` but the target's."""
+    windows, rows = operands.windows, operands.x.shape[0]
+    # Maxima may be saved, the others are not: they have memory of their own.
+    maximum = operands.x.new_empty(windows, rows, dtype=torch.float32)
+    sum_exp, *requested = maximum.new_empty(columns.count - 2, windows, rows).unbind(0)
+    found = dict(zip(columns.requested, requested, strict=True))
+    return PartialColumns(maximum, sum_exp, None, *[found.get(name) for name in PartialColumns._fields[3:]])
 
 
 def logits_gradient(
@@ -316,12 +260,10 @@ def logits_gradient(
     power: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write ``p (alpha + delta (z - M)) - gamma``, times scale and soft-cap's slope, to ``out [R, K]``.
+    """Write ``p (alpha + delta (z - max)) - gamma``, times scale, soft-cap's slope and ``power``, to ``out [R, V]``.
 
-    ``statistics [>= 2, R]`` fp32, contiguous: maximum and sum of exponentials; ``alpha``, ``gamma``,
-    ``delta [R]`` fp32; ``power``: a 0-dimensional factor of everything. Rows of ``out`` are 16 bytes
-    aligned, and their last 16 bytes written as a whole.
+    ``statistics [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``alpha``, ``gamma``,
+    ``delta``: ``[R]`` fp32. ``power``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA stores granules of 16
+    bytes, so the tail of a row after column V is overwritten up to the next such boundary.
     """
-    operands._launch(
-        out, True, (statistics, alpha, gamma, delta, power), (gamma is not None, delta is not None, power is not None)
-    )
+    operands.launch(out, BackwardEpilogue(statistics[0], statistics[1], alpha, gamma, delta, power))

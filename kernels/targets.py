@@ -1,19 +1,19 @@
-"""The targets' own part in fp32: their logits, their gradients, and what these add to dX and dW.
+"""The gradients of the targets' logits in fp32, and what they add to dX and dW.
 
-The gradient ``t_i`` of a target's logit, formed from that logit, is most of a token's gradient. As an
-entry of dlogits, between operands that are rounded too, it would make the larger part of dX's and dW's
-error. With ``g_ij = c_i G_ij`` the other entries,
+The gradient ``t_i`` of a target's logit is most of a token's gradient. It is formed in fp32 from the target's logit. As
+a low-precision entry of the gradient of the logits it would cause most of the error of dX and dW. With
+``g_ij = c_i G_ij`` for the other entries,
 
     dX_i = c_i sum_j G_ij W_j + r_i W_{y_i}            r_i = t_i - c_i G_iy
 
-is exact in ``t_i`` whatever G's entry of the target is. In dW, whose rows are sums over tokens,
+is exact in ``t_i`` whatever G's entry of the target is. For dW, whose rows are sums over tokens,
 
-    dW_v = sum_i G_iv (c_i x_i) + t_k x_k              if k alone has the target v, and G_kv = 0
+    dW_v = sum_i G_iv (c_i x_i) + t_k x_k              if k is the only token with target v, and G_kv = 0
 
-is, and is rounded once more, when ``t_k x_k`` is added; so it is for a row of one target that this is better
-than an entry in the product. Where several tokens have the same target their sum and that of the other
-tokens may cancel, and belong into one product: their entries are ``t_i / c_i``, and ``c_i`` in ``c_i x_i``
-is what makes up for the rounding of the entry.
+is exact in ``t_k``, too, but dW_v is rounded once more when ``t_k x_k`` is added. For a row with one target that is
+better than an entry in the product. Where several tokens share a target, their sum and that of the other tokens may
+cancel, so they belong into one product: their entries are ``t_i / c_i``, and the ``c_i`` in ``c_i x_i`` is chosen to
+make up for the rounding of the entry.
 """
 
 from __future__ import annotations
@@ -22,102 +22,20 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.epilogues import LOWEST_SHIFT, finite_base, softcapped
-from parallel_lce.kernels.launch import Relaunched, cdiv, next_power_of_2
-from parallel_lce.kernels.projection import Operands
-from parallel_lce.kernels.tuning import interpreted
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, finite_base
+from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
-# Tokens of a tile of target logits, and of a program where one thread has one token.
-_TARGETS, _TOKENS = 64, 128
-# Vocabulary rows of a program that clears their marks.
+# Tokens of a program with one token per thread.
+_TOKENS = 128
+# Vocabulary entries of a program that clears their marks.
 _CLEARED = 1024
-# Tokens and hidden elements of a program that adds to dW; hidden elements of dX.
+# Tokens and hidden elements of a program that adds to dW; hidden elements of one that finishes dX.
 _ADDED, _WIDTH, _HIDDEN = 4, 2048, 4096
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
-def _targets_kernel(
-    x,
-    weight,
-    bias,
-    target,
-    result,
-    rows,
-    columns,
-    depth,
-    x_stride,
-    weight_stride,
-    scale,
-    cap,
-    HAS_BIAS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = r < rows
-    wanted = tl.load(target + r, mask=valid, other=-1)
-    hit = (wanted >= 0) & (wanted < columns)
-    x_rows = x + r.to(tl.int64)[:, None] * x_stride
-    weight_rows = weight + tl.where(hit, wanted, 0)[:, None] * weight_stride
-    z = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for k in range(0, depth, BLOCK_K):
-        c = k + tl.arange(0, BLOCK_K)
-        inside = (c < depth)[None, :]
-        # Of the tokens whose targets other shards have nothing is read.
-        a = tl.load(x_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
-        b = tl.load(weight_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
-        if UPCAST:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        z = tl.dot(a, b.T, z, input_precision="ieee")
-    own = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
-    logit = tl.sum(tl.where(own, z, 0.0), 1)
-    if HAS_BIAS:
-        logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
-    logit *= scale
-    if CAPPED:
-        logit = softcapped(logit, cap)
-    tl.store(result + r, tl.where(hit, logit, 0.0), mask=valid)
-
-
-def target_logits(operands: Operands, target: torch.Tensor, result: torch.Tensor) -> None:
-    """The targets' logits ``[R]`` fp32; 0 for a ``target [R]`` int64 outside ``[0, K)``.
-
-    The diagonal of a product with the targets' rows of the weight, gathered: tensor cores sum it in
-    the order of the mainloop, so that a target which is a token's maximum equals it to the bit.
-    Looking for targets in the mainloop's tiles costs some tiles more time than others, after which
-    the programs fall out of step.
-    """
-    x, weight = operands.x, operands.weight
-    _targets_kernel[(cdiv(x.shape[0], _TARGETS),)](
-        x,
-        weight,
-        operands.bias,
-        target,
-        result,
-        x.shape[0],
-        weight.shape[0],
-        x.shape[1],
-        x.stride(0),
-        weight.stride(0),
-        float(operands.scale),
-        1.0 if operands.softcap is None else float(operands.softcap),
-        HAS_BIAS=operands.bias is not None,
-        CAPPED=operands.softcap is not None,
-        UPCAST=interpreted() and x.dtype == torch.bfloat16,
-        BLOCK=_TARGETS,
-        BLOCK_K=64 if x.element_size() == 2 else 32,
-        num_warps=4,
-        num_stages=4,
-    )
-
-
-@Relaunched
-@triton.jit(do_not_specialize=["rows"])
-def _tag_kernel(target, tags, shared, rows, entries, BLOCK: tl.constexpr, CLEARED: tl.constexpr):
+def lce_backward_mark_targets(target, tags, shared, rows, entries, BLOCK: tl.constexpr, CLEARED: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wanted = tl.load(target + row, mask=row < rows, other=-1)
     tl.store(tags + wanted, row, mask=(wanted >= 0) & (wanted < entries))
@@ -127,7 +45,7 @@ def _tag_kernel(target, tags, shared, rows, entries, BLOCK: tl.constexpr, CLEARE
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
-def _share_kernel(target, tags, shared, rows, entries, BLOCK: tl.constexpr):
+def lce_backward_find_shared_targets(target, tags, shared, rows, entries, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wanted = tl.load(target + row, mask=row < rows, other=-1)
     hit = (wanted >= 0) & (wanted < entries)
@@ -137,7 +55,7 @@ def _share_kernel(target, tags, shared, rows, entries, BLOCK: tl.constexpr):
 
 @triton.jit
 def _place(gradient, row, column, stride, here, t, factor, alone):
-    """Write the entries of the targets that are ``here``; what they are, and what they leave of ``t``."""
+    """Write the entries of the targets that are ``here``; returns them, and what they leave of ``t``."""
     entry = tl.where(alone | (factor == 0.0), 0.0, t / factor).to(gradient.dtype.element_ty)
     tl.store(gradient + row.to(tl.int64) * stride + column, entry, mask=here)
     entry = entry.to(tl.float32)
@@ -146,7 +64,7 @@ def _place(gradient, row, column, stride, here, t, factor, alone):
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
-def _gradients_kernel(
+def lce_backward_target_gradients(
     target,
     tags,
     shared,
@@ -163,15 +81,9 @@ def _gradients_kernel(
     cap,
     gradient,
     power,
-    columns,
+    slice_entries,
     stride,
     first,
-    TAGGED: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    CAPPED: tl.constexpr,
-    PLACED: tl.constexpr,
-    HAS_POWER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -182,22 +94,22 @@ def _gradients_kernel(
     logit = tl.load(statistics + 2 * rows + row, mask=hit, other=0.0)
     shifted = logit - base
     g = tl.load(alpha + row, mask=hit, other=0.0)
-    if HAS_DELTA:
+    if delta is not None:
         g += tl.load(delta + row, mask=hit, other=0.0) * tl.maximum(shifted, LOWEST_SHIFT)
     g *= tl.exp(shifted) / sum_exp
-    if HAS_GAMMA:
+    if gamma is not None:
         g -= tl.load(gamma + row, mask=hit, other=0.0)
     g = (g - tl.load(beta + row, mask=hit, other=0.0)) * scale
-    if CAPPED:
+    if cap is not None:
         g *= 1.0 - (logit / cap) * (logit / cap)
     only = hit
-    if TAGGED:
+    if tags is not None:
         only &= tl.load(tags + wanted, mask=hit, other=0) == row
         only &= tl.load(shared + wanted, mask=hit, other=0) == 0
-    if PLACED:
-        here = hit & (wanted >= first) & (wanted < first + columns)
+    if gradient is not None:
+        here = hit & (wanted >= first) & (wanted < first + slice_entries)
         factor = tl.full((BLOCK,), 1.0, tl.float32)
-        if HAS_POWER:
+        if power is not None:
             factor /= tl.load(power)
         g = _place(gradient, row, wanted - first, stride, here, g, factor, only)[1]
     tl.store(result + row, g, mask=row < rows)
@@ -217,28 +129,33 @@ def target_gradients(
     count: bool,
     placed: tuple[torch.Tensor, int, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``p (alpha + delta (z - M)) - beta - gamma`` of the targets, times scale and the slope of the soft-cap:
-    ``[R]`` fp32, 0 for targets outside ``[0, entries)``; and whether no other token has the same target,
-    ``[R]`` uint8, or, unless these are to be ``count``-ed, whether a token has a target at all.
+    """Gradients of the targets' logits, and which targets no other token has.
 
-    ``target [R]`` int64; ``statistics [>= 3, R]`` the merged partial; the coefficients ``[R]``. All but the
-    target fp32, and contiguous. ``placed``: the ``gradient``, ``first`` and ``power`` of a :func:`place_targets`
-    that is done in the same launch.
+    Returns ``p (alpha + delta (z - max)) - beta - gamma`` times scale and soft-cap's slope, ``[R]`` fp32, 0 for targets
+    outside ``[0, entries)``; and ``alone [R]`` uint8. With ``count``, alone says that no other token has the same
+    target. Without, it says that the token has a target in this shard.
+
+    ``target [R]`` int64. ``statistics [>= 3, R]``: the merged partial. Coefficients: ``[R]``. All but the target are
+    fp32 and contiguous. ``placed``: ``gradient``, ``first`` and ``power`` of :func:`place_targets`, which is then done
+    in the same launch.
     """
     gradient, first, power = placed or (None, 0, None)
     rows, result = target.shape[0], torch.empty_like(alpha)
     alone = torch.empty_like(alpha, dtype=torch.uint8)
-    grid = (cdiv(rows, _TOKENS),)
+    grid = (-(-rows // _TOKENS),)
     tags = shared = None
     if count:
-        # Each token writes its number to its target's tag, and any of them stays; those that find another
-        # one's tell so. What is found does not depend on which one stayed.
+        # Every token writes its number to its target's tag; one of them stays. Tokens that find another number mark the
+        # target as shared. The marks do not depend on which number stayed.
         tags = torch.empty(entries, dtype=torch.int32, device=target.device)
         shared = torch.empty(entries, dtype=torch.uint8, device=target.device)
-        programs = max(grid[0], cdiv(entries, _CLEARED))
-        _tag_kernel[(programs,)](target, tags, shared, rows, entries, BLOCK=_TOKENS, CLEARED=_CLEARED)
-        _share_kernel[grid](target, tags, shared, rows, entries, BLOCK=_TOKENS)
-    _gradients_kernel[grid](
+        programs = max(grid[0], -(-entries // _CLEARED))
+        lce_backward_mark_targets.launch(
+            (programs,), target, tags, shared, rows, entries, BLOCK=_TOKENS, CLEARED=_CLEARED
+        )
+        lce_backward_find_shared_targets.launch(grid, target, tags, shared, rows, entries, BLOCK=_TOKENS)
+    lce_backward_target_gradients.launch(
+        grid,
         target,
         tags,
         shared,
@@ -252,18 +169,12 @@ def target_gradients(
         rows,
         entries,
         float(scale),
-        1.0 if softcap is None else float(softcap),
+        None if softcap is None else float(softcap),
         gradient,
         power,
         0 if gradient is None else gradient.shape[1],
         0 if gradient is None else gradient.stride(0),
         first,
-        TAGGED=count,
-        HAS_GAMMA=gamma is not None,
-        HAS_DELTA=delta is not None,
-        CAPPED=softcap is not None,
-        PLACED=gradient is not None,
-        HAS_POWER=power is not None,
         BLOCK=_TOKENS,
     )
     return result, alone
@@ -271,36 +182,23 @@ def target_gradients(
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
-def _entries_kernel(
-    gradient,
-    target,
-    rest,
-    alone,
-    row_scale,
-    power,
-    x_scale,
-    rows,
-    columns,
-    stride,
-    first,
-    HAS_SCALE: tl.constexpr,
-    HAS_POWER: tl.constexpr,
-    BLOCK: tl.constexpr,
+def lce_backward_place_targets(
+    gradient, target, rest, alone, row_scale, power, x_scale, rows, slice_entries, stride, first, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = row < rows
     wanted = tl.load(target + row, mask=valid, other=-1)
-    hit = (wanted >= first) & (wanted < first + columns)
+    hit = (wanted >= first) & (wanted < first + slice_entries)
     t = tl.load(rest + row, mask=hit, other=0.0)
     factor = tl.full((BLOCK,), 1.0, tl.float32)
-    if HAS_SCALE:
+    if row_scale is not None:
         factor = tl.load(row_scale + row, mask=valid, other=1.0)
-    if HAS_POWER:
+    if power is not None:
         factor /= tl.load(power)
     only = tl.load(alone + row, mask=hit, other=1) != 0
     entry, left = _place(gradient, row, wanted - first, stride, hit, t, factor, only)
     tl.store(rest + row, left, mask=hit)
-    if HAS_SCALE:
+    if row_scale is not None:
         tl.store(x_scale + row, tl.where(entry == 0.0, factor, t / entry), mask=valid)
 
 
@@ -313,15 +211,16 @@ def place_targets(
     row_scale: torch.Tensor | None,
     power: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """Write the targets' entries of ``gradient [R, C]``, the columns from ``first`` on, whose rows are to be
-    multiplied by ``row_scale [R]`` and divided by ``power``.
+    """Write the targets' entries of ``gradient [R, C]``, whose columns are the entries from ``first`` on.
 
-    They are 0 for those ``alone [R]``. ``rest [R]``, the gradients of :func:`target_gradients`, becomes what the
-    entries leave of them. Returns what ``x`` is to be multiplied by, row by row, if anything.
+    The rows of ``gradient`` are still to be multiplied by ``row_scale [R]`` and divided by ``power``. Entries of
+    targets that are ``alone [R]`` become 0. ``rest [R]``, the gradients of :func:`target_gradients`, is reduced to what
+    the entries leave of them. Returns the factors ``[R]`` of the rows of ``x`` in dW's product, if any.
     """
-    rows, columns = gradient.shape
+    rows, slice_entries = gradient.shape
     x_scale = None if row_scale is None else torch.empty_like(row_scale)
-    _entries_kernel[(cdiv(rows, _TOKENS),)](
+    lce_backward_place_targets.launch(
+        (-(-rows // _TOKENS),),
         gradient,
         target,
         rest,
@@ -330,11 +229,9 @@ def place_targets(
         power,
         x_scale,
         rows,
-        columns,
+        slice_entries,
         gradient.stride(0),
         first,
-        HAS_SCALE=row_scale is not None,
-        HAS_POWER=power is not None,
         BLOCK=_TOKENS,
     )
     return x_scale
@@ -342,30 +239,28 @@ def place_targets(
 
 @Relaunched
 @triton.jit
-def _hidden_kernel(
+def lce_backward_finish_rows(
     source,
     factor,
     target,
     entry,
     weight,
     result,
-    columns,
+    hidden_size,
     entries,
     source_stride,
     factor_stride,
     weight_stride,
     result_stride,
-    HAS_FACTOR: tl.constexpr,
-    HAS_TARGET: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < columns
+    inside = c < hidden_size
     value = tl.load(source + row * source_stride + c, mask=inside, other=0.0).to(tl.float32)
-    if HAS_FACTOR:
+    if factor is not None:
         value *= tl.load(factor + row * factor_stride)
-    if HAS_TARGET:
+    if target is not None:
         wanted = tl.load(target + row)
         hit = (wanted >= 0) & (wanted < entries)
         of_target = weight + tl.where(hit, wanted, 0) * weight_stride + c
@@ -379,29 +274,28 @@ def finished_rows(
     targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     result: torch.Tensor,
 ) -> torch.Tensor:
-    """``result = factor * source + entry * weight[target]``, all ``[R, D]``, rounded once; it may be ``source``.
+    """Write ``factor * source + entry * weight[target]`` into ``result [R, D]``, rounded once.
 
-    ``factor``: ``[R]`` or 0-dimensional, None for 1; ``targets``: ``target [R]`` int64, of which those outside
-    the weight hit nothing, ``entry [R]`` and ``weight [K, D]``, or None.
+    ``result`` may be ``source [R, D]``. ``factor``: ``[R]`` or 0-dimensional, None for 1. ``targets``: ``target [R]``
+    int64, ``entry [R]`` and ``weight [V, D]``, or None. A target outside ``[0, V)`` adds nothing.
     """
-    rows, columns = source.shape
+    rows, hidden_size = source.shape
     target, entry, weight = targets or (None, None, None)
-    block = min(next_power_of_2(columns), _HIDDEN)
-    _hidden_kernel[(rows, cdiv(columns, block))](
+    block = min(next_power_of_2(hidden_size), _HIDDEN)
+    lce_backward_finish_rows.launch(
+        (rows, -(-hidden_size // block)),
         source,
         factor,
         target,
         entry,
         weight,
         result,
-        columns,
+        hidden_size,
         0 if weight is None else weight.shape[0],
         source.stride(0),
         0 if factor is None or factor.dim() == 0 else 1,
         0 if weight is None else weight.stride(0),
         result.stride(0),
-        HAS_FACTOR=factor is not None,
-        HAS_TARGET=targets is not None,
         BLOCK=block,
     )
     return result
@@ -409,7 +303,7 @@ def finished_rows(
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
-def _add_kernel(
+def lce_backward_add_targets(
     total,
     target,
     rest,
@@ -417,8 +311,8 @@ def _add_kernel(
     x,
     rows,
     first,
-    columns,
-    depth,
+    slice_entries,
+    hidden_size,
     row_stride,
     column_stride,
     x_stride,
@@ -426,12 +320,12 @@ def _add_kernel(
     BLOCK: tl.constexpr,
 ):
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = c < depth
+    inside = c < hidden_size
     for number in tl.static_range(TOKENS):
         row = tl.program_id(0) * TOKENS + number
         wanted = tl.load(target + row, mask=row < rows, other=-1)
         only = tl.load(alone + row, mask=row < rows, other=0) != 0
-        if (wanted >= first) & (wanted < first + columns) & only:
+        if (wanted >= first) & (wanted < first + slice_entries) & only:
             here = total + (wanted - first) * row_stride + c.to(tl.int64) * column_stride
             of_token = tl.load(x + row.to(tl.int64) * x_stride + c, mask=inside, other=0.0)
             value = tl.load(rest + row) * of_token.to(tl.float32)
@@ -442,13 +336,14 @@ def _add_kernel(
 def add_targets(
     total: torch.Tensor, first: int, target: torch.Tensor, rest: torch.Tensor, alone: torch.Tensor, x: torch.Tensor
 ) -> None:
-    """``total[y_i - first] += rest_i x_i`` for the tokens that are ``alone``, in fp32.
+    """``total[y_i - first] += rest_i x_i`` for the tokens whose target is ``alone``, in fp32.
 
-    ``total [C, D]``: the rows from ``first`` on; ``rest [R]`` fp32 of :func:`place_targets`; ``x [R, D]``.
+    ``total [C, D]``: dW of the entries from ``first`` on. ``rest [R]`` fp32: of :func:`place_targets`. ``x [R, D]``.
     """
-    rows, depth = x.shape
-    block = min(next_power_of_2(depth), _WIDTH)
-    _add_kernel[(cdiv(rows, _ADDED), cdiv(depth, block))](
+    rows, hidden_size = x.shape
+    block = min(next_power_of_2(hidden_size), _WIDTH)
+    lce_backward_add_targets.launch(
+        (-(-rows // _ADDED), -(-hidden_size // block)),
         total,
         target,
         rest,
@@ -457,7 +352,7 @@ def add_targets(
         rows,
         first,
         total.shape[0],
-        depth,
+        hidden_size,
         total.stride(0),
         total.stride(1),
         x.stride(0),

@@ -19,45 +19,48 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @dataclass(frozen=True)
 class Tile:
-    """Tokens, vocabulary rows and hidden elements of a tile, and how it is run.
+    """The tile of a program, and how it is run."""
 
-    ``specialised``: by the warp-specialised mainloop of :mod:`parallel_lce.kernels.hopper`, which
-    gives up a stage for what it stores.
-    """
-
+    # tokens
     rows: int
-    columns: int
-    depth: int
+    # vocabulary entries
+    entries: int
+    # elements of the K dimension per step
+    k: int
     warps: int
     stages: int
-    specialised: bool = False
+    # Run by parallel_lce.kernels.hopper, which uses one stage less if it stores.
+    warp_specialized: bool = False
 
 
-_SPECIALISED = Tile(128, 256, 64, 8, 4, specialised=True)
-# (major compute capabilities, TMA, bytes per element) -> tile; elsewhere _MODEST, which fits the shared
-# memory of every device since Ampere, and the registers that sums without tensor cores take in fp32.
+_WARP_SPECIALIZED = Tile(128, 256, 64, 8, 4, warp_specialized=True)
+# (major compute capabilities, TMA, bytes per element) -> tile.
 _TABLE = {((9, 10), True, 2): Tile(128, 256, 64, 8, 3)}
+# Elsewhere, by bytes per element. They fit the shared memory of every device since Ampere, and the registers: fp32
+# accumulators without tensor cores take more of those.
 _MODEST = {2: Tile(128, 128, 32, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
-# Row blocks of a launch, which walk the vocabulary together; more, up to so many, of at most so many waves and
-# bytes, of which the L2 cache has room for most.
+# Row blocks of one launch.
 _BLOCKS = range(12, 21)
+# A launch may have more row blocks, up to these, while it has at most so many waves, and its rows of x at most so many
+# bytes: they then stay in the L2 cache.
 _MORE_BLOCKS, _WAVES, _BYTES = 33, 32, 36 << 20
-# Processors that NCCL takes for a collective of large tensors, and the flops of a product while a byte arrives: an
-# H200 does some 700e12 a second and receives 340e9 bytes.
-_COLLECTIVE, _FLOPS_PER_BYTE = 24, 2048
+# SMs that NCCL takes for a collective of large tensors.
+_COLLECTIVE_SMS = 24
+# Flops of a product while one byte is received: an H200 does about 700e12 flops and receives 340e9 bytes a second.
+_FLOPS_PER_BYTE = 2048
 _forced: tuple[Tile, int] | None = None
 
 
 def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
     """The tile for operands of the weight's dtype on its device, loaded by TMA or by pointers.
 
-    It must not depend on the epilogue: the backward meets the forward's windows again.
+    The tile does not depend on the epilogue: the backward reads partials by the forward's windows.
     """
     major = _capability(weight.device) // 10
     if _forced is not None:
         return _forced[0]
     if tma and major == 9 and weight.element_size() == 2 and _has_gluon():
-        return _SPECIALISED
+        return _WARP_SPECIALIZED
     for (majors, with_tma, itemsize), tile in _TABLE.items():
         if major in majors and tma == with_tma and weight.element_size() == itemsize:
             return tile
@@ -66,7 +69,7 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
 
 @contextmanager
 def forced(tile: Tile, blocks: int) -> Iterator[None]:
-    """This tile and these row blocks per launch for every product: for measuring them."""
+    """Use this tile and these row blocks per launch for every product, to measure them."""
     global _forced
     before = _forced
     _forced = tile, blocks
@@ -80,8 +83,8 @@ def forced(tile: Tile, blocks: int) -> Iterator[None]:
 
 @functools.cache
 def _has_gluon() -> bool:
-    """Whether Triton has Gluon, which is experimental, in the form that the kernel is written in and
-    tested with. Its interpreter has none."""
+    """Whether this Triton's Gluon, which is experimental, is one that ``kernels.hopper`` is written for and tested
+    with. Triton's interpreter has no Gluon."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     return (3, 6) <= version < (3, 8) and not interpreted()
 
@@ -100,32 +103,33 @@ def _capability(device: torch.device) -> int:
 
 
 @functools.cache
-def processors(device: torch.device) -> int:
-    """Programs that a persistent kernel starts."""
+def num_sms(device: torch.device) -> int:
+    """Programs that a persistent kernel starts: one per SM."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def beside_collective(programs: int) -> int:
-    """Programs that are started where a collective has some of the processors: those for which there is none
-    would wait until it ends, or the others do."""
-    return max(programs // 2, programs - _COLLECTIVE)
+    """Programs of a launch that overlaps a collective, out of ``programs``.
+
+    A program without an SM would start only when the collective or another program ends.
+    """
+    return max(programs // 2, programs - _COLLECTIVE_SMS)
 
 
-def rows_beside_gather(rows: int, itemsize: int, columns: int) -> int:
-    """Rows whose product with ``columns`` vocabulary rows takes about as long as receiving ``rows`` such rows."""
-    return max(1, rows * itemsize * _FLOPS_PER_BYTE // (2 * columns))
+def rows_beside_gather(rows: int, itemsize: int, entries: int) -> int:
+    """Rows whose product with ``entries`` vocabulary entries takes about as long as receiving ``rows`` rows."""
+    return max(1, rows * itemsize * _FLOPS_PER_BYTE // (2 * entries))
 
 
 @functools.cache
 def blocks_per_launch(row_blocks: int, windows: int, programs: int, block_bytes: int) -> int:
-    """Row blocks of ``block_bytes`` each to give a launch, so that both operands are met in the L2 cache and
-    little is lost in last waves.
+    """Row blocks per launch: few enough that the operands stay in the L2 cache, and enough that the last wave is
+    nearly full. A row block of x has ``block_bytes``.
 
-    Programs drift apart in a long launch, until they no longer share what they load; the next one
-    starts in step again. Launches over few windows are short, and may have more row blocks: the fewer
-    launches, the better for the host.
+    Programs drift apart in a long launch until they no longer share what they load. The next launch starts them in
+    step again. A launch over few windows is short and may have more row blocks, which saves host time.
     """
     if _forced is not None:
         return max(1, min(row_blocks, _forced[1]))
@@ -143,20 +147,16 @@ def blocks_per_launch(row_blocks: int, windows: int, programs: int, block_bytes:
 
 
 def addressable(*tensors: torch.Tensor) -> bool:
-    """Whether TMA can address the tensors, ``[rows, columns]`` each: Hopper and later, and rows that
-    begin at multiples of 16 bytes and are contiguous."""
-    return all(
-        _capability(t.device) >= 90
-        and t.data_ptr() % 16 == 0
-        and t.stride(1) == 1
-        and t.stride(0) * t.element_size() % 16 == 0
-        and min(t.shape) > 0
-        for t in tensors
-    )
+    """Whether TMA can address these matrices: Hopper and later, with contiguous rows 16 bytes aligned."""
+    for t in tensors:
+        aligned = t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
+        if not (aligned and t.stride(1) == 1 and min(t.shape) > 0 and _capability(t.device) >= 90):
+            return False
+    return True
 
 
 def descriptor(tensor: torch.Tensor, rows: int, columns: int, gluon: bool):
-    """A TMA descriptor of ``tensor [R, C]`` in blocks of ``[rows, columns]``, for Triton or Gluon."""
+    """A TMA descriptor of a matrix in blocks of ``[rows, columns]``, for Triton or Gluon."""
     if not gluon:
         return TensorDescriptor.from_tensor(tensor, [rows, columns])
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor

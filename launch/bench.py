@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
         torchrun = ["--standalone", "--nproc-per-node", str(_processes_here())]
     nodes, here = processes_of(torchrun)
 
-    from parallel_lce.bench.parallel.__main__ import choose_peers, parse_arguments
+    from parallel_lce.bench.ranks import choose_peers, parse_arguments
 
     options = parse_arguments(arguments, nodes * here, here)
     _check_files(options)
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> None:
     except SystemExit as said:
         raise Refusal(str(said.code)) from None
     # No file in the user's folder stands in for a module: not in torchrun, nor in the ranks, which it starts with -m.
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", *torchrun, "-m", "parallel_lce.bench.parallel"]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", *torchrun, "-m", "parallel_lce.bench.ranks"]
     os.execve(command[0], [*command, *arguments], os.environ | {"PYTHONSAFEPATH": "1"})
 
 

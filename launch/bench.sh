@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures ours over tensor-parallel ranks against bare matrix products and other libraries: on all GPUs of this host,
+# Measures ours over tensor-parallel ranks against a GEMM-only baseline and other libraries: on all GPUs of this host,
 # or as two gloo processes where there is none.
 #   ./launch/bench.sh [--tp 1 2 4 8] [--json PATH] [--plot PATH] [--trace DIR] [--help] ...
 # torchrun's own arguments, for several hosts, go in front of a --, the same on each host but for the node's rank:

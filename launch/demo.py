@@ -11,44 +11,41 @@ from pathlib import Path
 from training.packages import require
 from training.refusal import Refusal, check_folder, fail
 
-require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core", "matplotlib")
-
-from training.config import parse_command_line  # noqa: E402
-from training.host import check_host, remove_results  # noqa: E402
-from training.launch import environment, prepare_text, torchrun_command  # noqa: E402
-from training.torchrun import processes_of, split_arguments  # noqa: E402
-
 
 def main() -> int:
+    require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core", "matplotlib")
+    from training.config import parse_command_line
+    from training.host import check_host
+    from training.runs import remove_results, runs_of
+    from training.start import environment, prepare_text, torchrun_command
+    from training.torchrun import processes_of, split_arguments
+
     torchrun, arguments = split_arguments(sys.argv[1:])
     config = parse_command_line(__doc__, arguments)
     check_host(config, torchrun)
     if config.compare.report is not None:
         check_folder("compare.report", config.compare.report)
     prepare_text(config)
-
-    from training.compare import runs_of  # it loads PyTorch
-
     runs = runs_of(config)
     folders = {name: Path(config.output) / name for name in runs}
-    for folder in folders.values():
+    for folder in folders.values():  # all before the first run: if it fails, the others' earlier results must not stay
         check_folder("output", str(folder))
         remove_results(str(folder))
-    for name, chosen in runs.items():
-        command = torchrun_command(config, torchrun, [*arguments, *chosen, f"output={folders[name]}"])
+    for name, overrides in runs.items():
+        command = torchrun_command(config, torchrun, [*arguments, *overrides, f"output={folders[name]}"])
         code = subprocess.run(command, env=environment(config)).returncode
         if code:
             print(f"FAILED: the run {name!r} ended with exit code {code}", file=sys.stderr)
             return 1
     missing = [folder for folder in folders.values() if not (folder / "metrics.json").exists()]
     if missing and torchrun and processes_of(torchrun)[0] > 1:
-        print("another host has the results")  # that of rank 0
+        print("another host has the results")  # rank 0 writes them, on its own host
         return 0
     if missing:
         print(f"FAILED: the run left no results in {missing[0]}", file=sys.stderr)
         return 1
 
-    from compare import report
+    from training.comparison_report import report  # PyTorch and matplotlib load for seconds
 
     return report(config, sys.argv[1:])
 

@@ -1,4 +1,4 @@
-"""Makes the repository's .venv, unless it is there and up to date. env.sh starts this, and knows the result's place.
+"""Makes the repository's .venv, unless it exists and is up to date. env.sh runs this.
 
     BASE launch/make_venv.py BASE        BASE: the Python that .venv is made with
 
@@ -22,7 +22,7 @@ INSTALL = ["-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", "
 
 
 def stamp() -> str:
-    """What was asked for and with which Python: when either changes, .venv is made anew."""
+    """Identifies the requirements and the Python version. When either changes, .venv is made again."""
     files = b"\0".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
     return f"{hashlib.sha256(files).hexdigest()} {sys.version_info.major}.{sys.version_info.minor}"
 
@@ -37,7 +37,7 @@ def is_made() -> bool:
 def main(base: str) -> None:
     if is_made():
         return
-    # Beside .venv, since what is in there is cleared. The file stays; the lock ends with its process, in any case.
+    # Beside .venv, whose content is cleared. The file stays, but the lock ends with its process.
     with open(f"{VENV}.lock", "w") as lock:
         wait_for(lock)
         if not is_made():
@@ -45,10 +45,9 @@ def main(base: str) -> None:
 
 
 def wait_for(lock) -> None:
-    """Takes the lock. Two first starts at once, perhaps on two hosts, would clear each other's .venv.
+    """Takes the lock. Without it two first starts at once, perhaps on two hosts, would clear each other's .venv.
 
-    lockf, since NFS has such locks; flock(1) is not on every system. Where a file system has no locks at all, nothing
-    keeps the starts apart.
+    lockf works on NFS, and flock(1) is not on every system. On a file system without locks the start goes on without.
     """
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,11 +68,11 @@ def make(base: str) -> None:
             fail(2, f"cannot make {VENV}: {failure}")
     if subprocess.run([PYTHON, *INSTALL], cwd=ROOT).returncode:
         fail(1, f"the installation into {VENV} failed; the next start tries again")
-    STAMP.write_text(stamp() + "\n")  # last, so that an interrupted installation leaves none
+    STAMP.write_text(stamp() + "\n")  # last: an interrupted installation has no stamp
 
 
 def run(*command: str) -> str | None:
-    """None if it succeeds, else the last line it said. In ROOT, none of whose files stands in for a module."""
+    """Runs a command in ROOT, where no file hides a module: None if it succeeds, else its last line of output."""
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return (done.stdout.strip().splitlines() or ["no reason given"])[-1] if done.returncode else None
 

@@ -5,35 +5,39 @@ torchrun's own arguments may come first, ended by `--`; without them all process
 
 import os
 import sys
+from typing import TYPE_CHECKING, NoReturn
 
 from training.packages import require
 from training.refusal import Refusal, fail
 
-require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core")
-
-from training.config import Config, parse_command_line  # noqa: E402
-from training.host import check_host, remove_results  # noqa: E402
-from training.launch import environment, prepare_text, torchrun_command  # noqa: E402
-from training.torchrun import split_arguments, started_by_torchrun  # noqa: E402
+if TYPE_CHECKING:
+    from training.config import Config
 
 
 def main() -> None:
+    require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core")
+    from training.config import parse_command_line
+    from training.torchrun import split_arguments, started_by_torchrun
+
     torchrun, arguments = split_arguments(sys.argv[1:])
     config = parse_command_line(__doc__, arguments)
     if started_by_torchrun():
         from torch.distributed.elastic.multiprocessing.errors import record
 
         record(train)(config)  # lets torchrun show the error of the rank that failed first
-    else:
-        check_host(config, torchrun)
-        prepare_text(config)
-        remove_results(config.output)
-        command = torchrun_command(config, torchrun, arguments)
-        os.execve(command[0], command, environment(config))
+        return
+
+    from training.host import check_host
+    from training.start import environment, prepare_text, torchrun_command
+
+    check_host(config, torchrun)
+    prepare_text(config)
+    command = torchrun_command(config, torchrun, arguments)
+    os.execve(command[0], command, environment(config))
 
 
-def train(config: Config) -> None:
-    """One rank's part."""
+def train(config: "Config") -> None:
+    """Trains on this rank. Its refusals end here, since `record` would print their traceback."""
     from training.worker import run
 
     try:
@@ -42,7 +46,7 @@ def train(config: Config) -> None:
         end(refusal)
 
 
-def end(refusal: Refusal) -> None:
+def end(refusal: Refusal) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") != "0":  # one line per host
         sys.exit(2)
     fail(str(refusal))

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from parallel_lce.collectives import Layout
 from parallel_lce.dtensor import refuse_dtensor
-from parallel_lce.parallel import Layout
-from parallel_lce.weight_grad import accumulation_dtype
+from parallel_lce.grad_buffers import accumulation_dtype
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 _TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
+_COUNTS, _REALS = ("vocab_start", "vocab_size", "logits_budget"), ("logit_scale", "logit_softcap")
+_PLAIN, _PLAIN_REAL = (type(None), int), (type(None), float)
 _LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
 # Ids are exchanged and stored in 32 bits.
 _LARGEST_VOCABULARY = 2**31 - 1
@@ -25,7 +26,7 @@ _LARGEST_VOCABULARY = 2**31 - 1
 
 @dataclass(frozen=True)
 class Arguments:
-    """What the public functions share; the meaning of each is theirs."""
+    """Arguments that the public functions share; :func:`parallel_lce.linear_cross_entropy` says what each means."""
 
     input: Tensor
     linear_weight: Tensor
@@ -38,18 +39,38 @@ class Arguments:
     vocab_start: int | None
     vocab_size: int | None
     logits_budget: int | None
-    token_weight: Tensor | None = None
     reduce_dtype: torch.dtype | None = None
+    token_weight: Tensor | None = None
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         named = {name: getattr(self, name) for name in _TENSORS}
         return {name: value for name, value in named.items() if isinstance(value, Tensor)}
 
+    def with_python_numbers(self) -> Arguments:
+        """The same with other libraries' numbers as Python's."""
+        changed = {name: plain(getattr(self, name)) for name in _COUNTS if type(getattr(self, name)) not in _PLAIN}
+        changed |= {name: real(getattr(self, name)) for name in _REALS if type(getattr(self, name)) not in _PLAIN_REAL}
+        return replace(self, **changed) if changed else self
 
-def _require(condition: bool, message: Callable[[], str]) -> None:
-    if not condition:
-        raise ValueError(message())
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Options of a loss; :func:`parallel_lce.linear_cross_entropy` says what each means."""
+
+    reduction: str = "none"
+    ignore_index: int | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    # False: as in Megatron, the loss of a target outside [0, V) is lse - max, and any target is allowed.
+    outside_is_nan: bool = True
+
+    @classmethod
+    def given(cls, reduction: str, ignore_index: object, label_smoothing: object, z_loss: object) -> LossOptions:
+        """Options with other libraries' numbers as Python's."""
+        if not (type(ignore_index) is int and type(label_smoothing) is type(z_loss) is float):
+            ignore_index, label_smoothing, z_loss = plain(ignore_index), real(label_smoothing), real(z_loss)
+        return cls(reduction, ignore_index, label_smoothing, z_loss)
 
 
 def plain(value: object) -> object:
@@ -84,59 +105,51 @@ def _is_count(value: object) -> bool:
 
 
 def check_process_group(group: object) -> None:
-    _require(
-        group is None or isinstance(group, dist.ProcessGroup),
-        lambda: f"process_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}",
-    )
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
 
 
-def check_arguments(a: Arguments, layout: Layout) -> None:
-    """Raise ``ValueError`` for tensors or numbers that do not fit each other or the layout."""
+def check_arguments(a: Arguments, layout: Layout) -> torch.Size:
+    """The shape of the tokens; or ``ValueError`` for tensors or numbers that do not fit each other or the layout."""
     _check_tensors(a)
     weight, rows = a.linear_weight, a.linear_weight.shape[0]
     bias, target = a.linear_bias, a.target
-    if bias is not None:
-        _require(
-            bias.shape == (rows,),
-            lambda: (
-                f"linear_bias must have shape [{rows}], one entry per row of linear_weight "
-                f"{list(weight.shape)}, got {list(bias.shape)}"
-            ),
+    if bias is not None and bias.shape != (rows,):
+        raise ValueError(
+            f"linear_bias must have shape [{rows}], one entry per row of linear_weight "
+            f"{list(weight.shape)}, got {list(bias.shape)}"
         )
-    _require(
-        a.input.dim() >= 2 or layout.parts == 1,
-        lambda: f"input must be [S/P, ..., D] under sequence parallelism, got {list(a.input.shape)}",
-    )
+    if a.input.dim() < 2 and layout.sequence_parallel:
+        raise ValueError(f"input must be [S/P, ..., D] under sequence parallelism, got {list(a.input.shape)}")
     tokens = torch.Size(token_shape(a.input, layout))
-    if target is not None:
-        where = (
-            f"input {list(a.input.shape)} of each of {layout.ranks} sequence-parallel ranks"
-            if layout.sequence_parallel
-            else f"input {list(a.input.shape)}"
-        )
-        _require(
-            target.shape == tokens,
-            lambda: f"target must have shape {list(tokens)} for {where}, got {list(target.shape)}",
-        )
-    if a.token_weight is not None:
-        _require(
-            a.token_weight.shape == tokens,
-            lambda: f"token_weight must have target's shape {list(tokens)}, got {list(a.token_weight.shape)}",
-        )
-    _check_numbers(a)
+    if target is not None and target.shape != tokens:
+        where = f"input {list(a.input.shape)}"
+        if layout.sequence_parallel:
+            where += f" of each of {layout.ranks} sequence-parallel ranks"
+        raise ValueError(f"target must have shape {list(tokens)} for {where}, got {list(target.shape)}")
+    if a.token_weight is not None and a.token_weight.shape != tokens:
+        raise ValueError(f"token_weight must have target's shape {list(tokens)}, got {list(a.token_weight.shape)}")
+    check_logit_options(a.logit_scale, a.logit_softcap)
+    check_budget(a.logits_budget)
+    sums = accumulation_dtype(a.input.dtype)
+    if a.reduce_dtype not in (None, a.input.dtype, sums):
+        raise ValueError(f"reduce_dtype must be None, {sums} or the input's {a.input.dtype}, got {a.reduce_dtype!r}")
     _check_shard(a, layout)
+    return tokens
 
 
 def token_shape(input: Tensor, layout: Layout) -> tuple[int, ...]:
     """Shape of the tokens in the TP layout: the leading shape of ``input``, all parts together."""
     leading = input.shape[:-1]
-    return (leading[0] * layout.parts, *leading[1:]) if layout.parts > 1 else tuple(leading)
+    return (leading[0] * layout.sp_size, *leading[1:]) if layout.sequence_parallel else tuple(leading)
 
 
 def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:
     """Raise for a DTensor, a sparse tensor, and one with a tangent, which kernels would not see."""
-    refuse_dtensor(name, value, process_group)
-    _require(value.layout == torch.strided, lambda: f"{name} must be a dense tensor, got one of layout {value.layout}")
+    if hasattr(value, "to_local"):
+        refuse_dtensor(name, value, process_group)
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
     if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
         raise NotImplementedError(f"{name} has a tangent: parallel_lce has no forward-mode derivatives")
 
@@ -144,87 +157,64 @@ def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None
 def _check_tensors(a: Arguments) -> None:
     for name in ("input", "linear_weight"):
         value = getattr(a, name)
-        _require(isinstance(value, Tensor), lambda: f"{name} must be a tensor, got {type(value).__name__}")
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
     tensors = a.tensors
     for name, value in tensors.items():
         check_kind(name, value, a.process_group)
     for name in ("target", "linear_bias", "token_weight"):
         value = getattr(a, name)
-        _require(
-            value is None or isinstance(value, Tensor),
-            lambda: f"{name} must be a tensor or None, got {type(value).__name__}",
-        )
+        if value is not None and not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor or None, got {type(value).__name__}")
     input, weight = a.input, a.linear_weight
-    _require(input.dim() >= 1, lambda: f"input must be [..., D], got {list(input.shape)}")
-    _require(weight.dim() == 2, lambda: f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}")
-    _require(
-        input.shape[-1] == weight.shape[1],
-        lambda: f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has {weight.shape[1]}",
-    )
+    if input.dim() < 1:
+        raise ValueError(f"input must be [..., D], got {list(input.shape)}")
+    if weight.dim() != 2:
+        raise ValueError(f"linear_weight must be [V, D] with two dimensions, got {list(weight.shape)}")
+    if input.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"input has {input.shape[-1]} features and linear_weight {list(weight.shape)} has {weight.shape[1]}"
+        )
     for name, value in tensors.items():
-        _require(value.device == input.device, lambda: f"{name} is on {value.device} and input is on {input.device}")
-    _require(input.dtype in _FLOATS, lambda: f"input must be bfloat16, float16, float32 or float64, got {input.dtype}")
+        if value.device != input.device:
+            raise ValueError(f"{name} is on {value.device} and input is on {input.device}")
+    if input.dtype not in _FLOATS:
+        raise ValueError(f"input must be bfloat16, float16, float32 or float64, got {input.dtype}")
     for name in ("linear_weight", "linear_bias"):
         value = getattr(a, name)
-        _require(
-            value is None or value.dtype == input.dtype,
-            lambda: f"{name} is {None if value is None else value.dtype} and input is {input.dtype}",
+        if value is not None and value.dtype != input.dtype:
+            raise ValueError(f"{name} is {value.dtype} and input is {input.dtype}")
+    if a.target is not None and a.target.dtype not in _INTEGERS:
+        raise ValueError(
+            f"target must hold class indices of an integer dtype, got {a.target.dtype} "
+            "(class probabilities are not supported)"
         )
-    if a.target is not None:
-        _require(
-            a.target.dtype in _INTEGERS,
-            lambda: (
-                f"target must hold class indices of an integer dtype, got {a.target.dtype} "
-                "(class probabilities are not supported)"
-            ),
-        )
-    if a.token_weight is not None:
-        _require(not a.token_weight.is_complex(), lambda: f"token_weight must be real, got {a.token_weight.dtype}")
-
-
-def _check_numbers(a: Arguments) -> None:
-    check_logit_options(a.logit_scale, a.logit_softcap)
-    check_budget(a.logits_budget)
-    sums = accumulation_dtype(a.input.dtype)
-    _require(
-        a.reduce_dtype in (None, a.input.dtype, sums),
-        lambda: f"reduce_dtype must be None, {sums} or the input's {a.input.dtype}, got {a.reduce_dtype!r}",
-    )
+    if a.token_weight is not None and a.token_weight.is_complex():
+        raise ValueError(f"token_weight must be real, got {a.token_weight.dtype}")
 
 
 def check_logit_options(logit_scale: object, logit_softcap: object) -> None:
-    _require(
-        is_number(logit_scale), lambda: f"logit_scale must be a finite Python number, got {shortened(logit_scale)}"
-    )
-    _require(
-        logit_softcap is None or (is_number(logit_softcap) and logit_softcap >= _SMALLEST),
-        lambda: f"logit_softcap must be None or a positive Python number, got {shortened(logit_softcap)}",
-    )
+    if not is_number(logit_scale):
+        raise ValueError(f"logit_scale must be a finite Python number, got {shortened(logit_scale)}")
+    if logit_softcap is not None and not (is_number(logit_softcap) and logit_softcap >= _SMALLEST):
+        raise ValueError(f"logit_softcap must be None or a positive Python number, got {shortened(logit_softcap)}")
 
 
 def check_budget(logits_budget: object) -> None:
-    _require(
-        logits_budget is None or (_is_count(logits_budget) and logits_budget >= 0),
-        lambda: f"logits_budget must be None or a number of bytes >= 0, got {logits_budget!r}",
-    )
+    if logits_budget is not None and not (_is_count(logits_budget) and logits_budget >= 0):
+        raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {logits_budget!r}")
 
 
 def check_reduce_dtype(reduce_dtype: object) -> None:
-    _require(
-        reduce_dtype is None or reduce_dtype in _FLOATS,
-        lambda: f"reduce_dtype must be None, torch.float32 or the input's dtype, got {reduce_dtype!r}",
-    )
+    if reduce_dtype is not None and reduce_dtype not in _FLOATS:
+        raise ValueError(f"reduce_dtype must be None, torch.float32 or the input's dtype, got {reduce_dtype!r}")
 
 
 def check_vocabulary(vocab_start: object, vocab_size: object) -> None:
-    _require(
-        vocab_start is None or (_is_count(vocab_start) and 0 <= vocab_start <= _LARGEST_VOCABULARY),
-        lambda: f"vocab_start must be None or an id >= 0 and < 2^31, got {shortened(vocab_start)}",
-    )
-    _require(
-        vocab_size is None or (_is_count(vocab_size) and 1 <= vocab_size <= _LARGEST_VOCABULARY),
-        lambda: f"vocab_size must be None or a number of entries >= 1 and < 2^31, got {shortened(vocab_size)}",
-    )
+    if vocab_start is not None and not (_is_count(vocab_start) and 0 <= vocab_start <= _LARGEST_VOCABULARY):
+        raise ValueError(f"vocab_start must be None or an id >= 0 and < 2^31, got {shortened(vocab_start)}")
+    if vocab_size is not None and not (_is_count(vocab_size) and 1 <= vocab_size <= _LARGEST_VOCABULARY):
+        raise ValueError(f"vocab_size must be None or a number of entries >= 1 and < 2^31, got {shortened(vocab_size)}")
 
 
 def shortened(value: object) -> str:
@@ -236,56 +226,41 @@ def shortened(value: object) -> str:
 def _check_shard(a: Arguments, layout: Layout) -> None:
     rows, start, size = a.linear_weight.shape[0], a.vocab_start, a.vocab_size
     check_vocabulary(start, size)
-    _require(
-        rows > 0 or (start is not None and layout.ranks > 1),
-        lambda: f"linear_weight {list(a.linear_weight.shape)} has no rows: the vocabulary is empty",
-    )
+    if rows == 0 and (start is None or layout.ranks == 1):
+        raise ValueError(f"linear_weight {list(a.linear_weight.shape)} has no rows: the vocabulary is empty")
     first = layout.rank * rows if start is None else start
-    _require(
-        first + rows <= _LARGEST_VOCABULARY,
-        lambda: f"linear_weight's {rows} rows from id {first} on exceed the largest id, 2^31 - 2",
-    )
-    if layout.ranks == 1:
-        _require(
-            not start,
-            lambda: (
-                f"vocab_start={start} without a process group of several ranks: nobody holds the entries [0, {start})"
-            ),
+    if first + rows > _LARGEST_VOCABULARY:
+        raise ValueError(f"linear_weight's {rows} rows from id {first} on exceed the largest id, 2^31 - 2")
+    if layout.ranks == 1 and start:
+        raise ValueError(
+            f"vocab_start={start} without a process group of several ranks: nobody holds the entries [0, {start})"
         )
-    if size is not None and (start is None or layout.ranks == 1):
-        _require(
-            size <= rows * layout.ranks,
-            lambda: (
-                f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
-                f"{layout.ranks} rank(s) of {rows}"
-            ),
+    countable = start is None or layout.ranks == 1
+    if size is not None and countable and size > rows * layout.ranks:
+        raise ValueError(
+            f"vocab_size={size} exceeds the {rows * layout.ranks} rows of linear_weight on "
+            f"{layout.ranks} rank(s) of {rows}"
         )
-    if layout.ranks > 1:
-        backend = dist.get_backend(a.process_group)
-        _require(
-            backend != "nccl" or a.input.is_cuda,
-            lambda: f"process_group communicates through {backend}, but input is on {a.input.device}",
-        )
+    if layout.ranks > 1 and not a.input.is_cuda and dist.get_backend(a.process_group) == "nccl":
+        raise ValueError(f"process_group communicates through nccl, but input is on {a.input.device}")
 
 
-def check_loss(
-    target: object, reduction: object, ignore_index: object, label_smoothing: object, z_loss: object
-) -> None:
-    """Raise ``ValueError`` for options of the loss that have no meaning."""
-    _require(isinstance(target, Tensor), lambda: f"target must be a tensor, got {type(target).__name__}")
-    check_loss_options(reduction, ignore_index, label_smoothing, z_loss)
+def check_loss(target: object, options: LossOptions) -> None:
+    """Raise ``ValueError`` for a target that is no tensor, and for options without meaning."""
+    if not isinstance(target, Tensor):
+        raise ValueError(f"target must be a tensor, got {type(target).__name__}")
+    check_loss_options(options)
 
 
-def check_loss_options(reduction: object, ignore_index: object, label_smoothing: object, z_loss: object) -> None:
-    _require(
-        reduction in ("none", "mean", "sum"), lambda: f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}"
-    )
-    _require(
-        ignore_index is None or (_is_count(ignore_index) and -(2**63) <= ignore_index < 2**63),
-        lambda: f"ignore_index must be an integer of 64 bits or None, got {shortened(ignore_index)}",
-    )
-    _require(
-        is_number(label_smoothing) and 0 <= label_smoothing <= 1,
-        lambda: f"label_smoothing must be a Python number in [0, 1], got {shortened(label_smoothing)}",
-    )
-    _require(is_number(z_loss), lambda: f"z_loss must be a finite Python number, got {shortened(z_loss)}")
+def check_loss_options(options: LossOptions) -> None:
+    """Raise ``ValueError`` for options of a loss that have no meaning."""
+    reduction, ignore_index = options.reduction, options.ignore_index
+    label_smoothing, z_loss = options.label_smoothing, options.z_loss
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
+    if ignore_index is not None and not (_is_count(ignore_index) and -(2**63) <= ignore_index < 2**63):
+        raise ValueError(f"ignore_index must be an integer of 64 bits or None, got {shortened(ignore_index)}")
+    if not (is_number(label_smoothing) and 0 <= label_smoothing <= 1):
+        raise ValueError(f"label_smoothing must be a Python number in [0, 1], got {shortened(label_smoothing)}")
+    if not is_number(z_loss):
+        raise ValueError(f"z_loss must be a finite Python number, got {shortened(z_loss)}")

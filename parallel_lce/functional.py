@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.checks import Arguments, check_loss, plain, real
-from parallel_lce.differentiable import accumulated_loss, token_losses
-from parallel_lce.differentiable import token_statistics as _token_statistics
-from parallel_lce.losses import WeightedLoss
-from parallel_lce.partials import Columns
+from parallel_lce.autograd import fused
+from parallel_lce.checks import Arguments, LossOptions
+from parallel_lce.fused_loss import fused_loss
 from parallel_lce.prepare import prepare
-from parallel_lce.statistics import TokenStatistics
-from parallel_lce.weight_grad import accumulation_dtype
+from parallel_lce.statistics import StatisticsHead, TokenStatistics, requested_columns
 
 
 def linear_cross_entropy(
@@ -39,124 +38,97 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias))``.
 
-    The ``[N, V]`` logits never exist. The same call of PyTorch 2.13's
-    ``torch.nn.functional.linear_cross_entropy`` gives the same answer, except that the loss of
-    bf16 and fp16 input is fp32, that the mean of no tokens is 0 instead of NaN, and that class
-    weights, class probabilities and ``options`` are refused.
+    The ``[N, V]`` logits never exist. The same call of PyTorch 2.13's ``torch.nn.functional.linear_cross_entropy``
+    gives the same answer, with three exceptions: the loss of bf16 and fp16 input is fp32; the mean of no tokens is 0
+    instead of NaN; class weights, class probabilities and ``options`` are refused.
 
     Args:
-        input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this
-            rank's part ``[S/P, ..., D]``; dimension 0 must be equal on all ranks.
-        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. Rows must be
-            contiguous in D, else they are copied. Shards may be uneven, or empty.
-        target: ids ``[...]`` of any integer dtype, the whole sequence ``[S, ...]`` under sequence
-            parallelism, the same on all ranks. A token whose target is outside ``[0, V)`` and is
-            not ``ignore_index`` has loss NaN, whatever its ``token_weight``, and NaN gradients.
+        input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
+            ``[S/P, ..., D]``; dimension 0 must be equal on all ranks.
+        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. It is copied if its rows are not
+            contiguous. Shards may be uneven, or empty.
+        target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
+            ``[S, ...]``. A target outside ``[0, V)`` that is not ``ignore_index`` has loss NaN and NaN gradients,
+            whatever its ``token_weight``.
         linear_bias: ``[V/P]`` or None.
-        reduction: 'none' (losses of the target's shape), 'sum', or 'mean': the sum divided by the
-            sum of the weights of the tokens that count, over the whole sequence; 0, with zero
-            gradients, where that is 0.
-        ignore_index: tokens with this target have loss 0 and gradient 0; None means -100.
-        label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real
-            entries of all ranks.
+        reduction: 'none': losses of the target's shape. 'sum'. 'mean': the sum divided by the sum of the weights of the
+            tokens that are not ignored, over the whole sequence; 0, with zero gradients, where that is 0.
+        ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
+        label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
         z_loss: adds ``z_loss * lse**2`` per token.
         logit_scale, logit_softcap: Python numbers; ``softcap(u) = cap * tanh(u / cap)``.
-        process_group: the tensor-parallel group that shards the vocabulary; None or a group of one
-            rank means no parallelism. No other group is used.
+        process_group: the tensor-parallel group that shards the vocabulary. None, or a group of one rank, means no
+            parallelism. No other group is used.
         sequence_parallel: ``input`` is split along dimension 0 over ``process_group``.
-        token_weight: ``[...]`` of the target's shape, multiplies the loss of each token.
-        vocab_start: global id of this shard's first row, given on all ranks or on none; the default
-            is ``rank * rows``, for equal shards only.
-        vocab_size: V, the real entries; rows from there on are padding, left out of the softmax and
-            with zero gradient. Default: all rows of all ranks.
-        logits_budget: bytes per rank and call for what has the logits' shape: kept from forward to
-            backward plus working block, though never less than a block of 64 MiB. None means 1 GiB.
-            Must be equal on all ranks. What does not fit is recomputed, or for 'mean' and 'sum',
-            except in fp16, the gradients are formed in forward (:func:`parallel_lce.plan.plan`). A
-            second backward through one graph recomputes everything.
-        reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With
-            torch.float32 each rank's part is summed, sent and added unrounded, twice the bytes for bf16.
+        token_weight: ``[...]`` of the target's shape; multiplies the loss of each token.
+        vocab_start: global id of this shard's first row, given on all ranks or on none. Default: ``rank * rows``, for
+            equal shards only.
+        vocab_size: V, the number of real entries. Rows from there on are padding: they are left out of the softmax and
+            have zero gradient. Default: all rows of all ranks.
+        logits_budget: bytes per rank and call for tensors of the logits' shape: what is saved from forward to backward,
+            and the working block. A block is never smaller than 32 MiB. None means 1 GiB. Must be equal on all ranks.
+            What does not fit is recomputed; or, for 'mean' and 'sum' except in fp16, the gradients are formed in
+            forward (:func:`parallel_lce.plan.plan`). A second backward through one graph recomputes everything.
+        reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
+            part is summed, sent and added unrounded: for bf16 that is twice the bytes.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
 
-    Collectives, on ``process_group`` alone, in this order on every rank; P ranks, N tokens of the
-    whole sequence, in B blocks (``plan``; one block unless the budget splits the rows):
+    Collectives run on ``process_group`` alone, on every rank in this order. P ranks; N tokens of the whole sequence, in
+    B blocks (1 unless the budget splits the tokens); C = 3, or 4 with ``label_smoothing``. SP: with
+    ``sequence_parallel``.
 
-    - forward: with ``sequence_parallel``, all-gathers of hidden states, N/P * D elements per rank in
-      all: one for the block of which something is kept, if any, and of the other tokens one per
-      256 MiB of gathered hidden states, each a block ahead, so that two may be alive; then one
-      all-gather of partials, 3 N + 2 elements of fp32 per rank (4 N + 2 with ``label_smoothing``).
-    - backward, if ``input`` needs a gradient: B all-reduces of dX, N * D elements of ``reduce_dtype``
-      in all, each beside a dW product (where the weight needs no gradient one per 64 MiB of a block,
-      beside the rest of its dX where its rows are done one after another); with ``sequence_parallel``
-      B reduce-scatters of the same size instead, and B all-gathers of hidden states again, each a
-      block ahead, also where only the weight or the bias needs a gradient; no all-gather at all where
-      the budget holds the gathered hidden states, N * D elements, beside every logit.
-    - where gradients are formed in forward, all of it happens there, once: the hidden states'
-      gathers, one gather of partials per block and the reductions of dX, those of a block after
-      the next block's gather of partials. Backward has none; a second backward repeats all.
+    ===========  ========================  ==============================  ===========================================
+    when         operation                 elements per rank, in all       overlaps
+    ===========  ========================  ==============================  ===========================================
+    forward, SP  all-gather of hidden      N/P * D                         projection of local rows, then of the
+                 states                                                    previous block
+    forward      all-gather of partials    C * N + 2, fp32                 nothing
+    backward,    B all-gathers of hidden   N/P * D; none where the budget  dX of the first block, then the previous
+    SP           states                    also holds N * D of them        block
+    backward     B all-reduces of dX       N * D of ``reduce_dtype``       dW of the block
+    backward,    B reduce-scatters of dX   N * D of ``reduce_dtype``       dW of the block
+    SP           instead
+    ===========  ========================  ==============================  ===========================================
 
-    The upstream gradient may be any tensor, and must be the same on all ranks. A shard set with a
-    gap or an overlap gives NaN, and so does one without any row; but shards of unequal rows without
-    ``vocab_start`` may end in an error or a hang of a collective, whose size each rank takes from its
-    own rows. ``PARALLEL_LCE_DEBUG=1``, set on all
-    ranks, turns this, targets out of range and disagreement between the ranks into errors, at the cost
-    of waiting for the device. Meta and fake tensors give the shapes of results.
+    A forward gathers the hidden states of the block that saves exponentials at once, and those of the other tokens in
+    pieces of 256 MiB, each started a block ahead. There is no reduction of dX if ``input`` needs no gradient. If the
+    weight needs none, dX is all-reduced in pieces of 64 MiB, which overlap the rest of dX. Where gradients are formed
+    in forward, all of this happens there, block by block: hidden states, C * R + 2 elements of partials of the
+    block's R tokens, and the reduction of dX after the next block's gather of partials. Backward then has no
+    collective; a second backward repeats all of it.
+
+    The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
+    NaN, and so does a vocabulary without any row. Shards of unequal rows without ``vocab_start`` may end in an error
+    or a hang of a collective, because each rank takes its size from its own rows. ``PARALLEL_LCE_DEBUG=1``, set on
+    all ranks, turns this, targets out of range and disagreement between the ranks into errors; it waits for the
+    device. Meta and fake tensors give the shapes of results.
 
     Raises:
-        ValueError: shapes, dtypes, devices or numbers that do not fit, naming both, before any
-            collective. A DTensor, naming its mesh and what to pass instead.
+        ValueError: shapes, dtypes, devices or numbers that do not fit, naming both, before any collective. A DTensor,
+            naming its mesh and what to pass instead.
         RuntimeError: in backward, where a gradient itself is differentiated.
     """
-    ignore_index = -100 if ignore_index is None else plain(ignore_index)
-    label_smoothing, z_loss = real(label_smoothing), real(z_loss)
     arguments = Arguments(
         input=input,
         linear_weight=linear_weight,
         target=target,
         linear_bias=linear_bias,
-        logit_scale=real(logit_scale),
-        logit_softcap=real(logit_softcap),
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
         process_group=process_group,
         sequence_parallel=sequence_parallel,
-        vocab_start=plain(vocab_start),
-        vocab_size=plain(vocab_size),
-        logits_budget=plain(logits_budget),
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        logits_budget=logits_budget,
         reduce_dtype=reduce_dtype,
         token_weight=token_weight,
     )
-
-    def check() -> None:
-        _refuse_unknown("linear_cross_entropy", unsupported, _OF_TORCH)
-        _refuse_unsupported(unsupported)
-        check_loss(target, reduction, ignore_index, label_smoothing, z_loss)
-
-    smoothed = isinstance(label_smoothing, (int, float)) and label_smoothing > 0
-    prepared = prepare(
-        arguments,
-        Columns(mean_log_prob=smoothed),
-        check=check,
-        accumulable=reduction != "none",
-        ignore_index=ignore_index,
-        agreed={
-            "function": "linear_cross_entropy",
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-        },
-    )
-    call, weights, dtype = prepared.call, token_weight, accumulation_dtype(input.dtype)
-    if weights is not None:
-        weights = weights.reshape(-1).to(dtype).contiguous()
-    loss = WeightedLoss(call.target, weights, ignore_index, label_smoothing, z_loss)
-    divisor = loss.divisor(reduction, dtype)
-    if call.plan.accumulate:
-        return accumulated_loss(call, *prepared.tensors, loss, divisor)
-    per_token = token_losses(call, *prepared.tensors, loss, prepared.differentiable)
-    if reduction == "none":
-        return per_token.view(prepared.shape)
-    return per_token.sum() / divisor
+    ignore_index = -100 if ignore_index is None else ignore_index
+    options = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
+    refuse = partial(_refuse_unknown, "linear_cross_entropy", unsupported, _OF_TORCH) if unsupported else None
+    return fused_loss(arguments, options, refuse=refuse)
 
 
 def token_statistics(
@@ -180,54 +152,46 @@ def token_statistics(
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
-    Arguments, layouts and errors as in :func:`linear_cross_entropy`. ``target`` may be None: no
-    statistics of a target then. A target outside ``[0, V)`` has ``target_logit`` 0, to which no
-    gradient flows; its ``target_log_prob`` is ``-lse``. ``mean_logit``, ``expected_logit`` and
-    ``argmax`` ask for the fields of :class:`TokenStatistics` that cost a little more. An upstream
-    gradient of ``expected_logit`` or ``entropy`` recomputes the logits in backward whatever the
-    budget.
+    Arguments, layouts and errors as in :func:`linear_cross_entropy`. Without a target (None) there are no statistics of
+    a target. A target outside ``[0, V)`` has ``target_logit`` 0, to which no gradient flows, and ``target_log_prob``
+    ``-lse``. ``mean_logit``, ``expected_logit`` and ``argmax`` ask for the fields of :class:`TokenStatistics` that cost
+    a little more. An upstream gradient of ``expected_logit`` or ``entropy`` recomputes the logits in backward whatever
+    the budget.
 
-    Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``; the gather of
-    partials is of C * N + 2 elements per rank, C = 3 and 1 more for each of ``expected_logit`` and
-    ``argmax``, 2 more for ``mean_logit``.
+    Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 2
+    elements per rank: C = 3, plus 1 for each of ``expected_logit`` and ``argmax``, plus 2 for ``mean_logit``.
     """
     arguments = Arguments(
         input=input,
         linear_weight=linear_weight,
         target=target,
         linear_bias=linear_bias,
-        logit_scale=real(logit_scale),
-        logit_softcap=real(logit_softcap),
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
         process_group=process_group,
         sequence_parallel=sequence_parallel,
-        vocab_start=plain(vocab_start),
-        vocab_size=plain(vocab_size),
-        logits_budget=plain(logits_budget),
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        logits_budget=logits_budget,
         reduce_dtype=reduce_dtype,
     )
-    columns = Columns(bool(mean_logit), bool(mean_logit), bool(expected_logit), bool(argmax))
-    prepared = prepare(
-        arguments,
-        columns,
-        check=lambda: _refuse_unknown("token_statistics", unknown, ()),
-        agreed={"function": "token_statistics"},
-    )
-    statistics = _token_statistics(prepared.call, *prepared.tensors, prepared.differentiable)
+    columns = requested_columns(mean_logit, expected_logit, argmax)
+    refuse = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
+    prepared = prepare(arguments, columns, refuse=refuse, agreed={"function": "token_statistics"})
+    head = StatisticsHead(columns, prepared.call.target is not None)
+    statistics = TokenStatistics(*fused(prepared.call, prepared.operands, head, prepared.differentiable))
     return statistics.view(prepared.shape)
 
 
+# Arguments of torch.nn.functional.linear_cross_entropy that are not supported.
 _OF_TORCH = ("weight", "options")
 
 
 def _refuse_unknown(function: str, given: dict[str, object], known: tuple[str, ...]) -> None:
-    """As Python does, but where the other ranks can be told."""
-    for name in given:
+    """Refuse keyword arguments as Python does, but where the other ranks can be told."""
+    for name, value in given.items():
         if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
-
-
-def _refuse_unsupported(unsupported: dict[str, object]) -> None:
-    for name, value in unsupported.items():
         if value is not None:
             raise ValueError(
                 f"{name}={value!r} of torch.nn.functional.linear_cross_entropy is not supported: "

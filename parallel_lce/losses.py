@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.blocks import Coefficients
+from parallel_lce.backends.interface import Coefficients
+from parallel_lce.collectives import Layout
+from parallel_lce.plan import Block
 from parallel_lce.statistics import TokenStatistics
 
 
@@ -26,44 +28,53 @@ def entropy(statistics: TokenStatistics) -> Tensor:
 
 @dataclass(frozen=True)
 class WeightedLoss:
-    """The per-token loss of ``linear_cross_entropy`` and each token's weight in the result.
+    """The per-token loss of ``linear_cross_entropy`` and each token's weight in the result."""
 
-    ``target [N]`` int64; ``token_weight [N]`` in the statistics' dtype, None for 1. Tokens whose target is
-    ``ignore_index`` have weight 0; for other targets outside ``[0, V)`` the loss is NaN or, unless
-    ``outside_is_nan``, Megatron's ``lse - max``.
-    """
-
+    # [N] int64
     target: Tensor
+    # [N] in the statistics' dtype; None: 1
     token_weight: Tensor | None = None
+    # Tokens with this target have weight 0.
     ignore_index: int | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    # For other targets outside [0, V) the loss is NaN or, if False, Megatron's lse - max.
     outside_is_nan: bool = True
 
-    def of_partials(
-        self, backend: ModuleType, partial: Tensor, vocab_size: Tensor, select=lambda tokens: tokens
-    ) -> tuple[Tensor, Coefficients]:
-        """Losses ``[R]`` of the tokens that ``select`` picks out of ``[N]``, whose merged partial this is, and
-        the coefficients of their sum."""
-        weight = self.token_weight
-        losses, *coefficients = backend.token_losses(
+    def taken(self, layout: Layout, block: Block) -> WeightedLoss:
+        """The loss of a block's tokens."""
+        weight = layout.take(self.token_weight, block)
+        return replace(self, target=layout.take(self.target, block), token_weight=weight)
+
+    num_differentiable = 1
+
+    def outputs(
+        self, backend: ModuleType, partial: Tensor, vocab_size: Tensor
+    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """Losses ``[N]`` from the tokens' merged partial; alpha, beta and gamma of the gradient of their sum."""
+        losses, *of_sum = backend.token_losses(
             partial,
             vocab_size,
-            select(self.target),
-            None if weight is None else select(weight),
+            self.target,
+            self.token_weight,
             self.ignore_index,
             self.label_smoothing,
             self.z_loss,
             self.outside_is_nan,
         )
-        return losses, Coefficients(*coefficients, None)
+        return [losses], of_sum
+
+    def coefficients(
+        self, partial: Tensor, residuals: list[Tensor | None], upstream: tuple[Tensor | None, ...]
+    ) -> Coefficients:
+        return Coefficients(*residuals, None).times(upstream[0])
 
     @property
     def ignored(self) -> Tensor:
         return self.target == self.ignore_index
 
     def divisor(self, reduction: str, dtype: torch.dtype) -> Tensor | float:
-        """What the sum of the losses is divided by: the tokens' weights, for their mean."""
+        """What the sum of the losses is divided by: for their mean, the sum of the tokens' weights."""
         if reduction != "mean":
             return 1.0
         # The mean of nothing is 0, and so are its gradients.

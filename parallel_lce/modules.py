@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parallel_lce.checks import (
+    LossOptions,
     check_budget,
     check_logit_options,
     check_loss_options,
@@ -22,11 +23,11 @@ from parallel_lce.functional import linear_cross_entropy
 
 
 class LinearCrossEntropy(nn.Module):
-    """:func:`parallel_lce.linear_cross_entropy` with its options fixed; it owns no parameters, so
-    that the weight may be tied, sharded or an ``nn.Linear``'s.
+    """:func:`parallel_lce.linear_cross_entropy` with its options fixed.
 
-    A copy has the same ``process_group``. A pickle has none, since a group belongs to its processes: what
-    comes out of it refuses to run until :attr:`process_group` is set again.
+    It owns no parameters, so the weight may be tied, sharded or an ``nn.Linear``'s. A copy has the same
+    ``process_group``. A pickle has none, since a group belongs to its processes: an unpickled module refuses to run
+    until :attr:`process_group` is set again.
     """
 
     def __init__(
@@ -47,21 +48,20 @@ class LinearCrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         # torch.compile would make tensors of NumPy's numbers.
-        ignore_index, logits_budget = plain(ignore_index), plain(logits_budget)
-        vocab_start, vocab_size = plain(vocab_start), plain(vocab_size)
-        label_smoothing, z_loss = real(label_smoothing), real(z_loss)
+        loss = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
         logit_scale, logit_softcap = real(logit_scale), real(logit_softcap)
-        check_loss_options(reduction, ignore_index, label_smoothing, z_loss)
+        vocab_start, vocab_size, logits_budget = plain(vocab_start), plain(vocab_size), plain(logits_budget)
+        check_loss_options(loss)
         check_logit_options(logit_scale, logit_softcap)
         check_vocabulary(vocab_start, vocab_size)
         check_budget(logits_budget)
         check_reduce_dtype(reduce_dtype)
         check_process_group(process_group)
         self.options = {
-            "reduction": reduction,
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
+            "reduction": loss.reduction,
+            "ignore_index": loss.ignore_index,
+            "label_smoothing": loss.label_smoothing,
+            "z_loss": loss.z_loss,
             "logit_scale": logit_scale,
             "logit_softcap": logit_softcap,
             "sequence_parallel": sequence_parallel,
@@ -89,7 +89,7 @@ class LinearCrossEntropy(nn.Module):
 
     def __deepcopy__(self, memo: dict) -> LinearCrossEntropy:
         duplicate = self.__class__.__new__(self.__class__)
-        # A group is no copy's own: all of this process's copies communicate through the same one.
+        # A group is not copied: all copies in this process communicate through the same one.
         memo |= {id(self): duplicate, id(self._group): self._group}
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return duplicate

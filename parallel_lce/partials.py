@@ -10,56 +10,64 @@ A partial of a slice with logits z is, per token, the columns
     weighted  ez = sum exp(z - m) (z - m)     (on request: expected logit, entropy)
     argmax    the global id of the largest logit, an integer bit-cast (on request)
 
-Partials of disjoint slices merge into the partial of their union; merging is associative and
-commutative, with the empty slice as identity. The same operator joins vocabulary windows inside a
-rank and shards across ranks (online softmax: Milakov and Gimelshein 2018, arXiv:1805.02867; the
-window epilogue of "From Projection to Prediction", section 3.2.1). Sums are kept relative to the
-maximum, so no statistic is ever a difference of two large numbers; the mean logit, which lies far
-from the maximum, has a sum of its own.
+Partials of disjoint slices merge into the partial of their union. Merging is associative and commutative, and the empty
+slice is its identity. The same operator joins vocabulary windows inside a rank and shards across ranks (online softmax:
+Milakov and Gimelshein 2018, arXiv:1805.02867; the window epilogue of "From Projection to Prediction", section 3.2.1).
+
+Sums are relative to the maximum, so no statistic is a difference of two large numbers. The mean logit lies far from the
+maximum and has a sum of its own.
+
+The kernels of the same algebra are ``parallel_lce.kernels.partials``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
 MAX, SUM_EXP, TARGET = 0, 1, 2
 
+LOWEST_SHIFT = -1e4
+"""The least z - max that enters a product: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN as -inf * 0 is."""
+
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns a partial has; its tensor is ``[count, N]`` in the statistics' dtype."""
+    """Which columns a partial ``[count, N]`` has beside max, sum_exp and target.
 
-    mean_log_prob: bool = False
-    mean_logit: bool = False
-    expected_logit: bool = False
+    They follow in the order of the fields. ``columns["total"]`` is the row of one. For an absent column it is the row
+    at which the column would be.
+    """
+
+    shifted: bool = False
+    total: bool = False
+    weighted: bool = False
     argmax: bool = False
 
     @property
-    def shifted(self) -> int:
-        return 3
+    def requested(self) -> list[str]:
+        return [name for name in _REQUESTABLE if getattr(self, name)]
 
     @property
-    def total(self) -> int:
-        return 3 + self.mean_log_prob
-
-    @property
-    def weighted(self) -> int:
-        return self.total + self.mean_logit
-
-    @property
-    def index(self) -> int:
-        return self.weighted + self.expected_logit
+    def names(self) -> list[str]:
+        return ["max", "sum_exp", "target", *self.requested]
 
     @property
     def count(self) -> int:
-        return self.index + self.argmax
+        return 3 + len(self.requested)
+
+    def __getitem__(self, name: str) -> int:
+        before = _REQUESTABLE[: _REQUESTABLE.index(name)]
+        return 3 + len([other for other in before if getattr(self, other)])
+
+
+_REQUESTABLE = tuple(field.name for field in fields(Columns))
 
 
 def integer_view(column: Tensor) -> Tensor:
-    """The integers that are bit-cast in a floating-point tensor (int32 in fp32, int64 in fp64)."""
+    """The integers bit-cast in a floating-point tensor (int32 in fp32, int64 in fp64)."""
     return column.view(torch.int32 if column.dtype == torch.float32 else torch.int64)
 
 
@@ -70,6 +78,35 @@ def empty_partial(
     partial = torch.empty(columns.count, rows, dtype=dtype, device=device) if out is None else out
     partial.zero_()[MAX].fill_(-torch.inf)
     return partial
+
+
+def tile_partial(
+    z: Tensor, first: int, columns: Columns, partial: Tensor, exponentials: Tensor | None = None
+) -> Tensor:
+    """Write the partial ``[C, R]`` of a tile of logits ``z [V, R]`` but for its target; returns exp(z - max).
+
+    ``first``: global id of the tile's first entry. ``z`` is overwritten. ``exponentials``: where the result goes, by
+    default ``z``.
+    """
+    maximum = partial[MAX]
+    if columns.argmax:
+        top, index = z.max(0)
+        maximum.copy_(top)
+        integer_view(partial[columns["argmax"]]).copy_(index.add_(first))
+    else:
+        torch.amax(z, 0, out=maximum)
+    if columns.total:
+        torch.sum(z, 0, out=partial[columns["total"]])
+    # For a token of -inf alone -inf - -inf would be NaN.
+    z -= maximum.masked_fill(maximum == -torch.inf, 0.0)
+    if columns.shifted:
+        torch.sum(z, 0, out=partial[columns["shifted"]])
+    moved = z.clamp(min=LOWEST_SHIFT) if columns.weighted else None
+    e = torch.exp(z, out=z if exponentials is None else exponentials)
+    torch.sum(e, 0, out=partial[SUM_EXP])
+    if moved is not None:
+        torch.sum(moved.mul_(e), 0, out=partial[columns["weighted"]])
+    return e
 
 
 def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
@@ -87,58 +124,60 @@ def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
     factor = shift.exp().masked_fill_(missing, 0.0)
     torch.sum(partials[:, SUM_EXP] * factor, 0, out=merged[SUM_EXP])
     torch.sum(partials[:, TARGET], 0, out=merged[TARGET])
-    if columns.mean_logit:
-        torch.sum(partials[:, columns.total], 0, out=merged[columns.total])
-    if columns.mean_log_prob:
-        entries = counts.to(partials.dtype).unsqueeze(1)
-        torch.sum(partials[:, columns.shifted] + entries * shift, 0, out=merged[columns.shifted])
-    if columns.expected_logit:
-        moved = partials[:, columns.weighted] + partials[:, SUM_EXP] * shift
-        torch.sum(moved * factor, 0, out=merged[columns.weighted])
+    if columns.shifted:
+        row, entries = columns["shifted"], counts.to(partials.dtype).unsqueeze(1)
+        torch.sum(partials[:, row] + entries * shift, 0, out=merged[row])
+    if columns.total:
+        row = columns["total"]
+        torch.sum(partials[:, row], 0, out=merged[row])
+    if columns.weighted:
+        row = columns["weighted"]
+        torch.sum((partials[:, row] + partials[:, SUM_EXP] * shift) * factor, 0, out=merged[row])
     if columns.argmax:
-        ids = integer_view(partials[:, columns.index])
+        row = columns["argmax"]
+        ids = integer_view(partials[:, row])
         ids = ids.masked_fill(maxima != top, torch.iinfo(ids.dtype).max)
-        torch.amin(ids, 0, out=integer_view(merged[columns.index]))
+        torch.amin(ids, 0, out=integer_view(merged[row]))
     return merged
 
 
-def message_size(columns: Columns, rows: int) -> int:
-    """Elements of what a rank tells the others of its shard: a partial ``[C, R]`` and, bit-cast, the
-    shard's first global id and its rows."""
+def packed_size(columns: Columns, rows: int) -> int:
+    """Elements of a rank's packed partial: the partial ``[C, R]`` and, bit-cast, its shard's first id and its rows."""
     return columns.count * rows + 2
 
 
-def bounds_of(messages: Tensor, columns: Columns, rows: int) -> Tensor:
-    """The shards' bounds ``[..., 2]`` in ``messages [..., message_size]``, as integers."""
+def bounds_of(packed: Tensor, columns: Columns, rows: int) -> Tensor:
+    """The shards' bounds (first id, rows) ``[..., 2]`` in ``packed [..., packed_size]``, as integers."""
     end = columns.count * rows
-    return integer_view(messages[..., end : end + 2])
+    return integer_view(packed[..., end : end + 2])
 
 
-def merge_messages(messages: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
-    """The merged partial ``[C, R]`` of the ranks' ``messages [P, message_size]``, in rank order, and V,
-    the real entries, 0-dimensional int64. Entries from ``vocab_size`` on are padding.
+def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
+    """Merge the ranks' packed partials ``[P, packed_size]``, in rank order.
 
-    Where the shards leave a gap or overlap the columns are NaN, and the argmax is the largest integer.
+    Returns the merged partial ``[C, R]`` and V, the number of real entries, 0-dimensional int64. Entries from
+    ``vocab_size`` on are padding. Where the shards leave a gap or overlap, the columns are NaN and the argmax is the
+    largest integer.
     """
-    starts, sizes = bounds_of(messages, columns, rows).long().unbind(1)
+    starts, sizes = bounds_of(packed, columns, rows).long().unbind(1)
     real = sizes
     if vocab_size is not None:
         real = (vocab_size - starts).clamp(min=0).minimum(sizes)
-    partials = messages[:, : columns.count * rows].unflatten(1, (columns.count, rows))
+    partials = packed[:, : columns.count * rows].unflatten(1, (columns.count, rows))
     merged = merge(partials, real, columns)
     covered = _cover(starts, sizes, vocab_size)
-    merged[: columns.index].masked_fill_(~covered, torch.nan)
+    merged[: columns["argmax"]].masked_fill_(~covered, torch.nan)
     if columns.argmax:
-        ids = integer_view(merged[columns.index])
+        ids = integer_view(merged[columns["argmax"]])
         ids.masked_fill_(~covered, torch.iinfo(ids.dtype).max)
     return merged, real.sum()
 
 
 def _cover(starts: Tensor, sizes: Tensor, vocab_size: int | None) -> Tensor:
-    """Whether shards ``[starts, starts + sizes)`` tile [0, V) without gap or overlap, in any order.
+    """Whether shards ``[starts, starts + sizes)`` cover [0, V) without gap or overlap, in any order.
 
-    Each that is not empty must begin where those before it end. Without ``vocab_size`` V is the sum of
-    the sizes.
+    Every shard that is not empty must begin where those before it end. Without ``vocab_size``, V is the sum of the
+    sizes.
     """
     place = torch.arange(len(starts), device=starts.device)
     before = starts < starts.unsqueeze(1)

@@ -1,11 +1,13 @@
-"""How one call spends its memory: which logits are saved, recomputed or accumulated in forward.
+"""How one call spends its memory: which logits are saved, which are recomputed, or whether gradients are accumulated.
 
-A pure function of numbers that every rank of the group shares (never of the local shard), because
-the blocks it returns decide how many collectives a call makes.
+A plan is a pure function of numbers that every rank of the group shares, never of the local shard: its blocks decide
+how many collectives a call makes. :func:`plan` lists candidates, each with its cost and its condition, and takes the
+cheapest one that is possible. "Exponentials" below are those of the logits; they are what is saved.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -15,15 +17,16 @@ DEFAULT_BUDGET = 1 << 30
 _LARGEST_BUDGET = 1 << 60
 
 SMALLEST_BLOCK = 32 << 20
-"""Bytes of a block of logits that a call may use whatever its budget is; a few tiles come on top."""
+"""Bytes of a block of logits that a call may use whatever its budget is. A few tiles come on top."""
 
 GATHERED_BYTES = 256 << 20
-"""Bytes of hidden states that a forward under sequence parallelism gathers at once, while it projects as
-many, where it keeps nothing."""
+"""Bytes of hidden states of one gather in a forward under sequence parallelism, where nothing is saved."""
 
 NOMINAL_SHARD = 32768
-"""Vocabulary rows per rank assumed where the shards are uneven and nobody said how large V is."""
+"""Vocabulary rows per rank assumed where the shards are uneven and V is not given."""
 
+PIECE_ROWS = 1024
+"""Where dX is formed or reduced in pieces, their rows are a multiple of this."""
 
 _MULTIPLE = 128
 """Rows of a block are a multiple of this where its bytes allow: matrix products come in such tiles."""
@@ -33,99 +36,273 @@ _MULTIPLE = 128
 class Block:
     """Rows ``[start, stop)`` of *every* rank's part of the tokens.
 
-    Without sequence parallelism there is one part, the whole; with it there are P equal parts and a
-    block is chunk ``[start, stop)`` of each, so that it can be gathered and reduce-scattered alone.
-    Of all its rows, the exponentials of the shard's first ``kept`` vocabulary rows stay from
-    forward to backward; those of the others are recomputed.
+    Without sequence parallelism there is one part, the whole. With it there are P equal parts, and a block is chunk
+    ``[start, stop)`` of each, so that it can be gathered and reduce-scattered alone.
     """
 
     start: int
     stop: int
-    kept: int
+    # The exponentials of the shard's first ``saved`` vocabulary rows stay from forward to backward, for all rows of
+    # the block. Those of the other vocabulary rows are recomputed.
+    saved: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The blocks of a call, in order, and how their gradients come about.
+    """The blocks of a call and the memory of its backward. Rows are counted per part of the tokens."""
 
-    ``rows`` of each part: a block of the first ``first`` of them (0: no such block), then blocks of
-    one size, at most ``most``. ``accumulate``: gradients are formed in forward, block by block, and
-    nothing is recomputed. ``kept``: vocabulary rows whose exponentials the first block keeps, or,
-    accumulating, every block; as many as ``shard_rows``, those per rank that were counted, are
-    everything. ``block_bytes``: what the exponentials of a block may take. ``scratch_bytes``: the
-    logits-shaped scratch beside what is kept. ``accumulator_bytes``: fp32 sums beside the gradients
-    themselves (low-precision dW over several blocks, or low-precision dX over vocabulary slices).
-    ``hidden_bytes``: of the only block's gathered hidden states, if they stay from forward to backward.
-    ``gathered``: rows of each part that a forward projects at once where it keeps nothing.
-    ``scratch_alone``: the scratch of a backward that finds nothing of what was to be kept.
-    """
-
+    # Rows of a part.
     rows: int
+    # Rows of the first block, which saves exponentials; 0: there is no such block.
     first: int
+    # Most rows of the other blocks; 0: there is no backward.
     most: int
-    kept: int
+    # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
+    saved: int
+    # Gradients are formed in forward, block by block, and nothing is recomputed.
     accumulate: bool
+    # Vocabulary rows per rank that were counted. ``saved == shard_rows`` means everything.
     shard_rows: int
+    # Bytes that the exponentials of one block may take.
     block_bytes: int
+    # Bytes of logits-shaped scratch memory beside what is saved.
     scratch_bytes: int
+    # Bytes of fp32 sums beside the gradients: a low-precision dW over several blocks, a low-precision dX over
+    # vocabulary slices, or a dX that is reduced over the ranks in fp32.
     accumulator_bytes: int
+    # Bytes of the only block's gathered hidden states, if they are saved.
     hidden_bytes: int
+    # Most rows of a forward's block that saves nothing.
     gathered: int
+    # ``scratch_bytes`` of a backward that finds nothing of what was to be saved.
     scratch_alone: int
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        blocks = [Block(0, self.first, self.kept)] if self.first else []
+        """The backward's blocks; the forward's too, if gradients are accumulated."""
+        if not self.most:
+            return ()
+        blocks = [Block(0, self.first, self.saved)] if self.first else []
         size = balanced(self.rows - self.first, self.most)
         for start in range(self.first, self.rows, size):
             stop = min(start + size, self.rows)
-            blocks.append(Block(start, stop, self.kept if self.accumulate else 0))
+            blocks.append(Block(start, stop, self.saved if self.accumulate else 0))
         return tuple(blocks)
-
-    @property
-    def keeps_hidden(self) -> bool:
-        return self.hidden_bytes > 0
 
     @cached_property
     def forward_blocks(self) -> tuple[Block, ...]:
-        """The forward's: the same where something is kept, and as few as the gathered hidden states
-        allow of the other rows, which take no memory of the logits' shape."""
+        """The forward's blocks: the backward's where exponentials are saved. Other rows take no memory of the logits'
+        shape, so their blocks are as few as the gathered hidden states allow."""
         if self.accumulate:
             return self.blocks
-        # Not by what this rank keeps: all gather as much at once.
+        # By ``first``, not by what this rank saves: all ranks gather as much at once.
         blocks = self.blocks[:1] if self.first else ()
         start = self.first
         size = balanced(self.rows - start, self.gathered)
         ends = [*range(start, self.rows, size), self.rows]
         return *blocks, *(Block(a, b, 0) for a, b in zip(ends, ends[1:]))
 
-    def limited(self, shard_rows: int, itemsize: int, parts: int) -> Plan:
-        """The same blocks on this rank, whose shard has ``shard_rows`` rows that are no padding.
+    @property
+    def saves_hidden(self) -> bool:
+        """Whether the gathered hidden states stay from forward to backward."""
+        return self.hidden_bytes > 0
 
-        If these are more than were counted, a block that keeps everything keeps what fits its
-        bytes. The rest is recomputed; collectives do not change.
+    def limited(self, shard_rows: int, itemsize: int, sp_size: int) -> Plan:
+        """The plan of this rank, whose shard has ``shard_rows`` rows that are no padding.
+
+        If these are more than were counted, a block that would save everything saves what fits its bytes, and the rest
+        is recomputed. Blocks and collectives do not change.
         """
         size = balanced(self.rows, self.most) if self.accumulate else self.first
-        if shard_rows <= self.shard_rows or self.kept < self.shard_rows or size == 0:
+        if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
             return self
-        column = parts * size * itemsize
+        entry = sp_size * size * itemsize
         room = self.block_bytes - self.hidden_bytes
-        recomputes = self.first < self.rows or shard_rows * column > room
+        recomputes = self.first < self.rows or shard_rows * entry > room
         if recomputes and not self.accumulate:
             room -= self.scratch_bytes
-        return replace(self, kept=min(shard_rows, max(0, room) // column))
+        return replace(self, saved=min(shard_rows, max(0, room) // entry))
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What the backward must produce. ``*_fp32``: its destination can take fp32 sums in place;
-    ``weight_new``: dW is a new tensor, none that exists."""
+    """What the backward must produce."""
 
     input: bool
     weight: bool
+    # dX is fp32, so its sums need no accumulator.
     input_fp32: bool
+    # dW's destination takes fp32 sums in place.
     weight_fp32: bool
+    # dW is a new tensor, not one that exists already.
     weight_new: bool = True
+    # dX is reduced over the ranks in an fp32 buffer, though the hidden states are not fp32.
+    input_buffered: bool = False
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A way to spend memory."""
+
+    plan: Plan
+    possible: bool
+    # Matrix products of 2 N V D flops each, those of recomputed logits counted in full.
+    products: int
+    # Bytes of the fp32 accumulator of dW or dX that this way needs and others do not.
+    accumulator: int = 0
+    # Preferred among candidates of as many products.
+    preferred: bool = False
+
+    @property
+    def cost(self) -> tuple[int, bool, int]:
+        return self.products, not self.preferred, self.accumulator
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """The numbers of a call, as :func:`plan` is given them; ``budget`` is a number."""
+
+    rows: int
+    shard_rows: int
+    hidden: int
+    itemsize: int
+    budget: int
+    sp_size: int
+    ranks: int
+    gradients: Gradients
+    savable: bool
+    accumulable: bool
+    smallest_accumulated: int
+    reuses_saved: bool
+
+    @property
+    def part(self) -> int:
+        """Rows of each part of the tokens."""
+        return self.rows // self.sp_size
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of the exponentials of one token."""
+        return max(1, self.shard_rows * self.itemsize)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes of all gathered hidden states."""
+        return self.rows * self.hidden * self.itemsize if self.sp_size > 1 else 0
+
+    @property
+    def scratch(self) -> int:
+        reuses = self.savable and self.reuses_saved and self.budget >= SMALLEST_BLOCK
+        return 0 if reuses else SMALLEST_BLOCK
+
+    @property
+    def dw_sum(self) -> int:
+        """Bytes of an fp32 dW."""
+        return self.shard_rows * self.hidden * max(4, self.itemsize) if self.gradients.weight else 0
+
+    @property
+    def room(self) -> int:
+        """Bytes for exponentials beside the scratch memory."""
+        return max(0, self.budget - self.scratch) if self.savable else 0
+
+    def rows_in(self, nbytes: int) -> int:
+        """Rows of a part whose exponentials, those of all parts, take ``nbytes``."""
+        return nbytes // (self.row_bytes * self.sp_size)
+
+    def dx_buffer(self, block_rows: int) -> int:
+        """Bytes of dX reduced in fp32: of the block whose dX is formed and of the one whose reduction is running."""
+        if not (self.gradients.input and self.gradients.input_buffered):
+            return 0
+        return min(self.rows, 2 * block_rows * self.sp_size) * self.hidden * 4
+
+    def plan(self, **fields) -> Plan:
+        """A plan with these fields; for others what most candidates have."""
+        gathered = max(1, self.part)
+        if self.sp_size > 1:
+            gathered = max(1, GATHERED_BYTES // max(1, self.sp_size * self.hidden * self.itemsize))
+        usual = dict(
+            rows=self.part,
+            shard_rows=self.shard_rows,
+            gathered=gathered,
+            scratch_alone=SMALLEST_BLOCK,
+            accumulate=False,
+            block_bytes=self.budget,
+            scratch_bytes=self.scratch,
+            accumulator_bytes=0,
+            hidden_bytes=0,
+        )
+        return Plan(**(usual | fields))
+
+
+def _save(p: _Problem) -> _Candidate:
+    """Save every exponential; and the gathered hidden states, if they fit beside them."""
+    whole = p.rows * p.row_bytes
+    hidden_bytes = p.gathered_bytes if p.gathered_bytes <= p.budget - whole else 0
+    planned = p.plan(
+        first=p.part,
+        most=max(1, p.part),
+        saved=p.shard_rows,
+        accumulator_bytes=p.dx_buffer(p.part),
+        hidden_bytes=hidden_bytes,
+    )
+    return _Candidate(planned, p.savable and whole <= p.budget, products=3, preferred=True)
+
+
+def _accumulate(p: _Problem) -> _Candidate:
+    """Form gradients in forward, in blocks of the budget; where that never needs more memory than saving everything
+    would, and blocks are large enough to be worth it."""
+    gradients, whole = p.gradients, p.rows * p.row_bytes
+    # Over ranks a block's gradients wait for its statistics while the next block is projected.
+    alive = 2 if p.ranks > 1 else 1
+    block_bytes = max(p.budget, SMALLEST_BLOCK) // alive
+    most = max(1, p.rows_in(block_bytes))
+    block_rows = p.sp_size * min(balanced(p.part, most), p.part)
+    dw_new = p.shard_rows * p.hidden * p.itemsize if gradients.weight and gradients.weight_new else 0
+    fits = alive * block_rows * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
+    worthwhile = block_rows >= p.smallest_accumulated or block_rows == p.rows
+    planned = p.plan(
+        first=0,
+        most=most,
+        saved=p.shard_rows,
+        accumulate=True,
+        block_bytes=block_bytes,
+        scratch_bytes=SMALLEST_BLOCK,
+        accumulator_bytes=(0 if gradients.weight_fp32 else p.dw_sum) + p.dx_buffer(most),
+    )
+    return _Candidate(planned, p.accumulable and p.savable and fits and worthwhile, products=3)
+
+
+def _recompute_by_rows(p: _Problem) -> _Candidate:
+    """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW."""
+    first = p.rows_in(p.room)
+    most = max(1, first, p.rows_in(SMALLEST_BLOCK))
+    several = first > 0 or p.part > most
+    dw_sum = p.dw_sum if several and not p.gradients.weight_fp32 else 0
+    planned = p.plan(
+        first=first, most=most, saved=p.shard_rows if first > 0 else 0, accumulator_bytes=dw_sum + p.dx_buffer(most)
+    )
+    return _Candidate(planned, True, products=4, accumulator=dw_sum)
+
+
+def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
+    """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX.
+
+    On one rank this is preferred if the sum of dX takes no more than the budget: no reduction of dX waits for blocks
+    there, and slices of the vocabulary read and write an fp32 dW once, blocks of rows each time.
+    """
+    gradients = p.gradients
+    # If dX is reduced in an fp32 buffer, that is where it is summed.
+    dx_sum = p.rows * p.hidden * 4 if gradients.input and not gradients.input_fp32 else 0
+    if p.sp_size > 1:
+        # One block of all rows also gathers every hidden state and holds the whole dX.
+        dx_sum += 2 * p.gathered_bytes
+    planned = p.plan(
+        first=p.part, most=max(1, p.part), saved=p.room // max(1, p.rows * p.itemsize), accumulator_bytes=dx_sum
+    )
+    by_rows = _recompute_by_rows(p).plan
+    several = by_rows.first > 0 or p.part > by_rows.most
+    affordable = gradients.weight and p.ranks == 1 and several and p.room > 0 and dx_sum <= p.budget
+    return _Candidate(planned, True, products=4, accumulator=dx_sum, preferred=affordable)
 
 
 def plan(
@@ -135,118 +312,70 @@ def plan(
     itemsize: int,
     *,
     budget: int | None = None,
-    parts: int = 1,
+    sp_size: int = 1,
     ranks: int = 1,
     gradients: Gradients | None = None,
-    keepable: bool = True,
+    savable: bool = True,
     accumulable: bool = False,
     smallest_accumulated: int = 1,
-    reuses_kept: bool = False,
+    reuses_saved: bool = False,
 ) -> Plan:
     """Split ``rows`` tokens into blocks.
 
-    ``rows`` N, ``shard_rows`` ceil(V / P), ``hidden`` D; ``itemsize`` bytes of an input element,
-    which is also what a kept exponential takes. ``parts``: P under sequence parallelism, else 1;
-    ``ranks``: P. ``gradients=None`` means evaluation. ``keepable``: the stored exponentials are
-    enough for the backward. ``accumulable``: the loss is a sum with weights known in forward;
-    ``smallest_accumulated``: rows of a block from which on adding to an fp32 dW, which costs the
-    same whatever the rows, is worth its time. ``reuses_kept``: what is recomputed needs no memory beside
-    that of what was kept.
+    The cheapest candidate that is possible is taken. Candidates are, in order of preference where they cost the same:
+    save everything; accumulate gradients in forward; recompute by vocabulary or by rows (on several ranks by rows
+    first). The functions above say when each is possible. The cost is the number of matrix products, then the fp32
+    accumulator.
 
-    Everything that fits the budget is saved (6 N V D flops), and under sequence parallelism the gathered
-    hidden states too if they fit beside it; else these are gathered again. If not everything fits, an
-    accumulable loss accumulates in forward (6 N V D), in blocks of the budget, provided that this never needs
-    more memory than saving everything would. Otherwise what fits is saved and the rest recomputed
-    (8 N V D): all rows of some of the vocabulary in one block, or some of the rows in a first block,
-    whose memory the following ones reuse; whichever needs the smaller fp32 accumulator, and on one
-    rank the former if its sum of dX takes no more than the budget.
+    Args:
+        rows: N, the tokens of the whole sequence.
+        shard_rows: ceil(V / P).
+        hidden: D.
+        itemsize: bytes of an input element, which are also those of a saved exponential.
+        sp_size: P under sequence parallelism, else 1.
+        ranks: P.
+        gradients: None means evaluation.
+        savable: the saved exponentials are enough for the backward.
+        accumulable: the loss is a sum with weights known in forward.
+        smallest_accumulated: rows of a block from which on accumulating is worth its time. Adding to an fp32 dW costs
+            the same whatever the rows.
+        reuses_saved: what is recomputed needs no memory beside that of what was saved.
     """
     # An operator's numbers have 64 bits.
     budget = DEFAULT_BUDGET if budget is None else min(budget, _LARGEST_BUDGET)
-    row_bytes = max(1, shard_rows * itemsize)
-    whole = rows * row_bytes
-    per_part = rows // parts
-
-    def rows_in(block_bytes: int) -> int:
-        return block_bytes // (row_bytes * parts)
-
-    def decided(first: int, most: int, kept: int, accumulator: int = 0) -> Plan:
-        return Plan(
-            per_part,
-            first,
-            max(1, most),
-            kept,
-            False,
-            shard_rows,
-            budget,
-            scratch,
-            accumulator,
-            0,
-            at_once,
-            SMALLEST_BLOCK,
-        )
-
-    scratch = 0 if keepable and reuses_kept and budget >= SMALLEST_BLOCK else SMALLEST_BLOCK
-    gathered = rows * hidden * itemsize if parts > 1 else 0
-    at_once = max(1, per_part)
-    if parts > 1:
-        at_once = max(1, GATHERED_BYTES // max(1, parts * hidden * itemsize))
+    problem = _Problem(
+        rows,
+        shard_rows,
+        hidden,
+        itemsize,
+        budget,
+        sp_size,
+        ranks,
+        gradients,
+        savable,
+        accumulable,
+        smallest_accumulated,
+        reuses_saved,
+    )
     if gradients is None:
-        return decided(0, rows_in(SMALLEST_BLOCK) if parts > 1 else per_part, 0)
-    if keepable and whole <= budget:
-        saved = decided(per_part, per_part, shard_rows)
-        return replace(saved, hidden_bytes=gathered if gathered <= budget - whole else 0)
+        return problem.plan(first=0, most=0, saved=0)
+    # Over ranks blocks of rows come first: their reductions overlap.
+    recomputations = _recompute_by_vocabulary(problem), _recompute_by_rows(problem)
+    if ranks > 1:
+        recomputations = recomputations[::-1]
+    best = None
+    for candidate in (_save(problem), _accumulate(problem), *recomputations):
+        if candidate.possible and (best is None or candidate.cost < best.cost):
+            best = candidate
+    return best.plan
 
-    dw_sum = shard_rows * hidden * max(4, itemsize) if gradients.weight else 0
-    split = gradients.weight and not gradients.weight_fp32
-    if accumulable and keepable:
-        # Over ranks a block's gradients wait for its statistics while the next block is projected.
-        alive = 2 if ranks > 1 else 1
-        block_bytes = max(budget, SMALLEST_BLOCK) // alive
-        most = max(1, rows_in(block_bytes))
-        block_rows = parts * min(balanced(per_part, most), per_part)
-        new = gradients.weight and gradients.weight_new
-        saving = whole + (shard_rows * hidden * itemsize if new else 0)
-        if (
-            alive * block_rows * row_bytes + dw_sum <= saving
-            and dw_sum <= whole
-            and (block_rows >= smallest_accumulated or block_rows == rows)
-        ):
-            accumulator = dw_sum if split else 0
-            return Plan(
-                per_part,
-                0,
-                most,
-                shard_rows,
-                True,
-                shard_rows,
-                block_bytes,
-                SMALLEST_BLOCK,
-                accumulator,
-                0,
-                at_once,
-                SMALLEST_BLOCK,
-            )
 
-    room = max(0, budget - scratch) if keepable else 0
-    first = rows_in(room)
-    most = max(1, first, rows_in(SMALLEST_BLOCK))
-    several = first > 0 or per_part > most
-    dw_sum = dw_sum if split and several else 0
-    dx_sum = 0 if gradients.input_fp32 or not gradients.input else rows * hidden * 4
-    if parts > 1:
-        # One block of all rows would also gather every hidden state and hold the whole dX.
-        dx_sum += 2 * gathered
-    # Every block of rows reads and writes all of an fp32 dW, slices of the vocabulary do so once: on
-    # one rank, where no reduction of dX waits for blocks, that is worth a sum as large as the budget.
-    affordable = gradients.weight and ranks == 1 and several and room > 0 and dx_sum <= budget
-    if dx_sum < dw_sum or (dx_sum == dw_sum and ranks == 1) or affordable:
-        return decided(per_part, per_part, room // max(1, rows * itemsize), dx_sum)
-    return decided(first, most, shard_rows if first > 0 else 0, dw_sum)
+# In eager mode a plan is looked up by its numbers.
+cached_plan = functools.lru_cache(maxsize=1024)(plan)
 
 
 def balanced(rows: int, most: int) -> int:
-    """Rows of each block but the last, ``most`` at most, for as few blocks of one size as can be."""
+    """Rows of each block but the last, at most ``most``, for as few blocks of one size as possible."""
     number = max(1, -(-rows // most))
     size = -(-rows // number)
     rounded = -(-size // _MULTIPLE) * _MULTIPLE

@@ -1,4 +1,4 @@
-"""From a public function's arguments to a call: checked, planned, and agreed on by all ranks if they are asked to."""
+"""From a public function's arguments to a call: checked, planned, and in debug mode agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parallel_lce import debug
 from parallel_lce.backends import backend_of, valueless
-from parallel_lce.checks import Arguments, check_arguments, check_process_group, token_shape
-from parallel_lce.parallel import Layout, Shard
+from parallel_lce.checks import Arguments, LossOptions, check_arguments, check_loss, check_process_group, token_shape
+from parallel_lce.collectives import Layout, Shard
+from parallel_lce.grad_buffers import MainGrad, accumulation_dtype
 from parallel_lce.partials import Columns
-from parallel_lce.plan import Gradients, Plan, plan, shared_shard_rows
-from parallel_lce.statistics import Call, token_count
-from parallel_lce.weight_grad import MainGrad, accumulation_dtype
+from parallel_lce.plan import Gradients, Plan, cached_plan, plan, shared_shard_rows
+from parallel_lce.schedule import Call, token_count
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked call, its tensors ``[..., D]``, ``[V/P, D]`` and ``[V/P]``, and the shape of its tokens."""
+    """A checked call and its tensors."""
 
     call: Call
-    tensors: tuple[Tensor, Tensor, Tensor | None]
+    # hidden states [..., D], weight [V/P, D], bias [V/P]
+    operands: tuple[Tensor, Tensor, Tensor | None]
+    # of the tokens
     shape: tuple[int, ...]
     differentiable: bool
 
@@ -34,7 +36,8 @@ def prepare(
     arguments: Arguments,
     columns: Columns,
     *,
-    check: Callable[[], None] = lambda: None,
+    refuse: Callable[[], None] | None = None,
+    options: LossOptions | None = None,
     accumulable: bool = False,
     ignore_index: int | None = None,
     agreed: dict[str, object] | None = None,
@@ -42,44 +45,37 @@ def prepare(
 ) -> Prepared:
     """Check ``arguments`` and plan the call.
 
-    ``check`` raises for what else the caller was given. ``ignore_index`` and ``agreed`` serve the
-    debug checks: None lets any target pass, and the values of ``agreed`` must be the same on all
-    ranks. ``main_grad`` takes dW by addition.
+    ``refuse`` raises for what else the caller was given. ``options``: of the loss, if it is one. ``accumulable``: the
+    loss is a sum with weights known in forward. ``main_grad``: dW is added to it. For debug mode: ``ignore_index``,
+    None where any target is allowed, and ``agreed``, values that must be the same on all ranks.
     """
     check_process_group(arguments.process_group)
     layout = Layout.of(arguments.process_group, False)
     try:
-        layout = Layout.of(arguments.process_group, bool(arguments.sequence_parallel))
-        check()
-        a = _autocast(arguments)
-        check_arguments(a, layout)
+        if arguments.sequence_parallel:
+            layout = Layout.of(arguments.process_group, True)
+        if refuse is not None:
+            refuse()
+        if options is not None:
+            check_loss(arguments.target, options)
+        a = _autocast(arguments.with_python_numbers())
+        shape = check_arguments(a, layout)
         backend = backend_of(a.linear_weight)
     except Exception as refusal:
         debug.refuse(layout, refusal)
         raise
 
-    # As it is given: torch.compile knows it as an input then, so that a second derivative by it is refused.
     hidden, weight = _in_memory(a.input), _in_memory(a.linear_weight)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    bias = None if a.linear_bias is None else a.linear_bias.contiguous()
+    # hidden keeps its shape: torch.compile then knows it as an input, and a second derivative by it is refused.
+    operands = hidden, weight, bias
     rows = weight.shape[0]
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
     shard = Shard(start, rows, a.vocab_size)
     target = None if a.target is None else a.target.reshape(-1).long().contiguous()
-    bias = None if a.linear_bias is None else a.linear_bias.contiguous()
-    tensors = hidden, weight, bias
-    differentiable = any(_needs(t) for t in tensors if t is not None)
-    gradients = None
-    if differentiable:
-        sum_dtype = accumulation_dtype(weight.dtype)
-        destination = weight if main_grad is None else main_grad.tensor
-        gradients = Gradients(
-            input=hidden.requires_grad,
-            weight=weight.requires_grad,
-            input_fp32=hidden.dtype == sum_dtype,
-            weight_fp32=destination.dtype == sum_dtype,
-            weight_new=main_grad is None,
-        )
-    planned = _plan(a, layout, shard, hidden, weight, backend, gradients, accumulable)
+    gradients = _gradients(operands, layout, a.reduce_dtype, main_grad)
+    planned = _plan(a, operands, layout, shard, backend, gradients, accumulable)
     if debug.enabled() and not valueless(weight):
         agreed = dict(agreed or {}, ignore_index=ignore_index, statistics=columns, gradients=gradients)
         agreed["backend"] = backend.__name__.rpartition(".")[2]
@@ -96,21 +92,44 @@ def prepare(
         main_grad,
         a.reduce_dtype,
     )
-    return Prepared(call, tensors, token_shape(a.input, layout), differentiable)
+    return Prepared(call, operands, shape, gradients is not None)
+
+
+def _gradients(
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    layout: Layout,
+    reduce_dtype: torch.dtype | None,
+    main_grad: MainGrad | None,
+) -> Gradients | None:
+    """What the backward must produce; None: there is none."""
+    hidden, weight, bias = operands
+    if not (_needs(hidden) or _needs(weight) or (bias is not None and _needs(bias))):
+        return None
+    sum_dtype = accumulation_dtype(weight.dtype)
+    dx_dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
+    dw_dtype = weight.dtype if main_grad is None else main_grad.tensor.dtype
+    return Gradients(
+        input=hidden.requires_grad,
+        weight=weight.requires_grad,
+        input_fp32=hidden.dtype == sum_dtype,
+        weight_fp32=dw_dtype == sum_dtype,
+        weight_new=main_grad is None,
+        input_buffered=dx_dtype != hidden.dtype,
+    )
 
 
 def _plan(
     a: Arguments,
+    operands: tuple[Tensor, Tensor, Tensor | None],
     layout: Layout,
     shard: Shard,
-    hidden: Tensor,
-    weight: Tensor,
     backend: ModuleType,
     gradients: Gradients | None,
     accumulable: bool,
 ) -> Plan:
-    # Accumulation needs the loss's weights as constants and, over ranks, blocks that all agree on.
-    # It writes dX before the upstream gradient is known, which in fp16 would undo loss scaling.
+    hidden, weight, _ = operands
+    # Accumulation needs the loss's weights as constants and, over ranks, blocks on which all agree. It writes dX before
+    # the upstream gradient is known, which in fp16 would undo loss scaling.
     accumulable = (
         accumulable
         and (a.token_weight is None or not _needs(a.token_weight))
@@ -118,21 +137,22 @@ def _plan(
         and hidden.dtype != torch.float16
     )
     itemsize = weight.element_size()
-    planned = plan(
+    # Sizes that are symbols cannot be looked up.
+    planned = (plan if torch.compiler.is_compiling() or valueless(weight) else cached_plan)(
         token_count(hidden, layout),
         shared_shard_rows(shard.rows, layout.ranks, a.vocab_start, a.vocab_size),
         hidden.shape[-1],
         itemsize,
         budget=a.logits_budget,
-        parts=layout.parts,
+        sp_size=layout.sp_size,
         ranks=layout.ranks,
         gradients=gradients,
-        keepable=backend.keepable(weight.dtype, a.logit_softcap),
+        savable=backend.savable(weight.dtype, a.logit_softcap),
         accumulable=accumulable,
         smallest_accumulated=backend.SMALLEST_ACCUMULATED,
-        reuses_kept=backend.REUSES_KEPT,
+        reuses_saved=backend.REUSES_SAVED,
     )
-    return planned.limited(shard.real, itemsize, layout.parts)
+    return planned.limited(shard.real, itemsize, layout.sp_size)
 
 
 def _check_together(
@@ -171,7 +191,7 @@ def _check_together(
 
 
 class _Waited(torch.autograd.Function):
-    """The result of a functional collective, of which the kernels read the memory."""
+    """The result of a functional collective, complete, since kernels read its memory."""
 
     @staticmethod
     def forward(ctx, result: Tensor) -> Tensor:
@@ -183,7 +203,7 @@ class _Waited(torch.autograd.Function):
 
 
 def _in_memory(tensor: Tensor) -> Tensor:
-    """The values as they lie in memory: neither still to come nor to be negated."""
+    """The tensor with its values in memory: a collective that makes it is complete, and a lazy negation is done."""
     if torch.compiler.is_compiling():
         return tensor
     if isinstance(tensor, AsyncCollectiveTensor):
@@ -196,7 +216,7 @@ def _needs(tensor: Tensor) -> bool:
 
 
 def _autocast(a: Arguments) -> Arguments:
-    """As ``F.linear`` does under autocast, take fp32 and half operands in autocast's dtype."""
+    """fp32 and half operands in autocast's dtype, as for ``F.linear`` under autocast."""
     # Meta tensors have no autocast.
     if not isinstance(a.input, Tensor) or a.input.is_meta:
         return a

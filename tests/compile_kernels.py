@@ -47,21 +47,22 @@ def _compile_alone(self, *arguments, grid, warmup, **options):
         usage = subprocess.check_output([_OBJDUMP, "--dump-resource-usage", file.name], text=True)
     stack = max(map(int, re.findall(r"STACK:(\d+)", usage)))
     shared = kernel.metadata.shared
-    compiled.append(dict(name=self.fn.__name__, plain=plain, stack=stack, shared=shared))
+    compiled.append(dict(name=kernel.metadata.name, hopper=self.is_gluon(), plain=plain, stack=stack, shared=shared))
 
 
 JITFunction.run = _compile_alone
 
+from blocks import block_backward, block_forward
 from parallel_lce.backends import triton as backend
-from parallel_lce.backends.blocks import Coefficients, Destinations, Projection, Scratch
-from parallel_lce.kernels import losses, partials, projection, tuning
-from parallel_lce.partials import Columns, message_size
-from parallel_lce.weight_grad import ShardGradient
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
+from parallel_lce.grad_buffers import GradBuffer
+from parallel_lce.kernels import dense_logits, losses, partials, projection, tuning
+from parallel_lce.partials import Columns, packed_size
 
 tuning._capability = lambda device: CAPABILITY
-projection.processors = lambda device: 132
+projection.num_sms = lambda device: 132
 
-# Tokens, vocabulary rows, hidden size; kept vocabulary rows; everything asked for, or nothing.
+# Tokens, vocabulary rows, hidden size; saved vocabulary rows; everything asked for, or nothing.
 CALLS = [
     (1, 7, 8, 0, False),
     (1, 7, 8, 7, False),
@@ -73,7 +74,7 @@ CALLS = [
 ]
 
 
-def call(rows, entries, depth, kept, everything, dtype):
+def call(rows, entries, depth, saved, everything, dtype):
     global plain
     plain = not everything
     x, weight = torch.randn(rows, depth).to(dtype), torch.randn(entries, depth).to(dtype)
@@ -81,25 +82,23 @@ def call(rows, entries, depth, kept, everything, dtype):
     shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, 5.0 if everything else None)
     target = torch.zeros(rows, dtype=torch.int64)
     columns = Columns(*[everything] * 4)
-    partial, exponentials = backend.block_forward(shape, x, target, columns, kept)
+    partial, exponentials = block_forward(backend, shape, x, target, columns, saved)
     ones = torch.ones(rows)
     more = ones if everything else None
-    if everything and not kept:
+    if everything and not saved:
         coefficients = Coefficients(ones, ones, ones, ones)
     else:
         coefficients = Coefficients(ones, ones, more, None)
-    backend.block_backward(
+    block_backward(
+        backend,
         shape,
         x,
         target,
         torch.ones_like(partial),
         coefficients,
         exponentials,
-        Destinations(
-            torch.empty_like(x),
-            None,
-            ShardGradient(weight, entries, 1),
-            None if bias is None else ShardGradient(bias, entries, 1),
+        GradBuffers(
+            torch.empty_like(x), GradBuffer(weight, entries, 1), None if bias is None else GradBuffer(bias, entries, 1)
         ),
         Scratch(1 << 20),
     )
@@ -110,12 +109,12 @@ for dtype in (torch.bfloat16, torch.float16):
         call(*arguments, dtype)
 for ranks, tokens in ((2, 1), (8, 300)):
     for columns in (Columns(), Columns(*[True] * 4)):
-        plain, size = columns == Columns(), message_size(columns, tokens)
-        partials.merge_messages(torch.ones(ranks, size), columns, tokens, None if plain else 77)
+        plain, size = columns == Columns(), packed_size(columns, tokens)
+        partials.merge_ranks(torch.ones(ranks, size), columns, tokens, None if plain else 77)
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
 for some in (1, 5):
     losses.token_losses(ones[:some].expand(3, -1).contiguous(), ones[0], target[:some], None, -100, 0.0, 0.0, True)
-    partials.logits_partial(logits[:some], target[:some], 0, True)
-    partials.logits_gradient(logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some])
+    dense_logits.logits_partial(logits[:some], target[:some], 0, True)
+    dense_logits.logits_gradient(logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some])
 json.dump(compiled, sys.stdout)

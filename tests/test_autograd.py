@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
+from blocks import watched_backwards
 from cases import Case, dense, error, make
 from parallel_lce import reference
 from parallel_lce.backends import backend_of
@@ -28,8 +29,8 @@ def _leaves(device: str, dtype: str = "fp32"):
 def test_checkpointed_loss_is_computed_twice_and_no_more(reduction, reentrant, backend, device, monkeypatch):
     t, x, w = _leaves(device)
     calls, module = [], backend_of(w)
-    original = module.block_forward
-    monkeypatch.setattr(module, "block_forward", lambda *a: calls.append(1) or original(*a))
+    original = module.BlockForward
+    monkeypatch.setattr(module, "BlockForward", lambda *a: calls.append(1) or original(*a))
 
     def loss(x, w):
         return parallel_lce.linear_cross_entropy(x, w, t.target, reduction=reduction, logits_budget=0).sum()
@@ -163,26 +164,25 @@ def test_second_backward(name, ranks, worlds, backend, device):
         assert_near(torch.cat([p[1] for p in parts]), w.grad, tolerance)
 
 
-@pytest.mark.parametrize("names", [["lse", "target_logit"], ["entropy"]], ids=["kept", "expected"])
+@pytest.mark.parametrize("names", [["lse", "target_logit"], ["entropy"]], ids=["saved", "expected"])
 @pytest.mark.parametrize(("budget", "blocks"), [(None, (1, 1)), (14000, (4, 3))])
 @pytest.mark.thinned
-def test_a_backend_may_write_over_what_is_kept(budget, blocks, names, backend, device, monkeypatch):
+def test_a_backend_may_overwrite_what_is_saved(budget, blocks, names, backend, device):
     """Its memory is scratch afterwards: for the blocks that follow, and for a second backward."""
     t = small(device, N=160, V=100, D=600, dtype="bf16")
     module, handed = backend_of(t.weight), []
-    original = module.block_backward
 
-    def spoiling(*arguments):
-        *others, kept, to, scratch = arguments
-        handed.append((len(kept) > 0, scratch.capacity(torch.uint8)))
-        original(*others, kept, to, scratch)
-        for tensor in kept:
+    def note(given):
+        handed.append((len(given["saved"]) > 0, given["scratch"].capacity(torch.uint8)))
+
+    def spoil(given):
+        for tensor in given["saved"]:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 255)
+        scratch = given["scratch"]
         scratch.take(scratch.capacity(torch.uint8), torch.uint8).fill_(255)
 
-    monkeypatch.setattr(module, "block_backward", spoiling)
     leaves = [t.x, t.weight]
-    with shrunk(4000, (16, 32)):
+    with shrunk(4000, (16, 32)), watched_backwards(module, note, spoil):
         found = statistics(*leaves, t.target, logits_budget=budget)
         total = sum(getattr(found, name).sum() for name in names)
         walks = [torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2)]
@@ -192,13 +192,13 @@ def test_a_backend_may_write_over_what_is_kept(budget, blocks, names, backend, d
     for gradients in walks:
         for found, truth in zip(gradients, expected):
             assert_near(found, truth, 1e-2)
-    # Rows of kept exponentials begin at multiples of 128 bytes in the triton backend.
-    # What it recomputes goes to the memory of what was kept.
+    # Rows of saved exponentials begin at multiples of 128 bytes in the triton backend.
+    # What it recomputes goes to the memory of what was saved.
     scratch = 4000 if backend == "torch" else 0
-    kept = (160 if budget is None else (budget - scratch) // 200) * (200 if backend == "torch" else 256)
+    saved = (160 if budget is None else (budget - scratch) // 200) * (200 if backend == "torch" else 256)
     uses = names == ["lse", "target_logit"]
-    assert handed[0] == (uses, scratch if uses else kept)
-    assert handed[1:] == [(False, kept)] * (2 * blocks[backend == "triton"] - 1)
+    assert handed[0] == (uses, scratch if uses else saved)
+    assert handed[1:] == [(False, saved)] * (2 * blocks[backend == "triton"] - 1)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "statistics"])

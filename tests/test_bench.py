@@ -11,17 +11,30 @@ import torch
 import torch.nn.functional as F
 
 from parallel_lce.bench import __main__ as command
-from parallel_lce.bench import accuracy, measure, peers, suites
-from parallel_lce.bench.inputs import IGNORE_INDEX, Inputs, Shape, make_inputs
-from parallel_lce.bench.measure import Result
-from parallel_lce.bench.overview import tables
-from parallel_lce.bench.peers import ALL, ANY, CPU_AND_CUDA, FORWARD, FORWARD_BACKWARD, PASSES, Peer, torch_loss
-from parallel_lce.bench.report import Report
+from parallel_lce.bench import accuracy, measure, peers, suites, timing
+from parallel_lce.bench.libraries import Unavailable, torch_loss
+from parallel_lce.bench.peers import ALL, ANY, CPU_AND_CUDA, FORWARD, FORWARD_BACKWARD, PASSES, Peer
+from parallel_lce.bench.problem import IGNORE_INDEX, Problem, Shape, make_problem
+from parallel_lce.bench.results import Cell, Result
 from parallel_lce.bench.suites import PUBLISHED, SUITES, round_neighbour
+from parallel_lce.bench.tables import cell_table, overview
+from parallel_lce.bench.team import Refused, Team
 
 MIB = 2**20
-CPU = torch.device("cpu")
+ALONE = Team(torch.device("cpu"))
 TINY = Shape(40, 90, 16)
+
+
+def a_problem(shape=TINY, dtype=torch.float32, **options) -> Problem:
+    return make_problem(shape, dtype, ALONE, **{"seed": 0} | options)
+
+
+def judge_of(problem) -> accuracy.Judge:
+    return accuracy.Judge(problem, accuracy.exact(problem), accuracy.torch_in_same_dtype(problem))
+
+
+def measured(all_peers, problem, rounds, passes=PASSES) -> list[Result]:
+    return measure.measure(all_peers, judge_of(problem), timing.timer(ALONE), rounds, passes)
 
 
 def plan(*arguments):
@@ -132,24 +145,43 @@ def test_a_bad_command_line_says_why(arguments, words, capsys):
 
 def test_the_reference_is_torch_in_float64(monkeypatch):
     monkeypatch.setattr(accuracy, "BLOCK_BYTES", 8 * 90 * 7)  # blocks of 7 tokens, the last of 5
-    inputs = make_inputs(TINY, torch.float32, CPU, seed=1, deviation=4.0)
-    x, weight = (t.double().requires_grad_() for t in (inputs.x, inputs.weight))
+    problem = a_problem(seed=1, deviation=4.0)
+    x, weight = (t.double().requires_grad_() for t in (problem.x, problem.weight))
     z = F.linear(x, weight)
-    expected = F.cross_entropy(z, inputs.target, ignore_index=IGNORE_INDEX)
+    expected = F.cross_entropy(z, problem.target, ignore_index=IGNORE_INDEX)
     expected.backward()
-    largest, *found = accuracy.exact(inputs)
+    largest, *found = accuracy.exact(problem)
     assert largest == pytest.approx(z.abs().max().item(), rel=1e-12)
     for value, truth in zip(found, (expected.detach(), x.grad, weight.grad)):
         torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-15)
-    assert accuracy.exact(inputs, gradients=False)[2:] == (None, None)
+    assert accuracy.exact(problem, gradients=False)[2:] == (None, None)
 
 
-def test_torch_in_blocks_is_torch():
-    x, weight, target = vars(make_inputs(TINY, torch.float32, CPU, seed=2)).values()
-    target[8:16] = IGNORE_INDEX  # a block of which no token counts
-    whole, blocks = (accuracy._torch_in_blocks(Inputs(x, weight, target), True, rows) for rows in (40, 8))
-    for value, expected in zip(blocks, whole):
-        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-8)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "rtol"), [(torch.float32, 40, 1e-5), (torch.float32, 8, 1e-5), (torch.bfloat16, 40, 1e-2)]
+)
+def test_the_yardstick_is_torch_also_in_blocks(dtype, rows, rtol):
+    problem = a_problem(dtype=dtype, seed=2)
+    problem.target[8:16] = IGNORE_INDEX  # a block of which no token counts
+    x, weight = (t.clone().requires_grad_() for t in (problem.x, problem.weight))
+    loss = torch_loss(x, weight, problem.target)
+    loss.backward()
+    _, *found = accuracy.answers(problem, dtype, True, rows)
+    for value, expected in zip(found, (loss.detach(), x.grad, weight.grad)):
+        torch.testing.assert_close(value, expected, rtol=rtol, atol=1e-8)
+
+
+def test_the_yardstick_falls_back_to_blocks_where_memory_is_short(monkeypatch):
+    problem, tried = a_problem(Shape(1200, 20, 4)), []
+
+    def answers(problem, dtype, gradients, rows):
+        tried.append(rows)
+        if rows > 512:
+            raise torch.OutOfMemoryError("of the device")
+        return "found"
+
+    monkeypatch.setattr(accuracy, "answers", answers)
+    assert accuracy.torch_in_same_dtype(problem) == "found" and tried == [1200, 600, 512]
 
 
 class Faulty(torch.autograd.Function):
@@ -199,34 +231,33 @@ def no_profiler(monkeypatch):
 
 def test_what_is_wrong_is_shown_and_never_timed(monkeypatch, no_profiler):
     timed = []
-    monkeypatch.setattr(measure, "clock", lambda call, device: timed.append(call) or 0.5)
-    inputs = make_inputs(TINY, torch.float32, CPU, seed=0)
-    all_peers = [(Peer(name, ANY, CPU_AND_CUDA, None), loss) for name, (loss, _) in FAULTS.items()]
-    results, judge = measure.measure(
-        [*all_peers, (Peer("bare", ANY, CPU_AND_CUDA, None, "bare"), None)], inputs, PASSES, 2, CPU
-    )
-    assert len(timed) == 2 * 2 * 2  # rounds, passes, peers: the right one and the bare products
-    report = Report(TINY, torch.float32, inputs, PASSES, results, judge)
-    rows = {row[0]: row for row in rows_of(report.table())}
+    monkeypatch.setattr(timing, "clock", lambda call, device: timed.append(call) or 0.5)
+    problem = a_problem()
+    all_peers = [Peer(name, ANY, CPU_AND_CUDA, lambda loss=loss: loss) for name, (loss, _) in FAULTS.items()]
+    all_peers.append(Peer("bare", ANY, CPU_AND_CUDA, None, "bare"))
+    results = measured(all_peers, problem, 2)
+    assert len(timed) == 2 * 2 * 2  # rounds, passes, peers: the right one and the GEMM-only baseline
+    cell = Cell.of(judge_of(problem), PASSES)
+    cell.results = results
+    rows = {row[0]: row for row in rows_of(cell_table(cell))}
     for result, (_, words) in zip(results, FAULTS.values()):
         assert words in result.refused and bool(words) == bool(result.refused)
         assert result.has(FORWARD) == result.has(FORWARD_BACKWARD) == (not words)
         name = f"{result.peer}, {words.split(':')[0]}" if words.startswith(("refused", "failed")) else None
         assert name is None or rows[name][2] == "–"
     assert results[3].errors["dW row"] > results[3].errors["dW"] > 0  # a refused peer's errors are shown
-    assert report.as_dict()["peers"][1]["refused"].startswith("refused: loss")
+    assert cell.as_dict()["peers"][1]["refused"].startswith("refused: loss")
 
 
 def test_nan_in_one_row_is_refused():
     """A row that a peer does not write holds what poison left there."""
-    inputs = make_inputs(TINY, torch.float32, CPU, seed=0)
-    judge = accuracy.Judge(inputs)
+    judge = judge_of(a_problem())
     truth = judge.truth[0].float(), judge.truth[1].float(), judge.truth[2].float()
-    assert set(judge.check({FORWARD_BACKWARD: lambda: truth})) == {"loss", "dX", "dX row", "dW", "dW row"}
+    assert set(judge.check({FORWARD_BACKWARD: truth})) == {"loss", "dX", "dX row", "dW", "dW row"}
     holes = truth[0], truth[1], truth[2].clone()
     holes[2][5] = math.nan
-    with pytest.raises(accuracy.Refused, match="dW error nan"):
-        judge.check({FORWARD_BACKWARD: lambda: holes})
+    with pytest.raises(Refused, match="dW error nan"):
+        judge.check({FORWARD_BACKWARD: holes})
 
 
 def test_a_peer_that_fails_when_timed_is_out(monkeypatch, no_profiler):
@@ -238,22 +269,20 @@ def test_a_peer_that_fails_when_timed_is_out(monkeypatch, no_profiler):
             raise RuntimeError("out of something")
         return torch_loss(x, weight, target)
 
-    monkeypatch.setattr(measure, "CPU_SECONDS", 0)
-    monkeypatch.setattr(measure, "clock", lambda call, device: call() and 0.5)
-    inputs = make_inputs(TINY, torch.float32, CPU, seed=0)
-    (result,), _ = measure.measure([(Peer("p", ANY, CPU_AND_CUDA, None), loss)], inputs, PASSES, 3, CPU)
+    monkeypatch.setattr(timing, "clock", lambda call, device: call() and 0.5)
+    (result,) = measured([Peer("p", ANY, CPU_AND_CUDA, lambda: loss)], a_problem(), 3)
     assert result.refused == "failed: RuntimeError: out of something" and not result.has(FORWARD)
     assert len(calls) == 5
 
 
 def test_main_grad_takes_dw_and_is_no_memory_of_the_call():
-    inputs = make_inputs(Shape(64, 4096, 32), torch.bfloat16, CPU, seed=0)
-    built = [(peer, peer.build()) for peer in peers.registry([("ours-main-grad", 0), ("ours-per-token", 0)])[:2]]
-    results, _ = measure.measure(built, inputs, (FORWARD_BACKWARD,), 1, CPU)
+    problem = a_problem(Shape(64, 4096, 32), torch.bfloat16)
+    strategies = peers.registry([("ours-main-grad", 0), ("ours-per-token", 0)])[:2]
+    results = measured(strategies, problem, 1, (FORWARD_BACKWARD,))
     assert [r.refused for r in results] == ["", ""]
-    size = 2 * inputs.weight.numel()
+    size = 2 * problem.weight.numel()
     added, returned = (r.gradients[FORWARD_BACKWARD] for r in results)
-    assert returned - added == size and added == 2 * inputs.x.numel()
+    assert returned - added == size and added == 2 * problem.x.numel()
     assert results[0].peak[FORWARD_BACKWARD] < results[1].peak[FORWARD_BACKWARD]
 
 
@@ -262,7 +291,7 @@ def test_main_grad_takes_dw_and_is_no_memory_of_the_call():
 
 def run(monkeypatch, tmp_path, *arguments):
     """(exit status, JSON) of a command on tiny CPU shapes."""
-    monkeypatch.setattr(measure, "CPU_SECONDS", 1e-4)
+    monkeypatch.setattr(timing, "CPU_SECONDS", 1e-4)
     path = tmp_path / "bench.json"
     status = command.main(["--device", "cpu", "--rounds", "3", "--json", str(path), *arguments])
     return status, json.loads(path.read_text())
@@ -318,7 +347,7 @@ def test_a_run_writes_table_json_and_picture(monkeypatch, tmp_path, capsys):
 
 
 def test_accuracy_alone_is_not_timed(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(measure, "clock", lambda *_: pytest.fail("timed"))
+    monkeypatch.setattr(timing, "clock", lambda *_: pytest.fail("timed"))
     status, found = run(monkeypatch, tmp_path, "--suite", "accuracy", "--shape", "40,90,16", "--peers", "ours", "torch")
     assert status == 0
     flat, all_of_flat, sharp, all_of_sharp = found["shapes"]
@@ -333,7 +362,7 @@ def test_accuracy_alone_is_not_timed(monkeypatch, tmp_path, capsys):
 
 
 def test_ours_refused_is_a_failure(monkeypatch, no_profiler, tmp_path, capsys):
-    monkeypatch.setitem(peers._OURS, "ours", (ANY, lambda budget: faulty(1.0, 1.5)))
+    monkeypatch.setitem(peers.OURS, "ours", (ANY, lambda *_: faulty(1.0, 1.5)))
     status, found = run(monkeypatch, tmp_path, "--shape", "40,90,16", "--peers", "ours")
     assert status == 1 and "dW row error" in found["shapes"][0]["peers"][0]["refused"]
     assert "ours (budget 0): refused: dW" in capsys.readouterr().out
@@ -341,16 +370,16 @@ def test_ours_refused_is_a_failure(monkeypatch, no_profiler, tmp_path, capsys):
 
 def test_a_missing_peer_is_named_with_its_reason(monkeypatch, tmp_path, capsys):
     def missing():
-        raise peers.Unavailable("not on this machine")
+        raise Unavailable("not on this machine")
 
     def with_missing(strategies, registry=peers.registry):
         return [*registry(strategies), Peer("gone", ANY, CPU_AND_CUDA, missing)]
 
     monkeypatch.setattr(command, "registry", with_missing)
     options = command.parse_arguments(["--device", "cpu", "--without", "torch-lce", "torch-lce-chunked"])
-    here, gone = command.build_peers(options)
+    here, gone = command.choose_peers(options)
     assert gone == {"gone": "Unavailable: not on this machine"}
-    assert [str(peer) for peer, _ in here] == ["ours (budget 0)", "ours-per-token (budget 0)", "bare", "torch"]
+    assert [str(peer) for peer in here] == ["ours (budget 0)", "ours-per-token (budget 0)", "bare", "torch"]
     monkeypatch.setattr(command, "names", lambda: [*peers.names(), "gone"])
     with pytest.raises(SystemExit) as refusal:
         command.main(["--device", "cpu", "--peers", "gone"])
@@ -358,19 +387,19 @@ def test_a_missing_peer_is_named_with_its_reason(monkeypatch, tmp_path, capsys):
 
 
 def made_up(shape, passes, **seconds):
-    """A report of times that nobody measured; keys are families."""
-    inputs = make_inputs(Shape(8, 16, 4), torch.float32, CPU, seed=0)
+    """A cell of times that nobody measured; keys are families."""
     results = []
     for family in ("ours", "bare", "torch"):
         times = {kind: [seconds[family]] * 3 for kind in passes}
         sizes = {kind: MIB if family == "ours" else 64 * MIB for kind in passes}
         peer = Peer(family, ANY, CPU_AND_CUDA, None, family)
         results.append(Result(peer, seconds=times, peak=sizes, gradients=dict.fromkeys(passes, 0)))
-    return Report(shape, torch.float32, inputs, passes, results, accuracy.Judge(inputs))
+    inputs = 4 * (8 * 4 + 16 * 4) + 8 * 8  # bytes of N=8, V=16, D=4
+    return Cell(1, shape, False, torch.float32, results, passes, input_bytes=inputs)
 
 
 def test_table_2_is_set_against_the_published_ratios():
-    (table,) = tables("table2", [made_up(Shape(1024, 262144, 4096), (FORWARD,), ours=0.002, bare=0.001, torch=0.005)])
+    (table,) = overview("table2", [made_up(Shape(1024, 262144, 4096), (FORWARD,), ours=0.002, bare=0.001, torch=0.005)])
     row = rows_of(table)[1]
     assert row[:2] == ["1024", "262144"] and row[2:6] == ["5", "2", "2.50", "2.98"]
     assert row[6:] == ["64", "1", "64.0", "4.0"]
@@ -379,7 +408,7 @@ def test_table_2_is_set_against_the_published_ratios():
 def test_ragged_costs_are_per_token_and_entry():
     even = made_up(Shape(1024, 256, 8), PASSES, ours=0.010, bare=0.004, torch=0.020)
     odd = made_up(Shape(1000, 256, 8), PASSES, ours=0.012, bare=0.004, torch=0.020)
-    (table,) = tables("ragged", [even, odd])
+    (table,) = overview("ragged", [even, odd])
     rows = rows_of(table)[1:]
     assert [row[0] for row in rows] == ["N=1000, V=256, D=8"] * 3
     assert rows[0][2:] == ["ours", "12", f"{1.2 * 1024 / 1000:.3f}"] + ["12", f"{1.2 * 1024 / 1000:.3f}"]
@@ -387,6 +416,6 @@ def test_ragged_costs_are_per_token_and_entry():
 
 
 def test_readings_on_a_gpu_are_long_enough():
-    assert measure.calls_in(0.15, 0.04) == 4
-    assert measure.calls_in(0.15, 1.0) == 1
-    assert measure.calls_in(0.15, 0.0) == measure.CUDA_CALLS
+    assert timing.calls_in(0.15, 0.04) == 4
+    assert timing.calls_in(0.15, 1.0) == 1
+    assert timing.calls_in(0.15, 0.0) == timing.CUDA_CALLS

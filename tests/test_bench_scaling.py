@@ -183,7 +183,7 @@ def test_two_sizes_leave_none_out():
 
 
 def test_a_gather_is_hidden_by_no_more_than_a_rank_s_own_tokens():
-    """Of which there are fewer the more ranks there are; the bare products have nothing beside it at all."""
+    """Of which there are fewer the more ranks there are; the GEMM-only baseline has nothing beside it at all."""
     network, times = Network(1e-5, 0.0, 1e11), Times(per_flop=1e-15)
     for tp in (2, 64):
         layout = Layout(tp, 8192, 131072, 4096, sequence_parallel=True)

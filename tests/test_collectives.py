@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import DTYPES, Case, error, make
-from parallel_lce import parallel
+from parallel_lce import collectives
 from parallel_lce.backends import backend_of, eager
 from tools import recorded, shrunk
 from world import Member
@@ -86,7 +86,7 @@ def expected(call: Call) -> tuple[list, list]:
     return forward, (again + reduce if needs else [])
 
 
-def collectives(events: list) -> list:
+def of_collectives(events: list) -> list:
     return [e for e in events if e[0] != "dW"]
 
 
@@ -126,8 +126,8 @@ def test_collectives_of_a_call(call, worlds, device):
     forward, backward = expected(call)
     everyone = worlds(call.ranks).run(_events, call)
     for rank, events in enumerate(everyone):
-        assert [collectives(e) for e in events] == [collectives(e) for e in everyone[0]], f"rank {rank}"
-    found_forward, found_backward = map(collectives, everyone[0])
+        assert [of_collectives(e) for e in events] == [of_collectives(e) for e in everyone[0]], f"rank {rank}"
+    found_forward, found_backward = map(of_collectives, everyone[0])
     # Gathers run ahead, so that blocks interleave: the docstring states numbers and sizes, and the
     # order of its kinds.
     assert sorted(found_forward) == sorted(forward)
@@ -190,10 +190,10 @@ def test_all_of_dw_runs_beside_the_reduction_where_rows_are_kept(worlds, device)
 
 def _gathers_and_waits(member: Member):
     """The order in which a forward of several blocks starts gathers of hidden states and waits for them."""
-    order, wait = [], parallel.Pending.wait
+    order, wait = [], collectives.IncomingHidden.wait
 
     def watched_wait(self):
-        if self.work is not None and self.tensor.shape[-1] == D:
+        if not self.arrived and self.tensor.shape[-1] == D:
             order.append("wait")
         return wait(self)
 
@@ -202,8 +202,8 @@ def _gathers_and_waits(member: Member):
             order.append("gather")
         return gather(*arguments, **options)
 
-    gather = parallel._all_gather
-    patches = (parallel.Pending, "wait", watched_wait), (parallel, "_all_gather", watched_gather)
+    gather = collectives._all_gather
+    patches = (collectives.IncomingHidden, "wait", watched_wait), (collectives, "_all_gather", watched_gather)
     with ExitStack() as stack:
         for patch in patches:
             stack.enter_context(mock.patch.object(*patch))
@@ -225,7 +225,7 @@ def _reduced_in_pieces(member: Member, shards: tuple[int, ...], piece: int, froz
     start = sum(shards[: member.rank])
     shard = weight[start : start + shards[member.rank]].clone().requires_grad_(not frozen)
     target = torch.randint(sum(shards), (N,), generator=generator).to(member.device)
-    with mock.patch.object(parallel, "REDUCED_BYTES", piece * D * dtype.itemsize):
+    with mock.patch.object(collectives, "REDUCED_BYTES", piece * D * dtype.itemsize):
         losses = parallel_lce.linear_cross_entropy(
             x,
             shard,
@@ -273,7 +273,7 @@ def _events_by_vocabulary(member: Member):
 def test_recomputation_by_vocabulary_reduces_once(worlds, device):
     """dX [N, D] is the smaller accumulator: one block and one reduction, though the budget is 0."""
     for events in worlds(2).run(_events_by_vocabulary):
-        assert collectives(events) == [
+        assert of_collectives(events) == [
             ("all_gather", 3 * 8 + 2, "float32", True),
             ("all_reduce", 8 * D, "bfloat16", True),
         ]
@@ -308,7 +308,7 @@ def _one_rank(member: Member):
             parallel_lce.linear_cross_entropy(
                 t.x, t.weight, t.target, process_group=group, sequence_parallel=True
             ).backward()
-    return collectives(events)
+    return of_collectives(events)
 
 
 def test_one_rank_needs_none(worlds, device):
@@ -335,8 +335,8 @@ def _subgroups(member: Member, budget, sequence_parallel: bool, reduction: str):
             reduction=reduction,
         )
         loss.sum().backward()
-    others = [e for e in collectives(events) if not e[3]]
-    return others, len(collectives(events)), loss.detach().cpu(), x.grad.cpu(), shard.grad.cpu()
+    others = [e for e in of_collectives(events) if not e[3]]
+    return others, len(of_collectives(events)), loss.detach().cpu(), x.grad.cpu(), shard.grad.cpu()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -377,7 +377,7 @@ def _ranks_whose_local_rows_differ(member: Member, sizes: tuple, vocab_size):
                     vocab_size=vocab_size,
                     logits_budget=budget,
                 ).sum().backward()
-            found.append(collectives(events))
+            found.append(of_collectives(events))
     return found
 
 
@@ -392,7 +392,7 @@ def test_uneven_shards_start_the_same_collectives(given, worlds, device):
 
 def _collectives_are_asynchronous(member: Member):
     """Each is started with ``async_op=True``, waited for where its result is used."""
-    from parallel_lce import parallel
+    from parallel_lce import collectives
 
     flags = []
 
@@ -403,14 +403,14 @@ def _collectives_are_asynchronous(member: Member):
 
         return call
 
-    saved = parallel._all_gather, parallel._reduce_scatter, dist.all_reduce
-    parallel._all_gather, parallel._reduce_scatter, dist.all_reduce = map(watch, saved)
+    saved = collectives._all_gather, collectives._reduce_scatter, dist.all_reduce
+    collectives._all_gather, collectives._reduce_scatter, dist.all_reduce = map(watch, saved)
     try:
         for sequence_parallel in (False, True):
             for strategy in ("save", "accumulate", "recompute"):
                 _events(member, Call(strategy, member.ranks, 2, sequence_parallel))
     finally:
-        parallel._all_gather, parallel._reduce_scatter, dist.all_reduce = saved
+        collectives._all_gather, collectives._reduce_scatter, dist.all_reduce = saved
     return flags
 
 
@@ -425,19 +425,19 @@ def _sent_in_one_piece(member: Member):
     wide = torch.zeros(N // member.ranks, 2 * D, device=member.device)
     wide[:, :D] = t.x.detach().chunk(member.ranks)[member.rank]
     shard = t.weight.detach().chunk(member.ranks)[member.rank]
-    original, found = parallel._all_gather, []
+    original, found = collectives._all_gather, []
 
     def watched(gathered, sent, **options):
         found.append(sent.is_contiguous())
         return original(gathered, sent, **options)
 
-    parallel._all_gather = watched
+    collectives._all_gather = watched
     try:
         parallel_lce.linear_cross_entropy(
             wide[:, :D], shard, t.target, process_group=member.group, sequence_parallel=True
         )
     finally:
-        parallel._all_gather = original
+        collectives._all_gather = original
     return found
 
 

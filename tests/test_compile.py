@@ -13,16 +13,17 @@ import torch._functorch.config
 from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
+from blocks import watched_backwards
 from cases import DTYPES, Case, make
 from parallel_lce import ops, prepare
 from parallel_lce.backends import backend_of
-from parallel_lce.bench.memory import peak_memory
+from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.checks import Arguments
+from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.megatron.output_layer import _fused_losses
 from parallel_lce.partials import Columns
 from parallel_lce.statistics import DIFFERENTIABLE
-from parallel_lce.weight_grad import MainGrad
 from tools import everywhere, shrunk
 from world import Member
 
@@ -82,17 +83,10 @@ LOSSES = {
 
 
 @contextmanager
-def observed(monkeypatch, device: str, dtype: str):
+def observed(device: str, dtype: str):
     """Yields a list of the number of tensors that each block's backward is handed."""
-    backend = backend_of(torch.empty(1, 1, dtype=DTYPES[dtype], device=device))
-    original, counts = backend.block_backward, []
-
-    def watch(*arguments):
-        counts.append(len(arguments[5]))
-        return original(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(backend, "block_backward", watch)
+    backend, counts = backend_of(torch.empty(1, 1, dtype=DTYPES[dtype], device=device)), []
+    with watched_backwards(backend, lambda given: counts.append(len(given["saved"]))):
         yield counts
 
 
@@ -114,7 +108,7 @@ def test_losses(name, dtype, weighted, device, monkeypatch):
     for N in SIZES:
         t = operands(N, device, dtype, bias=weighted)
         given = t.x, t.weight, t.bias, t.target, t.token_weight if weighted else None
-        with shrunk(4000, (16, 32)), observed(monkeypatch, device, dtype) as counts:
+        with shrunk(4000, (16, 32)), observed(device, dtype) as counts:
             value = fast(*given)
             found = gradients(value, t)
             work, counts[:] = list(counts), []
@@ -163,7 +157,7 @@ def test_statistics(names, budget, device, monkeypatch):
             assert value.requires_grad == (name in DIFFERENTIABLE)
         results, work = [], []
         for f in (fast_total, total):
-            with shrunk(4000, (16, 32)), observed(monkeypatch, device, "fp32") as counts:
+            with shrunk(4000, (16, 32)), observed(device, "fp32") as counts:
                 results.append(torch.autograd.grad(f(*given), given[:2]))
                 work.append(list(counts))
         assert_same(*results, device)
@@ -280,7 +274,7 @@ def test_offloaded_tensors(device):
 
 
 @pytest.mark.parametrize("name", ["saved", "accumulated"])
-def test_what_is_kept_is_not_copied(name, device):
+def test_what_is_saved_is_not_copied(name, device):
     """Neither in the forward graph nor in the backward one; and afterwards nothing is left of it."""
     N, V = 512, 4096
     fast, _ = compiled(lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **LOSSES[name]))
@@ -338,7 +332,7 @@ def test_the_triton_backend(name, device, monkeypatch):
     results = []
     with shrunk(24000):
         for f in (compiled(loss)[0], loss):
-            with observed(monkeypatch, device, "bf16") as counts:
+            with observed(device, "bf16") as counts:
                 results.append(gradients(f(t.x, t.weight, t.target), t))
                 work = list(counts)
     assert_same(*results, device)
@@ -448,8 +442,8 @@ def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
         vocab_size=None,
         logits_budget=0 if accumulable else SOME,
     )
-    prepared = prepare.prepare(arguments, Columns(mean_log_prob=smoothed), accumulable=accumulable, **options)
-    return prepared.call, tuple(v if v is None else v.detach() for v in prepared.tensors)
+    prepared = prepare.prepare(arguments, Columns(shifted=smoothed), accumulable=accumulable, **options)
+    return prepared.call, tuple(v if v is None else v.detach() for v in prepared.operands)
 
 
 def test_a_gradient_that_an_exported_graph_does_not_have(device):
@@ -472,7 +466,7 @@ def test_a_gradient_that_an_exported_graph_does_not_have(device):
             exported(t.x.detach().requires_grad_(), t.target).backward()
 
 
-@pytest.mark.parametrize("name", ["token_statistics", "statistics_backward", "token_losses", "accumulated_loss"])
+@pytest.mark.parametrize("name", ["forward", "backward", "accumulated_loss"])
 def test_operators_that_read_the_cpu_stay_outside_of_the_compilers_graphs(name):
     """A CUDA graph of ``mode="reduce-overhead"`` would read ``factors`` where there is nothing."""
     operator = getattr(torch.ops.parallel_lce, name).default
@@ -486,26 +480,28 @@ def test_contracts_of_the_operators(device):
     with shrunk(4000, (16, 32)):
         t = operands(24, device, bias=True)
         call, tensors = _call(t)
-        given = ops._operands(call, *tensors)
-        assert 0 < call.plan.kept < V
-        for keep in (False, True):
-            torch.library.opcheck(library.token_statistics.default, (*given, keep, *ops._numbers(call)))
+        given = ops._operands(call, tensors)
+        assert 0 < call.plan.saved < V
+        for save in (False, True):
+            arguments = *given, None, None, False, save, *ops._numbers(call)
+            torch.library.opcheck(library.forward.default, arguments)
             for smoothing in (0.0, 0.1):
                 other, _ = _call(t, smoothed=smoothing > 0)
                 loss = WeightedLoss(t.target, t.token_weight, -100, smoothing, 1e-3)
-                arguments = *ops._operands(other, *tensors, loss), t.token_weight, -100, keep, *ops._numbers(other)
-                torch.library.opcheck(library.token_losses.default, arguments)
-        *_, partial, ticket = library.token_statistics(*given, True, *ops._numbers(call))
+                of_loss = t.token_weight, -100, True, save
+                arguments = *ops._operands(other, tensors, loss), *of_loss, *ops._numbers(other)
+                torch.library.opcheck(library.forward.default, arguments)
+        *_, partial, handle = library.forward(*given, None, None, False, True, *ops._numbers(call))
         alpha = torch.rand(24, device=device)
         for folded in ((alpha, alpha, None, None), (alpha, None, alpha, None)):
             for needs in ([True, True, True], [False, True, False]):
-                arguments = *given, partial, ticket, *folded, needs, *ops._numbers(call)
-                torch.library.opcheck(library.statistics_backward.default, arguments)
+                arguments = *given, partial, handle, *folded, needs, *ops._numbers(call)
+                torch.library.opcheck(library.backward.default, arguments)
         call, tensors = _call(t, accumulable=True)
         assert call.plan.accumulate
         loss = WeightedLoss(t.target, t.token_weight, -100, 0.1, 1e-3)
         for divisor in (None, loss.divisor("mean", torch.float32)):
-            given = *ops._operands(call, *tensors, loss), t.token_weight, -100
+            given = *ops._operands(call, tensors, loss), t.token_weight, -100
             arguments = *given, divisor, [True, True, True], *ops._numbers(call)
             torch.library.opcheck(library.accumulated_loss.default, arguments)
         first_order = torch.ones((), device=device), *tensors

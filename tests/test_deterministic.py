@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import parallel_lce
+from blocks import watched_backwards
 from cases import DTYPES, Case, make
 from parallel_lce.backends import backend_of
 from tools import everywhere, shrunk, statistics
@@ -45,18 +46,9 @@ def algorithms(deterministic: bool):
 @contextmanager
 def handed_over(weight: torch.Tensor):
     """Yields a list of whether each block's backward is handed exponentials."""
-    module, handed = backend_of(weight), []
-    original = module.block_backward
-
-    def watched(*arguments):
-        handed.append(len(arguments[5]) > 0)
-        return original(*arguments)
-
-    module.block_backward = watched
-    try:
+    handed = []
+    with watched_backwards(backend_of(weight), lambda given: handed.append(len(given["saved"]) > 0)):
         yield handed
-    finally:
-        module.block_backward = original
 
 
 def _twice(member: Member, name: str, dtype: str, sequence_parallel: bool, deterministic: bool):

@@ -1,4 +1,4 @@
-"""Kept exponentials made gradients of the logits, beside float64: interpreted on the CPU, compiled
+"""Saved exponentials made gradients of the logits, beside float64: interpreted on the CPU, compiled
 with ``-m gpu``."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES
 from parallel_lce.kernels import dlogits
-from parallel_lce.kernels.epilogues import FP16_SCALE, REACH
+from parallel_lce.kernels.arithmetic import FP16_SCALE, REACH
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -23,7 +23,7 @@ KINDS = 8  # of rows, in turn
 
 @dataclass
 class Rows:
-    """Tokens of each kind, their kept exponentials, and what statistics say of them.
+    """Tokens of each kind, their saved exponentials, and what statistics say of them.
 
     0: as it is. 1: alpha is 0, but not the gradient of the target. 2: one window relative to its own
     maximum. 3: a maximum of all shards far above the reference. 4: both are 0. 5: p of one entry is
@@ -31,10 +31,10 @@ class Rows:
     """
 
     z: torch.Tensor
-    kept: torch.Tensor
+    saved: torch.Tensor
     maxima: torch.Tensor
-    common: torch.Tensor | None
-    agreed: torch.Tensor | None
+    softmax_shift: torch.Tensor | None
+    on_shift: torch.Tensor | None
     statistics: torch.Tensor
     alpha: torch.Tensor
     gamma: torch.Tensor
@@ -69,23 +69,23 @@ def rows(dtype: torch.dtype, device: str, softcap: float | None = None) -> Rows:
     alpha[(kind == 1) | (kind == 4)] = 0.0
     of_target = torch.where(kind == 4, 0.0, normal(R))
     alpha[kind == 6] *= 1e-25
-    common = agreed = None
+    softmax_shift = on_shift = None
     maxima = torch.stack([part.amax(1) for part in z.split(WINDOW, 1)])
     references = maxima
     if dtype != torch.float16:
-        common = torch.zeros(R) if softcap is not None else z.amax(1).float() - 2
-        common[kind == 7] += 150 if softcap is None else 0
-        near = ((maxima - common).abs() <= REACH) | (maxima == -torch.inf)
-        references = torch.where(near, common.double(), maxima)
-        agreed = (references == common).all(0).to(torch.uint8)
+        softmax_shift = torch.zeros(R) if softcap is not None else z.amax(1).float() - 2
+        softmax_shift[kind == 7] += 150 if softcap is None else 0
+        near = ((maxima - softmax_shift).abs() <= REACH) | (maxima == -torch.inf)
+        references = torch.where(near, softmax_shift.double(), maxima)
+        on_shift = (references == softmax_shift).all(0).to(torch.uint8)
     scale = FP16_SCALE if dtype == torch.float16 else 1.0
     memory = torch.full((R, 256), torch.nan, dtype=dtype, device=device)
     finite = references.masked_fill(references == -torch.inf, 0.0)
-    kept = memory[:, :C].copy_((z - finite.repeat_interleave(WINDOW, 0)[:C].t()).exp() * scale)
-    narrow = [t if t is None else t.to(device) for t in (maxima.float(), common, agreed)]
+    saved = memory[:, :C].copy_((z - finite.repeat_interleave(WINDOW, 0)[:C].t()).exp() * scale)
+    narrow = [t if t is None else t.to(device) for t in (maxima.float(), softmax_shift, on_shift)]
     statistics = torch.stack([maximum, sum_exp]).float().to(device)
     coefficients = (t.float().to(device) for t in (alpha, gamma / C, of_target))
-    return Rows(z.to(device), kept, *narrow, statistics, *coefficients)
+    return Rows(z.to(device), saved, *narrow, statistics, *coefficients)
 
 
 def exact(r: Rows, *, gamma=False, factor=1.0, softcap=None) -> torch.Tensor:
@@ -99,13 +99,10 @@ def exact(r: Rows, *, gamma=False, factor=1.0, softcap=None) -> torch.Tensor:
     return g * factor
 
 
-def settle(r: Rows, *, gamma=False, power=None, scale=1.0, softcap=None, rewrite=False):
+def formed(r: Rows, *, gamma=False, power=None, scale=1.0, softcap=None, rewrite=False):
     """The factors of the rows: none are 1."""
-    factor = dlogits.settle(
-        r.kept,
-        r.maxima,
-        r.common,
-        r.agreed,
+    factor = dlogits.gradient_from_saved(
+        dlogits.SavedExponentials(r.saved, r.maxima, r.softmax_shift, r.on_shift),
         WINDOW,
         r.statistics,
         r.alpha,
@@ -116,7 +113,7 @@ def settle(r: Rows, *, gamma=False, power=None, scale=1.0, softcap=None, rewrite
         softcap,
         rewrite,
     )
-    whole = rewrite or gamma or softcap is not None or r.common is None
+    whole = rewrite or gamma or softcap is not None or r.softmax_shift is None
     assert (factor is None) == whole
     return torch.ones_like(r.alpha) if whole else factor
 
@@ -129,14 +126,14 @@ def dtype(request) -> torch.dtype:
 @pytest.mark.parametrize("rewrite", [False, True])
 def test_rows_are_rewritten_where_they_must(rewrite, dtype, device):
     r = rows(dtype, device)
-    before = r.kept.clone()
-    factor = settle(r, rewrite=rewrite)
+    before = r.saved.clone()
+    factor = formed(r, rewrite=rewrite)
     must = ((r.kind >= 1) & (r.kind <= 3)) | (r.kind >= 6)
     must |= torch.tensor(rewrite or dtype == torch.float16, device=device)
     assert (factor[must] == 1).all() and (factor[~must] != 1).all()
-    assert torch.equal(before[~must], r.kept[~must])
+    assert torch.equal(before[~must], r.saved[~must])
     truth = exact(r)
-    gradient = r.kept.double() * factor[:, None].double()
+    gradient = r.saved.double() * factor[:, None].double()
     # In fp16 p of 1e-5 times a coefficient of 0.1 is a subnormal number, without `power`.
     smallest = 2**-25 if dtype == torch.float16 else 0.0
     bound = 1.01 * torch.finfo(dtype).eps * truth.abs() + 3e-6 * r.alpha[:, None] + smallest
@@ -145,20 +142,20 @@ def test_rows_are_rewritten_where_they_must(rewrite, dtype, device):
 
 def test_no_coefficient_makes_a_gradient_of_zero(dtype, device):
     r = rows(dtype, device)
-    factor = settle(r)
-    gradient = r.kept * factor[:, None]
+    factor = formed(r)
+    gradient = r.saved * factor[:, None]
     assert torch.count_nonzero(gradient[(r.kind == 1) | (r.kind == 4)]) == 0
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("gamma", [False, True])
-def test_settled_with_every_coefficient(gamma, softcap, dtype, device):
+def test_formed_with_every_coefficient(gamma, softcap, dtype, device):
     r = rows(dtype, device, softcap)
     power = torch.tensor(2.0**6, device=device)
-    factor = settle(r, gamma=gamma, power=power, scale=-0.5, softcap=softcap)
+    factor = formed(r, gamma=gamma, power=power, scale=-0.5, softcap=softcap)
     truth = exact(r, gamma=gamma, factor=-0.5 * 64, softcap=softcap)
     p = exact(r, factor=-0.5 * 64).abs()
-    error = (r.kept.double() * factor[:, None].double() - truth).abs()
+    error = (r.saved.double() * factor[:, None].double() - truth).abs()
     rounding = torch.finfo(dtype).eps
     # The slope is that of z from a rounded exponential, and acts on gamma too.
     slope = 0.0 if softcap is None else 4 / softcap

@@ -13,8 +13,8 @@ import fuzz
 import fuzz_run
 from fuzz_judge import judge
 from fuzz_run import execute
-from parallel_lce.parallel import HiddenGradient
-from parallel_lce.weight_grad import ShardGradient
+from parallel_lce.collectives import HiddenReduction
+from parallel_lce.grad_buffers import GradBuffer
 from tools import alone
 
 SETTINGS = fuzz.Settings(seed=7, backend="torch", device="cpu")
@@ -61,17 +61,17 @@ def _first_row_off(tensor: torch.Tensor, by: float) -> torch.Tensor:
 
 def _faults(monkeypatch, where: str, by: float) -> None:
     if where == "dinput":
-        wait = HiddenGradient.wait
-        monkeypatch.setattr(HiddenGradient, "wait", lambda self: _first_row_off(wait(self), by))
+        wait = HiddenReduction.wait
+        monkeypatch.setattr(HiddenReduction, "wait", lambda self: _first_row_off(wait(self), by))
     else:
-        deliver = ShardGradient.deliver
+        deliver = GradBuffer.deliver
         dimensions = 2 if where == "dweight" else 1
 
         def faulty(self):
             found = deliver(self)
             return _first_row_off(found, by) if found.dim() == dimensions else found
 
-        monkeypatch.setattr(ShardGradient, "deliver", faulty)
+        monkeypatch.setattr(GradBuffer, "deliver", faulty)
 
 
 # Every entry of low-precision gradients may be rounded twice, 0.1 % in fp16 and 0.8 % in bf16 together, which in a

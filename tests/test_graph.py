@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import parallel_lce
+from blocks import watched, watched_backwards
 from cases import DTYPES, Case, make
 from parallel_lce.backends import backend_of
 from tools import chosen_backend, recorded, shrunk
@@ -16,7 +17,7 @@ from world import Member
 N, V, D = 2048, 3000, 256
 BLOCK = 6_200_000  # bytes: 1024 rows of bf16 logits and a little more, 512 rows of fp32 ones
 
-# name: (options, whether the weight is frozen, what the blocks' backwards find of kept exponentials)
+# name: (options, whether the weight is frozen, what the blocks' backwards find of saved exponentials)
 STRATEGIES = {
     "saved": (dict(reduction="none"), False, {True}),
     "some columns saved": (dict(reduction="none", logits_budget=BLOCK + 4_000_000), False, {True}),
@@ -36,7 +37,7 @@ def every_step(test):
 
 
 class Step:
-    """Forward and backward on tensors that stay where they are; ``kept`` records which of the
+    """Forward and backward on tensors that stay where they are; ``saved`` records which of the
     blocks' backwards were handed exponentials."""
 
     def __init__(self, name: str, backend: str, dtype: str, monkeypatch, compile=lambda f: f) -> None:
@@ -46,19 +47,14 @@ class Step:
         if name == "some rows saved" and dtype == "fp32":
             pytest.skip("fp32 sums are the gradients themselves: columns are saved, not rows")
         options, frozen, self.expected = STRATEGIES[name]
-        self.kept: set[bool] = set()
+        self.saved: set[bool] = set()
         self.case = Case(N, V, D, dtype)
         self.x, self.weight, self.target = self._fresh(0)
         self.x.requires_grad_()
         self.weight.requires_grad_(not frozen)
         module = backend_of(self.weight)
-        original = module.block_backward
-
-        def watched(*arguments):
-            self.kept.add(len(arguments[5]) > 0)
-            return original(*arguments)
-
-        monkeypatch.setattr(module, "block_backward", watched)
+        backward = watched(module.BlockBackward, lambda given: self.saved.add(len(given["saved"]) > 0))
+        monkeypatch.setattr(module, "BlockBackward", backward)
         self._loss = compile(lambda *operands: parallel_lce.linear_cross_entropy(*operands, **options))
 
     def _fresh(self, seed: int):
@@ -86,7 +82,7 @@ class Step:
                 self()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-        assert self.kept == self.expected, "the case must be what it is called"
+        assert self.saved == self.expected, "the case must be what it is called"
 
 
 def assert_near(found, expected, dtype: str) -> None:
@@ -148,7 +144,7 @@ def test_graphs_of_the_compiler(name, backend, dtype, device, monkeypatch):
 
 # --- over ranks ------------------------------------------------------------------------------------
 
-# name: (options, budget in logits of a shard, frozen operand, what the blocks' backwards find of kept
+# name: (options, budget in logits of a shard, frozen operand, what the blocks' backwards find of saved
 # exponentials, blocks that the logits make)
 OVER_RANKS = {
     "saved": (dict(reduction="none"), None, "", {True}, 1),
@@ -176,7 +172,7 @@ class RankStep:
         self, member: Member, name: str, sequence_parallel: bool, dtype: str, N: int = N, V: int = V, D: int = D
     ) -> None:
         self._member, self._shape, self._dtype = member, (N, V, D), dtype
-        options, share, frozen, self.kept, self.blocks = OVER_RANKS[name]
+        options, share, frozen, self.saved, self.blocks = OVER_RANKS[name]
         logits = N * (V // member.ranks) * DTYPES[dtype].itemsize
         budget = None if share is None else int(share * logits)
         # Accumulating, two blocks are alive.
@@ -213,25 +209,16 @@ class RankStep:
 
     def warm_up(self) -> None:
         """On a stream aside; and the step must be what it is called."""
-        module, handed = backend_of(self.weight), []
-        original = module.block_backward
-
-        def watched(*arguments):
-            handed.append(len(arguments[5]) > 0)
-            return original(*arguments)
-
+        handed = []
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        module.block_backward = watched
-        try:
+        with watched_backwards(backend_of(self.weight), lambda given: handed.append(len(given["saved"]) > 0)):
             with torch.cuda.stream(stream), recorded(self._member.group) as events:
                 self()
-                assert set(handed) == self.kept and (len(handed) > 1) == (self.blocks > 1), handed
+                assert set(handed) == self.saved and (len(handed) > 1) == (self.blocks > 1), handed
                 assert sum(e[0] in ("all_reduce", "reduce_scatter") for e in events) == len(handed)
                 for _ in range(2):
                     self()
-        finally:
-            module.block_backward = original
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
 

@@ -151,18 +151,18 @@ def test_softcap_range(strategy, softcap, dtype, names, device):
 def _planned(call_options, device="cpu", accumulable=False):
     """The plan of a call of ``token_statistics``."""
     seen = []
-    original = functional._token_statistics
+    original = functional.fused
 
     def watch(call, *rest):
         seen.append(call.plan)
         return original(call, *rest)
 
-    functional._token_statistics = watch
+    functional.fused = watch
     try:
         t = small(device, dtype=call_options.pop("dtype", "fp32"))
         statistics(t.x, t.weight, t.target, **call_options)
     finally:
-        functional._token_statistics = original
+        functional.fused = original
     return seen[0]
 
 
@@ -182,7 +182,7 @@ def _planned(call_options, device="cpu", accumulable=False):
 )
 def test_softcap_beyond_the_exponentials_range_saves_nothing(dtype, softcap, saved, device):
     plan = _planned(dict(dtype=dtype, logit_softcap=softcap), device)
-    assert [b.kept for b in plan.blocks] == [150 if saved else 0]
+    assert [b.saved for b in plan.blocks] == [150 if saved else 0]
 
 
 def exact_logits(device):

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from parallel_lce.backends import logits as plain
-from parallel_lce.kernels import partials as kernels
+from parallel_lce.backends import dense_logits as plain
+from parallel_lce.kernels import dense_logits as kernels
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

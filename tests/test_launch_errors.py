@@ -13,8 +13,8 @@ pytest.importorskip("pydantic", reason="needs the training program's packages")
 
 from training.config import DEFAULT_CONFIG, ROOT, load_config, parse_command_line, save_config
 from training.host import check_host
-from training.launch import prepare_text
 from training.refusal import Refusal
+from training.start import prepare_text
 from training.torchrun import started_by_torchrun
 
 TIMEOUT = 120

@@ -6,13 +6,14 @@ import pytest
 import torch
 
 import parallel_lce
+from blocks import block_backward, block_forward
 from cases import DTYPES
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, eager
-from parallel_lce.backends.blocks import Scratch
-from parallel_lce.bench.memory import peak_memory
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
+from parallel_lce.bench.peak_memory import peak_memory
+from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.partials import Columns
-from parallel_lce.weight_grad import ShardGradient
 from tools import alone, everywhere, shrunk
 from world import Member
 
@@ -130,7 +131,7 @@ def test_no_n_by_v_buffer_with_budget_zero(strategy, device):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_saving_keeps_the_exponentials_and_no_more(dtype, device):
+def test_saving_saves_the_exponentials_and_no_more(dtype, device):
     N, V = 512, 4096
     whole = N * V * DTYPES[dtype].itemsize
     _, alive = measured(alone(device), N, V, 4, dtype, budget=None, backward=False)
@@ -138,7 +139,7 @@ def test_saving_keeps_the_exponentials_and_no_more(dtype, device):
 
 
 @pytest.mark.parametrize("budget", [0, MiB, 2 * MiB, 5 * MiB])
-def test_kept_bytes_are_within_the_budget(budget, device):
+def test_saved_bytes_are_within_the_budget(budget, device):
     N, V = 512, 4096
     _, alive = measured(alone(device), N, V, 4, budget=budget, backward=False)
     assert alive <= max(0, budget - BLOCK) + 64 * KiB
@@ -218,7 +219,7 @@ def test_a_frozen_input_allocates_no_gradient_of_its_size(strategy, device):
     assert frozen < V * D * 4 + max(budget, 64 * KiB) + MiB < N * D * 4
 
 
-def test_low_precision_dw_in_one_visit_has_no_fp32_sum(device):
+def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     """All rows in one block: windows of dW are summed in fp32 one at a time (Liger #1323, #1391)."""
     N, V, D = 32, 4096, 256
     peak, alive = measured(alone(device), N, V, D, "bf16", tile=(64, 128), block=64 * KiB)
@@ -267,19 +268,19 @@ def test_gradients_that_wait_for_the_reduction_fit_the_scratch(device):
     rows, V, D, columns = 512, 4096, 8, 1024
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(rows, D, generator=generator).to(device)
-    projection = eager.Projection(torch.randn(V, D, generator=generator).to(device), None, 0, V)
+    projection = Projection(torch.randn(V, D, generator=generator).to(device), None, 0, V)
     target = torch.randint(V, (rows,), generator=generator).to(device)
     alpha = torch.rand(rows, generator=generator).to(device)
-    coefficients = eager.Coefficients(alpha, alpha, None, None)
+    coefficients = Coefficients(alpha, alpha, None, None)
 
     def backward(scratch: int):
-        dweight, dx = ShardGradient(projection.weight, V, 1), torch.empty_like(x)
-        to = eager.Destinations(dx, lambda: None, dweight, None)
-        eager.block_backward(projection, x, target, partial, coefficients, (), to, Scratch(scratch, device))
+        dweight, dx = GradBuffer(projection.weight, V, 1), torch.empty_like(x)
+        grads = GradBuffers(dx, dweight, None, reduces_dx=True)
+        block_backward(eager, projection, x, target, partial, coefficients, (), grads, Scratch(scratch, device))
         return dx, dweight.deliver()
 
     with shrunk(tile=(16, columns)):
-        partial, _ = eager.block_forward(projection, x, target, Columns(), 0)
+        partial, _ = block_forward(eager, projection, x, target, Columns(), 0)
         held, projected = backward(rows * columns * 4), backward(0)
         for a, b in zip(held, projected, strict=True):
             assert torch.equal(a, b)

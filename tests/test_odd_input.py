@@ -20,7 +20,7 @@ import parallel_lce
 from cases import error
 from parallel_lce import checks, reference
 from parallel_lce.backends import named
-from parallel_lce.partials import Columns, bounds_of, merge_messages
+from parallel_lce.partials import Columns, bounds_of, merge_ranks
 from tools import REDUCED, call, everywhere, good, shrunk, small
 from world import Member
 
@@ -347,7 +347,7 @@ def test_backends_tell_ids_beyond_2_to_the_24_apart(name, device, request):
     assert torch.allclose(gamma[::2], torch.full_like(gamma[::2], 0.1 / LARGE), rtol=1e-6)
     messages = torch.zeros(2, 3 * 3 + 2, device=device)
     bounds_of(messages, Columns(), 3).copy_(torch.tensor([[0, 2**24], [2**24, 3]]))
-    for merge in (module.merge_messages, merge_messages):
+    for merge in (module.merge_ranks, merge_ranks):
         for size in (None, LARGE - 1):
             _, total = merge(messages, Columns(), 3, size)
             assert total.dtype == torch.int64 and total == (size or LARGE)

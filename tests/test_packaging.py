@@ -36,7 +36,7 @@ def _copy(destination: Path) -> Path:
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
     for name in ("parallel_lce", "kernels"):
         shutil.copytree(ROOT / name, destination / name, symlinks=True, ignore=skip)
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, destination / name)
     return destination
 
@@ -77,6 +77,15 @@ def test_the_wheel_made_from_the_sdist_holds_every_module(unpacked):
         packed = unpacked / name
         assert not packed.is_symlink()
         assert packed.read_bytes() == (ROOT / "kernels" / Path(name).name).read_bytes()
+
+
+@needs_build
+def test_the_wheel_holds_the_license_and_the_mark_of_a_typed_package(unpacked):
+    assert (unpacked / "parallel_lce" / "py.typed").is_file()
+    (information,) = unpacked.glob("*.dist-info")
+    assert (information / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    metadata = (information / "METADATA").read_text().splitlines()
+    assert "License-Expression: Apache-2.0" in metadata and "License-File: LICENSE" in metadata
 
 
 @needs_build

@@ -19,11 +19,11 @@ from parallel_lce.partials import (
     empty_partial,
     integer_view,
     merge,
-    merge_messages,
-    message_size,
+    merge_ranks,
+    packed_size,
 )
 
-ALL = Columns(mean_log_prob=True, mean_logit=True, expected_logit=True, argmax=True)
+ALL = Columns(shifted=True, total=True, weighted=True, argmax=True)
 LAST = torch.iinfo(torch.int64).max
 RELAXED = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -38,15 +38,15 @@ def partial_of(z: torch.Tensor, start: int, target: int, columns: Columns = ALL)
     partial[SUM_EXP] = shifted.exp().sum(1)
     if start <= target < start + K:
         partial[TARGET] = z[:, target - start]
-    if columns.mean_log_prob:
-        partial[columns.shifted] = shifted.sum(1)
-    if columns.mean_logit:
-        partial[columns.total] = z.sum(1)
-    if columns.expected_logit:
-        partial[columns.weighted] = torch.where(shifted == -torch.inf, 0.0, shifted.exp() * shifted).sum(1)
+    if columns.shifted:
+        partial[columns["shifted"]] = shifted.sum(1)
+    if columns.total:
+        partial[columns["total"]] = z.sum(1)
+    if columns.weighted:
+        partial[columns["weighted"]] = torch.where(shifted == -torch.inf, 0.0, shifted.exp() * shifted).sum(1)
     if columns.argmax:
         first = [int((row == row.max()).int().argmax()) + start if K else 0 for row in z]
-        integer_view(partial[columns.index]).copy_(torch.tensor(first))
+        integer_view(partial[columns["argmax"]]).copy_(torch.tensor(first))
     return partial
 
 
@@ -58,9 +58,9 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor, columns: Columns = 
     if columns.argmax:
         # An empty slice has no index that means anything.
         real = expected[MAX] != -torch.inf
-        ids, expected_ids = integer_view(found[columns.index]), integer_view(expected[columns.index])
+        ids, expected_ids = integer_view(found[columns["argmax"]]), integer_view(expected[columns["argmax"]])
         assert torch.equal(ids[real], expected_ids[real])
-        found, expected = found[: columns.index], expected[: columns.index]
+        found, expected = found[: columns["argmax"]], expected[: columns["argmax"]]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
@@ -102,11 +102,11 @@ def test_the_empty_slice_is_the_identity_to_the_bit(case, where):
     parts.insert(where, whole)
     counts.insert(where, z.shape[1])
     found = joined(parts, counts)
-    assert torch.equal(found[: ALL.index], whole[: ALL.index])
+    assert torch.equal(found[: ALL["argmax"]], whole[: ALL["argmax"]])
     real = whole[MAX] != -torch.inf
-    assert torch.equal(integer_view(found[ALL.index])[real], integer_view(whole[ALL.index])[real])
+    assert torch.equal(integer_view(found[ALL["argmax"]])[real], integer_view(whole[ALL["argmax"]])[real])
     nothing = joined([empty, empty], [0, 0])
-    assert torch.equal(nothing[: ALL.index], empty[: ALL.index])
+    assert torch.equal(nothing[: ALL["argmax"]], empty[: ALL["argmax"]])
 
 
 def test_ties_take_the_lowest_id_in_any_order():
@@ -115,7 +115,7 @@ def test_ties_take_the_lowest_id_in_any_order():
     parts = [partial_of(z[:, a:b], a, 0) for a, b in slices]
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 3, 0, 1]):
         found = joined([parts[i] for i in order], [slices[i][1] - slices[i][0] for i in order])
-        assert integer_view(found[ALL.index]).tolist() == [1, 0]
+        assert integer_view(found[ALL["argmax"]]).tolist() == [1, 0]
 
 
 def test_nan_makes_its_own_token_nan_and_no_other():
@@ -123,15 +123,15 @@ def test_nan_makes_its_own_token_nan_and_no_other():
     z[1, 5] = torch.nan
     found = joined([partial_of(z[:, a:b], a, 2) for a, b in ((0, 3), (3, 6), (6, 8))], [3, 3, 2])
     clean = joined([partial_of(z[:, a:b].nan_to_num(), a, 2) for a, b in ((0, 3), (3, 6), (6, 8))], [3, 3, 2])
-    for row in (MAX, SUM_EXP, ALL.shifted, ALL.total, ALL.weighted):
+    for row in (MAX, SUM_EXP, ALL["shifted"], ALL["total"], ALL["weighted"]):
         assert found[row].isnan().tolist() == [False, True, False]
-    assert integer_view(found[ALL.index])[1] == LAST, "an id that no vocabulary has"
+    assert integer_view(found[ALL["argmax"]])[1] == LAST, "an id that no vocabulary has"
     assert torch.equal(found[:, [0, 2]].view(torch.int64), clean[:, [0, 2]].view(torch.int64))
 
 
 def test_slices_of_minus_infinity_leave_no_nan():
     z = torch.tensor([[-torch.inf, -torch.inf, 1.0, 2.0]], dtype=torch.float64)
-    columns = Columns(expected_logit=True)
+    columns = Columns(weighted=True)
     parts = [partial_of(z[:, a : a + 2], a, 3, columns) for a in (0, 2)]
     for order in (parts, parts[::-1]):
         assert_same(joined(order, [2, 2], columns), partial_of(z, 0, 3, columns), columns)
@@ -143,9 +143,9 @@ def test_uneven_counts_give_the_mean_of_all_entries():
     z = torch.randn(4, 90, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 300
     slices = [(0, 64), (64, 65), (65, 90)]
     found = joined([partial_of(z[:, a:b], a, 0) for a, b in slices], [b - a for a, b in slices])
-    mean = found[MAX] + found[ALL.shifted] / 90
+    mean = found[MAX] + found[ALL["shifted"]] / 90
     torch.testing.assert_close(mean, z.mean(1), rtol=1e-14, atol=0)
-    torch.testing.assert_close(found[ALL.total] / 90, z.mean(1), rtol=1e-14, atol=0)
+    torch.testing.assert_close(found[ALL["total"]] / 90, z.mean(1), rtol=1e-14, atol=0)
 
 
 def test_columns_do_not_depend_on_each_other():
@@ -156,25 +156,25 @@ def test_columns_do_not_depend_on_each_other():
         columns = Columns(*(bool(number & bit) for bit in (1, 2, 4, 8)))
         found = joined([partial_of(z[:, a : a + 4], a, 7, columns) for a in (0, 4, 8)], [4] * 3, columns)
         assert torch.equal(found[:3], everything[:3])
-        for name, asked in zip(("shifted", "total", "weighted", "index"), (number & b for b in (1, 2, 4, 8))):
+        for name, asked in zip(("shifted", "total", "weighted", "argmax"), (number & b for b in (1, 2, 4, 8))):
             if asked:
-                assert torch.equal(found[getattr(columns, name)], everything[getattr(ALL, name)]), name
+                assert torch.equal(found[columns[name]], everything[ALL[name]]), name
 
 
-# --- messages of ranks -----------------------------------------------------------------------------
+# --- packed of ranks -----------------------------------------------------------------------------
 
 EVERY = [Columns(*asked) for asked in itertools.product([False, True], repeat=4)]
 NOBODY = torch.iinfo(torch.int32).max
 
 
-def messages_of(
+def packed_of(
     z: torch.Tensor, shards: list[tuple[int, int]], targets: torch.Tensor, columns: Columns, vocab_size=None
 ) -> torch.Tensor:
     """What ranks with ``shards`` (start, rows) of the logits ``z [N, V]`` send; rows from ``vocab_size`` on are
     padding."""
     N = len(z)
-    messages = z.new_full((len(shards), message_size(columns, N)), torch.nan)
-    for message, (start, rows) in zip(messages, shards):
+    packed = z.new_full((len(shards), packed_size(columns, N)), torch.nan)
+    for message, (start, rows) in zip(packed, shards):
         real = rows if vocab_size is None else max(0, min(rows, vocab_size - start))
         part = (
             torch.stack(
@@ -191,7 +191,7 @@ def messages_of(
         )
         message[: part.numel()].view_as(part).view(torch.int32).copy_(part.view(torch.int32))
         bounds_of(message, columns, N).copy_(torch.tensor([start, rows]))
-    return messages
+    return packed
 
 
 def in_shards(*sizes: int) -> list[tuple[int, int]]:
@@ -208,46 +208,48 @@ def some_logits(rows: int, V: int, seed: int = 0) -> tuple[torch.Tensor, torch.T
     return z, targets
 
 
-def both(messages: torch.Tensor, columns: Columns, vocab_size: int | None, device: str, rows: int):
-    """What torch and the kernel make of messages, which neither may change; compared, and the kernel's."""
+def both(packed: torch.Tensor, columns: Columns, vocab_size: int | None, device: str, rows: int):
+    """What torch and the kernel make of packed, which neither may change; compared, and the kernel's."""
     from parallel_lce.kernels import partials as kernels
 
-    given_, before = messages.to(device), messages.clone()
-    found, V = kernels.merge_messages(given_, columns, rows, vocab_size)
-    expected, expected_V = merge_messages(given_, columns, rows, vocab_size)
+    given_, before = packed.to(device), packed.clone()
+    found, V = kernels.merge_ranks(given_, columns, rows, vocab_size)
+    expected, expected_V = merge_ranks(given_, columns, rows, vocab_size)
     assert torch.equal(given_.cpu().view(torch.int32), before.view(torch.int32))
     assert V.item() == expected_V.item() and V.dtype == expected_V.dtype and V.shape == ()
     assert found.shape == expected.shape and found.dtype == expected.dtype
     exact = [MAX, TARGET]
     torch.testing.assert_close(found[exact], expected[exact], rtol=0, atol=0, equal_nan=True)
     # The order of sums over ranks, and exponentials.
-    for row in range(columns.index):
+    for row in range(columns["argmax"]):
         torch.testing.assert_close(found[row], expected[row], rtol=2e-6, atol=2e-5, equal_nan=True)
     if columns.argmax:
-        assert torch.equal(integer_view(found[columns.index]), integer_view(expected[columns.index]))
+        assert torch.equal(integer_view(found[columns["argmax"]]), integer_view(expected[columns["argmax"]]))
     return found.cpu(), V.item()
 
 
 @pytest.mark.parametrize("columns", EVERY, ids=lambda c: "".join(str(int(v)) for v in vars(c).values()))
 @pytest.mark.parametrize("sizes", [(37,), (20, 17), (5, 0, 32), (9, 1, 0, 8, 3, 7, 2, 7)], ids=str)
 @pytest.mark.thinned
-def test_messages_of_ranks(sizes, columns, kernels, device):
+def test_packed_of_ranks(sizes, columns, kernels, device):
     """The kernel gives what torch gives, and both what the whole vocabulary says."""
     for rows in (1, 5, 130):
         z, targets = some_logits(rows, 37)
-        found, V = both(messages_of(z, in_shards(*sizes), targets, columns), columns, None, device, rows)
-        whole = messages_of(z.double(), [(0, 37)], targets, columns)[0, : found.numel()].view(found.shape)
-        torch.testing.assert_close(found[: columns.index].double(), whole[: columns.index], rtol=1e-5, atol=1e-4)
+        found, V = both(packed_of(z, in_shards(*sizes), targets, columns), columns, None, device, rows)
+        whole = packed_of(z.double(), [(0, 37)], targets, columns)[0, : found.numel()].view(found.shape)
+        torch.testing.assert_close(
+            found[: columns["argmax"]].double(), whole[: columns["argmax"]], rtol=1e-5, atol=1e-4
+        )
         if columns.argmax:
             # The lowest among equals.
             largest = z == z.amax(1, keepdim=True)
-            assert torch.equal(integer_view(found[columns.index]).long(), largest.int().argmax(1))
+            assert torch.equal(integer_view(found[columns["argmax"]]).long(), largest.int().argmax(1))
         assert V == 37
 
 
-def test_messages_of_no_tokens_tell_the_vocabulary(kernels, device):
-    messages = messages_of(torch.empty(0, 9), in_shards(4, 5), torch.empty(0), ALL)
-    found, V = both(messages, ALL, 8, device, 0)
+def test_packed_of_no_tokens_tell_the_vocabulary(kernels, device):
+    packed = packed_of(torch.empty(0, 9), in_shards(4, 5), torch.empty(0), ALL)
+    found, V = both(packed, ALL, 8, device, 0)
     assert found.shape == (ALL.count, 0) and V == 8
 
 
@@ -257,12 +259,12 @@ def test_shards_in_any_order(vocab_size, kernels, device):
     z, targets = some_logits(5, 37)
     shards = in_shards(20, 0, 11, 6)
     V = 37 if vocab_size is None else vocab_size
-    whole = messages_of(z[:, :V], [(0, V)], targets, ALL)[0]
+    whole = packed_of(z[:, :V], [(0, V)], targets, ALL)[0]
     whole = whole[: ALL.count * 5].view(ALL.count, 5)
     for order in itertools.islice(itertools.permutations(shards), 0, None, 5):
-        found, size = both(messages_of(z, list(order), targets, ALL, vocab_size), ALL, vocab_size, device, 5)
-        torch.testing.assert_close(found[: ALL.index], whole[: ALL.index], rtol=1e-5, atol=1e-4)
-        assert torch.equal(integer_view(found[ALL.index]), integer_view(whole[ALL.index]))
+        found, size = both(packed_of(z, list(order), targets, ALL, vocab_size), ALL, vocab_size, device, 5)
+        torch.testing.assert_close(found[: ALL["argmax"]], whole[: ALL["argmax"]], rtol=1e-5, atol=1e-4)
+        assert torch.equal(integer_view(found[ALL["argmax"]]), integer_view(whole[ALL["argmax"]]))
         assert size == V
 
 
@@ -273,25 +275,25 @@ def test_tokens_and_shards_of_minus_infinity(kernels, device):
     z[1, :8] = z[2, 8:16] = z[3, 16:] = -torch.inf
     z[4, 1:] = -torch.inf
     for columns in EVERY:
-        if columns.mean_logit or columns.mean_log_prob:
+        if columns.total or columns.shifted:
             continue  # -inf by themselves
-        found, _ = both(messages_of(z, in_shards(8, 8, 8), targets, columns), columns, None, device, 5)
+        found, _ = both(packed_of(z, in_shards(8, 8, 8), targets, columns), columns, None, device, 5)
         assert found[MAX, 0] == -torch.inf and found[SUM_EXP, 0] == 0
-        assert not found[: columns.index].isnan().any()
+        assert not found[: columns["argmax"]].isnan().any()
         torch.testing.assert_close(found[SUM_EXP, 1:], (z - z.amax(1, True)).exp().sum(1)[1:], rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("shard", [0, 1, 2])
 def test_nan_of_one_shard_is_its_token_s(shard, kernels, device):
     z, targets = some_logits(130, 24)
-    clean = messages_of(z, in_shards(8, 8, 8), targets, ALL)
+    clean = packed_of(z, in_shards(8, 8, 8), targets, ALL)
     z[[3, 129], 8 * shard + 5] = torch.nan
-    found, _ = both(messages_of(z, in_shards(8, 8, 8), targets, ALL), ALL, None, device, 130)
+    found, _ = both(packed_of(z, in_shards(8, 8, 8), targets, ALL), ALL, None, device, 130)
     others = torch.ones(130, dtype=torch.bool)
     others[[3, 129]] = False
-    for row in (MAX, SUM_EXP, ALL.shifted, ALL.total, ALL.weighted):
+    for row in (MAX, SUM_EXP, ALL["shifted"], ALL["total"], ALL["weighted"]):
         assert found[row, ~others].isnan().all() and not found[row, others].isnan().any()
-    ids = integer_view(found[ALL.index])
+    ids = integer_view(found[ALL["argmax"]])
     assert (ids[~others] == NOBODY).all() and (ids[others] < 24).all()
     unharmed, _ = both(clean, ALL, None, device, 130)
     assert torch.equal(found[:, others].view(torch.int32), unharmed[:, others].view(torch.int32))
@@ -316,11 +318,11 @@ def test_shards_that_are_no_partition(name, kernels, device):
     shards, vocab_size = BROKEN[name]
     z, targets = some_logits(130, 24)
     for columns in (Columns(), ALL):
-        messages = messages_of(z, shards, targets, columns, vocab_size)
-        found, _ = both(messages, columns, vocab_size, device, 130)
-        assert found[: columns.index].isnan().all()
+        packed = packed_of(z, shards, targets, columns, vocab_size)
+        found, _ = both(packed, columns, vocab_size, device, 130)
+        assert found[: columns["argmax"]].isnan().all()
         if columns.argmax:
-            assert (integer_view(found[columns.index]) == NOBODY).all()
+            assert (integer_view(found[columns["argmax"]]) == NOBODY).all()
 
 
 @st.composite
@@ -356,10 +358,10 @@ def test_a_cover_by_counting(case):
 
 @settings(RELAXED, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=shard_sets())
-def test_messages_of_any_shards(kernels, device, case):
+def test_packed_of_any_shards(kernels, device, case):
     shards, vocab_size = case
     z, targets = some_logits(2, 16)
-    found, V = both(messages_of(z, shards, targets, ALL, vocab_size), ALL, vocab_size, device, 2)
+    found, V = both(packed_of(z, shards, targets, ALL, vocab_size), ALL, vocab_size, device, 2)
     assert found[MAX].isnan().any() == (not covers(shards, vocab_size))
     limit = sum(rows for _, rows in shards) if vocab_size is None else vocab_size
     assert V == sum(max(0, min(rows, limit - start)) if vocab_size else rows for start, rows in shards)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import parallel_lce
 from cases import DTYPES, Case, check, error, run
-from parallel_lce import differentiable
+from parallel_lce import autograd
 from parallel_lce.statistics import DIFFERENTIABLE
 from tools import everywhere, shrunk
 from world import Member
@@ -278,20 +278,20 @@ LOSSES = {
 
 
 @contextmanager
-def _unspent():
-    """Every walk of a graph uses what forward kept, as gradcheck walks one again and again; the torch
+def _unconsumed():
+    """Every walk of a graph uses what forward saved, as gradcheck walks one again and again; the torch
     backend, which is float64's, leaves it as it is."""
-    original = differentiable.statistics_backward
+    original = autograd.backward
 
     def backward(*arguments):
-        *others, spent = arguments
+        *others, _ = arguments
         return original(*others, False)
 
-    differentiable.statistics_backward = backward
+    autograd.backward = backward
     try:
         yield
     finally:
-        differentiable.statistics_backward = original
+        autograd.backward = original
 
 
 def _gradcheck(member: Member, strategy: str, sequence_parallel: bool) -> list[str]:
@@ -334,7 +334,7 @@ def _gradcheck(member: Member, strategy: str, sequence_parallel: bool) -> list[s
         )
         return tuple(getattr(found, name) for name in DIFFERENTIABLE)
 
-    with shrunk(rows * 8 * 2 * member.ranks, (2, 3)), _unspent():
+    with shrunk(rows * 8 * 2 * member.ranks, (2, 3)), _unconsumed():
         for name, options in LOSSES.items():
             torch.autograd.gradcheck(lambda *a: loss(*a, **options), (x, weight, bias))
             checked.append(name)

@@ -29,7 +29,7 @@ BF16 = Gradients(input=True, weight=True, input_fp32=False, weight_fp32=False)
 @st.composite
 def calls(draw):
     ranks = draw(st.integers(1, 8))
-    parts = ranks if draw(st.booleans()) else 1
+    sp_size = ranks if draw(st.booleans()) else 1
     itemsize = draw(st.sampled_from([2, 4, 8]))
     fp32 = itemsize > 2
     gradients = None
@@ -41,20 +41,20 @@ def calls(draw):
             weight_fp32=fp32 or draw(st.booleans()),
             weight_new=draw(st.booleans()),
         )
-    rows = parts * draw(st.one_of(st.integers(0, 70), st.integers(0, 20000)))
+    rows = sp_size * draw(st.one_of(st.integers(0, 70), st.integers(0, 20000)))
     return dict(
         rows=rows,
         shard_rows=draw(st.one_of(st.integers(1, 100), st.integers(1, 200000))),
         hidden=draw(st.integers(1, 8192)),
         itemsize=itemsize,
         budget=draw(st.one_of(st.none(), st.just(0), st.integers(0, 4 * DEFAULT_BUDGET))),
-        parts=parts,
+        sp_size=sp_size,
         ranks=ranks,
         gradients=gradients,
-        keepable=draw(st.booleans()),
+        savable=draw(st.booleans()),
         accumulable=draw(st.booleans()),
         smallest_accumulated=draw(st.sampled_from([1, 1, 128, 1024])),
-        reuses_kept=draw(st.booleans()),
+        reuses_saved=draw(st.booleans()),
     )
 
 
@@ -72,12 +72,12 @@ def row_bytes(call: dict) -> int:
 
 
 def rows_of(call: dict, block: Block) -> int:
-    return (block.stop - block.start) * call["parts"]
+    return (block.stop - block.start) * call["sp_size"]
 
 
-def kept_bytes(call: dict, found) -> int:
-    """What is kept from forward to backward, or of all blocks when accumulating."""
-    return sum(rows_of(call, b) * b.kept * call["itemsize"] for b in found.blocks)
+def saved_bytes(call: dict, found) -> int:
+    """What is saved from forward to backward, or of all blocks when accumulating."""
+    return sum(rows_of(call, b) * b.saved * call["itemsize"] for b in found.blocks)
 
 
 def everything(call: dict) -> int:
@@ -89,13 +89,13 @@ def accumulates_within_saving(call: dict) -> bool:
     g, dw = call["gradients"], call["shard_rows"] * call["hidden"]
     alive = 2 if call["ranks"] > 1 else 1
     room = max(budget_of(call), SMALLEST_BLOCK) // alive
-    most = max(1, room // (row_bytes(call) * call["parts"]))
-    per_part = call["rows"] // call["parts"]
+    most = max(1, room // (row_bytes(call) * call["sp_size"]))
+    per_part = call["rows"] // call["sp_size"]
     number = -(-per_part // most)
     size = -(-per_part // number)
     if -(-size // 128) * 128 <= most:
         size = -(-size // 128) * 128
-    rows = min(size, per_part) * call["parts"]
+    rows = min(size, per_part) * call["sp_size"]
     dw_sum = dw * max(4, call["itemsize"]) if g.weight else 0
     dw_new = dw * call["itemsize"] if g.weight and g.weight_new else 0
     return (
@@ -118,10 +118,13 @@ def test_pure(call, other):
 @given(calls())
 def test_blocks_tile_the_rows(call):
     blocks = planned(call).blocks
+    if call["gradients"] is None:
+        assert blocks == (), "an evaluation has no backward"
+        return
     ends = [0, *(b.stop for b in blocks)]
     assert [b.start for b in blocks] == ends[:-1]
-    assert ends[-1] == call["rows"] // call["parts"]
-    assert all(b.start < b.stop and 0 <= b.kept <= call["shard_rows"] for b in blocks)
+    assert ends[-1] == call["rows"] // call["sp_size"]
+    assert all(b.start < b.stop and 0 <= b.saved <= call["shard_rows"] for b in blocks)
 
 
 @RELAXED
@@ -133,11 +136,11 @@ def test_bytes_of_logits_stay_within_the_budget(call):
         # The next block is projected while the last one waits for the other ranks' partials.
         in_flight = 2 if call["ranks"] > 1 else 1
         alive = in_flight * max(rows_of(call, b) for b in found.blocks) * row_bytes(call)
-        assert alive <= max(limit, in_flight * call["parts"] * row_bytes(call))
+        assert alive <= max(limit, in_flight * call["sp_size"] * row_bytes(call))
         return
-    kept = kept_bytes(call, found)
-    recomputed = any(b.kept < call["shard_rows"] for b in found.blocks)
-    assert kept + (found.scratch_bytes if recomputed else 0) <= limit
+    saved = saved_bytes(call, found)
+    recomputed = any(b.saved < call["shard_rows"] for b in found.blocks)
+    assert saved + (found.scratch_bytes if recomputed else 0) <= limit
     assert found.scratch_bytes <= SMALLEST_BLOCK
 
 
@@ -148,9 +151,9 @@ def test_recomputed_rows_fit_the_memory_that_the_first_block_leaves(call):
     if found.accumulate or len(found.blocks) < 2:
         return
     first, *others = found.blocks
-    most = max(SMALLEST_BLOCK, kept_bytes(call, found), call["parts"] * row_bytes(call))
-    assert all(b.kept == 0 for b in others)
-    assert all(rows_of(call, b) * row_bytes(call) <= most for b in (others if first.kept else found.blocks))
+    most = max(SMALLEST_BLOCK, saved_bytes(call, found), call["sp_size"] * row_bytes(call))
+    assert all(b.saved == 0 for b in others)
+    assert all(rows_of(call, b) * row_bytes(call) <= most for b in (others if first.saved else found.blocks))
 
 
 @RELAXED
@@ -158,19 +161,19 @@ def test_recomputed_rows_fit_the_memory_that_the_first_block_leaves(call):
 def test_blocks_are_few_and_balanced(call):
     """As many as the bytes of one demand, all of a size but the last, of 128s of rows if they fit."""
     found = planned(call)
+    if call["gradients"] is None:
+        return
     blocks = list(found.blocks)
     limit = SMALLEST_BLOCK
     if found.accumulate:
         limit = max(budget_of(call), limit) // (2 if call["ranks"] > 1 else 1)
-    elif call["gradients"] is None and call["parts"] == 1:
-        return  # evaluation without chunks to gather: one block, whose logits nobody keeps
-    elif len(blocks) > 1 and blocks[0].kept:
-        limit = max(limit, kept_bytes(call, found))
+    elif len(blocks) > 1 and blocks[0].saved:
+        limit = max(limit, saved_bytes(call, found))
         del blocks[0]
     elif len(blocks) == 1:
         return  # all saved, or a slice of the vocabulary
     per_part = sum(b.stop - b.start for b in blocks)
-    most = max(1, limit // (row_bytes(call) * call["parts"]))
+    most = max(1, limit // (row_bytes(call) * call["sp_size"]))
     assert len(blocks) == -(-per_part // most)
     sizes = [b.stop - b.start for b in blocks]
     even = -(-per_part // max(1, len(blocks)))
@@ -182,25 +185,25 @@ def test_blocks_are_few_and_balanced(call):
 @given(calls())
 def test_strategy(call):
     found = planned(call)
-    kept, whole = kept_bytes(call, found), everything(call)
-    if call["gradients"] is None or not call["keepable"]:
-        assert not found.accumulate and kept == 0, "evaluation keeps nothing"
+    saved, whole = saved_bytes(call, found), everything(call)
+    if call["gradients"] is None or not call["savable"]:
+        assert not found.accumulate and saved == 0, "evaluation keeps nothing"
     elif whole <= budget_of(call):
-        assert not found.accumulate and kept == whole, "all that fits is saved"
+        assert not found.accumulate and saved == whole, "all that fits is saved"
         assert len(found.blocks) == (call["rows"] > 0)
     elif call["accumulable"] and accumulates_within_saving(call):
-        assert found.accumulate and kept == whole
+        assert found.accumulate and saved == whole
     else:
-        assert not found.accumulate and kept < whole
+        assert not found.accumulate and saved < whole
         # What fits beside the scratch is saved, but for less than a row of each part or a column.
         room = budget_of(call) - found.scratch_bytes
         piece = call["rows"] * call["itemsize"]
         if len(found.blocks) > 1:
-            piece = call["parts"] * row_bytes(call)
-        assert room - piece < kept <= max(0, room)
-        assert all(b.kept == 0 for b in found.blocks[1:])
-        if len(found.blocks) > 1 and found.blocks[0].kept:
-            assert found.blocks[0].kept == call["shard_rows"], "rows are kept with all their columns"
+            piece = call["sp_size"] * row_bytes(call)
+        assert room - piece < saved <= max(0, room)
+        assert all(b.saved == 0 for b in found.blocks[1:])
+        if len(found.blocks) > 1 and found.blocks[0].saved:
+            assert found.blocks[0].saved == call["shard_rows"], "rows are saved with all their columns"
 
 
 @RELAXED
@@ -210,9 +213,9 @@ def test_more_budget_never_saves_less(call, more):
     found = planned(call | {"budget": max(call["budget"] or 0, more)})
     if not less.accumulate and not found.accumulate:
         # By rows or by columns, but for less than one of them.
-        slack = max(call["rows"] * call["itemsize"], call["parts"] * row_bytes(call))
+        slack = max(call["rows"] * call["itemsize"], call["sp_size"] * row_bytes(call))
         same = (len(less.blocks) == 1) == (len(found.blocks) == 1)
-        assert kept_bytes(call, less) < kept_bytes(call, found) + (1 if same else slack)
+        assert saved_bytes(call, less) < saved_bytes(call, found) + (1 if same else slack)
 
 
 @RELAXED
@@ -226,7 +229,7 @@ def test_none_saves_up_to_one_gib_and_no_more():
     fits = plan(8192, 65536, 64, 2, gradients=BF16)
     assert fits.blocks == (Block(0, 8192, 65536),)
     over = plan(8193, 65536, 64, 2, gradients=BF16)
-    assert len(over.blocks) == 1 and 0 < over.blocks[0].kept < 65536
+    assert len(over.blocks) == 1 and 0 < over.blocks[0].saved < 65536
     by_rows = plan(8193, 65536, 64, 2, gradients=replace(BF16, weight=False))
     assert by_rows.blocks[0] == Block(0, (DEFAULT_BUDGET - SMALLEST_BLOCK) // (65536 * 2), 65536)
     assert by_rows.blocks[1:] == (Block(by_rows.blocks[0].stop, 8193, 0),)
@@ -350,27 +353,27 @@ def test_equal_shards_are_counted_as_they_are():
 def test_limited_keeps_the_blocks_and_what_fits_this_rank(call, shard_rows):
     """A rank with a larger shard than the plan's keeps fewer bytes; nothing collective changes."""
     found = planned(call)
-    limited = found.limited(shard_rows, call["itemsize"], call["parts"])
+    limited = found.limited(shard_rows, call["itemsize"], call["sp_size"])
     assert [(b.start, b.stop) for b in limited.blocks] == [(b.start, b.stop) for b in found.blocks]
-    assert replace(limited, kept=found.kept) == found
-    kept = [rows_of(call, b) * min(b.kept, shard_rows) * call["itemsize"] for b in limited.blocks]
-    partial = any(b.kept < shard_rows for b in limited.blocks)
+    assert replace(limited, saved=found.saved) == found
+    saved = [rows_of(call, b) * min(b.saved, shard_rows) * call["itemsize"] for b in limited.blocks]
+    partial = any(b.saved < shard_rows for b in limited.blocks)
     if found.accumulate:
-        assert max(kept) <= max(found.block_bytes, call["parts"] * row_bytes(call))
+        assert max(saved) <= max(found.block_bytes, call["sp_size"] * row_bytes(call))
     else:
-        scratch = found.scratch_bytes if partial and sum(kept) else 0
-        assert sum(kept) + found.hidden_bytes + scratch <= budget_of(call)
+        scratch = found.scratch_bytes if partial and sum(saved) else 0
+        assert sum(saved) + found.hidden_bytes + scratch <= budget_of(call)
     if shard_rows <= call["shard_rows"]:
         assert limited == found
-    assert all(b.kept == 0 for b, a in zip(limited.blocks, found.blocks) if a.kept == 0)
+    assert all(b.saved == 0 for b, a in zip(limited.blocks, found.blocks) if a.saved == 0)
 
 
 def test_sequence_parallel_chunks_hold_every_rank_s_rows():
-    """A chunk is ``[start, stop)`` of each of the P parts: P times its rows are in one block."""
-    rows, shard, parts = 1 << 14, 32768, 4
-    found = plan(rows, shard, 64, 4, budget=0, parts=parts, ranks=parts, gradients=FP32)
+    """A chunk is ``[start, stop)`` of each of the P sp_size: P times its rows are in one block."""
+    rows, shard, sp_size = 1 << 14, 32768, 4
+    found = plan(rows, shard, 64, 4, budget=0, sp_size=sp_size, ranks=sp_size, gradients=FP32)
     size = SMALLEST_BLOCK // (shard * 4)
-    assert found.blocks[0] == Block(0, size // parts, 0)
+    assert found.blocks[0] == Block(0, size // sp_size, 0)
     assert len(found.blocks) == rows // size
 
 
@@ -381,8 +384,8 @@ def test_a_larger_shard_than_the_plan_s_accumulates_what_fits_and_recomputes_the
     large = found.limited(18000, 4, 1)
     for block, whole in zip(large.blocks, found.blocks, strict=True):
         assert (block.start, block.stop) == (whole.start, whole.stop)
-        assert 0 < block.kept < 18000
-        assert (block.stop - block.start) * block.kept * 4 <= found.block_bytes
+        assert 0 < block.saved < 18000
+        assert (block.stop - block.start) * block.saved * 4 <= found.block_bytes
 
 
 def test_a_larger_shard_than_the_plan_s_keeps_all_of_itself_that_fits():
@@ -401,28 +404,28 @@ def gathered_bytes(call: dict) -> int:
 
 @RELAXED
 @given(calls(), st.integers(-1, 1))
-def test_gathered_hidden_states_are_kept_where_they_fit_beside_every_logit(call, more):
+def test_gathered_hidden_states_are_saved_where_they_fit_beside_every_logit(call, more):
     """To the byte: ``more`` bytes than both take, or the budget as it was drawn."""
     needed = everything(call) + gathered_bytes(call)
     for budget in (call["budget"], max(0, needed + more)):
         found = planned(call | {"budget": budget})
         available = DEFAULT_BUDGET if budget is None else budget
-        fits = needed <= available and call["parts"] > 1 and gathered_bytes(call) > 0
-        saves = call["gradients"] is not None and call["keepable"]
-        assert found.keeps_hidden == (fits and saves)
-        if found.keeps_hidden:
-            assert len(found.blocks) == 1 and kept_bytes(call, found) == everything(call)
-            assert kept_bytes(call, found) + gathered_bytes(call) <= available
+        fits = needed <= available and call["sp_size"] > 1 and gathered_bytes(call) > 0
+        saves = call["gradients"] is not None and call["savable"]
+        assert found.saves_hidden == (fits and saves)
+        if found.saves_hidden:
+            assert len(found.blocks) == 1 and saved_bytes(call, found) == everything(call)
+            assert saved_bytes(call, found) + gathered_bytes(call) <= available
 
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_byte_less_gathers_hidden_states_again(missing):
     call = dict(rows=512, shard_rows=1000, hidden=64, itemsize=2, gradients=BF16)
     logits, hidden = 512 * 1000 * 2, 512 * 64 * 2
-    found = plan(**call, budget=logits + hidden - missing, parts=2, ranks=2)
-    assert found.keeps_hidden == (not missing)
+    found = plan(**call, budget=logits + hidden - missing, sp_size=2, ranks=2)
+    assert found.saves_hidden == (not missing)
     assert found.blocks == (Block(0, 256, 1000),), "every logit is saved in either case"
-    assert not plan(**call, budget=None, parts=1, ranks=2).keeps_hidden, "nothing was gathered"
+    assert not plan(**call, budget=None, sp_size=1, ranks=2).saves_hidden, "nothing was gathered"
 
 
 @RELAXED
@@ -436,8 +439,8 @@ def test_all_ranks_keep_hidden_states_or_none_does(call, shards, given_size):
         start = sum(shards[:rank])
         counted = shared_shard_rows(shards[rank], ranks, start, vocab_size) if ranks > 1 else 1
         local = planned(call | {"shard_rows": max(1, counted)})
-        local = local.limited(shards[rank], call["itemsize"], call["parts"])
-        found.add((local.keeps_hidden, tuple((b.start, b.stop) for b in local.blocks)))
+        local = local.limited(shards[rank], call["itemsize"], call["sp_size"])
+        found.add((local.saves_hidden, tuple((b.start, b.stop) for b in local.blocks)))
     assert len(found) == 1
 
 
@@ -445,21 +448,21 @@ def test_all_ranks_keep_hidden_states_or_none_does(call, shards, given_size):
 @given(calls())
 def test_a_forward_that_keeps_nothing_gathers_few_hidden_states_at_once(call):
     """At most ``GATHERED_BYTES``, or a row of each part, in as few blocks as that allows; but a block
-    whose exponentials are kept is one in forward too."""
+    whose exponentials are saved is one in forward too."""
     found = planned(call)
     forward = list(found.forward_blocks)
     ends = [0, *(b.stop for b in forward)]
-    assert [b.start for b in forward] == ends[:-1] and ends[-1] == call["rows"] // call["parts"]
+    assert [b.start for b in forward] == ends[:-1] and ends[-1] == call["rows"] // call["sp_size"]
     if found.accumulate:
         assert tuple(forward) == found.blocks
         return
-    if found.blocks and found.blocks[0].kept:
+    if found.blocks and found.blocks[0].saved:
         assert forward.pop(0) == found.blocks[0]
-    assert all(b.kept == 0 for b in forward)
-    if call["parts"] == 1:
+    assert all(b.saved == 0 for b in forward)
+    if call["sp_size"] == 1:
         assert len(forward) <= 1, "nothing is gathered"
         return
-    row = call["parts"] * call["hidden"] * call["itemsize"]
+    row = call["sp_size"] * call["hidden"] * call["itemsize"]
     assert all((b.stop - b.start) * row <= max(GATHERED_BYTES, row) for b in forward)
     most = max(1, GATHERED_BYTES // row)
     assert len(forward) == -(-sum(b.stop - b.start for b in forward) // most)
@@ -470,32 +473,32 @@ def test_a_forward_that_keeps_nothing_gathers_few_hidden_states_at_once(call):
 def test_a_local_shard_changes_no_block_of_the_forward(call, shard_rows):
     """Each is a collective under sequence parallelism."""
     found = planned(call)
-    limited = found.limited(shard_rows, call["itemsize"], call["parts"])
+    limited = found.limited(shard_rows, call["itemsize"], call["sp_size"])
     bounds = [[(b.start, b.stop) for b in p.forward_blocks] for p in (found, limited)]
     assert bounds[0] == bounds[1]
 
 
-def test_a_rank_that_keeps_nothing_of_the_kept_block_gathers_as_the_others():
+def test_a_rank_that_keeps_nothing_of_the_saved_block_gathers_as_the_others():
     """Its shard is larger than was counted, and what fits beside the scratch is not one column."""
-    found = plan(8192, 500, 32768, 2, budget=8 * MiB, parts=2, ranks=2, gradients=BF16)
+    found = plan(8192, 500, 32768, 2, budget=8 * MiB, sp_size=2, ranks=2, gradients=BF16)
     limited = found.limited(900, 2, 2)
-    assert (found.kept, limited.kept) == (500, 0)
+    assert (found.saved, limited.saved) == (500, 0)
     assert GATHERED_BYTES < gathered_bytes(dict(rows=8192, hidden=32768, itemsize=2)), "gathered at once"
     bounds = [[(b.start, b.stop) for b in p.forward_blocks] for p in (found, limited)]
     assert bounds[0] == bounds[1] == [(0, 4096)]
 
 
 def test_a_long_evaluation_under_sequence_parallelism_has_several_blocks():
-    found = plan(1 << 17, 16032, 4096, 2, parts=8, ranks=8)
+    found = plan(1 << 17, 16032, 4096, 2, sp_size=8, ranks=8)
     size = GATHERED_BYTES // (8 * 4096 * 2)
     assert [b.stop - b.start for b in found.forward_blocks] == [size] * ((1 << 14) // size)
     assert len(found.forward_blocks) > 1
-    assert len(plan(1 << 17, 16032, 4096, 2, parts=1, ranks=8).forward_blocks) == 1
+    assert len(plan(1 << 17, 16032, 4096, 2, sp_size=1, ranks=8).forward_blocks) == 1
 
 
 @pytest.mark.parametrize("shard", [16384, 16896, 17408])
-def test_kept_hidden_states_count_where_a_shard_is_larger_than_was_counted(shard):
-    found = plan(4096, 16384, 1024, 2, budget=142606336, parts=8, ranks=8, gradients=BF16)
+def test_saved_hidden_states_count_where_a_shard_is_larger_than_was_counted(shard):
+    found = plan(4096, 16384, 1024, 2, budget=142606336, sp_size=8, ranks=8, gradients=BF16)
     assert found.hidden_bytes == 4096 * 1024 * 2
     limited = found.limited(shard, 2, 8)
-    assert 4096 * min(limited.kept, shard) * 2 + limited.hidden_bytes <= 142606336
+    assert 4096 * min(limited.saved, shard) * 2 + limited.hidden_bytes <= 142606336

@@ -13,11 +13,12 @@ pytest.importorskip("triton", reason="needs triton")
 from cases import DTYPES
 from parallel_lce import reference
 from parallel_lce.kernels import projection as kernels
-from parallel_lce.kernels.epilogues import FP16_SCALE, REACH
-from parallel_lce.kernels.partials import merge_windows
-from parallel_lce.kernels.projection import Operands, logits_gradient, window_partials
-from parallel_lce.kernels.targets import target_logits
-from parallel_lce.partials import integer_view
+from parallel_lce.kernels.arithmetic import FP16_SCALE, REACH
+from parallel_lce.kernels.epilogues import ForwardEpilogue
+from parallel_lce.kernels.partials import PartialColumns, merge_windows
+from parallel_lce.kernels.projection import Operands, logits_gradient, new_window_partials
+from parallel_lce.kernels.target_logits import target_logits
+from parallel_lce.partials import Columns, integer_view
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -81,6 +82,13 @@ def problem(
     return Operands(x, weight, bias, scale, softcap), z
 
 
+def window_partials(operands: Operands, saved=None, softmax_shift=None, **requested):
+    """``maxima [W, R]``, and of sum_exp and the requested columns ``sums [*, W, R]``."""
+    partials = new_window_partials(operands, Columns(**requested))
+    operands.launch(saved, ForwardEpilogue(partials, softmax_shift))
+    return partials.max, torch.stack([column for column in partials[1:] if column is not None])
+
+
 def some_bias(shape: Shape) -> torch.Tensor:
     return normal(shape.K, seed=2)
 
@@ -93,27 +101,27 @@ def finite(maximum: torch.Tensor) -> torch.Tensor:
     return maximum.masked_fill(maximum == -torch.inf, 0.0)
 
 
-def reference_of(maximum: torch.Tensor, common: torch.Tensor | None) -> torch.Tensor:
-    """What a window's exponentials are relative to: its maximum unless it is near ``common``."""
-    if common is None:
+def reference_of(maximum: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+    """What a window's exponentials are relative to: its maximum unless it is near ``shift``."""
+    if shift is None:
         return finite(maximum)
-    common = common.double()
-    near = ((maximum - common).abs() <= REACH) | (maximum == -torch.inf)
-    return torch.where(near, common, finite(maximum))
+    shift = shift.double()
+    near = ((maximum - shift).abs() <= REACH) | (maximum == -torch.inf)
+    return torch.where(near, shift, finite(maximum))
 
 
-def truth(z: torch.Tensor, width: int, common: torch.Tensor | None):
+def truth(z: torch.Tensor, width: int, shift: torch.Tensor | None):
     """``maxima [W, R]``, ``sums [4, W, R]`` but for the argmax and ``exp(z - reference) [R, K]``."""
-    maxima, sums, kept = [], [], []
+    maxima, sums, saved = [], [], []
     for part in windows(z, width):
         maximum = part.amax(1)
-        e = (part - reference_of(maximum, common)[:, None]).exp()
+        e = (part - reference_of(maximum, shift)[:, None]).exp()
         shifted = part - finite(maximum)[:, None]
         weighted = (e * shifted.clamp(min=-1e4)).sum(1)
         maxima.append(maximum)
         sums.append(torch.stack([e.sum(1), shifted.sum(1), part.sum(1), weighted]))
-        kept.append(e)
-    return torch.stack(maxima), torch.stack(sums, 1), torch.cat(kept, 1)
+        saved.append(e)
+    return torch.stack(maxima), torch.stack(sums, 1), torch.cat(saved, 1)
 
 
 def check_partials(found, expected, z, width) -> None:
@@ -131,12 +139,12 @@ def check_partials(found, expected, z, width) -> None:
         torch.testing.assert_close(picked, true_maxima[number], rtol=2e-6, atol=1e-5)
 
 
-def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
-    scale = FP16_SCALE if kept.dtype == torch.float16 else 1.0
-    rounding = torch.finfo(kept.dtype).eps / 2
+def check_kept(saved: torch.Tensor, expected: torch.Tensor) -> None:
+    scale = FP16_SCALE if saved.dtype == torch.float16 else 1.0
+    rounding = torch.finfo(saved.dtype).eps / 2
     # The smallest numbers of fp16 are further apart than their precision.
-    smallest = 2**-25 if kept.dtype == torch.float16 else 0.0
-    torch.testing.assert_close(kept.double(), expected * scale, rtol=1.01 * rounding + 3e-5, atol=1.01 * smallest)
+    smallest = 2**-25 if saved.dtype == torch.float16 else 0.0
+    torch.testing.assert_close(saved.double(), expected * scale, rtol=1.01 * rounding + 3e-5, atol=1.01 * smallest)
 
 
 def check_surroundings(buffer: torch.Tensor, rows: int, columns: int) -> None:
@@ -150,7 +158,7 @@ def test_window_partials(shape, dtype, device):
     operands, z = problem(shape, dtype, device, bias=some_bias(shape))
     aligned = shape.gap == shape.offset == 0 and shape.D * dtype.itemsize % 16 == 0
     assert operands.tma == (aligned and (device == "cpu" or torch.cuda.get_device_capability() >= (9, 0)))
-    width = operands.tile.columns
+    width = operands.tile.entries
     check_partials(window_partials(operands, **ALL), truth(z, width, None), z, width)
 
 
@@ -160,7 +168,7 @@ def test_window_partials(shape, dtype, device):
 def test_window_partials_of_scaled_and_capped_logits(options, dtype, device):
     shape = Shape(20, 300, 16)
     operands, z = problem(shape, dtype, device, bias=some_bias(shape), **options)
-    width = operands.tile.columns
+    width = operands.tile.entries
     check_partials(window_partials(operands, **ALL), truth(z, width, None), z, width)
 
 
@@ -175,24 +183,24 @@ def test_each_column_alone_is_the_same(name, device):
 
 
 @pytest.mark.parametrize("whole", [True, False], ids=["all", "one window"])
-@pytest.mark.parametrize("agreement", ["agreed", "some windows", "no window"])
+@pytest.mark.parametrize("agreement", ["on_shift", "some windows", "no window"])
 @pytest.mark.parametrize("shape", [Shape(130, 300, 24), Shape(20, 300, 21)], ids=str)
 @pytest.mark.thinned
 def test_kept_exponentials(shape, agreement, whole, dtype, device):
-    """Relative to the common reference where the window's maximum is near it; fp16 has none."""
+    """Relative to the shift reference where the window's maximum is near it; fp16 has none."""
     bias = some_bias(shape)
-    width = problem(shape, dtype, device)[0].tile.columns
+    width = problem(shape, dtype, device)[0].tile.entries
     if agreement == "some windows":
         bias[width : 2 * width] -= 2 * REACH
     operands, z = problem(shape, dtype, device, bias=bias)
-    common = None
+    shift = None
     if dtype != torch.float16:
-        common = z.amax(1).float() - (100 if agreement == "no window" else 3)
+        shift = z.amax(1).float() - (100 if agreement == "no window" else 3)
     C = shape.K if whole else width
     stride = -(-shape.K // 64) * 64 + 64
     buffer = torch.full((shape.R + 3, stride), SENTINEL, dtype=dtype, device=device)
-    expected = truth(z, width, common)
-    found = window_partials(operands, **ALL, kept=buffer[: shape.R, :C], common=common)
+    expected = truth(z, width, shift)
+    found = window_partials(operands, **ALL, saved=buffer[: shape.R, :C], softmax_shift=shift)
     check_partials(found, expected, z, width)
     check_kept(buffer[: shape.R, :C], expected[2][:, :C])
     check_surroundings(buffer, shape.R, C)
@@ -200,15 +208,15 @@ def test_kept_exponentials(shape, agreement, whole, dtype, device):
 
 @pytest.mark.parametrize("blocks", [3, 35])
 def test_more_tiles_than_programs_and_more_row_blocks_than_a_launch(blocks, device, monkeypatch):
-    monkeypatch.setattr(kernels, "processors", lambda device: 2)
+    monkeypatch.setattr(kernels, "num_sms", lambda device: 2)
     operands, _ = problem(Shape(1, 300, 16), torch.float16, device)
     shape = Shape(blocks * operands.tile.rows - 5, 300 if blocks == 3 else 40, 16)
     operands, z = problem(shape, torch.float16, device)
-    width = operands.tile.columns
-    kept = torch.empty(shape.R, 320, dtype=torch.float16, device=device)[:, : shape.K]
+    width = operands.tile.entries
+    saved = torch.empty(shape.R, 320, dtype=torch.float16, device=device)[:, : shape.K]
     expected = truth(z, width, None)
-    check_partials(window_partials(operands, **ALL, kept=kept), expected, z, width)
-    check_kept(kept, expected[2])
+    check_partials(window_partials(operands, **ALL, saved=saved), expected, z, width)
+    check_kept(saved, expected[2])
 
 
 def test_logits_of_minus_infinity_and_nan(dtype, device):
@@ -217,17 +225,17 @@ def test_logits_of_minus_infinity_and_nan(dtype, device):
     bias[:256] = -torch.inf  # a whole window, or two
     bias[300:310] = -torch.inf
     operands, z = problem(shape, dtype, device, bias=bias)
-    width = operands.tile.columns
-    common = z.amax(1).float() if dtype != torch.float16 else None
-    kept = torch.empty(20, 640, dtype=dtype, device=device)[:, :600]
-    maxima, sums = window_partials(operands, **ALL, kept=kept, common=common)
-    true_maxima, true_sums, e = truth(z, width, common)
+    width = operands.tile.entries
+    shift = z.amax(1).float() if dtype != torch.float16 else None
+    saved = torch.empty(20, 640, dtype=dtype, device=device)[:, :600]
+    maxima, sums = window_partials(operands, **ALL, saved=saved, softmax_shift=shift)
+    true_maxima, true_sums, e = truth(z, width, shift)
     gone = 256 // width
     assert (maxima[:gone] == -torch.inf).all() and (sums[[0, 3], :gone] == 0).all()
     torch.testing.assert_close(maxima.double(), true_maxima, rtol=2e-6, atol=1e-5)
     torch.testing.assert_close(sums[0].double(), true_sums[0], rtol=3e-5, atol=0)
     torch.testing.assert_close(sums[3].double(), true_sums[3], rtol=1e-4, atol=1e-4)
-    check_kept(kept, e)
+    check_kept(saved, e)
     clean = window_partials(operands)[1][0]
     operands.x[5, 3] = torch.nan
     operands.bias[-1] = torch.nan
@@ -277,42 +285,42 @@ def merged_truth(z: torch.Tensor) -> torch.Tensor:
     return torch.stack([top, e.sum(1), shifted.sum(1), z.sum(1), weighted])
 
 
-def merge(maxima, sums, common, K, width, start=0, **wanted):
-    wanted = wanted or ALL
-    merged = maxima.new_full((3 + sum(wanted.values()), maxima.shape[1]), torch.nan)
-    wanted = dict.fromkeys(ALL, False) | wanted
-    agreed = merge_windows(maxima, sums, merged, common, window=width, entries=K, start=start, **wanted)
-    return merged, agreed
+def merge(maxima, sums, shift, V, width, start=0, **requested):
+    columns = Columns(**(requested or ALL))
+    merged = maxima.new_full((columns.count, maxima.shape[1]), torch.nan)
+    found = dict(zip(columns.requested, sums[1:]))
+    windows = PartialColumns(maxima, sums[0], None, *(found.get(name) for name in PartialColumns._fields[3:]))
+    return merged, merge_windows(windows, merged, shift, columns, window=width, entries=V, start=start)
 
 
-@pytest.mark.parametrize("kind", ["own maxima", "agreed", "some windows"])
+@pytest.mark.parametrize("kind", ["own maxima", "on_shift", "some windows"])
 @pytest.mark.parametrize(("R", "K", "width"), [(20, 1030, 8), (1, 8, 8), (1, 5, 8), (33, 50, 16)])
 def test_merged_windows(R, K, width, kind, device):
     """Up to 129 windows, more than a tile of the merge."""
     z = normal(R, K).to(device) * 3
-    common = None if kind == "own maxima" else z.amax(1).float() - 2
+    shift = None if kind == "own maxima" else z.amax(1).float() - 2
     if kind == "some windows":
         z[::2, :width] -= 2 * REACH
         z[::2, -1] = 8.0  # a maximum that stays
-        common = z.amax(1).float()
-    maxima, sums, _ = truth(z, width, common)
+        shift = z.amax(1).float()
+    maxima, sums, _ = truth(z, width, shift)
     maxima = maxima.float()
     ids = torch.stack([p.argmax(1) + i * width for i, p in enumerate(windows(z, width))]).int()
     sums = torch.cat([sums.float(), ids.view(torch.float32)[None]])
-    merged, agreed = merge(maxima, sums, common, K, width, start=11)
+    merged, on_shift = merge(maxima, sums, shift, K, width, start=11)
     true = merged_truth(z)
     assert merged[2].isnan().all(), "the target's column is not the merge's"
     columns = [0, 1, 3, 4, 5]
     torch.testing.assert_close(merged[columns].double(), true, rtol=2e-6, atol=1e-3)
     torch.testing.assert_close(merged[1].double(), true[1], rtol=2e-6, atol=0)
     assert torch.equal(integer_view(merged[6]).long(), z.argmax(1) + 11)
-    if common is None:
-        assert agreed is None
+    if shift is None:
+        assert on_shift is None
     else:
         expected = torch.ones(R, dtype=torch.uint8, device=device)
         if kind == "some windows" and K > width:
             expected[::2] = 0
-        assert agreed.dtype == torch.uint8 and torch.equal(agreed, expected)
+        assert on_shift.dtype == torch.uint8 and torch.equal(on_shift, expected)
 
 
 def test_merged_windows_of_minus_infinity_and_nan(device):
@@ -323,12 +331,12 @@ def test_merged_windows_of_minus_infinity_and_nan(device):
     z[3, 30] = torch.inf
     z[4] = -torch.inf
     z[4, 9] = torch.nan
-    for common in (None, torch.full((6,), 1.5, device=device)):
+    for shift in (None, torch.full((6,), 1.5, device=device)):
         maxima = torch.stack([p.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(1) for p in windows(z, 8)])
-        sums = torch.stack([(p - reference_of(m, common)[:, None]).exp().sum(1) for p, m in zip(windows(z, 8), maxima)])
+        sums = torch.stack([(p - reference_of(m, shift)[:, None]).exp().sum(1) for p, m in zip(windows(z, 8), maxima)])
         ids = torch.arange(0, 40, 8, device=device)[:, None].expand(5, 6).int().contiguous()
         both = torch.stack([sums.float(), ids.view(torch.float32)])
-        merged, agreed = merge(maxima.float(), both, common, 40, 8, argmax=True)
+        merged, on_shift = merge(maxima.float(), both, shift, 40, 8, argmax=True)
         top, sum_exp, ids = merged[0], merged[1], integer_view(merged[3])
         assert top[0] == -torch.inf and sum_exp[0] == 0
         true = merged_truth(z)
@@ -336,8 +344,8 @@ def test_merged_windows_of_minus_infinity_and_nan(device):
         assert top[[2, 4]].isnan().all() and sum_exp[[2, 4]].isnan().all()
         assert (ids[[2, 4]] == 2**31 - 1).all()
         assert top[3] == torch.inf and ids[3] == 24
-        if common is not None:
-            assert agreed.tolist() == [1, 1, 1, 0, 1, 1]
+        if shift is not None:
+            assert on_shift.tolist() == [1, 1, 1, 0, 1, 1]
 
 
 def test_ties_go_to_the_lowest(device):
@@ -348,7 +356,7 @@ def test_ties_go_to_the_lowest(device):
     x[1] = -1.0  # zeros are its largest
     operands = Operands(x, weight)
     maxima, sums = window_partials(operands, argmax=True)
-    merged, _ = merge(maxima, sums, None, 700, operands.tile.columns, start=5, argmax=True)
+    merged, _ = merge(maxima, sums, None, 700, operands.tile.entries, start=5, argmax=True)
     assert integer_view(merged[3]).tolist() == [45, 5, 45]
     assert merged[0].tolist() == [8.0, 0.0, 8.0]
 
@@ -364,9 +372,9 @@ def test_nothing_is_lost_at_large_logits(near, device):
         bias = torch.full((300,), 304.0, dtype=dtype, device=device)
         operands = Operands(x.to(dtype), weight.to(dtype), bias)
         z = x.double() @ weight.double().t() + 304
-        common = (z.amax(1) - (1 / 3 if near else 100)).float()
-        maxima, sums = window_partials(operands, weighted=True, common=common)
-        merged, _ = merge(maxima, sums, common, 300, operands.tile.columns, weighted=True)
+        shift = (z.amax(1) - (1 / 3 if near else 100)).float()
+        maxima, sums = window_partials(operands, weighted=True, softmax_shift=shift)
+        merged, _ = merge(maxima, sums, shift, 300, operands.tile.entries, weighted=True)
         true = merged_truth(z)
         assert torch.equal(merged[0].double(), true[0])
         torch.testing.assert_close(merged[1].double(), true[1], rtol=1e-6, atol=0)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import DTYPES, Case, make
-from parallel_lce import parallel
+from parallel_lce import collectives
 from parallel_lce.backends import backend_of
 from tools import chosen_backend, everywhere, shrunk
 from world import Member
@@ -93,7 +93,7 @@ ON_STREAMS = [
 ]
 
 
-COLLECTIVES = [(parallel, "_all_gather"), (parallel, "_reduce_scatter"), (dist, "all_reduce")]
+COLLECTIVES = [(collectives, "_all_gather"), (collectives, "_reduce_scatter"), (dist, "all_reduce")]
 
 
 class Delays:
@@ -125,7 +125,7 @@ def around(weight: torch.Tensor, before, after):
 
         return mock.patch.object(owner, name, call)
 
-    blocks = [(backend, name) for name in ("block_forward", "block_backward", "merge_messages")]
+    blocks = [(backend, name) for name in ("BlockForward", "BlockBackward", "merge_ranks")]
     with ExitStack() as stack:
         for place in (*COLLECTIVES, *blocks):
             stack.enter_context(within(*place))
@@ -229,8 +229,8 @@ def undisturbed(problem: Problem, number: int) -> list[torch.Tensor]:
     with around(problem.weight, lambda name: complete(), complete):
         found = [tensor.clone() for tensor in problem.backward(problem.forward())]
     complete()
-    assert (seen.count("block_backward") > 1) == (problem.call.blocks > 1), "the case must be what it is called"
-    assert "merge_messages" in seen and {n for _, n in COLLECTIVES} & set(seen)
+    assert (seen.count("BlockBackward") > 1) == (problem.call.blocks > 1), "the case must be what it is called"
+    assert "merge_ranks" in seen and {n for _, n in COLLECTIVES} & set(seen)
     return found
 
 

@@ -17,10 +17,10 @@ import torch
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 pytest.importorskip("omegaconf", reason="needs the training program's packages")
 
-from training.compare import compare
+from training.comparison import compare
 from training.config import DEFAULT_CONFIG, ROOT, Config, TrainConfig, describe, load_config
-from training.host import remove_results
 from training.refusal import Refusal
+from training.runs import remove_results
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 TIMEOUT = 300

@@ -11,16 +11,17 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 import parallel_lce
+from blocks import block_backward, block_forward
 from cases import DTYPES, Case, assemble, check, dense, error, make, ours
-from parallel_lce import parallel
-from parallel_lce.backends import slices
+from parallel_lce import collectives
 from parallel_lce.backends import triton as backend
-from parallel_lce.backends.blocks import Arrival, Coefficients, Destinations, Projection, Scratch
+from parallel_lce.backends import triton_backward
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
+from parallel_lce.grad_buffers import GradBuffer, MainGrad
 from parallel_lce.kernels import projection as mainloop
 from parallel_lce.kernels import tuning
 from parallel_lce.kernels.projection import Operands
 from parallel_lce.partials import Columns
-from parallel_lce.weight_grad import MainGrad, ShardGradient
 from tools import chosen_backend, everywhere, recorded, shrunk
 from world import Member
 
@@ -34,10 +35,10 @@ def _chosen(kernels):
 
 
 def watched(member: Member, case: Case, block: int):
-    """What :func:`cases.ours` returns, and in how many pieces gradients came from kept exponentials
+    """What :func:`cases.ours` returns, and in how many pieces gradients came from saved exponentials
     and from recomputed logits."""
-    counts = {"kept": 0, "recomputed": 0}
-    originals = slices.dlogits.settle, slices.logits_gradient
+    counts = {"saved": 0, "recomputed": 0}
+    originals = triton_backward.gradient_from_saved, triton_backward.logits_gradient
 
     def watch(name, original):
         def call(*arguments):
@@ -46,14 +47,14 @@ def watched(member: Member, case: Case, block: int):
 
         return call
 
-    slices.dlogits.settle = watch("kept", originals[0])
-    slices.logits_gradient = watch("recomputed", originals[1])
+    triton_backward.gradient_from_saved = watch("saved", originals[0])
+    triton_backward.logits_gradient = watch("recomputed", originals[1])
     try:
         with shrunk(block):
             found = ours(member, case)
     finally:
-        slices.dlogits.settle, slices.logits_gradient = originals
-    return found, (counts["kept"], counts["recomputed"])
+        triton_backward.gradient_from_saved, triton_backward.logits_gradient = originals
+    return found, (counts["saved"], counts["recomputed"])
 
 
 def run(case: Case, worlds, device: str, block: int = BLOCK):
@@ -66,8 +67,8 @@ STRATEGIES = {
     "saved": (SAVED, (1, 0)),
     "saved, a mean": (replace(SAVED, reduction="mean", bias=True), (1, 0)),
     "recomputed": (replace(SAVED, budget=0), (0, 3)),
-    "some columns kept": (replace(SAVED, budget=64 * 300 * 2), (1, 2)),
-    "some rows kept": (Case(250, 130, 48, "bf16", reduction="none", budget=BLOCK), (1, 1)),
+    "some columns saved": (replace(SAVED, budget=64 * 300 * 2), (1, 2)),
+    "some rows saved": (Case(250, 130, 48, "bf16", reduction="none", budget=BLOCK), (1, 1)),
     "accumulated": (replace(SAVED, reduction="mean", budget=0), (3, 0)),
 }
 EVERYTHING = dict(bias=True, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.7, logit_softcap=9.0, token_weight=True)
@@ -178,7 +179,7 @@ def test_blocks_of_one_row_of_each_part(reduction, worlds, device):
 @pytest.mark.parametrize(("sharpness", "smallest"), [(6.0, 20), (90.0, 300)])
 @pytest.mark.thinned
 def test_sharp_logits_beside_torch(sharpness, smallest, strategy, worlds, device):
-    """Logits in bf16 have lost their digits there, kept exponentials have not. At the larger |z| most
+    """Logits in bf16 have lost their digits there, saved exponentials have not. At the larger |z| most
     windows are far from a token's reference, and most tokens are sure of one entry."""
     case = replace(STRATEGIES[strategy][0], sharpness=sharpness, D=64)
     t = make(case, device)
@@ -195,7 +196,7 @@ def test_sharp_logits_beside_torch(sharpness, smallest, strategy, worlds, device
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_references_that_miss(ranks, dtype, worlds, device):
     """A bias lifts a few vocabulary rows of one window by more than a reference reaches: its columns
-    are kept relative to their own maximum, and the other shard's lie far below the maximum of all."""
+    are saved relative to their own maximum, and the other shard's lie far below the maximum of all."""
     case = Case(40, 700, 16, dtype, ranks=ranks, reduction="none", offset=60.0)
     found = assemble(case, everywhere(worlds, device, ranks, _lifted, case))
     t = make(case, device)
@@ -251,11 +252,10 @@ def block(dtype: torch.dtype, device: str, N=40, V=700, D=24):
     return t, projection, coefficients
 
 
-def gradients_of(t, projection, coefficients, kept: int, to: Destinations, scratch: int = 20_000):
-    partial, exponentials = backend.block_forward(projection, t.x, t.target, Columns(), kept)
-    backend.block_backward(
-        projection, t.x, t.target, partial, coefficients, exponentials, to, Scratch(scratch, t.x.device)
-    )
+def gradients_of(t, projection, coefficients, save: int, grads: GradBuffers, scratch: int = 20_000, **options):
+    partial, saved = block_forward(backend, projection, t.x, t.target, Columns(), save)
+    scratch = Scratch(scratch, t.x.device)
+    block_backward(backend, projection, t.x, t.target, partial, coefficients, saved, grads, scratch, **options)
 
 
 def exact_gradients(t, coefficients):
@@ -266,16 +266,16 @@ def exact_gradients(t, coefficients):
     return g @ doubles[1], g.t() @ doubles[0], g.sum(0)
 
 
-@pytest.mark.parametrize("kept", [0, 300, 700])
+@pytest.mark.parametrize("saved", [0, 300, 700])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("main", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.thinned
-def test_main_grad_is_added_to(main, dtype, kept, device):
+def test_main_grad_is_added_to(main, dtype, saved, device):
     t, projection, coefficients = block(dtype, device)
     grad = torch.full_like(t.weight, 3.0, dtype=main)
-    dweight = ShardGradient(t.weight, 700, 1, main_grad=MainGrad(grad, lambda: None))
-    dbias = ShardGradient(t.bias, 700, 1)
-    gradients_of(t, projection, coefficients, kept, Destinations(None, None, dweight, dbias))
+    dweight = GradBuffer(t.weight, 700, 1, main_grad=MainGrad(grad, lambda: None))
+    dbias = GradBuffer(t.bias, 700, 1)
+    gradients_of(t, projection, coefficients, saved, GradBuffers(None, dweight, dbias))
     assert dweight.deliver() is None
     _, dw, db = exact_gradients(t, coefficients)
     rounding = torch.finfo(dtype).eps
@@ -284,45 +284,46 @@ def test_main_grad_is_added_to(main, dtype, kept, device):
     assert error(dbias.deliver(), db) <= 2 * rounding * db.norm()
 
 
-@pytest.mark.parametrize("kept", [0, 300, 700])
+@pytest.mark.parametrize("saved", [0, 300, 700])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.thinned
-def test_dx_is_announced_once_complete_and_before_the_last_of_dw(dtype, kept, device):
+def test_dx_is_announced_once_complete_and_before_the_last_of_dw(dtype, saved, device):
     t, projection, coefficients = block(dtype, device)
     dx = torch.full_like(t.x, torch.nan)
     announced, closed = [], []
 
-    class Watched(ShardGradient):
+    class Watched(GradBuffer):
         def close(self, start, stop, total):
             closed.append(stop)
             super().close(start, stop, total)
 
-    def ready():
+    def ready(rows):
+        assert rows == len(dx)
         announced.append(dx.clone())
         assert 700 not in closed
 
     dweight = Watched(t.weight, 700, 1)
-    gradients_of(t, projection, coefficients, kept, Destinations(dx, ready, dweight, None))
+    gradients_of(t, projection, coefficients, saved, GradBuffers(dx, dweight, None), announce=ready)
     assert len(announced) == 1 and torch.equal(announced[0], dx) and closed[-1] == 700
     for found, expected in zip((dx, dweight.deliver()), exact_gradients(t, coefficients)):
         assert error(found, expected) <= 2 * torch.finfo(dtype).eps * expected.norm()
 
 
-@pytest.mark.parametrize(("dtype", "kept"), [(torch.bfloat16, 300), (torch.float16, 0)], ids=str)
+@pytest.mark.parametrize(("dtype", "saved"), [(torch.bfloat16, 300), (torch.float16, 0)], ids=str)
 @pytest.mark.slow
-def test_products_in_pieces(dtype, kept, device, monkeypatch):
+def test_products_in_pieces(dtype, saved, device, monkeypatch):
     """Those that pass through fp32, of 1024 rows of dX and 256 of dW."""
-    monkeypatch.setattr(slices, "_PRODUCT_BYTES", 1)
+    monkeypatch.setattr(triton_backward, "_PRODUCT_BYTES", 1)
     t, projection, coefficients = block(dtype, device, N=1100, V=300, D=8)
-    dx, dweight = torch.full_like(t.x, torch.nan), ShardGradient(t.weight, 300, 1)
+    dx, dweight = torch.full_like(t.x, torch.nan), GradBuffer(t.weight, 300, 1)
     announced = []
 
-    def ready(stop=None):
+    def ready(stop):
         announced.append((stop, dx[:stop].clone()))
 
-    to = Destinations(dx, ready, dweight, None)
-    gradients_of(t, projection, coefficients, kept, to, scratch=4 << 20)
-    assert [stop for stop, _ in announced] == [1024, None]
+    grads = GradBuffers(dx, dweight, None)
+    gradients_of(t, projection, coefficients, saved, grads, scratch=4 << 20, announce=ready)
+    assert [stop for stop, _ in announced] == [1024, 1100]
     assert all(torch.equal(rows, dx[:stop]) for stop, rows in announced)
     for found, expected in zip((dx, dweight.deliver()), exact_gradients(t, coefficients)):
         for some in (slice(0, 256), slice(256, 1024), slice(1024, None)):
@@ -334,21 +335,20 @@ def test_a_larger_buffer_serves_a_smaller_block(device):
     """As blocks that accumulate share one: what lies behind it stays, and gradients are the same."""
     t, projection, coefficients = block(torch.bfloat16, device)
     found = []
-    for buffer in (None, backend.allocate_kept(projection, 64, 700).fill_(7.0)):
-        partial, kept = backend.block_forward(projection, t.x, t.target, Columns(), 700, buffer)
-        dx, dweight = torch.empty_like(t.x), ShardGradient(t.weight, 700, 1)
-        to = Destinations(dx, None, dweight, None)
-        scratch = Scratch(0, device)
-        backend.block_backward(projection, t.x, t.target, partial, coefficients, kept, to, scratch)
+    for buffer in (None, backend.allocate_saved(projection, 64, 700).fill_(7.0)):
+        partial, saved = block_forward(backend, projection, t.x, t.target, Columns(), 700, buffer)
+        dx, dweight = torch.empty_like(t.x), GradBuffer(t.weight, 700, 1)
+        grads, scratch = GradBuffers(dx, dweight, None), Scratch(0, device)
+        block_backward(backend, projection, t.x, t.target, partial, coefficients, saved, grads, scratch)
         found.append((partial, dx, dweight.deliver()))
     assert all(torch.equal(a, b) for a, b in zip(*found))
-    assert (buffer[kept[0].numel() :] == 7).all() and kept[0].data_ptr() == buffer.data_ptr()
+    assert (buffer[saved[0].numel() :] == 7).all() and saved[0].data_ptr() == buffer.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_saved_tensors_may_come_back_elsewhere(dtype, device):
     """Hooks such as ``save_on_cpu`` may give a weight whose rows were not aligned back as one whose
-    are, for which other tiles would be chosen; the windows of what is kept stay those of forward."""
+    are, for which other tiles would be chosen; the windows of what is saved stay those of forward."""
     t = make(Case(40, 700, 64, dtype, ignored="none", sharpness=20.0), device)
     memory = torch.empty(700 * 64 + 1, dtype=t.weight.dtype, device=device)
     weight = memory[1:].view(700, 64).copy_(t.weight).requires_grad_()
@@ -362,14 +362,14 @@ def test_saved_tensors_may_come_back_elsewhere(dtype, device):
 
 
 @pytest.mark.parametrize("own", [(64, 128), (128, 256), (100, 300), (0, 200), (40, 290)], ids=str)
-@pytest.mark.parametrize(("dtype", "kept"), [(torch.bfloat16, 700), (torch.float16, 700), (torch.bfloat16, 0)], ids=str)
+@pytest.mark.parametrize(("dtype", "save"), [(torch.bfloat16, 700), (torch.float16, 700), (torch.bfloat16, 0)], ids=str)
 @pytest.mark.thinned
-def test_rows_that_are_there_are_projected_while_others_arrive(dtype, kept, own, device):
+def test_rows_that_are_there_are_projected_while_others_arrive(dtype, save, own, device):
     t, projection, _ = block(dtype, device, N=300)
     whole = t.x.clone()
-    buffers = [backend.allocate_kept(projection, 300, 700).zero_() for _ in range(2)]
-    arguments = t.target, Columns(argmax=True), kept
-    expected, of_kept = backend.block_forward(projection, whole, *arguments, buffers[0])
+    buffers = [backend.allocate_saved(projection, 300, 700).zero_() for _ in range(2)]
+    arguments = t.target, Columns(argmax=True), save
+    expected, of_saved = block_forward(backend, projection, whole, *arguments, buffers[0])
     start, stop = own
     arriving = torch.full_like(whole, torch.nan)
     arriving[start:stop] = whole[start:stop]
@@ -378,66 +378,77 @@ def test_rows_that_are_there_are_projected_while_others_arrive(dtype, kept, own,
     def wait():
         waited.append(arriving.copy_(whole))
 
-    arrival = Arrival(start, stop, wait)
-    found, also_kept = backend.block_forward(projection, arriving, *arguments, buffers[1], arrival=arrival)
+    local = range(start, stop)
+    found, also_saved = block_forward(backend, projection, arriving, *arguments, buffers[1], local=local, arrive=wait)
     assert waited and torch.equal(found, expected)
-    for a, b in zip(of_kept, also_kept, strict=True):
+    for a, b in zip(of_saved, also_saved, strict=True):
         assert torch.equal(a, b)
 
 
-def test_what_runs_beside_a_gather_leaves_it_processors_for_no_longer_than_it_takes(device, monkeypatch):
-    monkeypatch.setattr(tuning, "_FLOPS_PER_BYTE", 512)
-    monkeypatch.setattr(mainloop, "processors", lambda device: 10)
-    monkeypatch.setattr(tuning, "_COLLECTIVE", 4)
-    t, projection, _ = block(torch.bfloat16, device, N=1024, V=1280)
-    tile = Operands(t.x, t.weight).tile
-    launched, waited = [], []
+def launched(monkeypatch) -> list:
+    """Of each projection that is launched: its grid, and its arguments by name."""
+    found = []
 
     class Watched:
-        def __init__(self, kernel):
+        def __init__(self, kernel) -> None:
             self._kernel = kernel
 
-        def __getitem__(self, grid):
-            def launch(*arguments, **options):
-                first, blocks = arguments[7:9]
-                launched.append((first, blocks, *grid, bool(waited)))
-                self._kernel[grid](*arguments, **options)
-
-            return launch
+        def launch(self, grid, *arguments, **options):
+            names = self._kernel.arg_names[: len(arguments)]
+            found.append((*grid, dict(zip(names, arguments))))
+            self._kernel.launch(grid, *arguments, **options)
 
     for module, name in mainloops():
         monkeypatch.setattr(module, name, Watched(getattr(module, name)))
-    arrival = Arrival(512, 1024, lambda: waited.append(1))
-    backend.block_forward(projection, t.x, t.target, Columns(), 1280, arrival=arrival)
+    return found
+
+
+def test_what_runs_beside_a_gather_leaves_it_sms_for_no_longer_than_it_takes(device, monkeypatch):
+    monkeypatch.setattr(tuning, "_FLOPS_PER_BYTE", 512)
+    monkeypatch.setattr(mainloop, "num_sms", lambda device: 10)
+    monkeypatch.setattr(tuning, "_COLLECTIVE_SMS", 4)
+    t, projection, _ = block(torch.bfloat16, device, N=1024, V=1280)
+    tile, before = Operands(t.x, t.weight).tile, []
+    found = launched(monkeypatch)
+    local = range(512, 1024)
+    block_forward(backend, projection, t.x, t.target, Columns(), 1280, local=local, arrive=lambda: before.extend(found))
     # 512 rows of two bytes come, and take as long as 512 * 2 * 512 / (2 * 1280) = 204 rows of the product.
     rows, own = tile.rows, 512 // tile.rows
     known = min(-(-204 // rows), own)
-    assert launched[0] == (own, known, 6, False)
-    assert all(programs == 10 and after for *_, programs, after in launched[1:])
-    assert launched[1][0] == own + known and sum(blocks for _, blocks, *_ in launched) == 1024 // rows
+    [(programs, given)] = before
+    assert (programs, given["first_block"], given["num_blocks"]) == (6, own, known)
+    assert all(programs == 10 for programs, _ in found[1:])
+    assert found[1][1]["first_block"] == own + known
+    assert sum(given["num_blocks"] for _, given in found) == 1024 // rows
 
 
 @pytest.mark.parametrize(
     ("own", "parts"),
     [
-        (None, [(range(3), False)]),
-        ((0, 128), [(range(1), True), (range(1, 3), False)]),
-        ((128, 256), [(range(1, 2), True), (range(2, 4), False)]),
-        ((100, 300), [(range(1, 3), True), (range(3, 4), False)]),
-        ((100, 290), [(range(1, 2), True), (range(2, 4), False)]),
-        ((100, 200), [(range(1, 4), False)]),
+        (None, [range(3)]),
+        ((0, 128), [range(1), range(1, 3)]),
+        ((128, 256), [range(1, 2), range(2, 4)]),
+        ((100, 300), [range(1, 3), range(3, 4)]),
+        ((100, 290), [range(1, 2), range(2, 4)]),
+        ((100, 200), [range(0, 3)]),
     ],
     ids=str,
 )
-def test_the_order_of_row_blocks_begins_with_whole_tiles_that_are_there(own, parts, device):
-    operands = Operands(torch.zeros(300, 16, dtype=torch.float16, device=device), torch.zeros(8, 16).half().to(device))
-    waited = []
-    arrival = own and Arrival(*own, lambda: waited.append(1))
-    found = []
-    for part, beside in backend._in_order(operands, arrival, None):
-        found.append((part, beside))
-        assert beside == (own is not None and not waited)
-    assert found == parts or operands.tile.rows != 128
+def test_the_order_of_row_blocks_begins_with_whole_tiles_that_are_there(own, parts, device, monkeypatch):
+    t = make(Case(300, 8, 16, "fp16", ignored="none"), device)
+    monkeypatch.setattr(mainloop, "num_sms", lambda device: 132)
+    operands, before, found = Operands(t.x, t.weight), [], []
+    launch = Operands.launch
+
+    def watch(self, out, epilogue, blocks, overlaps_collective=False):
+        found.append((blocks, overlaps_collective))
+        launch(self, out, epilogue, blocks, overlaps_collective)
+
+    monkeypatch.setattr(Operands, "launch", watch)
+    given = dict(local=range(*own), arrive=lambda: before.extend(found)) if own else {}
+    block_forward(backend, Projection(t.weight, None, 0, 8), t.x, t.target, Columns(), 8, **given)
+    assert before == [(blocks, True) for blocks, overlaps in found if overlaps] == found[:-1]
+    assert [blocks for blocks, _ in found] == parts or operands.tile.rows != 128
 
 
 def mainloops():
@@ -458,16 +469,14 @@ def _sharded(member: Member, sequence_parallel: bool, budget: int | None, reduct
     x = t.x.chunk(RANKS)[member.rank] if sequence_parallel else t.x
     x = x.clone().requires_grad_()
     shard = t.weight.chunk(RANKS)[member.rank].clone().requires_grad_()
-    beside = []
-    original = backend._in_order
+    beside, launch = [], Operands.launch
 
-    def order(*arguments):
-        for part, is_beside in original(*arguments):
-            beside.append(is_beside and len(part) > 0)
-            yield part, is_beside
+    def watch(self, out, epilogue, blocks=None, overlaps_collective=False):
+        beside.append(overlaps_collective and len(blocks) > 0)
+        launch(self, out, epilogue, blocks, overlaps_collective)
 
     # Of three blocks with a tile of each rank's tokens two are alive, where gradients are formed in forward.
-    with shrunk(2 * RANKS * OWN // 3 * SHARD * 2), mock.patch.object(backend, "_in_order", order):
+    with shrunk(2 * RANKS * OWN // 3 * SHARD * 2), mock.patch.object(Operands, "launch", watch):
         loss = parallel_lce.linear_cross_entropy(
             x,
             shard,
@@ -504,7 +513,10 @@ def _announced(member: Member, sequence_parallel: bool, rows: int):
     x = t.x.chunk(2)[member.rank] if sequence_parallel else t.x
     x = x.clone().requires_grad_()
     weight = t.weight.chunk(2)[member.rank].clone()
-    with mock.patch.object(slices, "_PRODUCT_BYTES", 1), mock.patch.object(parallel, "REDUCED_BYTES", rows * D * 2):
+    with (
+        mock.patch.object(triton_backward, "_PRODUCT_BYTES", 1),
+        mock.patch.object(collectives, "REDUCED_BYTES", rows * D * 2),
+    ):
         losses = parallel_lce.linear_cross_entropy(
             x, weight, t.target, reduction="none", process_group=member.group, sequence_parallel=sequence_parallel
         )

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import Case, Tensors, make
-from parallel_lce import backends, parallel, plan
+from parallel_lce import backends, collectives, plan
 from parallel_lce.backends import eager
-from parallel_lce.weight_grad import ShardGradient
+from parallel_lce.grad_buffers import GradBuffer
 from world import Member
 
 _TRITON = backends._triton_installed()
@@ -51,6 +51,7 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
     accumulated = [module.SMALLEST_ACCUMULATED for module in modules]
     if block_bytes is not None:
         plan.SMALLEST_BLOCK = plan.GATHERED_BYTES = block_bytes
+        plan.cached_plan.cache_clear()
         for module in modules:
             module.SMALLEST_ACCUMULATED = 1
     if tile is not None:
@@ -59,6 +60,7 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
         yield
     finally:
         plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, eager._CPU_TILE, eager._CUDA_TILE = saved
+        plan.cached_plan.cache_clear()
         for module, rows in zip(modules, accumulated):
             module.SMALLEST_ACCUMULATED = rows
 
@@ -168,19 +170,19 @@ def recorded(group):
         return call
 
     patched = [
-        (parallel, "_all_gather", watch("all_gather", parallel._all_gather, 1)),
-        (parallel, "_reduce_scatter", watch("reduce_scatter", parallel._reduce_scatter, 1)),
+        (collectives, "_all_gather", watch("all_gather", collectives._all_gather, 1)),
+        (collectives, "_reduce_scatter", watch("reduce_scatter", collectives._reduce_scatter, 1)),
         (dist, "all_reduce", watch("all_reduce", dist.all_reduce, 0)),
         *((dist, n, watch(n, getattr(dist, n), 0)) for n in _OTHERS if hasattr(dist, n)),
     ]
-    close = ShardGradient.close
+    close = GradBuffer.close
 
     def watched_close(self, start, stop, total):
         if total.dim() == 2:
             events.append(("dW", stop - start))
         return close(self, start, stop, total)
 
-    patched.append((ShardGradient, "close", watched_close))
+    patched.append((GradBuffer, "close", watched_close))
     saved = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
     for owner, name, replacement in patched:
         setattr(owner, name, replacement)

@@ -1,4 +1,4 @@
-"""Causal attention through PyTorch's fused kernels, in place of Megatron's own, which makes the s x s matrix."""
+"""Causal attention through PyTorch's fused kernels. Megatron's own would materialise the s x s matrix."""
 
 import torch
 from megatron.core.transformer.enums import AttnMaskType
@@ -15,7 +15,7 @@ class CausalAttention(torch.nn.Module):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
-        **others: object,  # process groups and such, which a rank's own heads do not need
+        **others: object,  # process groups among them; attention within a rank's own heads needs none
     ):
         super().__init__()
         if attn_mask_type is not AttnMaskType.causal or attention_type != "self" or config.attention_dropout:
@@ -30,17 +30,20 @@ class CausalAttention(torch.nn.Module):
         query: torch.Tensor,  # [s, b, heads/P, d]
         key: torch.Tensor,  # [s, b, kv_heads/P, d]
         value: torch.Tensor,  # as key
-        attention_mask: torch.Tensor | None,  # not looked at: the mask is causal
+        attention_mask: torch.Tensor | None,  # not used: the mask is causal
         packed_seq_params: object = None,
         **others: object,
     ) -> torch.Tensor:
         """The heads' outputs, [s, b, heads/P * d]."""
         if packed_seq_params is not None:
             raise ValueError("packed sequences are not supported")
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
         context = torch.nn.functional.scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),  # [b, heads, s, d]
+            query,
+            key,
+            value,
             is_causal=True,
             scale=self.softmax_scale,
-            enable_gqa=query.size(2) != key.size(2),  # fewer kernels can do that: ask only if it is needed
+            enable_gqa=query.size(1) != key.size(1),  # fewer kernels support it: ask only where it is needed
         )
         return context.permute(2, 0, 1, 3).flatten(2)

@@ -1,4 +1,4 @@
-"""Batches from a token stream: the same in every run with the same seed, however many ranks share them."""
+"""Batches from a token stream. They depend on the seed and the step, but not on the number of ranks."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from training.text import Text
 
 @dataclass
 class Batch:
-    """What goes through the model at once: `b` samples of `s` tokens. Every tensor-parallel rank holds all of it."""
+    """One micro batch: `b` samples of `s` tokens. Every tensor-parallel rank holds all of it."""
 
     tokens: torch.Tensor  # [b, s] int64
-    labels: torch.Tensor  # [b, s] int64, the tokens one place on
-    loss_mask: torch.Tensor  # [b, s] float32, 0 where the label begins an unrelated document
+    labels: torch.Tensor  # [b, s] int64, the next tokens
+    loss_mask: torch.Tensor  # [b, s] float32, 0 where the label is the first token of another document
     position_ids: torch.Tensor  # [b, s] int64
 
     def sum_loss(self, per_token: torch.Tensor) -> torch.Tensor:
@@ -23,18 +23,18 @@ class Batch:
 
 
 class Batches:
-    """Random windows of a text, drawn by (seed, step) alone: no state to keep in step between runs."""
+    """Random windows of a text. (seed, step) determines those of a step, so that there is no state to restore."""
 
     def __init__(self, text: Text, config: TrainConfig, device: torch.device):
-        self.windows = len(text.tokens) - config.sequence  # a sample is s tokens and the label of the last
+        self.windows = len(text.tokens) - config.sequence  # each of s tokens and the last label
         self.text, self.config, self.device = text, config, device
 
     def __call__(self, step: int, samples: int) -> Batch:
-        """`samples` samples drawn for step `step`, in one batch on the device."""
+        """A batch of `samples` samples for step `step`, on the device."""
         return self._batch(self._starts(step, samples))
 
     def of_rank(self, step: int, data_rank: int, data_size: int) -> list[Batch]:
-        """One data-parallel rank's micro batches: its part of the step's samples, which do not depend on layout."""
+        """The micro batches of one data-parallel rank: its share of the step's samples."""
         config = self.config
         starts = self._starts(step, data_size * config.micro_batches * config.micro_batch)
         if config.reverse_samples:

@@ -1,7 +1,7 @@
-"""What can be set: a typed schema, filled from a YAML file, then from the command line.
+"""The configuration: a typed schema, filled from a YAML file and then from the command line.
 
-The schema holds no numbers: a configuration file gives every one of them, so a run is described by one file
-and the overrides beside it. Unknown keys, wrong types, numbers out of range and missing values are errors.
+The schema has no default numbers. The YAML file gives all of them, so that one file and the overrides describe a run.
+Unknown keys, wrong types, numbers out of range and missing values are errors.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from training.overrides import literal_strings, parse_overrides
 from training.refusal import Refusal
@@ -21,18 +22,18 @@ from training.refusal import Refusal
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "demo.yaml"
 
-# PyTorch and Megatron compute with these in 32 bits; the optimizer also with a product of two floats.
+# PyTorch and Megatron compute with integers and floats of 32 bits, and the optimizer multiplies two such floats.
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e18
 
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST_INT)]
-# Strict numbers are no booleans; a learning rate of 1 is one.
+# Strict: a boolean is not a number. An integer is one, such as a learning rate of 1.
 Number = Annotated[float, Field(strict=True, ge=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
 Name = Annotated[str, Field(strict=True, min_length=1)]
 
 
 class Section(BaseModel):
-    """What all sections share."""
+    """A section of the configuration, without unknown keys."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -45,14 +46,14 @@ class LossImpl(Enum):
 
 
 class Precision(Enum):
-    """Of the model; gradients are summed, and the optimizer's copy of the parameters kept, in fp32 in either."""
+    """Of the model. Gradients and the optimizer's copy of the parameters are fp32 in either case."""
 
     fp32 = "fp32"
     bf16 = "bf16"
 
 
 class Device(Enum):
-    """Where to train; `auto` takes GPUs if this host has one for every process on it."""
+    """Where to train. `auto` takes GPUs if this host has one for each of its processes."""
 
     auto = "auto"
     cpu = "cpu"
@@ -61,7 +62,7 @@ class Device(Enum):
 
 class TextConfig(Section):
     path: Name | None = None  # a file or a folder; None: the standard library's own sources
-    # Of the BPE: 256 bytes, a special token and what it learns.
+    # Of the BPE: 256 bytes, one special token and the merges that it learns.
     vocab_size: Annotated[int, Field(strict=True, ge=257, le=LARGEST_INT)]
     max_bytes: Annotated[int, Field(strict=True, ge=1, lt=2**63)]  # read no more text than this
     cache: Name  # folder of trained tokenizers and token streams
@@ -78,7 +79,7 @@ class ModelConfig(Section):
     rotary_base: Count
     tie_embeddings: StrictBool
     initialize_on_cpu: StrictBool  # equal parameters whatever the device and layout, and slow for large models
-    recompute: StrictBool  # run every layer's forward again in the backward instead of keeping its activations
+    recompute: StrictBool  # run every layer's forward again in the backward instead of saving its activations
 
     @model_validator(mode="after")
     def _fits(self) -> "ModelConfig":
@@ -119,7 +120,7 @@ class ParallelConfig(Section):
     overlap_grad_reduce: StrictBool  # sum gradients over data-parallel ranks while the backward runs
     distributed_optimizer: StrictBool  # shard the optimizer's state over data-parallel ranks
     device: Device
-    # Of a collective: a lost process is an error, not a hang.
+    # Of a collective, so that a lost process is an error rather than a hang.
     timeout_seconds: Annotated[int, Field(strict=True, ge=1, le=10**7)]
 
     @property
@@ -134,9 +135,9 @@ class MemoryConfig(Section):
 
 
 class CompareConfig(Section):
-    tolerance: Number  # without a yardstick: largest difference of the two losses at any step
-    yardstick: StrictBool  # train stock once more with its samples reversed, and measure against that difference
-    factor: Positive  # with a yardstick: how much larger than it ours may be
+    tolerance: Number  # without a yardstick: largest allowed difference of the two losses at any step
+    yardstick: StrictBool  # train stock once more with its samples reversed; its difference is the yardstick
+    factor: Positive  # with a yardstick: the allowed difference is this times the yardstick
     report: Name | None = None  # folder of the report; None: the output folder
 
 
@@ -149,7 +150,7 @@ class Config(Section):
     memory: MemoryConfig
     compare: CompareConfig
     output: Name  # folder of this run's results
-    save_weights: StrictBool  # each rank's parameters after training, which the comparison then looks at too
+    save_weights: StrictBool  # save each rank's parameters after training; the comparison then includes them
 
     @model_validator(mode="after")
     def _fits(self) -> "Config":
@@ -173,13 +174,13 @@ def _must_divide(name: str, size: int, divisor_name: str, divisor: int) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Refuses in one line, without the usage in front of it."""
+    """Reports a mistake in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         raise Refusal(message)
 
 
-def parse_command_line(description: str, argv: list[str]) -> Config:
+def parse_command_line(description: str | None, argv: list[str]) -> Config:
     """Reads `[--config FILE] [--text PATH] [key=value ...]`. Raises a Refusal for a configuration that is wrong."""
     parser = _Parser(description=description)
     parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="YAML file (default: %(default)s)")
@@ -190,14 +191,15 @@ def parse_command_line(description: str, argv: list[str]) -> Config:
 
 
 def load_config(path: Path, overrides: list[str], text: str | None = None) -> Config:
-    """The file, then `key=value` overrides, then `text`, checked. Relative folders are under the repository.
+    """The configuration in the file, with the `key=value` overrides and then `text` applied, checked.
 
-    Raises a Refusal, of one line, for whatever is wrong with them.
+    `text` and `text.path` are relative to the current folder, the other paths to the repository. Raises a Refusal of
+    one line for every mistake.
     """
     try:
         given = parse_overrides(overrides, Config)
         merged = OmegaConf.merge(_read(path), given)
-        if missing := OmegaConf.missing_keys(given):  # which merging passes over
+        if missing := OmegaConf.missing_keys(given):  # merging ignores them
             raise Refusal(f"{', '.join(sorted(missing))}=???: a value is needed")
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
         config = Config.model_validate(values)
@@ -211,8 +213,8 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
         raise Refusal(f"{error.full_key or path}: {_first_line(error)}") from None
     except (yaml.YAMLError, ValueError, IndexError, RecursionError) as error:
         raise Refusal(f"{path} or an override is no YAML: {' '.join(str(error).split())}") from None
-    if config.text.path is not None:  # what a user types is relative to where the user is
-        config.text.path = _absolute("text.path", config.text.path, None)
+    if config.text.path is not None:
+        config.text.path = _absolute("text.path", config.text.path, Path())
     config.text.cache = _absolute("text.cache", config.text.cache)
     config.output = _absolute("output", config.output)
     if config.compare.report is not None:
@@ -220,20 +222,19 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
     return config
 
 
-def _absolute(name: str, path: str, base: Path | None = ROOT) -> str:
-    """Under `base`, or under the folder where the user is."""
+def _absolute(name: str, path: str, base: Path = ROOT) -> str:
     try:
-        return str(Path(base or "", os.path.expanduser(path)).absolute())
+        return str(Path(base, os.path.expanduser(path)).absolute())
     except (OSError, ValueError) as error:  # a NUL in a user's name, or no current folder any more
         raise Refusal(f"{name}={path!r} is no path: {error}") from None
 
 
 def _read(path: Path) -> DictConfig:
     try:
-        if path.exists() and not path.is_file():  # every process reads it, which a pipe gives but once
+        if path.exists() and not path.is_file():  # every process reads it, and a pipe can be read only once
             raise Refusal(f"{path} is neither a regular file nor a link to one")
         loaded = OmegaConf.load(path)
-    except OSError as error:  # OmegaConf raises it for a scalar as well
+    except OSError as error:  # OmegaConf also raises it, without strerror, for a file that holds a scalar
         raise Refusal(f"{path}: {error.strerror or 'expected sections of keys and values'}") from None
     except UnicodeDecodeError as error:
         raise Refusal(f"{path} is not UTF-8: {error}") from None
@@ -242,11 +243,11 @@ def _read(path: Path) -> DictConfig:
     return loaded
 
 
-def _described(error: dict) -> str:
-    """One line of what pydantic says of one value."""
-    said = error.get("ctx", {}).get("error")
-    if said is not None:  # by a validator above, which names the keys
-        return str(said)
+def _described(error: ErrorDetails) -> str:
+    """One line for one of pydantic's errors."""
+    raised = error.get("ctx", {}).get("error")
+    if raised is not None:  # by one of the validators above, whose messages name the keys
+        return str(raised)
     key, value = ".".join(map(str, error["loc"])), error["input"]
     given = "" if error["type"] == "missing" else f"={getattr(value, 'value', value)!r}"
     message = error["msg"]
@@ -260,11 +261,12 @@ def _first_line(error: Exception) -> str:
 def save_config(config: Config, path: Path) -> None:
     """Writes the resolved configuration, so that a run can be repeated from its results."""
     values = literal_strings(config.model_dump(mode="json"))
-    path.write_text(yaml.safe_dump(values, sort_keys=False))  # all ASCII: YAML folds some of Unicode's line ends
+    # safe_dump writes ASCII alone. Unicode's line ends, which YAML would fold, are therefore escaped.
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
 
 
 def describe(config: Config) -> dict[str, object]:
-    """What a reader of the results wants to know of the settings, as plain values; no paths."""
+    """The sections that the results repeat, as plain values. They hold no paths."""
     return config.model_dump(mode="json", include={"model", "train", "loss", "parallel"})
 
 

@@ -1,6 +1,4 @@
-"""What a run needs of the host that it is started on, checked before its processes start."""
-
-from pathlib import Path
+"""Checks whether this host can train: the number of processes, the GPUs, the folders."""
 
 from training.config import Config, Device, check_for_cpu
 from training.refusal import Refusal, check_folder
@@ -8,8 +6,11 @@ from training.torchrun import processes_of
 
 
 def check_host(config: Config, torchrun: list[str]) -> None:
-    """Raises a Refusal if `torchrun`, its arguments, starts other processes than `config` describes, if this host has
-    not the GPUs for them, or if the results have no place."""
+    """Raises a Refusal for a run that cannot work, before its processes start.
+
+    The number of processes that torchrun starts with the arguments `torchrun` must be that of the configuration, the
+    host must have the GPUs for them, and the output and cache folders must be writable.
+    """
     here = config.parallel.processes
     if torchrun:
         nodes, here = processes_of(torchrun)
@@ -17,23 +18,6 @@ def check_host(config: Config, torchrun: list[str]) -> None:
     uses_cuda(config, here)
     for name, folder in (("output", config.output), ("text.cache", config.text.cache)):
         check_folder(name, folder)
-
-
-def remove_results(folder: str) -> None:
-    """Removes what a run will write anew: fewer ranks would leave fewer weights, and a run that fails none.
-
-    Not config.yaml, which may be what the new run is started with.
-    """
-    for path in (Path(folder, "metrics.json"), *weights_in(folder)):
-        try:
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            raise Refusal(f"{path} cannot be removed: {error.strerror}") from None
-
-
-def weights_in(folder: str | Path) -> list[Path]:
-    """The files that a run's ranks left with `save_weights`."""
-    return [path for path in Path(folder).glob("weights-*.pt") if path.stem.removeprefix("weights-").isdecimal()]
 
 
 def check_processes(config: Config, started: int) -> None:
@@ -44,7 +28,7 @@ def check_processes(config: Config, started: int) -> None:
 
 
 def uses_cuda(config: Config, here: int) -> bool:
-    """Whether this host's `here` processes train on GPUs. Raises a Refusal for what its devices cannot do."""
+    """Whether this host's `here` processes train on GPUs. Raises a Refusal if its devices cannot train this."""
     device = config.parallel.device
     if device is Device.cpu:
         return False

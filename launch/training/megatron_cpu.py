@@ -1,35 +1,36 @@
-"""What stock Megatron-core needs to train on a CPU. Only a process without GPUs calls this.
+"""Patches that let stock Megatron-core train on a CPU. Only a process without GPUs may call this.
 
-Model, schedules, data-parallel wrapper and optimizer are Megatron's own; a few of their helpers ask for "cuda" by name.
+Model, schedules, data-parallel wrapper and optimizer are Megatron's own. A few of their helpers name "cuda" directly.
 """
 
 import contextlib
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 
 class _TorchOnCpu:
-    """The torch module, with the tensors that are asked for on "cuda", or in its pinned memory, made on the CPU."""
+    """The torch module, but `zeros` and `tensor` make their result on the CPU, in unpinned memory."""
 
-    def __getattr__(self, name: str) -> object:
+    def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def zeros(self, *size: object, device: object = None, **options: object) -> torch.Tensor:
+    def zeros(self, *size: Any, device: Any = None, **options: Any) -> torch.Tensor:
         return torch.zeros(*size, device="cpu", **options)
 
-    def tensor(self, data: object, device: object = None, pin_memory: bool = False, **options: object) -> torch.Tensor:
+    def tensor(self, data: Any, device: Any = None, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         return torch.tensor(data, device="cpu", **options)
 
 
 @functools.cache
 def adapt_megatron_to_cpu() -> None:
-    """Makes Megatron-core's remaining assumptions about CUDA hold on a CPU, for the life of this process.
+    """Replaces Megatron-core's uses of CUDA with those of the CPU, for the life of this process.
 
     Its modules ask `torch.cuda.current_device()` where to put a tensor, and its tracker of random-number states
-    forks the GPU's generator (for dropout). Fusions and GPU initialisation are switched off in the model's own
-    configuration, not here, and so is the pipeline's `batch_p2p_sync`.
+    forks the GPU's generator (for dropout). The model's own configuration switches off fusions, GPU initialisation
+    and the pipeline's `batch_p2p_sync`.
     """
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
@@ -60,16 +61,16 @@ def adapt_megatron_to_cpu() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args, **options: None  # before checkpoints
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
-    # Recomputation saves the generators' states; the CPU's is saved as such already.
+    # Recomputation saves and restores the states of both generators. Here both are the CPU's.
     random._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **options: torch.set_rng_state(state)
     for module in (schedules, optimizer, clip_grads, utils, rope_utils):  # counts, loss scales, norms, positions
-        module.torch = _TorchOnCpu()
-    # Tied embeddings on two pipeline stages are moved to the GPU before their first exchange.
+        module.torch = _TorchOnCpu()  # pyright: ignore[reportAttributeAccessIssue]
+    # Megatron moves tied embeddings on two pipeline stages to the GPU before they are first summed.
     torch.Tensor.cuda = lambda self, *args, **options: self
 
 
 def pass_as_cuda(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """The distributed optimizer takes a parameter by the name of its type, and knows the names of CUDA's alone."""
+    """Makes the distributed optimizer accept parameters on a CPU: it knows only the names of CUDA's tensor types."""
     for parameter in parameters:
-        parameter.type = lambda: "torch.cuda.FloatTensor"
+        parameter.type = lambda: "torch.cuda.FloatTensor"  # pyright: ignore[reportAttributeAccessIssue]

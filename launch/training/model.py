@@ -1,5 +1,7 @@
 """Stock Megatron-core's GPTModel, built the same way for either loss and on any device."""
 
+from typing import Any
+
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -11,7 +13,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from training.attention import CausalAttention
 from training.config import Config, LossImpl, Precision
 
-# Settings of a TransformerConfig that otherwise want Apex, Transformer Engine or a GPU.
+# Options of a TransformerConfig that need Apex, Transformer Engine or a GPU unless they are off.
 WITHOUT_EXTENSIONS = {
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
@@ -23,18 +25,18 @@ WITHOUT_EXTENSIONS = {
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """PyTorch's RMSNorm with the marks that sequence parallelism needs; Megatron's own wrapper of it refuses that."""
+    """PyTorch's RMSNorm for sequence parallelism, which Megatron's own wrapper of it refuses."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5):
         super().__init__(hidden_size, eps=eps)
-        # Each rank sees its own part of the sequence, so the weight's gradients are partial sums.
-        self.weight.sequence_parallel = config.sequence_parallel
+        # Each rank's gradient is that of its own part of the sequence. Megatron sums the parts of marked parameters.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Layer(TransformerLayer):
-    """Megatron's layer; drawn on the CPU, its parameters depend on the seed and its number, not on its stage."""
+    """Megatron's layer. Initialised on the CPU, its parameters depend on the seed and the layer's number alone."""
 
-    def __init__(self, config: TransformerConfig, submodules: object, layer_number: int = 1, **others: object):
+    def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int = 1, **others: Any):
         number = layer_number + get_transformer_layer_offset(config)
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(torch.initial_seed() + number)
@@ -44,22 +46,16 @@ class Layer(TransformerLayer):
 def build_model(config: Config, device: torch.device) -> GPTModel:
     """This pipeline stage's part of a GPTModel on `device`, with this rank's shards. Megatron's groups must exist.
 
-    With `model.initialize_on_cpu` it is equal for equal seeds whatever the loss, the device and the layout: each rank
-    draws the whole matrices and keeps its shards.
+    With `model.initialize_on_cpu` equal seeds give equal parameters, whatever the loss, the device and the layout: each
+    rank draws the whole matrices and takes its shards of them.
     """
     first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
     vocab_size = padded_vocab_size(config)
     if config.model.initialize_on_cpu and not first:
-        torch.empty(vocab_size, config.model.hidden).normal_()  # what the first stage draws for the embedding
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.module = Layer
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    layers = config.model.layers // config.parallel.pipeline
+        torch.empty(vocab_size, config.model.hidden).normal_()  # the first stage draws these for the embedding
     model = GPTModel(
         config=_transformer_config(config, device),
-        transformer_layer_spec=TransformerBlockSubmodules([layer] * layers, layer_norm=RMSNorm),
+        transformer_layer_spec=_layers(config.model.layers // config.parallel.pipeline),
         vocab_size=vocab_size,
         max_sequence_length=config.train.sequence,
         pre_process=first,
@@ -71,11 +67,26 @@ def build_model(config: Config, device: torch.device) -> GPTModel:
     return model.to(device)
 
 
+def _layers(number: int) -> Any:
+    """The specification of a pipeline stage's layers, without Transformer Engine and Apex."""
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.module = Layer
+    layer.submodules.input_layernorm = RMSNorm
+    layer.submodules.pre_mlp_layernorm = RMSNorm
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    norm: Any = RMSNorm
+    return TransformerBlockSubmodules([layer] * number, layer_norm=norm)
+
+
 def _transformer_config(config: Config, device: torch.device) -> TransformerConfig:
     model, parallel = config.model, config.parallel
     bf16 = config.train.precision is Precision.bf16
     dtype = torch.bfloat16 if bf16 else torch.float32
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    recompute: dict[str, Any] = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -105,19 +116,19 @@ def _transformer_config(config: Config, device: torch.device) -> TransformerConf
     )
 
 
-def _loss_options(config: Config) -> dict[str, object]:
-    """The one place where the two runs differ."""
+def _loss_options(config: Config) -> dict[str, Any]:
+    """The options that choose the loss. The runs with either loss differ in nothing else."""
     if config.loss.impl is LossImpl.stock:
         return {}
     import parallel_lce.megatron
 
     budget = config.loss.logits_budget_mib
-    parallel_lce.megatron.install(**({} if budget is None else {"logits_budget": int(budget * 2**20)}))
+    parallel_lce.megatron.install(logits_budget=None if budget is None else int(budget * 2**20))
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
 
 
 def padded_vocab_size(config: Config) -> int:
-    """The size of the vocabulary rounded up, as Megatron does, to 128 rows on every tensor-parallel rank."""
+    """The vocabulary size, rounded up to a multiple of 128 rows on every tensor-parallel rank, as Megatron does."""
     size = config.text.vocab_size if config.model.vocab_size is None else config.model.vocab_size
     multiple = 128 * config.parallel.tensor
     return -(-size // multiple) * multiple

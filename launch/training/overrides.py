@@ -1,4 +1,4 @@
-"""`key=value` on a command line: YAML, but where the schema wants a string, which is taken as it is typed."""
+"""`key=value` on a command line. A value is YAML, unless the schema has a string there: then it is taken literally."""
 
 import re
 from typing import Any, get_args
@@ -25,7 +25,7 @@ def parse_overrides(overrides: list[str], schema: type[BaseModel]) -> DictConfig
 
 
 def literal_strings(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` as OmegaConf has to read them to find the same strings."""
+    """`values` with their strings escaped, so that OmegaConf reads the same strings from them."""
     found = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -35,12 +35,12 @@ def literal_strings(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _literal(value: str) -> str:
-    """OmegaConf would look up a `${x}`."""
+    """Escapes `${x}`, which OmegaConf would look up."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
 
 
 def _strings(section: type[BaseModel], prefix: str = "") -> dict[str, bool]:
-    """The keys whose values are strings, and whether each may be None."""
+    """The dotted keys whose values are strings, and whether each may be None."""
     found = {}
     for name, field in section.model_fields.items():
         kinds = _kinds(field.annotation)

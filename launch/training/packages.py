@@ -1,4 +1,4 @@
-"""Whether the interpreter has what a program needs. Imported before anything that it may lack.
+"""Checks that the interpreter has a program's packages. Needs the standard library alone.
 
 python -m training.packages EXTRA PACKAGE ...
 """
@@ -10,7 +10,7 @@ from training.refusal import fail
 
 
 def require(*packages: str, extra: str = "demo") -> None:
-    """Ends the program with one line and exit status 2 if a package is missing. `extra` of the repository has it."""
+    """Ends the program with one line and exit status 2 if a package is missing. `extra` of pyproject.toml lists it."""
     missing = [name for name in packages if not _found(name)]
     if missing:
         fail(f"{sys.executable} has no {', '.join(missing)}: pip install '.[{extra}]' in the repository installs them")
@@ -19,7 +19,7 @@ def require(*packages: str, extra: str = "demo") -> None:
 def _found(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # of the package that it is a part of
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 

@@ -1,4 +1,4 @@
-"""How a program ends that was asked for what it cannot do. Needs the standard library alone."""
+"""A user's mistake: the exception, the end of the program, and two checks. Needs the standard library alone."""
 
 import os
 import sys
@@ -7,18 +7,18 @@ from typing import NoReturn
 
 
 class Refusal(ValueError):
-    """A mistake of the user's: a program says it in one line and exits with status 2."""
+    """A user's mistake. The program prints it in one line and exits with status 2."""
 
 
 def fail(message: str) -> NoReturn:
-    """Ends the program as a Refusal does."""
-    # A path may hold a line's end, or what a terminal obeys.
+    """Prints the message in one line and exits with status 2."""
+    # A path in the message may hold line ends, or a terminal's control characters.
     print("error:", "".join(c if c.isprintable() else ascii(c)[1:-1] for c in message), file=sys.stderr)
     sys.exit(2)
 
 
 def check_folder(name: str, folder: str) -> None:
-    """Makes the folder. Raises a Refusal if that is impossible."""
+    """Makes the folder. Raises a Refusal if it cannot be made, or not written to."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
@@ -28,7 +28,7 @@ def check_folder(name: str, folder: str) -> None:
 
 
 def check_file(name: str, path: str) -> None:
-    """Makes the folder of a file that will be written. Raises a Refusal if the file could not be."""
+    """Makes the folder of a file. Raises a Refusal if the file cannot be written there."""
     check_folder(f"the folder of {name}", str(Path(path).parent))
     if Path(path).is_dir() or (Path(path).exists() and not os.access(path, os.W_OK)):
         raise Refusal(f"{name}={path} is no file that can be written to")

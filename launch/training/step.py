@@ -1,7 +1,8 @@
-"""One training step by Megatron-core's own schedule, data-parallel wrapper, finalised gradients and optimizer."""
+"""One training step, with Megatron-core's own schedule, data-parallel wrapper, gradient reduction and optimizer."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -19,7 +20,7 @@ from training.model import build_model
 
 
 class Stepper:
-    """This rank's part of the model with its optimizer; calling it trains one step."""
+    """This rank's part of the model with its optimizer. A call trains one step."""
 
     def __init__(self, config: Config, device: torch.device):
         self.config = config
@@ -38,7 +39,7 @@ class Stepper:
             transformer.grad_sync_func = self.model.start_grad_sync
 
     def __call__(self, batches: list[Batch]) -> list[torch.Tensor]:
-        """Trains on this rank's micro batches; what `mean_loss` wants of them, on the last pipeline stage."""
+        """Trains on this rank's micro batches. The last pipeline stage returns each one's [sum of losses, tokens]."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         reports = self.forward_backward(
@@ -55,29 +56,30 @@ class Stepper:
 
 
 def mean_loss(reports: list[torch.Tensor], device: torch.device) -> float:
-    """The mean over all tokens that count, of all micro batches and data-parallel ranks: the same on every rank.
+    """The mean loss over the tokens of all micro batches and data-parallel ranks, the same on every rank.
 
-    One all-reduce over data-parallel ranks and one broadcast over pipeline stages, of two numbers each.
+    `reports` are the results of a step. One all-reduce over data-parallel ranks and one broadcast over pipeline stages,
+    of two numbers each.
     """
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
     for report in reports:
         total += report
     torch.distributed.all_reduce(total, group=parallel_state.get_data_parallel_group())
-    last = parallel_state.get_pipeline_model_parallel_last_rank()
-    torch.distributed.broadcast(total, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+    stages: Any = parallel_state.get_pipeline_model_parallel_group()
+    torch.distributed.broadcast(total, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=stages)
     loss, tokens = total.tolist()
     return loss / tokens
 
 
 def _forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
-    """A micro batch through this stage: hidden states [s, b, h], or the loss of each token [b, s] on the last one."""
+    """Runs a micro batch through this stage: hidden states [s, b, h], on the last stage losses of tokens [b, s]."""
     batch = next(batches)
     output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
     return output, partial(_sum_loss, batch)
 
 
 def _sum_loss(batch: Batch, per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of the losses that count, and their number: Megatron divides one by the other over the whole step."""
+    """The sum of the losses and the number of tokens. Megatron divides one by the other over the whole step."""
     loss, tokens = batch.sum_loss(per_token), batch.loss_mask.sum()
     return loss, tokens.int(), torch.stack([loss.detach(), tokens])
 
@@ -109,7 +111,7 @@ def _optimizer(config: Config, model: DistributedDataParallel) -> MegatronOptimi
 
 
 def _schedule(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """A linear warm-up to the learning rate, which then stays; no weight decay of norms, as Megatron does."""
+    """A linear warm-up to a constant learning rate. Megatron applies no weight decay to norms."""
     train = config.train
     return OptimizerParamScheduler(
         optimizer,

@@ -1,4 +1,4 @@
-"""Real text without a download: find it, train a BPE on it once, keep the token stream in a cache."""
+"""Real text without a download: reads it, trains a BPE on it, and keeps the token stream in a cache."""
 
 import codecs
 import hashlib
@@ -22,8 +22,8 @@ END_OF_DOCUMENT = "<|endoftext|>"
 # Installed packages are not the standard library, and its tests are long tables rather than prose or programs.
 SKIPPED_FOLDERS = {"__pycache__", "dist-packages", "node_modules", "site-packages", "test", "tests"}
 
-# The words of GPT-2's BPE, cut after LONGEST characters: the time to train on a word grows with the square of its
-# length, so without a bound a long text without blanks would take hours. Longer words are rare in common text.
+# The words of GPT-2's BPE, but of at most LONGEST characters. The time to train on a word grows with the square of its
+# length: without the bound a long text without blanks would take hours. Longer words are rare in common text.
 LONGEST = 32
 _RUN = f"{{1,{LONGEST}}}"
 PIECE = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}{_RUN}| ?\p{{N}}{_RUN}| ?[^\s\p{{L}}\p{{N}}]{_RUN}|\s{_RUN}(?!\S)|\s{_RUN}"
@@ -36,16 +36,17 @@ class Text:
     tokens: np.ndarray
     end_of_document: int
     source: str
-    entries: int  # of the vocabulary that the text could fill, at most the size asked for
+    entries: int  # of the vocabulary: those that the text could fill, at most the size in the configuration
 
 
 def load_text(config: TextConfig, at_least: int, say: Callable[[str], None] = lambda line: None) -> Text:
     """The token stream of a text, from the cache if this text was tokenized with these settings before.
 
-    Raises a ValueError if there are fewer than `at_least` tokens. `say` is told what takes time.
+    Raises a ValueError if there are fewer than `at_least` tokens. `say` is called before each slow step, with a line
+    that describes it.
 
-    Files are written under another name and renamed, so processes that race or die leave no half a file behind. A
-    file that is damaged all the same is made anew.
+    Cache files are written under another name and then renamed, so that a process that dies, or two that write at once,
+    leave no unfinished file. A damaged file is written again.
     """
     source, documents = read_documents(config)
     size = sum(map(len, documents))
@@ -61,7 +62,7 @@ def load_text(config: TextConfig, at_least: int, say: Callable[[str], None] = la
         _write(tokenizer_file, lambda path: tokenizer.save(str(path)))
     else:
         tokens = _cached(tokens_file, lambda path: _read_tokens(path, tokenizer.get_vocab_size()))
-    end = tokenizer.token_to_id(END_OF_DOCUMENT)
+    end = _end_of_document(tokenizer)
     if tokens is None:
         say(f"tokenizing {size / 1e6:.1f} MB of text (once)")
         encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
@@ -73,18 +74,24 @@ def load_text(config: TextConfig, at_least: int, say: Callable[[str], None] = la
 
 
 def _cached(path: Path, read: Callable[[Path], T]) -> T | None:
-    """What is read from the file, or None if it is not there or not what it should be."""
+    """The content of a cache file, or None if the file is missing or damaged."""
     try:
         return read(path)
-    except Exception:  # of any kind: tokenizers raises no other
+    except Exception:  # tokenizers raises no narrower class
         return None
 
 
 def _read_tokenizer(path: Path) -> Tokenizer:
     tokenizer = Tokenizer.from_file(str(path))
-    if tokenizer.token_to_id(END_OF_DOCUMENT) is None:
-        raise ValueError(path)
+    _end_of_document(tokenizer)
     return tokenizer
+
+
+def _end_of_document(tokenizer: Tokenizer) -> int:
+    token = tokenizer.token_to_id(END_OF_DOCUMENT)
+    if token is None:
+        raise ValueError(f"the tokenizer has no token {END_OF_DOCUMENT}")
+    return token
 
 
 def _read_tokens(path: Path, entries: int) -> np.ndarray:
@@ -95,7 +102,7 @@ def _read_tokens(path: Path, entries: int) -> np.ndarray:
 
 
 def read_documents(config: TextConfig) -> tuple[str, list[str]]:
-    """Where the text comes from, and its documents in the order of their names, up to `max_bytes` of UTF-8 in all."""
+    """The name of the text's source, and its documents sorted by path, up to `max_bytes` of UTF-8 in all."""
     if config.path is None:
         root = Path(sysconfig.get_path("stdlib"))
         source, paths = "the Python standard library's sources", root.rglob("*.py")
@@ -115,7 +122,7 @@ def _read(root: Path, paths: Iterator[Path], left: int) -> Iterator[str]:
         if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(".") for part in parts) or not path.is_file():
             continue
         data, cut = _read_at_most(path, left)
-        try:  # the cut may have split a character: what is left of it is dropped
+        try:  # a character that the cut has split is dropped
             document = codecs.getincrementaldecoder("utf-8")().decode(data, final=not cut)
         except UnicodeDecodeError as error:
             if parts:
@@ -131,7 +138,7 @@ def _read(root: Path, paths: Iterator[Path], left: int) -> Iterator[str]:
 def _read_at_most(path: Path, size: int) -> tuple[bytes, bool]:
     """The first `size` bytes of a file, and whether it has more."""
     with path.open("rb") as file:
-        # Python makes room for as much as is asked for, however short the file is.
+        # read(size) allocates `size` bytes, however short the file is.
         data = file.read(min(size, os.fstat(file.fileno()).st_size))
         return data, bool(file.read(1))
 
@@ -162,7 +169,7 @@ def _train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     most = 1 + len(alphabet) + sum(len(document.encode()) for document in documents)  # each entry joins two tokens
     trainer = trainers.BpeTrainer(
-        vocab_size=min(vocab_size, most),  # it makes room for as many as are asked for
+        vocab_size=min(vocab_size, most),  # the trainer allocates this many entries at once
         special_tokens=[END_OF_DOCUMENT],
         initial_alphabet=alphabet,
         show_progress=False,

@@ -1,4 +1,4 @@
-"""torchrun's arguments, and what it sets for the processes that it starts."""
+"""torchrun's arguments, and the environment variables that it sets for its processes."""
 
 import contextlib
 import io
@@ -9,12 +9,12 @@ from types import ModuleType
 
 from training.refusal import Refusal
 
-PROGRAM = "the program"  # torchrun's parser wants one behind its own arguments
+PROGRAM = "the program"  # a placeholder: torchrun's parser requires a program after its own arguments
 TORCHRUN_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
-    """torchrun's own arguments, those in front of a `--` if there is one, and the program's."""
+    """Splits a command line at the first `--`: torchrun's own arguments, and the program's."""
     if "--" not in argv:
         return [], argv
     end = argv.index("--")
@@ -22,10 +22,10 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def processes_of(torchrun: list[str]) -> tuple[int, int]:
-    """The nodes, and the processes on each, that torchrun starts with these arguments.
+    """The number of nodes, and of processes on each, that torchrun starts with these arguments.
 
-    Of an elastic range the most. Raises a Refusal for arguments that torchrun refuses, or that name a program: that is
-    the caller's.
+    Of an elastic range of nodes the largest number. Raises a Refusal for arguments that torchrun refuses, and for those
+    that name a program, since the caller adds its own.
     """
     from torch.distributed import run
 
@@ -49,7 +49,7 @@ def processes_of(torchrun: list[str]) -> tuple[int, int]:
 
 
 def _read(run: ModuleType, arguments: Namespace) -> tuple[int, int]:
-    """The nodes and processes by `run`, torchrun's module. What it warns of and sets is for the run itself."""
+    """The nodes and processes by `run`, torchrun's module, without its warnings and its changes of environment."""
     before = dict(os.environ)
     logging.disable(logging.WARNING)
     try:
@@ -62,7 +62,7 @@ def _read(run: ModuleType, arguments: Namespace) -> tuple[int, int]:
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun started this process. Raises a Refusal if somebody set a part of what it sets."""
+    """Whether torchrun started this process. Raises a Refusal if only some of its variables are set."""
     if "LOCAL_RANK" not in os.environ:
         return False
     missing = [name for name in TORCHRUN_SETS if not os.environ.get(name)]

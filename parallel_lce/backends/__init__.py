@@ -1,15 +1,7 @@
 """Backends: the work on one block of tokens against one vocabulary shard, without collectives.
 
-Each is a module with the same functions over :mod:`parallel_lce.backends.blocks`; ``eager``, the
-torch backend, says what they do:
-
-    SMALLEST_ACCUMULATED, REUSES_KEPT: int, bool
-    keepable(dtype, softcap) -> bool
-    allocate_kept(projection, rows, columns) -> Tensor
-    block_forward(projection, x, target, columns, kept, buffer=None, out=None, arrival=None) -> (partial, Kept)
-    block_backward(projection, x, target, statistics, coefficients, kept, to, scratch) -> None
-    merge_messages(messages, columns, rows, vocab_size) -> (partial, V)
-    token_losses(partial, vocab_size, target, ...) -> (losses, alpha, beta, gamma)
+Each is a module with the names that :mod:`parallel_lce.backends.interface` lists: ``eager``, the torch backend, and
+``triton``. This module chooses one.
 """
 
 from __future__ import annotations
@@ -30,16 +22,16 @@ CHOICES = ("", "torch", "triton")
 def backend_of(weight: Tensor) -> ModuleType:
     """The backend for a weight's device and dtype, or the one that ``PARALLEL_LCE_BACKEND`` names.
 
-    By default triton for bf16 and fp16 on NVIDIA devices of capability 8.0 and later where Triton is
-    installed, else torch. float64 is always torch's. Read at each call, or when it is compiled.
+    By default triton for bf16 and fp16 on NVIDIA devices of capability 8.0 and later where Triton is installed, else
+    torch. float64 is always torch's. The variable is read at each call, or when the call is compiled.
     """
-    # Kernels have nothing to do without values, or without features.
+    # Kernels need values, and at least one feature.
     nothing = valueless(weight) or weight.shape[1] == 0
     return named("eager" if nothing else _name(weight.device, weight.dtype))
 
 
 def valueless(tensor: Tensor) -> bool:
-    """Whether a tensor has shapes alone, so that no kernel may run: on the meta device, or in FakeTensorMode."""
+    """Whether a tensor has a shape but no values: on the meta device, or in FakeTensorMode."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
@@ -55,7 +47,7 @@ def named(name: str) -> ModuleType:
 
 
 def check_choice() -> str:
-    """What the environment names. Raises ``ValueError`` if that is no backend."""
+    """The backend that the environment names. Raises ``ValueError`` for any other name."""
     asked = os.environ.get(VARIABLE, "")
     if asked not in CHOICES:
         raise ValueError(f"{VARIABLE}={asked!r} is none of 'torch', 'triton' and '' (the default)")
@@ -82,7 +74,7 @@ def _name(device: torch.device, dtype: torch.dtype) -> str:
     return "eager"
 
 
-# Evaluated while tracing, as by torch.compiler.assume_constant_result, whose import takes a second.
+# torch.compile evaluates it while tracing, as with torch.compiler.assume_constant_result, whose import takes a second.
 _name._dynamo_marked_constant = True
 
 

@@ -1,74 +1,86 @@
 """The torch backend: any device, and the plain reference beside each kernel.
 
-A block of R tokens meets the vocabulary shard in tiles of a few thousand logits a side, small enough
-to stay in a processor's cache while they are projected, exponentiated in place and multiplied into
-the gradients. Nothing of size R * V exists but the exponentials that the caller asked to keep. Tiles
-are vocabulary-major, ``[columns, rows]``: per-token vectors broadcast along their contiguous rows,
-and every product of theirs finds its operands packed (:mod:`parallel_lce.backends.gemm`).
+A block of R tokens is projected onto the vocabulary shard in tiles of a few thousand logits a side: small enough to
+stay in a processor's cache while they are projected, exponentiated in place and multiplied into the gradients.
+Nothing of size R * V exists but the exponentials that the caller asked to save. Tiles are vocabulary-major,
+``[entries, rows]``: per-token vectors broadcast along their contiguous rows, and every product of theirs finds its
+operands packed (:mod:`parallel_lce.backends.gemm`).
 
-Gradient of the logits: with statistics' upstream gradients folded into four per-token coefficients
-(:class:`Coefficients`),
+Gradient of the logits, with the upstream gradients of all statistics folded into four per-token coefficients
+(:class:`Coefficients`):
 
     dL/dz_j = p_j (alpha + delta (z_j - M)) - beta [j = target] - gamma,     p_j = exp(z_j - M) / s
 
-times the chain of scale and soft-cap ("From Projection to Prediction", Appendix A.1, generalised to
-any statistic).
+times the derivative of scale and soft-cap ("From Projection to Prediction", Appendix A.1, generalised to any
+statistic).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.blocks import (
-    Arrival,
-    Coefficients,
-    Destinations,
-    Kept,
-    Projection,
-    Scratch,
-    in_own_context,
-    keepable,  # noqa: F401
-    power_of_two_scale,
-)
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand, put
-from parallel_lce.backends.loss import token_losses  # noqa: F401
-from parallel_lce.partials import (
-    MAX,
-    SUM_EXP,
-    TARGET,
-    Columns,
-    empty_partial,
-    integer_view,
-    merge,
-    merge_messages,  # noqa: F401
+from parallel_lce.backends.interface import (
+    Coefficients,
+    GradBuffers,
+    Projection,
+    Saved,
+    Scratch,
+    power_of_two_scale,
+    savable,
 )
+from parallel_lce.backends.loss import token_losses
+from parallel_lce.partials import LOWEST_SHIFT, MAX, TARGET, Columns, empty_partial, merge, merge_ranks, tile_partial
 
-# Rows and columns of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.
+__all__ = [
+    "REUSES_SAVED",
+    "SMALLEST_ACCUMULATED",
+    "BlockBackward",
+    "BlockForward",
+    "allocate_saved",
+    "merge_ranks",
+    "savable",
+    "token_losses",
+]
+
+# Rows and entries of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.
 _CPU_TILE = (256, 2048)
 _CUDA_TILE = (2048, 2048)
 # Tiles of rows whose window partials are alive at once: a buffer of V, but none that grows with N.
 _GROUP = 16
 
-# fp16 keeps exp(z - m) in [0, 1] times this, so that it loses nothing down to e^-20.
+# fp16 saves exp(z - m), which is in [0, 1], times this: nothing is lost down to e^-20.
 _FP16_SCALE = 2.0**15
-# exp(-1e4) is 0 in every dtype, and -1e4 * 0 is no NaN as -inf * 0 would be.
-_LOWEST_SHIFT = -1e4
 
 SMALLEST_ACCUMULATED = 1
-"""Rows of a block from which on gradients are worth forming in forward."""
-
-REUSES_KEPT = False
-"""Whether what is recomputed needs no memory beside that of what was kept."""
+REUSES_SAVED = False
 
 
-def _logits(projection: Projection, x: Tensor, weight: Tensor, columns: slice) -> Tensor:
-    """A tile ``[columns, rows]`` of z; ``weight`` holds the columns' weights as an operand."""
+def _tile_size(device: torch.device) -> tuple[int, int]:
+    return _CUDA_TILE if device.type == "cuda" else _CPU_TILE
+
+
+def windows(projection: Projection, saved: int = 0) -> list[slice]:
+    """The vocabulary windows of a shard, one per tile. None contains the end of the first ``saved`` entries."""
+    width = _tile_size(projection.weight.device)[1]
+    bounds = ((0, saved), (saved, projection.real))
+    return [slice(a, min(a + width, end)) for begin, end in bounds for a in range(begin, end, width)]
+
+
+def _row_tiles(rows: int, device: torch.device) -> list[slice]:
+    height = _tile_size(device)[0]
+    return [slice(a, min(a + height, rows)) for a in range(0, rows, height)]
+
+
+def _logits(projection: Projection, x: Tensor, weight: Tensor, window: slice) -> Tensor:
+    """A tile ``[entries, rows]`` of z; ``weight`` holds the window's rows as an operand."""
     z = matmul_nt(weight, x)
     if projection.bias is not None:
-        z += projection.bias[columns, None]
+        z += projection.bias[window, None]
     if projection.scale != 1.0:
         z *= projection.scale
     if projection.softcap is not None:
@@ -76,224 +88,121 @@ def _logits(projection: Projection, x: Tensor, weight: Tensor, columns: slice) -
     return z
 
 
-def _chain(projection: Projection, z: Tensor) -> Tensor:
+def _softcap_slope(projection: Projection, z: Tensor) -> Tensor:
     """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
     return (z / projection.softcap).square_().neg_().add_(1.0)
 
 
-def windows(projection: Projection, kept: int = 0) -> list[slice]:
-    """The vocabulary windows of a shard, the columns of its tiles; none straddles the end of the
-    ``kept`` ones."""
-    width = _width(projection)
-    bounds = ((0, kept), (kept, projection.real))
-    return [slice(a, min(a + width, end)) for begin, end in bounds for a in range(begin, end, width)]
-
-
-def _width(projection: Projection) -> int:
-    return (_CUDA_TILE if projection.weight.is_cuda else _CPU_TILE)[1]
-
-
-def _row_tiles(rows: int, device: torch.device) -> list[slice]:
-    height = (_CUDA_TILE if device.type == "cuda" else _CPU_TILE)[0]
-    return [slice(a, min(a + height, rows)) for a in range(0, rows, height)]
-
-
 def _target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
-    """Where the targets of a tile's rows lie in the flattened tile, and which of them do ``[rows]``.
+    """Positions of the targets in the flattened tile, and which targets lie in it ``[rows]``.
 
-    One-dimensional, since torch adds deterministically at one-dimensional positions only.
+    One-dimensional: only at such positions does torch add deterministically.
     """
-    column = target - window.start
+    entry = target - window.start
     width, rows = window.stop - window.start, target.shape[0]
-    hit = (column >= 0) & (column < width)
-    position = column.clamp_(0, width - 1).mul_(rows)
+    hit = (entry >= 0) & (entry < width)
+    position = entry.clamp_(0, width - 1).mul_(rows)
     return position.add_(torch.arange(rows, device=target.device)), hit
 
 
-def allocate_kept(projection: Projection, rows: int, columns: int) -> Tensor:
-    """A buffer for the exponentials of ``rows`` tokens and the first ``columns`` vocabulary rows of
-    the shard, in the weight's dtype."""
-    return projection.weight.new_empty(min(columns, projection.real) * rows)
+def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
+    """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
+    return projection.weight.new_empty(min(entries, projection.real) * rows)
 
 
 @functools.cache
 def _settle_allocator() -> None:
     """Free one buffer of nearly 32 MiB, untouched, once per process.
 
-    glibc gives freed memory back to the kernel, which zeroes it anew for every tile, until the
-    largest buffer freed so far tells it otherwise; 32 MiB is the largest that it learns from. Up to
-    half of a call's time goes there otherwise.
+    glibc returns freed memory to the kernel, which zeroes it again for every tile, until a larger buffer has been
+    freed. 32 MiB is the largest from which it learns. Without this, up to half of a call's time goes there.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
 
-@in_own_context
-def block_forward(
-    projection: Projection,
-    x: Tensor,
-    target: Tensor | None,
-    columns: Columns,
-    kept: int,
-    buffer: Tensor | None = None,
-    out: Tensor | None = None,
-    arrival: Arrival | None = None,
-) -> tuple[Tensor, Kept]:
-    """Partials ``[C, R]`` of ``x [R, D]`` over the shard, and what is kept of its first vocabulary
-    rows, ``kept`` or all that there are.
+class BlockForward:
+    """Partials of a block of ``x [R, D]`` over the shard, and the exponentials of its first ``save`` vocabulary rows.
 
-    Kept are the exponentials ``exp(z - maxima) [kept, R]`` in the weight's dtype, which fill
-    ``buffer``, at least as large as :func:`allocate_kept` makes it, and the maxima
-    ``[windows, R]`` of each window that they are relative to. ``target [R]`` holds ids relative to
-    the shard; one outside ``[0, real)`` hits nothing. ``out [C, R]``: where to write the partials.
-    ``arrival``: of ``x``, if that is on its way.
+    Saved are the exponentials ``exp(z - maxima) [save, R]`` in the weight's dtype, in ``buffer``, and the maxima
+    ``[windows, R]`` of each window. ``target [R]``: ids relative to the shard; one outside ``[0, real)`` has no logit
+    here. ``out [C, R]``: where the partial is written.
     """
-    if arrival is not None:
-        arrival.wait()
-    rows, kept = x.shape[0], min(kept, projection.real)
-    cut = windows(projection, kept)
-    if x.device.type == "cpu":
-        _settle_allocator()
-    merged = empty_partial(columns, rows, projection.dtype, x.device, out)
-    if not cut:
-        return merged, ()
-    exponentials = maxima = None
-    if kept:
-        buffer = allocate_kept(projection, rows, kept) if buffer is None else buffer
-        exponentials = buffer[: kept * rows].view(kept, rows)
-        maxima = merged.new_empty(sum(w.start < kept for w in cut), rows)
-    x = operand(x)
-    width = _width(projection)
-    counts = merged.new_full((len(cut),), width)
-    for number, window in enumerate(cut):
-        if window.stop - window.start < width:
-            counts[number].fill_(window.stop - window.start)
-    tiles = _row_tiles(rows, x.device)
-    for group in (tiles[a : a + _GROUP] for a in range(0, len(tiles), _GROUP)):
-        first, last = group[0].start, group[-1].stop
-        partials = merged.new_zeros(len(cut), columns.count, last - first)
-        for number, window in enumerate(cut):
-            weight = operand(projection.weight[window])
-            for tile in group:
-                _reduce_tile(
-                    _logits(projection, x[tile], weight, window),
-                    None if target is None else target[tile],
-                    window,
-                    projection.start,
-                    columns,
-                    partials[number, :, tile.start - first : tile.stop - first],
-                    exponentials[window, tile] if window.start < kept else None,
-                )
-        merged[:, first:last] = merge(partials, counts, columns)
-        if kept:
-            maxima[:, first:last] = partials[: len(maxima), MAX]
-    return merged, (exponentials, maxima) if kept else ()
 
+    def __init__(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        columns: Columns,
+        save: int,
+        buffer: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> None:
+        self._projection, self._x, self._target, self._columns = projection, x, target, columns
+        self._save = min(save, projection.real)
+        self._buffer = buffer
+        self.partial = empty_partial(columns, x.shape[0], projection.dtype, x.device, out)
 
-def _reduce_tile(
-    z: Tensor, target: Tensor | None, window: slice, start: int, columns: Columns, partial: Tensor, store: Tensor | None
-) -> None:
-    """Write the partial ``[C, rows]`` of a tile of logits, which it consumes, and its exponentials."""
-    maximum = partial[MAX]
-    if columns.argmax:
-        ids = integer_view(partial[columns.index])
-        top, index = z.max(0)
-        maximum.copy_(top)
-        ids.copy_(index.add_(start + window.start))
-    else:
-        torch.amax(z, 0, out=maximum)
-    if target is not None:
-        position, hit = _target_positions(target, window)
-        partial[TARGET].copy_(z.view(-1).index_select(0, position).masked_fill_(~hit, 0.0))
-    if columns.mean_logit:
-        torch.sum(z, 0, out=partial[columns.total])
-    # A token of -inf alone would give -inf - -inf.
-    z -= maximum.masked_fill(maximum == -torch.inf, 0.0)
-    if columns.mean_log_prob:
-        torch.sum(z, 0, out=partial[columns.shifted])
-    shifted = z.clamp(min=_LOWEST_SHIFT) if columns.expected_logit else None
-    exponentials = torch.exp(z, out=store if store is not None and store.dtype == z.dtype else z)
-    torch.sum(exponentials, 0, out=partial[SUM_EXP])
-    if shifted is not None:
-        torch.sum(shifted.mul_(exponentials), 0, out=partial[columns.weighted])
-    if store is not None and store is not exponentials:
-        store.copy_(z.mul_(_FP16_SCALE) if store.dtype == torch.float16 else z)
+    def project_local(self, local: range) -> None:
+        """Nothing: a product on a CPU would only slow down the collective beside it."""
 
-
-@in_own_context
-def block_backward(
-    projection: Projection,
-    x: Tensor,
-    target: Tensor | None,
-    statistics: Tensor,
-    coefficients: Coefficients,
-    kept: Kept,
-    to: Destinations,
-    scratch: Scratch,
-) -> None:
-    """Gradients of a block of ``x [R, D]``, written or added where ``to`` says.
-
-    ``statistics [>= 3, R]`` is the merged partial; what is not ``kept`` is projected again. With
-    ``to.dx_ready``, dX is completed first and announced, so that its reduction runs beside the rest
-    of dW: that of every kept window, and of as many recomputed ones as have their gradients of
-    logits held within ``scratch.limit`` bytes. Where that is none, one window is projected once more.
-    """
-    to.x_ready()
-    gradient = _LogitGradient(projection, x, target, statistics, coefficients, kept)
-    dx, sums = to.dx, _OpenWindow(to, gradient)
-    cut = windows(projection, gradient.kept)
-    stored = [w for w in cut if w.start < gradient.kept]
-    recomputed = [w for w in cut if w.start >= gradient.kept]
-    tiles = _row_tiles(x.shape[0], x.device)
-    later, hold = [], False
-    if dx is not None and to.dx_ready is not None and (to.dweight or to.dbias):
-        width = max((w.stop - w.start for w in recomputed), default=0)
-        fitting = scratch.limit // max(1, x.shape[0] * width * gradient.x.element_size())
-        hold = fitting > 0
-        waiting = fitting if hold or stored else 1
-        later = recomputed[max(0, len(recomputed) - waiting) :] + stored
-    held: dict[tuple[int, int], Tensor] = {}
-
-    if dx is not None:
-        total = dx if dx.dtype == projection.dtype else dx.new_empty(dx.shape, dtype=projection.dtype)
+    def project_rest(self) -> Saved:
+        """Project all rows; returns what is saved."""
+        projection, columns, save = self._projection, self._columns, self._save
+        cut = windows(projection, save)
         if not cut:
-            total.zero_()
-    for number, window in enumerate(recomputed + stored):
-        waits = window in later
-        weight = operand(projection.weight[window])
-        if not waits:
-            sums.open(window)
-        for tile in tiles:
-            tile_gradient = gradient.tile(tile, window, weight)
-            if dx is not None:
-                accumulate_nt(
-                    total[tile], tile_gradient.t(), weight.t(), overwrite=number == 0, factor=gradient.unscale
-                )
-            if not waits:
-                sums.add(tile_gradient, tile)
-            elif hold and window.start >= gradient.kept:
-                held[window.start, tile.start] = tile_gradient
-            del tile_gradient
-        if not waits:
-            sums.close()
-    if dx is not None and total is not dx:
-        dx.copy_(total)
-    if to.dx_ready is not None:
-        to.dx_ready()
-    for window in later:
-        sums.open(window)
-        again = window.start >= gradient.kept and not hold
-        weight = operand(projection.weight[window]) if again else None
-        for tile in tiles:
-            tile_gradient = held.pop((window.start, tile.start), None)
-            if tile_gradient is None:
-                tile_gradient = gradient.tile(tile, window, weight)
-            sums.add(tile_gradient, tile)
-            del tile_gradient
-        sums.close()
+            return ()
+        if self._x.device.type == "cpu":
+            _settle_allocator()
+        x, rows = operand(self._x), self._x.shape[0]
+        exponentials = maxima = None
+        saved: Saved = ()
+        if save:
+            buffer = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
+            exponentials = buffer[: save * rows].view(save, rows)
+            maxima = self.partial.new_empty(sum(w.start < save for w in cut), rows)
+            saved = exponentials, maxima
+        width = _tile_size(x.device)[1]
+        counts = self.partial.new_full((len(cut),), width)
+        for number, window in enumerate(cut):
+            if window.stop - window.start < width:
+                counts[number].fill_(window.stop - window.start)
+        tiles = _row_tiles(rows, x.device)
+        for group in (tiles[a : a + _GROUP] for a in range(0, len(tiles), _GROUP)):
+            first, last = group[0].start, group[-1].stop
+            partials = self.partial.new_zeros(len(cut), columns.count, last - first)
+            for number, window in enumerate(cut):
+                weight = operand(projection.weight[window])
+                for tile in group:
+                    z = _logits(projection, x[tile], weight, window)
+                    store = exponentials[window, tile] if window.start < save else None
+                    self._reduce(z, tile, window, partials[number, :, tile.start - first : tile.stop - first], store)
+            self.partial[:, first:last] = merge(partials, counts, columns)
+            if maxima is not None:
+                maxima[:, first:last] = partials[: len(maxima), MAX]
+        return saved
+
+    def _reduce(self, z: Tensor, tile: slice, window: slice, partial: Tensor, store: Tensor | None) -> None:
+        """Write the partial ``[C, rows]`` of a tile of logits, which is overwritten, and its exponentials."""
+        if self._target is not None:
+            position, hit = _target_positions(self._target[tile], window)
+            partial[TARGET].copy_(z.view(-1).index_select(0, position).masked_fill_(~hit, 0.0))
+        in_place = store is not None and store.dtype == z.dtype
+        first = self._projection.start + window.start
+        e = tile_partial(z, first, self._columns, partial, store if in_place else None)
+        if store is not None and not in_place:
+            store.copy_(e.mul_(_FP16_SCALE) if store.dtype == torch.float16 else e)
 
 
-class _LogitGradient:
-    """Tiles of a block's gradient of the projection's output ``x @ weight.T + bias``."""
+class BlockBackward:
+    """Gradients of a block of ``x [R, D]``. ``statistics [>= 3, R]``: the merged partial.
+
+    What is not ``saved`` is projected again. Where dX is reduced over the ranks, the dW products of some windows are
+    deferred until dX is complete: of every saved window, and of as many recomputed ones as have their gradients held in
+    ``scratch``. Where these are none, one window is projected again.
+    """
+
+    reads_hidden_first = True
 
     def __init__(
         self,
@@ -302,12 +211,94 @@ class _LogitGradient:
         target: Tensor | None,
         statistics: Tensor,
         coefficients: Coefficients,
-        kept: Kept,
+        saved: Saved,
+        grads: GradBuffers,
+        scratch: Scratch,
+    ) -> None:
+        self._projection, self._target, self._x_given = projection, target, x
+        self._statistics, self._coefficients, self._saved = statistics, coefficients, saved
+        self._grads, self._scratch = grads, scratch
+        # Windows whose dW is still to come, each with its tiles, or None if they are to be produced again.
+        self._deferred: list[tuple[slice, list | None]] = []
+
+    def _open(self) -> list[slice]:
+        """Make the tiles' producer; returns the windows, recomputed ones first."""
+        self._producer = _LogitGradient(
+            self._projection, self._x_given, self._target, self._statistics, self._coefficients, self._saved
+        )
+        cut, saved = windows(self._projection, self._producer.saved), self._producer.saved
+        return [w for w in cut if w.start >= saved] + [w for w in cut if w.start < saved]
+
+    def _num_deferred(self, cut: list[slice]) -> tuple[int, bool]:
+        """How many of the last windows have their dW deferred, and whether recomputed ones of them are held."""
+        grads, saved = self._grads, self._producer.saved
+        if grads.dx is None or not grads.reduces_dx or not (grads.dweight or grads.dbias):
+            return 0, False
+        recomputed = [w.stop - w.start for w in cut if w.start >= saved]
+        tile_bytes = self._x_given.shape[0] * max(recomputed, default=0) * self._producer.x.element_size()
+        held = min(len(recomputed), self._scratch.limit // max(1, tile_bytes))
+        stored = len(cut) - len(recomputed)
+        again = 1 if recomputed and not held and not stored else 0
+        return stored + held + again, held > 0
+
+    def hidden_grad(self) -> Iterator[int]:
+        """Form dX, and dW of the windows that are not deferred; yields R when dX is complete."""
+        cut, dx = self._open(), self._grads.dx
+        producer, dtype = self._producer, self._projection.dtype
+        number, holds = self._num_deferred(cut)
+        if dx is not None:
+            total = dx if dx.dtype == dtype else dx.new_empty(dx.shape, dtype=dtype)
+            if not cut:
+                total.zero_()
+        for index, window in enumerate(cut):
+            deferred = index >= len(cut) - number
+            held = [] if deferred and holds and window.start >= producer.saved else None
+            sums = None if deferred else _WindowSums(self._grads, producer, window)
+            weight = operand(self._projection.weight[window])
+            for rows, tile in producer.tiles(window, weight):
+                if dx is not None:
+                    accumulate_nt(total[rows], tile.t(), weight.t(), overwrite=index == 0, factor=producer.unscale)
+                if sums is not None:
+                    sums.add(tile, rows)
+                if held is not None:
+                    held.append((rows, tile))
+                del tile  # before the next one is made
+            if sums is not None:
+                sums.close()
+            if deferred:
+                self._deferred.append((window, held))
+        if dx is not None and total is not dx:
+            dx.copy_(total)
+        yield self._x_given.shape[0]
+
+    def weight_grad(self) -> None:
+        """dW and dbias of the deferred windows."""
+        while self._deferred:
+            window, held = self._deferred.pop(0)
+            sums = _WindowSums(self._grads, self._producer, window)
+            for rows, tile in self._producer.tiles(window) if held is None else held:
+                sums.add(tile, rows)
+                del tile
+            sums.close()
+
+
+class _LogitGradient:
+    """Produces tiles of a block's gradient of the projection's output ``x @ weight.T + bias``."""
+
+    def __init__(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        statistics: Tensor,
+        coefficients: Coefficients,
+        saved: Saved,
     ) -> None:
         self.x = operand(x)
         self._projection, self._target = projection, target
-        self._exponentials, self._maxima = kept or (None, None)
-        self.kept = len(self._exponentials) if kept else 0
+        self._exponentials, self._maxima = saved or (None, None)
+        # Vocabulary rows whose exponentials are saved.
+        self.saved = len(self._exponentials) if saved else 0
         maximum, sum_exp, target_logit = statistics[: TARGET + 1]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
@@ -316,91 +307,84 @@ class _LogitGradient:
         if self.x.dtype == torch.float16:
             power = power_of_two_scale(coefficients, projection.scale)
             factor, self.unscale = factor * power, 1 / power
-        # The 1 / s of the probabilities rides on their coefficients.
+        # The 1 / s of the probabilities is a factor of their coefficients.
         self._alpha = coefficients.alpha / sum_exp * factor
-        self._beta = _times(coefficients.beta, factor)
-        self._gamma = _times(coefficients.gamma, factor)
-        self._delta = _times(coefficients.delta, factor)
+        self._beta, self._gamma, self._delta = (c if c is None else c * factor for c in coefficients.each[1:])
         if self._delta is not None:
             self._delta = self._delta / sum_exp
         if self._beta is not None and projection.softcap is not None:
             # z of the target from fp32, not from a stored exponential.
-            self._beta = self._beta * _chain(projection, target_logit)
+            self._beta = self._beta * _softcap_slope(projection, target_logit)
 
-    def tile(self, rows: slice, window: slice, weight: Tensor | None = None) -> Tensor:
-        """The gradient of a tile, ``[window, rows]``, as an operand of the next products.
+    def tiles(self, window: slice, weight: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
+        """Rows, and the gradient of their tile ``[window, rows]`` as an operand of the next products.
 
-        Recomputed windows need ``weight``, their rows as an operand.
+        ``weight``: the window's rows as an operand.
         """
-        if window.start < self.kept:
-            gradient, chain = self._from_kept(rows, window)
-        else:
-            gradient, chain = self._recomputed(rows, window, weight)
-        if self._gamma is not None:
-            gradient -= self._gamma[rows]
-        if chain is not None:
-            gradient *= chain
-        if self._beta is not None:
-            position, hit = _target_positions(self._target[rows], window)
-            beta = self._beta[rows] * -hit.to(gradient.dtype)
-            gradient.view(-1).scatter_add_(0, position, beta)
-        return gradient.to(self.x.dtype)
+        if weight is None:
+            weight = operand(self._projection.weight[window])
+        for rows in _row_tiles(self.x.shape[0], self.x.device):
+            if window.start < self.saved:
+                gradient, slope = self._from_saved(rows, window)
+            else:
+                gradient, slope = self._recomputed(rows, window, weight)
+            if self._gamma is not None:
+                gradient -= self._gamma[rows]
+            if slope is not None:
+                gradient *= slope
+            if self._beta is not None:
+                position, hit = _target_positions(self._target[rows], window)
+                gradient.view(-1).scatter_add_(0, position, self._beta[rows] * -hit.to(gradient.dtype))
+            yield rows, gradient.to(self.x.dtype)
+            del gradient
 
-    def _from_kept(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
+    def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
         stored = self._exponentials[window, rows]
         scale = 1 / _FP16_SCALE if stored.dtype == torch.float16 else 1.0
-        maximum = self._maxima[window.start // _width(self._projection), rows]
+        maximum = self._maxima[window.start // _tile_size(stored.device)[1], rows]
         coefficient = self._alpha[rows] * torch.exp(maximum - self._maximum[rows])
         gradient = stored * (coefficient * scale)
-        chain = None
+        slope = None
         if self._projection.softcap is not None:
             z = torch.log(stored.to(gradient.dtype) * scale).add_(maximum)
-            chain = _chain(self._projection, z)
-        return gradient, chain
+            slope = _softcap_slope(self._projection, z)
+        return gradient, slope
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         z = _logits(self._projection, self.x[rows], weight, window)
-        chain = _chain(self._projection, z) if self._projection.softcap is not None else None
+        slope = _softcap_slope(self._projection, z) if self._projection.softcap is not None else None
         z -= self._maximum[rows]
         alpha = self._alpha[rows]
         if self._delta is None:
-            return z.exp_().mul_(alpha), chain
-        weighted = z.clamp(min=_LOWEST_SHIFT).mul_(self._delta[rows]).add_(alpha)
-        return z.exp_().mul_(weighted), chain
+            return z.exp_().mul_(alpha), slope
+        weighted = z.clamp(min=LOWEST_SHIFT).mul_(self._delta[rows]).add_(alpha)
+        return z.exp_().mul_(weighted), slope
 
 
-class _OpenWindow:
-    """dW and dbias of one vocabulary window at a time, from tiles of the gradient of logits."""
+class _WindowSums:
+    """Adds tiles of the gradient of logits to dW and dbias of one vocabulary window."""
 
-    def __init__(self, to: Destinations, source: _LogitGradient) -> None:
-        self._gradients = (to.dweight, to.dbias)
-        self._source = source
+    def __init__(self, grads: GradBuffers, producer: _LogitGradient, window: slice) -> None:
+        self._producer, self._window = producer, window
+        self._buffers = grads.dweight, grads.dbias
+        self._opened = [b and b.open(window.start, window.stop) for b in self._buffers]
+        self._first = True
 
-    def open(self, window: slice) -> None:
-        self._window = window
-        self._sums = [g and list(g.open(window.start, window.stop)) for g in self._gradients]
-
-    def add(self, tile_gradient: Tensor, rows: slice) -> None:
-        weight, bias = self._sums
-        factor = self._source.unscale
+    def add(self, tile: Tensor, rows: slice) -> None:
+        weight, bias = self._opened
+        factor = self._producer.unscale
         if weight is not None:
-            total, overwrite = weight
-            x = self._source.x[rows]
-            accumulate_nt(total, tile_gradient, x.t(), overwrite=overwrite, factor=factor)
-            weight[1] = False
+            total, empty = weight
+            accumulate_nt(total, tile, self._producer.x[rows].t(), overwrite=empty and self._first, factor=factor)
         if bias is not None:
-            total, overwrite = bias
-            column_sum = tile_gradient.sum(1, dtype=total.dtype)
+            total, empty = bias
+            column_sum = tile.sum(1, dtype=total.dtype)
             if factor is not None:
                 column_sum *= factor
-            put(total, column_sum, overwrite)
-            bias[1] = False
+            put(total, column_sum, empty and self._first)
+        self._first = False
 
     def close(self) -> None:
-        for gradient, opened in zip(self._gradients, self._sums):
-            if gradient is not None:
-                gradient.close(self._window.start, self._window.stop, opened[0])
-
-
-def _times(coefficient: Tensor | None, factor: Tensor | float) -> Tensor | None:
-    return None if coefficient is None else coefficient * factor
+        for buffer, opened in zip(self._buffers, self._opened):
+            if buffer is not None:
+                buffer.close(self._window.start, self._window.stop, opened[0])

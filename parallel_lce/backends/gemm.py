@@ -1,7 +1,7 @@
 """Matrix products with fp32 (fp64 for fp64) sums, at the best speed that torch offers.
 
-Low-precision operands enter the product as they are on CUDA, whose tensor cores sum in fp32; CPUs
-have no product with that result, so there they are converted to fp32 first.
+On CUDA low-precision operands enter the product as they are: tensor cores sum in fp32. CPUs have no such product, so
+there the operands are converted to fp32 first.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.weight_grad import accumulation_dtype
+from parallel_lce.grad_buffers import accumulation_dtype
 
-# oneDNN sums k products one after another: in pieces of 128 its rounding error falls below MKL's, for
-# a tenth more time.
+# K per oneDNN product. oneDNN sums along K one after another: in pieces of 128 its rounding error falls below MKL's,
+# for a tenth more time.
 _SUMMED = 128
-# Below this many products torch.mm is done before several calls have begun.
+# Multiplications below which one torch.mm is faster than several oneDNN calls.
 _SMALL = 1 << 21
-# Elements: where the contiguous dimension of an operand is no multiple of these 16 bytes, cuBLAS takes up
-# to five times as long, even if its rows are aligned.
+# Elements of 16 bytes. Where an operand's contiguous dimension is no multiple of them, cuBLAS takes up to five times as
+# long, even if the rows are aligned.
 _ALIGNED = 8
 
 
@@ -29,8 +29,8 @@ def operand(tensor: Tensor) -> Tensor:
 
 
 def _onednn(a: Tensor, b: Tensor) -> bool:
-    # oneDNN picks its kernels by the processor's features; MKL, behind torch.mm, picks them by its
-    # maker and runs at half the speed on AMD.
+    # oneDNN chooses kernels by the processor's features. MKL, behind torch.mm, chooses them by the processor's maker,
+    # and runs at half the speed on AMD.
     return (
         a.device.type == "cpu"
         and a.dtype == torch.float32
@@ -56,8 +56,11 @@ def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
-    """``total (+)= a @ b.T`` in place. A ragged end of ``a``'s contiguous dimension is a product of its own
-    if ``total`` loses nothing by it."""
+    """``total (+)= a @ b.T`` in place.
+
+    What remains of ``a``'s contiguous dimension after whole 16 bytes is a product of its own, if ``total`` is then not
+    rounded twice.
+    """
     along = 1 if a.stride(1) == 1 else 0
     size = a.shape[along]
     whole = size // _ALIGNED * _ALIGNED

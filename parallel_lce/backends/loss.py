@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens from their merged partials, and the coefficients of its gradient, in plain torch."""
+"""Cross-entropy of tokens from their merged partials, and coefficients of its gradient, in plain torch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,18 @@ def token_losses(
     z_loss: float,
     outside_is_nan: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``w (-(1 - eps) log p_y - eps mean_j log p_j + z_loss lse^2)`` of each token ``[R]``, and its gradient
-    ``alpha p_j - beta [j = y] - gamma`` by the logits.
+    """Per-token losses ``[R]`` and the coefficients alpha, beta and gamma ``[R]`` of their gradient.
 
-    Label smoothing eps as in ``torch.nn.functional.cross_entropy`` (Szegedy et al. 2015, arXiv:1512.00567) over
-    all real entries, and the z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311).
+    The loss is ``w (-(1 - eps) log p_y - eps mean_j log p_j + z_loss lse^2)``; its gradient by the logits is ``alpha
+    p_j - beta [j = y] - gamma``. Label smoothing eps as in ``torch.nn.functional.cross_entropy`` (Szegedy et al.
+    2015, arXiv:1512.00567), over all real entries. z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311).
 
-    From the merged ``partial [C, R]``, whose shifted sums are column 3 if labels are smoothed, and V,
-    0-dimensional int64. ``target [R]``: ids in the whole vocabulary; outside it the loss is NaN, or, as Megatron has
-    it, ``lse - max`` with the gradient of lse. ``token_weight [R]``; None for 1. Tokens whose target is
-    ``ignore_index`` count 0 whatever their logits are.
+    Args:
+        partial: ``[C, R]``, merged; column 3 holds the shifted sums if labels are smoothed. vocab_size: V,
+        0-dimensional int64. target: ``[R]`` ids in the whole vocabulary. token_weight: w ``[R]``; None for 1.
+        ignore_index: tokens with this target count 0, whatever their logits are. outside_is_nan: a target outside the
+        vocabulary has loss NaN. If False, as in Megatron, it has loss ``lse - max``
+            and the gradient of lse.
     """
     top, log_sum = partial[MAX], partial[SUM_EXP].log()
     log_prob = (partial[TARGET] - top) - log_sum

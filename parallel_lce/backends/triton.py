@@ -1,220 +1,179 @@
-"""The triton backend: a fused projection for the forward and for what is recomputed, cuBLAS for dX, dW.
+"""The triton backend: a fused projection for the forward and for what is recomputed, cuBLAS for dX and dW.
 
-A block of R tokens keeps ``exp(z - r)`` of its first vocabulary rows, r being one reference per token
-wherever its logits allow it (:mod:`parallel_lce.kernels.projection`). Then dlogits = c e but for the
-targets' entries, with one coefficient c per token, and no pass over R * V is needed between the
-forward and the products of the backward:
-
-    dX = c (G @ weight)        dW = G.T @ (c x)        G = e with the targets' entries replaced
-
-and what the rounding of these entries would take away is added to the results in fp32
-(:mod:`parallel_lce.kernels.targets`). Recomputed rows of the vocabulary write their gradients to scratch
-memory, slice by slice; there c is 1. The formula of the gradient is that of
-:mod:`parallel_lce.backends.eager`, the slices are :mod:`parallel_lce.backends.slices`.
+A block of R tokens saves ``exp(z - r)`` of its first vocabulary entries, r being one softmax shift per token wherever
+the token's logits allow it (:mod:`parallel_lce.kernels.projection`). The gradient of the logits is then c e, with one
+coefficient c per token, but for the targets' own entries. So no pass over R * V is needed between the forward and the
+products of the backward (:mod:`parallel_lce.backends.triton_backward`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.blocks import (
-    Arrival,
-    Coefficients,
-    Destinations,
-    Kept,
-    Projection,
-    Scratch,
-    in_own_context,
-    keepable,  # noqa: F401
-)
-from parallel_lce.backends.gemm import put
-from parallel_lce.backends.slices import (
-    ALIGNED,
-    Awaited,
-    HiddenProduct,
-    Slices,
-    add_weight_gradient,
-    dense,
-    operands_of,
-    stride_of,
-)
-from parallel_lce.kernels.losses import token_losses  # noqa: F401
-from parallel_lce.kernels.partials import merge_messages, merge_windows  # noqa: F401
-from parallel_lce.kernels.projection import Operands, window_partials
-from parallel_lce.kernels.reference import sampled_maximum
-from parallel_lce.kernels.targets import target_logits
+from parallel_lce.backends.interface import Projection, Saved, savable
+from parallel_lce.backends.triton_backward import ALIGNED, BlockBackward, dense, operands_of, stride_of
+from parallel_lce.kernels.epilogues import ForwardEpilogue
+from parallel_lce.kernels.losses import token_losses
+from parallel_lce.kernels.partials import PartialColumns, merge_ranks, merge_windows
+from parallel_lce.kernels.projection import Operands, new_window_partials
+from parallel_lce.kernels.softmax_shift import sample_softmax_shift
+from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.kernels.tuning import rows_beside_gather
 from parallel_lce.partials import TARGET, Columns, empty_partial
 
-# Adding to an fp32 dW moves 8 D bytes per vocabulary row whatever the block's rows are: from about
-# this many on, that costs less than projecting again.
-SMALLEST_ACCUMULATED = 1024
-REUSES_KEPT = True
+__all__ = [
+    "REUSES_SAVED",
+    "SMALLEST_ACCUMULATED",
+    "BlockBackward",
+    "BlockForward",
+    "allocate_saved",
+    "merge_ranks",
+    "savable",
+    "token_losses",
+]
 
-# Bytes of window partials of an evaluation, which needs them no longer than a merge.
+# Adding to an fp32 dW moves 8 D bytes per vocabulary row whatever the block's rows are. From about this many rows on
+# that costs less than projecting again.
+SMALLEST_ACCUMULATED = 1024
+REUSES_SAVED = True
+
+# Bytes of window partials where nothing is saved: they are merged group by group.
 _PARTIAL_BYTES = 32 << 20
 
 
-def allocate_kept(projection: Projection, rows: int, columns: int) -> Tensor:
-    """A buffer for the exponentials of ``rows`` tokens and ``columns`` vocabulary rows."""
-    return projection.weight.new_empty(rows * stride_of(min(columns, projection.real)))
+def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
+    """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
+    return projection.weight.new_empty(rows * stride_of(min(entries, projection.real)))
 
 
-@in_own_context
-def block_forward(
-    projection: Projection,
-    x: Tensor,
-    target: Tensor | None,
-    columns: Columns,
-    kept: int,
-    buffer: Tensor | None = None,
-    out: Tensor | None = None,
-    arrival: Arrival | None = None,
-) -> tuple[Tensor, Kept]:
-    """Partials ``[C, R]`` of ``x [R, D]`` over the shard, and its first ``kept`` rows' exponentials:
-    ``[R, >= kept]``, rounded down to whole windows, with the windows' maxima ``[windows, R]``
-    and, but for fp16, ``common [R]`` and ``agreed [R]`` (``kernels.partials``). See :mod:`parallel_lce.backends.eager`.
-    Whole tiles of rows that are there are projected before the ``arrival`` of the others is waited for, unless
-    the partials of all windows are too many to be alive at once.
+class BlockForward:
+    """Partials of a block of ``x [R, D]`` over the shard, and the exponentials of its first ``save`` vocabulary rows.
+
+    Saved is a ``kernels.dlogits.SavedExponentials`` of ``save`` entries, rounded down to whole windows, its
+    exponentials in ``buffer``. fp16 has no softmax shift: its exponentials are relative to each window's maximum.
+    ``target [R]``: ids relative to the shard; one outside ``[0, real)`` has no logit here. ``out [C, R]``: where the
+    partial is written.
     """
-    rows, real = x.shape[0], projection.real
-    if rows == 0 or real == 0:
-        return empty_partial(columns, rows, projection.dtype, x.device, out), ()
-    given, x = x, dense(x)
-    assert arrival is None or x is given, "a copy would be of rows that are not there"
-    operands = operands_of(projection, x, 0, real)
-    width = operands.tile.columns
-    assert width % ALIGNED == 0
-    kept = real if kept >= real else kept // width * width
-    merged = x.new_empty(columns.count, rows, dtype=projection.dtype) if out is None else out
-    wanted = {
-        "shifted": columns.mean_log_prob,
-        "total": columns.mean_logit,
-        "weighted": columns.expected_logit,
-        "argmax": columns.argmax,
-    }
 
-    def reduce(part: Operands, merged: Tensor, **keep) -> Kept:
-        maxima, sums = window_partials(part, **wanted, **keep)
-        common = keep.get("common")
-        agreed = merge_windows(
-            maxima, sums, merged, common, window=width, entries=real, start=projection.start, **wanted
+    def __init__(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        columns: Columns,
+        save: int,
+        buffer: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> None:
+        rows, real = x.shape[0], projection.real
+        self._projection, self._target, self._columns = projection, target, columns
+        self._local = range(0)
+        self._operands: Operands | None = None
+        # Of all windows, unless the rows are projected in pieces.
+        self._partials: PartialColumns | None = None
+        if rows == 0 or real == 0:
+            self.partial = empty_partial(columns, rows, projection.dtype, x.device, out)
+            return
+        self.partial = x.new_empty(columns.count, rows, dtype=projection.dtype) if out is None else out
+        # Hidden states on their way are dense: a copy would be of rows that are not there.
+        self._operands = operands = operands_of(projection, dense(x), 0, real)
+        width = operands.tile.entries
+        assert width % ALIGNED == 0
+        save = real if save >= real else save // width * width
+        self._stored: Tensor | None = None
+        self._exponentials: Tensor | None = None
+        self._shift: Tensor | None = None
+        if save:
+            stored = allocate_saved(projection, rows, save) if buffer is None else buffer
+            self._stored = stored[: rows * stride_of(save)].view(rows, -1)
+            self._exponentials = self._stored[:, :save]
+            self._shift = _new_softmax_shift(operands)
+        # Rows of which all windows' partials are alive at once: whole tiles, all rows if exponentials are saved.
+        row_bytes = 4 * operands.windows * (columns.count - 1)
+        fitting = rows if save else max(1, _PARTIAL_BYTES // row_bytes)
+        pieces, height = -(-rows // fitting), operands.tile.rows
+        self._piece_rows = -(-rows // (pieces * height)) * height
+        if rows <= self._piece_rows:
+            self._partials = new_window_partials(operands, columns)
+
+    def project_local(self, local: range) -> None:
+        """Project full tiles of the ``local`` rows of x, for no longer than the other rows are on their way.
+
+        Nothing is projected where the window partials of all rows would exceed ``_PARTIAL_BYTES``.
+        """
+        if self._partials is None:
+            return
+        operands = self._operands
+        rows, height = operands.x.shape[0], operands.tile.rows
+        first = -(-local.start // height)
+        last = operands.row_blocks if local.stop == rows else local.stop // height
+        in_time = rows_beside_gather(rows - len(local), operands.x.element_size(), operands.weight.shape[0])
+        last = min(last, first - (-in_time // height))
+        if last <= first:
+            return
+        self._local = range(first, last)
+        self._sample_shift(height * first, min(height * last, rows))
+        operands.launch(
+            self._exponentials, ForwardEpilogue(self._partials, self._shift), self._local, overlaps_collective=True
         )
-        return (maxima,) if common is None else (maxima, common, agreed)
 
-    fitting = rows if kept else max(1, _PARTIAL_BYTES // (4 * operands.windows * (columns.count - 1)))
-    # Even pieces of whole tiles.
-    height = operands.tile.rows
-    step = -(-rows // (-(-rows // fitting) * height)) * height
-    result: Kept = ()
-    if kept:
-        stored = allocate_kept(projection, rows, kept) if buffer is None else buffer
-        stored = stored[: rows * stride_of(kept)].view(rows, -1)
-        common = _common_reference(operands)
-        order = _in_order(operands, arrival, common)
-        result = (stored, *reduce(operands, merged, kept=stored[:, :kept], common=common, order=order))
-    elif rows <= step:
-        reduce(operands, merged, order=_in_order(operands, arrival, None))
-    else:
-        if arrival is not None:
-            arrival.wait()
-        for first in range(0, rows, step):
-            part = slice(first, first + step)
-            piece = merged.new_empty(len(merged), x[part].shape[0])
-            reduce(operands_of(projection, x[part], 0, real), piece)
-            merged[:, part] = piece
-    if target is None:
-        merged[TARGET].zero_()
-    else:
-        target_logits(operands, target, merged[TARGET])
-    return merged, result
+    def project_rest(self) -> Saved:
+        """Project the rows that are left, and merge the partials of all windows; returns what is saved."""
+        if self._operands is None:
+            return ()
+        operands, done = self._operands, self._local
+        saved: Saved = ()
+        if self._partials is not None:
+            # Samples the local rows again, which costs less than another launch.
+            self._sample_shift(0, operands.x.shape[0])
+            # The row blocks that are left, modulo all row blocks.
+            left = range(done.stop, operands.row_blocks + done.start)
+            operands.launch(self._exponentials, ForwardEpilogue(self._partials, self._shift), left)
+            on_shift = self._merge(operands, self._partials, self.partial)
+            if self._stored is not None:
+                of_shift = () if self._shift is None else (self._shift, on_shift)
+                saved = self._stored, self._partials.max, *of_shift
+        else:
+            self._project_in_pieces(operands)
+        if self._target is None:
+            self.partial[TARGET].zero_()
+        else:
+            target_logits(operands, self._target, self.partial[TARGET])
+        return saved
 
+    def _project_in_pieces(self, operands: Operands) -> None:
+        for first in range(0, operands.x.shape[0], self._piece_rows):
+            rows = slice(first, first + self._piece_rows)
+            piece = operands_of(self._projection, operands.x[rows], 0, self._projection.real)
+            partials = new_window_partials(piece, self._columns)
+            piece.launch(None, ForwardEpilogue(partials, None))
+            merged = self.partial.new_empty(len(self.partial), piece.x.shape[0])
+            self._merge(piece, partials, merged)
+            self.partial[:, rows] = merged
+            del partials  # before the next ones are allocated
 
-def _in_order(operands: Operands, arrival: Arrival | None, common: Tensor | None) -> Iterator[tuple[range, bool]]:
-    """The row blocks of a product in the order in which their hidden states arrive, and whether others are
-    still on their way beside it. ``common`` is filled on the way."""
-    rows, height = operands.x.shape[0], operands.tile.rows
-    blocks = -(-rows // height)
-    refers = common is not None and operands.softcap is None
-    known = range(0)
-    if arrival is not None:
-        coming = rows - (arrival.stop - arrival.start)
-        beside = rows_beside_gather(coming, operands.x.element_size(), operands.weight.shape[0])
-        first = -(-arrival.start // height)
-        last = blocks if arrival.stop == rows else arrival.stop // height
-        known = range(first, max(first, min(first - (-beside // height), last)))
-    if known:
-        if refers:
-            sampled_maximum(operands, height * known.start, min(height * known.stop, rows), common)
-        yield known, True
-    if arrival is not None:
-        arrival.wait()
-    if refers:
-        # Once more those that are known: they cost less than another launch.
-        sampled_maximum(operands, 0, rows, common)
-    yield range(known.stop, blocks + known.start), False
+    def _merge(self, operands: Operands, partials: PartialColumns, merged: Tensor) -> Tensor | None:
+        return merge_windows(
+            partials,
+            merged,
+            self._shift,
+            self._columns,
+            window=operands.tile.entries,
+            entries=self._projection.real,
+            start=self._projection.start,
+        )
+
+    def _sample_shift(self, start: int, stop: int) -> None:
+        # Under a soft-cap the softmax shift is 0.
+        if self._shift is not None and self._operands.softcap is None:
+            sample_softmax_shift(self._operands, start, stop, self._shift)
 
 
-def _common_reference(operands: Operands) -> Tensor | None:
-    """Room for a logit near each token's largest ``[R]`` fp32, of :func:`_in_order`; 0 under a soft-cap.
-
-    None for fp16, whose exponentials must be relative to each window's maximum.
-    """
+def _new_softmax_shift(operands: Operands) -> Tensor | None:
+    """Memory for the tokens' softmax shift ``[R]`` fp32: 0 under a soft-cap, None for fp16."""
     x = operands.x
     if x.dtype == torch.float16:
         return None
-    if operands.softcap is not None:
-        return x.new_zeros(x.shape[0], dtype=torch.float32)
-    return x.new_empty(x.shape[0], dtype=torch.float32)
-
-
-@in_own_context
-def block_backward(
-    projection: Projection,
-    x: Tensor,
-    target: Tensor | None,
-    statistics: Tensor,
-    coefficients: Coefficients,
-    kept: Kept,
-    to: Destinations,
-    scratch: Scratch,
-) -> None:
-    """Gradients of a block of ``x [R, D]``, written or added where ``to`` says.
-
-    The kept exponentials are overwritten, and their memory then serves what this block recomputes.
-    dX is complete and announced before the last slice's dW product is started. Beside what is kept
-    and ``scratch``: fp32 products of at most 128 MiB, or the size of dX where several slices add to
-    it, and a copy of x. What is kept of the block needs x for dW alone.
-    """
-    rows, real = x.shape[0], projection.real
-    if rows == 0 or real == 0:
-        to.x_ready()
-        if to.dx is not None:
-            to.dx.zero_()
-        if to.dx_ready is not None:
-            to.dx_ready()
-        return
-    operand = Awaited(x, to.x_ready)
-    slices = Slices(projection, operand, target, statistics, coefficients, kept, to, scratch)
-    product = None if to.dx is None else HiddenProduct(to, projection.weight, slices)
-    for part in slices:
-        if product is not None:
-            product.add(part)
-        if part.stop == real:
-            if product is not None:
-                product.finish()
-            if to.dx_ready is not None:
-                to.dx_ready()
-        if to.dweight is not None:
-            add_weight_gradient(to.dweight, part, slices, product)
-        if to.dbias is not None:
-            total, overwrite = to.dbias.open(part.start, part.stop)
-            column_sum = part.gradient.sum(0, dtype=total.dtype)
-            if slices.unscale is not None:
-                column_sum *= slices.unscale
-            put(total, column_sum, overwrite)
-            slices.add_targets(total.unsqueeze(1), projection.weight.new_ones(1, 1).expand(rows, 1), part.start)
-            to.dbias.close(part.start, part.stop, total)
+    new = x.new_empty if operands.softcap is None else x.new_zeros
+    return new(x.shape[0], dtype=torch.float32)

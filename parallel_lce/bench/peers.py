@@ -1,8 +1,11 @@
-"""Who is measured, and how each is called.
+"""Who is measured.
 
-A peer is a function `loss(x [N, D], weight [V, D], target [N]) -> scalar`: the mean cross-entropy over the targets
-that are not IGNORE_INDEX. The bare matrix products are the one exception: they have no loss, and everybody's time
-is measured against theirs.
+A peer is a function `loss(x, weight, target) -> scalar`: the mean cross-entropy over the targets that are not
+IGNORE_INDEX, of this rank's hidden states x [N, D] ([N/P, D] under sequence parallelism), its vocabulary shard
+weight [V/P, D], and the targets [N] of the whole sequence.
+
+The exception is the GEMM-only baseline: the three matrix products that every loss needs, without a loss. Everybody's
+time is measured against it.
 """
 
 from collections.abc import Callable
@@ -10,73 +13,150 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 
 from . import libraries
-from .inputs import IGNORE_INDEX
-from .libraries import Unavailable, mean_of
+from .libraries import library, mean_of
+from .problem import IGNORE_INDEX
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 PASSES = (FORWARD, FORWARD_BACKWARD)  # without gradients, as in evaluation; with dX and dW, as in training
 
 ANY, SCALAR = "any", "scalar"
 CPU_AND_CUDA, CUDA = ("cpu", "cuda"), ("cuda",)
+ONE, RANKS = "one", "ranks"  # one process without a group; a process group, with or without sequence parallelism
+
+BARE, OVERLAPPED, SAVED, LEAN = "bare", "bare-overlapped", "ours-saved", "ours-lean"
+MIB = 2**20
 ALL = 1 << 40  # a logits_budget that everything fits
 
 
 @dataclass(frozen=True)
 class Peer:
-    """One row of the table. `upstream` is the gradient its loss accepts: 'any' per token, or one 'scalar'.
-
-    `build()` returns the loss function; it may import, initialise or compile. It is None for the bare products.
-    `devices` are those on which the peer takes part without being named. With `main_grad`, dW is added to an fp32
-    `weight.main_grad` that exists before the call.
-    """
+    """One row of the table."""
 
     name: str
-    upstream: str
-    devices: tuple
-    build: Callable | None
-    family: str = "other"  # 'ours', 'bare', 'torch' or 'other'
+    upstream: str  # the gradient that its loss accepts: 'any' per token, or one 'scalar'
+    devices: tuple  # those on which it is measured without being named
+    build: Callable | None  # returns the loss; takes a group and whether sequence parallel if it runs over RANKS
+    family: str = "other"  # 'ours', 'bare' (a GEMM-only baseline), 'torch' or 'other'
     label: str = ""
     passes: tuple = PASSES
-    main_grad: bool = False
+    main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
+    layouts: tuple = (ONE,)
+    needs: str = ""  # a module that `build` imports
 
     def __str__(self):
         return self.label or self.name
 
+    def loss(self, group=None, sequence_parallel=False):
+        """Its loss on this rank, None of a GEMM-only baseline. May import, initialise or compile."""
+        if self.build is None:
+            return None
+        return self.build(group, sequence_parallel) if RANKS in self.layouts else self.build()
+
+
+def ours(reduction, budget, group=None, sequence_parallel=False):
+    """With reduction 'none' the losses are averaged outside, so that forward may not accumulate gradients."""
+    from parallel_lce import linear_cross_entropy
+
+    options = {"ignore_index": IGNORE_INDEX, "reduction": reduction, "logits_budget": budget}
+    options.update(process_group=group, sequence_parallel=sequence_parallel)
+
+    def loss(x, weight, target):
+        losses = linear_cross_entropy(x, weight, target, **options)
+        return losses if reduction == "mean" else mean_of(losses, target)
+
+    return loss
+
+
+def ours_main_grad(budget, group=None, sequence_parallel=False):
+    """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
+    from parallel_lce.checks import Arguments, LossOptions
+    from parallel_lce.fused_loss import fused_loss
+    from parallel_lce.grad_buffers import MainGrad
+
+    options = {"linear_bias": None, "logit_scale": 1.0, "logit_softcap": None, "logits_budget": budget}
+    options.update(process_group=group, sequence_parallel=sequence_parallel, vocab_start=None, vocab_size=None)
+
+    def loss(x, weight, target):
+        buffer = getattr(weight, "main_grad", None)
+        main_grad = None if buffer is None else MainGrad(buffer, lambda: None)
+        arguments = Arguments(input=x, linear_weight=weight, target=target, **options)
+        of_loss = LossOptions(ignore_index=IGNORE_INDEX, outside_is_nan=False)
+        return mean_of(fused_loss(arguments, of_loss, main_grad=main_grad), target)
+
+    return loss
+
+
+OURS = {  # {kind: (upstream, function of a budget that builds the loss)}
+    "ours": (SCALAR, partial(ours, "mean")),
+    "ours-per-token": (ANY, partial(ours, "none")),
+    "ours-main-grad": (ANY, ours_main_grad),
+}
+STRATEGIES_OVER_RANKS = (  # (kind, budget, name, label)
+    ("ours-per-token", ALL, SAVED, "ours, per token, all saved"),
+    ("ours", None, "ours-default", "ours, mean, default budget"),
+    ("ours", 128 * MIB, "ours-accumulate", "ours, mean, 128 MiB"),
+    ("ours-main-grad", 64 * MIB, LEAN, "ours, fp32 main_grad, 64 MiB"),
+    ("ours-per-token", 0, "ours-recompute", "ours, per token, budget 0"),
+)
+_LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
+_LIGER_SM90 = ("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90", "liger_fused_linear_cross_entropy_sm90")
+_CCE = "cut_cross_entropy", "linear_cross_entropy"
+_QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
+_MEAN = {"ignore_index": IGNORE_INDEX, "reduction": "mean"}
+_CCE_OPTIONS = {"ignore_index": IGNORE_INDEX, "compiles": True}
+# Chunks of 8192 tokens sum the fp32 dW half as often as the default of 4096.
+_QUACK_OPTIONS = {"ignore_index": IGNORE_INDEX, "chunk_size": 8192}
+_MEGATRON = {"layouts": (ONE, RANKS), "needs": "megatron.core"}
+_OTHERS = (
+    Peer(BARE, ANY, CPU_AND_CUDA, None, "bare", layouts=(ONE, RANKS)),
+    Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "bare", layouts=(RANKS,)),
+    Peer("torch", ANY, CPU_AND_CUDA, lambda: libraries.torch_loss, "torch"),
+    Peer("torch-lce", ANY, CPU_AND_CUDA, libraries.torch_lce, "torch"),
+    Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, partial(libraries.torch_lce, chunked=True), "torch"),
+    Peer("torch-compile", ANY, CUDA, libraries.torch_compile, "torch"),
+    Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), **_MEGATRON),
+    Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), **_MEGATRON),
+    Peer("loss-parallel", ANY, CPU_AND_CUDA, libraries.loss_parallel, layouts=(RANKS,)),
+    Peer("verl", ANY, CUDA, libraries.verl, layouts=(RANKS,), needs="verl"),
+    # LIGER_KERNEL_IMPL in the environment chooses liger's backend, as everywhere in that library.
+    Peer("liger", SCALAR, CUDA, library(*_LIGER, **_MEAN)),
+    # dW summed in fp32, from chunks of eight times the tokens: more memory than the defaults, faster for V >> N.
+    Peer("liger-fp32", SCALAR, CUDA, library(*_LIGER, accum_dtype=torch.float32, chunk_mem_const=8, **_MEAN)),
+    Peer("liger-sm90", SCALAR, CUDA, library(*_LIGER_SM90, IGNORE_INDEX, "mean")),  # N % 128 and V % 256 must be 0
+    Peer("liger-scaled-sm90", ANY, CUDA, libraries.liger_scaled_sm90),
+    Peer("cce", ANY, CUDA, library(*_CCE, impl="cce", **_CCE_OPTIONS)),  # skips gradients it takes for negligible
+    Peer("cce-exact", ANY, CUDA, library(*_CCE, impl="cce_exact", **_CCE_OPTIONS)),  # does not, and sums in fp32
+    Peer("quack", SCALAR, CUDA, library(*_QUACK, **_QUACK_OPTIONS)),  # its scaled-exp pipeline where it can
+    Peer("quack-chunked", SCALAR, CUDA, library(*_QUACK, use_scaled_exp=False, **_QUACK_OPTIONS)),
+)
+
 
 def registry(strategies):
-    """All peers there are, in the order of the table. `strategies` are those of ours: (name, logits_budget in bytes
-    or None for the default). Without gradients they are one code, which the first of them measures."""
+    """All peers on one GPU, in the order of the table. `strategies` are those of ours: (kind, logits_budget in bytes
+    or None for the default)."""
+    labelled = [(kind, budget, kind, f"{kind} ({show_budget(budget)})") for kind, budget in strategies]
+    return [*_ours(labelled), *(peer for peer in _OTHERS if ONE in peer.layouts)]
+
+
+def registry_over_ranks():
+    return [*_ours(STRATEGIES_OVER_RANKS), *(peer for peer in _OTHERS if RANKS in peer.layouts)]
+
+
+def _ours(strategies):
+    """Without gradients all strategies run the same code, which the first of them measures."""
     peers = []
-    for name, budget in strategies:
-        upstream, build = _OURS[name]
+    for kind, budget, name, label in strategies:
+        upstream, build = OURS[kind]
         passes = (FORWARD_BACKWARD,) if peers else PASSES
-        label = f"{name} ({show_budget(budget)})"
-        main_grad = name == "ours-main-grad"
-        peers.append(Peer(name, upstream, CPU_AND_CUDA, partial(build, budget), "ours", label, passes, main_grad))
-    return peers + [
-        Peer("bare", ANY, CPU_AND_CUDA, None, "bare"),
-        Peer("torch", ANY, CPU_AND_CUDA, lambda: torch_loss, "torch"),
-        Peer("torch-lce", ANY, CPU_AND_CUDA, _torch_lce, "torch"),
-        Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, _torch_lce_chunked, "torch"),
-        Peer("torch-compile", ANY, CUDA, _torch_compile, "torch"),
-        Peer("megatron", ANY, CUDA, libraries.megatron),
-        Peer("megatron-fused", ANY, CUDA, libraries.megatron_fused),
-        Peer("liger", SCALAR, CUDA, libraries.liger),
-        Peer("liger-fp32", SCALAR, CUDA, libraries.liger_fp32),
-        Peer("liger-sm90", SCALAR, CUDA, libraries.liger_sm90),
-        Peer("liger-scaled-sm90", ANY, CUDA, libraries.liger_scaled_sm90),
-        Peer("cce", ANY, CUDA, partial(libraries.cce, "cce")),
-        Peer("cce-exact", ANY, CUDA, partial(libraries.cce, "cce_exact")),
-        Peer("quack", SCALAR, CUDA, libraries.quack),
-        Peer("quack-chunked", SCALAR, CUDA, libraries.quack_chunked),
-    ]
+        options = {"main_grad": kind == "ours-main-grad", "layouts": (ONE, RANKS)}
+        peers.append(Peer(name, upstream, CPU_AND_CUDA, partial(build, budget), "ours", label, passes, **options))
+    return peers
 
 
 def names():
-    return [*_OURS, *(peer.name for peer in registry([]))]
+    return [*OURS, *(peer.name for peer in registry([]))]
 
 
 def show_budget(budget):
@@ -85,98 +165,7 @@ def show_budget(budget):
         return "default budget"
     if budget >= ALL:
         return "everything saved"
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
         if budget and budget % size == 0:
             return f"budget {budget // size} {unit}"
     return f"budget {budget}"
-
-
-def ours(budget, process_group=None, sequence_parallel=False):
-    from parallel_lce import linear_cross_entropy
-
-    options = {"process_group": process_group, "sequence_parallel": sequence_parallel}
-
-    def loss(x, weight, target):
-        return linear_cross_entropy(x, weight, target, ignore_index=IGNORE_INDEX, logits_budget=budget, **options)
-
-    return loss
-
-
-def ours_per_token(budget, process_group=None, sequence_parallel=False):
-    """Per-token losses averaged outside: the call that may not accumulate gradients in the forward pass."""
-    from parallel_lce import linear_cross_entropy
-
-    options = {"ignore_index": IGNORE_INDEX, "reduction": "none", "logits_budget": budget}
-    options.update(process_group=process_group, sequence_parallel=sequence_parallel)
-
-    def loss(x, weight, target):
-        per_token = linear_cross_entropy(x, weight, target, **options)
-        return mean_of(per_token, target)
-
-    return loss
-
-
-def ours_main_grad(budget, process_group=None, sequence_parallel=False):
-    """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
-    from parallel_lce.checks import Arguments
-    from parallel_lce.differentiable import token_losses
-    from parallel_lce.losses import WeightedLoss
-    from parallel_lce.partials import Columns
-    from parallel_lce.prepare import prepare
-    from parallel_lce.weight_grad import MainGrad
-
-    def loss(x, weight, target):
-        arguments = Arguments(
-            input=x,
-            linear_weight=weight,
-            target=target,
-            linear_bias=None,
-            logit_scale=1.0,
-            logit_softcap=None,
-            process_group=process_group,
-            sequence_parallel=sequence_parallel,
-            vocab_start=None,
-            vocab_size=None,
-            logits_budget=budget,
-        )
-        buffer = getattr(weight, "main_grad", None)
-        main_grad = None if buffer is None else MainGrad(buffer, lambda: None)
-        prepared = prepare(arguments, Columns(), main_grad=main_grad)
-        per_token = WeightedLoss(prepared.call.target, ignore_index=IGNORE_INDEX, outside_is_nan=False)
-        losses = token_losses(prepared.call, *prepared.tensors, per_token, prepared.differentiable)
-        return mean_of(losses, target)
-
-    return loss
-
-
-_OURS = {"ours": (SCALAR, ours), "ours-per-token": (ANY, ours_per_token), "ours-main-grad": (ANY, ours_main_grad)}
-
-
-def torch_loss(x, weight, target, reduction="mean"):
-    """The plain path: logits in the dtype of the input, cross-entropy in float32. Also the yardstick of accuracy."""
-    return F.cross_entropy(F.linear(x, weight).float(), target, ignore_index=IGNORE_INDEX, reduction=reduction)
-
-
-def _torch_lce():
-    if not hasattr(F, "linear_cross_entropy"):
-        raise Unavailable(f"torch >= 2.13 has F.linear_cross_entropy, this is {torch.__version__}")
-
-    def loss(x, weight, target):
-        return F.linear_cross_entropy(x, weight, target, ignore_index=IGNORE_INDEX)
-
-    return loss
-
-
-def _torch_lce_chunked():
-    _torch_lce()  # raises where torch is too old
-    options = torch.nn.LinearCrossEntropyOptions()
-
-    def loss(x, weight, target):
-        return F.linear_cross_entropy(x, weight, target, ignore_index=IGNORE_INDEX, options=options)
-
-    return loss
-
-
-def _torch_compile():
-    libraries.forget_compiled()
-    return torch.compile(torch_loss, dynamic=False)

@@ -1,16 +1,8 @@
 """`python -m parallel_lce.bench.scaling RESULTS.json`: a model of the time over P ranks, fitted to what
 `launch/bench.sh` measured, with the error of the fit, and what it says of more ranks on several hosts.
 
-docs/scaling.md derives it. For N tokens, a vocabulary of V entries and hidden size D:
-
-    collective(bytes) = launch + passes * ((P - 1) * hop + bytes * (P - 1) / P / bandwidth)
-    bare              = flops / rate + fixed
-    with collectives  = flops / rate + fixed + paid_ahead * gather + paid_beside * hidden + exposed
-    ours              = the same + partials + token * N, its gather beside the projection of its own tokens
-
-where flops are 2 N V D / P of the forward pass and 6 N V D / P of forward + backward. `launch`, `hop` and `bandwidth`
-come from the collectives by themselves, the others from the times of each series: least squares of relative errors
-among numbers that are not negative.
+docs/scaling.md derives the model. Its numbers are found by least squares of relative errors among numbers that are not
+negative: `launch`, `hop` and `bandwidth` from the collectives alone, the others from the times of each series.
 """
 
 import argparse
@@ -18,25 +10,29 @@ import json
 import math
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
-FORWARD, BOTH = "forward", "forward_backward"
+from .peers import BARE, FORWARD, FORWARD_BACKWARD, OVERLAPPED, SAVED
+from .plot import plot_over_ranks
+from .tables import NONE, SHORT, new_console, new_table, say
+
+BOTH = FORWARD_BACKWARD
 PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_gather_partials": 1}  # round a ring
-SERIES = {"bare": "bare", "with collectives": "bare-overlapped", "ours": "ours-saved"}  # names of peers
-ITEMSIZES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+SERIES = {"bare": BARE, "with collectives": OVERLAPPED, "ours": SAVED}  # names of peers
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One TP size and problem; `itemsize` of hidden states in bytes."""
+    """One TP size and problem."""
 
     tp: int
     n: int
     v: int
     d: int
     sequence_parallel: bool = False
-    itemsize: int = 2
+    itemsize: int = 2  # bytes of an element of the hidden states
 
     @property
     def product(self):
@@ -49,15 +45,14 @@ class Layout:
 
 @dataclass(frozen=True)
 class Network:
-    """Rings of ranks. Over several hosts a chunk crosses as many borders as there are hosts, each in `host_hop`
-    seconds, and the rings of a host share `host_bandwidth`, that of all its network cards together."""
+    """Rings of ranks. Over several hosts a chunk crosses as many borders as there are hosts."""
 
     launch: float  # seconds per collective
     hop: float  # seconds from rank to rank
     bandwidth: float  # bytes per second that a rank sends
     host_gpus: int = sys.maxsize
-    host_hop: float = 0.0
-    host_bandwidth: float = math.inf
+    host_hop: float = 0.0  # seconds from host to host
+    host_bandwidth: float = math.inf  # bytes per second of all network cards of a host, which its rings share
 
     def seconds(self, kind, size, ranks):
         """Of a collective whose whole tensor has `size` bytes."""
@@ -72,7 +67,7 @@ class Network:
 
 @dataclass(frozen=True)
 class Times:
-    """What the time of one series is made of; it may lack any but the first."""
+    """What the time of one series is made of."""
 
     per_flop: float  # 1 / rate
     fixed: float = 0.0  # launches, and the last wave of each product
@@ -110,11 +105,10 @@ def _terms(series, kind, layout, network, per_flop):
 
 @dataclass(frozen=True)
 class Readings:
-    """What was measured: `times` are `{(series, kind): [(Layout, seconds)]}`, `collectives` [(kind, bytes of the whole
-    tensor, ranks, seconds)]."""
+    """What was measured."""
 
-    times: dict
-    collectives: list
+    times: dict  # {(series, pass): [(Layout, seconds)]}
+    collectives: list  # [(kind, bytes of the whole tensor, ranks, seconds)]
 
     def upto(self, tp):
         times = {key: [pair for pair in pairs if pair[0].tp <= tp] for key, pairs in self.times.items()}
@@ -131,12 +125,12 @@ def read(*contents):
     collectives = {}
     for cell in (cell for content in contents for cell in content["cells"]):
         sizes = (cell[name] for name in ("tp", "n", "v", "d", "sequence_parallel"))
-        layout = Layout(*sizes, ITEMSIZES[cell["dtype"]])
+        layout = Layout(*sizes, getattr(torch, cell["dtype"]).itemsize)
         for kind, found in cell["collectives"].items():  # those of a TP size and N stand in both layouts
             collectives[kind, found["bytes"], layout.tp] = found["seconds_median"]
         peers = {peer["name"]: peer for peer in cell["peers"]}
         for (series, kind), pairs in times.items():
-            # A single rank has nothing to overlap: its bare products are both.
+            # A single rank has nothing to overlap: its GEMM-only baseline is both.
             name = SERIES["bare"] if layout.tp == 1 and series == "with collectives" else SERIES[series]
             measured = peers.get(name, {}).get(kind)
             if measured:
@@ -146,10 +140,8 @@ def read(*contents):
 
 @dataclass(frozen=True)
 class Model:
-    """`times` are `{(series, kind): Times}`."""
-
     network: Network
-    times: dict
+    times: dict  # {(series, pass): Times}
 
     def seconds(self, series, kind, layout):
         return self.times[series, kind].seconds(series, kind, layout, self.network)
@@ -231,61 +223,65 @@ def held_out(readings):
     return largest, [error for error in model.errors(readings) if error[2].tp == largest]
 
 
-def report(readings, ranks, **hosts):
-    """Lines of Markdown: the fitted numbers, the fit's error, and the times on so many `ranks` of several hosts, whose
+def report(readings, ranks, hosts):
+    """Tables and lines: the fitted numbers, the fit's error, and the times on so many `ranks` of several hosts, whose
     network `hosts` describes in Network's terms."""
     model = fit(readings)
     network = model.network
-    yield "| series | pass | TFLOP/s | fixed, us | per token, ns | paid ahead | paid beside |"
-    yield "|---|---|---|---|---|---|---|"
-    for (series, kind), times in model.times.items():
-        rate = f"{1e-12 / times.per_flop:.4g}" if times.per_flop else "any"
-        numbers = [f"{1e6 * times.fixed:.3g}", f"{1e9 * times.token:.3g}"]
-        numbers += [f"{times.paid_ahead:.2f}", f"{times.paid_beside:.2f}"]
-        yield f"| {series} | {_words(kind)} | {rate} | " + " | ".join(numbers) + " |"
-    yield ""
+    yield _numbers_table(model)
     if readings.collectives:
-        yield f"A collective takes {1e6 * network.launch:.3g} us, {1e6 * network.hop:.3g} us per hop and its bytes at "
-        yield f"{network.bandwidth / 1e9:.4g} GB/s; error of that fit: {_percent(model.network_errors(readings))}."
-        yield ""
-    yield "| | pass | " + " | ".join(f"{series}, ms | model" for series in SERIES) + " |"
-    yield "|---|---|" + "---|---|" * len(SERIES)
-    errors = {(s, kind, layout): (seconds, error) for s, kind, layout, seconds, error in model.errors(readings)}
-    for layout, kind in dict.fromkeys((layout, kind) for _, kind, layout in errors):
-        cells = [errors.get((series, kind, layout)) for series in SERIES]
-        texts = [f"{1e3 * cell[0]:.4g} | {1e2 * cell[1]:+.1f} %" if cell else "– | –" for cell in cells]
-        yield f"| {layout} | {_words(kind)} | " + " | ".join(texts) + " |"
-    yield ""
+        yield (
+            f"A collective takes {1e6 * network.launch:.3g} us, {1e6 * network.hop:.3g} us per hop and its bytes at "
+            f"{network.bandwidth / 1e9:.4g} GB/s; error of that fit: {_percent(model.network_errors(readings))}."
+        )
+    yield _readings_table(model, readings)
     yield f"Error of the fit: {_of_each(model.errors(readings))}."
     out = held_out(readings)
     if out and out[1]:
         yield f"Error at TP {out[0]} of a fit to the smaller sizes: {_of_each(out[1])}."
-    yield ""
-    yield from predictions(model, readings, ranks, hosts)
+    if all(("ours", kind) in model.times for kind in (FORWARD, BOTH)):
+        yield _predictions_table(replace(model, network=replace(network, **hosts)), readings, ranks)
 
 
-def predictions(model, readings, ranks, hosts):
-    """A table row per TP size and problem, for those series that were measured."""
-    model = replace(model, network=replace(model.network, **hosts))
-    if any(("ours", kind) not in model.times for kind in (FORWARD, BOTH)):
-        return
-    yield "| ranks | N | SP | forward, ms | of bare | fwd+bwd, ms | of bare | of bare with collectives |"
-    yield "|---|---|---|---|---|---|---|---|"
+def _numbers_table(model):
+    columns = ["TFLOP/s", "fixed, us", "per token, ns", "paid ahead", "paid beside"]
+    table = new_table(None, None, ["series", "pass"], columns)
+    for (series, kind), times in model.times.items():
+        rate = f"{1e-12 / times.per_flop:.4g}" if times.per_flop else "any"
+        numbers = [f"{1e6 * times.fixed:.3g}", f"{1e9 * times.token:.3g}"]
+        numbers += [f"{times.paid_ahead:.2f}", f"{times.paid_beside:.2f}"]
+        table.add_row(series, SHORT[kind], rate, *numbers)
+    return table
+
+
+def _readings_table(model, readings):
+    """What was measured, with the model's relative error."""
+    table = new_table(None, None, ["", "pass"], [name for s in SERIES for name in (f"{s}, ms", "model")])
+    errors = {(s, kind, layout): (seconds, error) for s, kind, layout, seconds, error in model.errors(readings)}
+    for layout, kind in dict.fromkeys((layout, kind) for _, kind, layout in errors):
+        row = [str(layout), SHORT[kind]]
+        for series in SERIES:
+            found = errors.get((series, kind, layout))
+            row += [f"{1e3 * found[0]:.4g}", f"{1e2 * found[1]:+.1f} %"] if found else [NONE, NONE]
+        table.add_row(*row)
+    return table
+
+
+def _predictions_table(model, readings, ranks):
+    """A row per TP size and problem."""
+    columns = ["forward, ms", "of bare", "fwd+bwd, ms", "of bare", "of bare with collectives"]
+    table = new_table(None, None, ["P", "N", "SP"], columns)
     layouts = dict.fromkeys(layout for layout, _ in readings.times["ours", BOTH] if layout.tp > 1)
-    for tp in ranks:
-        for layout in dict.fromkeys(replace(layout, tp=tp) for layout in layouts):
-            cells = [str(tp), str(layout.n), "on" if layout.sequence_parallel else "off"]
-            for kind, others in ((FORWARD, ("bare",)), (BOTH, ("bare", "with collectives"))):
-                mine = model.seconds("ours", kind, layout)
-                cells.append(f"{1e3 * mine:.3g}")
-                for other in others:
-                    known = (other, kind) in model.times
-                    cells.append(f"{model.seconds(other, kind, layout) / mine:.3f}" if known else "–")
-            yield "| " + " | ".join(cells) + " |"
-
-
-def _words(kind):
-    return "forward" if kind == FORWARD else "fwd+bwd"
+    for layout in dict.fromkeys(replace(layout, tp=tp) for tp in ranks for layout in layouts):
+        row = [str(layout.tp), str(layout.n), "on" if layout.sequence_parallel else "off"]
+        for kind, others in ((FORWARD, ("bare",)), (BOTH, ("bare", "with collectives"))):
+            mine = model.seconds("ours", kind, layout)
+            row.append(f"{1e3 * mine:.3g}")
+            for other in others:
+                known = (other, kind) in model.times
+                row.append(f"{model.seconds(other, kind, layout) / mine:.3f}" if known else NONE)
+        table.add_row(*row)
+    return table
 
 
 def _of_each(errors):
@@ -301,19 +297,15 @@ def _percent(errors):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench.scaling", description="Time over more ranks.")
-    parser.add_argument("results", nargs="+", metavar="RESULTS.json", help="what launch/bench.sh --json wrote")
-    parser.add_argument("--ranks", nargs="+", type=int, default=[16, 32, 64], help="TP sizes to predict")
-    parser.add_argument("--host-gpus", type=int, default=8)
-    parser.add_argument(
-        "--network-gbps", type=float, default=400, help="of each GPU's network card, gigabits per second"
-    )
-    parser.add_argument("--network-latency-us", type=float, default=10, help="from host to host")
-    parser.add_argument("--plot", metavar="PATH", help="write a picture of the measured times against TP")
+    add = parser.add_argument
+    add("results", nargs="+", metavar="RESULTS.json", help="what launch/bench.sh --json wrote")
+    add("--ranks", nargs="+", type=int, default=[16, 32, 64], help="TP sizes to predict")
+    add("--host-gpus", type=int, default=8)
+    add("--network-gbps", type=float, default=400, help="of each GPU's network card, gigabits per second")
+    add("--network-latency-us", type=float, default=10, help="from host to host")
+    add("--plot", metavar="PATH", help="write a picture of the measured times against TP")
     options = parser.parse_args(arguments)
-    contents = []
-    for path in options.results:
-        with open(path, encoding="utf-8") as file:
-            contents.append(json.load(file))
+    contents = [json.loads(Path(path).read_text(encoding="utf-8")) for path in options.results]
     readings = read(*contents)
     if len(readings.sizes) < 2 or not readings.times["ours", BOTH]:
         parser.error(f"{', '.join(options.results)}: no times of ours for several TP sizes: {readings.sizes}")
@@ -321,15 +313,18 @@ def main(arguments=None):
         parser.error("--host-gpus and --network-gbps must be positive")
     bandwidth = options.host_gpus * options.network_gbps * 1e9 / 8
     hosts = {"host_gpus": options.host_gpus, "host_bandwidth": bandwidth, "host_hop": options.network_latency_us / 1e6}
-    print("\n".join(report(readings, options.ranks, **hosts)))
-    print(
-        f"\nPredicted for {options.host_gpus} GPUs a host, {options.network_gbps:g} Gb/s and "
-        f"{options.network_latency_us:g} us per hop between hosts."
+    console = new_console()
+    for part in report(readings, options.ranks, hosts):
+        say(console, part)
+    say(
+        console,
+        f"Predicted for {options.host_gpus} GPUs a host, {options.network_gbps:g} Gb/s and "
+        f"{options.network_latency_us:g} us per hop between hosts.",
     )
     if options.plot:
-        from .parallel.plot import write_plot
-
-        write_plot(options.plot, contents[0]["machine"], [cell for content in contents for cell in content["cells"]])
+        plot_over_ranks(
+            options.plot, contents[0]["machine"], [cell for content in contents for cell in content["cells"]]
+        )
 
 
 if __name__ == "__main__":

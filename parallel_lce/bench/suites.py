@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from .inputs import IGNORED, Shape
-from .peers import ALL, FORWARD, PASSES
+from .peers import ALL, FORWARD, MIB, PASSES
+from .problem import IGNORED, Shape
 
-MIB, GIB = 2**20, 2**30
+GIB = 2**30
 SAVED, RECOMPUTED = ("ours-per-token", ALL), ("ours-per-token", 0)
 LEAN, LEAN_MAIN_GRAD = ("ours-per-token", 512 * MIB), ("ours-main-grad", 512 * MIB)
 ACCUMULATED = ("ours", GIB)
@@ -13,18 +13,16 @@ ACCUMULATED = ("ours", GIB)
 
 @dataclass(frozen=True)
 class Suite:
-    """`ours` are pairs of a peer's name and its `logits_budget`; `others` the names of the other peers, None for
-    everyone who can run here. `deviations` are the standard deviations of the logits, `ignored` shares of the targets.
-    Not `timed`: accuracy alone. `neighbours`: each shape is measured beside a round one of about its size."""
+    """Every shape is measured with every deviation and share of ignored targets."""
 
     shapes: tuple
-    ours: tuple
-    others: tuple | None = None
+    ours: tuple  # pairs of a peer's name and its `logits_budget`
+    others: tuple | None = None  # names of the other peers; None for everyone who can run here
     passes: tuple = PASSES
-    deviations: tuple = (1.0,)
-    ignored: tuple = (IGNORED,)
-    timed: bool = True
-    neighbours: bool = False
+    deviations: tuple = (1.0,)  # standard deviations of the logits
+    ignored: tuple = (IGNORED,)  # shares of the targets
+    timed: bool = True  # else accuracy alone
+    neighbours: bool = False  # measure each shape beside a round one of about its size
 
     def shapes_beside(self, shapes):
         """`shapes`, each after its round neighbour where they are wanted, none twice."""

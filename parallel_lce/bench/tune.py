@@ -1,7 +1,7 @@
 """python -m parallel_lce.bench.tune: time the tiles that `kernels/tuning.py` could name for this device.
 
-Every candidate runs the three epilogues of the projection on each shape, in rounds A B C A B C, beside the bare
-product `x @ W.T` of the same round. The best rows belong into the table of `kernels/tuning.py`.
+Every candidate runs the three epilogues of the projection on each shape, in rounds A B C A B C, beside
+`x @ W.T` alone in the same round. The best rows belong into the table of `kernels/tuning.py`.
 """
 
 import argparse
@@ -13,18 +13,22 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 from ..kernels import tuning
-from ..kernels.projection import Operands, logits_gradient, window_partials
-from .measure import clock
+from ..kernels.epilogues import ForwardEpilogue
+from ..kernels.projection import Operands, logits_gradient, new_window_partials
+from ..partials import Columns
+from .options import argument
+from .problem import Shape
 from .suites import SUITES
+from .timing import clock
 
-SPECIALISED = [
-    tuning.Tile(rows, columns, 64, 8, stages, specialised=True)
-    for (rows, columns), stages in itertools.product([(128, 256), (256, 128)], [3, 4])
+SPECIALIZED = [
+    tuning.Tile(rows, entries, 64, 8, stages, warp_specialized=True)
+    for (rows, entries), stages in itertools.product([(128, 256), (256, 128)], [3, 4])
 ]
 PORTABLE = [
-    tuning.Tile(rows, columns, depth, warps, stages)
-    for rows, columns in [(128, 256), (128, 128), (64, 128)]
-    for depth in (32, 64)
+    tuning.Tile(rows, entries, k, warps, stages)
+    for rows, entries in [(128, 256), (128, 128), (64, 128)]
+    for k in (32, 64)
     for warps in (4, 8)
     for stages in (3, 4)
 ]
@@ -33,32 +37,28 @@ BLOCKS = (8, 16, 32)
 
 def epilogues(x, weight):
     """The three epilogues by name, each a function that runs it on `x [N, D]` and `weight [V, D]`."""
-    rows = x.shape[0]
-    common = torch.zeros(rows, device=x.device)
-    statistics = torch.stack([common, common + 1, common])
-    out = torch.empty(rows, -(-weight.shape[0] // 64) * 64, device=x.device, dtype=x.dtype)
+    shift = torch.zeros(x.shape[0], device=x.device)
+    statistics = torch.stack([shift, shift + 1, shift])
+    out = torch.empty(len(x), -(-weight.shape[0] // 64) * 64, device=x.device, dtype=x.dtype)
     out = out[:, : weight.shape[0]]
     operands = Operands(x, weight)
+
+    def forward(out, shift):
+        operands.launch(out, ForwardEpilogue(new_window_partials(operands, Columns()), shift))
+
     return {
-        "partials": lambda: window_partials(operands),
-        "keep": lambda: window_partials(operands, kept=out, common=common),
-        "gradient": lambda: logits_gradient(operands, statistics, common, None, None, None, out),
+        "partials": lambda: forward(None, None),
+        "save": lambda: forward(out, shift),
+        "gradient": lambda: logits_gradient(operands, statistics, shift, None, None, None, out),
     }
 
 
-def candidates(specialised):
-    if specialised:
-        return list(itertools.product(SPECIALISED, BLOCKS))
-    return list(itertools.product(PORTABLE, BLOCKS))
-
-
-def tune(shape, dtype, rounds, specialised, say=print):
-    """`{(tile, blocks, epilogue): time of the bare product / its time}`, medians over the rounds."""
-    n, v, d = shape
-    x = torch.randn(n, d, device="cuda", dtype=dtype)
-    weight = (torch.randn(v, d, device="cuda") * d**-0.5).to(dtype)
+def tune(shape, dtype, rounds, specialized, say=print):
+    """`{(tile, blocks, epilogue): time of `x @ W.T` alone / its time}`, medians over the rounds."""
+    x = torch.randn(shape.n, shape.d, device="cuda", dtype=dtype)
+    weight = (torch.randn(shape.v, shape.d, device="cuda") * shape.d**-0.5).to(dtype)
     runs = {}
-    for tile, blocks in candidates(specialised):
+    for tile, blocks in itertools.product(SPECIALIZED if specialized else PORTABLE, BLOCKS):
         for name, function in epilogues(x, weight).items():
             with tuning.forced(tile, blocks):
                 try:
@@ -79,21 +79,21 @@ def tune(shape, dtype, rounds, specialised, say=print):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench.tune", description=__doc__)
-    parser.add_argument("--shape", metavar="N,V,D", action="append", type=lambda t: tuple(map(int, t.split(","))))
+    parser.add_argument("--shape", metavar="N,V,D", action="append", type=argument(Shape.parse))
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--best", type=int, default=8, help="rows to print per epilogue")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("tiles are tuned on a CUDA device, and there is none")
-    specialised = torch.cuda.get_device_capability()[0] == 9
-    shapes = options.shape or [(s.n, s.v, s.d) for s in SUITES["bars"].shapes]
+    specialized = torch.cuda.get_device_capability()[0] == 9
+    shapes = options.shape or SUITES["bars"].shapes
     for shape in shapes:
-        speeds = tune(shape, getattr(torch, options.dtype), options.rounds, specialised)
-        for name in ("partials", "keep", "gradient"):
+        speeds = tune(shape, getattr(torch, options.dtype), options.rounds, specialized)
+        for name in ("partials", "save", "gradient"):
             rows = [(speed, tile, blocks) for (tile, blocks, of), speed in speeds.items() if of == name]
             for speed, tile, blocks in sorted(rows, key=lambda row: -row[0])[: options.best]:
-                print(f"{shape} {name:8} {speed:.3f} of the bare product: {tile}, {blocks} row blocks a launch")
+                print(f"{shape} {name:8} {speed:.3f} of the GEMM-only baseline: {tile}, {blocks} row blocks a launch")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Megatron's output layer, without the projection, and the loss of what it returns."""
+"""Megatron's output layer that returns lazy logits, and the loss of them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from parallel_lce import differentiable
-from parallel_lce.checks import Arguments
-from parallel_lce.logits import vocab_parallel_cross_entropy
-from parallel_lce.losses import WeightedLoss
+from parallel_lce.checks import Arguments, LossOptions
+from parallel_lce.fused_loss import fused_loss
+from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
-from parallel_lce.partials import Columns
-from parallel_lce.prepare import prepare
-from parallel_lce.weight_grad import MainGrad
+from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
-# Classes whose forward the loss may stand for; the second is of Megatron's development branch.
+# Classes whose forward the fused loss can replace. The second is in Megatron's development branch.
 _KNOWN = ("ColumnParallelLinear", "LinearCrossEntropyModule")
 
 
@@ -179,11 +176,10 @@ def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) 
     with torch.set_grad_enabled(grad_enabled), logits.autocast():
         fused = layer.config.gradient_accumulation_fusion and not logits.shared
         main_grad = main_grad_of(weight, fused)
-        prepared = prepare(arguments, Columns(), main_grad=main_grad)
-        loss = WeightedLoss(prepared.call.target, ignore_index=ignore_index, outside_is_nan=False)
-        losses = differentiable.token_losses(prepared.call, *prepared.tensors, loss, prepared.differentiable)
+        options = LossOptions(ignore_index=ignore_index, outside_is_nan=False)
+        losses = fused_loss(arguments, options, function="Megatron's output layer", main_grad=main_grad)
     logits.has_loss = True
-    return losses.view(target.shape)
+    return losses
 
 
 def main_grad_of(weight: Tensor, fused: bool) -> MainGrad | None:

@@ -1,0 +1,158 @@
+"""Forward and backward of a call joined for autograd, which may walk a graph more than once.
+
+A *head* says what is made of the merged partials: :class:`parallel_lce.statistics.StatisticsHead` the statistics,
+:class:`parallel_lce.losses.WeightedLoss` per-token losses. Its ``outputs`` gives the outputs and the residuals for the
+backward, its ``coefficients`` folds upstream gradients into coefficients of the gradient of the logits.
+
+In a compiled graph, and for tensors without values, the operators of :mod:`parallel_lce.ops` run instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from parallel_lce import ops
+from parallel_lce.losses import WeightedLoss
+from parallel_lce.schedule import Call, Needs, accumulate, backward, forward
+from parallel_lce.statistics import StatisticsHead
+
+_SCALED_BYTES = 16 << 20
+Operands = tuple[Tensor, Tensor, Tensor | None]
+"""``hidden [..., D]``, ``weight [V/P, D]`` and ``bias [V/P]``."""
+
+
+class _FirstOrder(torch.autograd.Function):
+    """The identity on a gradient, whose derivative is refused.
+
+    What the gradient depends on is an input, too, so a second derivative by any leaf meets the refusal.
+    """
+
+    @staticmethod
+    def forward(ctx, gradient: Tensor, *dependencies: Tensor) -> Tensor:
+        return gradient.clone()  # A view could not be changed in place, as gradients often are.
+
+    @staticmethod
+    def backward(ctx, upstream: Tensor):
+        raise RuntimeError(ops.FIRST_ORDER)
+
+
+def first_order_only(backward: Callable) -> Callable:
+    """Make ``backward(ctx, saved, *upstream)`` that of an autograd.Function, ``saved`` being its saved tensors.
+
+    With ``create_graph=True`` the gradients are recorded as functions of the saved tensors and the upstream gradients
+    whose derivative is refused. Without a record they would count as constants, and second derivatives would silently
+    be wrong.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx, *upstream):
+        saved = ctx.saved_tensors
+        with torch.no_grad():
+            gradients = backward(ctx, saved, *upstream)
+        if not torch.is_grad_enabled():
+            return gradients
+        dependencies = [t for t in (*saved, *upstream) if t is not None and t.requires_grad]
+        return tuple(g if g is None else _FirstOrder.apply(g, *dependencies) for g in gradients)
+
+    return call
+
+
+class _Fused(torch.autograd.Function):
+    """The outputs of a head."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call: Call, head: StatisticsHead | WeightedLoss):
+        # Of the statistics most have no upstream gradient.
+        ctx.set_materialize_grads(head.num_differentiable == 1)
+        partial, vocab_size, saved = forward(call, hidden, weight, bias, save=True)
+        outputs, residuals = head.outputs(call.backend, partial, vocab_size)
+        ctx.save_for_backward(hidden, weight, bias, call.target, partial, *residuals, *saved)
+        ctx.call, ctx.head, ctx.consumed = call, head, False
+        ctx.mark_non_differentiable(*[v for v in outputs[head.num_differentiable :] if v is not None])
+        return tuple(outputs)
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, saved_tensors, *upstream):
+        hidden, weight, bias, target, partial, *residuals = saved_tensors[:8]
+        folded = ctx.head.coefficients(partial, residuals, upstream)
+        # Hooks for saved tensors may have moved the target.
+        call, needs = replace(ctx.call, target=target), Needs(*ctx.needs_input_grad[:3])
+        consumed, ctx.consumed = ctx.consumed, True
+        gradients = backward(call, hidden, weight, bias, partial, tuple(saved_tensors[8:]), folded, needs, consumed)
+        return *gradients, None, None
+
+
+def fused(
+    call: Call, operands: Operands, head: StatisticsHead | WeightedLoss, differentiable: bool
+) -> tuple[Tensor | None, ...]:
+    """The outputs of a head ``[N]``. Nothing is saved unless ``differentiable``."""
+    if ops.needed(operands[1]):
+        return ops.fused(call, operands, head, differentiable)
+    if differentiable:
+        return _Fused.apply(*operands, call, head)
+    with torch.no_grad():
+        partial, vocab_size, _ = forward(call, *operands, save=False)
+        return tuple(head.outputs(call.backend, partial, vocab_size)[0])
+
+
+def token_losses(call: Call, operands: Operands, loss: WeightedLoss, differentiable: bool) -> Tensor:
+    """The loss of each token ``[N]``, differentiable by the tokens' weights, too."""
+    weights = loss.token_weight
+    if torch.is_grad_enabled() and weights is not None and weights.requires_grad:
+        losses = token_losses(call, operands, replace(loss, token_weight=None), differentiable)
+        return (losses * weights).masked_fill(loss.ignored, 0.0)
+    return fused(call, operands, loss, differentiable)[0]
+
+
+class _AccumulatedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss, divisor):
+        needs = Needs(*ctx.needs_input_grad[:3])
+        done = accumulate(call, hidden, weight, bias, loss, divisor, needs)
+        ctx.save_for_backward(hidden, weight, bias, loss.target, loss.token_weight)
+        ctx.arguments, ctx.gradients = (call, loss, divisor, needs), done.gradients
+        return done.loss
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, saved, upstream):
+        hidden, weight, bias, target, token_weight = saved
+        # The first backward scales the sums in place and hands them over: a copy would double the largest buffer of the
+        # call. A later backward through the same graph forms them again.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            call, loss, divisor, needs = ctx.arguments
+            call = replace(call, target=target)
+            token_weight = token_weight if token_weight is None else token_weight.contiguous()
+            loss = replace(loss, target=target.contiguous(), token_weight=token_weight)
+            gradients = accumulate(call, hidden, weight, bias, loss, divisor, needs).gradients
+        scaled = [
+            g if g is None else _scaled(g, upstream, tensor.dtype)
+            for g, tensor in zip(gradients, (hidden, weight, bias))
+        ]
+        return *scaled, None, None, None
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * factor`` in ``dtype``, in place where that is its own."""
+    result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    if gradient.dtype == factor.dtype:
+        return torch.mul(gradient, factor, out=result)
+    # torch would round the factor to the gradient's dtype.
+    rows = max(1, _SCALED_BYTES // max(1, gradient[:1].numel() * factor.element_size()))
+    for source, destination in zip(gradient.split(rows), result.split(rows)):
+        destination.copy_(source.to(factor.dtype) * factor)
+    return result
+
+
+def accumulated_loss(call: Call, operands: Operands, loss: WeightedLoss, divisor: Tensor | float) -> Tensor:
+    """The reduced loss, 0-dimensional, whose gradients exist when this returns."""
+    if ops.needed(operands[1]):
+        return ops.accumulated_loss(call, operands, loss, divisor)
+    return _AccumulatedLoss.apply(*operands, call, loss, divisor)

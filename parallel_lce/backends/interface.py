@@ -1,0 +1,160 @@
+"""What a backend is given for a block of tokens, and what it hands back.
+
+A backend is a module with these names; ``eager``, the torch backend, is the plain one to read:
+
+    SMALLEST_ACCUMULATED   rows of a block from which on accumulating gradients in forward is worth its time
+    REUSES_SAVED           whether what is recomputed needs no memory beside that of what was saved
+    savable(dtype, softcap)                         whether saved exponentials are enough for the backward
+    allocate_saved(projection, rows, entries)       a buffer for exponentials
+    BlockForward(projection, x, target, columns, save, buffer, out)
+        .project_local(local)   project local rows of x while the others are on their way
+        .project_rest()         project the other rows, complete ``.partial [C, R]``; returns what is saved
+    BlockBackward(projection, x, target, statistics, coefficients, saved, grads, scratch)
+        .reads_hidden_first     whether hidden_grad needs x
+        .hidden_grad()          form dX; yields how many of its first rows are complete
+        .weight_grad()          the rest of dW and dbias
+    merge_ranks(packed, columns, rows, vocab_size)  merged partial and V
+    token_losses(partial, vocab_size, target, ...)  losses, alpha, beta, gamma
+
+No backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_lce.grad_buffers import GradBuffer, accumulation_dtype
+
+
+@dataclass(frozen=True)
+class Projection:
+    """``z = softcap(scale * (x @ weight.T + bias))`` for the real rows of a vocabulary shard.
+
+    ``softcap(u) = cap * tanh(u / cap)``.
+    """
+
+    # [V/P, D]
+    weight: Tensor
+    # [V/P]
+    bias: Tensor | None
+    # global id of the first row
+    start: int
+    # first rows, which are no padding
+    real: int
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of statistics and sums."""
+        return accumulation_dtype(self.weight.dtype)
+
+
+Saved = tuple[Tensor, ...]
+"""What a block saves of its first vocabulary rows for its backward, the exponentials first; ``()`` is nothing. Only the
+backend that made it knows its shapes, and may overwrite it in backward."""
+
+
+# Exponents of e between the largest and the smallest number that is stored with full precision, less a margin.
+_STORED_RANGE = {torch.float16: 20.0}
+_DEFAULT_RANGE = 80.0
+
+
+def savable(dtype: torch.dtype, softcap: float | None) -> bool:
+    """Whether saved exponentials still tell z, which the derivative of a soft-cap needs.
+
+    They tell z to one rounding of 1, not of z. That is too little for caps below 1.
+    """
+    return softcap is None or 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """Per-token ``[R]`` coefficients of the gradient of the logits; None is zero.
+
+    dL/dz_j = p_j (alpha + delta (z_j - max)) - beta [j = target] - gamma.
+    """
+
+    alpha: Tensor
+    beta: Tensor | None
+    gamma: Tensor | None
+    delta: Tensor | None
+
+    @property
+    def each(self) -> tuple[Tensor | None, ...]:
+        return self.alpha, self.beta, self.gamma, self.delta
+
+    @property
+    def present(self) -> list[Tensor]:
+        """Those that are not zero."""
+        return [c for c in self.each if c is not None]
+
+    def replaced(self, values: list[Tensor]) -> Coefficients:
+        """``values`` in place of :attr:`present`."""
+        remaining = iter(values)
+        return Coefficients(*[None if c is None else next(remaining) for c in self.each])
+
+    def times(self, factor: Tensor) -> Coefficients:
+        """All of them times one factor, or one per token ``[R]``, in one launch."""
+        present = self.present
+        return self.replaced(torch._foreach_mul(present, [factor] * len(present)))
+
+
+@dataclass(frozen=True)
+class GradBuffers:
+    """Where a block's gradients go; None where one is not wanted."""
+
+    # [R, D], written once
+    dx: Tensor | None
+    # Added to.
+    dweight: GradBuffer | None
+    dbias: GradBuffer | None
+    # dX is reduced over the ranks as soon as it is complete, beside what is left of dW.
+    reduces_dx: bool = False
+
+
+class Scratch:
+    """Working memory of one backward, shared by its blocks: ``limit`` bytes beside what is saved."""
+
+    def __init__(self, limit: int, device: torch.device | str = "cpu") -> None:
+        self.limit = limit
+        self._device = device
+        self._memory: Tensor | None = None
+
+    def adopt(self, tensor: Tensor) -> None:
+        """Take over the memory of a tensor that nobody reads any more, if it is larger and in one piece."""
+        size = tensor.numel() * tensor.element_size()
+        held = self.limit if self._memory is None else self._memory.numel()
+        if size > held and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+            # A contiguous tensor of one element may have any stride.
+            self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
+
+    def capacity(self, dtype: torch.dtype) -> int:
+        """Elements that :meth:`take` can give."""
+        held = 0 if self._memory is None else self._memory.numel()
+        return max(self.limit, held) // dtype.itemsize
+
+    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """``[elements]`` of uninitialised memory: the same memory at each call, allocated at the first one.
+
+        More than :meth:`capacity` can be asked for, where that is less than the smallest piece of work.
+        """
+        needed = elements * dtype.itemsize
+        if self._memory is None or self._memory.numel() < needed:
+            size = max(self.limit, needed)
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._memory.narrow(0, 0, needed).view(dtype)
+
+
+def power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
+    """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
+
+    The gradients of a mean over many tokens, 1 / N each, would underflow without it. A token's NaN or infinity does not
+    affect the others.
+    """
+    largest = sum(c.abs().nan_to_num(0.0, 0.0).amax() for c in coefficients.present)
+    exponent = 10 - torch.frexp(largest * abs(scale)).exponent
+    return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))

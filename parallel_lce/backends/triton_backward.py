@@ -1,0 +1,342 @@
+"""The backward of the triton backend: the gradient of the logits in slices of the vocabulary, and its two products.
+
+A slice's gradient G ``[R, C]`` is either formed from saved exponentials, in their memory, or recomputed into scratch
+memory. With one coefficient c per token (1 where G was recomputed or rewritten),
+
+    dX = c (G @ weight)        dW = G.T @ (c x)        G with the targets' entries replaced
+
+and what the rounding of those entries would take away is added to the results in fp32
+(:mod:`parallel_lce.kernels.targets`). The formula of the gradient is that of :mod:`parallel_lce.backends.eager`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, power_of_two_scale
+from parallel_lce.kernels.dlogits import SavedExponentials, gradient_from_saved
+from parallel_lce.kernels.projection import Operands, logits_gradient
+from parallel_lce.kernels.relaunch import next_power_of_2
+from parallel_lce.kernels.targets import add_targets, finished_rows, place_targets, target_gradients
+from parallel_lce.plan import PIECE_ROWS
+
+# Leading dimensions of saved exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
+ALIGNED = 64
+# Bytes of an fp32 product that is rounded into a low-precision gradient.
+_PRODUCT_BYTES = 128 << 20
+
+
+def stride_of(entries: int) -> int:
+    """Elements from one token's saved exponentials to the next one's."""
+    return -(-entries // ALIGNED) * ALIGNED
+
+
+def operands_of(projection: Projection, x: Tensor, start: int, stop: int) -> Operands:
+    """The product of ``x`` with the shard's rows ``[start, stop)``."""
+    bias = None if projection.bias is None else projection.bias[start:stop]
+    weight = projection.weight[start:stop]
+    return Operands(x, weight, bias, projection.scale, projection.softcap)
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x`` contiguous and 16 bytes aligned. A copy of this size costs little."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+@dataclass
+class _Slice:
+    """The gradient of the logits of the shard's entries ``[start, stop)``."""
+
+    start: int
+    stop: int
+    # [R, stop - start]
+    gradient: Tensor
+    # [R] factors of the rows of gradient @ weight; None: 1
+    row_scale: Tensor | None
+    # [R] factors of the rows of x in gradient.T @ x; None: 1
+    x_scale: Tensor | None
+
+
+class _Slices:
+    """Produces the slices of a block. All use the same memory: one must be consumed before the next is formed."""
+
+    def __init__(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        statistics: Tensor,
+        coefficients: Coefficients,
+        saved: Saved,
+        scratch: Scratch,
+        rewrite: bool,
+        find_shared: bool,
+    ) -> None:
+        self._projection, self._x, self._target, self._scratch = projection, x, target, scratch
+        self._statistics = statistics.contiguous()
+        self._coefficients = [c if c is None else c.contiguous() for c in coefficients.each]
+        self._saved = SavedExponentials(*saved) if saved else None
+        # ``rewrite`` every row of saved exponentials, so that there are no row factors.
+        self._rewrite, self._find_shared = rewrite, find_shared
+        self._power: Tensor | None = None
+        # A factor of every sum over G, 0-dimensional.
+        self.unscale: Tensor | None = None
+        if projection.weight.dtype == torch.float16:
+            self._power = power_of_two_scale(coefficients, projection.scale)
+            self.unscale = 1 / self._power
+        # Of the targets: what their entries leave of their gradients, and whether no other token has the same one.
+        self._rest: Tensor | None = None
+        self._alone: Tensor | None = None
+        self.has_targets = target is not None and coefficients.beta is not None
+        if self.has_targets and saved:
+            self._find_targets()
+        self.saved_entries = min(self._saved.exponentials.shape[1], projection.real) if saved else 0
+        # Consumed first. What is recomputed then reuses it.
+        self._memory = self._saved.exponentials.view(-1) if saved else projection.weight.new_empty(0)
+        self.ranges = [(0, self.saved_entries)] if saved else []
+        self.ranges += self._recomputed_ranges()
+
+    def _recomputed_ranges(self) -> list[tuple[int, int]]:
+        """Ranges that are as even as whole windows allow, each within the scratch memory."""
+        start, real = self.saved_entries, self._projection.real
+        if start == real:
+            return []
+        width = operands_of(self._projection, self._x, start, real).tile.entries
+        rows, dtype = self._x.shape[0], self._x.dtype
+        capacity = max(self._memory.numel(), self._scratch.capacity(dtype))
+        fitting = max(width, capacity // rows // width * width)
+        number = -(-(real - start) // fitting)
+        step = -(-(real - start) // (number * width)) * width
+        return [(a, min(a + step, real)) for a in range(start, real, step)]
+
+    def form(self, start: int, stop: int) -> _Slice:
+        if stop <= self.saved_entries:
+            gradient, row_scale = self._from_saved(stop)
+        else:
+            gradient, row_scale = self._recompute(start, stop), None
+        x_scale = row_scale
+        if self.has_targets and self._rest is None:
+            # Finds the targets' gradients and places those of this slice in one launch.
+            self._find_targets((gradient, start, self._power))
+        elif self.has_targets:
+            x_scale = place_targets(gradient, start, self._target, self._rest, self._alone, row_scale, self._power)
+        return _Slice(start, stop, gradient, row_scale, x_scale)
+
+    def _from_saved(self, stop: int) -> tuple[Tensor, Tensor | None]:
+        saved, projection = self._saved, self._projection
+        alpha, _, gamma, _ = self._coefficients
+        saved = saved._replace(exponentials=saved.exponentials[:, :stop])
+        # The window of the forward's tile. After saved-tensor hooks the operands may be aligned anew and have another.
+        window = next_power_of_2(-(-projection.real // saved.maxima.shape[0]))
+        row_scale = gradient_from_saved(
+            saved,
+            window,
+            self._statistics,
+            alpha,
+            gamma,
+            self._rest,
+            self._power,
+            projection.scale,
+            projection.softcap,
+            self._rewrite,
+        )
+        return saved.exponentials, row_scale
+
+    def _recompute(self, start: int, stop: int) -> Tensor:
+        alpha, _, gamma, delta = self._coefficients
+        shape = self._x.shape[0], stride_of(stop - start)
+        elements = shape[0] * shape[1]
+        memory = self._memory[:elements]
+        if memory.numel() < elements:
+            memory = self._scratch.take(elements, self._x.dtype)
+        gradient = memory.view(shape)[:, : stop - start]
+        operands = operands_of(self._projection, self._x, start, stop)
+        logits_gradient(operands, self._statistics, alpha, gamma, delta, self._power, gradient)
+        return gradient
+
+    def _find_targets(self, placed: tuple | None = None) -> None:
+        projection = self._projection
+        self._rest, self._alone = target_gradients(
+            self._target,
+            projection.real,
+            self._statistics,
+            *self._coefficients,
+            projection.scale,
+            projection.softcap,
+            self._find_shared,
+            placed,
+        )
+
+    def finish_rows(self, source: Tensor, row_scale: Tensor | None, rows: slice, dx: Tensor) -> None:
+        """Write ``dx`` of some rows, from their sum over all slices but for ``row_scale``."""
+        targets = None
+        if self.has_targets:
+            weight = self._projection.weight[: self._projection.real]
+            targets = self._target[rows], self._rest[rows], weight
+        factor = self.unscale if row_scale is None else row_scale[rows]
+        finished_rows(source, factor, targets, dx)
+
+    def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
+        """Add what the targets' gradients contribute to the shard's rows from ``start`` on."""
+        if self.has_targets:
+            add_targets(total, start, self._target, self._rest, self._alone, x)
+
+
+class BlockBackward:
+    """Gradients of a block of ``x [R, D]``. ``statistics [>= 3, R]``: the merged partial.
+
+    The saved exponentials are overwritten, and what is recomputed reuses their memory. dX is complete before the last
+    slice's dW product starts. Beside what is saved and ``scratch``, memory is needed for fp32 products of at most
+    128 MiB, or of dX's size where several slices add to it, and for a copy of x.
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        statistics: Tensor,
+        coefficients: Coefficients,
+        saved: Saved,
+        grads: GradBuffers,
+        scratch: Scratch,
+    ) -> None:
+        self._projection, self._grads = projection, grads
+        self._slices: _Slices | None = None
+        # The last slice, whose dW is still to come.
+        self._last: _Slice | None = None
+        self._dx_written = False
+        self.reads_hidden_first = False
+        if x.shape[0] == 0 or projection.real == 0:
+            return
+        self._x = dense(x)
+        self._slices = _Slices(
+            projection,
+            self._x,
+            target,
+            statistics,
+            coefficients,
+            saved,
+            scratch,
+            # The bias's gradient is a sum over rows of G, which must have no factors.
+            rewrite=grads.dbias is not None,
+            find_shared=grads.dweight is not None or grads.dbias is not None,
+        )
+        self.reads_hidden_first = self._slices.saved_entries < projection.real
+
+    def hidden_grad(self) -> Iterator[int]:
+        """Form dX, and dW of all slices but the last; yields how many of dX's first rows are complete."""
+        dx, slices = self._grads.dx, self._slices
+        if slices is None:
+            if dx is not None:
+                yield len(dx.zero_())
+            return
+        total: Tensor | None = None
+        for start, stop in slices.ranges:
+            part = slices.form(start, stop)
+            if dx is None:
+                pass
+            elif len(slices.ranges) == 1:
+                yield from self._form_hidden(part, dx)
+            else:
+                total = self._add_hidden(part, dx, total)
+            if stop < self._projection.real:
+                self._add_weight(part)
+            else:
+                self._last = part
+        if total is not None:
+            if total is not dx or slices.has_targets or slices.unscale is not None:
+                slices.finish_rows(total, None, slice(None), dx)
+            yield len(dx)
+        self._dx_written = True
+
+    def weight_grad(self) -> None:
+        """dW and dbias of the last slice."""
+        if self._last is not None:
+            self._add_weight(self._last)
+            self._last = None
+
+    def _form_hidden(self, part: _Slice, dx: Tensor) -> Iterator[int]:
+        """dX by one product, finished in fp32 before it is rounded, in pieces of rows."""
+        slices, weight = self._slices, self._weight_of(part)
+        self._dx_written = True
+        if part.row_scale is None and slices.unscale is None and not slices.has_targets:
+            accumulate_nt(dx, part.gradient, weight, overwrite=True)
+            yield len(dx)
+            return
+        rows = _PRODUCT_BYTES // (4 * dx.shape[1]) // PIECE_ROWS * PIECE_ROWS or PIECE_ROWS
+        for first in range(0, len(dx), rows):
+            some = slice(first, min(first + rows, len(dx)))
+            piece = matmul_nt(part.gradient[some], weight)
+            slices.finish_rows(piece, part.row_scale, some, dx[some])
+            del piece  # before the next one is allocated
+            yield some.stop
+
+    def _add_hidden(self, part: _Slice, dx: Tensor, total: Tensor | None) -> Tensor:
+        """The fp32 sum of dX over the slices so far; the first one starts it, in dX's memory if that is fp32."""
+        weight = self._weight_of(part)
+        if total is not None:
+            accumulate_nt(total, part.gradient, weight, overwrite=False)
+            return total
+        if dx.dtype == self._projection.dtype:
+            accumulate_nt(dx, part.gradient, weight, overwrite=True)
+            total, self._dx_written = dx, True
+        else:
+            total = matmul_nt(part.gradient, weight)
+        if part.row_scale is not None:
+            finished_rows(total, part.row_scale, None, total)
+        return total
+
+    def _weight_of(self, part: _Slice) -> Tensor:
+        return self._projection.weight[part.start : part.stop].t()
+
+    def _add_weight(self, part: _Slice) -> None:
+        """``dW[start:stop] += G.T @ (c x)``, and its row sums to dbias."""
+        grads, slices = self._grads, self._slices
+        if grads.dweight is not None:
+            self._add_dweight(part)
+        if grads.dbias is not None:
+            total, empty = grads.dbias.open(part.start, part.stop)
+            column_sum = part.gradient.sum(0, dtype=total.dtype)
+            if slices.unscale is not None:
+                column_sum *= slices.unscale
+            put(total, column_sum, empty)
+            ones = self._projection.weight.new_ones(1, 1).expand(self._x.shape[0], 1)
+            slices.add_targets(total.unsqueeze(1), ones, part.start)
+            grads.dbias.close(part.start, part.stop, total)
+
+    def _add_dweight(self, part: _Slice) -> None:
+        """In one product where it needs no fp32 buffer, else in products of ``_PRODUCT_BYTES``."""
+        dweight, slices, x = self._grads.dweight, self._slices, self._scaled_hidden(part)
+        step = part.stop - part.start
+        if slices.unscale is not None or dweight.buffered:
+            step = max(256, _PRODUCT_BYTES // (4 * x.shape[1]) // 256 * 256)
+        for start in range(part.start, part.stop, step):
+            stop = min(start + step, part.stop)
+            gradient = part.gradient[:, start - part.start : stop - part.start].t()
+            total, empty = dweight.open(start, stop, whole=True)
+            if slices.unscale is None:
+                accumulate_nt(total, gradient, x.t(), overwrite=empty)
+                slices.add_targets(total, self._x, start)
+            else:
+                piece = matmul_nt(gradient, x.t()).mul_(slices.unscale)
+                slices.add_targets(piece, self._x, start)
+                put(total, piece, empty)
+                del piece  # before the next one is allocated
+            dweight.close(start, stop, total)
+            del total
+
+    def _scaled_hidden(self, part: _Slice) -> Tensor:
+        """``c x [R, D]``, in dX's memory while that is not written."""
+        if part.x_scale is None:
+            return self._x
+        dx = self._grads.dx
+        idle = dx is not None and not self._dx_written and dx.dtype == self._x.dtype and dx.is_contiguous()
+        memory = dx if idle else torch.empty_like(self._x)
+        return finished_rows(self._x, part.x_scale, None, memory)

@@ -1,0 +1,85 @@
+"""The calls of a peer that are measured: forward without gradients, and forward + backward."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from .peers import FORWARD, FORWARD_BACKWARD, OVERLAPPED, PASSES
+from .team import all_gather, reduce_scatter
+
+
+def calls_of(peer, problem, loss=None, passes=PASSES):
+    """`{pass: function()}` of a peer and its loss. Forward + backward returns the loss, dX and dW; of a GEMM-only
+    baseline the gradients alone."""
+    if peer.family == "bare":
+        calls = _baseline_calls(problem, peer.name == OVERLAPPED)
+    else:
+        calls = _loss_calls(loss, problem, peer.main_grad)
+    return {kind: calls[kind] for kind in passes if kind in peer.passes}
+
+
+def _loss_calls(loss, problem, main_grad):
+    """The gradients go where training has them: to `.grad` of leaf tensors, or to one `main_grad` for all calls. Each
+    call makes new leaves on the same storage, so that nothing else is accumulated from call to call."""
+    x, weight, target = problem.x, problem.weight, problem.target
+    buffer = torch.zeros_like(weight, dtype=torch.float32) if main_grad else None
+    around = getattr(loss, "around", nullcontext)
+
+    def forward():
+        with around(), torch.no_grad():
+            return loss(x, weight, target)
+
+    def forward_backward():
+        leaf_x, leaf_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
+        if buffer is not None:
+            leaf_weight.main_grad = buffer
+        with around():
+            value = loss(leaf_x, leaf_weight, target)
+            value.backward()
+        return value.detach(), leaf_x.grad, leaf_weight.grad if buffer is None else buffer
+
+    return {FORWARD: forward, FORWARD_BACKWARD: forward_backward}
+
+
+def _baseline_calls(problem, collectives):
+    """The matrix products that every loss needs, 6 N V D / P flops, with logits z standing in for their gradient.
+
+    With `collectives`, each of stock's runs beside a product that does not need it. dX is all-reduced beside z.T @ x.
+    Under sequence parallelism hidden states are gathered before x @ W.T, gathered again beside z @ W as Megatron does,
+    which saves nothing of size N * D, and dX is reduce-scattered beside z.T @ x.
+    """
+    weight, group = problem.weight, problem.team.group
+    gathers = collectives and problem.sequence_parallel
+    x = problem.x if gathers else problem.hidden
+
+    def gather():
+        whole = x.new_empty(problem.hidden.shape)
+        return whole, all_gather(whole, x, group=group, async_op=True)
+
+    def hidden():
+        if not gathers:
+            return x
+        whole, work = gather()
+        work.wait()
+        return whole
+
+    def forward():
+        hidden() @ weight.T  # not returned: other losses need no logits
+
+    def forward_backward():
+        z = hidden() @ weight.T
+        whole, work = gather() if gathers else (x, None)
+        grad_x = z @ weight
+        if gathers:
+            work.wait()
+            summed, grad_x = grad_x, torch.empty_like(x)
+            work = reduce_scatter(grad_x, summed, group=group, async_op=True)
+        elif collectives:
+            work = dist.all_reduce(grad_x, group=group, async_op=True)
+        grad_weight = z.T @ whole
+        if collectives:
+            work.wait()
+        return grad_x, grad_weight
+
+    return {FORWARD: forward, FORWARD_BACKWARD: forward_backward}

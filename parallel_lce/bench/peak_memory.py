@@ -1,0 +1,89 @@
+"""Peak memory of one call, in bytes that tensors really occupy.
+
+On CUDA the caching allocator counts. On CPU the profiler records every allocation and release of torch's allocator, and
+the records are replayed. It sees what a `TorchDispatchMode` cannot: temporaries inside an operator, `out=` buffers, and
+what the C++ backward of an operator allocates. Checked by hand: the backward of `F.cross_entropy(F.linear(x, W), y)`
+holds the log-probabilities, their gradient and the gradient of the logits, and exactly `3 * N * V * 4` bytes are
+reported. It also agrees with the growth of the process's resident memory, to within 0.3 MiB of 70 to 770.
+
+Not seen: memory that a library takes for itself, such as the packing buffers of a CPU matrix product or the workspace
+of a communication library. On CUDA a matrix library takes its workspace from torch's allocator at its first use, so
+call the function once before it is measured.
+"""
+
+import gc
+import json
+import os
+import tempfile
+
+import torch
+
+
+def peak_memory(fn, device):
+    """Runs `fn()` once and returns `(peak, alive)`, both in bytes above what was allocated before the call.
+
+    `peak` is the highest level during the call. `alive` is what was allocated in the call and still exists after it,
+    the value that `fn` returned included. With `fn` returning gradients, `peak - alive` is what the computation needed
+    beyond its results. If the call frees tensors from before it, both numbers are lower on CUDA; on CPU such tensors
+    are not known.
+    """
+    kind = torch.device(device).type
+    gc.collect()
+    if kind == "cuda":
+        return _peak_cuda(fn, device)
+    if kind == "cpu":
+        return _peak_cpu(fn)
+    raise ValueError(f"peak_memory measures cpu and cuda, got device {device!r}")
+
+
+def _peak_cuda(fn, device):
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = fn()  # held until the last line: what it returns counts as alive
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    alive = torch.cuda.memory_allocated(device) - before
+    del result
+    return peak, alive
+
+
+def _peak_cpu(fn):
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr at each start
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = fn()
+    peak, alive = replay(_cpu_records(profile))
+    del result
+    return peak, alive
+
+
+def _cpu_records(profile):
+    """[(address, bytes)] in order of time; bytes are negative where the address was released.
+
+    Read from the exported trace, the only public form in which each record keeps its address.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "trace.json")
+        profile.export_chrome_trace(path)
+        with open(path, encoding="utf-8") as file:
+            events = json.load(file)["traceEvents"]
+    events = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]  # 0 is CPU
+    events.sort(key=lambda e: e["ts"])
+    return [(e["args"]["Addr"], e["args"]["Bytes"]) for e in events]
+
+
+def replay(records):
+    """`(peak, alive)` in bytes of a list of `(address, bytes)`, releases negative.
+
+    A release of an address that these records did not allocate is ignored: it belongs to a tensor from before.
+    """
+    live = {}
+    level = peak = 0
+    for address, size in records:
+        if size > 0:
+            level += size - live.get(address, 0)
+            live[address] = size
+            peak = max(peak, level)
+        else:
+            level -= live.pop(address, 0)
+    return peak, level

@@ -1,0 +1,84 @@
+"""What is measured: a shape, and the random tensors that each rank has."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .team import Team
+
+IGNORE_INDEX = -100
+IGNORED = 0.05  # share of the targets that are IGNORE_INDEX
+
+
+@dataclass(frozen=True)
+class Shape:
+    """N tokens, a vocabulary of V entries, hidden size D."""
+
+    n: int
+    v: int
+    d: int
+
+    def __str__(self):
+        return f"N={self.n}, V={self.v}, D={self.d}"
+
+    @classmethod
+    def parse(cls, text):
+        """'N,V,D' as on the command line."""
+        try:
+            numbers = [int(part) for part in text.split(",")]
+        except ValueError:
+            numbers = []
+        if len(numbers) != 3 or min(numbers) < 1:
+            raise ValueError(f"a shape is three positive numbers N,V,D, got {text!r}")
+        return cls(*numbers)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors of one rank of a team of P ranks."""
+
+    shape: Shape
+    team: Team
+    hidden: torch.Tensor  # [N, D], hidden states of the whole sequence, the same on all ranks
+    weight: torch.Tensor  # [V/P, D], this rank's vocabulary shard
+    target: torch.Tensor  # [N] int64, the same on all ranks
+    sequence_parallel: bool = False
+
+    def __str__(self):
+        if self.team.ranks == 1:
+            return str(self.shape)
+        return f"TP {self.team.ranks}, N={self.shape.n}" + (", SP" if self.sequence_parallel else "")
+
+    def own(self, whole):
+        """This rank's tokens of `whole [N, ...]`: all of them without sequence parallelism."""
+        return whole.chunk(self.team.ranks)[self.team.rank] if self.sequence_parallel else whole
+
+    @property
+    def x(self):
+        """The hidden states that a call is given: [N, D], or [N/P, D] under sequence parallelism."""
+        return self.own(self.hidden)
+
+    @property
+    def vocab_start(self):
+        """The vocabulary entry of the shard's first row."""
+        return self.team.rank * len(self.weight)
+
+    @property
+    def counted(self):
+        """[N] bool: the targets that are not ignored."""
+        return self.target != IGNORE_INDEX
+
+
+def make_problem(shape, dtype, team, seed, deviation=1.0, ignored=IGNORED):
+    """Random tensors. x ~ N(0, 1) and W ~ N(0, deviation^2 / D), so that logits are ~ N(0, deviation^2) for any D; of
+    10^9 logits the largest is about 6 times the deviation. Targets are uniform, a share of them `ignored`."""
+    shared = torch.Generator(team.device).manual_seed(seed)
+    own = shared if team.ranks == 1 else torch.Generator(team.device).manual_seed(seed + 1 + team.rank)
+    options = {"generator": shared, "device": team.device}
+    hidden = torch.randn(shape.n, shape.d, dtype=dtype, **options)
+    weight = torch.randn(shape.v // team.ranks, shape.d, dtype=dtype, device=team.device, generator=own)
+    weight.mul_(deviation * shape.d**-0.5)
+    target = torch.randint(shape.v, (shape.n,), **options)
+    target[torch.rand(shape.n, **options) < ignored] = IGNORE_INDEX
+    target[0] = 0  # the mean needs at least one target that counts
+    return Problem(shape, team, hidden, weight, target)

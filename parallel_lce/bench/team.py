@@ -1,0 +1,138 @@
+"""The ranks that are measured together. One GPU is a team of one rank.
+
+Measured calls use `group` (NCCL on GPUs). What the benchmark itself exchanges goes over `host`, a gloo group of the
+same ranks. It therefore takes no part in a timed call and does not wait for a device.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+IDLE_TIMEOUT = timedelta(hours=2)  # ranks outside the team wait until it has been measured
+
+
+class Refused(Exception):
+    """A peer that is not timed. The message says why; `errors` holds the errors found until then."""
+
+    def __init__(self, message, errors=None):
+        super().__init__(message)
+        self.errors = errors or {}
+
+
+class Broken(RuntimeError):
+    """After this call the device answers nothing any more."""
+
+
+def describe(error):
+    """'ValueError: first line of its message'."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
+
+
+def join(device_type):
+    """Joins the ranks that torchrun started, over gloo. Returns this process's device."""
+    device = torch.device("cpu")
+    if device_type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", timeout=IDLE_TIMEOUT)
+    return device
+
+
+@dataclass(frozen=True)
+class Team:
+    """Ranks 0 to `ranks` - 1 of the run; this process is one of them. Without groups it is one process alone."""
+
+    device: torch.device
+    rank: int = 0
+    ranks: int = 1
+    group: dist.ProcessGroup | None = None
+    host: dist.ProcessGroup | None = None
+
+    @classmethod
+    def of(cls, ranks, device, timeout):
+        """The first `ranks` ranks, or None on the others. Every rank of the run has to call this. A collective that
+        takes longer than `timeout` seconds ends the run."""
+        members, backend = list(range(ranks)), "nccl" if device.type == "cuda" else "gloo"
+        host = dist.new_group(members, backend="gloo", timeout=IDLE_TIMEOUT)
+        group = dist.new_group(members, backend=backend, timeout=timedelta(seconds=timeout))
+        if dist.get_rank() >= ranks:
+            return None
+        team = cls(device, dist.get_rank(), ranks, group, host)
+        team.agree(team._connect)
+        return team
+
+    def _connect(self):
+        """NCCL sets up its connections at the first collective of each kind."""
+        mine, gathered = (torch.zeros(n, device=self.device) for n in (1, self.ranks))
+        dist.all_reduce(mine, group=self.group)
+        all_gather(gathered, mine, group=self.group)
+        reduce_scatter(mine, gathered, group=self.group)
+        synchronize(self.device)
+
+    @property
+    def alone(self):
+        """One process that torchrun did not start."""
+        return self.group is None
+
+    def reduce(self, tensor, op=dist.ReduceOp.SUM):
+        """Reduces the tensor over the ranks in place and returns it."""
+        if self.ranks > 1:
+            dist.all_reduce(tensor, op, group=self.group)
+        return tensor
+
+    def barrier(self):
+        """Waits for the other ranks' processes, not for their devices."""
+        if self.ranks > 1:
+            dist.barrier(group=self.host)
+
+    def gather(self, value):
+        """`[value of each rank]`."""
+        values = [value]
+        if self.ranks > 1:
+            values = [None] * self.ranks
+            dist.all_gather_object(values, value, group=self.host)
+        return values
+
+    def agree(self, function):
+        """This rank's `function()`. If it raises on any rank, all ranks raise: Refused with the reason, or Broken if a
+        device answers nothing any more. A rank that waits in a collective for one that raised gets here only after
+        the timeout."""
+        value, reason, broken = None, "", ""
+        try:
+            value = function()
+        except Exception as error:
+            reason = str(error) if isinstance(error, Refused) else f"failed: {describe(error)}"
+            try:
+                synchronize(self.device)
+            except RuntimeError as fatal:
+                broken = describe(fatal)
+        outcomes = self.gather((reason, broken))
+        failed = [rank for rank, (text, _) in enumerate(outcomes) if text]
+        if not failed:
+            return value
+        reason = outcomes[failed[0]][0]
+        if len(failed) < self.ranks:
+            reason += f" (on rank {', '.join(map(str, failed))} of {self.ranks})"
+        fatal = next((text for _, text in outcomes if text), "")
+        if fatal:
+            raise Broken(f"{reason}, and the device answers nothing any more ({fatal})")
+        raise Refused(reason)
+
+    def worst(self, errors):
+        """`{name: largest error of all ranks}`. NaN is larger than any number."""
+        found = self.gather(errors)
+        return {name: max((e[name] for e in found), key=lambda e: (math.isnan(e), e)) for name in errors}
+
+
+def synchronize(device):
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,229 @@
+"""Tensor- and sequence-parallel layouts, and their collectives: what runs on what, and when it is waited for.
+
+Every function takes numbers that all ranks share, so every rank issues the same collectives in the same order. All
+collectives are asynchronous. On NCCL a wait orders streams and never stops the host.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_lce.grad_buffers import accumulation_dtype
+from parallel_lce.partials import Columns, bounds_of, packed_size
+from parallel_lce.plan import PIECE_ROWS, Block
+
+# torch 2.13 renamed these two.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+REDUCED_BYTES = 64 << 20
+"""Bytes of dX per all-reduce where no dW product follows: the first ones then overlap the rest of dX's own product.
+Where a dW product follows, which takes longer, a single all-reduce costs less."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one call is spread over a group. A group of one rank, or none, needs no collective."""
+
+    group: dist.ProcessGroup | None = None
+    # Vocabulary shards.
+    ranks: int = 1
+    rank: int = 0
+    # Equal parts of the tokens: ``ranks`` under sequence parallelism, else 1.
+    sp_size: int = 1
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, sequence_parallel: bool) -> Layout:
+        if group is None:
+            return cls()
+        ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+        if rank < 0:
+            raise ValueError(
+                f"process_group: this process (global rank {dist.get_rank()}) is not one of its "
+                f"{dist.get_process_group_ranks(group)} members"
+            )
+        return cls(group, ranks, rank, ranks if sequence_parallel else 1) if ranks > 1 else cls()
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.sp_size > 1
+
+    def take(self, tokens: Tensor | None, block: Block) -> Tensor | None:
+        """The block's tokens of ``[..., N]``, those of all parts: ``[..., R]``, contiguous in R. None of None."""
+        if tokens is None:
+            return None
+        if self.sp_size == 1:
+            return tokens[..., block.start : block.stop]
+        # Flattening one row of each part would give a view with gaps, which kernels do not expect.
+        return self._rows(tokens, block).flatten(-2).contiguous()
+
+    def put(self, tokens: Tensor, block: Block, values: Tensor) -> None:
+        """Write ``values [..., R]`` where :meth:`take` would read them."""
+        rows = self._rows(tokens, block)
+        rows.copy_(values.unflatten(-1, rows.shape[-2:]))
+
+    def _rows(self, tokens: Tensor, block: Block) -> Tensor:
+        return tokens.unflatten(-1, (self.sp_size, -1))[..., block.start : block.stop]
+
+
+class IncomingHidden:
+    """A block's hidden states ``[R, D]``, of which other ranks' rows may still be on their way.
+
+    The rows :attr:`local` are there at once, all rows after :meth:`wait`.
+    """
+
+    def __init__(self, tensor: Tensor, work: dist.Work | None = None, local: range | None = None) -> None:
+        self.tensor = tensor
+        self.local = range(tensor.shape[0]) if local is None else local
+        self._work = work
+
+    @property
+    def arrived(self) -> bool:
+        return self._work is None
+
+    def wait(self) -> Tensor:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        return self.tensor
+
+
+def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidden:
+    """Start gathering the hidden states ``[R, D]`` of a block from this rank's part ``[N/sp_size, D]``.
+
+    Under sequence parallelism one all-gather of (stop - start) * D elements per rank, in place. Else a view.
+    """
+    chunk = hidden[block.start : block.stop]
+    if layout.sp_size == 1:
+        return IncomingHidden(chunk)
+    rows = chunk.shape[0]
+    gathered = chunk.new_empty(layout.ranks * rows, chunk.shape[1])
+    start = layout.rank * rows
+    own = gathered[start : start + rows].copy_(chunk)
+    work = _all_gather(gathered, own, group=layout.group, async_op=True)
+    return IncomingHidden(gathered, work, range(start, start + rows))
+
+
+class HiddenReduction:
+    """dX of this rank's part ``[N/sp_size, D]``, summed over the ranks block by block.
+
+    Per block, in order, one all-reduce of R * D elements of ``reduce_dtype`` or, under sequence parallelism, one
+    reduce-scatter of the same size. A block's is started when its dX is done, and waited for when the next block's is
+    started, so at most two blocks' dX are alive. ``alone``: no dW product follows; then one all-reduce per
+    :data:`REDUCED_BYTES`, each started when its rows are done.
+    """
+
+    def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None, alone: bool) -> None:
+        self._total, self._layout, self._alone = hidden.new_empty(hidden.shape), layout, alone
+        self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
+        # Of each block: what was started, its rows, their sum, and where the sum goes.
+        self._started: deque[list[tuple[dist.Work, Tensor, Tensor, Tensor]]] = deque()
+
+    def destination(self, block: Block) -> Tensor:
+        """Where to write the block's local dX ``[R, D]``."""
+        part, sp_size = self._total[block.start : block.stop], self._layout.sp_size
+        self._started.append([])
+        if sp_size == 1 and self._dtype == part.dtype:
+            return part
+        return part.new_empty(sp_size * part.shape[0], part.shape[1], dtype=self._dtype)
+
+    def start(self, block: Block, local: Tensor, rows_done: int) -> None:
+        """Start the sums of the rows of ``local`` before ``rows_done`` that are not started yet.
+
+        ``local`` came from :meth:`destination`, and this is its last block.
+        """
+        layout = self._layout
+        if layout.ranks == 1:
+            return
+        part, started, complete = self._total[block.start : block.stop], self._started[-1], rows_done == len(local)
+        if layout.sequence_parallel:
+            if complete:  # A reduce-scatter has rows of every rank.
+                summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
+                work = _reduce_scatter(summed, local, group=layout.group, async_op=True)
+                started.append((work, local, summed, part))
+        else:
+            size = max(1, local.shape[0])
+            if self._alone:
+                size = max(1, REDUCED_BYTES // max(1, local[:1].numel() * local.element_size()))
+                size = size // PIECE_ROWS * PIECE_ROWS or size
+            for first in range(sum(len(piece) for _, piece, *_ in started), len(local), size):
+                last = min(first + size, len(local))
+                if last > rows_done:
+                    break
+                piece = local[first:last]
+                work = dist.all_reduce(piece, group=layout.group, async_op=True)
+                started.append((work, piece, piece, part[first:last]))
+        if complete:
+            while len(self._started) > 1:
+                self._finish_block()
+
+    def _finish_block(self) -> None:
+        for work, _, summed, part in self._started.popleft():
+            work.wait()
+            if summed.dtype != part.dtype:
+                part.copy_(summed)
+
+    def wait(self) -> Tensor:
+        """dX of all blocks, summed over the ranks."""
+        while self._started:
+            self._finish_block()
+        return self._total
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Vocabulary rows ``[start, start + rows)`` of this rank."""
+
+    start: int
+    rows: int
+    # V; None: all ranks' rows
+    vocab_size: int | None
+
+    @property
+    def real(self) -> int:
+        """The first rows, which are no padding."""
+        if self.vocab_size is None:
+            return self.rows
+        return min(max(self.vocab_size - self.start, 0), self.rows)
+
+
+class PartialsGather:
+    """Merging partials ``[C, R]`` over the ranks.
+
+    This rank's partials are written to :attr:`local`; :meth:`start` sends them, :meth:`finish` merges all. One
+    all-gather of ``partials.packed_size`` elements per rank (fp32, or fp64 for fp64 input), in place; none for a
+    single rank. The merge runs in rank order, so all ranks hold the same bits.
+    """
+
+    def __init__(self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout) -> None:
+        self._rows, self._shard, self._columns, self._layout = rows, shard, columns, layout
+        self._work: dist.Work | None = None
+        dtype = accumulation_dtype(like.dtype)
+        if layout.ranks == 1:
+            self.local = like.new_empty(columns.count, rows, dtype=dtype)
+            return
+        self._packed = like.new_empty(layout.ranks, packed_size(columns, rows), dtype=dtype)
+        self._own = self._packed[layout.rank]
+        self.local = self._own[: columns.count * rows].view(columns.count, rows)
+
+    def start(self) -> None:
+        if self._layout.ranks == 1:
+            return
+        start, rows = bounds_of(self._own, self._columns, self._rows).unbind()
+        start.fill_(self._shard.start)
+        rows.fill_(self._shard.rows)
+        self._work = _all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
+
+    def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor]:
+        """The merged partial and V, 0-dimensional int64, by a backend's ``merge_ranks``."""
+        if self._layout.ranks == 1:
+            return self.local, self.local.new_full((), self._shard.real, dtype=torch.int64)
+        self._work.wait()
+        return merge_ranks(self._packed, self._columns, self._rows, self._shard.vocab_size)

@@ -1,0 +1,50 @@
+"""The one entry of every fused loss: ``linear_cross_entropy``, Megatron's output layer and the benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from parallel_lce.autograd import accumulated_loss, token_losses
+from parallel_lce.checks import Arguments, LossOptions
+from parallel_lce.grad_buffers import MainGrad, accumulation_dtype
+from parallel_lce.losses import WeightedLoss
+from parallel_lce.partials import Columns
+from parallel_lce.prepare import prepare
+
+
+def fused_loss(
+    arguments: Arguments,
+    options: LossOptions,
+    *,
+    function: str = "linear_cross_entropy",
+    refuse: Callable[[], None] | None = None,
+    main_grad: MainGrad | None = None,
+) -> Tensor:
+    """The loss of ``arguments`` and ``options``: of the tokens' shape, or 0-dimensional.
+
+    ``function``: what the user called, the same on all ranks. ``refuse`` raises for what else the user gave.
+    ``main_grad``: dW is added to it, and no gradient is formed in forward.
+    """
+    smoothing, reduction = options.label_smoothing, options.reduction
+    prepared = prepare(
+        arguments,
+        Columns(shifted=isinstance(smoothing, (int, float)) and smoothing > 0),
+        refuse=refuse,
+        options=options,
+        accumulable=reduction != "none" and main_grad is None,
+        ignore_index=options.ignore_index if options.outside_is_nan else None,
+        agreed={"function": function, "reduction": reduction, "label_smoothing": smoothing, "z_loss": options.z_loss},
+        main_grad=main_grad,
+    )
+    call, operands = prepared.call, prepared.operands
+    weights, dtype = arguments.token_weight, accumulation_dtype(operands[0].dtype)
+    if weights is not None:
+        weights = weights.reshape(-1).to(dtype).contiguous()
+    loss = WeightedLoss(call.target, weights, options.ignore_index, smoothing, options.z_loss, options.outside_is_nan)
+    divisor = loss.divisor(reduction, dtype)
+    if call.plan.accumulate:
+        return accumulated_loss(call, operands, loss, divisor)
+    per_token = token_losses(call, operands, loss, prepared.differentiable)
+    return per_token.view(prepared.shape) if reduction == "none" else per_token.sum() / divisor

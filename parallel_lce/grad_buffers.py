@@ -1,0 +1,96 @@
+"""Gradient buffers: where the gradient of a vocabulary shard is summed, and where it is delivered.
+
+It is delivered as a new tensor, or added to a ``main_grad`` that exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """A gradient buffer of the caller, to which dW is added in backward."""
+
+    # [V/P, D]
+    tensor: Tensor
+    # Called once dW has been added. Returns what autograd is given for the weight.
+    placeholder: Callable[[], Tensor | None]
+
+
+class GradBuffer:
+    """Gradient of a weight ``[V/P, D]`` or bias ``[V/P]``, summed in fp32 (fp64 for fp64).
+
+    ``num_accumulations``: how often each row is added to, once per block of tokens; 0 for a gradient of no tokens. A
+    low-precision gradient that is added to once is summed in an fp32 buffer of one window, otherwise in an fp32
+    buffer of its own size. ``dtype``: of a new gradient, by default the parameter's. With ``main_grad`` the gradient
+    is added to that tensor: in place if it is fp32; else by one rounded addition of the whole sum. Rows from
+    ``real_rows`` on are padding; their gradient is zero.
+    """
+
+    def __init__(
+        self,
+        parameter: Tensor,
+        real_rows: int,
+        num_accumulations: int,
+        *,
+        dtype: torch.dtype | None = None,
+        main_grad: MainGrad | None = None,
+    ) -> None:
+        self._real = real_rows
+        self._main_grad = main_grad
+        if main_grad is None:
+            self._target = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
+            self._target[real_rows if num_accumulations else 0 :].zero_()
+        else:
+            self._target = main_grad.tensor
+        self._sum_dtype = accumulation_dtype(parameter.dtype)
+        self._sum: Tensor | None = None
+        if self._target.dtype == self._sum_dtype:
+            self._sum = self._target
+        elif num_accumulations > 1:
+            self._sum = torch.empty_like(self._target, dtype=self._sum_dtype)
+        self._opened_rows = 0
+
+    def open(self, start: int, stop: int, whole: bool = False) -> tuple[Tensor, bool]:
+        """The sum of rows ``[start, stop)``, and whether it holds nothing yet and is to be overwritten.
+
+        ``whole``: the caller writes these rows in one product, whose result needs no fp32 buffer. A new low-precision
+        gradient that is added to once is then handed out itself, in its own dtype.
+        """
+        if self._sum is None:
+            if whole and self._main_grad is None:
+                return self._target[start:stop], True
+            return self._target.new_empty(stop - start, *self._target.shape[1:], dtype=self._sum_dtype), True
+        # Each block opens every row once. The rows opened by the first block add up to all real rows.
+        holds = self._opened_rows >= self._real or (self._main_grad and self._sum is self._target)
+        self._opened_rows += stop - start
+        return self._sum[start:stop], not holds
+
+    @property
+    def buffered(self) -> bool:
+        """Whether even whole rows need an fp32 buffer, since they are added to a low-precision gradient."""
+        return self._sum is None and self._main_grad is not None
+
+    def close(self, start: int, stop: int, total: Tensor) -> None:
+        """Take the tensor that :meth:`open` returned, to which the caller has added."""
+        if self._sum is None and total.dtype != self._target.dtype:
+            self._store(self._target[start:stop], total)
+
+    def deliver(self) -> Tensor | None:
+        """The finished gradient. With ``main_grad``, its placeholder."""
+        if self._sum is not None and self._sum is not self._target and self._opened_rows:
+            self._store(self._target[: self._real], self._sum[: self._real])
+        return self._target if self._main_grad is None else self._main_grad.placeholder()
+
+    def _store(self, rows: Tensor, total: Tensor) -> None:
+        rows.copy_(total) if self._main_grad is None else rows.add_(total)

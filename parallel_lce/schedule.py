@@ -1,0 +1,368 @@
+"""The schedule of a call: what a forward and a backward do with each block of tokens, and in which order.
+
+A call runs block by block (:mod:`parallel_lce.plan`). This module alone knows both the collectives
+(:mod:`parallel_lce.collectives`) and the work on a block (:mod:`parallel_lce.backends`):
+
+    forward      gather hidden states -> project -> gather partials -> merge
+    backward     gather hidden states -> dX -> reduce dX, beside dW
+    accumulate   forward and backward of each block in one pass: Algorithms 3 and 4 of "From Projection to Prediction",
+                 over ranks and row blocks. 6 N V D flops with one block of exponentials.
+
+Gathers of hidden states are started one block ahead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch
+from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, Shard, gather_hidden
+from parallel_lce.grad_buffers import GradBuffer, MainGrad, accumulation_dtype
+from parallel_lce.partials import Columns
+from parallel_lce.plan import Block, Plan
+
+if TYPE_CHECKING:
+    from parallel_lce.losses import WeightedLoss
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of one call but the tensors that may need gradients."""
+
+    # One of parallel_lce.backends.
+    backend: ModuleType
+    layout: Layout
+    shard: Shard
+    columns: Columns
+    plan: Plan
+    # [N] int64 ids in the whole vocabulary, or None.
+    target: Tensor | None
+    scale: float = 1.0
+    softcap: float | None = None
+    # Where dW is added, if anywhere.
+    main_grad: MainGrad | None = None
+    # dtype of dX's reduction over the ranks; None: that of the hidden states.
+    reduce_dtype: torch.dtype | None = None
+
+    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        shard = self.shard
+        # Kernels take rows contiguous in D. Hooks for saved tensors may have returned others.
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        bias = bias if bias is None else bias.contiguous()
+        return Projection(weight, bias, shard.start, shard.real, self.scale, self.softcap)
+
+    def local_targets(self) -> Tensor | None:
+        """The targets ``[N]`` relative to the shard. Those of other shards, and invalid ones, lie outside it."""
+        if self.target is None:
+            return None
+        return self.target - self.shard.start if self.shard.start else self.target.contiguous()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients a backward must produce."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""dX, dW (or what ``MainGrad.placeholder`` returns for it) and dbias; None where not asked for."""
+
+
+def token_count(hidden: Tensor, layout: Layout) -> int:
+    """N, the tokens in the TP layout of this rank's ``hidden [..., D]``."""
+    return math.prod(hidden.shape[:-1]) * layout.sp_size
+
+
+def _flattened(hidden: Tensor) -> Tensor:
+    """``hidden [..., D]`` as ``[N/sp_size, D]``. A size of -1 would be ambiguous for D = 0."""
+    return hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
+
+
+@contextmanager
+def _context_of(weight: Tensor) -> Iterator[None]:
+    """The weight's device, since Triton launches on the current one; and no autocast, which would round the products of
+    fp32 operands."""
+    with torch.cuda.device_of(weight), torch.autocast(weight.device.type, enabled=False):
+        yield
+
+
+class _Gathers:
+    """Hidden states of the blocks, in order: :meth:`start` starts the next gather, :meth:`take` gives the oldest."""
+
+    def __init__(self, hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> None:
+        self._hidden, self._blocks, self._layout = hidden, iter(blocks), layout
+        self._started: deque[IncomingHidden] = deque()
+
+    def start(self) -> None:
+        block = next(self._blocks, None)
+        if block is not None:
+            self._started.append(gather_hidden(self._hidden, block, self._layout))
+
+    def take(self) -> IncomingHidden:
+        return self._started.popleft()
+
+
+def forward(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
+) -> tuple[Tensor, Tensor, Saved]:
+    """Merged partial ``[C, N]`` of ``hidden [..., D]``, V (0-dimensional), and what is saved for backward.
+
+    Nothing is saved unless ``save``. Otherwise it is what the first block saves, and before that the gathered hidden
+    states if the plan says so.
+
+    Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
+    one all-gather of the partials.
+    """
+    layout, columns, blocks = call.layout, call.columns, call.plan.forward_blocks
+    with _context_of(weight):
+        hidden, projection = _flattened(hidden), call.projection(weight, bias)
+        targets = call.local_targets()
+        partials = PartialsGather(hidden, token_count(hidden, layout), call.shard, columns, layout)
+        saved: Saved = ()
+        gathers = _Gathers(hidden, blocks, layout)
+        gathers.start()
+        for block in blocks:
+            x = gathers.take()
+            # The partial of a single block is that of all tokens, in their order.
+            out = partials.local if len(blocks) == 1 else None
+            work = call.backend.BlockForward(
+                projection, x.tensor, layout.take(targets, block), columns, block.saved if save else 0, None, out
+            )
+            block_saved = _project(work, x, gathers, first=block.start == 0)
+            saved = saved or block_saved
+            if save and call.plan.saves_hidden:
+                # On every rank, also where the shard is empty: it decides about a collective of the backward.
+                saved = (x.tensor, *saved)
+            if out is None:
+                layout.put(partials.local, block, work.partial)
+        partials.start()
+        merged, vocab_size = partials.finish(call.backend.merge_ranks)
+    return merged, vocab_size, saved
+
+
+def _project(work, x: IncomingHidden, gathers: _Gathers, first: bool) -> Saved:
+    """Project a block, and start the next block's gather once this one's hidden states are there.
+
+    Local rows are projected beside the first gather, which nothing else overlaps. The second gather is started after
+    it: with CUDA_DEVICE_MAX_CONNECTIONS=1 the local rows' kernels would otherwise queue behind the second gather.
+    """
+    if first and len(x.local) < len(x.tensor):
+        work.project_local(x.local)
+    x.wait()
+    gathers.start()
+    return work.project_rest()
+
+
+class _GradientSums:
+    """dX, dW and dbias of one call, formed block by block.
+
+    ``dtype``: of dW and dbias, by default the parameters'. ``scratch_bytes``: of the blocks' working memory.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        hidden: Tensor,
+        projection: Projection,
+        needs: Needs,
+        scratch_bytes: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self._call, self._projection, self._targets = call, projection, call.local_targets()
+        self.scratch = Scratch(scratch_bytes, hidden.device)
+        number, real = len(call.plan.blocks), projection.real
+        self._reduction = self._dweight = self._dbias = None
+        if needs.hidden:
+            self._reduction = HiddenReduction(hidden, call.layout, call.reduce_dtype, alone=not needs.weight)
+        if needs.weight:
+            self._dweight = GradBuffer(projection.weight, real, number, dtype=dtype, main_grad=call.main_grad)
+        if needs.bias:
+            self._dbias = GradBuffer(projection.bias, real, number, dtype=dtype)
+
+    def add_block(
+        self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved
+    ) -> None:
+        """Add the gradients of a block: its merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``.
+
+        The reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW.
+        """
+        call, reduction = self._call, self._reduction
+        dx = None if reduction is None else reduction.destination(block)
+        work = call.backend.BlockBackward(
+            self._projection,
+            x.tensor,
+            call.layout.take(self._targets, block),
+            partial,
+            coefficients,
+            saved,
+            GradBuffers(dx, self._dweight, self._dbias, reduces_dx=call.layout.ranks > 1),
+            self.scratch,
+        )
+        if work.reads_hidden_first:
+            x.wait()
+        for rows_done in work.hidden_grad():
+            if reduction is not None:
+                reduction.start(block, dx, rows_done)
+        # Also where nothing reads them: their memory must not be freed while a gather writes it.
+        x.wait()
+        work.weight_grad()
+
+    def deliver(self, shape: torch.Size) -> Gradients:
+        """The gradients, dX in this ``shape [..., D]``."""
+        dweight = self._dweight and self._dweight.deliver()
+        dbias = self._dbias and self._dbias.deliver()
+        return self._reduction and self._reduction.wait().view(shape), dweight, dbias
+
+
+def backward(
+    call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    partial: Tensor,
+    saved: Saved,
+    coefficients: Coefficients,
+    needs: Needs,
+    consumed: bool = False,
+) -> Gradients:
+    """Gradients of a call whose :func:`forward` gave ``partial`` and ``saved``.
+
+    A backward overwrites what is saved. With ``consumed`` an earlier one has already: everything is then recomputed,
+    in that memory. The tensors may have other strides than in forward, since hooks for saved tensors return what they
+    like.
+
+    Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a block ahead, unless
+    they were saved; then the reduction of dX (:class:`HiddenReduction`).
+    """
+    layout, blocks, plan = call.layout, call.plan.blocks, call.plan
+    with _context_of(weight):
+        gathered = None
+        if saved and plan.saves_hidden:
+            gathered, *saved = saved
+        # Autograd, which saved these tensors, must not see that they are overwritten.
+        saved = tuple([t.data.contiguous() for t in saved])
+        shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
+        scratch_bytes = plan.scratch_bytes if saved else plan.scratch_alone
+        sums = _GradientSums(call, hidden, projection, needs, scratch_bytes)
+        memory = saved[0] if saved else None
+        # Exponentials that underflowed do not tell the logits that delta needs.
+        if memory is not None and (consumed or coefficients.delta is not None):
+            saved = ()
+            sums.scratch.adopt(memory)
+        tokens = None
+        if len(blocks) > 1:
+            # All numbers of a token side by side: a block takes them in one copy.
+            tokens = torch.cat([partial, torch.stack(coefficients.present)])
+        gathers = _Gathers(hidden, () if gathered is not None else blocks, layout)
+        gathers.start()
+        for block in blocks:
+            x = gathers.take() if gathered is None else IncomingHidden(gathered)
+            if block.start:
+                x.wait()
+            gathers.start()
+            of_block, folded = partial, coefficients
+            if tokens is not None:
+                of_block, *present = _split_rows(layout.take(tokens, block).contiguous(), len(partial))
+                folded = coefficients.replaced(present)
+            sums.add_block(block, x, of_block, folded, saved)
+            if saved:
+                saved = ()
+                sums.scratch.adopt(memory)
+        return sums.deliver(shape)
+
+
+def _split_rows(tokens: Tensor, count: int) -> list[Tensor]:
+    """The first ``count`` rows together, and each of the others."""
+    return [tokens[:count], *tokens[count:].unbind()]
+
+
+@dataclass
+class Accumulated:
+    """Result of :func:`accumulate`."""
+
+    # Sum of the weighted losses over the divisor, 0-dimensional.
+    loss: Tensor
+    # dX in the hidden states' dtype, dW and dbias in fp32 (fp64 for fp64).
+    gradients: Gradients
+
+
+@dataclass
+class _Waiting:
+    """A projected block that waits for the other ranks' partials."""
+
+    block: Block
+    x: IncomingHidden
+    partials: PartialsGather
+    saved: Saved
+
+
+def accumulate(
+    call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    loss: WeightedLoss,
+    divisor: Tensor | float,
+    needs: Needs,
+) -> Accumulated:
+    """The loss of ``hidden [..., D]`` and its gradients in one pass over the blocks.
+
+    A ``mean`` or ``sum`` knows each token's weight before backward. So a block's gradients are formed from its
+    exponentials as soon as its partials are merged, and backward only scales them by the upstream gradient.
+
+    Collectives per block: under sequence parallelism the all-gather of its hidden states, started a block ahead; the
+    all-gather of its partials, waited for after the next block's projection; the reduction of its dX.
+    """
+    layout, columns, backend, blocks = call.layout, call.columns, call.backend, call.plan.blocks
+    dtype = accumulation_dtype(weight.dtype)
+    with _context_of(weight):
+        shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
+        sums = _GradientSums(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
+        per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
+        targets = call.local_targets()
+
+        def complete(waiting: _Waiting) -> None:
+            block = waiting.block
+            partial, vocab_size = waiting.partials.finish(backend.merge_ranks)
+            [losses], of_sum = loss.taken(layout, block).outputs(backend, partial, vocab_size)
+            folded = Coefficients(*of_sum, None)
+            if isinstance(divisor, Tensor):
+                folded = folded.times(1 / divisor)
+            layout.put(per_token, block, losses)
+            sums.add_block(block, waiting.x, partial, folded, waiting.saved)
+
+        # Over ranks a block waits for its merged partials while the next one is projected.
+        ahead = 1 if layout.ranks > 1 else 0
+        rows = layout.sp_size * max((b.stop - b.start for b in blocks), default=0)
+        entries = max((b.saved for b in blocks), default=0)
+        buffers = deque(backend.allocate_saved(projection, rows, entries) for _ in range(ahead + 1))
+        waiting: deque[_Waiting] = deque()
+        gathers = _Gathers(hidden, blocks, layout)
+        gathers.start()
+        for block in blocks:
+            x = gathers.take()
+            buffers.rotate(1)
+            partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout)
+            work = backend.BlockForward(
+                projection, x.tensor, layout.take(targets, block), columns, block.saved, buffers[0], partials.local
+            )
+            saved = _project(work, x, gathers, first=block.start == 0)
+            partials.start()
+            waiting.append(_Waiting(block, x, partials, saved))
+            if len(waiting) > ahead:
+                complete(waiting.popleft())
+        while waiting:
+            complete(waiting.popleft())
+        return Accumulated(per_token.sum() / divisor, sums.deliver(shape))

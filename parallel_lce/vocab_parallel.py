@@ -1,0 +1,137 @@
+"""Vocabulary-parallel cross-entropy of logits that exist already, in Megatron's semantics."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_lce import debug
+from parallel_lce.autograd import first_order_only
+from parallel_lce.backends import valueless
+from parallel_lce.backends.dense_logits import logits_gradient, logits_partial, merge_ranks
+from parallel_lce.checks import check_kind, check_process_group, is_number, real, shortened
+from parallel_lce.collectives import Layout, PartialsGather, Shard
+from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Cross-entropy of ``vocab_parallel_logits [..., V/P]`` and ``target [...]``, ``[...]`` in fp32.
+
+    A stand-in for ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy`` with its values and gradients. Ranks
+    hold equal shards in rank order. A target outside every shard has loss ``lse - max`` and the gradient of lse.
+    ``label_smoothing`` in [0, 1) spreads ``eps * K / (K - 1)`` over the K = V/P entries of *this rank's* shard. As in
+    Megatron, the loss then depends on the rank. ``linear_cross_entropy`` smooths over the whole vocabulary.
+
+    Unlike Megatron's it does not change the logits and saves no softmax. Forward reads the logits once and saves two
+    numbers per token. Backward reads them again and writes their gradient in their dtype. Triton kernels do so on CUDA,
+    blocks of rows elsewhere.
+
+    ``tp_group=None`` means Megatron's own tensor-parallel group or, where torch.distributed is not initialised, a
+    single process.
+
+    Collectives: forward, one all-gather of 3 N + 2 fp32 elements per rank; backward, none. The
+    upstream gradient must be the same on all ranks.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, an unknown group. ``PARALLEL_LCE_DEBUG=1`` raises on every
+            rank, also where targets or settings differ between ranks.
+    """
+    group = _megatron_group() if tp_group is None else tp_group
+    check_process_group(group)
+    layout = Layout.of(group, False)
+    label_smoothing = real(label_smoothing)
+    try:
+        _check(vocab_parallel_logits, target, label_smoothing, group)
+    except Exception as refusal:
+        debug.refuse(layout, refusal)
+        raise
+    entries = vocab_parallel_logits.shape[-1]
+    if layout.ranks > 1 and debug.enabled() and not valueless(vocab_parallel_logits):
+        settings = {
+            "function": "vocab_parallel_cross_entropy",
+            "tokens": tuple(target.shape),
+            "entries per rank": entries,
+            "dtype": vocab_parallel_logits.dtype,
+            "label_smoothing": label_smoothing,
+        }
+        debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
+    logits = vocab_parallel_logits.reshape(-1, entries)
+    loss = _LogitsCrossEntropy.apply(logits, target.reshape(-1).long().contiguous(), float(label_smoothing), layout)
+    return loss.view(target.shape)
+
+
+def _check(logits: Tensor, target: Tensor, label_smoothing: object, group: dist.ProcessGroup | None) -> None:
+    for name, value in (("vocab_parallel_logits", logits), ("target", target)):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+        check_kind(name, value, group)
+    if logits.dim() < 1 or logits.shape[-1] < 1:
+        raise ValueError(f"vocab_parallel_logits must be [..., V/P] with at least 1 entry, got {list(logits.shape)}")
+    if logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"target must have shape {list(logits.shape[:-1])} for vocab_parallel_logits "
+            f"{list(logits.shape)}, got {list(target.shape)}"
+        )
+    if not logits.is_floating_point():
+        raise ValueError(f"vocab_parallel_logits must be floating point, got {logits.dtype}")
+    if target.is_floating_point() or target.is_complex() or target.dtype == torch.bool:
+        raise ValueError(f"target must hold class indices, got {target.dtype}")
+    if target.device != logits.device:
+        raise ValueError(f"target is on {target.device} and vocab_parallel_logits is on {logits.device}")
+    if not (is_number(label_smoothing) and 0 <= label_smoothing < 1):
+        raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
+    if label_smoothing and logits.shape[-1] < 2:
+        raise ValueError(f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}")
+
+
+def _megatron_group() -> dist.ProcessGroup | None:
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    state = sys.modules.get("megatron.core.parallel_state")
+    group = state and state.get_tensor_model_parallel_group(check_initialized=False)
+    if group is None:
+        raise ValueError(
+            "tp_group is None, torch.distributed is initialised and Megatron-core has no "
+            "tensor-parallel group: pass tp_group (each rank alone would act as rank 0)"
+        )
+    return group
+
+
+class _LogitsCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout):
+        entries = logits.shape[1]
+        start, columns = layout.rank * entries, Columns()
+        partial, shifted = logits_partial(logits, target, start, label_smoothing > 0)
+        gather = PartialsGather(partial, len(target), Shard(start, entries, None), columns, layout)
+        gather.local.copy_(partial)
+        gather.start()
+        merged, vocab_size = gather.finish(merge_ranks)
+        top, log_sum = merged[MAX], merged[SUM_EXP].log()
+        inside = (target >= 0) & (target < vocab_size)
+        loss = log_sum - (merged[TARGET] - top).masked_fill(~inside, 0.0)
+        smoothing = label_smoothing * entries / (entries - 1) if label_smoothing else 0.0
+        if shifted is not None:
+            mean_log_prob = shifted / entries + (partial[MAX] - top) - log_sum
+            loss = (1 - smoothing) * loss - smoothing * mean_log_prob
+        ctx.save_for_backward(logits, target, top.clone(), merged[SUM_EXP].clone())
+        ctx.smoothing, ctx.start = smoothing, start
+        return loss
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, saved, upstream: Tensor):
+        logits, target, top, sum_exp = saved
+        uniform = upstream * (ctx.smoothing / max(1, logits.shape[1]))
+        on_target = upstream * (1 - ctx.smoothing)
+        scale = upstream / sum_exp
+        gradient = logits_gradient(logits, target, ctx.start, top, scale, uniform, on_target)
+        return gradient, None, None, None

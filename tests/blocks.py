@@ -1,0 +1,55 @@
+"""The work of a backend on one block, as the schedule drives it, without collectives."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import contextmanager
+
+
+def block_forward(backend, projection, x, target, columns, save, buffer=None, out=None, local=None, arrive=None):
+    """The block's partial and what it saves. ``local``: rows of x that are there before ``arrive()``."""
+    work = backend.BlockForward(projection, x, target, columns, save, buffer, out)
+    if local is not None:
+        work.project_local(local)
+        arrive()
+    saved = work.project_rest()
+    return work.partial, saved
+
+
+def block_backward(
+    backend, projection, x, target, statistics, coefficients, saved, grads, scratch, announce=lambda rows: None
+):
+    """Gradients of the block; ``announce(rows)`` when the first rows of dX are complete."""
+    work = backend.BlockBackward(projection, x, target, statistics, coefficients, saved, grads, scratch)
+    for rows in work.hidden_grad():
+        announce(rows)
+    work.weight_grad()
+
+
+def watched(original: type, before=lambda given: None, after=lambda given: None) -> type:
+    """A backend's ``BlockBackward`` that calls ``before`` and ``after`` with its arguments by name."""
+
+    class Watched(original):
+        __signature__ = inspect.signature(original)
+
+        def __init__(self, *arguments) -> None:
+            self.given = inspect.signature(original).bind(*arguments).arguments
+            before(self.given)
+            super().__init__(*arguments)
+
+        def weight_grad(self) -> None:
+            super().weight_grad()
+            after(self.given)
+
+    return Watched
+
+
+@contextmanager
+def watched_backwards(backend, before=lambda given: None, after=lambda given: None):
+    """Has the backend's blocks be :func:`watched`."""
+    original = backend.BlockBackward
+    backend.BlockBackward = watched(original, before, after)
+    try:
+        yield
+    finally:
+        backend.BlockBackward = original

@@ -4,12 +4,11 @@ torch.compile takes an operator as a whole; meta and fake tensors get the shapes
 functions that eager mode calls directly (:mod:`parallel_lce.schedule`), with their collectives. An operator gets a
 :class:`Call` as numbers, and a process group by its name.
 
-What is saved from forward to backward, 1 GiB or more, is in no graph, because the backward overwrites it. As tensors
-its mutation would have to be declared. Saved tensors are inputs of the compiled backward, and Inductor would copy
-mutated inputs in each step. If the mutation were not declared, a graph walked twice would read what the first walk
-consumed. So a graph carries a *handle*: a tensor of one byte, to whose storage what is saved is attached and with
-which it lives and dies. The backward detaches it. Where it finds nothing (a second walk, or saved-tensor hooks that
-copied the handle), it recomputes.
+Saved exponentials travel outside the graph. The forward operator returns a *handle*, a tensor of one byte; what is
+saved is an attribute of its storage, and lives and dies with it. The backward takes it off. Where it finds nothing (a
+second walk of the graph, or saved-tensor hooks that copied the handle), it recomputes. As tensors of the graph, 1 GiB
+or more, they could not be overwritten: Inductor copies inputs that are declared as mutated, and if they were not
+declared, a second walk would read what the first one consumed.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def _operands(call: Call, operands: tuple, loss: WeightedLoss | None = None) -> 
     """The arguments ``_OPERANDS``. ``factors [4]`` fp64, on the CPU: logit_scale, logit_softcap, label_smoothing,
     z_loss.
 
-    A number among an operator's arguments is a constant of its graph: another value compiles anew. A number added to a
-    tensor is not.
+    A Python number that is passed to an operator is compiled in as a constant. In a tensor it may change without
+    recompilation.
     """
     numbers = [call.scale, 0.0 if call.softcap is None else call.softcap, 0.0, 0.0]
     if loss is not None:
@@ -109,7 +108,7 @@ def _call(
     shard = Shard(start, weight.shape[0], vocab_size)
     planned = dict(zip(_PLAN_FIELDS, plan))
     planned["accumulate"] = bool(planned["accumulate"])
-    # While a graph is traced they have no values, and results' shapes do not depend on them.
+    # While a graph is traced the factors have no values. The results' shapes do not depend on them.
     scale, softcap = (1.0, 1.0) if valueless(factors) else factors.tolist()[:2]
     return Call(
         named(backend),

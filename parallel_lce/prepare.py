@@ -214,7 +214,8 @@ class _Waited(torch.autograd.Function):
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor with its values in memory: a collective that makes it is complete, and a lazy negation is done."""
+    """The tensor with its final values in memory: waits for a functional collective, and materializes a negated
+    view."""
     if torch.compiler.is_compiling():
         return tensor
     if isinstance(tensor, AsyncCollectiveTensor):

@@ -2,15 +2,15 @@
 
 A backend is a module with these names; ``eager``, the torch backend, is the plain one to read:
 
-    SMALLEST_ACCUMULATED   rows of a block from which on accumulating gradients in forward is worth its time
-    REUSES_SAVED           whether what is recomputed needs no memory beside that of what was saved
+    SMALLEST_ACCUMULATED   fewest rows of a block for which accumulating gradients in forward pays
+    REUSES_SAVED           whether the backward recomputes logits in the memory of saved exponentials
     savable(dtype, softcap)                         whether saved exponentials are enough for the backward
     allocate_saved(projection, rows, entries)       a buffer for exponentials
     BlockForward(projection, x, target, columns, save, buffer, out)
         .project_local(local)   project local rows of x while the others are on their way
         .project_rest()         project the other rows, complete ``.partial [C, R]``; returns what is saved
     BlockBackward(projection, x, target, statistics, coefficients, saved, grads, scratch)
-        .reads_hidden_first     whether hidden_grad needs x
+        .reads_hidden_first     whether hidden_grad reads x, so that its gather must be complete
         .hidden_grad()          form dX; yields how many of its first rows are complete
         .weight_grad()          the rest of dW and dbias
     merge_ranks(packed, columns, rows, vocab_size)  merged partial and V
@@ -42,7 +42,7 @@ class Projection:
     bias: Tensor | None
     # global id of the first row
     start: int
-    # first rows, which are no padding
+    # number of rows that are not padding; they come first
     real: int
     scale: float = 1.0
     softcap: float | None = None
@@ -54,11 +54,11 @@ class Projection:
 
 
 Saved = tuple[Tensor, ...]
-"""What a block saves of its first vocabulary rows for its backward, the exponentials first; ``()`` is nothing. Only the
+"""Tensors that a block saves for its backward; the exponentials are the first. ``()`` if it saves nothing. Only the
 backend that made it knows its shapes, and may overwrite it in backward."""
 
 
-# Exponents of e between the largest and the smallest number that is stored with full precision, less a margin.
+# Range of z - max, in nats, whose exponential is stored with full precision, less a margin.
 _STORED_RANGE = {torch.float16: 20.0}
 _DEFAULT_RANGE = 80.0
 
@@ -66,7 +66,7 @@ _DEFAULT_RANGE = 80.0
 def savable(dtype: torch.dtype, softcap: float | None) -> bool:
     """Whether saved exponentials still tell z, which the derivative of a soft-cap needs.
 
-    They tell z to one rounding of 1, not of z. That is too little for caps below 1.
+    z is recovered as log(e), with an absolute error of one rounding unit. That is too much for caps below 1.
     """
     return softcap is None or 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
 
@@ -112,7 +112,7 @@ class GradBuffers:
     # Added to.
     dweight: GradBuffer | None
     dbias: GradBuffer | None
-    # dX is reduced over the ranks as soon as it is complete, beside what is left of dW.
+    # dX is reduced over the ranks, overlapping the dW products that follow.
     reduces_dx: bool = False
 
 

@@ -90,14 +90,15 @@ class _Slices:
         if projection.weight.dtype == torch.float16:
             self._power = power_of_two_scale(coefficients, projection.scale)
             self.unscale = 1 / self._power
-        # Of the targets: what their entries leave of their gradients, and whether no other token has the same one.
+        # Gradient of each target's logit, less what its entry in G already carries; and whether the target occurs
+        # once in the block.
         self._rest: Tensor | None = None
         self._alone: Tensor | None = None
         self.has_targets = target is not None and coefficients.beta is not None
         if self.has_targets and saved:
             self._find_targets()
         self.saved_entries = min(self._saved.exponentials.shape[1], projection.real) if saved else 0
-        # Consumed first. What is recomputed then reuses it.
+        # The saved slice comes first in ``ranges``; recomputed slices overwrite its memory.
         self._memory = self._saved.exponentials.view(-1) if saved else projection.weight.new_empty(0)
         self.ranges = [(0, self.saved_entries)] if saved else []
         self.ranges += self._recomputed_ranges()
@@ -132,7 +133,8 @@ class _Slices:
         saved, projection = self._saved, self._projection
         alpha, _, gamma, _ = self._coefficients
         saved = saved._replace(exponentials=saved.exponentials[:, :stop])
-        # The window of the forward's tile. After saved-tensor hooks the operands may be aligned anew and have another.
+        # The forward's window, a power of two. The tile of ``operands_of`` may differ from the forward's: saved-tensor
+        # hooks may change the operands' alignment.
         window = next_power_of_2(-(-projection.real // saved.maxima.shape[0]))
         row_scale = gradient_from_saved(
             saved,
@@ -174,7 +176,7 @@ class _Slices:
         )
 
     def finish_rows(self, source: Tensor, row_scale: Tensor | None, rows: slice, dx: Tensor) -> None:
-        """Write ``dx`` of some rows, from their sum over all slices but for ``row_scale``."""
+        """Write ``dx`` of some rows. ``source``: their sum over all slices, not yet multiplied by ``row_scale``."""
         targets = None
         if self.has_targets:
             weight = self._projection.weight[: self._projection.real]

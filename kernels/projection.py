@@ -243,8 +243,10 @@ class Operands:
 
 def new_window_partials(operands: Operands, columns) -> PartialColumns:
     """Uninitialised partials of all windows, ``[windows, R]`` fp32 each: ``columns`` but the target's."""
-    shape = columns.count - 1, operands.windows, operands.x.shape[0]
-    maximum, sum_exp, *requested = operands.x.new_empty(shape, dtype=torch.float32).unbind(0)
+    windows, rows = operands.windows, operands.x.shape[0]
+    # Maxima may be saved, the others are not: they have memory of their own.
+    maximum = operands.x.new_empty(windows, rows, dtype=torch.float32)
+    sum_exp, *requested = maximum.new_empty(columns.count - 2, windows, rows).unbind(0)
     found = dict(zip(columns.requested, requested, strict=True))
     return PartialColumns(maximum, sum_exp, None, *[found.get(name) for name in PartialColumns._fields[3:]])
 

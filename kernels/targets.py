@@ -1,4 +1,4 @@
-"""The targets' own part in fp32: their logits, their gradients, and what these add to dX and dW.
+"""The gradients of the targets' logits in fp32, and what they add to dX and dW.
 
 The gradient ``t_i`` of a target's logit is most of a token's gradient. It is formed in fp32 from the target's logit. As
 a low-precision entry of the gradient of the logits it would cause most of the error of dX and dW. With
@@ -22,93 +22,15 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, finite_base, softcapped
-from parallel_lce.kernels.projection import Operands
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, finite_base
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.tuning import interpreted
 
-# Tokens of a tile of target logits, and of a program with one token per thread.
-_TARGETS, _TOKENS = 64, 128
+# Tokens of a program with one token per thread.
+_TOKENS = 128
 # Vocabulary entries of a program that clears their marks.
 _CLEARED = 1024
 # Tokens and hidden elements of a program that adds to dW; hidden elements of one that finishes dX.
 _ADDED, _WIDTH, _HIDDEN = 4, 2048, 4096
-
-
-@Relaunched
-@triton.jit(do_not_specialize=["rows"])
-def lce_forward_target_logits(
-    x,
-    weight,
-    bias,
-    target,
-    result,
-    rows,
-    entries,
-    k_size,
-    x_stride,
-    weight_stride,
-    scale,
-    cap,
-    UPCAST: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = r < rows
-    wanted = tl.load(target + r, mask=valid, other=-1)
-    hit = (wanted >= 0) & (wanted < entries)
-    x_rows = x + r.to(tl.int64)[:, None] * x_stride
-    weight_rows = weight + tl.where(hit, wanted, 0)[:, None] * weight_stride
-    z = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for k in range(0, k_size, BLOCK_K):
-        c = k + tl.arange(0, BLOCK_K)
-        inside = (c < k_size)[None, :]
-        # Tokens whose targets lie in other shards read nothing.
-        a = tl.load(x_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
-        b = tl.load(weight_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
-        if UPCAST:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        z = tl.dot(a, b.T, z, input_precision="ieee")
-    own = tl.arange(0, BLOCK)[:, None] == tl.arange(0, BLOCK)[None, :]
-    logit = tl.sum(tl.where(own, z, 0.0), 1)
-    if bias is not None:
-        logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
-    logit *= scale
-    if cap is not None:
-        logit = softcapped(logit, cap)
-    tl.store(result + r, tl.where(hit, logit, 0.0), mask=valid)
-
-
-def target_logits(operands: Operands, target: torch.Tensor, result: torch.Tensor) -> None:
-    """Write the targets' logits into ``result [R]`` fp32: 0 for a ``target [R]`` int64 outside ``[0, V)``.
-
-    They are the diagonal of a product with the targets' rows of the weight. It is summed in the mainloop's order, so a
-    target that is a token's maximum equals it to the bit. The mainloop does not pick targets out of its tiles:
-    tiles would then differ in time, and its programs would fall out of step.
-    """
-    x, weight = operands.x, operands.weight
-    lce_forward_target_logits.launch(
-        (-(-x.shape[0] // _TARGETS),),
-        x,
-        weight,
-        operands.bias,
-        target,
-        result,
-        x.shape[0],
-        weight.shape[0],
-        x.shape[1],
-        x.stride(0),
-        weight.stride(0),
-        float(operands.scale),
-        None if operands.softcap is None else float(operands.softcap),
-        UPCAST=interpreted() and x.dtype == torch.bfloat16,
-        BLOCK=_TARGETS,
-        BLOCK_K=64 if x.element_size() == 2 else 32,
-        num_warps=4,
-        num_stages=4,
-    )
 
 
 @Relaunched

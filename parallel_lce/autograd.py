@@ -67,7 +67,8 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call, head: StatisticsHead | WeightedLoss):
-        ctx.set_materialize_grads(False)
+        # Of the statistics most have no upstream gradient.
+        ctx.set_materialize_grads(head.num_differentiable == 1)
         partial, vocab_size, saved = forward(call, hidden, weight, bias, save=True)
         outputs, residuals = head.outputs(call.backend, partial, vocab_size)
         ctx.save_for_backward(hidden, weight, bias, call.target, partial, *residuals, *saved)

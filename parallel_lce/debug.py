@@ -1,8 +1,8 @@
-"""Checks that wait for the host and the group, on request: ``PARALLEL_LCE_DEBUG=1`` on every rank.
+"""Debug mode: checks that wait for the device and for all ranks, with ``PARALLEL_LCE_DEBUG=1`` on every rank.
 
-An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode
-every call begins with an exchange: a rank that refuses its arguments tells the others why, and the others
-tell what they were given, so that every rank raises unless all were given the same.
+An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode every call
+begins with an exchange. A rank that refuses its arguments tells the others why; the others tell what they were given.
+Every rank raises unless all were given the same.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 
 from parallel_lce.collectives import Layout, _all_gather
 
-# Largest difference of a token's hidden states between ranks that have the same ones: an all-reduce may
-# round them differently on each. Of their norm, along a random direction.
+# Largest difference of a token's hidden states between ranks that should have the same ones, relative to their norm. An
+# all-reduce may round them differently on each rank.
 _SAME_HIDDEN = 0.05
 
 
 def enabled() -> bool:
-    """A compiled call has no checks: it could not wait for them."""
+    """Whether debug mode is on. A compiled call has no such checks: it could not wait for them."""
     if torch.compiler.is_compiling():
         return False
     value = os.environ.get("PARALLEL_LCE_DEBUG", "")
@@ -35,15 +35,19 @@ def enabled() -> bool:
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells: why it refuses its arguments, or their values as text, and its (start, rows)."""
+    """What a rank tells the others."""
 
+    # Why it refuses its arguments.
     refusal: str | None
+    # Otherwise their values as text.
     values: dict[str, str]
+    # Its shard: (first id, rows).
     shard: tuple[int, int]
 
 
 def refuse(layout: Layout, refusal: Exception) -> None:
-    """For a rank that is about to raise ``refusal``: in debug mode tell the others, else say that they may wait.
+    """Called by a rank that is about to raise ``refusal``: in debug mode it tells the other ranks; else the error says
+    that they may wait.
 
     Collectives in debug mode: :func:`agree`'s first two.
     """
@@ -64,9 +68,9 @@ def agree(
 ) -> list[tuple[int, int]]:
     """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
 
-    A rank without one of the ``settings`` has no say in it. ``tensors``, int64 or fp64, have one shape wherever
-    the settings agree. Returns every rank's ``shard`` (start, rows). Two all-gathers, of 3 int64 and of a text of some
-    hundred bytes; one of a tensor's values where that is what differs.
+    A setting that a rank lacks is compared among the others. ``tensors``, int64 or fp64, have one shape wherever the
+    settings agree. Returns every rank's ``shard`` (first id, rows). Collectives: two all-gathers, of 3 int64 and of a
+    text of some hundred bytes; if a tensor differs, one more of its values.
     """
     values = {name: repr(value) for name, value in settings.items()}
     values |= {name: _digest(tensor) for name, tensor in tensors.items()}
@@ -129,7 +133,7 @@ def _by_rank(said: dict[int, str]) -> str:
 
 
 def _digest(tensor: Tensor | None) -> str:
-    """Of int64 or fp64 values; NaN is one value, and so are 0 and -0."""
+    """A digest of int64 or fp64 values. All NaN are one value, and so are 0 and -0."""
     if tensor is None:
         return repr(None)
     # Of one value, too, in memory of its own: a view of it as bytes needs a stride of 1.

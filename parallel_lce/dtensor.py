@@ -1,4 +1,4 @@
-"""Refusals of DTensors, which say what to pass instead: that depends on who sharded them, and over which ranks."""
+"""Refusals of DTensors. They say what to pass instead, which depends on who sharded them and over which ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _FULLY_SHARDED = {"dp", "fsdp", "hsdp", "data", "shard", "replicate"}
 def refuse_dtensor(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:
     """Raise ``ValueError`` for the DTensor ``value``, naming its mesh and the remedy.
 
-    A weight that fully_shard (FSDP2) sharded must be made whole: its ranks have different tokens. One that
-    tensor parallelism sharded is passed as this rank's shard: its ranks have the same tokens.
+    A weight sharded by fully_shard (FSDP2) must be made whole, because its ranks have different tokens. A weight
+    sharded by tensor parallelism is passed as this rank's shard, because its ranks have the same tokens.
     """
     mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", ())
     sharding = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
@@ -65,7 +65,7 @@ def refuse_dtensor(name: str, value: Tensor, process_group: dist.ProcessGroup | 
 
 
 def _remedy_of_logits(name: str, value: Tensor, sharding: list[int]) -> str:
-    """Each rank passes an equal shard of the last dimension: a whole row would count as one."""
+    """What to pass instead. Each rank's logits must be an equal shard of the last dimension, the vocabulary."""
     equal = len(sharding) == 1 and value.placements[sharding[0]].is_shard(value.ndim - 1)
     if equal and value.shape[-1] % value.device_mesh.size(sharding[0]) == 0:
         return f"pass {name}.to_local() and tp_group={name}.device_mesh.get_group({sharding[0]})"

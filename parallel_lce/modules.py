@@ -23,11 +23,11 @@ from parallel_lce.functional import linear_cross_entropy
 
 
 class LinearCrossEntropy(nn.Module):
-    """:func:`parallel_lce.linear_cross_entropy` with its options fixed; it owns no parameters, so
-    that the weight may be tied, sharded or an ``nn.Linear``'s.
+    """:func:`parallel_lce.linear_cross_entropy` with its options fixed.
 
-    A copy has the same ``process_group``. A pickle has none, since a group belongs to its processes: what
-    comes out of it refuses to run until :attr:`process_group` is set again.
+    It owns no parameters, so the weight may be tied, sharded or an ``nn.Linear``'s. A copy has the same
+    ``process_group``. A pickle has none, since a group belongs to its processes: an unpickled module refuses to run
+    until :attr:`process_group` is set again.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LinearCrossEntropy(nn.Module):
 
     def __deepcopy__(self, memo: dict) -> LinearCrossEntropy:
         duplicate = self.__class__.__new__(self.__class__)
-        # A group is no copy's own: all of this process's copies communicate through the same one.
+        # A group is not copied: all copies in this process communicate through the same one.
         memo |= {id(self): duplicate, id(self._group): self._group}
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return duplicate

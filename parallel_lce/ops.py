@@ -36,8 +36,8 @@ _CALL = (
     "bool[] columns, bool capped, SymInt[] plan, ScalarType? reduce_dtype"
 )
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor factors"
-_LOSS = "Tensor? token_weight, SymInt? ignore_index"
-_NUM_OPERANDS = 5
+_LOSS = "Tensor? token_weight, SymInt? ignore_index, bool outside_is_nan"
+_NUM_OPERANDS, _NUM_OF_LOSS = 5, 3
 # Outputs of the forward operator: of the head, its residuals, the partial, the handle.
 _NUM_OUTPUTS, _NUM_RESIDUALS = len(NAMES), 3
 
@@ -124,9 +124,11 @@ def _call(
     )
 
 
-def _loss(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, factors: Tensor) -> WeightedLoss:
+def _loss(
+    target: Tensor, factors: Tensor, token_weight: Tensor | None, ignore_index: int | None, outside_is_nan: bool
+) -> WeightedLoss:
     label_smoothing, z_loss = factors.tolist()[2:]
-    return WeightedLoss(target, token_weight, ignore_index, label_smoothing, z_loss)
+    return WeightedLoss(target, token_weight, ignore_index, label_smoothing, z_loss, outside_is_nan)
 
 
 # --- second derivatives ----------------------------------------------------------------------------
@@ -180,13 +182,13 @@ def _padded(values: list[Tensor | None], count: int, like: Tensor) -> list[Tenso
     f"({', '.join(['Tensor'] * (_NUM_OUTPUTS + _NUM_RESIDUALS + 2))})",
     tags=_OUTSIDE_GRAPHS,
 )
-def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, losses, save, *numbers):
+def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
     """The outputs of a head, its residuals, the merged partial, and the handle. ``losses``: of the loss, else of the
     statistics."""
     call = _call(weight, target, factors, *numbers)
     head = StatisticsHead(call.columns, target is not None)
     if losses:
-        head = _loss(target, token_weight, ignore_index, factors)
+        head = _loss(target, factors, token_weight, ignore_index, outside_is_nan)
     partial, vocab_size, saved = schedule.forward(call, hidden, weight, bias, save)
     outputs, residuals = head.outputs(call.backend, partial, vocab_size)
     handle = partial.new_zeros(1, dtype=torch.uint8)
@@ -197,7 +199,7 @@ def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, 
 
 
 @_forward.register_fake
-def _(hidden, weight, bias, target, factors, token_weight, ignore_index, losses, save, *numbers):
+def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
     call = _call(weight, target, factors, *numbers)
     shape = call.columns.count, token_count(hidden, call.layout)
     partial = hidden.new_empty(shape, dtype=accumulation_dtype(weight.dtype))
@@ -215,7 +217,7 @@ def _(hidden, weight, bias, target, factors, token_weight, ignore_index, losses,
 
 def _save_forward(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    ctx.losses, ctx.numbers = inputs[7], inputs[9:]
+    ctx.losses, _, *ctx.numbers = inputs[_NUM_OPERANDS + _NUM_OF_LOSS :]
     ctx.num_inputs = len(inputs)
     ctx.mark_non_differentiable(*output[_head_class(ctx.losses).num_differentiable :])
     ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *output[_NUM_OUTPUTS:])
@@ -278,24 +280,27 @@ _backward.register_autograd(_refuse_second_order, setup_context=_save_nothing)
     schema=f"({_OPERANDS}, {_LOSS}, Tensor? divisor, bool[] needs, {_CALL}) -> (Tensor, Tensor[])",
     tags=_OUTSIDE_GRAPHS,
 )
-def _accumulated_loss(hidden, weight, bias, target, factors, token_weight, ignore_index, divisor, needs, *numbers):
+def _accumulated_loss(
+    hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, divisor, needs, *numbers
+):
     """The loss, and its dX, dW and dbias, those that ``needs`` asks for."""
     call = _call(weight, target, factors, *numbers)
-    loss = _loss(target, token_weight, ignore_index, factors)
+    loss = _loss(target, factors, token_weight, ignore_index, outside_is_nan)
     divisor = 1.0 if divisor is None else divisor
     done = schedule.accumulate(call, hidden, weight, bias, loss, divisor, Needs(*needs))
     return done.loss, [g for g in done.gradients if g is not None]
 
 
 @_accumulated_loss.register_fake
-def _(hidden, weight, bias, target, factors, token_weight, ignore_index, divisor, needs, *numbers):
+def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, divisor, needs, *numbers):
     dtype = accumulation_dtype(weight.dtype)
     return hidden.new_empty((), dtype=dtype), _empty_gradients(hidden, weight, bias, needs, dtype)
 
 
 def _save_gradients(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:3], *output[1])
-    ctx.needs, ctx.num_inputs = inputs[8], len(inputs)
+    _, ctx.needs, *_ = inputs[_NUM_OPERANDS + _NUM_OF_LOSS :]
+    ctx.num_inputs = len(inputs)
 
 
 def _scale_gradients(ctx, upstream, _):
@@ -342,7 +347,7 @@ def fused(
 ) -> tuple[Tensor | None, ...]:
     """:func:`parallel_lce.autograd.fused` of a graph."""
     losses = isinstance(head, WeightedLoss)
-    of_loss = (head.token_weight, head.ignore_index) if losses else (None, None)
+    of_loss = (head.token_weight, head.ignore_index, head.outside_is_nan) if losses else (None, None, True)
     outputs = torch.ops.parallel_lce.forward(
         *_operands(call, operands, head if losses else None), *of_loss, losses, differentiable, *_numbers(call)
     )
@@ -357,6 +362,7 @@ def accumulated_loss(call: Call, operands: tuple, loss: WeightedLoss, divisor: T
         *_operands(call, operands, loss),
         loss.token_weight,
         loss.ignore_index,
+        loss.outside_is_nan,
         divisor if isinstance(divisor, Tensor) else None,
         [t is not None and t.requires_grad for t in operands],
         *_numbers(call),

@@ -22,7 +22,7 @@ The kernels of the same algebra are ``parallel_lce.kernels.partials``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Columns:
 
     @property
     def requested(self) -> list[str]:
-        return [name for name, present in vars(self).items() if present]
+        return [name for name in _REQUESTABLE if getattr(self, name)]
 
     @property
     def names(self) -> list[str]:
@@ -56,15 +56,14 @@ class Columns:
 
     @property
     def count(self) -> int:
-        return 3 + sum(vars(self).values())
+        return 3 + len(self.requested)
 
     def __getitem__(self, name: str) -> int:
-        row = 3
-        for other, present in vars(self).items():
-            if other == name:
-                return row
-            row += present
-        raise KeyError(name)
+        before = _REQUESTABLE[: _REQUESTABLE.index(name)]
+        return 3 + len([other for other in before if getattr(self, other)])
+
+
+_REQUESTABLE = tuple(field.name for field in fields(Columns))
 
 
 def integer_view(column: Tensor) -> Tensor:

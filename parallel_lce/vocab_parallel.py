@@ -15,6 +15,7 @@ from parallel_lce.backends.dense_logits import logits_gradient, logits_partial, 
 from parallel_lce.checks import check_kind, check_process_group, is_number, real, shortened
 from parallel_lce.collectives import Layout, PartialsGather, Shard
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
+from parallel_lce.prepare import in_memory
 
 
 def vocab_parallel_cross_entropy(
@@ -25,18 +26,17 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``vocab_parallel_logits [..., V/P]`` and ``target [...]``, ``[...]`` in fp32.
 
-    A stand-in for ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy`` with its values and
-    gradients. Ranks hold equal shards in rank order. A target outside every shard has loss
-    ``lse - max`` and the gradient of lse alone. ``label_smoothing`` in [0, 1) spreads
-    ``eps * K / (K - 1)`` over the K = V/P entries of *this rank's* shard, so that, as in Megatron,
-    the loss then depends on the rank (``linear_cross_entropy`` smooths over the whole vocabulary).
+    A stand-in for ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy`` with its values and gradients. Ranks
+    hold equal shards in rank order. A target outside every shard has loss ``lse - max`` and the gradient of lse.
+    ``label_smoothing`` in [0, 1) spreads ``eps * K / (K - 1)`` over the K = V/P entries of *this rank's* shard. As in
+    Megatron, the loss then depends on the rank. ``linear_cross_entropy`` smooths over the whole vocabulary.
 
-    Unlike Megatron's, it leaves the logits as they are and keeps no softmax: forward reads them
-    once and keeps two numbers per token, backward reads them again and writes their gradient in
-    their dtype: Triton kernels on CUDA, blocks of rows elsewhere.
+    Unlike Megatron's it does not change the logits and saves no softmax. Forward reads the logits once and saves two
+    numbers per token. Backward reads them again and writes their gradient in their dtype. Triton kernels do so on CUDA,
+    blocks of rows elsewhere.
 
-    ``tp_group=None`` means Megatron's own tensor-parallel group; where torch.distributed is not
-    initialised, a single process.
+    ``tp_group=None`` means Megatron's own tensor-parallel group or, where torch.distributed is not initialised, a
+    single process.
 
     Collectives: forward, one all-gather of 3 N + 2 fp32 elements per rank; backward, none. The
     upstream gradient must be the same on all ranks.
@@ -64,7 +64,7 @@ def vocab_parallel_cross_entropy(
             "label_smoothing": label_smoothing,
         }
         debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
-    logits = vocab_parallel_logits.reshape(-1, entries)
+    logits, target = in_memory(vocab_parallel_logits).reshape(-1, entries), in_memory(target)
     loss = _LogitsCrossEntropy.apply(logits, target.reshape(-1).long().contiguous(), float(label_smoothing), layout)
     return loss.view(target.shape)
 

@@ -30,6 +30,8 @@ def watched(original: type, before=lambda given: None, after=lambda given: None)
     """A backend's ``BlockBackward`` that calls ``before`` and ``after`` with its arguments by name."""
 
     class Watched(original):
+        __signature__ = inspect.signature(original)
+
         def __init__(self, *arguments) -> None:
             self.given = inspect.signature(original).bind(*arguments).arguments
             before(self.given)

@@ -1,10 +1,15 @@
-"""Fixtures: devices, and process groups that live as long as the session."""
+"""Fixtures: devices, and process groups that live as long as the session. And what a run leaves out: slow tests,
+without ``--all``, and tests of a GPU where there is none."""
 
 from __future__ import annotations
 
+import gc
 import os
+from collections import Counter
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+# Test processes share the cores. PyTorch and NumPy read this when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
@@ -13,10 +18,63 @@ if not torch.cuda.is_available():
     # Kernels then run on the CPU; Triton reads this when they are imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tiers import slow_of
 from tools import chosen_backend
 from world import World, configure
 
 configure()
+
+SLOW = "slow: --all runs them"
+NO_GPU = "need a GPU, and there is none"
+_left_out: dict[str, int] = {}
+"""Reason: the number of tests that this run leaves out."""
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--all", action="store_true", help="run the slow tests too, and every combination of parameters")
+
+
+@pytest.hookimpl(trylast=True)  # -k and -m have selected by then
+def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
+    marks = config.option.markexpr
+    on_gpu = {item for item in items if item.get_closest_marker("gpu")}
+    asked_for = on_gpu if "gpu" in marks else set()
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons |= dict.fromkeys(on_gpu - asked_for, NO_GPU)
+    # Whoever selects GPU tests, slow tests or single tests gets all of them.
+    if not (config.option.all or "slow" in marks or any("::" in argument for argument in config.args)):
+        reasons |= dict.fromkeys(slow_of([i for i in items if i not in reasons and i not in asked_for]), SLOW)
+    config.hook.pytest_deselected(items=[*reasons])
+    items[:] = [item for item in items if item not in reasons]
+    _left_out.update(Counter(reasons.values()))
+    if hasattr(config, "workeroutput"):  # in a worker of pytest-xdist
+        config.workeroutput["left_out"] = _left_out
+
+
+def pytest_collection_finish() -> None:
+    # PyTorch's modules are hundreds of thousands of objects, and pytest collects garbage five times when it ends.
+    gc.freeze()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    """A worker of pytest-xdist has ended. All workers collect, and leave out, the same tests."""
+    _left_out.update(getattr(node, "workeroutput", {}).get("left_out", {}))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config) -> int:
+    """Worker processes of ``-n auto``, each with process groups of its own. A few files take no longer than to start
+    them. On GPUs, whose memory tests measure, one test runs at a time."""
+    files_are_named = config.args_source is config.ArgsSource.ARGS
+    return 0 if files_are_named or torch.cuda.is_available() else 2
+
+
+def pytest_terminal_summary(terminalreporter) -> None:
+    for reason, number in _left_out.items():
+        terminalreporter.write_line(f"left out: {number} tests ({reason})")
+
 
 DEVICES = [pytest.param("cpu", id="cpu"), pytest.param("cuda", id="cuda", marks=pytest.mark.gpu)]
 

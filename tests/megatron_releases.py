@@ -28,6 +28,8 @@ def installed() -> str | None:
 
 
 OTHERS = [v for v in SUPPORTED if v != installed()] + [p.name for p in CHECKOUTS]
+# As parameters of a test. Whoever names a checkout asks for it.
+OTHER_RELEASES = [pytest.param(v, marks=pytest.mark.slow if v in SUPPORTED else ()) for v in OTHERS]
 
 
 @functools.cache
@@ -52,6 +54,7 @@ def path_of(release: str) -> str:
                 reason = f"pip cannot install megatron-core {release}: {done.stderr.strip()[-300:]}"
                 fresh = Path(sys.prefix).resolve() == ROOT / ".venv"
                 pytest.fail(reason) if fresh else pytest.skip(reason)
-            shutil.move(unfinished, folder)
-            Path(unfinished).mkdir()  # for its context to remove
+            if not folder.exists():  # another worker of pytest-xdist may have been faster
+                shutil.move(unfinished, folder)
+                Path(unfinished).mkdir()  # for its context to remove
     return str(folder)

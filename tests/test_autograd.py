@@ -25,6 +25,7 @@ def _leaves(device: str, dtype: str = "fp32"):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.thinned
 def test_checkpointed_loss_is_computed_twice_and_no_more(reduction, reentrant, backend, device, monkeypatch):
     t, x, w = _leaves(device)
     calls, module = [], backend_of(w)
@@ -150,6 +151,7 @@ def _parent(loss):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", WALKED)
+@pytest.mark.thinned
 def test_second_backward(name, ranks, worlds, backend, device):
     for dtype in ("fp32", "bf16", "fp16"):
         parts = everywhere(worlds, device, ranks, _walked, name, dtype)
@@ -164,6 +166,7 @@ def test_second_backward(name, ranks, worlds, backend, device):
 
 @pytest.mark.parametrize("names", [["lse", "target_logit"], ["entropy"]], ids=["saved", "expected"])
 @pytest.mark.parametrize(("budget", "blocks"), [(None, (1, 1)), (14000, (4, 3))])
+@pytest.mark.thinned
 def test_a_backend_may_overwrite_what_is_saved(budget, blocks, names, backend, device):
     """Its memory is scratch afterwards: for the blocks that follow, and for a second backward."""
     t = small(device, N=160, V=100, D=600, dtype="bf16")
@@ -251,6 +254,7 @@ def test_upstream_zeros_give_zero(budget, backend, device):
 
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.thinned
 def test_upstream_of_any_layout(dtype, budget, backend, device):
     """Zeros in places, expanded, strided, transposed: the same bits as a contiguous copy gives."""
     t = small(device, dtype=dtype)

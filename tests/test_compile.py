@@ -92,6 +92,7 @@ def observed(device: str, dtype: str):
 
 @pytest.mark.parametrize(("dtype", "weighted"), [("fp32", False), ("bf16", True)])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.thinned
 def test_losses(name, dtype, weighted, device, monkeypatch):
     """The loss and the gradients of eager mode by the same work, whatever N, compiled but twice.
 
@@ -133,6 +134,7 @@ def test_a_dynamic_dimension_is_compiled_once(name, device):
 
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("names", [["lse", "target_log_prob"], list(DIFFERENTIABLE)], ids=["kept", "all"])
+@pytest.mark.thinned
 def test_statistics(names, budget, device, monkeypatch):
     def statistics(x, weight, target):
         return parallel_lce.token_statistics(
@@ -176,6 +178,7 @@ def test_statistics_that_were_not_asked_for(device):
 
 @pytest.mark.parametrize("frozen", ["x", "weight"])
 @pytest.mark.parametrize("name", ["saved", "accumulated"])
+@pytest.mark.thinned
 def test_frozen_operands(name, frozen, device):
     loss = lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **LOSSES[name])  # noqa: E731
     t = operands(24, device)
@@ -213,6 +216,7 @@ def test_autocast(device):
 
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", ["saved", "accumulated"])
+@pytest.mark.thinned
 def test_checkpointing(name, inside, device):
     loss = lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **LOSSES[name])  # noqa: E731
     t = operands(24, device)
@@ -313,6 +317,7 @@ def test_inductor(device):
 
 
 @pytest.mark.parametrize("name", ["saved", "some saved", "accumulated"])
+@pytest.mark.thinned
 def test_the_triton_backend(name, device, monkeypatch):
     """Its backward writes over what is kept, which no graph may notice."""
     pytest.importorskip("triton", reason="Triton is not installed")
@@ -355,6 +360,7 @@ def _over_ranks(member: Member, name: str, sequence_parallel: bool):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("name", ["saved", "some saved", "accumulated"])
+@pytest.mark.thinned
 def test_process_groups(name, sequence_parallel, worlds, device):
     everywhere(worlds, device, 2, _over_ranks, name, sequence_parallel)
 
@@ -397,13 +403,16 @@ CHANGING = {
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("name", CHANGING)
-@pytest.mark.parametrize("function", ["loss", "statistics"])
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        *(("loss", name) for name in CHANGING),
+        *(("statistics", name) for name in ("logit_scale", "logit_softcap", "logits_budget")),
+    ],
+)
+@pytest.mark.thinned
 def test_options_may_change_from_call_to_call(function, name, dynamic, device):
     """One graph for the first value and one for all others, as for sizes."""
-    only_loss = name not in ("logit_scale", "logit_softcap", "logits_budget")
-    if function == "statistics" and only_loss:
-        pytest.skip("an option of the loss alone")
 
     def call(x, weight, target, value):
         if function == "statistics":
@@ -474,15 +483,15 @@ def test_contracts_of_the_operators(device):
         given = ops._operands(call, tensors)
         assert 0 < call.plan.saved < V
         for save in (False, True):
-            arguments = *given, None, None, False, save, *ops._numbers(call)
+            arguments = *given, None, None, True, False, save, *ops._numbers(call)
             torch.library.opcheck(library.forward.default, arguments)
             for smoothing in (0.0, 0.1):
                 other, _ = _call(t, smoothed=smoothing > 0)
                 loss = WeightedLoss(t.target, t.token_weight, -100, smoothing, 1e-3)
-                of_loss = t.token_weight, -100, True, save
+                of_loss = t.token_weight, -100, True, True, save
                 arguments = *ops._operands(other, tensors, loss), *of_loss, *ops._numbers(other)
                 torch.library.opcheck(library.forward.default, arguments)
-        *_, partial, handle = library.forward(*given, None, None, False, True, *ops._numbers(call))
+        *_, partial, handle = library.forward(*given, None, None, True, False, True, *ops._numbers(call))
         alpha = torch.rand(24, device=device)
         for folded in ((alpha, alpha, None, None), (alpha, None, alpha, None)):
             for needs in ([True, True, True], [False, True, False]):
@@ -492,7 +501,7 @@ def test_contracts_of_the_operators(device):
         assert call.plan.accumulate
         loss = WeightedLoss(t.target, t.token_weight, -100, 0.1, 1e-3)
         for divisor in (None, loss.divisor("mean", torch.float32)):
-            given = *ops._operands(call, tensors, loss), t.token_weight, -100
+            given = *ops._operands(call, tensors, loss), t.token_weight, -100, True
             arguments = *given, divisor, [True, True, True], *ops._numbers(call)
             torch.library.opcheck(library.accumulated_loss.default, arguments)
         first_order = torch.ones((), device=device), *tensors

@@ -104,6 +104,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("backend", "dtype", "ranks", "sequence_parallel"), LAYOUTS, indirect=["backend"])
 @pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.thinned
 def test_the_same_bits(name, backend, dtype, ranks, sequence_parallel, worlds, device):
     if name == "hidden states gathered again" and not sequence_parallel:
         pytest.skip("no hidden states are gathered")

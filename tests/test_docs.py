@@ -42,8 +42,6 @@ def test_links_lead_somewhere(page):
     for link in _links(page):
         name, _, anchor = link.partition("#")
         target = (page.parent / name).resolve() if name else page
-        if target == ROOT / "docs" / "architecture.md" and not target.exists():
-            continue  # it comes with the restructured core
         assert target.exists(), f"{link}: no such file"
         assert target.is_relative_to(ROOT), f"{link} leads out of the repository"
         assert not anchor or anchor in _anchors(target), f"{link}: no such heading"

@@ -81,6 +81,7 @@ FAULTS = {"wide": (("fp64", "fp32"), 0.01, 0.95), "fp16": (("fp16",), 0.01, 0.7)
 
 @pytest.mark.parametrize("precision", FAULTS)
 @pytest.mark.parametrize("where", ["dinput", "dweight", "dbias"])
+@pytest.mark.thinned
 def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch):
     dtypes, by, share = FAULTS[precision]
     wanted = dict(
@@ -110,6 +111,7 @@ def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch):
     assert found >= share * judged, f"{found} of {judged}"
 
 
+@pytest.mark.slow
 def test_a_configuration_is_the_same_alone_and_within_a_run(tmp_path, capsys):
     drawn = []
 

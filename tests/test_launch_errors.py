@@ -302,6 +302,7 @@ def _program(name: str, *arguments: str, python: tuple[str, ...] = (), **environ
         ("compare", ["--text"], {}, "error: argument --text: expected one argument"),
     ],
 )
+@pytest.mark.thinned("name")
 def test_programs_say_one_line_and_exit_with_2(name, arguments, environment, message):
     done = _program(name, *arguments, **environment)
     assert done.returncode == 2 and done.stdout == ""
@@ -310,6 +311,7 @@ def test_programs_say_one_line_and_exit_with_2(name, arguments, environment, mes
 
 @pytest.mark.parametrize("name", ["train", "demo", "bench"])
 @pytest.mark.parametrize("arguments", [["--help"], ["--help", "--"]], ids=["ours", "torchrun"])
+@pytest.mark.thinned
 def test_help_is_no_mistake(name, arguments):
     done = _program(name, *arguments)
     assert done.returncode == 0 and done.stdout.startswith("usage: ") and done.stderr == "", done
@@ -322,6 +324,7 @@ def test_an_interpreter_without_the_packages(name):
     assert " has no omegaconf, pydantic, " in done.stderr and "pip install '.[demo]'" in done.stderr
 
 
+@pytest.mark.slow
 def test_ranks_of_a_torchrun_of_the_users_own(tmp_path):
     """Each rank checks again; one of a host speaks. The report after it is torchrun's."""
     program = [str(ROOT / "launch" / "train.py"), CPU, "parallel.tensor=1", f"output={tmp_path}"]

@@ -37,7 +37,10 @@ KERNELS = {
 
 
 # Shared memory of a block: of Hopper, and the least of any device since Ampere.
-@pytest.mark.parametrize(("capability", "hopper", "shared"), [(90, True, 227 << 10), (80, False, 99 << 10)])
+@pytest.mark.parametrize(
+    ("capability", "hopper", "shared"),
+    [(90, True, 227 << 10), pytest.param(80, False, 99 << 10, marks=pytest.mark.slow)],
+)
 def test_every_launch_compiles(capability, hopper, shared, tmp_path):
     """With the mainloop of the architecture, within its shared memory and its registers: accumulators that are spilled
     cost many times what they are for."""

@@ -55,6 +55,7 @@ def _against_stock(member: Member, dtype: torch.dtype, smoothing: float) -> None
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.thinned
 def test_equals_stock(ranks, dtype, smoothing, worlds):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     worlds(ranks).run(_against_stock, dtype, smoothing)

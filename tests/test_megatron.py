@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron_models import Model
-from megatron_releases import OTHERS, path_of
+from megatron_releases import OTHER_RELEASES, path_of
 from world import Member
 
 
@@ -54,16 +54,17 @@ def _specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
     ]
 
 
-SPECS = [*_specs(1), *_specs(2), *_specs(4)]
+SPECS = [*_specs(1), *_specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in _specs(4))]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.thinned
 def test_training_equals_stock(spec, worlds):
     worlds(spec.ranks).run(_compare, spec)
 
 
 @pytest.mark.parametrize("spec", _specs(2, tp_of_pairs=1), ids=str)
-@pytest.mark.parametrize("release", OTHERS)
+@pytest.mark.parametrize("release", OTHER_RELEASES)
 def test_other_releases(release, spec, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare, spec)
 
@@ -74,7 +75,7 @@ def _release(member: Member) -> str:
     return megatron.core.__version__
 
 
-@pytest.mark.parametrize("release", OTHERS)
+@pytest.mark.parametrize("release", OTHER_RELEASES)
 def test_other_releases_are_what_is_imported(release, worlds):
     path = path_of(release)
     (found,) = set(worlds(2, path).run(_release))

@@ -164,6 +164,7 @@ def _changes(member: Member, tied: bool, sequence_parallel: bool, dtype: torch.d
         (2, True, True, torch.float32),
     ],
 )
+@pytest.mark.thinned
 def test_every_change_counts_as_in_stock(ranks, sequence_parallel, tied, dtype, worlds):
     worlds(ranks).run(_changes, tied, sequence_parallel, dtype)
 

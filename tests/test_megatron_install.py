@@ -157,7 +157,13 @@ def _forgotten(member: Member, family: str) -> str:
 
 @pytest.mark.parametrize(
     ("family", "release"),
-    [("gpt", None), ("mamba", None), ("bert", None), ("t5", None), *(("gpt", release) for release in OTHERS)],
+    [
+        ("gpt", None),
+        ("mamba", None),
+        ("bert", None),
+        ("t5", None),
+        *(pytest.param("gpt", release, marks=pytest.mark.slow) for release in OTHERS),
+    ],
 )
 def test_a_forgotten_install_ends_as_documented(family, release, worlds):
     (line,) = worlds(1, release and path_of(release)).run(_forgotten, family)

@@ -80,6 +80,7 @@ def _run(command: list[str], folder: Path) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_an_unedited_script(script, tmp_path, device):
     stock, ours = tmp_path / "stock.json", tmp_path / "ours.json"
     done = _run([str(script), "--output", str(stock)], tmp_path)

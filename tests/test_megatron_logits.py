@@ -53,6 +53,7 @@ def _uses(member: Member, tied: bool, sequence_parallel: bool) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
+@pytest.mark.thinned
 def test_other_uses_of_the_logits(ranks, sequence_parallel, tied, worlds):
     worlds(ranks).run(_uses, tied, sequence_parallel)
 

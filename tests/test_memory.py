@@ -79,6 +79,7 @@ def measured(
     ("ranks", "sequence_parallel", "dtype"),
     [(1, False, "fp32"), (1, False, "bf16"), (2, False, "fp32"), (2, True, "fp32")],
 )
+@pytest.mark.thinned
 def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequence_parallel, worlds, device):
     """Twice the tokens cost some more numbers per token, and no more logits."""
     reduction, budget = STRATEGIES[strategy]
@@ -177,6 +178,7 @@ def test_the_larger_of_uneven_shards_stays_within_the_budget(budget, worlds, dev
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.thinned
 def test_evaluation_keeps_nothing(mode, reduction, budget, device):
     """Parameters that need gradients, but nobody will ask for them."""
     N, V = 512, 4096
@@ -249,6 +251,7 @@ def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
         assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)], indirect=True)
 def test_forward_s_window_partials_do_not_grow_with_n(backend, device, monkeypatch):
     """Four times the tokens, with 32 or 64 windows: their partials are merged group by group."""
     V = 2048

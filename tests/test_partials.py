@@ -230,6 +230,7 @@ def both(packed: torch.Tensor, columns: Columns, vocab_size: int | None, device:
 
 @pytest.mark.parametrize("columns", EVERY, ids=lambda c: "".join(str(int(v)) for v in vars(c).values()))
 @pytest.mark.parametrize("sizes", [(37,), (20, 17), (5, 0, 32), (9, 1, 0, 8, 3, 7, 2, 7)], ids=str)
+@pytest.mark.thinned
 def test_packed_of_ranks(sizes, columns, kernels, device):
     """The kernel gives what torch gives, and both what the whole vocabulary says."""
     for rows in (1, 5, 130):

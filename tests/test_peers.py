@@ -355,6 +355,7 @@ def _kind(loss) -> bool:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
+@pytest.mark.thinned
 def test_gradcheck(strategy, ranks, sequence_parallel, worlds, device):
     checked = everywhere(worlds, device, ranks, _gradcheck, strategy, sequence_parallel)
     assert checked == [checked[0]] * ranks and len(checked[0]) == 2 + (strategy != "accumulate")

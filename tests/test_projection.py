@@ -17,7 +17,7 @@ from parallel_lce.kernels.arithmetic import FP16_SCALE, REACH
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.partials import PartialColumns, merge_windows
 from parallel_lce.kernels.projection import Operands, logits_gradient, new_window_partials
-from parallel_lce.kernels.targets import target_logits
+from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.partials import Columns, integer_view
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -185,6 +185,7 @@ def test_each_column_alone_is_the_same(name, device):
 @pytest.mark.parametrize("whole", [True, False], ids=["all", "one window"])
 @pytest.mark.parametrize("agreement", ["on_shift", "some windows", "no window"])
 @pytest.mark.parametrize("shape", [Shape(130, 300, 24), Shape(20, 300, 21)], ids=str)
+@pytest.mark.thinned
 def test_kept_exponentials(shape, agreement, whole, dtype, device):
     """Relative to the shift reference where the window's maximum is near it; fp16 has none."""
     bias = some_bias(shape)
@@ -249,6 +250,7 @@ def test_logits_of_minus_infinity_and_nan(dtype, device):
 
 @pytest.mark.parametrize("options", [{}, dict(scale=-1.5), dict(scale=2.0, softcap=4.0)], ids=str)
 @pytest.mark.parametrize("shape", [Shape(130, 300, 72), Shape(20, 300, 24, gap=3), Shape(1, 5, 7)], ids=str)
+@pytest.mark.thinned
 def test_target_logits(shape, options, dtype, device):
     operands, z = problem(shape, dtype, device, bias=some_bias(shape), **options)
     target = torch.randint(shape.K, (shape.R,), generator=torch.Generator().manual_seed(0))
@@ -401,6 +403,7 @@ def gradient_truth(z, alpha, gamma, delta, power, scale, softcap):
 @pytest.mark.parametrize(
     ("shape", "form"), [(shape, "all") for shape in SHAPES] + [(Shape(20, 300, 16), form) for form in FORMS], ids=str
 )
+@pytest.mark.thinned
 def test_gradient(shape, form, dtype, device):
     options = dict(FORMS[form])
     alpha, gamma, delta = normal(3, shape.R, seed=4).float().to(device)

@@ -295,6 +295,7 @@ def assert_undisturbed(found: list, repetitions: int) -> None:
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.thinned
 def test_delays_change_no_bit(call, worlds, device, request):
     repetitions = REPETITIONS[device]
     if call.backend == "triton":
@@ -360,6 +361,7 @@ def _in_flight(member: Member, call: Call):
 @pytest.mark.parametrize("frozen", ["", "x", "weight"])
 @pytest.mark.parametrize("strategy", ["saved", "hidden gathered again", "some saved", "recomputed", "accumulated"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.thinned
 def test_nothing_is_in_flight_after_a_call(sequence_parallel, strategy, frozen, backend, worlds, device):
     """A collective that nobody waits for may write to memory that is somebody else's by then, and no CUDA
     graph can be captured with it."""

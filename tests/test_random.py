@@ -3,6 +3,7 @@ rank and from run to run."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -127,11 +128,13 @@ def test_two_ranks(worlds, device, problem):
 
 @RELAXED
 @given(problems(3))
+@pytest.mark.slow
 def test_three_ranks(worlds, device, problem):
     hold(worlds(3).run(twice, *problem, timeout=30), problem[0], device)
 
 
 @RELAXED
 @given(problems(4))
+@pytest.mark.slow
 def test_four_ranks(worlds, device, problem):
     hold(worlds(4).run(twice, *problem, timeout=30), problem[0], device)

@@ -36,7 +36,7 @@ def echo(tmp_path) -> Path:
 
 def started(name: str) -> str:
     """The end of what `echo` says of a script."""
-    return f"{ROOT} -m pytest" if name == "test" else f"{LAUNCH / name}.py"
+    return f"{ROOT} -m pytest -n auto --dist worksteal" if name == "test" else f"{LAUNCH / name}.py"
 
 
 # --- from anywhere ---------------------------------------------------------------------------------

@@ -161,6 +161,7 @@ def test_forward_mode_is_refused(way, dual, needs_gradient, backend, device):
     "asked", ["penalty, by x", "penalty, by the weight", "backward(inputs=[weight])", "upstream gradient"]
 )
 @pytest.mark.parametrize("way", ["none", "recompute", "accumulate", "statistics"])
+@pytest.mark.thinned
 def test_refused_when_compiled(way, asked, compiler, device):
     """By AOTAutograd in its own words. It loses the second derivatives of any function by a view of an input."""
     torch._dynamo.reset()

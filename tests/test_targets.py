@@ -121,6 +121,7 @@ def test_placed_targets(scaled, dtype, device):
 @pytest.mark.parametrize("of", ["rows", "one", "none"])
 @pytest.mark.parametrize("with_target", [True, False])
 @pytest.mark.parametrize("D", [1, 300, 5000])
+@pytest.mark.thinned
 def test_finished_rows(D, with_target, of, dtype, device):
     """Rounded once, in place if asked to, and nothing beside it."""
     source = normal(20, D + 3).float().to(device)[:, :D]
@@ -148,6 +149,7 @@ def test_finished_rows(D, with_target, of, dtype, device):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("total_dtype", ["fp32", "same"])
 @pytest.mark.parametrize(("D", "first", "columns"), [(1, 0, K), (70, 5, 60), (300, 0, K)])
+@pytest.mark.thinned
 def test_added_targets(D, first, columns, total_dtype, transposed, dtype, device, monkeypatch):
     """Those that are alone; rounded once."""
     monkeypatch.setattr(kernels, "_WIDTH", 128)

@@ -193,7 +193,9 @@ def alone(train) -> list[float]:
     "nodes, overrides",
     [
         (2, ["parallel.data=2", "train.micro_batches=2", "parallel.distributed_optimizer=true"]),
-        (1, ["parallel.pipeline=2", "train.micro_batches=4", "model.recompute=true"]),
+        pytest.param(
+            1, ["parallel.pipeline=2", "train.micro_batches=4", "model.recompute=true"], marks=pytest.mark.slow
+        ),
     ],
     ids=["two-nodes-of-data-parallel", "pipeline"],
 )
@@ -385,6 +387,7 @@ def test_results_of_an_earlier_run_are_removed(tmp_path):
         remove_results(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_run_begins_without_the_results_of_another(train, tmp_path):
     """Of more ranks, say. Under a torchrun of the user's own as well."""
     for start in ("ours", "of the user's own"):

@@ -80,6 +80,7 @@ EVERYTHING = dict(bias=True, label_smoothing=0.1, z_loss=1e-2, logit_scale=0.7, 
     # dX of fp16 waits for the upstream gradient.
     [(d, s) for d in ("bf16", "fp16") for s in STRATEGIES if (d, s) != ("fp16", "accumulated")],
 )
+@pytest.mark.thinned
 def test_strategies(strategy, everything, dtype, worlds, device):
     case, pieces = STRATEGIES[strategy]
     case = replace(case, dtype=dtype, **(EVERYTHING if everything else {}))
@@ -90,7 +91,7 @@ def test_strategies(strategy, everything, dtype, worlds, device):
     check(case, found, factor=1.5 if strategy == "accumulated" else 1.0, device=device)
 
 
-@pytest.mark.parametrize("N", [1, 64, 1024])
+@pytest.mark.parametrize("N", [1, 64, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("reduction", "budget"), [("none", None), ("none", 0), ("mean", 0)], ids=["saved", "recomputed", "accumulated"]
 )
@@ -104,6 +105,7 @@ def test_gradients_as_exact_as_torchs_where_its_targets_are(reduction, budget, N
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.slow
 def test_rows_of_dw_in_which_targets_and_other_tokens_cancel(budget, dtype, device):
     """Hidden states with a mean, and targets drawn from the model's own softmax."""
     generator = torch.Generator().manual_seed(0)
@@ -175,6 +177,7 @@ def test_blocks_of_one_row_of_each_part(reduction, worlds, device):
 
 @pytest.mark.parametrize("strategy", ["saved", "recomputed", "accumulated"])
 @pytest.mark.parametrize(("sharpness", "smallest"), [(6.0, 20), (90.0, 300)])
+@pytest.mark.thinned
 def test_sharp_logits_beside_torch(sharpness, smallest, strategy, worlds, device):
     """Logits in bf16 have lost their digits there, saved exponentials have not. At the larger |z| most
     windows are far from a token's reference, and most tokens are sure of one entry."""
@@ -266,6 +269,7 @@ def exact_gradients(t, coefficients):
 @pytest.mark.parametrize("saved", [0, 300, 700])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("main", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.thinned
 def test_main_grad_is_added_to(main, dtype, saved, device):
     t, projection, coefficients = block(dtype, device)
     grad = torch.full_like(t.weight, 3.0, dtype=main)
@@ -282,6 +286,7 @@ def test_main_grad_is_added_to(main, dtype, saved, device):
 
 @pytest.mark.parametrize("saved", [0, 300, 700])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.thinned
 def test_dx_is_announced_once_complete_and_before_the_last_of_dw(dtype, saved, device):
     t, projection, coefficients = block(dtype, device)
     dx = torch.full_like(t.x, torch.nan)
@@ -305,6 +310,7 @@ def test_dx_is_announced_once_complete_and_before_the_last_of_dw(dtype, saved, d
 
 
 @pytest.mark.parametrize(("dtype", "saved"), [(torch.bfloat16, 300), (torch.float16, 0)], ids=str)
+@pytest.mark.slow
 def test_products_in_pieces(dtype, saved, device, monkeypatch):
     """Those that pass through fp32, of 1024 rows of dX and 256 of dW."""
     monkeypatch.setattr(triton_backward, "_PRODUCT_BYTES", 1)
@@ -357,6 +363,7 @@ def test_saved_tensors_may_come_back_elsewhere(dtype, device):
 
 @pytest.mark.parametrize("own", [(64, 128), (128, 256), (100, 300), (0, 200), (40, 290)], ids=str)
 @pytest.mark.parametrize(("dtype", "save"), [(torch.bfloat16, 700), (torch.float16, 700), (torch.bfloat16, 0)], ids=str)
+@pytest.mark.thinned
 def test_rows_that_are_there_are_projected_while_others_arrive(dtype, save, own, device):
     t, projection, _ = block(dtype, device, N=300)
     whole = t.x.clone()
@@ -483,6 +490,7 @@ def _sharded(member: Member, sequence_parallel: bool, budget: int | None, reduct
     return loss.detach(), dx, dw, any(beside)
 
 
+@pytest.mark.slow
 def test_each_rank_projects_its_own_rows_first(worlds, device):
     """And finds the same as without sequence parallelism: losses to the bit."""
     plain = everywhere(worlds, device, RANKS, _sharded, False, None, "none")
@@ -518,6 +526,7 @@ def _announced(member: Member, sequence_parallel: bool, rows: int):
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.slow
 def test_rows_of_dx_are_reduced_once_they_are_announced(sequence_parallel, worlds, device):
     whole = everywhere(worlds, device, 2, _announced, sequence_parallel, 1280)
     pieces = everywhere(worlds, device, 2, _announced, sequence_parallel, 500)

@@ -20,6 +20,8 @@ from parallel_lce import backends
 TIMEOUT = 120.0
 # The whole run's, not that of the test that happens to need a world first.
 _BACKEND = os.environ.get(backends.VARIABLE, "")
+# Of seconds each. Processes are forked from one that has those that this process has imported.
+_SLOW_IMPORTS = ("torch", "torch._inductor.config", "megatron.core")
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,10 @@ class World:
     """
 
     def __init__(self, ranks: int, device_type: str = "cpu", path: str | None = None) -> None:
-        context = mp.get_context("spawn")
+        # A forked process can use neither CUDA nor another folder's modules.
+        fresh = device_type == "cuda" or path is not None
+        context = mp.get_context("spawn" if fresh else "forkserver")
+        context.set_forkserver_preload([name for name in _SLOW_IMPORTS if name in sys.modules])
         self._folder = tempfile.TemporaryDirectory()
         self._jobs = [context.Queue() for _ in range(ranks)]
         self._results = [context.Queue() for _ in range(ranks)]

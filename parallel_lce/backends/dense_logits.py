@@ -1,4 +1,4 @@
-"""Partials and gradient of logits that exist already: kernels on CUDA, and their plain torch."""
+"""Partials and gradient of logits that exist already: by kernels on CUDA, in plain torch elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from parallel_lce.backends import valueless
 from parallel_lce.grad_buffers import accumulation_dtype
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
 
-# Torch takes rows in blocks of this many bytes of fp32, so that no second [N, V/P] tensor exists.
+# Bytes of fp32 of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
 _CPU_BLOCK, _CUDA_BLOCK = 2 << 20, 256 << 20
 
 
@@ -27,8 +27,10 @@ def _uses_kernels(logits: Tensor) -> bool:
 
 
 def logits_partial(logits: Tensor, target: Tensor, start: int, want_shifted: bool) -> tuple[Tensor, Tensor | None]:
-    """Partial ``[3, N]`` of ``logits [N, K]``, whose first column has id ``start``, and, if wanted,
-    sum(z - max) ``[N]``; ``target [N]`` holds global ids."""
+    """Partial ``[3, N]`` of ``logits [N, V/P]`` and, if wanted, sum(z - max) ``[N]``.
+
+    ``start``: global id of the first entry. ``target [N]``: global ids.
+    """
     if _uses_kernels(logits):
         from parallel_lce.kernels import dense_logits as kernels
 
@@ -40,7 +42,7 @@ def logits_partial(logits: Tensor, target: Tensor, start: int, want_shifted: boo
 def logits_gradient(
     logits: Tensor, target: Tensor, start: int, maximum: Tensor, scale: Tensor, uniform: Tensor, on_target: Tensor
 ) -> Tensor:
-    """``scale * exp(z - maximum) - uniform - on_target [j = target]``, ``[N, K]``, in logits' dtype."""
+    """``scale * exp(z - maximum) - uniform - on_target [j = target]``, ``[N, V/P]``, in the logits' dtype."""
     if _uses_kernels(logits):
         from parallel_lce.kernels import dense_logits as kernels
 
@@ -65,7 +67,7 @@ def _row_blocks(logits: Tensor) -> list[slice]:
 
 
 def _target_positions(target: Tensor, start: int, entries: int) -> tuple[Tensor, Tensor]:
-    """Positions in a flattened block of rows of its targets, and which of them are hits ``[rows]``."""
+    """Positions of the targets in the flattened block of rows, and which targets lie in this shard ``[rows]``."""
     column = target - start
     hit = (column >= 0) & (column < entries)
     first = torch.arange(target.shape[0], device=target.device) * entries

@@ -18,7 +18,7 @@ from parallel_lce.kernels.losses import token_losses
 from parallel_lce.kernels.partials import PartialColumns, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import Operands, new_window_partials
 from parallel_lce.kernels.softmax_shift import sample_softmax_shift
-from parallel_lce.kernels.targets import target_logits
+from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.kernels.tuning import rows_beside_gather
 from parallel_lce.partials import TARGET, Columns, empty_partial
 
@@ -151,6 +151,7 @@ class BlockForward:
             merged = self.partial.new_empty(len(self.partial), piece.x.shape[0])
             self._merge(piece, partials, merged)
             self.partial[:, rows] = merged
+            del partials  # before the next ones are allocated
 
     def _merge(self, operands: Operands, partials: PartialColumns, merged: Tensor) -> Tensor | None:
         return merge_windows(

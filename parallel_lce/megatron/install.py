@@ -1,4 +1,4 @@
-"""The switch: Megatron-core learns one more implementation of its language models' loss."""
+"""The switch: adds an implementation of the language models' loss to Megatron-core."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ CROSS_ENTROPIES = ("output_layer", "logits")
 
 @dataclass
 class _Installed:
-    """What was chosen, and each replaced attribute: its owner and name, ours, and what it was."""
+    """What :func:`install` chose and replaced."""
 
     cross_entropy: str
     logits_budget: int | None
     reduce_dtype: torch.dtype | None = None
+    # Each replaced attribute: its owner, its name, ours, and the original.
     replaced: list[tuple[object, str, object, object]] = field(default_factory=list)
 
     def replace(self, owner: object, name: str, ours: object) -> None:
         self.replaced.append((owner, name, ours, getattr(owner, name)))
         setattr(owner, name, ours)
 
-    def restore(self, kept: int = 0) -> None:
-        """Undo all but the first ``kept`` replacements, where nobody has replaced them again since."""
-        for owner, name, ours, original in reversed(self.replaced[kept:]):
+    def restore(self, first: int = 0) -> None:
+        """Undo the replacements from ``first`` on, except those that somebody has replaced again since."""
+        for owner, name, ours, original in reversed(self.replaced[first:]):
             if getattr(owner, name) is ours:
                 setattr(owner, name, original)
             else:
@@ -45,7 +46,7 @@ class _Installed:
                     RuntimeWarning,
                     stacklevel=3,
                 )
-        del self.replaced[kept:]
+        del self.replaced[first:]
 
 
 _installed: _Installed | None = None
@@ -103,7 +104,7 @@ def install(
     _installed.reduce_dtype = reduce_dtype or _installed.reduce_dtype
     replaced = len(_installed.replaced) > len(wrappers)
     if replaced and chosen != "logits":
-        _installed.restore(kept=len(wrappers))
+        _installed.restore(first=len(wrappers))
     if not replaced and chosen == "logits":
         for owner in (functions, tensor_parallel):
             _installed.replace(owner, "vocab_parallel_cross_entropy", vocab_parallel_cross_entropy)

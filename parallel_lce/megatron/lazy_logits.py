@@ -1,4 +1,4 @@
-"""Logits that Megatron's model passes from its output layer to its loss without making them."""
+"""Lazy logits: what Megatron's model passes from its output layer to its loss in place of the logits."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ from parallel_lce.statistics import TokenStatistics
 def keep_autograd_gradient(weight: Tensor) -> None:
     """Have Megatron's DDP add what autograd delivers for ``weight`` to its main_grad.
 
-    The fused loss adds its dW to main_grad itself and says so in ``grad_added_to_main_grad``, after
-    which DDP drops autograd's gradient, that of real logits of the same weight included, unless the
-    weight has Megatron's ``zero_out_wgrad``.
+    The fused loss adds its dW to main_grad itself and sets ``grad_added_to_main_grad``. DDP then drops autograd's
+    gradient, including that of real logits made with the same weight, unless the weight has Megatron's
+    ``zero_out_wgrad``.
     """
     if torch.is_grad_enabled() and weight.requires_grad:
         weight.zero_out_wgrad = True
 
 
 _APPLY = torch.autograd.Function.apply.__code__
-# A call of these would show nothing of what comes after the loss.
+# Called after the loss, these would have no effect: no logits take part in the backward.
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 
 def _function_calls() -> Iterator[FrameType]:
-    """The frames, innermost first, of the ``torch.autograd.Function`` whose forwards run; a reentrant
-    checkpoint is one.
+    """The frames of the ``torch.autograd.Function`` whose forwards are running, innermost first.
 
-    Such a forward has gradients turned off. Its results get gradients of its own, which it passes on
-    to tensors alone: not to lazy logits that it is given, nor by those that it returns.
+    A reentrant checkpoint is one. Gradients are off in such a forward. The Function gives its tensor results a backward
+    of its own. Lazy logits that it is given, or returns, are no tensors, and lose their gradient.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -49,12 +48,12 @@ def _function_calls() -> Iterator[FrameType]:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often it was changed in place; inference tensors do not count."""
+    """How often the tensor was changed in place; None for inference tensors, which do not count."""
     return None if tensor.is_inference() else tensor._version
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """That of the tensor's device, None where autocast is off; meta tensors have none."""
+    """Autocast's dtype on the tensor's device; None where autocast is off. Meta tensors have no autocast."""
     kind = tensor.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
@@ -62,12 +61,15 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 
 
 class LogitsWarning(RuntimeWarning):
-    """Training makes the whole logits. No UserWarning: Megatron-LM's programs silence those on all ranks
-    but the first, which has no output layer under pipeline parallelism."""
+    """Training makes the whole logits.
+
+    Not a UserWarning: Megatron-LM's programs silence those on all ranks but the first, which has no output layer under
+    pipeline parallelism.
+    """
 
 
 def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) -> None:
-    """Say once per module and reason, on one of the ranks that have it, that training makes the logits."""
+    """Warn that training makes the logits: once per module and reason, on one of the ranks that have the module."""
     said = vars(module).setdefault("_parallel_lce_said", set())
     if reason in said:
         return
@@ -85,14 +87,13 @@ def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) ->
 class LazyLogits:
     """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, multiplied by ``scale``.
 
-    The loss takes the parts; sizes, and each token's largest logit and its place, are known without
-    logits. The first other use (a method, an operator, an index, a torch function) makes the real
-    ones as the stock layer does, in the modes in which the layer was called. They are kept in
-    ``made``: every later use gets that one tensor, the loss too, so that changes of it count,
-    whatever view or name they are made through.
+    The loss takes the hidden states, the weight and the bias instead. Sizes, each token's largest logit and its place
+    are known without logits. The first other use (a method, an operator, an index, a torch function) makes the real
+    logits as the stock layer does, in the modes in which the layer was called. Every later use, the loss included, gets
+    that one tensor, ``made``. So a change of the logits counts, through whatever view or name it is made.
 
-    The weight, which is ``shared`` if it was passed to the layer, the bias and ``sequence_parallel``
-    are those at the time of the call. ``has_loss``: the loss was computed without logits.
+    The weight, the bias and ``sequence_parallel`` are those at the time of the call. ``shared``: the weight was
+    passed to the layer. ``has_loss``: the loss was computed without logits.
     """
 
     __array_priority__ = Tensor.__array_priority__
@@ -330,7 +331,7 @@ class LazyLogits:
 
 
 def _add_special_methods() -> None:
-    """Those of tensors: Python looks them up on the class, past ``__getattr__``."""
+    """Add the special methods of tensors, which Python looks up on the class, past ``__getattr__``."""
 
     def add(name: str) -> None:
         in_place = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")

@@ -1,4 +1,4 @@
-"""Megatron's output layer, without the projection, and the loss of what it returns."""
+"""Megatron's output layer that returns lazy logits, and the loss of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
-# Classes whose forward the loss may stand for; the second is of Megatron's development branch.
+# Classes whose forward the fused loss can replace. The second is in Megatron's development branch.
 _KNOWN = ("ColumnParallelLinear", "LinearCrossEntropyModule")
 
 

@@ -278,7 +278,6 @@ def run(monkeypatch, tmp_path, *arguments):
     return status, json.loads(path.read_text())
 
 
-@pytest.mark.slow
 def test_a_run_writes_table_json_and_picture(monkeypatch, tmp_path, capsys):
     picture = tmp_path / "bench.png"
     status, found = run(

@@ -39,6 +39,7 @@ def fused_loss(
         main_grad=main_grad,
     )
     call, operands = prepared.call, prepared.operands
+    assert call.target is not None  # checked with the options
     weights, dtype = arguments.token_weight, accumulation_dtype(operands[0].dtype)
     if weights is not None:
         weights = weights.reshape(-1).to(dtype).contiguous()

@@ -34,7 +34,8 @@ def exponential(x):
 def exponential_from(z, shift):
     """exp(z - shift) by one multiply-add and one ``exp2``.
 
-    The shift is rounded in base 2. :func:`rebased` takes this rounding back, so nothing is lost at large |z|.
+    ``shift * log2(e)`` is rounded. :func:`rebased` uses the same rounded number, so the error cancels in
+    ``exponential_from(z, shift) * rebased(shift, base)``.
     """
     return tl.exp2(tl.fma(z, _LOG2_E, -(shift * _LOG2_E)))
 

@@ -23,7 +23,7 @@ from parallel_lce.kernels.arithmetic import FP16_SCALE, LOWEST_SHIFT, REACH, fin
 from parallel_lce.kernels.relaunch import Relaunched
 
 _REACH = tl.constexpr(REACH)
-# Below it, c x would lose digits in bf16 that the gradient of the logits does not.
+# Smallest c for which c * x keeps the full precision of bf16.
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
 _BLOCK = 4096
 
@@ -80,7 +80,7 @@ def lce_backward_from_saved(
     coefficient = level * rebased(shift, base)
     as_it_is = False
     if not REWRITE:
-        # All comparisons are false for NaN.
+        # NaN makes as_it_is false.
         as_it_is = (tl.load(on_shift + row) != 0) & (tl.abs(base - shift) <= _REACH)
         nothing = coefficient == 0.0
         if of_target is not None:

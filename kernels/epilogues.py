@@ -4,8 +4,8 @@ There are two. The forward's stores the tile's partials (:func:`parallel_lce.ker
 returns its exponentials, which the caller may save. The backward's returns the gradient of the logits.
 
 A tile is ``z [BLOCK_M tokens, BLOCK_N vocabulary entries]`` in fp32; ``r`` and ``c`` are its row and column numbers.
-Both mainloops call :func:`tile_rows` before a tile's product, so that what the epilogue needs of the tokens has been
-loaded after it, and :func:`finish_tile` after it. The functions run under Triton and, called from a Gluon kernel,
+Both mainloops call :func:`tile_rows` before a tile's product, so that its loads overlap the product, and
+:func:`finish_tile` after it. The functions run under Triton and, called from a Gluon kernel,
 under Gluon. The optional tensors of an epilogue are None: Triton then compiles the code without them.
 """
 
@@ -93,7 +93,7 @@ def finish_tile(
 
 @triton.jit
 def _shift_rows(epilogue, r, rows):
-    shift = r.to(tl.float32)
+    shift = r.to(tl.float32)  # Not read without a softmax shift: Triton needs a value of this type.
     if epilogue.softmax_shift is not None:
         shift = tl.load(epilogue.softmax_shift + r, mask=r < rows, other=0.0)
     return (shift,)
@@ -109,11 +109,12 @@ def _gradient_rows(epilogue, r, rows, scale):
         factor *= tl.load(epilogue.power)
     per_sum = factor / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
     level = tl.load(epilogue.alpha + r, mask=valid, other=0.0) * per_sum
+    # Cancels the rounding of exponential_from.
     level *= rebased(base, base)
-    slope = level
+    slope = level  # Not read without delta.
     if epilogue.delta is not None:
         slope = tl.load(epilogue.delta + r, mask=valid, other=0.0) * per_sum * rebased(base, base)
-    uniform = level
+    uniform = level  # Not read without gamma.
     if epilogue.gamma is not None:
         uniform = tl.load(epilogue.gamma + r, mask=valid, other=0.0) * factor
     return (base, level, slope, uniform)

@@ -1,4 +1,4 @@
-"""Partials on the GPU: what a tile of logits says about its tokens, and how such partials merge.
+"""Partials on the GPU: the softmax statistics of a tile's tokens, and how such partials merge.
 
 ``parallel_lce.partials`` has the algebra and its plain torch. A *window* is the vocabulary range of one tile. Each
 window stores one partial per token; one kernel merges the windows of a rank, and the ranks.
@@ -72,7 +72,7 @@ def store_partials(z, r, c, window, rows, entries, shift, partials, MASKED: tl.c
     reference = base
     if SHIFTED:
         reference = window_shift(top, shift)
-    # tl.max drops NaN. It comes back here, through its exponential.
+    # tl.max ignores NaN. exp(NaN) makes the sum NaN, which the merge detects.
     e = exponential_from(z, reference[:, None])
     tl.store(partials.sum_exp + here, tl.sum(e, 1), mask=valid)
     if partials.weighted is not None:
@@ -105,7 +105,7 @@ def _merge_name(specialization) -> str:
     return "lce_forward_merge_ranks" if specialization.constants["RANKS"] else "lce_forward_merge_windows"
 
 
-# An argument of 1 would become a Python number, which has no `to`.
+# Triton would make a constant of an argument of 1, which has no `to`.
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "num_slices", "entries", "start"], repr=_merge_name)
 def _merge_kernel(
@@ -129,7 +129,7 @@ def _merge_kernel(
     """Merge slices of the vocabulary: windows of ``WINDOW`` entries, or the shards of the ranks.
 
     ``stride``: elements from one slice's columns to the next one's. Of windows, ``entries`` and ``start`` are those
-    of the shard; of ranks, ``entries`` is V if ``BOUNDED``.
+    of the shard. Of ranks, ``entries`` is V if ``BOUNDED``, and all are in one tile; ``vocab_size`` is an output.
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
@@ -194,7 +194,7 @@ def _merge_kernel(
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _NOBODY), ids + start, _NOBODY)
             argmax = tl.minimum(argmax, tl.min(ids, 0))
-    # NaN logits of a window are dropped by its maximum and kept by its sum.
+    # A NaN logit of a window is not in its maximum, but makes its sum NaN.
     broken = (broken != 0) | ((sum_exp != sum_exp) & (top != float("inf")))
     tl.store(merged.max + r, tl.where(broken, float("nan"), top) + nan, mask=valid)
     tl.store(merged.sum_exp + r, sum_exp + nan, mask=valid)
@@ -275,7 +275,7 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
     ranks, stride = packed.shape
     block_w = next_power_of_2(ranks)
     block_r = max(16, min(_RANKS_ROWS, _RANKS_TILE // block_w))
-    # A view of the first rank's partial has the strides of a slice.
+    # Pointers to the first rank's columns. The kernel adds rank * stride.
     own = packed[0, : columns.count * rows].view(columns.count, rows)
     bounds = packed.view(torch.int32)[0, columns.count * rows :]
     with torch.cuda.device_of(packed):  # Triton launches on the current device.

@@ -69,7 +69,7 @@ def projection_name(specialization) -> str:
     return "lce_backward_projection" if specialization.constants["GRADIENT"] else "lce_forward_projection"
 
 
-# What changes from launch to launch and from batch to batch must not compile anew.
+# Arguments that vary between launches. They are not specialized, so no value compiles a new kernel.
 CHANGING = ["rows", "first_block", "num_blocks", "all_blocks"]
 
 

@@ -46,11 +46,13 @@ class Relaunched:
 
 
 def _describe(arguments: tuple) -> list:
-    """What Triton compiles anew for, or more. Arguments of different types have different descriptions."""
+    """Everything that Triton specializes on, and possibly more. Arguments of different types are described
+    differently."""
     described: list = []
     for argument in arguments:
         kind = type(argument)
         if kind is int:
+            # 1, else the width and whether it is divisible by 16
             width = 0 if -(2**31) <= argument < 2**31 else 32 if argument < 2**63 else 64
             described.append(1 if argument == 1 else width + (16 if argument % 16 == 0 else 2))
         elif kind is float:

@@ -61,8 +61,8 @@ def lce_forward_softmax_shift(
 def sample_softmax_shift(operands: Operands, start: int, stop: int, result: torch.Tensor) -> None:
     """Write the softmax shift of the tokens ``[start, stop)`` into ``result [R]`` fp32.
 
-    The shift is the largest logit over ``_SAMPLED`` evenly spaced rows of the weight, or 0 where that is infinite. The
-    soft-cap is left out.
+    The shift is the largest logit over ``_SAMPLED`` evenly spaced rows of the weight, or 0 where that is infinite.
+    Not called under a soft-cap, where the shift is 0.
     """
     x, weight = operands.x[start:stop], operands.weight
     step = -(-weight.shape[0] // _SAMPLED)

@@ -145,8 +145,8 @@ def target_gradients(
     grid = (-(-rows // _TOKENS),)
     tags = shared = None
     if count:
-        # Every token writes its number to its target's tag; one of them stays. Tokens that find another number mark the
-        # target as shared. The marks do not depend on which number stayed.
+        # Every token writes its number to its target's tag; an arbitrary one of them remains. Tokens that find
+        # another number mark the target as shared. The marks do not depend on which number stayed.
         tags = torch.empty(entries, dtype=torch.int32, device=target.device)
         shared = torch.empty(entries, dtype=torch.uint8, device=target.device)
         programs = max(grid[0], -(-entries // _CLEARED))

@@ -41,8 +41,8 @@ _TABLE = {((9, 10), True, 2): Tile(128, 256, 64, 8, 3)}
 _MODEST = {2: Tile(128, 128, 32, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
 # Row blocks of one launch.
 _BLOCKS = range(12, 21)
-# A launch may have more row blocks, up to these, while it has at most so many waves, and its rows of x at most so many
-# bytes: they then stay in the L2 cache.
+# Launches over few windows may have up to so many row blocks, as long as they take at most so many waves and their rows
+# of x at most so many bytes, which then stay in the L2 cache.
 _MORE_BLOCKS, _WAVES, _BYTES = 33, 32, 36 << 20
 # SMs that NCCL takes for a collective of large tensors.
 _COLLECTIVE_SMS = 24

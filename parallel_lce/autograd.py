@@ -30,7 +30,7 @@ Operands = tuple[Tensor, Tensor, Tensor | None]
 class _FirstOrder(torch.autograd.Function):
     """The identity on a gradient, whose derivative is refused.
 
-    What the gradient depends on is an input, too, so a second derivative by any leaf meets the refusal.
+    All tensors on which the gradient depends are inputs, too, so a second derivative by any of them is refused.
     """
 
     @staticmethod
@@ -45,9 +45,8 @@ class _FirstOrder(torch.autograd.Function):
 def first_order_only(backward: Callable) -> Callable:
     """Make ``backward(ctx, saved, *upstream)`` that of an autograd.Function, ``saved`` being its saved tensors.
 
-    With ``create_graph=True`` the gradients are recorded as functions of the saved tensors and the upstream gradients
-    whose derivative is refused. Without a record they would count as constants, and second derivatives would silently
-    be wrong.
+    With ``create_graph=True`` autograd would treat the gradients as constants, and second derivatives would silently be
+    wrong. :class:`_FirstOrder` records what they depend on, and raises instead.
     """
 
     @functools.wraps(backward)

@@ -77,7 +77,7 @@ class LossOptions:
 def plain(value: Any) -> Any:
     """NumPy's scalars and other numbers as Python's; anything else as it is.
 
-    NumPy's float64 is a ``float`` whose comparisons are no ``bool``, which Triton does not take for one.
+    NumPy's float64 is a subclass of float. Its comparisons give numpy.bool_, which Triton rejects.
     """
     if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float):
         return value
@@ -90,7 +90,8 @@ def plain(value: Any) -> Any:
 
 
 def real(value: Any) -> Any:
-    """As :func:`plain`, and an integer as the float that it is; one beyond fp32 as it is, to be refused."""
+    """As :func:`plain`, with integers as floats. An integer too large for fp32 is returned unchanged, and later
+    refused."""
     value = plain(value)
     return float(value) if type(value) is int and -_LARGEST <= value <= _LARGEST else value
 

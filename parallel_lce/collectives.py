@@ -1,4 +1,4 @@
-"""Tensor- and sequence-parallel layouts, and their collectives: what runs on what, and when it is waited for.
+"""Tensor- and sequence-parallel layouts, and their collectives: which a call issues, and where each is waited for.
 
 Every function takes numbers that all ranks share, so every rank issues the same collectives in the same order. All
 collectives are asynchronous. On NCCL a wait orders streams and never stops the host.
@@ -25,8 +25,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 REDUCED_BYTES = 64 << 20
-"""Bytes of dX per all-reduce where no dW product follows: the first ones then overlap the rest of dX's own product.
-Where a dW product follows, which takes longer, a single all-reduce costs less."""
+"""Bytes of dX per all-reduce if no dW product follows. Small pieces let the first all-reduces overlap the rest of dX.
+If a dW product follows, one all-reduce overlaps that."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Layout:
     # Vocabulary shards.
     ranks: int = 1
     rank: int = 0
-    # Equal parts of the tokens: ``ranks`` under sequence parallelism, else 1.
+    # Number of equal parts into which the tokens are split: ``ranks`` under sequence parallelism, else 1.
     sp_size: int = 1
 
     @classmethod
@@ -61,7 +61,7 @@ class Layout:
     @overload
     def take(self, tokens: None, block: Block) -> None: ...
     def take(self, tokens: Tensor | None, block: Block) -> Tensor | None:
-        """The block's tokens of ``[..., N]``, those of all parts: ``[..., R]``, contiguous in R. None of None."""
+        """The block's tokens of ``[..., N]``, those of all parts: ``[..., R]``, contiguous in R. None for None."""
         if tokens is None:
             return None
         if self.sp_size == 1:
@@ -128,7 +128,7 @@ class HiddenReduction:
     def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None, alone: bool) -> None:
         self._total, self._layout, self._alone = hidden.new_empty(hidden.shape), layout, alone
         self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
-        # Of each block: what was started, its rows, their sum, and where the sum goes.
+        # Per block a list of (work, local rows, summed rows, destination in dX).
         self._started: deque[list[tuple[dist.Work | None, Tensor, Tensor, Tensor]]] = deque()
 
     def destination(self, block: Block) -> Tensor:
@@ -142,7 +142,7 @@ class HiddenReduction:
     def start(self, block: Block, local: Tensor, rows_done: int) -> None:
         """Start the sums of the rows of ``local`` before ``rows_done`` that are not started yet.
 
-        ``local`` came from :meth:`destination`, and this is its last block.
+        ``local`` is what :meth:`destination` returned last.
         """
         layout = self._layout
         if layout.ranks == 1:
@@ -194,7 +194,7 @@ class Shard:
 
     @property
     def real(self) -> int:
-        """The first rows, which are no padding."""
+        """Number of rows that are not padding. They come first."""
         if self.vocab_size is None:
             return self.rows
         return min(max(self.vocab_size - self.start, 0), self.rows)

@@ -68,7 +68,7 @@ def agree(
 ) -> list[tuple[int, int]]:
     """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
 
-    A setting that a rank lacks is compared among the others. ``tensors``, int64 or fp64, have one shape wherever the
+    A setting is compared among the ranks that pass it. ``tensors``, int64 or fp64, have one shape wherever the
     settings agree. Returns every rank's ``shard`` (first id, rows). Collectives: two all-gathers, of 3 int64 and of a
     text of some hundred bytes; if a tensor differs, one more of its values.
     """

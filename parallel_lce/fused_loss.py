@@ -39,12 +39,11 @@ def fused_loss(
         main_grad=main_grad,
     )
     call, operands = prepared.call, prepared.operands
-    assert call.target is not None  # checked with the options
-    weights, dtype = arguments.token_weight, accumulation_dtype(operands[0].dtype)
-    if weights is not None:
-        weights = weights.reshape(-1).to(dtype).contiguous()
-    loss = WeightedLoss(call.target, weights, options.ignore_index, smoothing, options.z_loss, options.outside_is_nan)
-    divisor = loss.divisor(reduction, dtype)
+    assert call.target is not None  # check_loss has refused it
+    loss = WeightedLoss(
+        call.target, prepared.token_weight, options.ignore_index, smoothing, options.z_loss, options.outside_is_nan
+    )
+    divisor = loss.divisor(reduction, accumulation_dtype(operands[0].dtype))
     if call.plan.accumulate:
         return accumulated_loss(call, operands, loss, divisor)
     per_token = token_losses(call, operands, loss, prepared.differentiable)

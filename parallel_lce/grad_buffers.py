@@ -71,14 +71,14 @@ class GradBuffer:
             if whole and self._main_grad is None:
                 return self._target[start:stop], True
             return self._target.new_empty(stop - start, *self._target.shape[1:], dtype=self._sum_dtype), True
-        # Each block opens every row once. The rows opened by the first block add up to all real rows.
+        # The first block opens every real row once. Later blocks add.
         holds = self._opened_rows >= self._real or (self._main_grad and self._sum is self._target)
         self._opened_rows += stop - start
         return self._sum[start:stop], not holds
 
     @property
     def buffered(self) -> bool:
-        """Whether even whole rows need an fp32 buffer, since they are added to a low-precision gradient."""
+        """Whether each product needs an fp32 buffer, because it is added to a low-precision main_grad."""
         return self._sum is None and self._main_grad is not None
 
     def close(self, start: int, stop: int, total: Tensor) -> None:

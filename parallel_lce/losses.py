@@ -1,4 +1,4 @@
-"""Per-token losses: of statistics in plain PyTorch, and ``linear_cross_entropy``'s, of partials."""
+"""Per-token losses: two helpers on statistics, and the head of ``linear_cross_entropy``."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class WeightedLoss:
         weight = layout.take(self.token_weight, block)
         return replace(self, target=layout.take(self.target, block), token_weight=weight)
 
+    # Of the outputs.
     num_differentiable = 1
 
     def outputs(self, backend: Backend, partial: Tensor, vocab_size: Tensor) -> tuple[list[Tensor], Residuals]:

@@ -89,7 +89,7 @@ class LinearCrossEntropy(nn.Module):
 
     def __deepcopy__(self, memo: dict) -> LinearCrossEntropy:
         duplicate = self.__class__.__new__(self.__class__)
-        # A group is not copied: all copies in this process communicate through the same one.
+        # Copies share the process group.
         memo |= {id(self): duplicate, id(self._group): self._group}
         duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return duplicate

@@ -4,12 +4,11 @@ torch.compile takes an operator as a whole; meta and fake tensors get the shapes
 functions that eager mode calls directly (:mod:`parallel_lce.schedule`), with their collectives. An operator gets a
 :class:`Call` as numbers, and a process group by its name.
 
-What is saved from forward to backward, 1 GiB or more, is in no graph, because the backward overwrites it. As tensors
-its mutation would have to be declared. Saved tensors are inputs of the compiled backward, and Inductor would copy
-mutated inputs in each step. If the mutation were not declared, a graph walked twice would read what the first walk
-consumed. So a graph carries a *handle*: a tensor of one byte, to whose storage what is saved is attached and with
-which it lives and dies. The backward detaches it. Where it finds nothing (a second walk, or saved-tensor hooks that
-copied the handle), it recomputes.
+Saved exponentials travel outside the graph. The forward operator returns a *handle*, a tensor of one byte; what is
+saved is an attribute of its storage, and lives and dies with it. The backward takes it off. Where it finds nothing (a
+second walk of the graph, or saved-tensor hooks that copied the handle), it recomputes. As tensors of the graph, 1 GiB
+or more, they could not be overwritten: Inductor copies inputs that are declared as mutated, and if they were not
+declared, a second walk would read what the first one consumed.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _CALL = (
     "bool[] columns, bool capped, SymInt[] plan, ScalarType? reduce_dtype"
 )
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor factors"
-_LOSS = "Tensor? token_weight, SymInt? ignore_index"
-_NUM_OPERANDS = 5
+_LOSS = "Tensor? token_weight, SymInt? ignore_index, bool outside_is_nan"
+_NUM_OPERANDS, _NUM_OF_LOSS = 5, 3
 # Attribute of a handle's storage that holds what is saved.
 _SAVED = "_parallel_lce_saved"
 # Outputs of the forward operator: of the head, its residuals, the partial, the handle.
@@ -58,8 +57,8 @@ def _operands(call: Call, operands: tuple, loss: WeightedLoss | None = None) -> 
     """The arguments ``_OPERANDS``. ``factors [4]`` fp64, on the CPU: logit_scale, logit_softcap, label_smoothing,
     z_loss.
 
-    A number among an operator's arguments is a constant of its graph: another value compiles anew. A number added to a
-    tensor is not.
+    A Python number that is passed to an operator is compiled in as a constant. In a tensor it may change without
+    recompilation.
     """
     numbers = [call.scale, 0.0 if call.softcap is None else call.softcap, 0.0, 0.0]
     if loss is not None:
@@ -115,7 +114,7 @@ def _call(
     shard = Shard(start, weight.shape[0], vocab_size)
     planned: dict[str, Any] = dict(zip(_PLAN_FIELDS, plan))
     planned["accumulate"] = bool(planned["accumulate"])
-    # While a graph is traced they have no values, and results' shapes do not depend on them.
+    # While a graph is traced the factors have no values. The results' shapes do not depend on them.
     scale, softcap = (1.0, 1.0) if valueless(factors) else factors.tolist()[:2]
     return Call(
         named(backend),
@@ -130,9 +129,11 @@ def _call(
     )
 
 
-def _loss(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, factors: Tensor) -> WeightedLoss:
+def _loss(
+    target: Tensor, factors: Tensor, token_weight: Tensor | None, ignore_index: int | None, outside_is_nan: bool
+) -> WeightedLoss:
     label_smoothing, z_loss = factors.tolist()[2:]
-    return WeightedLoss(target, token_weight, ignore_index, label_smoothing, z_loss)
+    return WeightedLoss(target, token_weight, ignore_index, label_smoothing, z_loss, outside_is_nan)
 
 
 # --- second derivatives ----------------------------------------------------------------------------
@@ -186,13 +187,13 @@ def _padded(values: Sequence[Tensor | None], count: int, like: Tensor) -> list[T
     f"({', '.join(['Tensor'] * (_NUM_OUTPUTS + _NUM_RESIDUALS + 2))})",
     tags=_OUTSIDE_GRAPHS,
 )
-def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, losses, save, *numbers):
+def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
     """The outputs of a head, its residuals, the merged partial, and the handle. ``losses``: of the loss, else of the
     statistics."""
     call = _call(weight, target, factors, *numbers)
     head = StatisticsHead(call.columns, target is not None)
     if losses:
-        head = _loss(target, token_weight, ignore_index, factors)
+        head = _loss(target, factors, token_weight, ignore_index, outside_is_nan)
     partial, vocab_size, saved = schedule.forward(call, hidden, weight, bias, save)
     outputs, residuals = head.outputs(call.backend, partial, vocab_size)
     handle = partial.new_zeros(1, dtype=torch.uint8)
@@ -203,7 +204,7 @@ def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, 
 
 
 @_forward.register_fake
-def _(hidden, weight, bias, target, factors, token_weight, ignore_index, losses, save, *numbers):
+def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
     call = _call(weight, target, factors, *numbers)
     shape = call.columns.count, token_count(hidden, call.layout)
     partial = hidden.new_empty(shape, dtype=accumulation_dtype(weight.dtype))
@@ -221,7 +222,7 @@ def _(hidden, weight, bias, target, factors, token_weight, ignore_index, losses,
 
 def _save_forward(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    ctx.losses, ctx.numbers = inputs[7], inputs[9:]
+    ctx.losses, _, *ctx.numbers = inputs[_NUM_OPERANDS + _NUM_OF_LOSS :]
     ctx.num_inputs = len(inputs)
     ctx.mark_non_differentiable(*output[_head_class(ctx.losses).num_differentiable :])
     ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *output[_NUM_OUTPUTS:])
@@ -284,24 +285,27 @@ _backward.register_autograd(_refuse_second_order, setup_context=_save_nothing)
     schema=f"({_OPERANDS}, {_LOSS}, Tensor? divisor, bool[] needs, {_CALL}) -> (Tensor, Tensor[])",
     tags=_OUTSIDE_GRAPHS,
 )
-def _accumulated_loss(hidden, weight, bias, target, factors, token_weight, ignore_index, divisor, needs, *numbers):
+def _accumulated_loss(
+    hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, divisor, needs, *numbers
+):
     """The loss, and its dX, dW and dbias, those that ``needs`` asks for."""
     call = _call(weight, target, factors, *numbers)
-    loss = _loss(target, token_weight, ignore_index, factors)
+    loss = _loss(target, factors, token_weight, ignore_index, outside_is_nan)
     divisor = 1.0 if divisor is None else divisor
     done = schedule.accumulate(call, hidden, weight, bias, loss, divisor, Needs(*needs))
     return done.loss, [g for g in done.gradients if g is not None]
 
 
 @_accumulated_loss.register_fake
-def _(hidden, weight, bias, target, factors, token_weight, ignore_index, divisor, needs, *numbers):
+def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, divisor, needs, *numbers):
     dtype = accumulation_dtype(weight.dtype)
     return hidden.new_empty((), dtype=dtype), _empty_gradients(hidden, weight, bias, needs, dtype)
 
 
 def _save_gradients(ctx, inputs, output) -> None:
     ctx.save_for_backward(*inputs[:3], *output[1])
-    ctx.needs, ctx.num_inputs = inputs[8], len(inputs)
+    _, ctx.needs, *_ = inputs[_NUM_OPERANDS + _NUM_OF_LOSS :]
+    ctx.num_inputs = len(inputs)
 
 
 def _scale_gradients(ctx, upstream, _):
@@ -346,7 +350,7 @@ def _in_place(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None
 def fused(call: Call, operands: tuple, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
     """:func:`parallel_lce.autograd.fused` of a graph."""
     losses = isinstance(head, WeightedLoss)
-    of_loss = (head.token_weight, head.ignore_index) if losses else (None, None)
+    of_loss = (head.token_weight, head.ignore_index, head.outside_is_nan) if losses else (None, None, True)
     outputs = torch.ops.parallel_lce.forward(
         *_operands(call, operands, head if losses else None), *of_loss, losses, differentiable, *_numbers(call)
     )
@@ -361,6 +365,7 @@ def accumulated_loss(call: Call, operands: tuple, loss: WeightedLoss, divisor: T
         *_operands(call, operands, loss),
         loss.token_weight,
         loss.ignore_index,
+        loss.outside_is_nan,
         divisor if isinstance(divisor, Tensor) else None,
         [t is not None and t.requires_grad for t in operands],
         *_numbers(call),

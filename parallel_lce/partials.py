@@ -1,4 +1,4 @@
-"""The algebra of partials: what a slice of the vocabulary says about a token.
+"""The algebra of partials: softmax statistics of a token over a slice of the vocabulary.
 
 A partial of a slice with logits z is, per token, the columns
 
@@ -30,7 +30,7 @@ from torch import Tensor
 MAX, SUM_EXP, TARGET = 0, 1, 2
 
 LOWEST_SHIFT = -1e4
-"""The least z - max that enters a product: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN as -inf * 0 is."""
+"""z - max is clamped to this before it is multiplied by exp(z - max), which is 0 there: -inf * 0 would be NaN."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Columns:
     """Which columns a partial ``[count, N]`` has beside max, sum_exp and target.
 
     They follow in the order of the fields. ``columns["total"]`` is the row of one. For an absent column it is the row
-    at which the column would be.
+    at which the column would be, so ``partial[: columns["argmax"]]`` are all floating-point columns.
     """
 
     shifted: bool = False
@@ -85,8 +85,8 @@ def tile_partial(
 ) -> Tensor:
     """Write the partial ``[C, R]`` of a tile of logits ``z [V, R]`` but for its target; returns exp(z - max).
 
-    ``first``: global id of the tile's first entry. ``z`` is overwritten. ``exponentials``: where the result goes, by
-    default ``z``.
+    ``first``: global id of the tile's first entry. ``z`` is overwritten: it holds logits, then z - max, then
+    exponentials. ``exponentials``: where the result goes, of z's dtype; by default ``z``.
     """
     maximum = partial[MAX]
     if columns.argmax:
@@ -97,7 +97,7 @@ def tile_partial(
         torch.amax(z, 0, out=maximum)
     if columns.total:
         torch.sum(z, 0, out=partial[columns["total"]])
-    # For a token of -inf alone -inf - -inf would be NaN.
+    # If all logits of a token are -inf, subtract 0: -inf - -inf is NaN.
     z -= maximum.masked_fill(maximum == -torch.inf, 0.0)
     if columns.shifted:
         torch.sum(z, 0, out=partial[columns["shifted"]])

@@ -18,7 +18,7 @@ DEFAULT_BUDGET = 1 << 30
 _LARGEST_BUDGET = 1 << 60
 
 SMALLEST_BLOCK = 32 << 20
-"""Bytes of a block of logits that a call may use whatever its budget is. A few tiles come on top."""
+"""Bytes of a block of logits that a call may use whatever its budget is. Tiles in flight are not counted."""
 
 GATHERED_BYTES = 256 << 20
 """Bytes of hidden states of one gather in a forward under sequence parallelism, where nothing is saved."""
@@ -56,7 +56,7 @@ class Plan:
     rows: int
     # Rows of the first block, which saves exponentials; 0: there is no such block.
     first: int
-    # Most rows of the other blocks; 0: there is no backward.
+    # Upper limit of the rows of the other blocks; 0: there is no backward.
     most: int
     # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
     saved: int
@@ -68,14 +68,14 @@ class Plan:
     block_bytes: int
     # Bytes of logits-shaped scratch memory beside what is saved.
     scratch_bytes: int
-    # Bytes of fp32 sums beside the gradients: a low-precision dW over several blocks, a low-precision dX over
-    # vocabulary slices, or a dX that is reduced over the ranks in fp32.
+    # Bytes of fp32 sums beside the gradients: of a low-precision dW that several blocks add to; of a low-precision dX
+    # that several vocabulary slices add to; and of a dX that is reduced over the ranks in fp32.
     accumulator_bytes: int
     # Bytes of the only block's gathered hidden states, if they are saved.
     hidden_bytes: int
-    # Most rows of a forward's block that saves nothing.
+    # Upper limit of the rows of a forward's block that saves nothing.
     gathered: int
-    # ``scratch_bytes`` of a backward that finds nothing of what was to be saved.
+    # ``scratch_bytes`` of a backward whose saved exponentials are gone: consumed, or lost by hooks.
     scratch_alone: int
 
     @cached_property
@@ -96,7 +96,7 @@ class Plan:
         shape, so their blocks are as few as the gathered hidden states allow."""
         if self.accumulate:
             return self.blocks
-        # By ``first``, not by what this rank saves: all ranks gather as much at once.
+        # Decided by ``first``, which all ranks share, not by ``saved``, which :meth:`limited` may lower on this rank.
         blocks = self.blocks[:1] if self.first else ()
         start = self.first
         size = balanced(self.rows - start, self.gathered)
@@ -111,8 +111,8 @@ class Plan:
     def limited(self, shard_rows: int, itemsize: int, sp_size: int) -> Plan:
         """The plan of this rank, whose shard has ``shard_rows`` rows that are no padding.
 
-        If these are more than were counted, a block that would save everything saves what fits its bytes, and the rest
-        is recomputed. Blocks and collectives do not change.
+        If the shard has more rows than the plan counted, blocks save only as many entries as fit, and the rest is
+        recomputed. Blocks and collectives do not change.
         """
         size = balanced(self.rows, self.most) if self.accumulate else self.first
         if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
@@ -131,7 +131,7 @@ class Gradients:
 
     input: bool
     weight: bool
-    # dX is fp32, so its sums need no accumulator.
+    # dX has the dtype of sums, so these need no accumulator.
     input_fp32: bool
     # dW's destination takes fp32 sums in place.
     weight_fp32: bool
@@ -253,8 +253,9 @@ def _save(p: _Problem) -> _Candidate:
 
 
 def _accumulate(p: _Problem) -> _Candidate:
-    """Form gradients in forward, in blocks of the budget; where that never needs more memory than saving everything
-    would, and blocks are large enough to be worth it."""
+    """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving
+    everything, and
+    if blocks are large enough to be worth it."""
     gradients, whole = p.gradients, p.rows * p.row_bytes
     # Over ranks a block's gradients wait for its statistics while the next block is projected.
     alive = 2 if p.ranks > 1 else 1
@@ -291,8 +292,8 @@ def _recompute_by_rows(p: _Problem) -> _Candidate:
 def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
     """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX.
 
-    On one rank this is preferred if the sum of dX takes no more than the budget: no reduction of dX waits for blocks
-    there, and slices of the vocabulary read and write an fp32 dW once, blocks of rows each time.
+    On one rank this is preferred if the sum of dX takes no more than the budget. No reduction of dX waits for blocks
+    there. Recomputing by vocabulary reads and writes an fp32 dW once; recomputing by rows does so once per block.
     """
     gradients = p.gradients
     # If dX is reduced in an fp32 buffer, that is where it is summed.
@@ -363,7 +364,7 @@ def plan(
     )
     if gradients is None:
         return problem.plan(first=0, most=0, saved=0)
-    # Over ranks blocks of rows come first: their reductions overlap.
+    # On several ranks blocks of rows come first: dX of one block is reduced while the next is computed.
     recomputations = _recompute_by_vocabulary(problem), _recompute_by_rows(problem)
     if ranks > 1:
         recomputations = recomputations[::-1]

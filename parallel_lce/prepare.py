@@ -27,8 +27,10 @@ class Prepared:
     call: Call
     # hidden states [..., D], weight [V/P, D], bias [V/P]
     operands: tuple[Tensor, Tensor, Tensor | None]
+    # [N] in the statistics' dtype
+    token_weight: Tensor | None
     # of the tokens
-    shape: tuple[int, ...]
+    shape: torch.Size
     differentiable: bool
 
 
@@ -60,12 +62,18 @@ def prepare(
             check_loss(arguments.target, options)
         a = _autocast(arguments.with_python_numbers())
         shape = check_arguments(a, layout)
+        if main_grad is not None and main_grad.tensor.shape != a.linear_weight.shape:
+            raise ValueError(
+                f"main_grad must have linear_weight's shape {list(a.linear_weight.shape)}, got "
+                f"{list(main_grad.tensor.shape)}"
+            )
         backend = backend_of(a.linear_weight)
     except Exception as refusal:
         debug.refuse(layout, refusal)
         raise
 
-    hidden, weight = _in_memory(a.input), _in_memory(a.linear_weight)
+    a = replace(a, **{name: in_memory(value) for name, value in a.tensors.items()})
+    hidden, weight = a.input, a.linear_weight
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = None if a.linear_bias is None else a.linear_bias.contiguous()
     # hidden keeps its shape: torch.compile then knows it as an input, and a second derivative by it is refused.
@@ -92,7 +100,10 @@ def prepare(
         main_grad,
         a.reduce_dtype,
     )
-    return Prepared(call, operands, shape, gradients is not None)
+    token_weight = a.token_weight
+    if token_weight is not None:
+        token_weight = token_weight.reshape(-1).to(accumulation_dtype(hidden.dtype)).contiguous()
+    return Prepared(call, operands, token_weight, shape, gradients is not None)
 
 
 def _gradients(
@@ -202,8 +213,9 @@ class _Waited(torch.autograd.Function):
         return upstream
 
 
-def _in_memory(tensor: Tensor) -> Tensor:
-    """The tensor with its values in memory: a collective that makes it is complete, and a lazy negation is done."""
+def in_memory(tensor: Tensor) -> Tensor:
+    """The tensor with its final values in memory: waits for a functional collective, and materializes a negated
+    view."""
     if torch.compiler.is_compiling():
         return tensor
     if isinstance(tensor, AsyncCollectiveTensor):

@@ -134,7 +134,7 @@ def forward(
         gathers.start()
         for block in blocks:
             x = gathers.take()
-            # The partial of a single block is that of all tokens, in their order.
+            # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
             work = call.backend.BlockForward(
                 projection, x.tensor, layout.take(targets, block), columns, block.saved if save else 0, None, out
@@ -142,7 +142,8 @@ def forward(
             block_saved = _project(work, x, gathers, first=block.start == 0)
             saved = saved or block_saved
             if save and call.plan.saves_hidden:
-                # On every rank, also where the shard is empty: it decides about a collective of the backward.
+                # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
+                # backward, and the collectives would no longer match.
                 saved = (x.tensor, *saved)
             if out is None:
                 layout.put(partials.local, block, work.partial)
@@ -214,7 +215,7 @@ class _GradientSums:
         for rows_done in work.hidden_grad():
             if reduction is not None and dx is not None:
                 reduction.start(block, dx, rows_done)
-        # Also where nothing reads them: their memory must not be freed while a gather writes it.
+        # Even if this block did not read x: the gather must end before its buffer is freed.
         x.wait()
         work.weight_grad()
 
@@ -238,9 +239,9 @@ def backward(
 ) -> Gradients:
     """Gradients of a call whose :func:`forward` gave ``partial`` and ``saved``.
 
-    A backward overwrites what is saved. With ``consumed`` an earlier one has already: everything is then recomputed,
-    in that memory. The tensors may have other strides than in forward, since hooks for saved tensors return what they
-    like.
+    A backward overwrites what is saved. ``consumed``: an earlier backward has overwritten it; everything is then
+    recomputed, in that memory. The tensors may have other strides than in forward, since hooks for saved tensors
+    return what they like.
 
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a block ahead, unless
     they were saved; then the reduction of dX (:class:`HiddenReduction`).
@@ -255,18 +256,19 @@ def backward(
         shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
         scratch_bytes = plan.scratch_bytes if saved else plan.scratch_alone
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes)
-        # Exponentials that underflowed do not tell the logits that delta needs.
+        # delta needs the logits, which cannot be recovered from an exponential that underflowed to 0.
         if saved and (consumed or coefficients.delta is not None):
             sums.scratch.adopt(saved[0])
             saved = ()
         tokens = None
         if len(blocks) > 1:
-            # All numbers of a token side by side: a block takes them in one copy.
+            # All per-token vectors stacked: one copy then extracts a block.
             tokens = torch.cat([partial, torch.stack(coefficients.present)])
         gathers = _Gathers(hidden, () if gathered is not None else blocks, layout)
         gathers.start()
         for block in blocks:
             x = gathers.take() if gathered is None else IncomingHidden(gathered)
+            # At most two gathers are in flight.
             if block.start:
                 x.wait()
             gathers.start()

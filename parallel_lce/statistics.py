@@ -30,10 +30,10 @@ class TokenStatistics:
     """Statistics of each token's logits.
 
     Every field but the last has the target's shape, or the hidden states' leading shape without a target; fp32, or fp64
-    for fp64 input. Fields that were not asked for are None. The last three have no gradient.
+    for fp64 input. Fields that were not asked for are None. Fields from ``max_logit`` on have no gradient.
     """
 
-    # A field with a column is present where the partial has that column; "target": where there is a target.
+    # A field with a column is not None if the partial has that column; "target": if there is a target.
 
     # Log-sum-exp of the V real entries.
     lse: Tensor
@@ -105,7 +105,7 @@ def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, wit
     """Statistics from a merged partial ``[C, N]``."""
     top, sum_exp, target = partial[MAX], partial[SUM_EXP], partial[TARGET]
     log_sum = sum_exp.log()
-    # A token without a finite logit has M = -inf; its sums are relative to 0.
+    # If all logits are -inf, M is -inf and the sums are relative to 0: lse is -inf, not NaN.
     values: dict[str, Any] = dict.fromkeys(NAMES)
     values.update(lse=top + log_sum, max_logit=top.clone(), vocab_size=vocab_size)
     if with_target:
@@ -139,6 +139,6 @@ def coefficients(
     if alpha is None:
         alpha = torch.zeros_like(partial[MAX])
     if delta is not None:
-        # The expected logit relative to the maximum, as the shifted logits that delta multiplies.
+        # delta multiplies z - M, so the expected logit is taken relative to M, too.
         alpha = alpha - delta * (partial[columns["weighted"]] / partial[SUM_EXP])
     return Coefficients(alpha, beta, None if gamma is None else gamma / vocab_size, delta)

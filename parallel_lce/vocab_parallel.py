@@ -15,6 +15,7 @@ from parallel_lce.backends.dense_logits import logits_gradient, logits_partial, 
 from parallel_lce.checks import check_kind, check_process_group, is_number, real, shortened
 from parallel_lce.collectives import Layout, PartialsGather, Shard
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
+from parallel_lce.prepare import in_memory
 
 
 def vocab_parallel_cross_entropy(
@@ -63,7 +64,7 @@ def vocab_parallel_cross_entropy(
             "label_smoothing": label_smoothing,
         }
         debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
-    logits = vocab_parallel_logits.reshape(-1, entries)
+    logits, target = in_memory(vocab_parallel_logits).reshape(-1, entries), in_memory(target)
     loss = _LogitsCrossEntropy.apply(logits, target.reshape(-1).long().contiguous(), float(label_smoothing), layout)
     return loss.view(target.shape)
 

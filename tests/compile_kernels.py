@@ -9,6 +9,7 @@ shows: hence one token, one window, one block.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -81,7 +82,7 @@ def call(rows, entries, depth, saved, everything, dtype):
     bias = torch.zeros(entries, dtype=dtype) if everything else None
     shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, 5.0 if everything else None)
     target = torch.zeros(rows, dtype=torch.int64)
-    columns = Columns(*[everything] * 4)
+    columns = Columns(*[everything] * len(dataclasses.fields(Columns)))
     partial, exponentials = block_forward(backend, shape, x, target, columns, saved)
     ones = torch.ones(rows)
     more = ones if everything else None
@@ -108,7 +109,7 @@ for dtype in (torch.bfloat16, torch.float16):
     for arguments in CALLS if dtype == torch.bfloat16 else CALLS[1:3]:
         call(*arguments, dtype)
 for ranks, tokens in ((2, 1), (8, 300)):
-    for columns in (Columns(), Columns(*[True] * 4)):
+    for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
         plain, size = columns == Columns(), packed_size(columns, tokens)
         partials.merge_ranks(torch.ones(ranks, size), columns, tokens, None if plain else 77)
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)

@@ -3,6 +3,7 @@ without ``--all``, and tests of a GPU where there is none."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections import Counter
 
@@ -49,6 +50,11 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
     _left_out.update(Counter(reasons.values()))
     if hasattr(config, "workeroutput"):  # in a worker of pytest-xdist
         config.workeroutput["left_out"] = _left_out
+
+
+def pytest_collection_finish() -> None:
+    # PyTorch's modules are hundreds of thousands of objects, and pytest collects garbage five times when it ends.
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

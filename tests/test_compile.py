@@ -483,15 +483,15 @@ def test_contracts_of_the_operators(device):
         given = ops._operands(call, tensors)
         assert 0 < call.plan.saved < V
         for save in (False, True):
-            arguments = *given, None, None, False, save, *ops._numbers(call)
+            arguments = *given, None, None, True, False, save, *ops._numbers(call)
             torch.library.opcheck(library.forward.default, arguments)
             for smoothing in (0.0, 0.1):
                 other, _ = _call(t, smoothed=smoothing > 0)
                 loss = WeightedLoss(t.target, t.token_weight, -100, smoothing, 1e-3)
-                of_loss = t.token_weight, -100, True, save
+                of_loss = t.token_weight, -100, True, True, save
                 arguments = *ops._operands(other, tensors, loss), *of_loss, *ops._numbers(other)
                 torch.library.opcheck(library.forward.default, arguments)
-        *_, partial, handle = library.forward(*given, None, None, False, True, *ops._numbers(call))
+        *_, partial, handle = library.forward(*given, None, None, True, False, True, *ops._numbers(call))
         alpha = torch.rand(24, device=device)
         for folded in ((alpha, alpha, None, None), (alpha, None, alpha, None)):
             for needs in ([True, True, True], [False, True, False]):
@@ -501,7 +501,7 @@ def test_contracts_of_the_operators(device):
         assert call.plan.accumulate
         loss = WeightedLoss(t.target, t.token_weight, -100, 0.1, 1e-3)
         for divisor in (None, loss.divisor("mean", torch.float32)):
-            given = *ops._operands(call, tensors, loss), t.token_weight, -100
+            given = *ops._operands(call, tensors, loss), t.token_weight, -100, True
             arguments = *given, divisor, [True, True, True], *ops._numbers(call)
             torch.library.opcheck(library.accumulated_loss.default, arguments)
         first_order = torch.ones((), device=device), *tensors

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import fractions
 import io
+import itertools
 import math
 import pickle
 import warnings
@@ -21,7 +22,7 @@ from cases import error
 from parallel_lce import checks, reference
 from parallel_lce.backends import named
 from parallel_lce.partials import Columns, bounds_of, merge_ranks
-from tools import REDUCED, call, everywhere, good, shrunk, small
+from tools import REDUCED, N, V, call, everywhere, good, shrunk, small
 from world import Member
 
 # --- numbers of other libraries ---------------------------------------------------------------------
@@ -99,9 +100,18 @@ def test_targets_of_any_integer_dtype(dtype, device):
 # --- memory that is not what it looks like ----------------------------------------------------------
 
 
+def more(device) -> dict:
+    """A bias and weights of tokens for the arguments of :func:`tools.good`."""
+    generator = torch.Generator().manual_seed(1)
+    return dict(
+        linear_bias=torch.randn(V, generator=generator).to(device),
+        token_weight=torch.rand(N, generator=generator).to(device),
+    )
+
+
 def _functional_collectives(member: Member, name: str, grad: bool) -> list[torch.Tensor]:
     """Hidden states, or the whole weight, by a functional all-gather, which nobody has waited for."""
-    arguments = good(member.device)
+    arguments = good(member.device) | more(member.device)
     # The first of the ranks' parts: the other ranks' are the same.
     part = arguments[name].chunk(member.ranks)[member.rank].clone().requires_grad_(grad)
     with warnings.catch_warnings():
@@ -120,17 +130,19 @@ def _functional_collectives(member: Member, name: str, grad: bool) -> list[torch
     return [loss.detach(), want.detach(), part.grad, member.ranks * whole.grad.chunk(member.ranks)[member.rank]]
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("name", ["input", "linear_weight"])
+@pytest.mark.parametrize(
+    ("name", "grad"),
+    [*itertools.product(("input", "linear_weight", "linear_bias", "token_weight"), (False, True)), ("target", False)],
+)
 def test_results_of_functional_collectives(name, grad, backend, worlds, device):
     for found in everywhere(worlds, device, 2, _functional_collectives, name, grad):
         for mine, truth in zip(found[::2], found[1::2]):
             torch.testing.assert_close(mine, truth)
 
 
-@pytest.mark.parametrize("name", ["input", "linear_weight"])
+@pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias", "token_weight", "target"])
 def test_negative_views(name, backend, device):
-    arguments = good(device)
+    arguments = good(device) | more(device)
     plain = call(arguments)
     assert torch.equal(call(arguments | {name: torch._neg_view(-arguments[name])}), plain)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import fields
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ from parallel_lce.partials import (
     packed_size,
 )
 
-ALL = Columns(shifted=True, total=True, weighted=True, argmax=True)
+ALL = Columns(*[True] * len(fields(Columns)))
+EVERY = [Columns(*asked) for asked in itertools.product([False, True], repeat=len(fields(Columns)))]
 LAST = torch.iinfo(torch.int64).max
 RELAXED = settings(deadline=None, derandomize=True, max_examples=60)
 
@@ -152,18 +154,15 @@ def test_columns_do_not_depend_on_each_other():
     """A merge of fewer columns gives the same bits as one of all."""
     z = torch.randn(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     everything = joined([partial_of(z[:, a : a + 4], a, 7) for a in (0, 4, 8)], [4] * 3)
-    for number in range(16):
-        columns = Columns(*(bool(number & bit) for bit in (1, 2, 4, 8)))
+    for columns in EVERY:
         found = joined([partial_of(z[:, a : a + 4], a, 7, columns) for a in (0, 4, 8)], [4] * 3, columns)
         assert torch.equal(found[:3], everything[:3])
-        for name, asked in zip(("shifted", "total", "weighted", "argmax"), (number & b for b in (1, 2, 4, 8))):
-            if asked:
-                assert torch.equal(found[columns[name]], everything[ALL[name]]), name
+        for name in columns.requested:
+            assert torch.equal(found[columns[name]], everything[ALL[name]]), name
 
 
 # --- packed of ranks -----------------------------------------------------------------------------
 
-EVERY = [Columns(*asked) for asked in itertools.product([False, True], repeat=4)]
 NOBODY = torch.iinfo(torch.int32).max
 
 

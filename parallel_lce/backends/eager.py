@@ -65,7 +65,7 @@ def _tile_size(device: torch.device) -> tuple[int, int]:
 
 
 def windows(projection: Projection, saved: int = 0) -> list[slice]:
-    """The vocabulary windows of a shard, one per tile. None contains the end of the first ``saved`` entries."""
+    """The vocabulary windows of a shard, one per tile. None straddles the end of the first ``saved`` entries."""
     width = _tile_size(projection.weight.device)[1]
     bounds = ((0, saved), (saved, projection.real))
     return [slice(a, min(a + width, end)) for begin, end in bounds for a in range(begin, end, width)]
@@ -114,8 +114,8 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
 def _settle_allocator() -> None:
     """Free one buffer of nearly 32 MiB, untouched, once per process.
 
-    glibc returns freed memory to the kernel, which zeroes it again for every tile, until a larger buffer has been
-    freed. 32 MiB is the largest from which it learns. Without this, up to half of a call's time goes there.
+    glibc raises its mmap threshold to the size of the largest freed buffer, up to 32 MiB. Below it, tiles are not
+    returned to the kernel, which would zero them again each time. Otherwise up to half of a call's time goes there.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
@@ -144,7 +144,7 @@ class BlockForward:
         self.partial = empty_partial(columns, x.shape[0], projection.dtype, x.device, out)
 
     def project_local(self, local: range) -> None:
-        """Nothing: a product on a CPU would only slow down the collective beside it."""
+        """Does nothing. On a CPU a product would only slow down the collective beside it."""
 
     def project_rest(self) -> Saved:
         """Project all rows; returns what is saved."""
@@ -306,13 +306,13 @@ class _LogitGradient:
         if self.x.dtype == torch.float16:
             power = power_of_two_scale(coefficients, projection.scale)
             factor, self.unscale = factor * power, 1 / power
-        # The 1 / s of the probabilities is a factor of their coefficients.
+        # p = e / s: the 1 / s is multiplied into alpha and delta.
         self._alpha = coefficients.alpha / sum_exp * factor
         self._beta, self._gamma, self._delta = (c if c is None else c * factor for c in coefficients.each[1:])
         if self._delta is not None:
             self._delta = self._delta / sum_exp
         if self._beta is not None and projection.softcap is not None:
-            # z of the target from fp32, not from a stored exponential.
+            # Uses the target's fp32 logit, not a stored exponential.
             self._beta = self._beta * _softcap_slope(projection.softcap, target_logit)
 
     def tiles(self, window: slice, weight: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:

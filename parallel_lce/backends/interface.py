@@ -30,7 +30,7 @@ class Projection:
     bias: Tensor | None
     # global id of the first row
     start: int
-    # first rows, which are no padding
+    # number of rows that are not padding; they come first
     real: int
     scale: float = 1.0
     softcap: float | None = None
@@ -42,11 +42,11 @@ class Projection:
 
 
 Saved = tuple[Tensor, ...]
-"""What a block saves of its first vocabulary rows for its backward, the exponentials first; ``()`` is nothing. Only the
+"""Tensors that a block saves for its backward; the exponentials are the first. ``()`` if it saves nothing. Only the
 backend that made it knows its shapes, and may overwrite it in backward."""
 
 
-# Exponents of e between the largest and the smallest number that is stored with full precision, less a margin.
+# Range of z - max, in nats, whose exponential is stored with full precision, less a margin.
 _STORED_RANGE = {torch.float16: 20.0}
 _DEFAULT_RANGE = 80.0
 
@@ -54,7 +54,7 @@ _DEFAULT_RANGE = 80.0
 def savable(dtype: torch.dtype, softcap: float | None) -> bool:
     """Whether saved exponentials still tell z, which the derivative of a soft-cap needs.
 
-    They tell z to one rounding of 1, not of z. That is too little for caps below 1.
+    z is recovered as log(e), with an absolute error of one rounding unit. That is too much for caps below 1.
     """
     return softcap is None or 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
 
@@ -100,7 +100,7 @@ class GradBuffers:
     # Added to.
     dweight: GradBuffer | None
     dbias: GradBuffer | None
-    # dX is reduced over the ranks as soon as it is complete, beside what is left of dW.
+    # dX is reduced over the ranks, overlapping the dW products that follow.
     reduces_dx: bool = False
 
 
@@ -167,7 +167,7 @@ class BlockForward(Protocol):
 class BlockBackward(Protocol):
     """The backward of a block."""
 
-    # Whether hidden_grad needs x.
+    # Whether hidden_grad reads x, so that its gather must be complete.
     reads_hidden_first: bool
 
     def hidden_grad(self) -> Iterator[int]:
@@ -183,9 +183,9 @@ class Backend(Protocol):
     """The names of a backend's module."""
 
     __name__: str
-    # Rows of a block from which on accumulating gradients in forward is worth its time.
+    # Fewest rows of a block for which accumulating gradients in forward pays.
     SMALLEST_ACCUMULATED: int
-    # Whether what is recomputed needs no memory beside that of what was saved.
+    # Whether the backward recomputes logits in the memory of saved exponentials.
     REUSES_SAVED: bool
 
     def savable(self, dtype: torch.dtype, softcap: float | None) -> bool:

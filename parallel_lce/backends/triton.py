@@ -70,13 +70,13 @@ class BlockForward:
         self._projection, self._target, self._columns = projection, target, columns
         self._local = range(0)
         self._operands: Operands | None = None
-        # Of all windows, unless the rows are projected in pieces.
+        # Partials of all windows and rows; None if the rows are projected in pieces.
         self._partials: PartialColumns | None = None
         if rows == 0 or real == 0:
             self.partial = empty_partial(columns, rows, projection.dtype, x.device, out)
             return
         self.partial = x.new_empty(columns.count, rows, dtype=projection.dtype) if out is None else out
-        # Hidden states on their way are dense: a copy would be of rows that are not there.
+        # ``dense`` does not copy x while its gather runs: gathered tensors are contiguous and aligned.
         self._operands = operands = operands_of(projection, dense(x), 0, real)
         width = operands.tile.entries
         assert width % ALIGNED == 0
@@ -89,7 +89,7 @@ class BlockForward:
             self._stored = stored[: rows * stride_of(save)].view(rows, -1)
             self._exponentials = self._stored[:, :save]
             self._shift = _new_softmax_shift(operands)
-        # Rows of which all windows' partials are alive at once: whole tiles, all rows if exponentials are saved.
+        # Rows per piece: whole tiles; all rows if exponentials are saved.
         row_bytes = 4 * operands.windows * (columns.count - 1)
         fitting = rows if save else max(1, _PARTIAL_BYTES // row_bytes)
         pieces, height = -(-rows // fitting), operands.tile.rows
@@ -98,9 +98,9 @@ class BlockForward:
             self._partials = new_window_partials(operands, columns)
 
     def project_local(self, local: range) -> None:
-        """Project full tiles of the ``local`` rows of x, for no longer than the other rows are on their way.
+        """Project full tiles of the ``local`` rows of x, at most as many as take the time of the gather.
 
-        Nothing is projected where the window partials of all rows would exceed ``_PARTIAL_BYTES``.
+        Nothing is projected if rows are projected in pieces.
         """
         operands = self._operands
         if operands is None or self._partials is None:
@@ -125,9 +125,9 @@ class BlockForward:
         operands, done = self._operands, self._local
         saved: Saved = ()
         if self._partials is not None:
-            # Samples the local rows again, which costs less than another launch.
+            # One launch samples all rows; local rows get the same values again.
             self._sample_shift(operands, 0, operands.x.shape[0])
-            # The row blocks that are left, modulo all row blocks.
+            # Row blocks after the local ones, wrapping around to those before them.
             left = range(done.stop, operands.row_blocks + done.start)
             operands.launch(self._exponentials, ForwardEpilogue(self._partials, self._shift), left)
             on_shift = self._merge(operands, self._partials, self.partial)

@@ -91,7 +91,8 @@ class _Slices:
         if projection.weight.dtype == torch.float16:
             self._power = power_of_two_scale(coefficients, projection.scale)
             self.unscale = 1 / self._power
-        # The targets; what their entries leave of their gradients; whether no other token has the same one.
+        # Per token: its target; the gradient of its target's logit, less what its entry in G already carries; and
+        # whether the target occurs once in the block. None until they are found.
         self._targets: tuple[Tensor, Tensor, Tensor] | None = None
         self.has_targets = target is not None and coefficients.beta is not None
         if self._saved is None:
@@ -102,7 +103,7 @@ class _Slices:
                 self._find_targets()
             exponentials = self._saved.exponentials
             self.saved_entries = min(exponentials.shape[1], projection.real)
-            # Consumed first. What is recomputed then reuses it.
+            # The saved slice comes first in ``ranges``; recomputed slices overwrite its memory.
             self._memory = exponentials.view(-1)
             self.ranges = [(0, self.saved_entries), *self._recomputed_ranges()]
 
@@ -135,7 +136,8 @@ class _Slices:
     def _from_saved(self, saved: SavedExponentials, stop: int) -> tuple[Tensor, Tensor | None]:
         projection = self._projection
         saved = saved._replace(exponentials=saved.exponentials[:, :stop])
-        # The window of the forward's tile. After saved-tensor hooks the operands may be aligned anew and have another.
+        # The forward's window, a power of two. The tile of ``operands_of`` may differ from the forward's: saved-tensor
+        # hooks may change the operands' alignment.
         window = next_power_of_2(-(-projection.real // saved.maxima.shape[0]))
         row_scale = gradient_from_saved(
             saved,
@@ -181,7 +183,7 @@ class _Slices:
         self._targets = target, rest, alone
 
     def finish_rows(self, source: Tensor, row_scale: Tensor | None, rows: slice, dx: Tensor) -> None:
-        """Write ``dx`` of some rows, from their sum over all slices but for ``row_scale``."""
+        """Write ``dx`` of some rows. ``source``: their sum over all slices, not yet multiplied by ``row_scale``."""
         targets = None
         if self._targets is not None:
             target, rest, _ = self._targets

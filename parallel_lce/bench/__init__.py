@@ -5,12 +5,13 @@ One GPU is a team of one rank. Each module uses only those above it:
 team.py           the ranks that are measured together
 problem.py        a shape and its random tensors
 libraries.py      the losses of PyTorch and other libraries
-peers.py          who is measured;  passes.py  the calls of each;  suites.py  what `--suite` measures
+peers.py          who is measured;  suites.py  at which shapes;  options.py  the command line
+passes.py         the calls of a peer: forward, and forward + backward
 accuracy.py       what a peer must fulfil before it is timed
 peak_memory.py    peak memory of one call, also used by the tests;  timing.py  seconds of one call
+communication.py  collectives alone, timelines
 results.py        what was measured, as numbers and JSON;  tables.py, plot.py  the same to look at
-measure.py        accuracy, memory and time of all peers, interleaved;  communication.py  collectives, timelines
-machine.py        the hardware and software;  run.py  one run of the benchmark
-options.py        the common command line, of one GPU (__main__.py) and of several (ranks.py)
+measure.py        accuracy, memory and time of all peers, interleaved
+machine.py        the hardware and software;  run.py  one run of the benchmark;  __main__.py  starts it
 scaling.py        a model of the time over ranks, fitted to JSON;  tune.py  times the kernels' tiles
 """

@@ -122,7 +122,7 @@ def answers(problem, dtype, gradients, rows):
 
 def _cross_entropy_(z, problem, tokens):
     """Losses [R, 1] of some tokens' logits z [R, V/P], which become softmax minus one-hot in place."""
-    ids = problem.target[tokens].unsqueeze(1) - problem.vocab_start
+    ids = problem.target[tokens].unsqueeze(1) - problem.team.rank * z.shape[1]
     here = (ids >= 0) & (ids < z.shape[1])  # the target lies in this rank's shard
     ids = torch.where(here, ids, 0)
     top = problem.team.reduce(z.amax(1, keepdim=True), dist.ReduceOp.MAX)

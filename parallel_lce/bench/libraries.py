@@ -1,11 +1,10 @@
 """The losses of PyTorch and of other libraries, called through their public functions and imported only here.
 
-Each function returns a loss as peers.py describes it, or raises what its import raised.
+Each function returns a loss as peers.py describes it, or raises what its import raised. `group` is None on one GPU.
 """
 
 import importlib
 import inspect
-import os
 
 import torch
 import torch.distributed as dist
@@ -14,23 +13,12 @@ import torch.nn.functional as F
 from .problem import IGNORE_INDEX
 
 
-class Unavailable(Exception):
-    """A peer that this machine cannot run. The message says why."""
+def library(module, name, **options):
+    """A function that imports `name` from `module` and returns the loss `name(x, weight, target, **options)`."""
 
-
-def forget_compiled():
-    """Resets torch.compile, which would make a shape dynamic after it has seen another one."""
-    torch._dynamo.reset()
-
-
-def library(module, name, *arguments, compiles=False, **options):
-    """A function that imports `name` from `module` and returns the loss `name(x, weight, target, ...)`."""
-
-    def build():
+    def build(group, sequence_parallel):
         function = getattr(importlib.import_module(module), name)
-        if compiles:
-            forget_compiled()
-        return lambda x, weight, target: function(x, weight, target, *arguments, **options)
+        return lambda x, weight, target: function(x, weight, target, ignore_index=IGNORE_INDEX, **options)
 
     return build
 
@@ -40,25 +28,18 @@ def mean_of(per_token, target):
     return per_token.sum() / (target != IGNORE_INDEX).sum()
 
 
-def torch_loss(x, weight, target, reduction="mean"):
-    """Logits in the dtype of the input, cross-entropy in float32. Also the yardstick of accuracy."""
-    return F.cross_entropy(F.linear(x, weight).float(), target, ignore_index=IGNORE_INDEX, reduction=reduction)
+def torch_loss(x, weight, target):
+    """Logits in the dtype of the input, cross-entropy in float32."""
+    return F.cross_entropy(F.linear(x, weight).float(), target, ignore_index=IGNORE_INDEX)
 
 
-def torch_lce(chunked=False):
-    if not hasattr(F, "linear_cross_entropy"):
-        raise Unavailable(f"torch >= 2.13 has F.linear_cross_entropy, this is {torch.__version__}")
-    options = {"options": torch.nn.LinearCrossEntropyOptions()} if chunked else {}
-
-    def loss(x, weight, target):
-        return F.linear_cross_entropy(x, weight, target, ignore_index=IGNORE_INDEX, **options)
-
-    return loss
-
-
-def torch_compile():
-    forget_compiled()
+def torch_compile(group, sequence_parallel):
     return torch.compile(torch_loss, dynamic=False)
+
+
+def torch_lce_chunked(group, sequence_parallel):
+    chunked = torch.nn.LinearCrossEntropyOptions()
+    return library("torch.nn.functional", "linear_cross_entropy", options=chunked)(group, sequence_parallel)
 
 
 def loss_parallel(group, sequence_parallel):
@@ -74,8 +55,7 @@ def loss_parallel(group, sequence_parallel):
         hidden = DTensor.from_local(x, mesh, [Shard(0) if sequence_parallel else Replicate()], run_check=False)
         hidden = hidden.redistribute(mesh, [Replicate()])
         shard = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
-        logits = F.linear(hidden, shard).float()
-        return F.cross_entropy(logits, target, ignore_index=IGNORE_INDEX).to_local()
+        return torch_loss(hidden, shard, target).to_local()
 
     loss.around = loss_parallel  # both passes have to run inside
     return loss
@@ -88,8 +68,6 @@ def megatron(fused, group, sequence_parallel):
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
-    if fused:
-        forget_compiled()
     group = group or _group_of_one()
     # The native loss asks for the group by this name, and gathered hidden states live in this buffer.
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
@@ -149,9 +127,9 @@ class _Region(torch.autograd.Function):
         ctx.group, ctx.sequence_parallel = group, sequence_parallel
         if not sequence_parallel:
             return x.view_as(x)
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x, group=group)
-        return torch.cat(parts)
+        pieces = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(pieces, x, group=group)
+        return torch.cat(pieces)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -159,22 +137,7 @@ class _Region(torch.autograd.Function):
         if not ctx.sequence_parallel:
             dist.all_reduce(total, group=ctx.group)
             return total, None, None
-        parts = list(total.chunk(dist.get_world_size(ctx.group)))
-        mine = torch.empty_like(parts[0])
-        dist.reduce_scatter(mine, parts, group=ctx.group)
+        pieces = list(total.chunk(dist.get_world_size(ctx.group)))
+        mine = torch.empty_like(pieces[0])
+        dist.reduce_scatter(mine, pieces, group=ctx.group)
         return mine, None, None
-
-
-def liger_scaled_sm90():
-    """Recomputes the logits in backward."""
-    from liger_kernel.ops.cutedsl.ops.fused_scaled_cross_entropy_sm90 import LigerFusedScaledCrossEntropySM90Function
-
-    os.environ.setdefault("LIGER_SCALED_CE_SM90_VALIDATE_TARGETS", "0")  # its check of targets waits for the device
-
-    def loss(x, weight, target):
-        per_token = LigerFusedScaledCrossEntropySM90Function.apply(
-            x, weight, target, 1.0, IGNORE_INDEX
-        )  # temperature 1
-        return mean_of(per_token, target)
-
-    return loss

@@ -3,13 +3,13 @@
 import importlib.metadata
 import os
 import platform
-import subprocess
+from pathlib import Path
 
 import torch
 
 from .peers import MIB
 
-LIBRARIES = ("triton", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
+LIBRARIES = ("triton", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl")
 
 
 def machine(device):
@@ -18,11 +18,8 @@ def machine(device):
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         size = f"{properties.multi_processor_count} SMs, {properties.total_memory // MIB} MiB"
-        facts["device"] = f"{properties.name}, {size}"
-        facts["driver"] = _driver()
-        facts["cuda"] = str(torch.version.cuda)
-    facts["python"] = platform.python_version()
-    facts["torch"] = torch.__version__
+        facts |= {"device": f"{properties.name}, {size}", "cuda": str(torch.version.cuda)}
+    facts |= {"python": platform.python_version(), "torch": torch.__version__}
     for name in LIBRARIES:
         try:
             facts[name] = importlib.metadata.version(name)
@@ -33,19 +30,10 @@ def machine(device):
     return facts
 
 
-def _driver():
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return "unknown"
-    return (done.stdout.splitlines() or ["unknown"])[0].strip()
-
-
 def _cpu_name():
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        names = []
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()

@@ -12,28 +12,32 @@ from .peak_memory import peak_memory
 from .peers import FORWARD_BACKWARD, PASSES
 from .results import Result
 from .team import Broken, Refused
+from .timing import timer
 
 
-def measure(peers, judge, timer, rounds, passes=PASSES, say=lambda text: None, after=lambda result, call: None):
+def measure(peers, judge, rounds, passes=PASSES, say=lambda text: None, after=lambda result, call: None):
     """[Result], one per peer. Each is checked and its memory measured; then all are timed round by round, A B C A B C.
 
-    `timer` is timing.timer's, `rounds` 0 checks alone, `say` is told what is going on. At the end `after(result, call)`
-    is called with forward + backward of every peer that was timed.
+    `say` is told what is going on. At the end `after(result, call)` is called with forward + backward of every peer
+    that was timed.
     """
     problem, results = judge.problem, [Result(peer) for peer in peers]
     team, losses, calls, readers = problem.team, {}, {}, {}
-    for result, peer in _remaining(results):  # before any call: building a peer may forget what others compiled
+    torch.compiler.reset()  # a compiled loss that has seen another shape would become dynamic
+    for result, peer in _remaining(results):
         with _refusals(result, say):
-            losses[peer] = team.agree(lambda: peer.loss(team.group, problem.sequence_parallel))
+            losses[peer] = team.agree(lambda: peer.build and peer.build(team.group, problem.sequence_parallel))
+    gc.collect()
+    gc.freeze()  # the libraries' own objects, which every collection would look at again
     for result, peer in _remaining(results):
         say(f"checking {peer}")
         with _refusals(result, say):
             calls[peer] = team.agree(lambda: calls_of(peer, problem, losses[peer], passes))
             result.errors = _errors(peer, calls[peer], judge)
-            for kind, call in calls[peer].items() if rounds else ():
+            for kind, call in calls[peer].items():
                 result.peak[kind] = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
                 result.gradients[kind] = _gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0
-                readers.setdefault(peer, {})[kind] = timer(call)
+                readers.setdefault(peer, {})[kind] = timer(call, team)
                 result.seconds[kind] = []
         if result.refused:
             calls.pop(peer, None)
@@ -52,9 +56,7 @@ def measure(peers, judge, timer, rounds, passes=PASSES, say=lambda text: None, a
     for result, peer in _remaining(results):
         if FORWARD_BACKWARD in result.seconds:
             after(result, calls[peer][FORWARD_BACKWARD])
-    for held in (losses, calls, readers):
-        held.clear()
-    release(team.device)
+    gc.unfreeze()
     return results
 
 

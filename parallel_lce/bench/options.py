@@ -1,97 +1,146 @@
-"""What the command lines of one GPU and of several ranks have in common."""
+"""The command line: what is measured, and where it is written."""
 
-import argparse
 import os
-import sys
+import re
+from argparse import ArgumentParser, ArgumentTypeError
+from dataclasses import replace
 
 import torch
 
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
+from .peers import ALL, ONE, OURS, RANKS, named, registry
+from .problem import Shape
+from .suites import DEFAULTS, SUITES
+
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+LAYOUTS = {"off": False, "on": True}
+UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def common_options(program, description, names):
-    """A parser of what both measure. `names` are those of the peers."""
-    parser = argparse.ArgumentParser(prog=program, description=description)
+def parse_shape(text):
+    """'N,V,D' -> Shape."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or not all(1 <= number < 2**31 for number in numbers):
+        raise ArgumentTypeError(f"a shape is three positive numbers N,V,D below 2^31, got {text!r}")
+    return Shape(*numbers)
+
+
+def parse_budget(text):
+    """'512MiB', '0', '1048576' -> bytes; 'all' -> more than anything needs; 'none' -> None, parallel_lce's default."""
+    words = {"none": None, "all": ALL}
+    if text.lower() in words:
+        return words[text.lower()]
+    match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in UNITS:
+        raise ArgumentTypeError(f"expected bytes, a number with KiB, MiB or GiB, all, or none, got {text!r}")
+    return int(match[1]) * UNITS[match[2]]
+
+
+def picture(text):
+    """A path whose suffix matplotlib knows. Without matplotlib __main__.py ends the program."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return text
+    suffix, known = os.path.splitext(text)[1][1:].lower(), FigureCanvasBase.get_supported_filetypes()
+    if suffix and suffix not in known:
+        raise ArgumentTypeError(f"the suffix must be one of {', '.join(sorted(known))}, got {text}")
+    return text
+
+
+def parse_arguments(arguments, ranks=None, ranks_here=1):
+    """The command line of one process, or of a run of so many ranks, and so many of this host.
+
+    Of the result `plan` is the Suite to measure, `chosen` are the Peers, and `not_here` is {name: why it cannot run
+    here}. Ends the program for what would fail after minutes of measuring.
+    """
+    layout = ONE if ranks is None else RANKS
+    parser = _parser(layout)
+    options = parser.parse_args(arguments)
+    options.alone, options.dtype = layout == ONE, getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
+    if options.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {options.rounds}")
+    if options.device == "cuda" and torch.cuda.device_count() < ranks_here:
+        parser.error(f"one GPU per process is needed, this host has {torch.cuda.device_count()}")
+
+    suite = SUITES[options.suite] if options.suite else DEFAULTS[layout, options.device]
+    known = [peer.name for peer in registry(suite.ours, layout)]
+    known = dict.fromkeys([*OURS, *known])
+    for option in ("peers", "without"):
+        given = getattr(options, option)
+        given = given and [name for text in given for name in text.split(",") if name]
+        setattr(options, option, given)
+        unknown = [name for name in given or () if name not in known]
+        if unknown:
+            parser.error(f"no such peer: {', '.join(unknown)}; known: {', '.join(known)}")
+    options.plan = _plan(suite, options, layout)
+    _choose_peers(parser, options, layout)
+
+    ranks = ranks or 1
+    powers = {2**k for k in range(ranks.bit_length())}
+    options.tp = sorted(set(options.tp or powers | {ranks}))
+    if not 1 <= options.tp[0] <= options.tp[-1] <= ranks:
+        parser.error(f"--tp must lie in 1 to {ranks}, the number of ranks, got {options.tp}")
+    for tp in options.tp:
+        for shape in options.plan.shapes:
+            if shape.n % tp or shape.v % tp:
+                parser.error(f"--shape: N and V must be multiples of the TP size, got {shape} for TP {tp}")
+    options.sequence_parallel = [LAYOUTS[word] for word in dict.fromkeys(options.sequence_parallel)]
+    return options
+
+
+def _parser(layout):
+    program = "python -m parallel_lce.bench" if layout == ONE else "./launch/bench.sh"
+    parser = ArgumentParser(prog=program, description="parallel_lce against its peers.")
     add = parser.add_argument
-    known = ", ".join(names)
-    add("--dtype", choices=DTYPES, help="of input and weight (float32 on cpu, bfloat16 on cuda)")
+    add("--suite", choices=SUITES, help="a set of shapes and strategies; other options override it")
+    words = "tokens, vocabulary of all ranks, hidden size; may be repeated"
+    add("--shape", action="append", metavar="N,V,D", type=parse_shape, help=words)
+    words = "of ours: bytes, 512MiB, all, or none for its default; may be repeated"
+    add("--logits-budget", action="append", metavar="BYTES", type=parse_budget, help=words)
+    add("--dtype", choices=("float32", "bfloat16", "float16"), help="float32 on cpu, bfloat16 on cuda")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--rounds", type=int, default=5, help="how often each peer is timed (default 5)")
-    add("--peers", nargs="+", metavar="NAME", help=f"only these, and the GEMM-only baseline. Known: {known}")
+    add("--peers", nargs="+", metavar="NAME", help="only these, and the GEMM-only baseline")
     add("--without", nargs="+", metavar="NAME", default=[], help="not these")
-    add("--seed", type=int, default=0)
+    words = "TP sizes (the powers of two up to the number of ranks, and that number)"
+    add("--tp", nargs="+", type=int, metavar="P", help=words)
+    words = "off and on over several ranks"
+    add("--sequence-parallel", nargs="+", choices=LAYOUTS, default=["off", "on"], help=words)
     add("--json", metavar="PATH", help="write everything measured, again after each table")
-    add("--plot", metavar="PATH", help="write a picture; the suffix chooses the format")
-    parser.set_defaults(trace=None, window=None)  # over ranks alone
+    add("--plot", metavar="PATH", type=picture, help="write a picture; the suffix chooses the format")
+    words = "write the timeline of one forward + backward call of ours and of the baseline with collectives"
+    add("--trace", metavar="DIR", help=words)
     return parser
 
 
-def argument(parse):
-    """`parse` for argparse, with its own words in the message instead of 'invalid value'."""
-
-    def convert(text):
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return convert
-
-
-def check_common(parser, options, names):
-    """Completes the common options. Ends the program for what would fail after minutes of measuring."""
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
-    if not -(2**63) <= options.seed < 2**63:  # torch.manual_seed's, and as much again for the ranks
-        parser.error(f"--seed must be a number of 64 bits, got {options.seed}")
-    options.dtype = DTYPES[options.dtype or DEFAULT_DTYPE[options.device]]
-    for option in ("peers", "without"):
-        given = getattr(options, option)
-        if given is not None:
-            given = [name for text in given for name in text.split(",") if name]
-            setattr(options, option, given)
-            unknown = [name for name in given if name not in names]
-            if unknown:
-                parser.error(f"no such peer: {', '.join(unknown)}; known: {', '.join(names)}")
-    if options.plot:
-        try:
-            from matplotlib.backend_bases import FigureCanvasBase
-        except ImportError:  # need_extra says so
-            return
-        suffix, known = os.path.splitext(options.plot)[1][1:].lower(), FigureCanvasBase.get_supported_filetypes()
-        if suffix and suffix not in known:
-            parser.error(f"--plot {options.plot}: the suffix must be one of {', '.join(sorted(known))}")
+def _plan(suite, options, layout):
+    """The suite with what was said about it on the command line."""
+    ours, others = suite.ours, suite.others
+    if options.peers is not None:
+        ours = [strategy for strategy in ours if named(strategy, layout)[0] in options.peers]
+        ours += [(kind, None) for kind in options.peers if kind in OURS and kind not in dict(ours)]
+        others = tuple(name for name in options.peers if not name.startswith("ours"))
+    if options.logits_budget:
+        kinds = dict.fromkeys(kind for kind, _ in ours)
+        ours = [(kind, budget) for budget in dict.fromkeys(options.logits_budget) for kind in kinds]
+    ours = tuple(strategy for strategy in ours if named(strategy, layout)[0] not in options.without)
+    return replace(suite, shapes=tuple(options.shape or suite.shapes), ours=ours, others=others)
 
 
-def need_extra(options):
-    """rich, and matplotlib for a picture, before minutes of measuring rather than after."""
-    try:
-        import rich  # noqa: F401
-
-        if options.plot:
-            import matplotlib  # noqa: F401
-    except ImportError as error:
-        sys.exit(f"the benchmark needs {error.name}: pip install 'parallel-lce[bench]'")
-
-
-def choose(peers, options, only, why_not):
-    """`([Peer], {name: why it is not here})` of the peers named `only`, by default of those that run on this device.
-    The GEMM-only baselines are always wanted. `why_not(peer)` is empty if it can run here."""
-    chosen, missing = [], {}
-    for peer in peers:
-        named = options.device in peer.devices if only is None else peer.name in only
-        if (named or peer.family == "bare") and peer.name not in options.without:
-            reason = why_not(peer)
-            if reason:
-                missing[peer.name] = reason
+def _choose_peers(parser, options, layout):
+    """Sets `options.chosen` and `options.not_here`. Only peers that were not asked for by name may be missing."""
+    options.chosen, options.not_here = [], {}
+    for peer in registry(options.plan.ours, layout):
+        others = options.plan.others
+        wanted = options.device in peer.devices if others is None else peer.name in others
+        if (wanted or peer.family != "other") and peer.name not in options.without:
+            if peer.missing:
+                options.not_here[peer.name] = peer.missing
             else:
-                chosen.append(peer)
-    return chosen, missing
+                options.chosen.append(peer)
+    lacking = [f"{name} ({why})" for name, why in options.not_here.items() if name in (options.peers or ())]
+    if lacking:
+        parser.error(f"cannot run here: {', '.join(lacking)}")

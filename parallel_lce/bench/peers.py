@@ -8,11 +8,10 @@ The exception is the GEMM-only baseline: the three matrix products that every lo
 time is measured against it.
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-
-import torch
 
 from . import libraries
 from .libraries import library, mean_of
@@ -26,7 +25,7 @@ CPU_AND_CUDA, CUDA = ("cpu", "cuda"), ("cuda",)
 ONE, RANKS = "one", "ranks"  # one process without a group; a process group, with or without sequence parallelism
 
 BARE, OVERLAPPED, SAVED, LEAN = "bare", "bare-overlapped", "ours-saved", "ours-lean"
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 ALL = 1 << 40  # a logits_budget that everything fits
 
 
@@ -37,8 +36,8 @@ class Peer:
     name: str
     upstream: str  # the gradient that its loss accepts: 'any' per token, or one 'scalar'
     devices: tuple  # those on which it is measured without being named
-    build: Callable | None  # returns the loss; takes a group and whether sequence parallel if it runs over RANKS
-    family: str = "other"  # 'ours', 'bare' (a GEMM-only baseline), 'torch' or 'other'
+    build: Callable | None  # of a group (None on one GPU) and whether sequence parallel; returns the loss
+    family: str = "other"  # 'ours', 'bare' (a GEMM-only baseline) or 'other'
     label: str = ""
     passes: tuple = PASSES
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
@@ -48,14 +47,17 @@ class Peer:
     def __str__(self):
         return self.label or self.name
 
-    def loss(self, group=None, sequence_parallel=False):
-        """Its loss on this rank, None of a GEMM-only baseline. May import, initialise or compile."""
-        if self.build is None:
-            return None
-        return self.build(group, sequence_parallel) if RANKS in self.layouts else self.build()
+    @property
+    def missing(self):
+        """Why it cannot run here, or ''."""
+        try:
+            found = not self.needs or importlib.util.find_spec(self.needs) is not None
+        except ImportError:  # of the package that it is a part of
+            found = False
+        return "" if found else f"no module {self.needs}"
 
 
-def ours(reduction, budget, group=None, sequence_parallel=False):
+def ours(reduction, budget, group, sequence_parallel):
     """With reduction 'none' the losses are averaged outside, so that forward may not accumulate gradients."""
     from parallel_lce import linear_cross_entropy
 
@@ -69,7 +71,7 @@ def ours(reduction, budget, group=None, sequence_parallel=False):
     return loss
 
 
-def ours_main_grad(budget, group=None, sequence_parallel=False):
+def ours_main_grad(budget, group, sequence_parallel):
     """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
     from parallel_lce.checks import Arguments, LossOptions
     from parallel_lce.fused_loss import fused_loss
@@ -88,75 +90,61 @@ def ours_main_grad(budget, group=None, sequence_parallel=False):
     return loss
 
 
-OURS = {  # {kind: (upstream, function of a budget that builds the loss)}
+OURS = {  # {kind: (upstream, function of a budget, a group and whether sequence parallel that builds the loss)}
     "ours": (SCALAR, partial(ours, "mean")),
     "ours-per-token": (ANY, partial(ours, "none")),
     "ours-main-grad": (ANY, ours_main_grad),
 }
-STRATEGIES_OVER_RANKS = (  # (kind, budget, name, label)
-    ("ours-per-token", ALL, SAVED, "ours, per token, all saved"),
-    ("ours", None, "ours-default", "ours, mean, default budget"),
-    ("ours", 128 * MIB, "ours-accumulate", "ours, mean, 128 MiB"),
-    ("ours-main-grad", 64 * MIB, LEAN, "ours, fp32 main_grad, 64 MiB"),
-    ("ours-per-token", 0, "ours-recompute", "ours, per token, budget 0"),
-)
+NAMED_OVER_RANKS = {  # {(kind, budget): (name, label)}
+    ("ours-per-token", ALL): (SAVED, "ours, per token, all saved"),
+    ("ours", None): ("ours-default", "ours, mean, default budget"),
+    ("ours", 128 * MIB): ("ours-accumulate", "ours, mean, 128 MiB"),
+    ("ours-main-grad", 64 * MIB): (LEAN, "ours, fp32 main_grad, 64 MiB"),
+    ("ours-per-token", 0): ("ours-recompute", "ours, per token, budget 0"),
+}
 _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
-_LIGER_SM90 = ("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90", "liger_fused_linear_cross_entropy_sm90")
 _CCE = "cut_cross_entropy", "linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
-_MEAN = {"ignore_index": IGNORE_INDEX, "reduction": "mean"}
-_CCE_OPTIONS = {"ignore_index": IGNORE_INDEX, "compiles": True}
-# Chunks of 8192 tokens sum the fp32 dW half as often as the default of 4096.
-_QUACK_OPTIONS = {"ignore_index": IGNORE_INDEX, "chunk_size": 8192}
 _MEGATRON = {"layouts": (ONE, RANKS), "needs": "megatron.core"}
-_OTHERS = (
+OTHERS = (
     Peer(BARE, ANY, CPU_AND_CUDA, None, "bare", layouts=(ONE, RANKS)),
     Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "bare", layouts=(RANKS,)),
-    Peer("torch", ANY, CPU_AND_CUDA, lambda: libraries.torch_loss, "torch"),
-    Peer("torch-lce", ANY, CPU_AND_CUDA, libraries.torch_lce, "torch"),
-    Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, partial(libraries.torch_lce, chunked=True), "torch"),
-    Peer("torch-compile", ANY, CUDA, libraries.torch_compile, "torch"),
-    Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), **_MEGATRON),
+    Peer("torch", ANY, CPU_AND_CUDA, lambda *_: libraries.torch_loss),
+    Peer("torch-lce", ANY, CPU_AND_CUDA, library("torch.nn.functional", "linear_cross_entropy")),
+    Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, libraries.torch_lce_chunked),
+    Peer("torch-compile", ANY, CUDA, libraries.torch_compile),
     Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), **_MEGATRON),
+    Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), **_MEGATRON),
     Peer("loss-parallel", ANY, CPU_AND_CUDA, libraries.loss_parallel, layouts=(RANKS,)),
     Peer("verl", ANY, CUDA, libraries.verl, layouts=(RANKS,), needs="verl"),
     # LIGER_KERNEL_IMPL in the environment chooses liger's backend, as everywhere in that library.
-    Peer("liger", SCALAR, CUDA, library(*_LIGER, **_MEAN)),
-    # dW summed in fp32, from chunks of eight times the tokens: more memory than the defaults, faster for V >> N.
-    Peer("liger-fp32", SCALAR, CUDA, library(*_LIGER, accum_dtype=torch.float32, chunk_mem_const=8, **_MEAN)),
-    Peer("liger-sm90", SCALAR, CUDA, library(*_LIGER_SM90, IGNORE_INDEX, "mean")),  # N % 128 and V % 256 must be 0
-    Peer("liger-scaled-sm90", ANY, CUDA, libraries.liger_scaled_sm90),
-    Peer("cce", ANY, CUDA, library(*_CCE, impl="cce", **_CCE_OPTIONS)),  # skips gradients it takes for negligible
-    Peer("cce-exact", ANY, CUDA, library(*_CCE, impl="cce_exact", **_CCE_OPTIONS)),  # does not, and sums in fp32
-    Peer("quack", SCALAR, CUDA, library(*_QUACK, **_QUACK_OPTIONS)),  # its scaled-exp pipeline where it can
-    Peer("quack-chunked", SCALAR, CUDA, library(*_QUACK, use_scaled_exp=False, **_QUACK_OPTIONS)),
+    Peer("liger", SCALAR, CUDA, library(*_LIGER, reduction="mean"), needs="liger_kernel"),
+    Peer("cce", ANY, CUDA, library(*_CCE, impl="cce"), needs="cut_cross_entropy"),  # skips gradients it finds small
+    Peer("cce-exact", ANY, CUDA, library(*_CCE, impl="cce_exact"), needs="cut_cross_entropy"),
+    # Chunks of 8192 tokens sum the fp32 dW half as often as the default of 4096.
+    Peer("quack", SCALAR, CUDA, library(*_QUACK, chunk_size=8192), needs="quack"),
 )
 
 
-def registry(strategies):
-    """All peers on one GPU, in the order of the table. `strategies` are those of ours: (kind, logits_budget in bytes
-    or None for the default)."""
-    labelled = [(kind, budget, kind, f"{kind} ({show_budget(budget)})") for kind, budget in strategies]
-    return [*_ours(labelled), *(peer for peer in _OTHERS if ONE in peer.layouts)]
-
-
-def registry_over_ranks():
-    return [*_ours(STRATEGIES_OVER_RANKS), *(peer for peer in _OTHERS if RANKS in peer.layouts)]
-
-
-def _ours(strategies):
-    """Without gradients all strategies run the same code, which the first of them measures."""
+def registry(strategies, layout):
+    """All peers of a layout, in the order of the table. `strategies` are those of ours: (kind, logits_budget in bytes
+    or None for the default). Without gradients all of them run the same code, which the first of them measures."""
     peers = []
-    for kind, budget, name, label in strategies:
+    for strategy in strategies:
+        kind, budget = strategy
         upstream, build = OURS[kind]
+        name, label = named(strategy, layout)
         passes = (FORWARD_BACKWARD,) if peers else PASSES
         options = {"main_grad": kind == "ours-main-grad", "layouts": (ONE, RANKS)}
         peers.append(Peer(name, upstream, CPU_AND_CUDA, partial(build, budget), "ours", label, passes, **options))
-    return peers
+    return [*peers, *(peer for peer in OTHERS if layout in peer.layouts)]
 
 
-def names():
-    return [*OURS, *(peer.name for peer in registry([]))]
+def named(strategy, layout):
+    """`(name, label)` of a strategy."""
+    kind, budget = strategy
+    one = kind, f"{kind} ({show_budget(budget)})"
+    return one if layout == ONE else NAMED_OVER_RANKS.get(strategy, one)
 
 
 def show_budget(budget):
@@ -165,7 +153,7 @@ def show_budget(budget):
         return "default budget"
     if budget >= ALL:
         return "everything saved"
-    for unit, size in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
+    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
         if budget and budget % size == 0:
             return f"budget {budget // size} {unit}"
     return f"budget {budget}"

@@ -21,17 +21,6 @@ class Shape:
     def __str__(self):
         return f"N={self.n}, V={self.v}, D={self.d}"
 
-    @classmethod
-    def parse(cls, text):
-        """'N,V,D' as on the command line."""
-        try:
-            numbers = [int(part) for part in text.split(",")]
-        except ValueError:
-            numbers = []
-        if len(numbers) != 3 or min(numbers) < 1:
-            raise ValueError(f"a shape is three positive numbers N,V,D, got {text!r}")
-        return cls(*numbers)
-
 
 @dataclass(frozen=True)
 class Problem:
@@ -59,26 +48,20 @@ class Problem:
         return self.own(self.hidden)
 
     @property
-    def vocab_start(self):
-        """The vocabulary entry of the shard's first row."""
-        return self.team.rank * len(self.weight)
-
-    @property
     def counted(self):
         """[N] bool: the targets that are not ignored."""
         return self.target != IGNORE_INDEX
 
 
-def make_problem(shape, dtype, team, seed, deviation=1.0, ignored=IGNORED):
-    """Random tensors. x ~ N(0, 1) and W ~ N(0, deviation^2 / D), so that logits are ~ N(0, deviation^2) for any D; of
-    10^9 logits the largest is about 6 times the deviation. Targets are uniform, a share of them `ignored`."""
+def make_problem(shape, dtype, team, seed=0):
+    """Random tensors. x ~ N(0, 1) and W ~ N(0, 1 / D), so that logits are ~ N(0, 1) for any D. Targets are uniform."""
     shared = torch.Generator(team.device).manual_seed(seed)
     own = shared if team.ranks == 1 else torch.Generator(team.device).manual_seed(seed + 1 + team.rank)
     options = {"generator": shared, "device": team.device}
     hidden = torch.randn(shape.n, shape.d, dtype=dtype, **options)
     weight = torch.randn(shape.v // team.ranks, shape.d, dtype=dtype, device=team.device, generator=own)
-    weight.mul_(deviation * shape.d**-0.5)
+    weight.mul_(shape.d**-0.5)
     target = torch.randint(shape.v, (shape.n,), **options)
-    target[torch.rand(shape.n, **options) < ignored] = IGNORE_INDEX
+    target[torch.rand(shape.n, **options) < IGNORED] = IGNORE_INDEX
     target[0] = 0  # the mean needs at least one target that counts
     return Problem(shape, team, hidden, weight, target)

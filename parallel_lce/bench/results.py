@@ -7,10 +7,8 @@ from statistics import median
 
 import torch
 
-from .peers import BARE, FORWARD, FORWARD_BACKWARD, MIB, OVERLAPPED, PASSES, Peer
+from .peers import BARE, FORWARD_BACKWARD, OVERLAPPED, PASSES, Peer
 from .problem import Shape
-
-WORDS = {FORWARD: "forward", FORWARD_BACKWARD: "forward + backward"}
 
 
 @dataclass
@@ -31,11 +29,6 @@ class Result:
         """Peak above the inputs and the gradients, in bytes."""
         return self.peak[kind] - self.gradients[kind]
 
-    def speed_against(self, other, kind):
-        """[time of `other` / time of this peer], one per round. Both are of the same round, so that a machine which
-        slows down or has other work slows both."""
-        return [b / a for a, b in zip(self.seconds[kind], other.seconds[kind])]
-
 
 @dataclass
 class Cell:
@@ -48,22 +41,18 @@ class Cell:
     results: list = field(repr=False)
     passes: tuple = PASSES
     counted: int = 0  # targets that are not ignored
-    input_bytes: int = 0  # of one rank's hidden states and weight, and the targets
     largest_logit: float = 0.0
     yardstick: dict = field(default_factory=dict)  # torch's errors
     limits: dict = field(default_factory=dict)  # the allowed errors
     collectives: dict = field(default_factory=dict)  # measure_collectives()
-    hidden: dict = field(default_factory=dict)  # {peer: (ms of communication, of these beside other work)}
 
     @classmethod
     def of(cls, judge, passes):
         """The problem of a judge, without results yet."""
         problem = judge.problem
-        tensors = problem.x, problem.weight, problem.target
         cell = cls(problem.team.ranks, problem.shape, problem.sequence_parallel, problem.hidden.dtype, [], passes)
-        cell.counted = int(problem.counted.sum())
-        cell.input_bytes = sum(t.numel() * t.element_size() for t in tensors)
-        cell.largest_logit, cell.yardstick, cell.limits = judge.largest_logit, judge.yardstick, judge.limits
+        cell.counted, cell.largest_logit = int(problem.counted.sum()), judge.largest_logit
+        cell.yardstick, cell.limits = judge.yardstick, judge.limits
         return cell
 
     @property
@@ -71,10 +60,9 @@ class Cell:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def title(self):
+    def where(self):
         layout = f"TP {self.tp}, {self.shape}" + (", SP" if self.sequence_parallel else "")
-        where = layout if self.tp > 1 else str(self.shape)
-        return f"{where}, {self.dtype_name}, {self.counted} targets, max |z| {self.largest_logit:.1f}"
+        return layout if self.tp > 1 else str(self.shape)
 
     @property
     def rounds(self):
@@ -84,44 +72,14 @@ class Cell:
         """The result of a peer, or None where it has no time."""
         return next((r for r in self.results if r.peer.name == name and r.has(kind)), None)
 
-    def fastest(self, family, kind):
-        """The fastest of a family, or None if nobody was timed."""
-        timed = [result for result in self.results if result.peer.family == family and result.has(kind)]
-        return min(timed, key=lambda result: median(result.seconds[kind]), default=None)
-
     def ratio(self, result, other, kind=FORWARD_BACKWARD):
         """(median, min, max) over the rounds of the speed of a result relative to that of the peer named `other`; None
-        if either has no time. A single rank has no collectives: its GEMM-only baseline is the overlapped one, too."""
+        if either has no time. Both are of the same round, so that a machine which slows down or has other work slows
+        both. A single rank has no collectives: its GEMM-only baseline is the overlapped one, too."""
         its = self.get(BARE if other == OVERLAPPED and self.tp == 1 else other, kind)
-        return spread(result.speed_against(its, kind)) if its and result and result.has(kind) else None
-
-    def work_bytes(self, result):
-        """Beyond gradients, without what sequence parallelism needs by itself: the whole dX before it is scattered, and
-        the gathered hidden states."""
-        layout = 2 * self.shape.n * self.shape.d * self.dtype.itemsize if self.sequence_parallel else 0
-        return result.extra_bytes(FORWARD_BACKWARD) - layout
-
-    def summary(self):
-        """The headline: the fastest of ours against the fastest of torch's own paths and the GEMM-only baseline."""
-        parts = [self._sentence(kind) for kind in reversed(self.passes)]
-        if any(parts):
-            return f"{self.title}. " + " ".join(part for part in parts if part)
-        accurate = ", ".join(str(r.peer) for r in self.results if r.peer.family == "ours" and not r.refused)
-        return f"{self.title}: " + (f"accurate, not timed: {accurate}." if accurate else "ours was not timed.")
-
-    def _sentence(self, kind):
-        ours, best = self.fastest("ours", kind), self.fastest("torch", kind)
-        if ours is None:
-            return ""
-        speed = self.ratio(ours, BARE, kind)
-        words = f"{speed[0]:.2f} of the speed of" if speed else "not comparable with"
-        text = f"{WORDS[kind].capitalize()}: {ours.peer} has {words} the GEMM-only baseline"
-        if best is not None:
-            ratio = median(best.speed_against(ours, kind))  # time of ours / time of torch's best
-            mine, its = ours.extra_bytes(kind), best.extra_bytes(kind)
-            text += f", {ratio:.2f}x the time of {best.peer}"
-            text += f" and {mine / its:.3f}x its memory ({mebibytes(mine)} and {mebibytes(its)} MiB)" if its else ""
-        return text + "."
+        if not its or not result or not result.has(kind):
+            return None
+        return spread([b / a for a, b in zip(result.seconds[kind], its.seconds[kind])])
 
     def as_dict(self):
         """For JSON: seconds, bytes and relative errors, every round included."""
@@ -132,32 +90,24 @@ class Cell:
             "dtype": self.dtype_name,
             "max_abs_logit": self.largest_logit,
             "counted_targets": self.counted,
-            "input_bytes": self.input_bytes,
             "torch_errors": self.yardstick,
             "allowed_errors": self.limits,
             "collectives": self.collectives,
-            "communication_ms_and_hidden": self.hidden,
             "peers": [self._peer_as_dict(result) for result in self.results],
-            "summary": self.summary(),
         }
 
     def _peer_as_dict(self, result):
         entry = {"name": result.peer.name, "label": str(result.peer), "upstream": result.peer.upstream}
         entry.update(refused=result.refused or None, errors=result.errors)
-        for kind in self.passes:
-            if result.has(kind):
-                of_bare, seconds = self.ratio(result, BARE, kind), result.seconds[kind]
-                entry[kind] = {
-                    "seconds": seconds,
-                    **dict(zip(("seconds_median", "seconds_min", "seconds_max"), spread(seconds))),
-                    **dict(zip(("eff", "eff_min", "eff_max"), of_bare or (None, None, None))),
-                    "of_bare": of_bare,
-                    "of_overlapped": self.ratio(result, OVERLAPPED, kind),
-                    "peak_bytes": result.peak[kind],
-                    "beyond_gradients_bytes": result.extra_bytes(kind),
-                }
-        if result.has(FORWARD_BACKWARD):
-            entry[FORWARD_BACKWARD]["work_bytes"] = self.work_bytes(result)
+        for kind in filter(result.has, self.passes):
+            entry[kind] = {
+                "seconds": result.seconds[kind],
+                **dict(zip(("seconds_median", "seconds_min", "seconds_max"), spread(result.seconds[kind]))),
+                "of_bare": self.ratio(result, BARE, kind),
+                "of_overlapped": self.ratio(result, OVERLAPPED, kind),
+                "peak_bytes": result.peak[kind],
+                "beyond_gradients_bytes": result.extra_bytes(kind),
+            }
         return entry
 
 
@@ -173,11 +123,3 @@ def write_json(path, content):
 def spread(values):
     """(median, min, max)."""
     return median(values), min(values), max(values)
-
-
-def milliseconds(seconds):
-    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
-
-
-def mebibytes(size):
-    return f"{size / MIB:.0f}" if size >= 100 * MIB else f"{size / MIB:.1f}"

@@ -1,8 +1,8 @@
-"""`python -m parallel_lce.bench.scaling RESULTS.json`: a model of the time over P ranks, fitted to what
-`launch/bench.sh` measured, with the error of the fit, and what it says of more ranks on several hosts.
+"""`python -m parallel_lce.bench.scaling RESULTS.json`: a model of the time over P ranks, which docs/scaling.md derives.
 
-docs/scaling.md derives the model. Its numbers are found by least squares of relative errors among numbers that are not
-negative: `launch`, `hop` and `bandwidth` from the collectives alone, the others from the times of each series.
+The model is fitted to what `launch/bench.sh` measured. The program prints the error of the fit, and predictions for
+more ranks on several hosts. The fit is a least-squares fit of relative errors; no number may be negative. `launch`,
+`hop` and `bandwidth` are fitted to the collectives alone, the others to the times of each series.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from .plot import plot_over_ranks
 from .tables import NONE, SHORT, new_console, new_table, say
 
 BOTH = FORWARD_BACKWARD
-PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_gather_partials": 1}  # round a ring
+PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_gather_partials": 1}  # around a ring
 SERIES = {"bare": BARE, "with collectives": OVERLAPPED, "ours": SAVED}  # names of peers
 
 
@@ -45,7 +45,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Network:
-    """Rings of ranks. Over several hosts a chunk crosses as many borders as there are hosts."""
+    """Rings of ranks. Over H hosts a chunk passes from host to host H times."""
 
     launch: float  # seconds per collective
     hop: float  # seconds from rank to rank
@@ -55,25 +55,25 @@ class Network:
     host_bandwidth: float = math.inf  # bytes per second of all network cards of a host, which its rings share
 
     def seconds(self, kind, size, ranks):
-        """Of a collective whose whole tensor has `size` bytes."""
+        """The time of a collective whose whole tensor has `size` bytes."""
         if ranks == 1:
             return 0.0
         hosts = -(-ranks // self.host_gpus)
-        borders = hosts if hosts > 1 else 0
-        bandwidth = min(self.bandwidth, self.host_bandwidth) if borders else self.bandwidth
-        hops = (ranks - 1 - borders) * self.hop + borders * self.host_hop
+        between = hosts if hosts > 1 else 0  # hops from host to host
+        bandwidth = min(self.bandwidth, self.host_bandwidth) if between else self.bandwidth
+        hops = (ranks - 1 - between) * self.hop + between * self.host_hop
         return self.launch + PASSES[kind] * (hops + size * (ranks - 1) / ranks / bandwidth)
 
 
 @dataclass(frozen=True)
 class Times:
-    """What the time of one series is made of."""
+    """The fitted numbers of one series, in seconds."""
 
     per_flop: float  # 1 / rate
     fixed: float = 0.0  # launches, and the last wave of each product
-    token: float = 0.0  # per token, whatever P is: the partials' merge, the losses, their gradients
-    paid_ahead: float = 0.0  # share of the gather ahead of, or beside, the projection that is waited for
-    paid_beside: float = 0.0  # share of a collective beside a product that is paid all the same: it takes SMs
+    token: float = 0.0  # per token, for any P: merging partials, losses, coefficients
+    paid_ahead: float = 0.0  # share of the forward's gather that costs time although it overlaps
+    paid_beside: float = 0.0  # share of a collective beside a product that costs time: it takes SMs
 
     def seconds(self, series, kind, layout, network):
         known, columns = _terms(series, kind, layout, network, self.per_flop)
@@ -81,7 +81,7 @@ class Times:
 
 
 def _terms(series, kind, layout, network, per_flop):
-    """`(seconds that nothing has to be fitted for, {name of a number of Times: what it multiplies})`."""
+    """`(seconds of the network alone, {name of a number of Times: its factor})`; the time is their sum."""
     known, columns = 0.0, {"per_flop": layout.product * (1 if kind == FORWARD else 3), "fixed": 1.0}
     if series == "bare":
         return known, columns
@@ -90,14 +90,14 @@ def _terms(series, kind, layout, network, per_flop):
         known += network.seconds("all_gather_partials", 4 * (3 * layout.n + 2) * layout.tp, layout.tp)
     size = layout.n * layout.d * layout.itemsize
     gather = network.seconds("all_gather", size, layout.tp) if layout.sequence_parallel else 0.0
-    # Ours projects its own tokens beside it, for as long as there are any.
+    # Ours projects the rank's own tokens during the gather.
     own = layout.product / layout.tp * per_flop if series == "ours" else math.inf
     columns["paid_ahead"] = min(gather, own)
     known += max(0.0, gather - own)
     if kind == BOTH:
         reduction = network.seconds("reduce_scatter" if layout.sequence_parallel else "all_reduce", size, layout.tp)
-        product = layout.product * per_flop  # each collective is beside one: dX's, and dW's
-        beside = [reduction] if series == "ours" else [gather, reduction]  # ours keeps what it gathered
+        product = layout.product * per_flop  # each collective overlaps with one product
+        beside = [reduction] if series == "ours" else [gather, reduction]  # ours saves the gathered hidden states
         columns["paid_beside"] = sum(min(collective, product) for collective in beside)
         known += sum(max(0.0, collective - product) for collective in beside)
     return known, columns
@@ -105,8 +105,6 @@ def _terms(series, kind, layout, network, per_flop):
 
 @dataclass(frozen=True)
 class Readings:
-    """What was measured."""
-
     times: dict  # {(series, pass): [(Layout, seconds)]}
     collectives: list  # [(kind, bytes of the whole tensor, ranks, seconds)]
 
@@ -120,13 +118,13 @@ class Readings:
 
 
 def read(*contents):
-    """Readings of the JSON that the benchmark writes, of one run or of several."""
+    """The Readings of one or several of the benchmark's JSON files."""
     times = {(series, kind): [] for series in SERIES for kind in (FORWARD, BOTH)}
     collectives = {}
     for cell in (cell for content in contents for cell in content["cells"]):
         sizes = (cell[name] for name in ("tp", "n", "v", "d", "sequence_parallel"))
         layout = Layout(*sizes, getattr(torch, cell["dtype"]).itemsize)
-        for kind, found in cell["collectives"].items():  # those of a TP size and N stand in both layouts
+        for kind, found in cell["collectives"].items():  # the same in both layouts of a TP size and N
             collectives[kind, found["bytes"], layout.tp] = found["seconds_median"]
         peers = {peer["name"]: peer for peer in cell["peers"]}
         for (series, kind), pairs in times.items():
@@ -169,9 +167,10 @@ def fit(readings):
     per_byte = found.get("per_byte", 0.0)
     network = Network(found.get("launch", 0.0), found.get("hop", 0.0), 1 / per_byte if per_byte else math.inf)
     times = {}
-    for (series, kind), pairs in readings.times.items():  # forward first: its share is that of forward + backward
+    for (series, kind), pairs in readings.times.items():  # forward first: forward + backward takes its `paid_ahead`
         if pairs:
-            ahead = times[series, FORWARD].paid_ahead if kind == BOTH and (series, FORWARD) in times else None
+            forward = times.get((series, FORWARD))
+            ahead = forward.paid_ahead if kind == BOTH and forward else None
             times[series, kind] = _fit_times(series, kind, pairs, network, ahead)
     return Model(network, times)
 
@@ -192,15 +191,15 @@ def _fit_times(series, kind, pairs, network, ahead):
 
 
 def least_squares(rows, values, scales=None):
-    """`{name: number >= 0}`, those that make the sum of `row[name] * number` nearest to each row's value, relative to
-    `scales` (by default the values). What would be negative is left out, the most negative first."""
+    """`{name: number >= 0}` so that the sum of `row[name] * number` is nearest to each row's value, relative to
+    `scales` (by default the values). Negative numbers are left out, the most negative first."""
     names = list(dict.fromkeys(name for row in rows for name in row if row[name]))
     scale = torch.tensor(scales or values, dtype=torch.float64)
     wanted = torch.tensor(values, dtype=torch.float64) / scale
     while names:
         matrix = torch.tensor([[row.get(name, 0.0) for name in names] for row in rows], dtype=torch.float64)
         matrix /= scale[:, None]
-        norms = matrix.norm(dim=0)  # numbers of flops stand beside ones
+        norms = matrix.norm(dim=0)  # flops and ones differ by orders of magnitude
         found = torch.linalg.lstsq(matrix / norms, wanted[:, None], driver="gelsd").solution[:, 0] / norms
         if found.min() >= 0:
             return dict(zip(names, found.tolist()))
@@ -224,8 +223,8 @@ def held_out(readings):
 
 
 def report(readings, ranks, hosts):
-    """Tables and lines: the fitted numbers, the fit's error, and the times on so many `ranks` of several hosts, whose
-    network `hosts` describes in Network's terms."""
+    """Tables and lines: the fitted numbers, the fit's error, and predictions for the `ranks`. `hosts` are fields of
+    Network."""
     model = fit(readings)
     network = model.network
     yield _numbers_table(model)
@@ -255,7 +254,7 @@ def _numbers_table(model):
 
 
 def _readings_table(model, readings):
-    """What was measured, with the model's relative error."""
+    """The measured times, each with the model's relative error."""
     table = new_table(None, None, ["", "pass"], [name for s in SERIES for name in (f"{s}, ms", "model")])
     errors = {(s, kind, layout): (seconds, error) for s, kind, layout, seconds, error in model.errors(readings)}
     for layout, kind in dict.fromkeys((layout, kind) for _, kind, layout in errors):
@@ -285,7 +284,6 @@ def _predictions_table(model, readings, ranks):
 
 
 def _of_each(errors):
-    """The errors of each series that has any."""
     found = {series: [error[-1] for error in errors if error[0] == series] for series in SERIES}
     return "; ".join(f"{series} {_percent(values)}" for series, values in found.items() if values)
 
@@ -313,18 +311,13 @@ def main(arguments=None):
         parser.error("--host-gpus and --network-gbps must be positive")
     bandwidth = options.host_gpus * options.network_gbps * 1e9 / 8
     hosts = {"host_gpus": options.host_gpus, "host_bandwidth": bandwidth, "host_hop": options.network_latency_us / 1e6}
-    console = new_console()
+    console, latency = new_console(), f"{options.network_latency_us:g} us per hop between hosts"
     for part in report(readings, options.ranks, hosts):
         say(console, part)
-    say(
-        console,
-        f"Predicted for {options.host_gpus} GPUs a host, {options.network_gbps:g} Gb/s and "
-        f"{options.network_latency_us:g} us per hop between hosts.",
-    )
+    say(console, f"Predicted for {options.host_gpus} GPUs a host, {options.network_gbps:g} Gb/s and {latency}.")
     if options.plot:
-        plot_over_ranks(
-            options.plot, contents[0]["machine"], [cell for content in contents for cell in content["cells"]]
-        )
+        cells = [cell for content in contents for cell in content["cells"]]
+        plot_over_ranks(options.plot, contents[0]["machine"], cells)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import torch.distributed as dist
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+TIMEOUT = timedelta(minutes=3)  # a collective of a measured call that takes longer ends the run
 IDLE_TIMEOUT = timedelta(hours=2)  # ranks outside the team wait until it has been measured
 
 
@@ -58,12 +59,11 @@ class Team:
     host: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, ranks, device, timeout):
-        """The first `ranks` ranks, or None on the others. Every rank of the run has to call this. A collective that
-        takes longer than `timeout` seconds ends the run."""
+    def of(cls, ranks, device):
+        """The first `ranks` ranks, or None on the others. Every rank of the run has to call this."""
         members, backend = list(range(ranks)), "nccl" if device.type == "cuda" else "gloo"
         host = dist.new_group(members, backend="gloo", timeout=IDLE_TIMEOUT)
-        group = dist.new_group(members, backend=backend, timeout=timedelta(seconds=timeout))
+        group = dist.new_group(members, backend=backend, timeout=TIMEOUT)
         if dist.get_rank() >= ranks:
             return None
         team = cls(device, dist.get_rank(), ranks, group, host)
@@ -96,9 +96,8 @@ class Team:
 
     def gather(self, value):
         """`[value of each rank]`."""
-        values = [value]
+        values = [value] * self.ranks
         if self.ranks > 1:
-            values = [None] * self.ranks
             dist.all_gather_object(values, value, group=self.host)
         return values
 

@@ -2,54 +2,37 @@
 
 import math
 import time
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from statistics import median
 
 import torch
 
-# A power-limited GPU is faster in its first tens of milliseconds than in training. Each reading skips the first
-# seconds and uses the second ones.
-CUDA_WARM_UP, CUDA_SECONDS = 0.05, 0.15
+# Seconds of one reading: first of calls that warm up, then of calls that are measured. A power-limited GPU is faster in
+# its first tens of milliseconds than in training. Over ranks the peers follow one another without a pause, so that less
+# warm-up is needed than after one.
+ALONE = {"cpu": (0.0, 0.05), "cuda": (0.05, 0.15)}
+OVER_RANKS = {"cpu": (0.0, 0.01), "cuda": (0.02, 0.06)}
 CUDA_CALLS = 1000  # of one reading at most
-CPU_SECONDS = 0.05  # the calls of one reading take at least this long together
 
 
-@dataclass(frozen=True)
-class Window:
-    """Seconds of one reading over ranks. The peers follow one another without a pause, so that less warm-up is needed
-    than after one."""
+def timer(call, team):
+    """A function that reads the seconds of `call` on the slowest rank.
 
-    warm_up: float = 0.02  # calls that are not looked at
-    measured: float = 0.06  # calls that are
-
-
-def timer(team, window=None):
-    """A function that takes a call and returns another, which reads its seconds on the slowest rank.
-
-    With a window the number of calls is chosen once per call, from one reading, and is the same on all ranks. Without
-    one, for one rank alone, each reading chooses its own.
+    Over ranks the number of calls is chosen once, from one reading, and is the same on all ranks. One process alone
+    chooses it for each reading.
     """
-    if window is None:
-        return lambda call: lambda: slowest(team, partial(clock, call, team.device))
-
-    def over_ranks(call):
-        one = reading(call, (0, 1), team)
-        numbers = calls_in(window.warm_up, one), calls_in(window.measured, one)
-        return lambda: reading(call, numbers, team)
-
-    return over_ranks
-
-
-def slowest(team, read):
-    return max(team.gather(team.agree(read)))
+    if team.alone:
+        return lambda: team.agree(partial(clock, call, team.device))
+    one = reading(call, (0, 1), team)
+    numbers = [calls_in(seconds, one) for seconds in OVER_RANKS[team.device.type]]
+    return lambda: reading(call, numbers, team)
 
 
 def reading(call, numbers, team):
     """Seconds of one call on the slowest rank. `numbers` are the calls to warm up with and those to measure."""
     team.barrier()
-    return slowest(team, partial(_fixed_clock, call, *numbers, team.device))
+    return max(team.gather(team.agree(partial(_fixed_clock, call, *numbers, team.device))))
 
 
 def _fixed_clock(call, warm_up, calls, device):
@@ -66,16 +49,17 @@ def _fixed_clock(call, warm_up, calls, device):
 def clock(call, device):
     """Seconds of one call on this device. On CUDA the median, after calls that are not looked at: the peer measured
     before may also have made the allocator give back what this one needs."""
+    warm_up, measured = ALONE[device.type]
     if device.type == "cpu":
         calls, elapsed, start = 0, 0.0, time.perf_counter()
-        while elapsed < CPU_SECONDS:
+        while elapsed < measured:
             call()
             calls += 1
             elapsed = time.perf_counter() - start
         return elapsed / calls
     (one,) = between_events(call, 1, device)
-    one = median(between_events(call, calls_in(CUDA_WARM_UP, one), device))
-    return median(between_events(call, calls_in(CUDA_SECONDS, one), device))
+    one = median(between_events(call, calls_in(warm_up, one), device))
+    return median(between_events(call, calls_in(measured, one), device))
 
 
 def between_events(call, calls, device, warm_up=0):

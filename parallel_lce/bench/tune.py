@@ -16,8 +16,7 @@ from ..kernels import tuning
 from ..kernels.epilogues import ForwardEpilogue
 from ..kernels.projection import Operands, logits_gradient, new_window_partials
 from ..partials import Columns
-from .options import argument
-from .problem import Shape
+from .options import parse_shape
 from .suites import SUITES
 from .timing import clock
 
@@ -79,7 +78,7 @@ def tune(shape, dtype, rounds, specialized, say=print):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench.tune", description=__doc__)
-    parser.add_argument("--shape", metavar="N,V,D", action="append", type=argument(Shape.parse))
+    parser.add_argument("--shape", metavar="N,V,D", action="append", type=parse_shape)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--best", type=int, default=8, help="rows to print per epilogue")

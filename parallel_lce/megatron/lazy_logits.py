@@ -30,7 +30,7 @@ def keep_autograd_gradient(weight: Tensor) -> None:
 
 
 _APPLY = torch.autograd.Function.apply.__code__
-# Called after the loss, these would have no effect: no logits take part in the backward.
+# Hooks registered after the fused loss would never run.
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 

@@ -132,7 +132,7 @@ def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
             "the output layer leaves the reduction of its input's gradient to others; build it with "
             "disable_grad_reduce=False"
         )
-    # Those of all modules, too.
+    # Global hooks of all modules, too.
     if any(layer._get_backward_hooks()) or layer._get_backward_pre_hooks():
         return "the output layer has backward hooks, which take the gradient of the logits; remove them"
     return None

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +79,8 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, saved_tensors, *upstream):
-        hidden, weight, bias, target, partial, *residuals = saved_tensors[:8]
-        folded = ctx.head.coefficients(partial, residuals, upstream)
+        hidden, weight, bias, target, partial = saved_tensors[:5]
+        folded = ctx.head.coefficients(partial, saved_tensors[5:8], upstream)
         # Hooks for saved tensors may have moved the target.
         call, needs = replace(ctx.call, target=target), Needs(*ctx.needs_input_grad[:3])
         consumed, ctx.consumed = ctx.consumed, True
@@ -87,10 +88,8 @@ class _Fused(torch.autograd.Function):
         return *gradients, None, None
 
 
-def fused(
-    call: Call, operands: Operands, head: StatisticsHead | WeightedLoss, differentiable: bool
-) -> tuple[Tensor | None, ...]:
-    """The outputs of a head ``[N]``. Nothing is saved unless ``differentiable``."""
+def fused(call: Call, operands: Operands, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
+    """The outputs of a head ``[N]``; None for one not asked for. Nothing is saved unless ``differentiable``."""
     if ops.needed(operands[1]):
         return ops.fused(call, operands, head, differentiable)
     if differentiable:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, replace
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -66,14 +67,14 @@ class LossOptions:
     outside_is_nan: bool = True
 
     @classmethod
-    def given(cls, reduction: str, ignore_index: object, label_smoothing: object, z_loss: object) -> LossOptions:
+    def given(cls, reduction: str, ignore_index: Any, label_smoothing: Any, z_loss: Any) -> LossOptions:
         """Options with other libraries' numbers as Python's."""
         if not (type(ignore_index) is int and type(label_smoothing) is type(z_loss) is float):
             ignore_index, label_smoothing, z_loss = plain(ignore_index), real(label_smoothing), real(z_loss)
         return cls(reduction, ignore_index, label_smoothing, z_loss)
 
 
-def plain(value: object) -> object:
+def plain(value: Any) -> Any:
     """NumPy's scalars and other numbers as Python's; anything else as it is.
 
     NumPy's float64 is a subclass of float. Its comparisons give numpy.bool_, which Triton rejects.
@@ -88,20 +89,19 @@ def plain(value: object) -> object:
         return value
 
 
-def real(value: object) -> object:
+def real(value: Any) -> Any:
     """As :func:`plain`, with integers as floats. An integer too large for fp32 is returned unchanged, and later
     refused."""
     value = plain(value)
     return float(value) if type(value) is int and -_LARGEST <= value <= _LARGEST else value
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether fp32 can hold it: false for NaN and infinity. Comparisons alone, which torch.compile can trace."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and -_LARGEST <= value <= _LARGEST
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 

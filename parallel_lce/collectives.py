@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,10 @@ class Layout:
     def sequence_parallel(self) -> bool:
         return self.sp_size > 1
 
+    @overload
+    def take(self, tokens: Tensor, block: Block) -> Tensor: ...
+    @overload
+    def take(self, tokens: None, block: Block) -> None: ...
     def take(self, tokens: Tensor | None, block: Block) -> Tensor | None:
         """The block's tokens of ``[..., N]``, those of all parts: ``[..., R]``, contiguous in R. None for None."""
         if tokens is None:
@@ -124,7 +129,7 @@ class HiddenReduction:
         self._total, self._layout, self._alone = hidden.new_empty(hidden.shape), layout, alone
         self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
         # Per block a list of (work, local rows, summed rows, destination in dX).
-        self._started: deque[list[tuple[dist.Work, Tensor, Tensor, Tensor]]] = deque()
+        self._started: deque[list[tuple[dist.Work | None, Tensor, Tensor, Tensor]]] = deque()
 
     def destination(self, block: Block) -> Tensor:
         """Where to write the block's local dX ``[R, D]``."""
@@ -166,6 +171,7 @@ class HiddenReduction:
 
     def _finish_block(self) -> None:
         for work, _, summed, part in self._started.popleft():
+            assert work is not None  # None only on a rank outside the group
             work.wait()
             if summed.dtype != part.dtype:
                 part.copy_(summed)
@@ -225,5 +231,6 @@ class PartialsGather:
         """The merged partial and V, 0-dimensional int64, by a backend's ``merge_ranks``."""
         if self._layout.ranks == 1:
             return self.local, self.local.new_full((), self._shard.real, dtype=torch.int64)
+        assert self._work is not None  # start() has been called
         self._work.wait()
         return merge_ranks(self._packed, self._columns, self._rows, self._shard.vocab_size)

@@ -89,8 +89,8 @@ def agree(
     }
     if differing:
         found = [
-            _difference(layout, name, tensors[name])
-            if len(differing) == 1 and name in tensors and "None" not in said.values()
+            _difference(layout, name, tensor)
+            if len(differing) == 1 and (tensor := tensors.get(name)) is not None and "None" not in said.values()
             else f"{name}: {_by_rank(said)}"
             for name, said in differing.items()
         ]
@@ -155,7 +155,7 @@ def _tell(layout: Layout, own: _Told) -> list[_Told]:
     longest = max(length for length, *_ in headers)
     padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=device)
     texts = [json.loads(bytes(t)) for t in _exchange(padded, layout).tolist()]
-    return [_Told(*said, (start, rows)) for said, (_, start, rows) in zip(texts, headers)]
+    return [_Told(refusal, values, (start, rows)) for (refusal, values), (_, start, rows) in zip(texts, headers)]
 
 
 def _exchange(values: Tensor, layout: Layout) -> Tensor:

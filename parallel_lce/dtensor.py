@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -64,8 +65,11 @@ def refuse_dtensor(name: str, value: Tensor, process_group: dist.ProcessGroup | 
     )
 
 
-def _remedy_of_logits(name: str, value: Tensor, sharding: list[int]) -> str:
-    """What to pass instead. Each rank's logits must be an equal shard of the last dimension, the vocabulary."""
+def _remedy_of_logits(name: str, value: Any, sharding: list[int]) -> str:
+    """What to pass instead of the DTensor ``value``.
+
+    Each rank's logits must be an equal shard of the last dimension, the vocabulary.
+    """
     equal = len(sharding) == 1 and value.placements[sharding[0]].is_shard(value.ndim - 1)
     if equal and value.shape[-1] % value.device_mesh.size(sharding[0]) == 0:
         return f"pass {name}.to_local() and tp_group={name}.device_mesh.get_group({sharding[0]})"

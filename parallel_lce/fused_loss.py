@@ -39,6 +39,7 @@ def fused_loss(
         main_grad=main_grad,
     )
     call, operands = prepared.call, prepared.operands
+    assert call.target is not None  # check_loss has refused it
     loss = WeightedLoss(
         call.target, prepared.token_weight, options.ignore_index, smoothing, options.z_loss, options.outside_is_nan
     )

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Coefficients
+from parallel_lce.backends.interface import Backend, Coefficients
 from parallel_lce.collectives import Layout
 from parallel_lce.plan import Block
-from parallel_lce.statistics import TokenStatistics
+from parallel_lce.statistics import Residuals, TokenStatistics
 
 
 def log_prob(statistics: TokenStatistics) -> Tensor:
     """log p of each token's target, ``[N]``; ``-lse`` for a target outside the vocabulary."""
-    return statistics.target_log_prob
+    return statistics.target_log_prob  # pyright: ignore[reportReturnType]: None without a target
 
 
 def entropy(statistics: TokenStatistics) -> Tensor:
@@ -49,11 +48,9 @@ class WeightedLoss:
     # Of the outputs.
     num_differentiable = 1
 
-    def outputs(
-        self, backend: ModuleType, partial: Tensor, vocab_size: Tensor
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def outputs(self, backend: Backend, partial: Tensor, vocab_size: Tensor) -> tuple[list[Tensor], Residuals]:
         """Losses ``[N]`` from the tokens' merged partial; alpha, beta and gamma of the gradient of their sum."""
-        losses, *of_sum = backend.token_losses(
+        losses, alpha, beta, gamma = backend.token_losses(
             partial,
             vocab_size,
             self.target,
@@ -63,11 +60,9 @@ class WeightedLoss:
             self.z_loss,
             self.outside_is_nan,
         )
-        return [losses], of_sum
+        return [losses], (alpha, beta, gamma)
 
-    def coefficients(
-        self, partial: Tensor, residuals: list[Tensor | None], upstream: tuple[Tensor | None, ...]
-    ) -> Coefficients:
+    def coefficients(self, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor, ...]) -> Coefficients:
         return Coefficients(*residuals, None).times(upstream[0])
 
     @property

@@ -14,10 +14,12 @@ declared, a second walk would read what the first one consumed.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel_lce import schedule
 from parallel_lce.backends import named, valueless
@@ -37,6 +39,8 @@ _CALL = (
 _OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor factors"
 _LOSS = "Tensor? token_weight, SymInt? ignore_index, bool outside_is_nan"
 _NUM_OPERANDS, _NUM_OF_LOSS = 5, 3
+# Attribute of a handle's storage that holds what is saved.
+_SAVED = "_parallel_lce_saved"
 # Outputs of the forward operator: of the head, its residuals, the partial, the handle.
 _NUM_OUTPUTS, _NUM_RESIDUALS = len(NAMES), 3
 
@@ -104,9 +108,11 @@ def _call(
     plan: list[int],
     reduce_dtype: torch.dtype | None,
 ) -> Call:
-    layout = Layout.of(_resolve_process_group(group) if group else None, sequence_parallel)
+    # A group's name is a str, of which torch 2.13 makes a type of its own.
+    process_group = _resolve_process_group(group) if group else None  # pyright: ignore[reportArgumentType]
+    layout = Layout.of(process_group, sequence_parallel)
     shard = Shard(start, weight.shape[0], vocab_size)
-    planned = dict(zip(_PLAN_FIELDS, plan))
+    planned: dict[str, Any] = dict(zip(_PLAN_FIELDS, plan))
     planned["accumulate"] = bool(planned["accumulate"])
     # While a graph is traced the factors have no values. The results' shapes do not depend on them.
     scale, softcap = (1.0, 1.0) if valueless(factors) else factors.tolist()[:2]
@@ -168,7 +174,7 @@ _first_order.register_autograd(_refuse_second_order, setup_context=_save_nothing
 _OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
-def _padded(values: list[Tensor | None], count: int, like: Tensor) -> list[Tensor]:
+def _padded(values: Sequence[Tensor | None], count: int, like: Tensor) -> list[Tensor]:
     """``count`` tensors: an empty one for each value that is None or missing."""
     values = [*values, *[None] * (count - len(values))]
     return [like.new_empty(0) if v is None else v for v in values]
@@ -191,7 +197,7 @@ def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, 
     partial, vocab_size, saved = schedule.forward(call, hidden, weight, bias, save)
     outputs, residuals = head.outputs(call.backend, partial, vocab_size)
     handle = partial.new_zeros(1, dtype=torch.uint8)
-    handle.untyped_storage()._parallel_lce_saved = saved
+    vars(handle.untyped_storage())[_SAVED] = saved
     # An output must not be an input or another output.
     residuals = [r if r is None or all(r is not o for o in outputs) else r.clone() for r in residuals]
     return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, _NUM_RESIDUALS, partial), partial, handle
@@ -234,7 +240,7 @@ def _differentiate_forward(ctx, *upstream):
     if ctx.losses:
         alpha, beta, gamma = residuals
         head = WeightedLoss(operands[3])
-        residuals = [alpha, beta, gamma if columns.shifted else None]
+        residuals = alpha, beta, gamma if columns.shifted else None
     else:
         head = StatisticsHead(columns, operands[3] is not None)
     c = head.coefficients(partial, residuals, upstream[: head.num_differentiable])
@@ -256,7 +262,7 @@ _forward.register_autograd(_differentiate_forward, setup_context=_save_forward)
 def _backward(hidden, weight, bias, target, factors, partial, handle, alpha, beta, gamma, delta, needs, *numbers):
     """dX, dW and dbias, those that ``needs`` asks for."""
     call = _call(weight, target, factors, *numbers)
-    saved = vars(handle.untyped_storage()).pop("_parallel_lce_saved", ())
+    saved = vars(handle.untyped_storage()).pop(_SAVED, ())
     folded = Coefficients(alpha, beta, gamma, delta)
     gradients = schedule.backward(call, hidden, weight, bias, partial, saved, folded, Needs(*needs))
     return [g for g in gradients if g is not None]
@@ -327,7 +333,7 @@ def _empty_gradients(
         gradients.append(hidden.new_empty(hidden.shape))
     if needs[1]:
         gradients.append(weight.new_empty(weight.shape, dtype=dtype))
-    if needs[2]:
+    if needs[2] and bias is not None:
         gradients.append(bias.new_empty(bias.shape, dtype=dtype))
     return gradients
 
@@ -341,9 +347,7 @@ def _in_place(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None
 # --- the functions of parallel_lce.autograd, in a graph --------------------------------------------
 
 
-def fused(
-    call: Call, operands: tuple, head: StatisticsHead | WeightedLoss, differentiable: bool
-) -> tuple[Tensor | None, ...]:
+def fused(call: Call, operands: tuple, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
     """:func:`parallel_lce.autograd.fused` of a graph."""
     losses = isinstance(head, WeightedLoss)
     of_loss = (head.token_weight, head.ignore_index, head.outside_is_nan) if losses else (None, None, True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 DEFAULT_BUDGET = 1 << 30
 """``logits_budget=None``: bytes per rank and call."""
@@ -140,6 +141,9 @@ class Gradients:
     input_buffered: bool = False
 
 
+_EVALUATION = Gradients(input=False, weight=False, input_fp32=False, weight_fp32=False)
+
+
 @dataclass(frozen=True)
 class _Candidate:
     """A way to spend memory."""
@@ -220,7 +224,7 @@ class _Problem:
         gathered = max(1, self.part)
         if self.sp_size > 1:
             gathered = max(1, GATHERED_BYTES // max(1, self.sp_size * self.hidden * self.itemsize))
-        usual = dict(
+        usual: dict[str, Any] = dict(
             rows=self.part,
             shard_rows=self.shard_rows,
             gathered=gathered,
@@ -352,7 +356,7 @@ def plan(
         budget,
         sp_size,
         ranks,
-        gradients,
+        gradients or _EVALUATION,
         savable,
         accumulable,
         smallest_accumulated,
@@ -364,9 +368,9 @@ def plan(
     recomputations = _recompute_by_vocabulary(problem), _recompute_by_rows(problem)
     if ranks > 1:
         recomputations = recomputations[::-1]
-    best = None
-    for candidate in (_save(problem), _accumulate(problem), *recomputations):
-        if candidate.possible and (best is None or candidate.cost < best.cost):
+    best, *others = [c for c in (_save(problem), _accumulate(problem), *recomputations) if c.possible]
+    for candidate in others:
+        if candidate.cost < best.cost:
             best = candidate
     return best.plan
 

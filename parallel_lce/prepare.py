@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parallel_lce import debug
 from parallel_lce.backends import backend_of, valueless
+from parallel_lce.backends.interface import Backend
 from parallel_lce.checks import Arguments, LossOptions, check_arguments, check_loss, check_process_group, token_shape
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.grad_buffers import MainGrad, accumulation_dtype
@@ -134,7 +134,7 @@ def _plan(
     operands: tuple[Tensor, Tensor, Tensor | None],
     layout: Layout,
     shard: Shard,
-    backend: ModuleType,
+    backend: Backend,
     gradients: Gradients | None,
     accumulable: bool,
 ) -> Plan:
@@ -205,7 +205,7 @@ class _Waited(torch.autograd.Function):
     """The result of a functional collective, complete, since kernels read its memory."""
 
     @staticmethod
-    def forward(ctx, result: Tensor) -> Tensor:
+    def forward(ctx, result: AsyncCollectiveTensor) -> Tensor:
         return result.trigger_wait()
 
     @staticmethod

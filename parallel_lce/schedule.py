@@ -18,13 +18,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch
+from parallel_lce.backends.interface import Backend, BlockForward, Coefficients, GradBuffers, Projection, Saved, Scratch
 from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, Shard, gather_hidden
 from parallel_lce.grad_buffers import GradBuffer, MainGrad, accumulation_dtype
 from parallel_lce.partials import Columns
@@ -39,7 +38,7 @@ class Call:
     """All of one call but the tensors that may need gradients."""
 
     # One of parallel_lce.backends.
-    backend: ModuleType
+    backend: Backend
     layout: Layout
     shard: Shard
     columns: Columns
@@ -153,7 +152,7 @@ def forward(
     return merged, vocab_size, saved
 
 
-def _project(work, x: IncomingHidden, gathers: _Gathers, first: bool) -> Saved:
+def _project(work: BlockForward, x: IncomingHidden, gathers: _Gathers, first: bool) -> Saved:
     """Project a block, and start the next block's gather once this one's hidden states are there.
 
     Local rows are projected beside the first gather, which nothing else overlaps. The second gather is started after
@@ -189,7 +188,7 @@ class _GradientSums:
             self._reduction = HiddenReduction(hidden, call.layout, call.reduce_dtype, alone=not needs.weight)
         if needs.weight:
             self._dweight = GradBuffer(projection.weight, real, number, dtype=dtype, main_grad=call.main_grad)
-        if needs.bias:
+        if needs.bias and projection.bias is not None:
             self._dbias = GradBuffer(projection.bias, real, number, dtype=dtype)
 
     def add_block(
@@ -214,7 +213,7 @@ class _GradientSums:
         if work.reads_hidden_first:
             x.wait()
         for rows_done in work.hidden_grad():
-            if reduction is not None:
+            if reduction is not None and dx is not None:
                 reduction.start(block, dx, rows_done)
         # Even if this block did not read x: the gather must end before its buffer is freed.
         x.wait()
@@ -251,17 +250,16 @@ def backward(
     with _context_of(weight):
         gathered = None
         if saved and plan.saves_hidden:
-            gathered, *saved = saved
+            gathered, saved = saved[0], saved[1:]
         # Autograd, which saved these tensors, must not see that they are overwritten.
         saved = tuple([t.data.contiguous() for t in saved])
         shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
         scratch_bytes = plan.scratch_bytes if saved else plan.scratch_alone
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes)
-        memory = saved[0] if saved else None
         # delta needs the logits, which cannot be recovered from an exponential that underflowed to 0.
-        if memory is not None and (consumed or coefficients.delta is not None):
+        if saved and (consumed or coefficients.delta is not None):
+            sums.scratch.adopt(saved[0])
             saved = ()
-            sums.scratch.adopt(memory)
         tokens = None
         if len(blocks) > 1:
             # All per-token vectors stacked: one copy then extracts a block.
@@ -280,8 +278,8 @@ def backward(
                 folded = coefficients.replaced(present)
             sums.add_block(block, x, of_block, folded, saved)
             if saved:
+                sums.scratch.adopt(saved[0])
                 saved = ()
-                sums.scratch.adopt(memory)
         return sums.deliver(shape)
 
 
@@ -338,8 +336,8 @@ def accumulate(
         def complete(waiting: _Waiting) -> None:
             block = waiting.block
             partial, vocab_size = waiting.partials.finish(backend.merge_ranks)
-            [losses], of_sum = loss.taken(layout, block).outputs(backend, partial, vocab_size)
-            folded = Coefficients(*of_sum, None)
+            [losses], residuals = loss.taken(layout, block).outputs(backend, partial, vocab_size)
+            folded = Coefficients(*residuals, None)
             if isinstance(divisor, Tensor):
                 folded = folded.times(1 / divisor)
             layout.put(per_token, block, losses)

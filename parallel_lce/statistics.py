@@ -16,18 +16,13 @@ softmax(z) and the columns of :mod:`parallel_lce.partials`:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Coefficients
+from parallel_lce.backends.interface import Backend, Coefficients
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, integer_view
-
-
-def _of(column: str):
-    """A field that is not None if the partial has this column; ``target``: if there is a target."""
-    return field(metadata={"column": column})
 
 
 @dataclass(frozen=True)
@@ -38,30 +33,32 @@ class TokenStatistics:
     for fp64 input. Fields that were not asked for are None. Fields from ``max_logit`` on have no gradient.
     """
 
+    # A field with a column is not None if the partial has that column; "target": if there is a target.
+
     # Log-sum-exp of the V real entries.
     lse: Tensor
     # 0 for a target outside [0, V).
-    target_logit: Tensor | None = _of("target")
+    target_logit: Tensor | None = field(metadata={"column": "target"})
     # ``target_logit - lse``, computed without that difference.
-    target_log_prob: Tensor | None = _of("target")
+    target_log_prob: Tensor | None = field(metadata={"column": "target"})
     # Mean over the V real entries.
-    mean_logit: Tensor | None = _of("total")
+    mean_logit: Tensor | None = field(metadata={"column": "total"})
     # ``mean_logit - lse``, computed without that difference.
-    mean_log_prob: Tensor | None = _of("shifted")
+    mean_log_prob: Tensor | None = field(metadata={"column": "shifted"})
     # Sum of p z.
-    expected_logit: Tensor | None = _of("weighted")
+    expected_logit: Tensor | None = field(metadata={"column": "weighted"})
     # ``lse - expected_logit``, computed without that difference.
-    entropy: Tensor | None = _of("weighted")
+    entropy: Tensor | None = field(metadata={"column": "weighted"})
     max_logit: Tensor
     # int64 global id, the lowest among equals; -1 where a logit is NaN or the shards are no partition.
-    argmax: Tensor | None = _of("argmax")
+    argmax: Tensor | None = field(metadata={"column": "argmax"})
     # V, 0-dimensional int64.
     vocab_size: Tensor
 
-    def view(self, shape: torch.Size) -> TokenStatistics:
+    def view(self, shape: tuple[int, ...]) -> TokenStatistics:
         """The same with every per-token field reshaped."""
         values = {name: getattr(self, name) for name in NAMES if name != "vocab_size"}
-        reshaped = {k: v if v is None else v.view(shape) for k, v in values.items()}
+        reshaped: dict[str, Any] = {k: v if v is None else v.view(shape) for k, v in values.items()}
         return TokenStatistics(**reshaped, vocab_size=self.vocab_size)
 
 
@@ -74,6 +71,10 @@ def requested_columns(mean_logit: bool, expected_logit: bool, argmax: bool) -> C
     """The columns that the statistics of ``parallel_lce.token_statistics`` need."""
     mean_logit = bool(mean_logit)
     return Columns(shifted=mean_logit, total=mean_logit, weighted=bool(expected_logit), argmax=bool(argmax))
+
+
+Residuals = tuple[Tensor, Tensor | None, Tensor | None]
+"""What a head keeps for its coefficients beside the merged partial: V, or the losses' alpha, beta and gamma."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +92,12 @@ class StatisticsHead:
         columns = {*self.columns.requested, *(["target"] if self.with_target else []), None}
         return [column in columns for column in _COLUMNS]
 
-    def outputs(
-        self, backend: ModuleType, partial: Tensor, vocab_size: Tensor
-    ) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    def outputs(self, backend: Backend, partial: Tensor, vocab_size: Tensor) -> tuple[list[Tensor | None], Residuals]:
         """The statistics, and what :meth:`coefficients` needs beside the partial."""
         found = finish_statistics(partial, vocab_size, self.columns, self.with_target)
-        return [getattr(found, name) for name in NAMES], [vocab_size, None, None]
+        return [getattr(found, name) for name in NAMES], (vocab_size, None, None)
 
-    def coefficients(
-        self, partial: Tensor, residuals: list[Tensor | None], upstream: tuple[Tensor | None, ...]
-    ) -> Coefficients:
+    def coefficients(self, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor | None, ...]) -> Coefficients:
         return coefficients(dict(zip(DIFFERENTIABLE, upstream)), partial, residuals[0], self.columns)
 
 
@@ -109,7 +106,7 @@ def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, wit
     top, sum_exp, target = partial[MAX], partial[SUM_EXP], partial[TARGET]
     log_sum = sum_exp.log()
     # If all logits are -inf, M is -inf and the sums are relative to 0: lse is -inf, not NaN.
-    values: dict[str, Tensor | None] = dict.fromkeys(NAMES)
+    values: dict[str, Any] = dict.fromkeys(NAMES)
     values.update(lse=top + log_sum, max_logit=top.clone(), vocab_size=vocab_size)
     if with_target:
         values.update(target_logit=target.clone(), target_log_prob=(target - top) - log_sum)
@@ -132,7 +129,7 @@ def coefficients(
     """Fold the upstream gradients ``[N]`` of the statistics into coefficients of the logits'."""
 
     def total(*terms: tuple[int, str]) -> Tensor | None:
-        found = [sign * upstream[name] for sign, name in terms if upstream.get(name) is not None]
+        found = [sign * value for sign, name in terms if (value := upstream.get(name)) is not None]
         return sum(found[1:], start=found[0]) if found else None
 
     alpha = total((1, "lse"), (-1, "target_log_prob"), (-1, "mean_log_prob"), (1, "expected_logit"))

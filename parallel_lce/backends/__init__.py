@@ -1,6 +1,6 @@
 """Backends: the work on one block of tokens against one vocabulary shard, without collectives.
 
-Each is a module with the names that :mod:`parallel_lce.backends.interface` lists: ``eager``, the torch backend, and
+Each is a module with the names of :class:`parallel_lce.backends.interface.Backend`: ``eager``, the torch backend, and
 ``triton``. This module chooses one.
 """
 
@@ -9,17 +9,20 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+if TYPE_CHECKING:
+    from parallel_lce.backends.interface import Backend
+
 VARIABLE = "PARALLEL_LCE_BACKEND"
 CHOICES = ("", "torch", "triton")
 
 
-def backend_of(weight: Tensor) -> ModuleType:
+def backend_of(weight: Tensor) -> Backend:
     """The backend for a weight's device and dtype, or the one that ``PARALLEL_LCE_BACKEND`` names.
 
     By default triton for bf16 and fp16 on NVIDIA devices of capability 8.0 and later where Triton is installed, else
@@ -35,7 +38,7 @@ def valueless(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def named(name: str) -> ModuleType:
+def named(name: str) -> Backend:
     """The backend of this module name."""
     if name == "triton":
         from parallel_lce.backends import triton

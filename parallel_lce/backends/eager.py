@@ -56,8 +56,8 @@ _GROUP = 16
 # fp16 saves exp(z - m), which is in [0, 1], times this: nothing is lost down to e^-20.
 _FP16_SCALE = 2.0**15
 
-SMALLEST_ACCUMULATED = 1
-REUSES_SAVED = False
+SMALLEST_ACCUMULATED: int = 1
+REUSES_SAVED: bool = False
 
 
 def _tile_size(device: torch.device) -> tuple[int, int]:
@@ -88,9 +88,9 @@ def _logits(projection: Projection, x: Tensor, weight: Tensor, window: slice) ->
     return z
 
 
-def _softcap_slope(projection: Projection, z: Tensor) -> Tensor:
+def _softcap_slope(cap: float, z: Tensor) -> Tensor:
     """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
-    return (z / projection.softcap).square_().neg_().add_(1.0)
+    return (z / cap).square_().neg_().add_(1.0)
 
 
 def _target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
@@ -175,7 +175,7 @@ class BlockForward:
                 weight = operand(projection.weight[window])
                 for tile in group:
                     z = _logits(projection, x[tile], weight, window)
-                    store = exponentials[window, tile] if window.start < save else None
+                    store = None if exponentials is None or window.start >= save else exponentials[window, tile]
                     self._reduce(z, tile, window, partials[number, :, tile.start - first : tile.stop - first], store)
             self.partial[:, first:last] = merge(partials, counts, columns)
             if maxima is not None:
@@ -295,10 +295,9 @@ class _LogitGradient:
         saved: Saved,
     ) -> None:
         self.x = operand(x)
-        self._projection, self._target = projection, target
-        self._exponentials, self._maxima = saved or (None, None)
+        self._projection, self._target, self._saved = projection, target, saved
         # Vocabulary rows whose exponentials are saved.
-        self.saved = len(self._exponentials) if saved else 0
+        self.saved = len(saved[0]) if saved else 0
         maximum, sum_exp, target_logit = statistics[: TARGET + 1]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
@@ -314,7 +313,7 @@ class _LogitGradient:
             self._delta = self._delta / sum_exp
         if self._beta is not None and projection.softcap is not None:
             # Uses the target's fp32 logit, not a stored exponential.
-            self._beta = self._beta * _softcap_slope(projection, target_logit)
+            self._beta = self._beta * _softcap_slope(projection.softcap, target_logit)
 
     def tiles(self, window: slice, weight: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
         """Rows, and the gradient of their tile ``[window, rows]`` as an operand of the next products.
@@ -332,27 +331,28 @@ class _LogitGradient:
                 gradient -= self._gamma[rows]
             if slope is not None:
                 gradient *= slope
-            if self._beta is not None:
+            if self._beta is not None and self._target is not None:
                 position, hit = _target_positions(self._target[rows], window)
                 gradient.view(-1).scatter_add_(0, position, self._beta[rows] * -hit.to(gradient.dtype))
             yield rows, gradient.to(self.x.dtype)
             del gradient
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
-        stored = self._exponentials[window, rows]
+        exponentials, maxima = self._saved
+        stored = exponentials[window, rows]
         scale = 1 / _FP16_SCALE if stored.dtype == torch.float16 else 1.0
-        maximum = self._maxima[window.start // _tile_size(stored.device)[1], rows]
+        maximum = maxima[window.start // _tile_size(stored.device)[1], rows]
         coefficient = self._alpha[rows] * torch.exp(maximum - self._maximum[rows])
         gradient = stored * (coefficient * scale)
-        slope = None
-        if self._projection.softcap is not None:
-            z = torch.log(stored.to(gradient.dtype) * scale).add_(maximum)
-            slope = _softcap_slope(self._projection, z)
+        slope, cap = None, self._projection.softcap
+        if cap is not None:
+            slope = _softcap_slope(cap, torch.log(stored.to(gradient.dtype) * scale).add_(maximum))
         return gradient, slope
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         z = _logits(self._projection, self.x[rows], weight, window)
-        slope = _softcap_slope(self._projection, z) if self._projection.softcap is not None else None
+        cap = self._projection.softcap
+        slope = None if cap is None else _softcap_slope(cap, z)
         z -= self._maximum[rows]
         alpha = self._alpha[rows]
         if self._delta is None:
@@ -386,5 +386,5 @@ class _WindowSums:
 
     def close(self) -> None:
         for buffer, opened in zip(self._buffers, self._opened):
-            if buffer is not None:
+            if buffer is not None and opened is not None:
                 buffer.close(self._window.start, self._window.stop, opened[0])

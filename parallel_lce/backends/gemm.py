@@ -6,6 +6,8 @@ there the operands are converted to fp32 first.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,7 @@ def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:
         left, right = a[:, k : k + _SUMMED], _dense(b[:, k : k + _SUMMED])
         part = torch.ops.mkldnn._linear_pointwise(left, right, None, "none", [], "")
         product = part if product is None else product.add_(part)
+    assert product is not None  # K is at least 1
     return product
 
 
@@ -76,7 +79,7 @@ def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
 
 
 def _cuda_product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
-    form = {} if total.dtype == a.dtype else {"out_dtype": total.dtype}
+    form: dict[str, Any] = {} if total.dtype == a.dtype else {"out_dtype": total.dtype}
     if overwrite:
         torch.mm(a, b.t(), out=total, **form)
     else:

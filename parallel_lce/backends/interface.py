@@ -1,32 +1,20 @@
 """What a backend is given for a block of tokens, and what it hands back.
 
-A backend is a module with these names; ``eager``, the torch backend, is the plain one to read:
-
-    SMALLEST_ACCUMULATED   fewest rows of a block for which accumulating gradients in forward pays
-    REUSES_SAVED           whether the backward recomputes logits in the memory of saved exponentials
-    savable(dtype, softcap)                         whether saved exponentials are enough for the backward
-    allocate_saved(projection, rows, entries)       a buffer for exponentials
-    BlockForward(projection, x, target, columns, save, buffer, out)
-        .project_local(local)   project local rows of x while the others are on their way
-        .project_rest()         project the other rows, complete ``.partial [C, R]``; returns what is saved
-    BlockBackward(projection, x, target, statistics, coefficients, saved, grads, scratch)
-        .reads_hidden_first     whether hidden_grad reads x, so that its gather must be complete
-        .hidden_grad()          form dX; yields how many of its first rows are complete
-        .weight_grad()          the rest of dW and dbias
-    merge_ranks(packed, columns, rows, vocab_size)  merged partial and V
-    token_losses(partial, vocab_size, target, ...)  losses, alpha, beta, gamma
-
-No backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast.
+A backend is a module with the names of :class:`Backend`; ``eager``, the torch backend, is the plain one to read. No
+backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from parallel_lce.grad_buffers import GradBuffer, accumulation_dtype
+from parallel_lce.partials import Columns
 
 
 @dataclass(frozen=True)
@@ -84,7 +72,7 @@ class Coefficients:
     delta: Tensor | None
 
     @property
-    def each(self) -> tuple[Tensor | None, ...]:
+    def each(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         return self.alpha, self.beta, self.gamma, self.delta
 
     @property
@@ -92,15 +80,15 @@ class Coefficients:
         """Those that are not zero."""
         return [c for c in self.each if c is not None]
 
-    def replaced(self, values: list[Tensor]) -> Coefficients:
+    def replaced(self, values: Iterable[Tensor]) -> Coefficients:
         """``values`` in place of :attr:`present`."""
         remaining = iter(values)
-        return Coefficients(*[None if c is None else next(remaining) for c in self.each])
+        return Coefficients(next(remaining), *[None if c is None else next(remaining) for c in self.each[1:]])
 
     def times(self, factor: Tensor) -> Coefficients:
         """All of them times one factor, or one per token ``[R]``, in one launch."""
         present = self.present
-        return self.replaced(torch._foreach_mul(present, [factor] * len(present)))
+        return self.replaced(torch._foreach_mul(present, [factor] * len(present)))  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(frozen=True)
@@ -155,6 +143,96 @@ def power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
     The gradients of a mean over many tokens, 1 / N each, would underflow without it. A token's NaN or infinity does not
     affect the others.
     """
-    largest = sum(c.abs().nan_to_num(0.0, 0.0).amax() for c in coefficients.present)
+    first, *others = [c.abs().nan_to_num(0.0, 0.0).amax() for c in coefficients.present]
+    largest = sum(others, start=first)
     exponent = 10 - torch.frexp(largest * abs(scale)).exponent
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
+
+
+class BlockForward(Protocol):
+    """The forward of a block."""
+
+    # [C, R], complete after project_rest
+    partial: Tensor
+
+    def project_local(self, local: range) -> None:
+        """Project the ``local`` rows of x while the others are on their way."""
+        ...
+
+    def project_rest(self) -> Saved:
+        """Project the other rows and complete :attr:`partial`; returns what is saved."""
+        ...
+
+
+class BlockBackward(Protocol):
+    """The backward of a block."""
+
+    # Whether hidden_grad reads x, so that its gather must be complete.
+    reads_hidden_first: bool
+
+    def hidden_grad(self) -> Iterator[int]:
+        """Form dX; yields how many of its first rows are complete."""
+        ...
+
+    def weight_grad(self) -> None:
+        """Form the rest of dW and dbias."""
+        ...
+
+
+class Backend(Protocol):
+    """The names of a backend's module."""
+
+    __name__: str
+    # Fewest rows of a block for which accumulating gradients in forward pays.
+    SMALLEST_ACCUMULATED: int
+    # Whether the backward recomputes logits in the memory of saved exponentials.
+    REUSES_SAVED: bool
+
+    def savable(self, dtype: torch.dtype, softcap: float | None) -> bool:
+        """Whether saved exponentials are enough for the backward."""
+        ...
+
+    def allocate_saved(self, projection: Projection, rows: int, entries: int) -> Tensor:
+        """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
+        ...
+
+    def BlockForward(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        columns: Columns,
+        save: int,
+        buffer: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> BlockForward: ...
+
+    def BlockBackward(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        statistics: Tensor,
+        coefficients: Coefficients,
+        saved: Saved,
+        grads: GradBuffers,
+        scratch: Scratch,
+    ) -> BlockBackward: ...
+
+    def merge_ranks(self, packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
+        """The merged partial, and V."""
+        ...
+
+    def token_losses(
+        self,
+        partial: Tensor,
+        vocab_size: Tensor,
+        target: Tensor,
+        token_weight: Tensor | None,
+        ignore_index: int | None,
+        label_smoothing: float,
+        z_loss: float,
+        outside_is_nan: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Losses, alpha, beta and gamma ``[R]``."""
+        ...

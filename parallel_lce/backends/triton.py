@@ -35,8 +35,8 @@ __all__ = [
 
 # Adding to an fp32 dW moves 8 D bytes per vocabulary row whatever the block's rows are. From about this many rows on
 # that costs less than projecting again.
-SMALLEST_ACCUMULATED = 1024
-REUSES_SAVED = True
+SMALLEST_ACCUMULATED: int = 1024
+REUSES_SAVED: bool = True
 
 # Bytes of window partials where nothing is saved: they are merged group by group.
 _PARTIAL_BYTES = 32 << 20
@@ -102,9 +102,9 @@ class BlockForward:
 
         Nothing is projected if rows are projected in pieces.
         """
-        if self._partials is None:
-            return
         operands = self._operands
+        if operands is None or self._partials is None:
+            return
         rows, height = operands.x.shape[0], operands.tile.rows
         first = -(-local.start // height)
         last = operands.row_blocks if local.stop == rows else local.stop // height
@@ -113,7 +113,7 @@ class BlockForward:
         if last <= first:
             return
         self._local = range(first, last)
-        self._sample_shift(height * first, min(height * last, rows))
+        self._sample_shift(operands, height * first, min(height * last, rows))
         operands.launch(
             self._exponentials, ForwardEpilogue(self._partials, self._shift), self._local, overlaps_collective=True
         )
@@ -126,14 +126,15 @@ class BlockForward:
         saved: Saved = ()
         if self._partials is not None:
             # One launch samples all rows; local rows get the same values again.
-            self._sample_shift(0, operands.x.shape[0])
+            self._sample_shift(operands, 0, operands.x.shape[0])
             # Row blocks after the local ones, wrapping around to those before them.
             left = range(done.stop, operands.row_blocks + done.start)
             operands.launch(self._exponentials, ForwardEpilogue(self._partials, self._shift), left)
             on_shift = self._merge(operands, self._partials, self.partial)
             if self._stored is not None:
-                of_shift = () if self._shift is None else (self._shift, on_shift)
-                saved = self._stored, self._partials.max, *of_shift
+                saved = self._stored, self._partials.max
+                if self._shift is not None and on_shift is not None:
+                    saved = *saved, self._shift, on_shift
         else:
             self._project_in_pieces(operands)
         if self._target is None:
@@ -164,10 +165,10 @@ class BlockForward:
             start=self._projection.start,
         )
 
-    def _sample_shift(self, start: int, stop: int) -> None:
+    def _sample_shift(self, operands: Operands, start: int, stop: int) -> None:
         # Under a soft-cap the softmax shift is 0.
-        if self._shift is not None and self._operands.softcap is None:
-            sample_softmax_shift(self._operands, start, stop, self._shift)
+        if self._shift is not None and operands.softcap is None:
+            sample_softmax_shift(operands, start, stop, self._shift)
 
 
 def _new_softmax_shift(operands: Operands) -> Tensor | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, power_of_two_scale
+from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels.dlogits import SavedExponentials, gradient_from_saved
 from parallel_lce.kernels.projection import Operands, logits_gradient
 from parallel_lce.kernels.relaunch import next_power_of_2
@@ -79,8 +80,8 @@ class _Slices:
         find_shared: bool,
     ) -> None:
         self._projection, self._x, self._target, self._scratch = projection, x, target, scratch
-        self._statistics = statistics.contiguous()
-        self._coefficients = [c if c is None else c.contiguous() for c in coefficients.each]
+        self._statistics, self._alpha = statistics.contiguous(), coefficients.alpha.contiguous()
+        self._beta, self._gamma, self._delta = (c if c is None else c.contiguous() for c in coefficients.each[1:])
         self._saved = SavedExponentials(*saved) if saved else None
         # ``rewrite`` every row of saved exponentials, so that there are no row factors.
         self._rewrite, self._find_shared = rewrite, find_shared
@@ -90,18 +91,21 @@ class _Slices:
         if projection.weight.dtype == torch.float16:
             self._power = power_of_two_scale(coefficients, projection.scale)
             self.unscale = 1 / self._power
-        # Gradient of each target's logit, less what its entry in G already carries; and whether the target occurs
-        # once in the block.
-        self._rest: Tensor | None = None
-        self._alone: Tensor | None = None
+        # Per token: its target; the gradient of its target's logit, less what its entry in G already carries; and
+        # whether the target occurs once in the block. None until they are found.
+        self._targets: tuple[Tensor, Tensor, Tensor] | None = None
         self.has_targets = target is not None and coefficients.beta is not None
-        if self.has_targets and saved:
-            self._find_targets()
-        self.saved_entries = min(self._saved.exponentials.shape[1], projection.real) if saved else 0
-        # The saved slice comes first in ``ranges``; recomputed slices overwrite its memory.
-        self._memory = self._saved.exponentials.view(-1) if saved else projection.weight.new_empty(0)
-        self.ranges = [(0, self.saved_entries)] if saved else []
-        self.ranges += self._recomputed_ranges()
+        if self._saved is None:
+            self.saved_entries, self._memory = 0, projection.weight.new_empty(0)
+            self.ranges = self._recomputed_ranges()
+        else:
+            if self.has_targets:
+                self._find_targets()
+            exponentials = self._saved.exponentials
+            self.saved_entries = min(exponentials.shape[1], projection.real)
+            # The saved slice comes first in ``ranges``; recomputed slices overwrite its memory.
+            self._memory = exponentials.view(-1)
+            self.ranges = [(0, self.saved_entries), *self._recomputed_ranges()]
 
     def _recomputed_ranges(self) -> list[tuple[int, int]]:
         """Ranges that are as even as whole windows allow, each within the scratch memory."""
@@ -117,21 +121,20 @@ class _Slices:
         return [(a, min(a + step, real)) for a in range(start, real, step)]
 
     def form(self, start: int, stop: int) -> _Slice:
-        if stop <= self.saved_entries:
-            gradient, row_scale = self._from_saved(stop)
+        if self._saved is not None and stop <= self.saved_entries:
+            gradient, row_scale = self._from_saved(self._saved, stop)
         else:
             gradient, row_scale = self._recompute(start, stop), None
         x_scale = row_scale
-        if self.has_targets and self._rest is None:
+        if self._targets is not None:
+            x_scale = place_targets(gradient, start, *self._targets, row_scale, self._power)
+        elif self.has_targets:
             # Finds the targets' gradients and places those of this slice in one launch.
             self._find_targets((gradient, start, self._power))
-        elif self.has_targets:
-            x_scale = place_targets(gradient, start, self._target, self._rest, self._alone, row_scale, self._power)
         return _Slice(start, stop, gradient, row_scale, x_scale)
 
-    def _from_saved(self, stop: int) -> tuple[Tensor, Tensor | None]:
-        saved, projection = self._saved, self._projection
-        alpha, _, gamma, _ = self._coefficients
+    def _from_saved(self, saved: SavedExponentials, stop: int) -> tuple[Tensor, Tensor | None]:
+        projection = self._projection
         saved = saved._replace(exponentials=saved.exponentials[:, :stop])
         # The forward's window, a power of two. The tile of ``operands_of`` may differ from the forward's: saved-tensor
         # hooks may change the operands' alignment.
@@ -140,9 +143,9 @@ class _Slices:
             saved,
             window,
             self._statistics,
-            alpha,
-            gamma,
-            self._rest,
+            self._alpha,
+            self._gamma,
+            None if self._targets is None else self._targets[1],
             self._power,
             projection.scale,
             projection.softcap,
@@ -151,7 +154,6 @@ class _Slices:
         return saved.exponentials, row_scale
 
     def _recompute(self, start: int, stop: int) -> Tensor:
-        alpha, _, gamma, delta = self._coefficients
         shape = self._x.shape[0], stride_of(stop - start)
         elements = shape[0] * shape[1]
         memory = self._memory[:elements]
@@ -159,35 +161,40 @@ class _Slices:
             memory = self._scratch.take(elements, self._x.dtype)
         gradient = memory.view(shape)[:, : stop - start]
         operands = operands_of(self._projection, self._x, start, stop)
-        logits_gradient(operands, self._statistics, alpha, gamma, delta, self._power, gradient)
+        logits_gradient(operands, self._statistics, self._alpha, self._gamma, self._delta, self._power, gradient)
         return gradient
 
-    def _find_targets(self, placed: tuple | None = None) -> None:
-        projection = self._projection
-        self._rest, self._alone = target_gradients(
-            self._target,
+    def _find_targets(self, placed: tuple[Tensor, int, Tensor | None] | None = None) -> None:
+        projection, target, beta = self._projection, self._target, self._beta
+        assert target is not None and beta is not None  # has_targets
+        rest, alone = target_gradients(
+            target,
             projection.real,
             self._statistics,
-            *self._coefficients,
+            self._alpha,
+            beta,
+            self._gamma,
+            self._delta,
             projection.scale,
             projection.softcap,
             self._find_shared,
             placed,
         )
+        self._targets = target, rest, alone
 
     def finish_rows(self, source: Tensor, row_scale: Tensor | None, rows: slice, dx: Tensor) -> None:
         """Write ``dx`` of some rows. ``source``: their sum over all slices, not yet multiplied by ``row_scale``."""
         targets = None
-        if self.has_targets:
-            weight = self._projection.weight[: self._projection.real]
-            targets = self._target[rows], self._rest[rows], weight
+        if self._targets is not None:
+            target, rest, _ = self._targets
+            targets = target[rows], rest[rows], self._projection.weight[: self._projection.real]
         factor = self.unscale if row_scale is None else row_scale[rows]
         finished_rows(source, factor, targets, dx)
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
         """Add what the targets' gradients contribute to the shard's rows from ``start`` on."""
-        if self.has_targets:
-            add_targets(total, start, self._target, self._rest, self._alone, x)
+        if self._targets is not None:
+            add_targets(total, start, *self._targets, x)
 
 
 class BlockBackward:
@@ -210,12 +217,12 @@ class BlockBackward:
         scratch: Scratch,
     ) -> None:
         self._projection, self._grads = projection, grads
-        self._slices: _Slices | None = None
         # The last slice, whose dW is still to come.
         self._last: _Slice | None = None
         self._dx_written = False
         self.reads_hidden_first = False
-        if x.shape[0] == 0 or projection.real == 0:
+        self._empty = x.shape[0] == 0 or projection.real == 0
+        if self._empty:
             return
         self._x = dense(x)
         self._slices = _Slices(
@@ -234,11 +241,12 @@ class BlockBackward:
 
     def hidden_grad(self) -> Iterator[int]:
         """Form dX, and dW of all slices but the last; yields how many of dX's first rows are complete."""
-        dx, slices = self._grads.dx, self._slices
-        if slices is None:
+        dx = self._grads.dx
+        if self._empty:
             if dx is not None:
                 yield len(dx.zero_())
             return
+        slices = self._slices
         total: Tensor | None = None
         for start, stop in slices.ranges:
             part = slices.form(start, stop)
@@ -252,7 +260,7 @@ class BlockBackward:
                 self._add_weight(part)
             else:
                 self._last = part
-        if total is not None:
+        if dx is not None and total is not None:
             if total is not dx or slices.has_targets or slices.unscale is not None:
                 slices.finish_rows(total, None, slice(None), dx)
             yield len(dx)
@@ -302,7 +310,7 @@ class BlockBackward:
         """``dW[start:stop] += G.T @ (c x)``, and its row sums to dbias."""
         grads, slices = self._grads, self._slices
         if grads.dweight is not None:
-            self._add_dweight(part)
+            self._add_dweight(part, grads.dweight)
         if grads.dbias is not None:
             total, empty = grads.dbias.open(part.start, part.stop)
             column_sum = part.gradient.sum(0, dtype=total.dtype)
@@ -313,9 +321,9 @@ class BlockBackward:
             slices.add_targets(total.unsqueeze(1), ones, part.start)
             grads.dbias.close(part.start, part.stop, total)
 
-    def _add_dweight(self, part: _Slice) -> None:
+    def _add_dweight(self, part: _Slice, dweight: GradBuffer) -> None:
         """In one product where it needs no fp32 buffer, else in products of ``_PRODUCT_BYTES``."""
-        dweight, slices, x = self._grads.dweight, self._slices, self._scaled_hidden(part)
+        slices, x = self._slices, self._scaled_hidden(part)
         step = part.stop - part.start
         if slices.unscale is not None or dweight.buffered:
             step = max(256, _PRODUCT_BYTES // (4 * x.shape[1]) // 256 * 256)
@@ -338,7 +346,7 @@ class BlockBackward:
         """``c x [R, D]``, in dX's memory while that is not written."""
         if part.x_scale is None:
             return self._x
-        dx = self._grads.dx
-        idle = dx is not None and not self._dx_written and dx.dtype == self._x.dtype and dx.is_contiguous()
-        memory = dx if idle else torch.empty_like(self._x)
+        memory = self._grads.dx
+        if memory is None or self._dx_written or memory.dtype != self._x.dtype or not memory.is_contiguous():
+            memory = torch.empty_like(self._x)
         return finished_rows(self._x, part.x_scale, None, memory)

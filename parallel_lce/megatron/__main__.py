@@ -110,7 +110,7 @@ class _InstallAfterImport(importlib.abc.MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
-        if spec is not None:
+        if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_install(module) -> None:

@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -28,9 +29,9 @@ class _Installed:
     logits_budget: int | None
     reduce_dtype: torch.dtype | None = None
     # Each replaced attribute: its owner, its name, ours, and the original.
-    replaced: list[tuple[object, str, object, object]] = field(default_factory=list)
+    replaced: list[tuple[type | ModuleType, str, object, object]] = field(default_factory=list)
 
-    def replace(self, owner: object, name: str, ours: object) -> None:
+    def replace(self, owner: type | ModuleType, name: str, ours: object) -> None:
         self.replaced.append((owner, name, ours, getattr(owner, name)))
         setattr(owner, name, ours)
 

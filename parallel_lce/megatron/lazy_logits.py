@@ -6,8 +6,9 @@ import numbers
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 from parallel_lce.collectives import Layout, gather_hidden
 from parallel_lce.functional import token_statistics
 from parallel_lce.plan import Block
-from parallel_lce.statistics import TokenStatistics
 
 
 def keep_autograd_gradient(weight: Tensor) -> None:
@@ -26,7 +26,7 @@ def keep_autograd_gradient(weight: Tensor) -> None:
     ``zero_out_wgrad``.
     """
     if torch.is_grad_enabled() and weight.requires_grad:
-        weight.zero_out_wgrad = True
+        weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
 
 _APPLY = torch.autograd.Function.apply.__code__
@@ -97,6 +97,10 @@ class LazyLogits:
     """
 
     __array_priority__ = Tensor.__array_priority__
+    # Set by __init__, as all other attributes are. Type checkers need to know these.
+    scale: float
+    stock_forward: Callable[..., tuple[Tensor, Tensor | None]]
+    made: Tensor | None
 
     def __init__(
         self,
@@ -156,7 +160,7 @@ class LazyLogits:
                 self.layer.sequence_parallel = before
         return self.made
 
-    def autocast(self) -> AbstractContextManager:
+    def autocast(self) -> torch.autocast | nullcontext[None]:
         """Autocast as it was when the output layer was called."""
         if self.autocast_dtype == _autocast_dtype(self.hidden):
             return nullcontext()
@@ -247,14 +251,13 @@ class LazyLogits:
     def max(self, *arguments, **options):
         """Over the vocabulary, without a gradient, by statistics; else as of the real logits."""
         if self._known_without_logits(*arguments, **options) and not torch.is_grad_enabled():
-            found = self._statistics()
-            return torch.return_types.max((found.max_logit.to(self.dtype), found.argmax.clamp(min=0)))
+            return torch.return_types.max(self._maximum())
         return self.materialize("'max'").max(*arguments, **options)
 
     def argmax(self, *arguments, **options) -> Tensor:
         """Over the vocabulary by statistics; else as of the real logits."""
         if self._known_without_logits(*arguments, **options):
-            return self._statistics().argmax.clamp(min=0)
+            return self._maximum()[1]
         return self.materialize("'argmax'").argmax(*arguments, **options)
 
     def _known_without_logits(self, dim: object = None, keepdim: bool = False, **others) -> bool:
@@ -262,7 +265,7 @@ class LazyLogits:
         return self.made is None and over_vocabulary and not keepdim and not others
 
     @torch.no_grad()
-    def _statistics(self) -> TokenStatistics:
+    def _maximum(self) -> tuple[Tensor, Tensor]:
         """Maximum and its place in this rank's shard, of each token ``[s, b]``.
 
         One more projection, but no logits. Under sequence parallelism the hidden states are gathered
@@ -276,11 +279,13 @@ class LazyLogits:
             whole = Block(0, flat.shape[0], 0)
             hidden = gather_hidden(flat, whole, layout).wait().view(*self.shape[:-1], -1)
         with self.autocast():
-            return token_statistics(
+            found = token_statistics(
                 hidden, self.weight, None, linear_bias=self.bias, logit_scale=self.scale, argmax=True
             )
+        assert found.argmax is not None  # asked for
+        return found.max_logit.to(self.dtype), found.argmax.clamp(min=0)
 
-    def __mul__(self, factor: object) -> LazyLogits | Tensor:
+    def __mul__(self, factor: Any) -> LazyLogits | Tensor:
         """By a number, lazy logits of their own while nothing is made."""
         if self.made is not None or not isinstance(factor, numbers.Real):
             return self.materialize("multiplication") * factor

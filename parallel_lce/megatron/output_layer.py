@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ def make_lazy(layer: torch.nn.Module, options: Callable[[], dict[str, object]]) 
             f"ColumnParallelLinear (no fp8 output projection), {advice}"
         )
     layer.__class__ = _lazy_class(type(layer))
-    layer.loss_options = options
+    layer.loss_options = options  # pyright: ignore[reportArgumentType]: modules may have any attribute
 
 
 @functools.cache
@@ -67,7 +68,7 @@ def _lazy_class(base: type) -> type:
             weight=None,
             runtime_gather_output=None,
             output_cross_entropy_loss=False,
-            labels=None,
+            labels: Any = None,
             reduction="none",
             ignore_index=-100,
         ):
@@ -198,7 +199,7 @@ def main_grad_of(weight: Tensor, fused: bool) -> MainGrad | None:
 
     def placeholder() -> Tensor:
         # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.
-        weight.grad_added_to_main_grad = True
+        weight.grad_added_to_main_grad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
         added = getattr(weight, "zero_out_wgrad", False)
         return torch.zeros_like(weight) if added else torch.empty_like(weight)
 

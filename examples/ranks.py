@@ -5,6 +5,10 @@ import os
 import torch
 import torch.distributed as dist
 
+# Its functions have the world group as a default argument. If an optimizer imports it after init_process_group, the
+# group and its threads outlive destroy_process_group, and gloo may abort the process at its end.
+import torch.distributed.nn
+
 
 def join() -> tuple[dist.ProcessGroup, torch.device]:
     """The group of all processes and this process's device. NCCL if each process has a GPU, else gloo."""

@@ -100,3 +100,17 @@ def test_policy_gradient(ranks, run, example):
     for numbers, others in zip(found, expected):
         assert numbers == pytest.approx(others, abs=1e-5)
     assert found[-1][0] < found[0][0] - 0.01, "it improves"
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists the threads of a process as Linux does")
+@pytest.mark.parametrize("name", ["sequence_parallel", "policy_gradient"])
+def test_no_thread_of_the_group_outlives_an_example(name):
+    """Such a thread may abort the process while Python ends."""
+    script = (
+        f"import sys, pathlib; sys.path.insert(0, {str(EXAMPLES)!r}); import {name}; {name}.main();"
+        "print(*(task.read_text().strip() for task in pathlib.Path('/proc/self/task').glob('*/comm')), sep='\\n')"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    threads = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert threads.returncode == 0, threads.stderr
+    assert "gloo" not in threads.stdout

@@ -12,6 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+# Its functions have the world group as a default argument. If torch.compile imports it after init_process_group, the
+# group and its threads outlive destroy_process_group, and gloo may abort the process at its end.
+import torch.distributed.nn
+
 # torch 2.13 renamed these two.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

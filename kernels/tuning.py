@@ -89,6 +89,7 @@ def _has_gluon() -> bool:
     return (3, 6) <= version < (3, 8) and not interpreted()
 
 
+@functools.cache
 def interpreted() -> bool:
     """Whether Triton runs kernels on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"

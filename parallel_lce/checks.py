@@ -142,7 +142,7 @@ def check_arguments(a: Arguments, layout: Layout) -> torch.Size:
 def token_shape(input: Tensor, layout: Layout) -> tuple[int, ...]:
     """Shape of the tokens in the TP layout: the leading shape of ``input``, all parts together."""
     leading = input.shape[:-1]
-    return (leading[0] * layout.sp_size, *leading[1:]) if layout.sequence_parallel else tuple(leading)
+    return (leading[0] * layout.sp_size, *leading[1:]) if leading else ()
 
 
 def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:

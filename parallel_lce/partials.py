@@ -56,7 +56,7 @@ class Columns:
 
     @property
     def count(self) -> int:
-        return 3 + len(self.requested)
+        return 3 + sum([getattr(self, name) for name in _REQUESTABLE])
 
     def __getitem__(self, name: str) -> int:
         before = _REQUESTABLE[: _REQUESTABLE.index(name)]

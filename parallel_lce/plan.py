@@ -103,7 +103,7 @@ class Plan:
         ends = [*range(start, self.rows, size), self.rows]
         return *blocks, *(Block(a, b, 0) for a, b in zip(ends, ends[1:]))
 
-    @property
+    @cached_property
     def saves_hidden(self) -> bool:
         """Whether the gathered hidden states stay from forward to backward."""
         return self.hidden_bytes > 0

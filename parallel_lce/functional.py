@@ -177,7 +177,7 @@ def token_statistics(
     )
     columns = requested_columns(mean_logit, expected_logit, argmax)
     refuse = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
-    prepared = prepare(arguments, columns, refuse=refuse, agreed={"function": "token_statistics"})
+    prepared = prepare(arguments, columns, function="token_statistics", refuse=refuse)
     head = StatisticsHead(columns, prepared.call.target is not None)
     statistics = TokenStatistics(*fused(prepared.call, prepared.operands, head, prepared.differentiable))
     return statistics.view(prepared.shape)

@@ -31,11 +31,10 @@ def fused_loss(
     prepared = prepare(
         arguments,
         Columns(shifted=isinstance(smoothing, (int, float)) and smoothing > 0),
-        refuse=refuse,
+        function=function,
         options=options,
+        refuse=refuse,
         accumulable=reduction != "none" and main_grad is None,
-        ignore_index=options.ignore_index if options.outside_is_nan else None,
-        agreed={"function": function, "reduction": reduction, "label_smoothing": smoothing, "z_loss": options.z_loss},
         main_grad=main_grad,
     )
     call, operands = prepared.call, prepared.operands

@@ -253,9 +253,10 @@ def _save(p: _Problem) -> _Candidate:
 
 
 def _accumulate(p: _Problem) -> _Candidate:
-    """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving
-    everything, and
-    if blocks are large enough to be worth it."""
+    """Form gradients in forward, in blocks of the budget.
+
+    Possible if that needs no more memory than saving everything, and if blocks are large enough to be worth it.
+    """
     gradients, whole = p.gradients, p.rows * p.row_bytes
     # Over ranks a block's gradients wait for its statistics while the next block is projected.
     alive = 2 if p.ranks > 1 else 1

@@ -38,18 +38,17 @@ def prepare(
     arguments: Arguments,
     columns: Columns,
     *,
-    refuse: Callable[[], None] | None = None,
+    function: str,
     options: LossOptions | None = None,
+    refuse: Callable[[], None] | None = None,
     accumulable: bool = False,
-    ignore_index: int | None = None,
-    agreed: dict[str, object] | None = None,
     main_grad: MainGrad | None = None,
 ) -> Prepared:
     """Check ``arguments`` and plan the call.
 
-    ``refuse`` raises for what else the caller was given. ``options``: of the loss, if it is one. ``accumulable``: the
-    loss is a sum with weights known in forward. ``main_grad``: dW is added to it. For debug mode: ``ignore_index``,
-    None where any target is allowed, and ``agreed``, values that must be the same on all ranks.
+    ``function``: what the user called. ``options``: of the loss, if it is one. ``refuse`` raises for what else the
+    caller was given. ``accumulable``: the loss is a sum with weights known in forward. ``main_grad``: dW is added to
+    it.
     """
     check_process_group(arguments.process_group)
     layout = Layout.of(arguments.process_group, False)
@@ -85,9 +84,14 @@ def prepare(
     gradients = _gradients(operands, layout, a.reduce_dtype, main_grad)
     planned = _plan(a, operands, layout, shard, backend, gradients, accumulable)
     if debug.enabled() and not valueless(weight):
-        agreed = dict(agreed or {}, ignore_index=ignore_index, statistics=columns, gradients=gradients)
-        agreed["backend"] = backend.__name__.rpartition(".")[2]
-        _check_together(a, layout, shard, ignore_index, agreed)
+        agreed = {
+            "function": function,
+            **(vars(options) if options is not None else {}),
+            "statistics": columns,
+            "gradients": gradients,
+            "backend": backend.__name__.rpartition(".")[2],
+        }
+        _check_together(a, layout, shard, options, agreed)
     call = Call(
         backend,
         layout,
@@ -167,8 +171,9 @@ def _plan(
 
 
 def _check_together(
-    a: Arguments, layout: Layout, shard: Shard, ignore_index: int | None, agreed: dict[str, object]
+    a: Arguments, layout: Layout, shard: Shard, options: LossOptions | None, agreed: dict[str, object]
 ) -> None:
+    """Debug mode: all ranks were given the same, ``agreed`` included, and every target is one of the vocabulary."""
     shards = [(shard.start, shard.rows)]
     if layout.ranks > 1:
         weight = a.token_weight
@@ -196,9 +201,9 @@ def _check_together(
         if not layout.sequence_parallel:
             debug.agree_about_hidden(layout, a.input)
     vocab_size = debug.check_cover(shards, a.vocab_size)
-    if a.target is not None and ignore_index is not None:
+    if a.target is not None and options is not None and options.outside_is_nan:
         target = a.target.long()
-        debug.check_target(target, target != ignore_index, vocab_size)
+        debug.check_target(target, target != options.ignore_index, vocab_size)
 
 
 class _Waited(torch.autograd.Function):

@@ -442,7 +442,9 @@ def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
         vocab_size=None,
         logits_budget=0 if accumulable else SOME,
     )
-    prepared = prepare.prepare(arguments, Columns(shifted=smoothed), accumulable=accumulable, **options)
+    prepared = prepare.prepare(
+        arguments, Columns(shifted=smoothed), function="linear_cross_entropy", accumulable=accumulable, **options
+    )
     return prepared.call, tuple(v if v is None else v.detach() for v in prepared.operands)
 
 

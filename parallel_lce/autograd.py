@@ -20,7 +20,7 @@ from torch import Tensor
 from parallel_lce import ops
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.schedule import Call, Needs, accumulate, backward, forward
-from parallel_lce.statistics import StatisticsHead
+from parallel_lce.statistics import NUM_RESIDUALS, StatisticsHead
 
 _SCALED_BYTES = 16 << 20
 Operands = tuple[Tensor, Tensor, Tensor | None]
@@ -71,6 +71,7 @@ class _Fused(torch.autograd.Function):
         ctx.set_materialize_grads(head.num_differentiable == 1)
         partial, vocab_size, saved = forward(call, hidden, weight, bias, save=True)
         outputs, residuals = head.outputs(call.backend, partial, vocab_size)
+        # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
         ctx.save_for_backward(hidden, weight, bias, call.target, partial, *residuals, *saved)
         ctx.call, ctx.head, ctx.consumed = call, head, False
         ctx.mark_non_differentiable(*[v for v in outputs[head.num_differentiable :] if v is not None])
@@ -79,12 +80,13 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, saved_tensors, *upstream):
-        hidden, weight, bias, target, partial = saved_tensors[:5]
-        folded = ctx.head.coefficients(partial, saved_tensors[5:8], upstream)
+        hidden, weight, bias, target, partial, *others = saved_tensors
+        residuals, saved = others[:NUM_RESIDUALS], tuple(others[NUM_RESIDUALS:])
+        coefficients = ctx.head.coefficients(partial, residuals, upstream)
         # Hooks for saved tensors may have moved the target.
         call, needs = replace(ctx.call, target=target), Needs(*ctx.needs_input_grad[:3])
         consumed, ctx.consumed = ctx.consumed, True
-        gradients = backward(call, hidden, weight, bias, partial, tuple(saved_tensors[8:]), folded, needs, consumed)
+        gradients = backward(call, hidden, weight, bias, partial, saved, coefficients, needs, consumed)
         return *gradients, None, None
 
 

@@ -14,12 +14,22 @@ from parallel_lce.statistics import Residuals, TokenStatistics
 
 
 def log_prob(statistics: TokenStatistics) -> Tensor:
-    """log p of each token's target, ``[N]``; ``-lse`` for a target outside the vocabulary."""
-    return statistics.target_log_prob  # pyright: ignore[reportReturnType]: None without a target
+    """log p of each token's target, in the target's shape; ``-lse`` for a target outside the vocabulary.
+
+    Raises:
+        ValueError: the statistics were computed without a target.
+    """
+    if statistics.target_log_prob is None:
+        raise ValueError("log_prob needs statistics computed with a target, got target=None")
+    return statistics.target_log_prob
 
 
 def entropy(statistics: TokenStatistics) -> Tensor:
-    """Entropy of each token's softmax in nats, ``[N]``; needs ``expected_logit=True``."""
+    """Entropy of each token's softmax in nats, in the target's shape.
+
+    Raises:
+        ValueError: the statistics were computed without ``expected_logit=True``.
+    """
     if statistics.entropy is None:
         raise ValueError("entropy needs statistics computed with expected_logit=True, got False")
     return statistics.entropy
@@ -67,6 +77,9 @@ class WeightedLoss:
 
     @property
     def ignored(self) -> Tensor:
+        """``[N]`` bool."""
+        if self.ignore_index is None:
+            return torch.zeros_like(self.target, dtype=torch.bool)
         return self.target == self.ignore_index
 
     def divisor(self, reduction: str, dtype: torch.dtype) -> Tensor | float:
@@ -75,6 +88,6 @@ class WeightedLoss:
             return 1.0
         # The mean of nothing is 0, and so are its gradients.
         if self.token_weight is None:
-            return (self.target != self.ignore_index).sum(dtype=dtype).clamp(min=1)
+            return (~self.ignored).sum(dtype=dtype).clamp(min=1)
         total = self.token_weight.masked_fill(self.ignored, 0.0).sum()
         return total.masked_fill(total == 0, torch.inf)

@@ -30,7 +30,7 @@ from parallel_lce.losses import WeightedLoss
 from parallel_lce.partials import Columns
 from parallel_lce.plan import Plan
 from parallel_lce.schedule import Call, Needs, token_count
-from parallel_lce.statistics import NAMES, StatisticsHead
+from parallel_lce.statistics import NAMES, NUM_RESIDUALS, StatisticsHead
 
 _CALL = (
     "str backend, str group, bool sequence_parallel, SymInt start, SymInt? vocab_size, "
@@ -42,7 +42,7 @@ _NUM_OPERANDS, _NUM_OF_LOSS = 5, 3
 # Attribute of a handle's storage that holds what is saved.
 _SAVED = "_parallel_lce_saved"
 # Outputs of the forward operator: of the head, its residuals, the partial, the handle.
-_NUM_OUTPUTS, _NUM_RESIDUALS = len(NAMES), 3
+_NUM_OUTPUTS = len(NAMES)
 
 
 def needed(weight: Tensor) -> bool:
@@ -73,7 +73,7 @@ def _numbers(call: Call) -> tuple:
     if call.main_grad is not None:
         raise RuntimeError("a gradient that is added to main_grad cannot be compiled")
     return (
-        call.backend.__name__.rpartition(".")[2],
+        call.backend.NAME,
         "" if layout.group is None else layout.group.group_name,
         layout.sequence_parallel,
         call.shard.start,
@@ -184,7 +184,7 @@ def _padded(values: Sequence[Tensor | None], count: int, like: Tensor) -> list[T
     "parallel_lce::forward",
     mutates_args=(),
     schema=f"({_OPERANDS}, {_LOSS}, bool losses, bool save, {_CALL}) -> "
-    f"({', '.join(['Tensor'] * (_NUM_OUTPUTS + _NUM_RESIDUALS + 2))})",
+    f"({', '.join(['Tensor'] * (_NUM_OUTPUTS + NUM_RESIDUALS + 2))})",
     tags=_OUTSIDE_GRAPHS,
 )
 def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
@@ -200,7 +200,7 @@ def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, 
     vars(handle.untyped_storage())[_SAVED] = saved
     # An output must not be an input or another output.
     residuals = [r if r is None or all(r is not o for o in outputs) else r.clone() for r in residuals]
-    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, _NUM_RESIDUALS, partial), partial, handle
+    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, NUM_RESIDUALS, partial), partial, handle
 
 
 @_forward.register_fake
@@ -217,7 +217,7 @@ def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside
         outputs, _ = head.outputs(call.backend, partial, vocab_size)
         residuals = [vocab_size.clone()]
     handle = partial.new_empty(1, dtype=torch.uint8)
-    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, _NUM_RESIDUALS, partial), partial, handle
+    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, NUM_RESIDUALS, partial), partial, handle
 
 
 def _save_forward(ctx, inputs, output) -> None:
@@ -233,6 +233,8 @@ def _head_class(losses: bool) -> type:
 
 
 def _differentiate_forward(ctx, *upstream):
+    if all(u is None for u in upstream):
+        return (None,) * ctx.num_inputs
     saved = ctx.saved_tensors
     operands, residuals = saved[:_NUM_OPERANDS], saved[_NUM_OPERANDS:-2]
     partial, handle = saved[-2:]

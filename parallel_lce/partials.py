@@ -28,6 +28,8 @@ import torch
 from torch import Tensor
 
 MAX, SUM_EXP, TARGET = 0, 1, 2
+SHIFTED = 3
+"""The first requestable column, where a partial has it. Others: ``Columns.__getitem__``."""
 
 LOWEST_SHIFT = -1e4
 """z - max is clamped to this before it is multiplied by exp(z - max), which is 0 there: -inf * 0 would be NaN."""

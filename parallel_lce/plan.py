@@ -54,7 +54,7 @@ class Plan:
 
     # Rows of a part.
     rows: int
-    # Rows of the first block, which saves exponentials; 0: there is no such block.
+    # Rows of the first block, which saves the exponentials of ``saved`` vocabulary rows; 0: there is no such block.
     first: int
     # Upper limit of the rows of the other blocks; 0: there is no backward.
     most: int
@@ -328,10 +328,10 @@ def plan(
 ) -> Plan:
     """Split ``rows`` tokens into blocks.
 
-    The cheapest candidate that is possible is taken. Candidates are, in order of preference where they cost the same:
-    save everything; accumulate gradients in forward; recompute by vocabulary or by rows (on several ranks by rows
-    first). The functions above say when each is possible. The cost is the number of matrix products, then the fp32
-    accumulator.
+    The possible candidate of least cost is taken. Candidates are: save everything; accumulate gradients in forward;
+    recompute by vocabulary; recompute by rows. The functions above say when each is possible. What counts is first the
+    number of matrix products; then whether the candidate is preferred, as saving everything is, and recomputing by
+    vocabulary where its fp32 dX fits the budget; then the bytes of the fp32 accumulator.
 
     Args:
         rows: N, the tokens of the whole sequence.

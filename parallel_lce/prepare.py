@@ -89,7 +89,7 @@ def prepare(
             **(vars(options) if options is not None else {}),
             "statistics": columns,
             "gradients": gradients,
-            "backend": backend.__name__.rpartition(".")[2],
+            "backend": backend.NAME,
         }
         _check_together(a, layout, shard, options, agreed)
     call = Call(

@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,11 +25,9 @@ from torch import Tensor
 from parallel_lce.backends.interface import Backend, BlockForward, Coefficients, GradBuffers, Projection, Saved, Scratch
 from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, Shard, gather_hidden
 from parallel_lce.grad_buffers import GradBuffer, MainGrad, accumulation_dtype
+from parallel_lce.losses import WeightedLoss
 from parallel_lce.partials import Columns
 from parallel_lce.plan import Block, Plan
-
-if TYPE_CHECKING:
-    from parallel_lce.losses import WeightedLoss
 
 
 @dataclass(frozen=True)

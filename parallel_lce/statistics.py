@@ -73,8 +73,9 @@ def requested_columns(mean_logit: bool, expected_logit: bool, argmax: bool) -> C
     return Columns(shifted=mean_logit, total=mean_logit, weighted=bool(expected_logit), argmax=bool(argmax))
 
 
+NUM_RESIDUALS = 3
 Residuals = tuple[Tensor, Tensor | None, Tensor | None]
-"""What a head keeps for its coefficients beside the merged partial: V, or the losses' alpha, beta and gamma."""
+"""What a head saves for its coefficients beside the merged partial: V, or the losses' alpha, beta and gamma."""
 
 
 @dataclass(frozen=True)

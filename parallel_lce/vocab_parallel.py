@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_lce import debug
 from parallel_lce.autograd import first_order_only
-from parallel_lce.backends import valueless
+from parallel_lce.backends import kernels_run, valueless
 from parallel_lce.backends.dense_logits import logits_gradient, logits_partial, merge_ranks
 from parallel_lce.checks import check_kind, check_process_group, is_number, real, shortened
 from parallel_lce.collectives import Layout, PartialsGather, Shard
@@ -24,7 +24,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     tp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
-    """Cross-entropy of ``vocab_parallel_logits [..., V/P]`` and ``target [...]``, ``[...]`` in fp32.
+    """Cross-entropy of ``vocab_parallel_logits [..., V/P]`` and ``target [...]``, ``[...]`` in fp32 (fp64 for fp64).
 
     A stand-in for ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy`` with its values and gradients. Ranks
     hold equal shards in rank order. A target outside every shard has loss ``lse - max`` and the gradient of lse.
@@ -32,18 +32,21 @@ def vocab_parallel_cross_entropy(
     Megatron, the loss then depends on the rank. ``linear_cross_entropy`` smooths over the whole vocabulary.
 
     Unlike Megatron's it does not change the logits and saves no softmax. Forward reads the logits once and saves two
-    numbers per token. Backward reads them again and writes their gradient in their dtype. Triton kernels do so on CUDA,
-    blocks of rows elsewhere.
+    numbers per token. Backward reads them again and writes their gradient in their dtype. Triton kernels do this for
+    bf16, fp16 and fp32 on NVIDIA GPUs of compute capability 8.0 and later, torch in blocks of rows elsewhere, unless
+    ``PARALLEL_LCE_BACKEND`` names one of the two.
 
     ``tp_group=None`` means Megatron's own tensor-parallel group or, where torch.distributed is not initialised, a
     single process.
 
-    Collectives: forward, one all-gather of 3 N + 2 fp32 elements per rank; backward, none. The
+    Collectives: forward, one all-gather of 3 N + 2 fp32 (fp64) elements per rank; backward, none. The
     upstream gradient must be the same on all ranks.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, an unknown group. ``PARALLEL_LCE_DEBUG=1`` raises on every
             rank, also where targets or settings differ between ranks.
+        NotImplementedError: a tensor with a forward-mode tangent.
+        RuntimeError: in backward, where the gradient itself is differentiated.
     """
     group = _megatron_group() if tp_group is None else tp_group
     check_process_group(group)
@@ -91,6 +94,7 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: object, group: dist.
         raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
     if label_smoothing and logits.shape[-1] < 2:
         raise ValueError(f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}")
+    kernels_run(logits)  # raises for a backend that cannot run
 
 
 def _megatron_group() -> dist.ProcessGroup | None:

@@ -82,6 +82,34 @@ def test_the_default_on_cuda(dtype, capability, installed, name, choose, monkeyp
     assert backends._name(torch.device("cuda", 0), dtype) == name
 
 
+@pytest.mark.parametrize("value", ["torch", "triton"])
+def test_logits_that_exist_follow_the_choice(value, device, choose, monkeypatch):
+    """Kernels reduce them if triton is asked for, and only then."""
+    kernels = pytest.importorskip("parallel_lce.kernels.dense_logits")
+    choose(value, interpret="1")
+    launched = []
+
+    def watch(name):
+        original = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *given: launched.append(name) or original(*given))
+
+    watch("logits_partial")
+    watch("logits_gradient")
+    logits = torch.randn(5, 7, device=device, requires_grad=True)
+    target = torch.arange(5, device=device)
+    loss = parallel_lce.vocab_parallel_cross_entropy(logits, target)
+    loss.sum().backward()
+    assert launched == (["logits_partial", "logits_gradient"] if value == "triton" else [])
+    true = torch.nn.functional.cross_entropy(logits.double(), target, reduction="none")
+    torch.testing.assert_close(loss, true.float())
+
+
+def test_a_backend_that_logits_cannot_have_is_refused(choose):
+    choose("nonsense")
+    with pytest.raises(ValueError, match="PARALLEL_LCE_BACKEND='nonsense' is none of 'torch', 'triton'"):
+        parallel_lce.vocab_parallel_cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
+
+
 def test_importing_the_package_imports_no_backend_of_kernels():
     code = (
         "import parallel_lce, sys; assert not [m for m in sys.modules if m.split('.')[0] == 'triton'"

@@ -508,3 +508,22 @@ def test_contracts_of_the_operators(device):
             torch.library.opcheck(library.accumulated_loss.default, arguments)
         first_order = torch.ones((), device=device), *tensors
         torch.library.opcheck(library.first_order.default, first_order)
+
+
+def test_an_upstream_gradient_that_is_not_there():
+    """Autograd may hand a graph's function None for an output that no gradient reaches."""
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return None
+
+    hidden = torch.empty(6, 8, device="meta", requires_grad=True)
+    weight = torch.empty(10, 8, device="meta", requires_grad=True)
+    target = torch.empty(6, dtype=torch.long, device="meta")
+    Cut.apply(parallel_lce.linear_cross_entropy(hidden, weight, target, reduction="none")).sum().backward()
+    assert hidden.grad is None and weight.grad is None

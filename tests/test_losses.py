@@ -7,8 +7,10 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
+import parallel_lce
 from parallel_lce.backends.loss import token_losses as plain
 from parallel_lce.kernels.losses import token_losses as fused
+from parallel_lce.losses import WeightedLoss
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -43,3 +45,14 @@ def test_losses(smoothing, z_loss, weighted, ignore_index, outside_is_nan, devic
     if ignore_index == -100:
         assert (truth[0][4::10] == 0).all() and (truth[1][4::10] == 0).all()
     assert truth[0][5::10].isnan().all() == outside_is_nan
+
+
+def test_a_log_probability_needs_a_target():
+    statistics = parallel_lce.token_statistics(torch.ones(2, 3), torch.ones(4, 3), None)
+    with pytest.raises(ValueError, match="log_prob needs statistics computed with a target, got target=None"):
+        parallel_lce.log_prob(statistics)
+
+
+def test_without_an_ignored_id_every_token_counts():
+    loss = WeightedLoss(torch.tensor([-100, 0, 1]))
+    assert loss.divisor("mean", torch.float32) == 3 and not loss.ignored.any()

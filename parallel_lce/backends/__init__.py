@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 VARIABLE = "PARALLEL_LCE_BACKEND"
 CHOICES = ("", "torch", "triton")
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 def backend_of(weight: Tensor) -> Backend:
@@ -31,6 +32,13 @@ def backend_of(weight: Tensor) -> Backend:
     # Kernels need values, and at least one feature.
     nothing = valueless(weight) or weight.shape[1] == 0
     return named("eager" if nothing else _name(weight.device, weight.dtype))
+
+
+def kernels_run(logits: Tensor) -> bool:
+    """Whether kernels reduce logits that exist already. By default fp32 logits, too: no product rounds them."""
+    if valueless(logits):
+        return False
+    return _name(logits.device, logits.dtype, (*_LOW_PRECISION, torch.float32)) == "triton"
 
 
 def valueless(tensor: Tensor) -> bool:
@@ -57,7 +65,8 @@ def check_choice() -> str:
     return asked
 
 
-def _name(device: torch.device, dtype: torch.dtype) -> str:
+def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype, ...] = _LOW_PRECISION) -> str:
+    """``suitable``: dtypes that take triton by default."""
     asked = check_choice()
     if asked == "torch" or dtype == torch.float64:
         return "eager"
@@ -71,8 +80,7 @@ def _name(device: torch.device, dtype: torch.dtype) -> str:
             )
         return "triton"
     suits = device.type == "cuda" and torch.version.hip is None
-    suits = suits and dtype in (torch.bfloat16, torch.float16)
-    if suits and _triton_installed() and _capability(device) >= (8, 0):
+    if suits and dtype in suitable and _triton_installed() and _capability(device) >= (8, 0):
         return "triton"
     return "eager"
 

@@ -1,14 +1,12 @@
-"""Partials and gradient of logits that exist already: by kernels on CUDA, in plain torch elsewhere."""
+"""Partials and gradient of logits that exist already: by kernels where the backend is triton, else in plain torch."""
 
 from __future__ import annotations
-
-import importlib.util
 
 import torch
 from torch import Tensor
 
 from parallel_lce import partials
-from parallel_lce.backends import valueless
+from parallel_lce.backends import kernels_run
 from parallel_lce.grad_buffers import accumulation_dtype
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
 
@@ -16,22 +14,12 @@ from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
 _CPU_BLOCK, _CUDA_BLOCK = 2 << 20, 256 << 20
 
 
-def _uses_kernels(logits: Tensor) -> bool:
-    return (
-        logits.is_cuda
-        and logits.dtype != torch.float64
-        and logits.stride(1) == 1
-        and not valueless(logits)
-        and importlib.util.find_spec("triton") is not None
-    )
-
-
 def logits_partial(logits: Tensor, target: Tensor, start: int, want_shifted: bool) -> tuple[Tensor, Tensor | None]:
     """Partial ``[3, N]`` of ``logits [N, V/P]`` and, if wanted, sum(z - max) ``[N]``.
 
     ``start``: global id of the first entry. ``target [N]``: global ids.
     """
-    if _uses_kernels(logits):
+    if logits.stride(1) == 1 and kernels_run(logits):
         from parallel_lce.kernels import dense_logits as kernels
 
         with torch.cuda.device_of(logits):
@@ -43,7 +31,7 @@ def logits_gradient(
     logits: Tensor, target: Tensor, start: int, maximum: Tensor, scale: Tensor, uniform: Tensor, on_target: Tensor
 ) -> Tensor:
     """``scale * exp(z - maximum) - uniform - on_target [j = target]``, ``[N, V/P]``, in the logits' dtype."""
-    if _uses_kernels(logits):
+    if logits.stride(1) == 1 and kernels_run(logits):
         from parallel_lce.kernels import dense_logits as kernels
 
         with torch.cuda.device_of(logits):
@@ -53,7 +41,7 @@ def logits_gradient(
 
 def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
     """``partials.merge_ranks``, by the kernel where there is one."""
-    if _uses_kernels(packed):
+    if kernels_run(packed):
         from parallel_lce.kernels import partials as kernels
 
         return kernels.merge_ranks(packed, columns, rows, vocab_size)

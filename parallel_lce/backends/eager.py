@@ -37,6 +37,7 @@ from parallel_lce.backends.loss import token_losses
 from parallel_lce.partials import LOWEST_SHIFT, MAX, TARGET, Columns, empty_partial, merge, merge_ranks, tile_partial
 
 __all__ = [
+    "NAME",
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
     "BlockBackward",
@@ -56,6 +57,7 @@ _GROUP = 16
 # fp16 saves exp(z - m), which is in [0, 1], times this: nothing is lost down to e^-20.
 _FP16_SCALE = 2.0**15
 
+NAME: str = "eager"
 SMALLEST_ACCUMULATED: int = 1
 REUSES_SAVED: bool = False
 

@@ -182,7 +182,8 @@ class BlockBackward(Protocol):
 class Backend(Protocol):
     """The names of a backend's module."""
 
-    __name__: str
+    # Of the module in parallel_lce.backends.
+    NAME: str
     # Fewest rows of a block for which accumulating gradients in forward pays.
     SMALLEST_ACCUMULATED: int
     # Whether the backward recomputes logits in the memory of saved exponentials.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.partials import MAX, SUM_EXP, TARGET
+from parallel_lce.partials import MAX, SHIFTED, SUM_EXP, TARGET
 
 
 def token_losses(
@@ -44,7 +44,7 @@ def token_losses(
         of_target = of_target * inside
     loss = -(1 - label_smoothing) * log_prob
     if label_smoothing:
-        loss = loss - label_smoothing * (partial[3] / vocab_size - log_sum)
+        loss = loss - label_smoothing * (partial[SHIFTED] / vocab_size - log_sum)
     slope = None
     if z_loss:
         lse = top + log_sum

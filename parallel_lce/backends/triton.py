@@ -23,6 +23,7 @@ from parallel_lce.kernels.tuning import rows_beside_gather
 from parallel_lce.partials import TARGET, Columns, empty_partial
 
 __all__ = [
+    "NAME",
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
     "BlockBackward",
@@ -33,6 +34,7 @@ __all__ = [
     "token_losses",
 ]
 
+NAME: str = "triton"
 # Adding to an fp32 dW moves 8 D bytes per vocabulary row whatever the block's rows are. From about this many rows on
 # that costs less than projecting again.
 SMALLEST_ACCUMULATED: int = 1024

@@ -2,103 +2,28 @@
 
 from __future__ import annotations
 
-import numbers
-from dataclasses import dataclass, replace
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from parallel_lce.arguments import LARGEST, Arguments, LossOptions
 from parallel_lce.collectives import Layout
 from parallel_lce.dtensor import refuse_dtensor
-from parallel_lce.grad_buffers import accumulation_dtype
+from parallel_lce.partials import accumulation_dtype
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
-_COUNTS, _REALS = ("vocab_start", "vocab_size", "logits_budget"), ("logit_scale", "logit_softcap")
-_PLAIN, _PLAIN_REAL = (type(None), int), (type(None), float)
-_LARGEST, _SMALLEST = torch.finfo(torch.float32).max, torch.finfo(torch.float32).tiny
+_SMALLEST = torch.finfo(torch.float32).tiny
 # Ids are exchanged and stored in 32 bits.
 _LARGEST_VOCABULARY = 2**31 - 1
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Arguments that the public functions share; :func:`parallel_lce.linear_cross_entropy` says what each means."""
-
-    input: Tensor
-    linear_weight: Tensor
-    target: Tensor | None
-    linear_bias: Tensor | None
-    logit_scale: float
-    logit_softcap: float | None
-    process_group: dist.ProcessGroup | None
-    sequence_parallel: bool
-    vocab_start: int | None
-    vocab_size: int | None
-    logits_budget: int | None
-    reduce_dtype: torch.dtype | None = None
-    token_weight: Tensor | None = None
-
-    @property
-    def tensors(self) -> dict[str, Tensor]:
-        named = {name: getattr(self, name) for name in _TENSORS}
-        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
-
-    def with_python_numbers(self) -> Arguments:
-        """The same with other libraries' numbers as Python's."""
-        changed = {name: plain(getattr(self, name)) for name in _COUNTS if type(getattr(self, name)) not in _PLAIN}
-        changed |= {name: real(getattr(self, name)) for name in _REALS if type(getattr(self, name)) not in _PLAIN_REAL}
-        return replace(self, **changed) if changed else self
-
-
-@dataclass(frozen=True)
-class LossOptions:
-    """Options of a loss; :func:`parallel_lce.linear_cross_entropy` says what each means."""
-
-    reduction: str = "none"
-    ignore_index: int | None = None
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    # False: as in Megatron, the loss of a target outside [0, V) is lse - max, and any target is allowed.
-    outside_is_nan: bool = True
-
-    @classmethod
-    def given(cls, reduction: str, ignore_index: Any, label_smoothing: Any, z_loss: Any) -> LossOptions:
-        """Options with other libraries' numbers as Python's."""
-        if not (type(ignore_index) is int and type(label_smoothing) is type(z_loss) is float):
-            ignore_index, label_smoothing, z_loss = plain(ignore_index), real(label_smoothing), real(z_loss)
-        return cls(reduction, ignore_index, label_smoothing, z_loss)
-
-
-def plain(value: Any) -> Any:
-    """NumPy's scalars and other numbers as Python's; anything else as it is.
-
-    NumPy's float64 is a subclass of float. Its comparisons give numpy.bool_, which Triton rejects.
-    """
-    if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float):
-        return value
-    if isinstance(value, numbers.Integral):
-        return int(value)
-    try:
-        return float(value) if isinstance(value, numbers.Real) else value
-    except OverflowError:  # of a fraction
-        return value
-
-
-def real(value: Any) -> Any:
-    """As :func:`plain`, with integers as floats. An integer too large for fp32 is returned unchanged, and later
-    refused."""
-    value = plain(value)
-    return float(value) if type(value) is int and -_LARGEST <= value <= _LARGEST else value
-
-
 def is_number(value: object) -> TypeGuard[float]:
     """Whether fp32 can hold it: false for NaN and infinity. Comparisons alone, which torch.compile can trace."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
 def _is_count(value: object) -> TypeGuard[int]:
@@ -110,8 +35,10 @@ def check_process_group(group: object) -> None:
         raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
 
 
-def check_arguments(a: Arguments, layout: Layout) -> torch.Size:
+def check_arguments(a: Arguments, layout: Layout, needs_target: bool) -> torch.Size:
     """The shape of the tokens; or ``ValueError`` for tensors or numbers that do not fit each other or the layout."""
+    if needs_target and not isinstance(a.target, Tensor):
+        raise ValueError(f"target must be a tensor, got {type(a.target).__name__}")
     _check_tensors(a)
     weight, rows = a.linear_weight, a.linear_weight.shape[0]
     bias, target = a.linear_bias, a.target
@@ -244,13 +171,6 @@ def _check_shard(a: Arguments, layout: Layout) -> None:
         )
     if layout.ranks > 1 and not a.input.is_cuda and dist.get_backend(a.process_group) == "nccl":
         raise ValueError(f"process_group communicates through nccl, but input is on {a.input.device}")
-
-
-def check_loss(target: object, options: LossOptions) -> None:
-    """Raise ``ValueError`` for a target that is no tensor, and for options without meaning."""
-    if not isinstance(target, Tensor):
-        raise ValueError(f"target must be a tensor, got {type(target).__name__}")
-    check_loss_options(options)
 
 
 def check_loss_options(options: LossOptions) -> None:

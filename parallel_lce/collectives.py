@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.grad_buffers import accumulation_dtype
-from parallel_lce.partials import Columns, bounds_of, packed_size
+from parallel_lce.partials import Columns, accumulation_dtype, bounds_of, packed_size
 from parallel_lce.plan import PIECE_ROWS, Block
 
 # torch 2.13 renamed these two.

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.autograd import fused
-from parallel_lce.checks import Arguments, LossOptions
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.prepare import prepare
 from parallel_lce.statistics import StatisticsHead, TokenStatistics, requested_columns

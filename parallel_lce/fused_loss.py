@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.autograd import accumulated_loss, token_losses
-from parallel_lce.checks import Arguments, LossOptions
-from parallel_lce.grad_buffers import MainGrad, accumulation_dtype
+from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.partials import Columns
+from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.prepare import prepare
 
 
@@ -38,7 +38,7 @@ def fused_loss(
         main_grad=main_grad,
     )
     call, operands = prepared.call, prepared.operands
-    assert call.target is not None  # check_loss has refused it
+    assert call.target is not None  # check_arguments has refused it
     loss = WeightedLoss(
         call.target, prepared.token_weight, options.ignore_index, smoothing, options.z_loss, options.outside_is_nan
     )

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of statistics and sums: fp64 for fp64, else fp32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from parallel_lce.partials import accumulation_dtype
 
 
 @dataclass(frozen=True)

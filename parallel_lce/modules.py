@@ -8,16 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from parallel_lce.arguments import LossOptions, as_float, as_number
 from parallel_lce.checks import (
-    LossOptions,
     check_budget,
     check_logit_options,
     check_loss_options,
     check_process_group,
     check_reduce_dtype,
     check_vocabulary,
-    plain,
-    real,
 )
 from parallel_lce.functional import linear_cross_entropy
 
@@ -49,8 +47,8 @@ class LinearCrossEntropy(nn.Module):
         super().__init__()
         # torch.compile would make tensors of NumPy's numbers.
         loss = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
-        logit_scale, logit_softcap = real(logit_scale), real(logit_softcap)
-        vocab_start, vocab_size, logits_budget = plain(vocab_start), plain(vocab_size), plain(logits_budget)
+        logit_scale, logit_softcap = as_float(logit_scale), as_float(logit_softcap)
+        vocab_start, vocab_size, logits_budget = as_number(vocab_start), as_number(vocab_size), as_number(logits_budget)
         check_loss_options(loss)
         check_logit_options(logit_scale, logit_softcap)
         check_vocabulary(vocab_start, vocab_size)

@@ -25,9 +25,8 @@ from parallel_lce import schedule
 from parallel_lce.backends import named, valueless
 from parallel_lce.backends.interface import Coefficients
 from parallel_lce.collectives import Layout, Shard
-from parallel_lce.grad_buffers import accumulation_dtype
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.partials import Columns
+from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Plan
 from parallel_lce.schedule import Call, Needs, token_count
 from parallel_lce.statistics import NAMES, NUM_RESIDUALS, StatisticsHead

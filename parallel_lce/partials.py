@@ -35,6 +35,11 @@ LOWEST_SHIFT = -1e4
 """z - max is clamped to this before it is multiplied by exp(z - max), which is 0 there: -inf * 0 would be NaN."""
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics and sums: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 @dataclass(frozen=True)
 class Columns:
     """Which columns a partial ``[count, N]`` has beside max, sum_exp and target.

@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parallel_lce import debug
+from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.backends import backend_of, valueless
 from parallel_lce.backends.interface import Backend
-from parallel_lce.checks import Arguments, LossOptions, check_arguments, check_loss, check_process_group, token_shape
+from parallel_lce.checks import check_arguments, check_loss_options, check_process_group, token_shape
 from parallel_lce.collectives import Layout, Shard
-from parallel_lce.grad_buffers import MainGrad, accumulation_dtype
-from parallel_lce.partials import Columns
+from parallel_lce.grad_buffers import MainGrad
+from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Gradients, Plan, cached_plan, plan, shared_shard_rows
 from parallel_lce.schedule import Call, token_count
 
@@ -50,17 +51,19 @@ def prepare(
     caller was given. ``accumulable``: the loss is a sum with weights known in forward. ``main_grad``: dW is added to
     it.
     """
+    checks_ranks = debug.enabled()
     check_process_group(arguments.process_group)
     layout = Layout.of(arguments.process_group, False)
+    # From here on a refusal is told to the other ranks.
     try:
         if arguments.sequence_parallel:
             layout = Layout.of(arguments.process_group, True)
         if refuse is not None:
             refuse()
         if options is not None:
-            check_loss(arguments.target, options)
+            check_loss_options(options)
         a = _autocast(arguments.with_python_numbers())
-        shape = check_arguments(a, layout)
+        shape = check_arguments(a, layout, needs_target=options is not None)
         if main_grad is not None and main_grad.tensor.shape != a.linear_weight.shape:
             raise ValueError(
                 f"main_grad must have linear_weight's shape {list(a.linear_weight.shape)}, got "
@@ -83,7 +86,7 @@ def prepare(
     target = None if a.target is None else a.target.reshape(-1).long().contiguous()
     gradients = _gradients(operands, layout, a.reduce_dtype, main_grad)
     planned = _plan(a, operands, layout, shard, backend, gradients, accumulable)
-    if debug.enabled() and not valueless(weight):
+    if checks_ranks and not valueless(weight):
         agreed = {
             "function": function,
             **(vars(options) if options is not None else {}),

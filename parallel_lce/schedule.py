@@ -24,9 +24,9 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, BlockForward, Coefficients, GradBuffers, Projection, Saved, Scratch
 from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, Shard, gather_hidden
-from parallel_lce.grad_buffers import GradBuffer, MainGrad, accumulation_dtype
+from parallel_lce.grad_buffers import GradBuffer, MainGrad
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.partials import Columns
+from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Block, Plan
 
 

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import debug
+from parallel_lce.arguments import as_float
 from parallel_lce.autograd import first_order_only
 from parallel_lce.backends import kernels_run, valueless
 from parallel_lce.backends.dense_logits import logits_gradient, logits_partial, merge_ranks
-from parallel_lce.checks import check_kind, check_process_group, is_number, real, shortened
+from parallel_lce.checks import check_kind, check_process_group, is_number, shortened
 from parallel_lce.collectives import Layout, PartialsGather, Shard
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
 from parallel_lce.prepare import in_memory
@@ -48,17 +49,18 @@ def vocab_parallel_cross_entropy(
         NotImplementedError: a tensor with a forward-mode tangent.
         RuntimeError: in backward, where the gradient itself is differentiated.
     """
+    checks_ranks = debug.enabled()
     group = _megatron_group() if tp_group is None else tp_group
     check_process_group(group)
     layout = Layout.of(group, False)
-    label_smoothing = real(label_smoothing)
+    label_smoothing = as_float(label_smoothing)
     try:
         _check(vocab_parallel_logits, target, label_smoothing, group)
     except Exception as refusal:
         debug.refuse(layout, refusal)
         raise
     entries = vocab_parallel_logits.shape[-1]
-    if layout.ranks > 1 and debug.enabled() and not valueless(vocab_parallel_logits):
+    if layout.ranks > 1 and checks_ranks and not valueless(vocab_parallel_logits):
         settings = {
             "function": "vocab_parallel_cross_entropy",
             "tokens": tuple(target.shape),

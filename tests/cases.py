@@ -14,7 +14,7 @@ from torch import Tensor
 
 import parallel_lce
 from parallel_lce import reference
-from parallel_lce.grad_buffers import accumulation_dtype
+from parallel_lce.partials import accumulation_dtype
 from world import Member
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -18,7 +18,7 @@ from torch.nn.functional import linear, one_hot
 from cases import DTYPES
 from fuzz_draw import FIELDS, Configuration
 from fuzz_values import MASKED, Whole, ignore_index
-from parallel_lce.grad_buffers import accumulation_dtype
+from parallel_lce.partials import accumulation_dtype
 
 if TYPE_CHECKING:
     from fuzz_judge import Operands

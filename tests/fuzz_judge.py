@@ -21,7 +21,7 @@ from fuzz_draw import Configuration
 from fuzz_run import Wrong, assemble, real_rows
 from fuzz_values import MASKED, Whole, ignore_index, make
 from parallel_lce import reference
-from parallel_lce.grad_buffers import accumulation_dtype
+from parallel_lce.partials import accumulation_dtype
 
 INFINITE = 1e15
 """Truths beyond this stand for infinity (:data:`fuzz_values.MASKED`)."""

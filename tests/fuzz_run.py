@@ -15,7 +15,7 @@ import parallel_lce
 from cases import DTYPES
 from fuzz_draw import FIELDS, Configuration
 from fuzz_values import Whole, laid, make
-from parallel_lce.grad_buffers import accumulation_dtype
+from parallel_lce.partials import accumulation_dtype
 from tools import chosen_backend, debug_mode, shrunk
 from world import Member
 

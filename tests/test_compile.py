@@ -16,9 +16,9 @@ import parallel_lce
 from blocks import watched_backwards
 from cases import DTYPES, Case, make
 from parallel_lce import ops, prepare
+from parallel_lce.arguments import Arguments
 from parallel_lce.backends import backend_of
 from parallel_lce.bench.peak_memory import peak_memory
-from parallel_lce.checks import Arguments
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.megatron.output_layer import _fused_losses

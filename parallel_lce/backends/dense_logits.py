@@ -7,8 +7,7 @@ from torch import Tensor
 
 from parallel_lce import partials
 from parallel_lce.backends import kernels_run
-from parallel_lce.grad_buffers import accumulation_dtype
-from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
+from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, accumulation_dtype
 
 # Bytes of fp32 of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
 _CPU_BLOCK, _CUDA_BLOCK = 2 << 20, 256 << 20

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.grad_buffers import accumulation_dtype
+from parallel_lce.partials import accumulation_dtype
 
 # K per oneDNN product. oneDNN sums along K one after another: in pieces of 128 its rounding error falls below MKL's,
 # for a tenth more time.

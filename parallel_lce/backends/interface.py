@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallel_lce.grad_buffers import GradBuffer, accumulation_dtype
-from parallel_lce.partials import Columns
+from parallel_lce.grad_buffers import GradBuffer
+from parallel_lce.partials import Columns, accumulation_dtype
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ def ours(reduction, budget, group, sequence_parallel):
 
 def ours_main_grad(budget, group, sequence_parallel):
     """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
-    from parallel_lce.checks import Arguments, LossOptions
+    from parallel_lce.arguments import Arguments, LossOptions
     from parallel_lce.fused_loss import fused_loss
     from parallel_lce.grad_buffers import MainGrad
 

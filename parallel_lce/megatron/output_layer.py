@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from parallel_lce.checks import Arguments, LossOptions
+from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits

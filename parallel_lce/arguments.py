@@ -1,0 +1,91 @@
+"""What the public functions are given: arguments and options, with other libraries' numbers as Python's."""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LARGEST = torch.finfo(torch.float32).max
+_TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight")
+_COUNTS, _REALS = ("vocab_start", "vocab_size", "logits_budget"), ("logit_scale", "logit_softcap")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Arguments that the public functions share; :func:`parallel_lce.linear_cross_entropy` says what each means."""
+
+    input: Tensor
+    linear_weight: Tensor
+    target: Tensor | None
+    linear_bias: Tensor | None
+    logit_scale: float
+    logit_softcap: float | None
+    process_group: dist.ProcessGroup | None
+    sequence_parallel: bool
+    vocab_start: int | None
+    vocab_size: int | None
+    logits_budget: int | None
+    reduce_dtype: torch.dtype | None = None
+    token_weight: Tensor | None = None
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        named = {name: getattr(self, name) for name in _TENSORS}
+        return {name: value for name, value in named.items() if isinstance(value, Tensor)}
+
+    def with_python_numbers(self) -> Arguments:
+        """The same with other libraries' numbers as Python's."""
+        changed = {}
+        for names, usual, convert in ((_COUNTS, int, as_number), (_REALS, float, as_float)):
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and type(value) is not usual:
+                    changed[name] = convert(value)
+        return replace(self, **changed) if changed else self
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Options of a loss; :func:`parallel_lce.linear_cross_entropy` says what each means."""
+
+    reduction: str = "none"
+    ignore_index: int | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    # False: as in Megatron, the loss of a target outside [0, V) is lse - max, and any target is allowed.
+    outside_is_nan: bool = True
+
+    @classmethod
+    def given(cls, reduction: str, ignore_index: Any, label_smoothing: Any, z_loss: Any) -> LossOptions:
+        """Options with other libraries' numbers as Python's."""
+        if not (type(ignore_index) is int and type(label_smoothing) is type(z_loss) is float):
+            ignore_index = as_number(ignore_index)
+            label_smoothing, z_loss = as_float(label_smoothing), as_float(z_loss)
+        return cls(reduction, ignore_index, label_smoothing, z_loss)
+
+
+def as_number(value: Any) -> Any:
+    """NumPy's scalars and other numbers as Python's; anything else as it is.
+
+    NumPy's float64 is a subclass of float. Its comparisons give numpy.bool_, which Triton rejects.
+    """
+    if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    try:
+        return float(value) if isinstance(value, numbers.Real) else value
+    except OverflowError:  # of a fraction
+        return value
+
+
+def as_float(value: Any) -> Any:
+    """As :func:`as_number`, with integers as floats. An integer too large for fp32 is returned unchanged, and later
+    refused."""
+    value = as_number(value)
+    return float(value) if type(value) is int and -LARGEST <= value <= LARGEST else value

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,12 +66,27 @@ def _operands(call: Call, operands: tuple, loss: WeightedLoss | None = None) -> 
     return *operands, call.target, torch.stack([zero + number for number in numbers])
 
 
-def _numbers(call: Call) -> tuple:
-    """The arguments ``_CALL``."""
+class _Numbers(NamedTuple):
+    """The arguments ``_CALL``, in their order."""
+
+    backend: str
+    group: str
+    sequence_parallel: bool
+    start: int
+    vocab_size: int | None
+    # One per field of Columns.
+    columns: list[bool]
+    capped: bool
+    # One per field of Plan.
+    plan: list[int]
+    reduce_dtype: torch.dtype | None
+
+
+def _numbers(call: Call) -> _Numbers:
     layout, columns, plan = call.layout, call.columns, call.plan
     if call.main_grad is not None:
         raise RuntimeError("a gradient that is added to main_grad cannot be compiled")
-    return (
+    return _Numbers(
         call.backend.NAME,
         "" if layout.group is None else layout.group.group_name,
         layout.sequence_parallel,
@@ -88,43 +103,26 @@ _COLUMN_FIELDS = tuple(f.name for f in dataclasses.fields(Columns))
 _PLAN_FIELDS = tuple(f.name for f in dataclasses.fields(Plan))
 
 
-def _columns(numbers: tuple) -> Columns:
-    """The columns among the arguments ``_CALL``."""
-    return Columns(*numbers[5])
-
-
-def _call(
-    weight: Tensor,
-    target: Tensor | None,
-    factors: Tensor,
-    backend: str,
-    group: str,
-    sequence_parallel: bool,
-    start: int,
-    vocab_size: int | None,
-    columns: list[bool],
-    capped: bool,
-    plan: list[int],
-    reduce_dtype: torch.dtype | None,
-) -> Call:
+def _call(weight: Tensor, target: Tensor | None, factors: Tensor, numbers: _Numbers) -> Call:
     # A group's name is a str, of which torch 2.13 makes a type of its own.
+    group = numbers.group
     process_group = _resolve_process_group(group) if group else None  # pyright: ignore[reportArgumentType]
-    layout = Layout.of(process_group, sequence_parallel)
-    shard = Shard(start, weight.shape[0], vocab_size)
-    planned: dict[str, Any] = dict(zip(_PLAN_FIELDS, plan))
+    layout = Layout.of(process_group, numbers.sequence_parallel)
+    shard = Shard(numbers.start, weight.shape[0], numbers.vocab_size)
+    planned: dict[str, Any] = dict(zip(_PLAN_FIELDS, numbers.plan))
     planned["accumulate"] = bool(planned["accumulate"])
     # While a graph is traced the factors have no values. The results' shapes do not depend on them.
     scale, softcap = (1.0, 1.0) if valueless(factors) else factors.tolist()[:2]
     return Call(
-        named(backend),
+        named(numbers.backend),
         layout,
         shard,
-        Columns(*columns),
+        Columns(*numbers.columns),
         Plan(**planned),
         target,
         scale,
-        softcap if capped else None,
-        reduce_dtype=reduce_dtype,
+        softcap if numbers.capped else None,
+        reduce_dtype=numbers.reduce_dtype,
     )
 
 
@@ -189,7 +187,7 @@ def _padded(values: Sequence[Tensor | None], count: int, like: Tensor) -> list[T
 def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
     """The outputs of a head, its residuals, the merged partial, and the handle. ``losses``: of the loss, else of the
     statistics."""
-    call = _call(weight, target, factors, *numbers)
+    call = _call(weight, target, factors, _Numbers(*numbers))
     head = StatisticsHead(call.columns, target is not None)
     if losses:
         head = _loss(target, factors, token_weight, ignore_index, outside_is_nan)
@@ -204,7 +202,7 @@ def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, 
 
 @_forward.register_fake
 def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
-    call = _call(weight, target, factors, *numbers)
+    call = _call(weight, target, factors, _Numbers(*numbers))
     shape = call.columns.count, token_count(hidden, call.layout)
     partial = hidden.new_empty(shape, dtype=accumulation_dtype(weight.dtype))
     if losses:
@@ -221,7 +219,8 @@ def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside
 
 def _save_forward(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    ctx.losses, _, *ctx.numbers = inputs[_NUM_OPERANDS + _NUM_OF_LOSS :]
+    ctx.losses, _, *numbers = inputs[_NUM_OPERANDS + _NUM_OF_LOSS :]
+    ctx.numbers = _Numbers(*numbers)
     ctx.num_inputs = len(inputs)
     ctx.mark_non_differentiable(*output[_head_class(ctx.losses).num_differentiable :])
     ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *output[_NUM_OUTPUTS:])
@@ -235,19 +234,21 @@ def _differentiate_forward(ctx, *upstream):
     if all(u is None for u in upstream):
         return (None,) * ctx.num_inputs
     saved = ctx.saved_tensors
-    operands, residuals = saved[:_NUM_OPERANDS], saved[_NUM_OPERANDS:-2]
-    partial, handle = saved[-2:]
-    columns = _columns(ctx.numbers)
+    hidden, weight, bias, target, factors, *residuals, partial, handle = saved
+    columns = Columns(*ctx.numbers.columns)
     if ctx.losses:
         alpha, beta, gamma = residuals
-        head = WeightedLoss(operands[3])
-        residuals = alpha, beta, gamma if columns.shifted else None
+        head = WeightedLoss(target)
+        of_head = alpha, beta, gamma if columns.shifted else None
     else:
-        head = StatisticsHead(columns, operands[3] is not None)
-    c = head.coefficients(partial, residuals, upstream[: head.num_differentiable])
+        head = StatisticsHead(columns, target is not None)
+        of_head = residuals[0], None, None
+    c = head.coefficients(partial, of_head, upstream[: head.num_differentiable])
     needs = list(ctx.needs_input_grad[:3])
-    found = torch.ops.parallel_lce.backward(*operands, partial, handle, *c.each, needs, *ctx.numbers)
-    return *_in_place(found, needs), *(None for _ in range(ctx.num_inputs - 3))
+    found = torch.ops.parallel_lce.backward(
+        hidden, weight, bias, target, factors, partial, handle, *c.each, needs, *ctx.numbers
+    )
+    return *_by_input(found, needs), *(None for _ in range(ctx.num_inputs - 3))
 
 
 _forward.register_autograd(_differentiate_forward, setup_context=_save_forward)
@@ -262,7 +263,7 @@ _forward.register_autograd(_differentiate_forward, setup_context=_save_forward)
 )
 def _backward(hidden, weight, bias, target, factors, partial, handle, alpha, beta, gamma, delta, needs, *numbers):
     """dX, dW and dbias, those that ``needs`` asks for."""
-    call = _call(weight, target, factors, *numbers)
+    call = _call(weight, target, factors, _Numbers(*numbers))
     saved = vars(handle.untyped_storage()).pop(_SAVED, ())
     folded = Coefficients(alpha, beta, gamma, delta)
     gradients = schedule.backward(call, hidden, weight, bias, partial, saved, folded, Needs(*needs))
@@ -290,7 +291,7 @@ def _accumulated_loss(
     hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, divisor, needs, *numbers
 ):
     """The loss, and its dX, dW and dbias, those that ``needs`` asks for."""
-    call = _call(weight, target, factors, *numbers)
+    call = _call(weight, target, factors, _Numbers(*numbers))
     loss = _loss(target, factors, token_weight, ignore_index, outside_is_nan)
     divisor = 1.0 if divisor is None else divisor
     done = schedule.accumulate(call, hidden, weight, bias, loss, divisor, Needs(*needs))
@@ -320,7 +321,7 @@ def _scale_gradients(ctx, upstream, _):
     upstream = torch.ops.parallel_lce.first_order(upstream, hidden, weight, bias)
     # The compiler finds out which of them it may scale in place.
     scaled = [(g.to(upstream.dtype) * upstream).to(weight.dtype) for g in gradients]
-    return *_in_place(scaled, ctx.needs), *(None for _ in range(ctx.num_inputs - 3))
+    return *_by_input(scaled, ctx.needs), *(None for _ in range(ctx.num_inputs - 3))
 
 
 _accumulated_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
@@ -339,8 +340,8 @@ def _empty_gradients(
     return gradients
 
 
-def _in_place(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None, ...]:
-    """Gradients that an operator lists, each in its place among three."""
+def _by_input(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None, ...]:
+    """Gradients that an operator lists, each at its input's place among hidden states, weight and bias."""
     found = iter(gradients)
     return tuple(next(found) if needed else None for needed in needs)
 

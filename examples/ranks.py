@@ -5,8 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 
-# Its functions have the world group as a default argument. If an optimizer imports it after init_process_group, the
-# group and its threads outlive destroy_process_group, and gloo may abort the process at its end.
+# Imported before init_process_group, since its functions take the world group as a default argument. An import after it
+# (an optimizer's, say) would keep the group alive past destroy_process_group, and gloo may abort at exit.
 import torch.distributed.nn
 
 

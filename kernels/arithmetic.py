@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 REACH = 32.0
-"""How far a window's maximum may lie from the token's softmax shift. e^32 and e^-32 leave ample room on both
-sides in bf16, whose exponents are those of fp32."""
+"""How far, in nats, a window's maximum may lie from the token's softmax shift. bf16 has fp32's exponent range:
+exp(32) and exp(-32) are far from its limits."""
 
 FP16_SCALE = 2.0**15
 """fp16 saves exp(z - maximum), which is in [0, 1], times this: nothing is lost down to e^-20."""
@@ -48,7 +48,7 @@ def rebased(shift, base):
 
 @triton.jit
 def softcapped(u, cap):
-    """``cap * tanh(u / cap)`` to a few roundings of the result, for every cap.
+    """``cap * tanh(u / cap)`` with an error of a few ulp, for every cap.
 
     Large |u / cap| take exponentials of negative numbers. Below :data:`_SERIES_END`, where ``1 - e`` would
     cancel, an odd polynomial of degree 11 is used: the minimax one (Remez), of relative error 4.4e-9.

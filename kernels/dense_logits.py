@@ -40,7 +40,7 @@ def lce_forward_logits_partials(
         sum_exp = sum_exp * tl.exp(moved) + tl.sum(tl.exp(z - base), 0)
         if SHIFTED:
             sum_shifted += first * moved + tl.sum(tl.where(valid, z - base, 0.0), 0)
-        # A target of the next shard may equal a column of the mask.
+        # Columns past ``entries`` can equal a target of the next shard.
         hit += tl.sum(tl.where(valid & (column == wanted), z, 0.0), 0)
         maximum = top
     tl.store(partial + row, maximum)
@@ -70,8 +70,8 @@ def logits_partial(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Partial ``[3, N]`` fp32 (max, sum of exponentials, target logit) of ``logits [N, K]``.
 
-    ``target [N]`` int64 ids, of which those in ``[start, start + K)`` hit; bf16, fp16 or fp32
-    logits, contiguous in K. ``want_shifted`` adds sum(z - max) ``[N]``.
+    ``target [N]``: int64 ids, of which those in ``[start, start + K)`` are in this shard. Logits are bf16, fp16 or
+    fp32, contiguous in K. ``want_shifted`` adds sum(z - max) ``[N]``.
     """
     assert logits.stride(1) == 1 and target.is_contiguous()
     rows, entries = logits.shape

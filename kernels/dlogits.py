@@ -1,14 +1,16 @@
-"""Saved exponentials become the gradient of the logits, in place, with as little traffic as possible.
+"""Saved exponentials become the gradient of the logits, in place, rewriting only the rows that need it.
 
 The backward's products need ``p_ij alpha_i - gamma_i``. What is saved is ``e_ij = exp(z_ij - r_i)``, with the softmax
 shift r. Where gamma is absent, ``p_ij alpha_i = c_i e_ij`` with one coefficient per token,
 ``c_i = alpha_i exp(r_i - M_i) / s_i``. So ``c_i`` is left to the products: it scales the rows of the result of
 ``G @ weight``, and the rows of ``x`` in ``G.T @ x``. :mod:`parallel_lce.kernels.targets` adds the targets' own entries.
 
-Only tokens for which this does not work are rewritten, and have ``c_i = 1``:
-- tokens whose windows were saved relative to different shifts;
-- tokens whose ``c_i`` would leave bf16's range, or is 0 although the target's gradient is not;
-- all tokens, where a soft-cap or ``gamma`` acts on every entry.
+Only these tokens are rewritten, and have ``c_i = 1``:
+- tokens with a window that was saved relative to its maximum, and tokens whose ``r_i`` lies more than ``REACH`` from
+  their maximum over all ranks;
+- tokens whose ``c_i`` is so small (< 2^-60) that ``c_i x_i`` would lose precision, unless both ``c_i`` and the target's
+  gradient are 0;
+- all tokens, where a soft-cap or ``gamma`` acts on every entry, where the bias's gradient is wanted, or in fp16.
 """
 
 from __future__ import annotations

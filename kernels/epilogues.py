@@ -5,8 +5,8 @@ returns its exponentials, which the caller may save. The backward's returns the 
 
 A tile is ``z [BLOCK_M tokens, BLOCK_N vocabulary entries]`` in fp32; ``r`` and ``c`` are its row and column numbers.
 Both mainloops call :func:`tile_rows` before a tile's product, so that its loads overlap the product, and
-:func:`finish_tile` after it. The functions run under Triton and, called from a Gluon kernel,
-under Gluon. The optional tensors of an epilogue are None: Triton then compiles the code without them.
+:func:`finish_tile` after it. The functions run under Triton and, called from a Gluon kernel, under Gluon. An absent
+tensor is None: Triton compiles the kernel without it.
 """
 
 from __future__ import annotations

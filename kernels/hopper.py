@@ -4,9 +4,8 @@ The loads run ahead across tile boundaries through a ring of ``STAGES`` slots, s
 the epilogue. All tiles take the same time whatever the data. The programs therefore stay in step, and their loads of
 the same operands hit the L2 cache.
 
-An alternative with two consumer teams that take turns, one in its product and one in its epilogue, keeps the tensor
-cores busier while all programs are in step. Its smaller tiles read more from the L2 cache, and once the programs drift
-apart operands come from memory again and again.
+Both warpgroups work on one tile. Two that take turns, one in its product and one in its epilogue, would need smaller
+tiles, which read more from the L2 cache.
 """
 
 from __future__ import annotations

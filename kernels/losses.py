@@ -82,9 +82,11 @@ def token_losses(
     z_loss: float,
     outside_is_nan: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """:func:`parallel_lce.backends.loss.token_losses` of a merged ``partial [C, R]`` fp32, contiguous, with the
-    shifted sums in its column 3 if labels are smoothed, and of V, 0-dimensional int64. ``target [R]`` int64;
-    ``token_weight [R]`` fp32."""
+    """:func:`parallel_lce.backends.loss.token_losses` in one launch.
+
+    ``partial [C, R]`` fp32, merged, contiguous; its column 3 holds the shifted sums if labels are smoothed.
+    ``vocab_size``: V, 0-dimensional int64. ``target [R]`` int64. ``token_weight [R]`` fp32.
+    """
     rows = target.shape[0]
     losses, alpha, beta = [torch.empty_like(partial[0]) for _ in range(3)]
     gamma = torch.empty_like(alpha) if label_smoothing else None

@@ -6,7 +6,8 @@ window stores one partial per token; one kernel merges the windows of a rank, an
 The sums of exponentials of a window are relative to ``arithmetic.window_shift`` of the token's softmax shift, or to
 the window's maximum where there is no softmax shift. Sums of a merged partial are relative to its maximum.
 
-Every result has one writer, and no program waits for another. Offsets into windows times tokens are 64-bit.
+Each output element is written by one program; there are no atomics and no waits between programs. Offsets into windows
+times tokens are 64-bit.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, fini
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
 NOBODY = 2**31 - 1
-"""The argmax of no logit, and of a token with a NaN."""
+"""The argmax of a token that has none: with a NaN logit, or with shards that leave a gap or overlap."""
 
 _NOBODY = tl.constexpr(NOBODY)
 # Tokens and windows of a tile that merges windows: whole 64-byte sectors, and enough programs for few tokens.
 _MERGE_ROWS, _MERGE_WINDOWS = 16, 128
-# Elements of a tile that merges ranks, and its most tokens.
+# Elements of a tile that merges ranks, and the most tokens of such a tile.
 _RANKS_TILE, _RANKS_ROWS = 1024, 128
 
 
@@ -105,7 +106,7 @@ def _merge_name(specialization) -> str:
     return "lce_forward_merge_ranks" if specialization.constants["RANKS"] else "lce_forward_merge_windows"
 
 
-# Triton would make a constant of an argument of 1, which has no `to`.
+# Triton turns an integer argument of 1 into a constant, which has no `to`.
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "num_slices", "entries", "start"], repr=_merge_name)
 def _merge_kernel(
@@ -128,8 +129,9 @@ def _merge_kernel(
 ):
     """Merge slices of the vocabulary: windows of ``WINDOW`` entries, or the shards of the ranks.
 
-    ``stride``: elements from one slice's columns to the next one's. Of windows, ``entries`` and ``start`` are those
-    of the shard. Of ranks, ``entries`` is V if ``BOUNDED``, and all are in one tile; ``vocab_size`` is an output.
+    ``stride``: elements from one slice's columns to the next one's. For windows: ``entries`` and ``start`` are those
+    of the shard. For ranks: ``entries`` is V if ``BOUNDED``; ``vocab_size`` is an output; all ranks fit one tile
+    (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows

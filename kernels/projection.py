@@ -2,7 +2,7 @@
 
     forward    stores partials of every tile, and on request its exponentials in the input's dtype. Logits are not
                written.
-    backward   writes the gradient of the logits in the input's dtype, but for the targets' own entries, which
+    backward   writes the gradient of the logits in the input's dtype, except for the targets' own entries, which
                :mod:`parallel_lce.kernels.targets` adds.
 
 :mod:`parallel_lce.kernels.epilogues` has both. The mainloop is :mod:`parallel_lce.kernels.hopper` on Hopper where TMA
@@ -10,10 +10,11 @@ can address the operands, and the plain Triton one below elsewhere.
 
 Saved exponentials are relative to the token's softmax shift, a value near its largest logits that is known before the
 product. A window whose maximum lies further from it than ``arithmetic.REACH`` takes its maximum instead. Where all
-windows of a token are on its softmax shift, as they nearly always are, one factor per token turns the exponentials into
-gradients, and the backward's products take them as they are.
+windows of a token are relative to its softmax shift, as they nearly always are, one factor per token turns the
+exponentials into gradients, and the backward's products take them as they are.
 
-Every result has one writer. Offsets into tokens times vocabulary are 64-bit: N * V passes 2^31 in ordinary use.
+Each output element is written by one program. Offsets into tokens times vocabulary are 64-bit: N * V passes 2^31 in
+ordinary use.
 """
 
 from __future__ import annotations
@@ -244,7 +245,7 @@ class Operands:
 def new_window_partials(operands: Operands, columns) -> PartialColumns:
     """Uninitialised partials of all windows, ``[windows, R]`` fp32 each: ``columns`` but the target's."""
     windows, rows = operands.windows, operands.x.shape[0]
-    # Maxima may be saved, the others are not: they have memory of their own.
+    # Maxima have memory of their own, since they may outlive the other columns.
     maximum = operands.x.new_empty(windows, rows, dtype=torch.float32)
     sum_exp, *requested = maximum.new_empty(columns.count - 2, windows, rows).unbind(0)
     found = dict(zip(columns.requested, requested, strict=True))

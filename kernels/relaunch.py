@@ -1,4 +1,4 @@
-"""Launch a kernel again at a fraction of what the first launch costs the host.
+"""Launch a compiled kernel with a cheaper look-up than Triton's.
 
 Triton finds the compiled kernel of a launch from a description of all its arguments. That takes longer than the launch
 itself, and longer than the GPU takes for a small vocabulary shard. :class:`Relaunched` describes only what Triton

@@ -1,19 +1,23 @@
 """The gradients of the targets' logits in fp32, and what they add to dX and dW.
 
-The gradient ``t_i`` of a target's logit is most of a token's gradient. It is formed in fp32 from the target's logit. As
-a low-precision entry of the gradient of the logits it would cause most of the error of dX and dW. With
-``g_ij = c_i G_ij`` for the other entries,
+``t_i`` is the gradient of the logit of token i's target y. It is formed in fp32 from that logit. It is large, so
+rounding it in G, the low-precision gradient of the logits, would dominate the error of dX and dW. Row i of G is still
+to be multiplied by ``c_i``.
 
-    dX_i = c_i sum_j G_ij W_j + r_i W_{y_i}            r_i = t_i - c_i G_iy
+dX: the product takes G's entry of the target as it is, and what the entry leaves of ``t_i`` is added in fp32:
 
-is exact in ``t_i`` whatever G's entry of the target is. For dW, whose rows are sums over tokens,
+    dX_i = c_i sum_j G_ij W_j + r_i W_y                r_i = t_i - c_i G_iy
 
-    dW_v = sum_i G_iv (c_i x_i) + t_k x_k              if k is the only token with target v, and G_kv = 0
+dW, if no other token of the block has the target: G's entry is 0, and ``t_i x_i`` is added in fp32. A low-precision
+dW_y is then rounded once more, which is better than a rounded entry in the product:
 
-is exact in ``t_k``, too, but dW_v is rounded once more when ``t_k x_k`` is added. For a row with one target that is
-better than an entry in the product. Where several tokens share a target, their sum and that of the other tokens may
-cancel, so they belong into one product: their entries are ``t_i / c_i``, and the ``c_i`` in ``c_i x_i`` is chosen to
-make up for the rounding of the entry.
+    dW_y = sum_k G_ky (c_k x_k) + t_i x_i
+
+dW, if several tokens share the target: their terms and those of the other tokens may cancel, so all belong in one
+product. G's entry is ``t_i / c_i``, rounded. If rows of G have factors, row i of x is multiplied by ``t_i / G_iy``
+instead of ``c_i``, which makes up for that rounding. It multiplies the row's other entries, too, but differs from
+``c_i`` only by about one rounding of G's dtype. Where no row of G has a factor (it was recomputed, or every row was
+rewritten), the rounding stays.
 """
 
 from __future__ import annotations
@@ -132,8 +136,8 @@ def target_gradients(
     """Gradients of the targets' logits, and which targets no other token has.
 
     Returns ``p (alpha + delta (z - max)) - beta - gamma`` times scale and soft-cap's slope, ``[R]`` fp32, 0 for targets
-    outside ``[0, entries)``; and ``alone [R]`` uint8. With ``count``, alone says that no other token has the same
-    target. Without, it says that the token has a target in this shard.
+    outside ``[0, entries)``; and ``alone [R]`` uint8. With ``count``, ``alone`` is 1 if the target lies in this shard
+    and no other token of the block has the same one. Without, it is 1 if the target lies in this shard.
 
     ``target [R]`` int64. ``statistics [>= 3, R]``: the merged partial. Coefficients: ``[R]``. All but the target are
     fp32 and contiguous. ``placed``: ``gradient``, ``first`` and ``power`` of :func:`place_targets`, which is then done

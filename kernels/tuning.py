@@ -1,7 +1,7 @@
 """Tiles by architecture and shape, and what else a launch needs to know of its device.
 
-Nothing is tuned on the hot path: the table below was measured once, by ``python -m
-parallel_lce.bench.tune``, which re-derives it on the machine it runs on.
+Nothing is tuned on the hot path: the table below was measured once, by ``python -m parallel_lce.bench.tune``, which
+measures it again on the machine it runs on.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ class Tile:
 _WARP_SPECIALIZED = Tile(128, 256, 64, 8, 4, warp_specialized=True)
 # (major compute capabilities, TMA, bytes per element) -> tile.
 _TABLE = {((9, 10), True, 2): Tile(128, 256, 64, 8, 3)}
-# Elsewhere, by bytes per element. They fit the shared memory of every device since Ampere, and the registers: fp32
-# accumulators without tensor cores take more of those.
+# Fallback tiles, by bytes per element. They fit shared memory and registers of every GPU since Ampere. The fp32 tile is
+# smaller: without tensor cores it needs more registers.
 _MODEST = {2: Tile(128, 128, 32, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
 # Row blocks of one launch.
 _BLOCKS = range(12, 21)
-# Launches over few windows may have up to so many row blocks, as long as they take at most so many waves and their rows
-# of x at most so many bytes, which then stay in the L2 cache.
+# Limits of a launch over few windows: row blocks, waves of programs, and bytes of x, which must stay in the L2 cache.
 _MORE_BLOCKS, _WAVES, _BYTES = 33, 32, 36 << 20
 # SMs that NCCL takes for a collective of large tensors.
 _COLLECTIVE_SMS = 24
@@ -105,7 +104,7 @@ def _capability(device: torch.device) -> int:
 
 @functools.cache
 def num_sms(device: torch.device) -> int:
-    """Programs that a persistent kernel starts: one per SM."""
+    """Number of SMs (4 for the interpreter): a persistent kernel starts one program on each."""
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -18,7 +18,8 @@ from parallel_lce.partials import accumulation_dtype
 class MainGrad:
     """A gradient buffer of the caller, to which dW is added in backward."""
 
-    # [V/P, D]
+    # [V/P, D], the weight's shape, which ``prepare`` checks. fp32 (fp64 for fp64) is added to in place, lower precision
+    # by one rounded addition of the whole sum.
     tensor: Tensor
     # Called once dW has been added. Returns what autograd is given for the weight.
     placeholder: Callable[[], Tensor | None]
@@ -59,10 +60,10 @@ class GradBuffer:
         self._opened_rows = 0
 
     def open(self, start: int, stop: int, whole: bool = False) -> tuple[Tensor, bool]:
-        """The sum of rows ``[start, stop)``, and whether it holds nothing yet and is to be overwritten.
+        """The sum of rows ``[start, stop)``, and whether the caller must overwrite it.
 
-        ``whole``: the caller writes these rows in one product, whose result needs no fp32 buffer. A new low-precision
-        gradient that is added to once is then handed out itself, in its own dtype.
+        ``whole``: the caller writes these rows with one product. A new low-precision gradient that is added to once is
+        then returned itself.
         """
         if self._sum is None:
             if whole and self._main_grad is None:

@@ -26,6 +26,15 @@ class LinearCrossEntropy(nn.Module):
     It owns no parameters, so the weight may be tied, sharded or an ``nn.Linear``'s. A copy has the same
     ``process_group``. A pickle has none, since a group belongs to its processes: an unpickled module refuses to run
     until :attr:`process_group` is set again.
+
+    Args:
+        reduction, ignore_index, ...: those of :func:`parallel_lce.linear_cross_entropy`, with the same defaults.
+
+    Attributes:
+        options: the keyword arguments of each call as Python numbers, without ``process_group``.
+
+    Raises:
+        ValueError: at once, for an option that the function refuses whatever the tensors are.
     """
 
     def __init__(
@@ -45,7 +54,7 @@ class LinearCrossEntropy(nn.Module):
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        # torch.compile would make tensors of NumPy's numbers.
+        # Converted here: torch.compile turns NumPy scalars into tensors.
         loss = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
         logit_scale, logit_softcap = as_float(logit_scale), as_float(logit_softcap)
         vocab_start, vocab_size, logits_budget = as_number(vocab_start), as_number(vocab_size), as_number(logits_budget)
@@ -104,7 +113,11 @@ class LinearCrossEntropy(nn.Module):
         linear_bias: Tensor | None = None,
         token_weight: Tensor | None = None,
     ) -> Tensor:
-        """The loss of ``input [..., D]`` and ``target [...]``, as the function returns it."""
+        """The loss of ``input [..., D]``, ``linear_weight [V/P, D]`` and ``target [...]``.
+
+        Shapes, result and errors are those of :func:`parallel_lce.linear_cross_entropy`. An unpickled module that has
+        lost its process group raises ``ValueError``.
+        """
         if self._lost_ranks:
             raise ValueError(
                 f"this LinearCrossEntropy was pickled with a process_group of {self._lost_ranks} rank(s), which a "

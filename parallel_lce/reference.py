@@ -1,4 +1,7 @@
-"""Dense float64 oracle: the same mathematics with all logits, one process, for tests alone."""
+"""The reference of the tests: the same mathematics on all logits, in one process.
+
+It computes in its input's dtype: float64 makes it an oracle.
+"""
 
 from __future__ import annotations
 

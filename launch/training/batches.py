@@ -26,7 +26,7 @@ class Batches:
     """Random windows of a text. (seed, step) determines those of a step, so that there is no state to restore."""
 
     def __init__(self, text: Text, config: TrainConfig, device: torch.device):
-        self.windows = len(text.tokens) - config.sequence  # each of s tokens and the last label
+        self.windows = len(text.tokens) - config.sequence  # start positions of windows of s + 1 tokens
         self.text, self.config, self.device = text, config, device
 
     def __call__(self, step: int, samples: int) -> Batch:

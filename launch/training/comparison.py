@@ -3,9 +3,9 @@
 Without a yardstick (fp32), the losses of the two may differ by at most `compare.tolerance` at any step.
 
 In bf16 rounding alone makes curves part, so the allowed difference is measured: the yardstick is stock trained once
-more on the same samples in reverse order, which sums the same terms in another order. parallel_lce may be
-`compare.factor` times as far from stock as the yardstick is, both in the mean over the steps and at the step where each
-is furthest. One fp32 rounding of the loss is always allowed, since over a few steps the yardstick may be exactly 0.
+more on the same samples in reverse order, which sums the same terms in another order. The mean over the steps, and the
+maximum over the steps, of parallel_lce's difference from stock must each be at most `compare.factor` times the
+yardstick's. One fp32 rounding of the loss is always allowed, since over a few steps the yardstick may be exactly 0.
 """
 
 import math

@@ -22,7 +22,8 @@ from training.refusal import Refusal
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "demo.yaml"
 
-# PyTorch and Megatron compute with integers and floats of 32 bits, and the optimizer multiplies two such floats.
+# PyTorch and Megatron compute with integers and floats of 32 bits. The optimizer multiplies two such floats: 1e18 times
+# 1e18 stays below fp32's maximum.
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e18
 
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST_INT)]

@@ -167,7 +167,7 @@ def _train_tokenizer(documents: list[str], vocab_size: int) -> Tokenizer:
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    most = 1 + len(alphabet) + sum(len(document.encode()) for document in documents)  # each entry joins two tokens
+    most = 1 + len(alphabet) + sum(len(document.encode()) for document in documents)  # each merge joins two tokens
     trainer = trainers.BpeTrainer(
         vocab_size=min(vocab_size, most),  # the trainer allocates this many entries at once
         special_tokens=[END_OF_DOCUMENT],

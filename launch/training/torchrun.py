@@ -24,8 +24,8 @@ def split_arguments(argv: list[str]) -> tuple[list[str], list[str]]:
 def processes_of(torchrun: list[str]) -> tuple[int, int]:
     """The number of nodes, and of processes on each, that torchrun starts with these arguments.
 
-    Of an elastic range of nodes the largest number. Raises a Refusal for arguments that torchrun refuses, and for those
-    that name a program, since the caller adds its own.
+    For an elastic range, the largest number of nodes. Raises a Refusal for arguments that torchrun refuses, and for
+    those that name a program, since the caller adds its own.
     """
     from torch.distributed import run
 

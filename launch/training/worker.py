@@ -73,7 +73,7 @@ def _join(config: Config, use_cuda: bool) -> torch.device:
     # The runs are compared in their own precision: no TF32, and no results that depend on the order of atomics.
     torch.set_float32_matmul_precision("highest")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    # Filling memory would add its own time to both losses.
+    # Deterministic mode would fill new memory with NaN, which takes time in both losses.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     if use_cuda:
         torch.cuda.set_device(device)

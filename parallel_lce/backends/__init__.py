@@ -29,7 +29,7 @@ def backend_of(weight: Tensor) -> Backend:
     By default triton for bf16 and fp16 on NVIDIA devices of capability 8.0 and later where Triton is installed, else
     torch. float64 is always torch's. The variable is read at each call, or when the call is compiled.
     """
-    # Kernels need values, and at least one feature.
+    # Kernels cannot run on meta or fake tensors, nor with D = 0.
     nothing = valueless(weight) or weight.shape[1] == 0
     return named("eager" if nothing else _name(weight.device, weight.dtype))
 
@@ -85,7 +85,8 @@ def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype,
     return "eager"
 
 
-# torch.compile evaluates it while tracing, as with torch.compiler.assume_constant_result, whose import takes a second.
+# The effect of torch.compiler.assume_constant_result (torch.compile calls it while tracing and takes the result as a
+# constant), without importing torch._dynamo, which takes about a second.
 _name._dynamo_marked_constant = True
 
 

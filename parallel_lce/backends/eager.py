@@ -1,10 +1,12 @@
 """The torch backend: any device, and the plain reference beside each kernel.
 
-A block of R tokens is projected onto the vocabulary shard in tiles of a few thousand logits a side: small enough to
-stay in a processor's cache while they are projected, exponentiated in place and multiplied into the gradients.
-Nothing of size R * V exists but the exponentials that the caller asked to save. Tiles are vocabulary-major,
-``[entries, rows]``: per-token vectors broadcast along their contiguous rows, and every product of theirs finds its
-operands packed (:mod:`parallel_lce.backends.gemm`).
+A block of R tokens is projected onto the vocabulary shard in tiles, on a CPU of 256 tokens by 2048 entries: small
+enough to stay in a processor's cache while they are projected, exponentiated in place and multiplied into the
+gradients. Nothing of size R * V exists but the exponentials that the caller asked to save.
+
+Tiles are vocabulary-major, ``[entries, rows]``. Per-token vectors broadcast along their contiguous rows. In their
+products for dX and dW the second operand is whole rows of the weight or of x, which oneDNN takes without a copy
+(:mod:`parallel_lce.backends.gemm`).
 
 Gradient of the logits, with the upstream gradients of all statistics folded into four per-token coefficients
 (:class:`Coefficients`):
@@ -51,7 +53,8 @@ __all__ = [
 # Rows and entries of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.
 _CPU_TILE = (256, 2048)
 _CUDA_TILE = (2048, 2048)
-# Tiles of rows whose window partials are alive at once: a buffer of V, but none that grows with N.
+# Row tiles whose window partials are held at once, in a buffer [windows, C, rows of these tiles]. It grows with V, but
+# not with N.
 _GROUP = 16
 
 # fp16 saves exp(z - m), which is in [0, 1], times this: nothing is lost down to e^-20.
@@ -116,8 +119,8 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
 def _settle_allocator() -> None:
     """Free one buffer of nearly 32 MiB, untouched, once per process.
 
-    glibc raises its mmap threshold to the size of the largest freed buffer, up to 32 MiB. Below it, tiles are not
-    returned to the kernel, which would zero them again each time. Otherwise up to half of a call's time goes there.
+    glibc raises its mmap threshold to the size of the largest freed buffer, up to 32 MiB. Tiles below the threshold
+    reuse memory. Above it each tile would be mapped and zeroed anew, which takes up to half of a call's time.
     """
     torch.empty(31 << 20, dtype=torch.uint8)
 
@@ -200,8 +203,9 @@ class BlockBackward:
     """Gradients of a block of ``x [R, D]``. ``statistics [>= 3, R]``: the merged partial.
 
     What is not ``saved`` is projected again. Where dX is reduced over the ranks, the dW products of some windows are
-    deferred until dX is complete: of every saved window, and of as many recomputed ones as have their gradients held in
-    ``scratch``. Where these are none, one window is projected again.
+    deferred until dX is complete: those of all saved windows, and of as many recomputed windows as have gradients that
+    fit in ``scratch.limit`` bytes, where they are kept. If there is neither, the last window's dW is deferred, and its
+    logits are recomputed once more.
     """
 
     reads_hidden_first = True

@@ -61,8 +61,8 @@ def _onednn_nt(a: Tensor, b: Tensor) -> Tensor:
 def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
     """``total (+)= a @ b.T`` in place.
 
-    What remains of ``a``'s contiguous dimension after whole 16 bytes is a product of its own, if ``total`` is then not
-    rounded twice.
+    If the contiguous dimension of a low-precision ``a`` is no multiple of 8 elements, the remainder is a second
+    product. Along K, over which the two are summed, this needs an fp32 ``total``: another would be rounded twice.
     """
     along = 1 if a.stride(1) == 1 else 0
     size = a.shape[along]
@@ -101,9 +101,9 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
 
 
 def accumulate_nt(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: Tensor | None = None) -> None:
-    """``total [m, n] += factor * a [m, k] @ b [n, k].T``, or ``=`` with ``overwrite``; the sum is fp32
-    (fp64), and ``total`` is too unless it is overwritten.
+    """``total [m, n] += factor * a [m, k] @ b [n, k].T``, or ``=`` with ``overwrite``.
 
+    Sums are fp32 (fp64 for fp64). ``total`` is, too, except that with ``overwrite`` its precision may be lower.
     ``factor`` is a 0-dimensional tensor, so that no host waits for it; None is 1.
     """
     if a.is_cuda and factor is None and 0 not in (*a.shape, b.shape[0]):

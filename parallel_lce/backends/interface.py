@@ -1,6 +1,6 @@
 """What a backend is given for a block of tokens, and what it hands back.
 
-A backend is a module with the names of :class:`Backend`; ``eager``, the torch backend, is the plain one to read. No
+A backend is a module with the names of :class:`Backend`; ``eager``, the torch backend, is the one to read first. No
 backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast.
 """
 
@@ -46,13 +46,13 @@ Saved = tuple[Tensor, ...]
 backend that made it knows its shapes, and may overwrite it in backward."""
 
 
-# Range of z - max, in nats, whose exponential is stored with full precision, less a margin.
+# Largest max - z, in nats, for which the stored exponential is a normal number, with a margin.
 _STORED_RANGE = {torch.float16: 20.0}
 _DEFAULT_RANGE = 80.0
 
 
 def savable(dtype: torch.dtype, softcap: float | None) -> bool:
-    """Whether saved exponentials still tell z, which the derivative of a soft-cap needs.
+    """Whether saved exponentials are enough for the backward: a soft-cap's derivative needs z.
 
     z is recovered as log(e), with an absolute error of one rounding unit. That is too much for caps below 1.
     """
@@ -128,7 +128,7 @@ class Scratch:
     def take(self, elements: int, dtype: torch.dtype) -> Tensor:
         """``[elements]`` of uninitialised memory: the same memory at each call, allocated at the first one.
 
-        More than :meth:`capacity` can be asked for, where that is less than the smallest piece of work.
+        A request may exceed :meth:`capacity` if the smallest unit of work does; memory is then allocated for it.
         """
         needed = elements * dtype.itemsize
         if self._memory is None or self._memory.numel() < needed:
@@ -150,9 +150,9 @@ def power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
 
 
 class BlockForward(Protocol):
-    """The forward of a block."""
+    """The forward of a block: of R tokens against the real rows of a vocabulary shard."""
 
-    # [C, R], complete after project_rest
+    # [C, R], this shard's partial of each token, complete after project_rest
     partial: Tensor
 
     def project_local(self, local: range) -> None:
@@ -206,7 +206,18 @@ class Backend(Protocol):
         save: int,
         buffer: Tensor | None = None,
         out: Tensor | None = None,
-    ) -> BlockForward: ...
+    ) -> BlockForward:
+        """The forward of a block, not started yet.
+
+        Args:
+            x: hidden states ``[R, D]``. Those of other ranks may arrive until ``project_rest``.
+            target: ``[R]`` int64 ids relative to the shard; one outside ``[0, real)`` has no logit here.
+            columns: those of the partial.
+            save: vocabulary rows, the shard's first, whose exponentials are saved.
+            buffer: where the exponentials go, from :meth:`allocate_saved`; None: new memory.
+            out: where the partial ``[C, R]`` is written; None: new memory.
+        """
+        ...
 
     def BlockBackward(
         self,
@@ -218,7 +229,19 @@ class Backend(Protocol):
         saved: Saved,
         grads: GradBuffers,
         scratch: Scratch,
-    ) -> BlockBackward: ...
+    ) -> BlockBackward:
+        """The backward of a block, not started yet.
+
+        Args:
+            x: hidden states ``[R, D]``. Those of other ranks may arrive later: see ``reads_hidden_first``.
+            target: as in :meth:`BlockForward`.
+            statistics: the partial ``[C, R]``, merged over all ranks.
+            coefficients: of the gradient of the logits, ``[R]`` each.
+            saved: what the forward of the block saved, or ``()``: then all logits are recomputed. May be overwritten.
+            grads: where the gradients go.
+            scratch: working memory, shared by the blocks of the call.
+        """
+        ...
 
     def merge_ranks(self, packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
         """The merged partial, and V."""

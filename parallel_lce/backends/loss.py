@@ -25,11 +25,13 @@ def token_losses(
     2015, arXiv:1512.00567), over all real entries. z-loss of PaLM (Chowdhery et al. 2022, arXiv:2204.02311).
 
     Args:
-        partial: ``[C, R]``, merged; column 3 holds the shifted sums if labels are smoothed. vocab_size: V,
-        0-dimensional int64. target: ``[R]`` ids in the whole vocabulary. token_weight: w ``[R]``; None for 1.
-        ignore_index: tokens with this target count 0, whatever their logits are. outside_is_nan: a target outside the
-        vocabulary has loss NaN. If False, as in Megatron, it has loss ``lse - max``
-            and the gradient of lse.
+        partial: ``[C, R]``, merged; column 3 holds the shifted sums if labels are smoothed.
+        vocab_size: V, 0-dimensional int64.
+        target: ``[R]`` ids in the whole vocabulary.
+        token_weight: w ``[R]``; None for 1.
+        ignore_index: tokens with this target have loss 0 and gradient 0, whatever their logits are.
+        outside_is_nan: a target outside the vocabulary has loss NaN. If False, as in Megatron, it has loss
+            ``lse - max`` and the gradient of lse.
     """
     top, log_sum = partial[MAX], partial[SUM_EXP].log()
     log_prob = (partial[TARGET] - top) - log_sum
@@ -37,7 +39,7 @@ def token_losses(
     weight = torch.ones_like(top) if token_weight is None else token_weight
     of_target = 1 - label_smoothing
     if outside_is_nan:
-        # A factor, so that the token's gradient is NaN as its loss is.
+        # NaN in the weight makes the loss and its gradient NaN.
         weight = weight.masked_fill(~inside, torch.nan)
     else:
         log_prob = torch.where(inside, log_prob, -log_sum)

@@ -1,9 +1,9 @@
 """The triton backend: a fused projection for the forward and for what is recomputed, cuBLAS for dX and dW.
 
-A block of R tokens saves ``exp(z - r)`` of its first vocabulary entries, r being one softmax shift per token wherever
-the token's logits allow it (:mod:`parallel_lce.kernels.projection`). The gradient of the logits is then c e, with one
-coefficient c per token, but for the targets' own entries. So no pass over R * V is needed between the forward and the
-products of the backward (:mod:`parallel_lce.backends.triton_backward`).
+A block of R tokens saves ``e = exp(z - r)`` of its first vocabulary entries. r is one softmax shift per token, except
+for windows whose maximum lies more than 32 from it (:mod:`parallel_lce.kernels.projection`). The gradient of the logits
+is then c e, with one coefficient c per token, except in the target's column. So no pass over R * V is needed between
+the forward and the products of the backward (:mod:`parallel_lce.backends.triton_backward`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ NAME: str = "triton"
 SMALLEST_ACCUMULATED: int = 1024
 REUSES_SAVED: bool = True
 
-# Bytes of window partials where nothing is saved: they are merged group by group.
+# Bytes of window partials where nothing is saved: rows are then projected in pieces.
 _PARTIAL_BYTES = 32 << 20
 
 

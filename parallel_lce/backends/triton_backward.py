@@ -5,8 +5,9 @@ memory. With one coefficient c per token (1 where G was recomputed or rewritten)
 
     dX = c (G @ weight)        dW = G.T @ (c x)        G with the targets' entries replaced
 
-and what the rounding of those entries would take away is added to the results in fp32
-(:mod:`parallel_lce.kernels.targets`). The formula of the gradient is that of :mod:`parallel_lce.backends.eager`.
+A target's gradient is formed in fp32. What its rounded entry in G leaves of it is added to dX in fp32, and, unless
+tokens share the target, to dW (:mod:`parallel_lce.kernels.targets`). The formula of the gradient is that of
+:mod:`parallel_lce.backends.eager`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class _Slices:
         # ``rewrite`` every row of saved exponentials, so that there are no row factors.
         self._rewrite, self._find_shared = rewrite, find_shared
         self._power: Tensor | None = None
-        # A factor of every sum over G, 0-dimensional.
+        # 1 / power, 0-dimensional; every sum over G is multiplied by it. None except in fp16.
         self.unscale: Tensor | None = None
         if projection.weight.dtype == torch.float16:
             self._power = power_of_two_scale(coefficients, projection.scale)

@@ -4,14 +4,14 @@
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl parallel_lce ...
 
 ``-m PACKAGE.MODULE`` in place of ``SCRIPT.py`` runs a module. Options of this program may stand
-anywhere; everything else goes to the script. Each is an environment variable as well, and wins over it:
+anywhere; everything else goes to the script. Each option sets the environment variable beside it:
 
     --parallel-lce-logits-budget BYTES            PARALLEL_LCE_LOGITS_BUDGET
     --parallel-lce-cross-entropy output_layer     PARALLEL_LCE_CROSS_ENTROPY  (or logits)
     --parallel-lce-backend torch                  PARALLEL_LCE_BACKEND        (or triton)
     --parallel-lce-debug 1                        PARALLEL_LCE_DEBUG
 
-The script imports Megatron itself, wherever it finds it, and when; the loss is installed as soon as it has.
+The loss is installed right after the script has imported Megatron's ``LanguageModule``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def main(arguments: list[str]) -> None:
     module, target, rest = _parse(arguments)
     sys.argv = [target, *rest]
     if not module:
-        # What the script's imports would see: sys.path begins with "." for a module, with its folder
-        # for a script.
-        del sys.path[: sys.path[:1] in ([""], [os.getcwd()])]
+        # Make sys.path[0] the script's folder, as `python SCRIPT` does; `python -m` put the current
+        # folder there.
+        if sys.path and sys.path[0] in ("", os.getcwd()):
+            del sys.path[0]
         sys.path.insert(0, str(Path(target).resolve().parent))
     try:  # before anything is imported
         choose(None, None)
@@ -78,7 +79,8 @@ def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
         if value is not None:
             os.environ[name.upper()] = value
     module = theirs[0] == "-m"
-    theirs = theirs[module:]
+    if module:
+        theirs = theirs[1:]
     if not theirs or theirs[0].startswith("-"):
         parser.error(f"expected a script or -m MODULE, got {' '.join(arguments)!r}")
     if not module and not Path(theirs[0]).is_file():
@@ -101,7 +103,7 @@ def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
 
 
 class _InstallAfterImport(importlib.abc.MetaPathFinder):
-    """Installs the loss when the module that it is installed in has been imported, whoever does that."""
+    """Calls :func:`install` right after the module of ``LanguageModule`` is imported, by whomever."""
 
     module = "megatron.core.models.common.language_module.language_module"
 

@@ -62,17 +62,18 @@ def install(
     Call it before the model is built; models with any other configuration are not touched. It wraps
     two methods of ``LanguageModule``: ``setup_embeddings_and_output_layer``, after which the output
     layer of such a model returns lazy logits, and ``compute_language_model_loss``, which takes them.
-    Calling it again changes what is given and keeps the rest; :func:`uninstall` takes everything away.
+    Calling it again changes what is given and keeps the rest. To return to a default, call
+    :func:`uninstall` first, which takes everything away.
 
     Args:
         logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`; by
             default the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else 1 GiB. The same on all ranks.
-        cross_entropy: ``"output_layer"``, the default, fuses the projection into the loss. ``"logits"``
-            leaves the output layer as it is, has such models take
-            :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits, and replaces the
-            function of that name in ``megatron.core.tensor_parallel`` for all its callers; modules that
+        cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the
+            output layer as it is. Such models then take
+            :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits. The function of that
+            name in ``megatron.core.tensor_parallel`` is replaced, too, for all its callers; modules that
             imported the function itself before keep Megatron's. By default the environment's
-            ``PARALLEL_LCE_CROSS_ENTROPY``.
+            ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
         reduce_dtype: dtype in which dX is summed over the ranks, as in
             :func:`parallel_lce.linear_cross_entropy`; by default that of the hidden states, as in stock.
 
@@ -112,7 +113,11 @@ def install(
 
 
 def uninstall() -> None:
-    """Undo :func:`install` for models built from now on; those built before must not be used."""
+    """Undo :func:`install` for models built from now on.
+
+    Models built before must not be used: their output layers still return lazy logits, and Megatron's
+    own loss raises ``UnboundLocalError`` for ``cross_entropy_fusion_impl="parallel_lce"``.
+    """
     global _installed
     if _installed is not None:
         _installed.restore()
@@ -180,7 +185,7 @@ def _wrap_loss(original: Callable) -> Callable:
         real = not isinstance(logits, LazyLogits) and not is_lazy(layer)
         if real and self.training and not _takes_logits():
             warn_of_logits(self, "the model was built before install(), or its output layer was replaced")
-        # Without a group real logits take Megatron's own.
+        # If the layer has no tp_group, vocab_parallel_cross_entropy uses Megatron's.
         loss = token_losses(logits, target, getattr(layer, "tp_group", None))
         return loss.transpose(0, 1).contiguous()
 

@@ -88,9 +88,9 @@ class LazyLogits:
     """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, multiplied by ``scale``.
 
     The loss takes the hidden states, the weight and the bias instead. Sizes, each token's largest logit and its place
-    are known without logits. The first other use (a method, an operator, an index, a torch function) makes the real
+    need no real logits. The first other use (a method, an operator, an index, a torch function) makes the real
     logits as the stock layer does, in the modes in which the layer was called. Every later use, the loss included, gets
-    that one tensor, ``made``. So a change of the logits counts, through whatever view or name it is made.
+    that one tensor, ``made``. In-place changes are therefore seen by the loss.
 
     The weight, the bias and ``sequence_parallel`` are those at the time of the call. ``shared``: the weight was
     passed to the layer. ``has_loss``: the loss was computed without logits.
@@ -146,7 +146,7 @@ class LazyLogits:
         self.check()
         if self.made is None:
             if self.layer.training:
-                # The line that uses them: it calls a method of this class, through compiler.disable.
+                # stacklevel 5 names the caller's line: frames of this class and of compiler.disable lie between.
                 reason = f"{use} of the output layer's result wants them"
                 warn_of_logits(self.layer, reason, stacklevel=5)
             before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
@@ -168,11 +168,12 @@ class LazyLogits:
         return torch.autocast(self.hidden.device.type, dtype=self.autocast_dtype, enabled=enabled)
 
     def check(self) -> None:
-        """Refuse what stock's logits, which exist from the call on, would not have come to.
+        """Raise if the lazy logits no longer stand for the logits at the time of the call.
 
         Raises:
-            RuntimeError: logits that are still to be made, and parts that have changed in place or, of
-                the bias, by another; a ``torch.autograd.Function`` was given this or returned it.
+            RuntimeError: nothing is made yet, and the hidden states, the weight or the bias changed in
+                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` was given this or
+                returned it, and the gradient would be lost.
         """
         if self.made is None:
             changed = [name for name, tensor, version in self.versions if _version(tensor) != version]
@@ -286,7 +287,7 @@ class LazyLogits:
         return found.max_logit.to(self.dtype), found.argmax.clamp(min=0)
 
     def __mul__(self, factor: Any) -> LazyLogits | Tensor:
-        """By a number, lazy logits of their own while nothing is made."""
+        """By a number: new lazy logits, unless the real ones exist."""
         if self.made is not None or not isinstance(factor, numbers.Real):
             return self.materialize("multiplication") * factor
         self.check()
@@ -343,7 +344,8 @@ def _add_special_methods() -> None:
 
         def call(self, *arguments, **options):
             result = getattr(self.materialize(f"operator {name!r}"), name)(*arguments, **options)
-            # An augmented assignment binds this name to the result: to both names' one tensor.
+            # `logits *= 2` rebinds the name to this return value: return self, so that all names keep sharing one
+            # tensor.
             return self if in_place and result is self.made else result
 
         setattr(LazyLogits, name, call)

@@ -75,8 +75,9 @@ def _lazy_class(base: type) -> type:
             """Lazy logits ``[s, b, V/P]`` and no bias; real ones where :func:`_reason` says why.
 
             With ``output_cross_entropy_loss``, the protocol of Megatron's development branch, the
-            loss instead: ``[b, s]`` for ``labels [b, s]``, 0 where they are ``ignore_index``, or its
-            sum, or its mean over the other tokens.
+            loss of ``labels [b, s]`` instead. ``reduction``: losses ``[b, s]``, 0 where labels are
+            ``ignore_index``; their sum; or their mean over the tokens that are not ignored, which is NaN
+            if all are.
             """
             used = self.weight if weight is None else weight
             expected = [self.output_size_per_partition, self.input_size]
@@ -132,7 +133,7 @@ def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
             "the output layer leaves the reduction of its input's gradient to others; build it with "
             "disable_grad_reduce=False"
         )
-    # Global hooks of all modules, too.
+    # These include global module hooks.
     if any(layer._get_backward_hooks()) or layer._get_backward_pre_hooks():
         return "the output layer has backward hooks, which take the gradient of the logits; remove them"
     return None
@@ -145,8 +146,8 @@ def token_losses(
 
     A target outside the vocabulary has loss ``lse - max`` and the gradient of lse alone; a token whose
     target is ``ignore_index`` has neither. Padding rows stay in the softmax. Collectives: those of
-    :func:`parallel_lce.token_statistics`, or of :func:`parallel_lce.vocab_parallel_cross_entropy` for
-    real logits and for lazy ones that have been made.
+    :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``, or of
+    :func:`parallel_lce.vocab_parallel_cross_entropy` for real logits and for lazy ones that have been made.
     """
     if isinstance(logits, LazyLogits):
         if logits.made is None:
@@ -187,9 +188,9 @@ def main_grad_of(weight: Tensor, fused: bool) -> MainGrad | None:
     """Where Megatron's DistributedDataParallel wants dW, or None: then autograd delivers it.
 
     Once ``grad_added_to_main_grad`` is set, DDP drops what autograd delivers for the parameter,
-    unless it has ``zero_out_wgrad``. With ``fused``, ``gradient_accumulation_fusion`` of a weight
-    that is the output layer's own, stock drops it as well and nothing is owed; else the weight is
-    marked, since no one here knows its other uses.
+    unless it has ``zero_out_wgrad``. ``fused``: ``gradient_accumulation_fusion`` is on, and the weight is
+    the output layer's own; stock drops autograd's gradient of it, too. Otherwise the weight gets
+    ``zero_out_wgrad``, because other uses of it may deliver gradients through autograd.
     """
     tensor = getattr(weight, "main_grad", None)
     if tensor is None or not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):

@@ -85,7 +85,7 @@ def as_number(value: Any) -> Any:
 
 
 def as_float(value: Any) -> Any:
-    """As :func:`as_number`, with integers as floats. An integer too large for fp32 is returned unchanged, and later
-    refused."""
+    """As :func:`as_number`, with integers as floats. An integer too large for fp32 is returned unchanged; the checks
+    refuse it."""
     value = as_number(value)
     return float(value) if type(value) is int and -LARGEST <= value <= LARGEST else value

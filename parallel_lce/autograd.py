@@ -1,6 +1,6 @@
 """Forward and backward of a call joined for autograd, which may walk a graph more than once.
 
-A *head* says what is made of the merged partials: :class:`parallel_lce.statistics.StatisticsHead` the statistics,
+A *head* computes a call's outputs from merged partials: :class:`parallel_lce.statistics.StatisticsHead` the statistics,
 :class:`parallel_lce.losses.WeightedLoss` per-token losses. Its ``outputs`` gives the outputs and the residuals for the
 backward, its ``coefficients`` folds upstream gradients into coefficients of the gradient of the logits.
 
@@ -67,7 +67,7 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call, head: StatisticsHead | WeightedLoss):
-        # Of the statistics most have no upstream gradient.
+        # Most statistics get no upstream gradient, and no zeros are made for them.
         ctx.set_materialize_grads(head.num_differentiable == 1)
         partial, vocab_size, saved = forward(call, hidden, weight, bias, save=True)
         outputs, residuals = head.outputs(call.backend, partial, vocab_size)
@@ -83,7 +83,7 @@ class _Fused(torch.autograd.Function):
         hidden, weight, bias, target, partial, *others = saved_tensors
         residuals, saved = others[:NUM_RESIDUALS], tuple(others[NUM_RESIDUALS:])
         coefficients = ctx.head.coefficients(partial, residuals, upstream)
-        # Hooks for saved tensors may have moved the target.
+        # A saved-tensor hook may have returned the target in other memory.
         call, needs = replace(ctx.call, target=target), Needs(*ctx.needs_input_grad[:3])
         consumed, ctx.consumed = ctx.consumed, True
         gradients = backward(call, hidden, weight, bias, partial, saved, coefficients, needs, consumed)
@@ -144,7 +144,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     if gradient.dtype == factor.dtype:
         return torch.mul(gradient, factor, out=result)
-    # torch would round the factor to the gradient's dtype.
+    # torch.mul would round the factor to the gradient's dtype.
     rows = max(1, _SCALED_BYTES // max(1, gradient[:1].numel() * factor.element_size()))
     for source, destination in zip(gradient.split(rows), result.split(rows)):
         destination.copy_(source.to(factor.dtype) * factor)
@@ -152,7 +152,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def accumulated_loss(call: Call, operands: Operands, loss: WeightedLoss, divisor: Tensor | float) -> Tensor:
-    """The reduced loss, 0-dimensional, whose gradients exist when this returns."""
+    """The reduced loss, 0-dimensional. Its gradients are formed in this call."""
     if ops.needed(operands[1]):
         return ops.accumulated_loss(call, operands, loss, divisor)
     return _AccumulatedLoss.apply(*operands, call, loss, divisor)

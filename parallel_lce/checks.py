@@ -1,4 +1,5 @@
-"""Refusals of bad input: a ``ValueError`` naming both sizes, before any kernel or collective."""
+"""Refusals of bad input: a ``ValueError`` that names the given and the expected value, before any kernel or
+collective."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _LARGEST_VOCABULARY = 2**31 - 1
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether fp32 can hold it: false for NaN and infinity. Comparisons alone, which torch.compile can trace."""
+    """Whether ``value`` is an int or float within fp32's range, and not NaN. torch.compile can trace comparisons."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
@@ -73,7 +74,7 @@ def token_shape(input: Tensor, layout: Layout) -> tuple[int, ...]:
 
 
 def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:
-    """Raise for a DTensor, a sparse tensor, and one with a tangent, which kernels would not see."""
+    """Raise for a DTensor, a sparse tensor, and a forward-mode dual tensor, whose tangent would be ignored."""
     if hasattr(value, "to_local"):
         refuse_dtensor(name, value, process_group)
     if value.layout != torch.strided:
@@ -146,7 +147,7 @@ def check_vocabulary(vocab_start: object, vocab_size: object) -> None:
 
 
 def shortened(value: object) -> str:
-    """The value's ``repr``, of which a number of 400 digits keeps a few."""
+    """``repr(value)``, cut to 60 characters if it is longer than 80."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 

@@ -1,7 +1,7 @@
 """Tensor- and sequence-parallel layouts, and their collectives: which a call issues, and where each is waited for.
 
-Every function takes numbers that all ranks share, so every rank issues the same collectives in the same order. All
-collectives are asynchronous. On NCCL a wait orders streams and never stops the host.
+Which collectives a call issues depends only on numbers that all ranks share, so every rank issues the same ones in
+the same order. All collectives are asynchronous. On NCCL a wait orders streams and never stops the host.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Layout:
             return None
         if self.sp_size == 1:
             return tokens[..., block.start : block.stop]
-        # Flattening one row of each part would give a view with gaps, which kernels do not expect.
+        # If the block has one row per part, flatten returns a strided view, and kernels need contiguous tokens.
         return self._rows(tokens, block).flatten(-2).contiguous()
 
     def put(self, tokens: Tensor, block: Block, values: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Debug mode: checks that wait for the device and for all ranks, with ``PARALLEL_LCE_DEBUG=1`` on every rank.
 
 An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode every call
-begins with an exchange. A rank that refuses its arguments tells the others why; the others tell what they were given.
-Every rank raises unless all were given the same.
+begins with an exchange. A rank that refuses its arguments tells the others why; otherwise it sends its arguments.
+Every rank raises if a rank refused, or if the arguments differ.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ def agree(
 ) -> list[tuple[int, int]]:
     """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
 
-    A setting is compared among the ranks that pass it. ``tensors``, int64 or fp64, have one shape wherever the
-    settings agree. Returns every rank's ``shard`` (first id, rows). Collectives: two all-gathers, of 3 int64 and of a
-    text of some hundred bytes; if a tensor differs, one more of its values.
+    A setting that some ranks omit is compared among the others. Where the settings agree, each of ``tensors``, int64
+    or fp64, has the same shape on all ranks. Returns every rank's ``shard`` (first id, rows). Collectives: two
+    all-gathers, of 3 int64 and of a text of some hundred bytes; if a tensor differs, one more of its values.
     """
     values = {name: repr(value) for name, value in settings.items()}
     values |= {name: _digest(tensor) for name, tensor in tensors.items()}
@@ -136,7 +136,7 @@ def _digest(tensor: Tensor | None) -> str:
     """A digest of int64 or fp64 values. All NaN are one value, and so are 0 and -0."""
     if tensor is None:
         return repr(None)
-    # Of one value, too, in memory of its own: a view of it as bytes needs a stride of 1.
+    # clone() gives even a tensor of one element the stride of 1 that a view as bytes needs.
     values = tensor.detach().flatten().cpu().clone(memory_format=torch.contiguous_format)
     if values.is_floating_point():
         values = values.nan_to_num(torch.finfo(values.dtype).max, torch.inf, -torch.inf) + 0

@@ -44,7 +44,7 @@ def linear_cross_entropy(
 
     Args:
         input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
-            ``[S/P, ..., D]``; dimension 0 must be equal on all ranks.
+            ``[S/P, ..., D]``, with S/P equal on all ranks.
         linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. It is copied if its rows are not
             contiguous. Shards may be uneven, or empty.
         target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
@@ -52,7 +52,8 @@ def linear_cross_entropy(
             whatever its ``token_weight``.
         linear_bias: ``[V/P]`` or None.
         reduction: 'none': losses of the target's shape. 'sum'. 'mean': the sum divided by the sum of the weights of the
-            tokens that are not ignored, over the whole sequence; 0, with zero gradients, where that is 0.
+            tokens that are not ignored, over the whole sequence. If the weights sum to 0, the loss and its gradients
+            are 0.
         ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
         label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
         z_loss: adds ``z_loss * lse**2`` per token.
@@ -60,13 +61,14 @@ def linear_cross_entropy(
         process_group: the tensor-parallel group that shards the vocabulary. None, or a group of one rank, means no
             parallelism. No other group is used.
         sequence_parallel: ``input`` is split along dimension 0 over ``process_group``.
-        token_weight: ``[...]`` of the target's shape; multiplies the loss of each token.
+        token_weight: ``[...]`` of the target's shape and any real dtype; multiplies the loss of each token, in the
+            loss's dtype. If it needs a gradient, the losses are multiplied after the fused call.
         vocab_start: global id of this shard's first row, given on all ranks or on none. Default: ``rank * rows``, for
             equal shards only.
         vocab_size: V, the number of real entries. Rows from there on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: what is saved from forward to backward,
-            and the working block. A block is never smaller than 32 MiB. None means 1 GiB. Must be equal on all ranks.
+            and the working block. At least 32 MiB are always used. None means 1 GiB. Must be equal on all ranks.
             What does not fit is recomputed; or, for 'mean' and 'sum' except in fp16, the gradients are formed in
             forward (:func:`parallel_lce.plan.plan`). A second backward through one graph recomputes everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
@@ -94,10 +96,10 @@ def linear_cross_entropy(
 
     A forward gathers the hidden states of the block that saves exponentials at once, and those of the other tokens in
     pieces of 256 MiB, each started a block ahead. There is no reduction of dX if ``input`` needs no gradient. If the
-    weight needs none, dX is all-reduced in pieces of 64 MiB, which overlap the rest of dX. Where gradients are formed
-    in forward, all of this happens there, block by block: hidden states, C * R + 2 elements of partials of the
-    block's R tokens, and the reduction of dX after the next block's gather of partials. Backward then has no
-    collective; a second backward repeats all of it.
+    weight needs none, dX is all-reduced in pieces of 64 MiB, which overlap the rest of dX. If gradients are formed in
+    forward, each block of R tokens runs there: the all-gather of its hidden states (SP), the all-gather of its
+    partials (C * R + 2 elements), and, after the next block's all-gather of partials, the reduction of its dX.
+    Backward then has no collective; a second backward repeats all of it.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
     NaN, and so does a vocabulary without any row. Shards of unequal rows without ``vocab_start`` may end in an error
@@ -108,6 +110,8 @@ def linear_cross_entropy(
     Raises:
         ValueError: shapes, dtypes, devices or numbers that do not fit, naming both, before any collective. A DTensor,
             naming its mesh and what to pass instead.
+        TypeError: an unknown keyword argument.
+        NotImplementedError: a tensor with a forward-mode tangent.
         RuntimeError: in backward, where a gradient itself is differentiated.
     """
     arguments = Arguments(
@@ -152,11 +156,15 @@ def token_statistics(
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
-    Arguments, layouts and errors as in :func:`linear_cross_entropy`. Without a target (None) there are no statistics of
-    a target. A target outside ``[0, V)`` has ``target_logit`` 0, to which no gradient flows, and ``target_log_prob``
-    ``-lse``. ``mean_logit``, ``expected_logit`` and ``argmax`` ask for the fields of :class:`TokenStatistics` that cost
-    a little more. An upstream gradient of ``expected_logit`` or ``entropy`` recomputes the logits in backward whatever
-    the budget.
+    Arguments, layouts and errors as in :func:`linear_cross_entropy`. Without a target (None) there are no statistics
+    of a target. A target outside ``[0, V)`` has ``target_logit`` 0, to which no gradient flows, and
+    ``target_log_prob`` ``-lse``. ``mean_logit`` asks for the fields ``mean_logit`` and ``mean_log_prob``,
+    ``expected_logit`` for ``expected_logit`` and ``entropy``, ``argmax`` for ``argmax``; otherwise they are None. An
+    upstream gradient of ``expected_logit`` or ``entropy`` recomputes the logits in backward whatever the budget.
+
+    Returns:
+        :class:`TokenStatistics` of the target's shape, or of the tokens' without a target; fp32 (fp64 for fp64),
+        identical on every rank bit for bit.
 
     Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 2
     elements per rank: C = 3, plus 1 for each of ``expected_logit`` and ``argmax``, plus 2 for ``mean_logit``.
@@ -188,7 +196,7 @@ _OF_TORCH = ("weight", "options")
 
 
 def _refuse_unknown(function: str, given: dict[str, object], known: tuple[str, ...]) -> None:
-    """Refuse keyword arguments as Python does, but where the other ranks can be told."""
+    """Raise for unknown keyword arguments. It is called where debug mode can tell the other ranks."""
     for name, value in given.items():
         if name not in known:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")

@@ -24,8 +24,8 @@ def fused_loss(
 ) -> Tensor:
     """The loss of ``arguments`` and ``options``: of the tokens' shape, or 0-dimensional.
 
-    ``function``: what the user called, the same on all ranks. ``refuse`` raises for what else the user gave.
-    ``main_grad``: dW is added to it, and no gradient is formed in forward.
+    ``function``: what the user called, the same on all ranks. ``refuse`` raises for other arguments of the user's
+    that are wrong. ``main_grad``: dW is added to it, and no gradient is formed in forward.
     """
     smoothing, reduction = options.label_smoothing, options.reduction
     prepared = prepare(

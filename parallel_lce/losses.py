@@ -47,7 +47,7 @@ class WeightedLoss:
     ignore_index: int | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    # For other targets outside [0, V) the loss is NaN or, if False, Megatron's lse - max.
+    # True: another target outside [0, V) has loss NaN. False: it has Megatron's lse - max.
     outside_is_nan: bool = True
 
     def taken(self, layout: Layout, block: Block) -> WeightedLoss:
@@ -55,7 +55,7 @@ class WeightedLoss:
         weight = layout.take(self.token_weight, block)
         return replace(self, target=layout.take(self.target, block), token_weight=weight)
 
-    # Of the outputs.
+    # Number of differentiable outputs.
     num_differentiable = 1
 
     def outputs(self, backend: Backend, partial: Tensor, vocab_size: Tensor) -> tuple[list[Tensor], Residuals]:
@@ -86,7 +86,7 @@ class WeightedLoss:
         """What the sum of the losses is divided by: for their mean, the sum of the tokens' weights."""
         if reduction != "mean":
             return 1.0
-        # The mean of nothing is 0, and so are its gradients.
+        # The mean of nothing and its gradients are 0: a sum of 0 is divided by 1, or by infinity.
         if self.token_weight is None:
             return (~self.ignored).sum(dtype=dtype).clamp(min=1)
         total = self.token_weight.masked_fill(self.ignored, 0.0).sum()

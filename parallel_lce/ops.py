@@ -5,10 +5,10 @@ functions that eager mode calls directly (:mod:`parallel_lce.schedule`), with th
 :class:`Call` as numbers, and a process group by its name.
 
 Saved exponentials travel outside the graph. The forward operator returns a *handle*, a tensor of one byte; what is
-saved is an attribute of its storage, and lives and dies with it. The backward takes it off. Where it finds nothing (a
-second walk of the graph, or saved-tensor hooks that copied the handle), it recomputes. As tensors of the graph, 1 GiB
-or more, they could not be overwritten: Inductor copies inputs that are declared as mutated, and if they were not
-declared, a second walk would read what the first one consumed.
+saved is an attribute of its storage, and lives and dies with it. The backward removes it, and recomputes if it is
+gone: in a second backward, or where saved-tensor hooks copied the handle. The exponentials cannot be outputs of the
+operator, because the backward overwrites them. Inductor copies an input that is declared as mutated, 1 GiB here;
+undeclared, a second backward would read overwritten values.
 """
 
 from __future__ import annotations
@@ -166,8 +166,8 @@ _first_order.register_autograd(_refuse_second_order, setup_context=_save_nothing
 
 # --- forward and backward --------------------------------------------------------------------------
 
-# torch.compile's CUDA graphs take no tensor of the CPU, as the factors are, and would not know of the memory behind a
-# handle. A graph that captures forward and backward together, by torch.cuda.graph, has neither problem.
+# torch.compile's CUDA graphs refuse CPU tensors, as the factors are, and do not track the memory that a handle holds.
+# torch.cuda.graph over forward and backward together does neither.
 _OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -185,8 +185,8 @@ def _padded(values: Sequence[Tensor | None], count: int, like: Tensor) -> list[T
     tags=_OUTSIDE_GRAPHS,
 )
 def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
-    """The outputs of a head, its residuals, the merged partial, and the handle. ``losses``: of the loss, else of the
-    statistics."""
+    """The outputs of a head, its residuals, the merged partial, and the handle. ``losses``: the head is WeightedLoss,
+    else StatisticsHead."""
     call = _call(weight, target, factors, _Numbers(*numbers))
     head = StatisticsHead(call.columns, target is not None)
     if losses:
@@ -317,9 +317,9 @@ def _scale_gradients(ctx, upstream, _):
             "a gradient is asked for that was not when this graph was made, and gradients of parallel_lce's "
             "'mean' and 'sum' are formed in forward: make the graph with tensors that require gradients"
         )
-    # Formed in forward, the gradients would pass for constants under create_graph=True.
+    # Under create_graph=True autograd would treat gradients formed in forward as constants. first_order raises.
     upstream = torch.ops.parallel_lce.first_order(upstream, hidden, weight, bias)
-    # The compiler finds out which of them it may scale in place.
+    # torch.compile decides which of them it scales in place.
     scaled = [(g.to(upstream.dtype) * upstream).to(weight.dtype) for g in gradients]
     return *_by_input(scaled, ctx.needs), *(None for _ in range(ctx.num_inputs - 3))
 

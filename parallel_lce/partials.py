@@ -14,8 +14,8 @@ Partials of disjoint slices merge into the partial of their union. Merging is as
 slice is its identity. The same operator joins vocabulary windows inside a rank and shards across ranks (online softmax:
 Milakov and Gimelshein 2018, arXiv:1805.02867; the window epilogue of "From Projection to Prediction", section 3.2.1).
 
-Sums are relative to the maximum, so no statistic is a difference of two large numbers. The mean logit lies far from the
-maximum and has a sum of its own.
+Sums are relative to the maximum, so no statistic is a difference of two large numbers. The mean logit is summed apart
+(``total``), because it lies far from the maximum.
 
 The kernels of the same algebra are ``parallel_lce.kernels.partials``.
 """
@@ -32,7 +32,7 @@ SHIFTED = 3
 """The first requestable column, where a partial has it. Others: ``Columns.__getitem__``."""
 
 LOWEST_SHIFT = -1e4
-"""z - max is clamped to this before it is multiplied by exp(z - max), which is 0 there: -inf * 0 would be NaN."""
+"""z - max is clamped to this before it is multiplied by exp(z - max): -inf * 0 would be NaN, and exp(-1e4) is 0."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

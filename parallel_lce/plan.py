@@ -1,4 +1,4 @@
-"""How one call spends its memory: which logits are saved, which are recomputed, or whether gradients are accumulated.
+"""How one call spends its memory: what is saved and what is recomputed, or that gradients are formed in forward.
 
 A plan is a pure function of numbers that every rank of the group shares, never of the local shard: its blocks decide
 how many collectives a call makes. :func:`plan` lists candidates, each with its cost and its condition, and takes the
@@ -18,7 +18,7 @@ DEFAULT_BUDGET = 1 << 30
 _LARGEST_BUDGET = 1 << 60
 
 SMALLEST_BLOCK = 32 << 20
-"""Bytes of a block of logits that a call may use whatever its budget is. Tiles in flight are not counted."""
+"""Bytes of a block of logits that a call may use whatever its budget is. The kernels' own tiles are not counted."""
 
 GATHERED_BYTES = 256 << 20
 """Bytes of hidden states of one gather in a forward under sequence parallelism, where nothing is saved."""
@@ -62,7 +62,7 @@ class Plan:
     saved: int
     # Gradients are formed in forward, block by block, and nothing is recomputed.
     accumulate: bool
-    # Vocabulary rows per rank that were counted. ``saved == shard_rows`` means everything.
+    # Vocabulary rows per rank that the plan assumes, the same on all ranks. ``saved == shard_rows`` means everything.
     shard_rows: int
     # Bytes that the exponentials of one block may take.
     block_bytes: int
@@ -112,7 +112,7 @@ class Plan:
         """The plan of this rank, whose shard has ``shard_rows`` rows that are no padding.
 
         If the shard has more rows than the plan counted, blocks save only as many entries as fit, and the rest is
-        recomputed. Blocks and collectives do not change.
+        recomputed. Uneven shards may have more. Blocks and collectives do not change.
         """
         size = balanced(self.rows, self.most) if self.accumulate else self.first
         if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
@@ -131,9 +131,9 @@ class Gradients:
 
     input: bool
     weight: bool
-    # dX has the dtype of sums, so these need no accumulator.
+    # The hidden states are fp32 (or fp64), so dX itself holds the sum.
     input_fp32: bool
-    # dW's destination takes fp32 sums in place.
+    # The tensor that dW is delivered in is fp32 (or fp64), so it holds the sum.
     weight_fp32: bool
     # dW is a new tensor, not one that exists already.
     weight_new: bool = True
@@ -258,7 +258,7 @@ def _accumulate(p: _Problem) -> _Candidate:
     Possible if that needs no more memory than saving everything, and if blocks are large enough to be worth it.
     """
     gradients, whole = p.gradients, p.rows * p.row_bytes
-    # Over ranks a block's gradients wait for its statistics while the next block is projected.
+    # Over ranks a block's gradients wait for its merged partials while the next block is projected.
     alive = 2 if p.ranks > 1 else 1
     block_bytes = max(p.budget, SMALLEST_BLOCK) // alive
     most = max(1, p.rows_in(block_bytes))
@@ -293,8 +293,8 @@ def _recompute_by_rows(p: _Problem) -> _Candidate:
 def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
     """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX.
 
-    On one rank this is preferred if the sum of dX takes no more than the budget. No reduction of dX waits for blocks
-    there. Recomputing by vocabulary reads and writes an fp32 dW once; recomputing by rows does so once per block.
+    On one rank this is preferred if the sum of dX takes no more than the budget: an fp32 dW is then read and written
+    once, instead of once per block of rows. On several ranks blocks of rows overlap the reduction of dX.
     """
     gradients = p.gradients
     # If dX is reduced in an fp32 buffer, that is where it is summed.
@@ -345,7 +345,7 @@ def plan(
         accumulable: the loss is a sum with weights known in forward.
         smallest_accumulated: rows of a block from which on accumulating is worth its time. Adding to an fp32 dW costs
             the same whatever the rows.
-        reuses_saved: what is recomputed needs no memory beside that of what was saved.
+        reuses_saved: the backend recomputes into the memory of the saved exponentials.
     """
     # An operator's numbers have 64 bits.
     budget = DEFAULT_BUDGET if budget is None else min(budget, _LARGEST_BUDGET)

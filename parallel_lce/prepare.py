@@ -47,9 +47,8 @@ def prepare(
 ) -> Prepared:
     """Check ``arguments`` and plan the call.
 
-    ``function``: what the user called. ``options``: of the loss, if it is one. ``refuse`` raises for what else the
-    caller was given. ``accumulable``: the loss is a sum with weights known in forward. ``main_grad``: dW is added to
-    it.
+    ``function``: what the user called. ``options``: of the loss, if it is one. ``refuse`` raises for other arguments
+    that are wrong. ``accumulable``: the result is a sum or mean over tokens. ``main_grad``: dW is added to it.
     """
     checks_ranks = debug.enabled()
     check_process_group(arguments.process_group)
@@ -78,7 +77,8 @@ def prepare(
     hidden, weight = a.input, a.linear_weight
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = None if a.linear_bias is None else a.linear_bias.contiguous()
-    # hidden keeps its shape: torch.compile then knows it as an input, and a second derivative by it is refused.
+    # hidden keeps its shape. As an input of the graph, not a view, its second derivative is refused under
+    # torch.compile.
     operands = hidden, weight, bias
     rows = weight.shape[0]
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
@@ -155,7 +155,7 @@ def _plan(
         and hidden.dtype != torch.float16
     )
     itemsize = weight.element_size()
-    # Sizes that are symbols cannot be looked up.
+    # Symbolic sizes cannot be keys of the plans' cache.
     planned = (plan if torch.compiler.is_compiling() or valueless(weight) else cached_plan)(
         token_count(hidden, layout),
         shared_shard_rows(shard.rows, layout.ranks, a.vocab_start, a.vocab_size),

@@ -6,7 +6,8 @@ A call runs block by block (:mod:`parallel_lce.plan`). This module alone knows b
     forward      gather hidden states -> project -> gather partials -> merge
     backward     gather hidden states -> dX -> reduce dX, beside dW
     accumulate   forward and backward of each block in one pass: Algorithms 3 and 4 of "From Projection to Prediction",
-                 over ranks and row blocks. 6 N V D flops with one block of exponentials.
+                 over ranks and row blocks. 6 N V D flops; the exponentials of one block exist at a time, of two on
+                 several ranks.
 
 Gathers of hidden states are started one block ahead.
 """
@@ -115,8 +116,8 @@ def forward(
 ) -> tuple[Tensor, Tensor, Saved]:
     """Merged partial ``[C, N]`` of ``hidden [..., D]``, V (0-dimensional), and what is saved for backward.
 
-    Nothing is saved unless ``save``. Otherwise it is what the first block saves, and before that the gathered hidden
-    states if the plan says so.
+    With ``save`` these are the first block's exponentials, preceded by its gathered hidden states if
+    ``plan.saves_hidden``.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
     one all-gather of the partials.
@@ -152,8 +153,9 @@ def forward(
 def _project(work: BlockForward, x: IncomingHidden, gathers: _Gathers, first: bool) -> Saved:
     """Project a block, and start the next block's gather once this one's hidden states are there.
 
-    Local rows are projected beside the first gather, which nothing else overlaps. The second gather is started after
-    it: with CUDA_DEVICE_MAX_CONNECTIONS=1 the local rows' kernels would otherwise queue behind the second gather.
+    This rank's own rows of the first block are projected during its gather: no earlier block overlaps that. The
+    second gather is started after it: with CUDA_DEVICE_MAX_CONNECTIONS=1 the local rows' kernels would otherwise
+    queue behind the second gather.
     """
     if first and len(x.local) < len(x.tensor):
         work.project_local(x.local)
@@ -316,8 +318,9 @@ def accumulate(
 ) -> Accumulated:
     """The loss of ``hidden [..., D]`` and its gradients in one pass over the blocks.
 
-    A ``mean`` or ``sum`` knows each token's weight before backward. So a block's gradients are formed from its
-    exponentials as soon as its partials are merged, and backward only scales them by the upstream gradient.
+    The gradient of a ``mean`` or ``sum`` by each token's loss is known in forward, up to the scalar upstream
+    gradient. So a block's gradients are formed from its exponentials as soon as its partials are merged, and backward
+    only scales them by the upstream gradient.
 
     Collectives per block: under sequence parallelism the all-gather of its hidden states, started a block ahead; the
     all-gather of its partials, waited for after the next block's projection; the reduction of its dX.

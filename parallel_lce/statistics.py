@@ -33,7 +33,7 @@ class TokenStatistics:
     for fp64 input. Fields that were not asked for are None. Fields from ``max_logit`` on have no gradient.
     """
 
-    # A field with a column is not None if the partial has that column; "target": if there is a target.
+    # metadata["column"]: the partial's column that the field needs, or "target". Without it the field is None.
 
     # Log-sum-exp of the V real entries.
     lse: Tensor
@@ -127,7 +127,7 @@ def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, wit
 def coefficients(
     upstream: dict[str, Tensor | None], partial: Tensor, vocab_size: Tensor, columns: Columns
 ) -> Coefficients:
-    """Fold the upstream gradients ``[N]`` of the statistics into coefficients of the logits'."""
+    """Fold the upstream gradients ``[N]`` of the statistics into coefficients of the gradient of the logits."""
 
     def total(*terms: tuple[int, str]) -> Tensor | None:
         found = [sign * value for sign, name in terms if (value := upstream.get(name)) is not None]

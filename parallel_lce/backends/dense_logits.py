@@ -9,7 +9,7 @@ from parallel_lce import partials
 from parallel_lce.backends import kernels_run
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, accumulation_dtype
 
-# Bytes of fp32 of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
+# Bytes of the fp32 copy of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
 _CPU_BLOCK, _CUDA_BLOCK = 2 << 20, 256 << 20
 
 

@@ -52,6 +52,8 @@ class Arguments:
         """The same with other libraries' numbers as Python's."""
         changed = {name: plain(getattr(self, name)) for name in _COUNTS if type(getattr(self, name)) not in _PLAIN}
         changed |= {name: real(getattr(self, name)) for name in _REALS if type(getattr(self, name)) not in _PLAIN_REAL}
+        if type(self.sequence_parallel) is not bool:
+            changed["sequence_parallel"] = flag(self.sequence_parallel)
         return replace(self, **changed) if changed else self
 
 
@@ -96,6 +98,14 @@ def real(value: Any) -> Any:
     return float(value) if type(value) is int and -_LARGEST <= value <= _LARGEST else value
 
 
+def flag(value: Any) -> Any:
+    """NumPy's bool, and the numbers 0 and 1, as Python's bool; anything else as it is."""
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    value = plain(value)
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
 def is_number(value: object) -> TypeGuard[float]:
     """Whether fp32 can hold it: false for NaN and infinity. Comparisons alone, which torch.compile can trace."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
@@ -112,6 +122,7 @@ def check_process_group(group: object) -> None:
 
 def check_arguments(a: Arguments, layout: Layout) -> torch.Size:
     """The shape of the tokens; or ``ValueError`` for tensors or numbers that do not fit each other or the layout."""
+    check_sequence_parallel(a.sequence_parallel)
     _check_tensors(a)
     weight, rows = a.linear_weight, a.linear_weight.shape[0]
     bias, target = a.linear_bias, a.target
@@ -204,6 +215,12 @@ def check_logit_options(logit_scale: object, logit_softcap: object) -> None:
 def check_budget(logits_budget: object) -> None:
     if logits_budget is not None and not (_is_count(logits_budget) and logits_budget >= 0):
         raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {logits_budget!r}")
+
+
+def check_sequence_parallel(sequence_parallel: object) -> None:
+    # The text "no" would be taken for yes.
+    if not isinstance(sequence_parallel, bool):
+        raise ValueError(f"sequence_parallel must be True or False, got {shortened(sequence_parallel)}")
 
 
 def check_reduce_dtype(reduce_dtype: object) -> None:

@@ -80,6 +80,21 @@ def test_a_module_with_numbers_of_other_libraries_compiles(device):
     assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(*positional), module(*positional))
 
 
+def _by_other_truth_values(member: Member) -> list[bool]:
+    arguments = good(member.device) | dict(process_group=member.group)
+    whole = arguments | dict(target=arguments["target"].repeat(member.ranks))
+    split, same = (call(whole | dict(sequence_parallel=True)), call(arguments))
+    return [
+        *(torch.equal(call(whole | dict(sequence_parallel=yes)), split) for yes in (np.bool_(True), 1, np.int8(1))),
+        *(torch.equal(call(arguments | dict(sequence_parallel=no)), same) for no in (np.bool_(False), 0, np.uint8(0))),
+    ]
+
+
+def test_truth_values_of_other_libraries(worlds, device):
+    for found in everywhere(worlds, device, 2, _by_other_truth_values):
+        assert found == [True] * 6
+
+
 @pytest.mark.parametrize("name", ["z_loss", "logit_scale", "logit_softcap"])
 def test_integers_of_any_length_are_numbers(name, backend, device):
     arguments, number = good(device), 10**20

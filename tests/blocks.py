@@ -53,3 +53,20 @@ def watched_backwards(backend, before=lambda given: None, after=lambda given: No
         yield
     finally:
         backend.BlockBackward = original
+
+
+@contextmanager
+def counted_forwards(backend):
+    """Yields a list of the number of rows of each block that the backend projects."""
+    original, rows = backend.BlockForward, []
+
+    class Counted(original):
+        def __init__(self, *arguments) -> None:
+            rows.append(len(inspect.signature(original).bind(*arguments).arguments["x"]))
+            super().__init__(*arguments)
+
+    backend.BlockForward = Counted
+    try:
+        yield rows
+    finally:
+        backend.BlockForward = original

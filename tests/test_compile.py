@@ -18,7 +18,8 @@ from cases import DTYPES, Case, make
 from parallel_lce import ops, prepare
 from parallel_lce.backends import backend_of
 from parallel_lce.bench.peak_memory import peak_memory
-from parallel_lce.checks import Arguments
+from parallel_lce.checks import Arguments, LossOptions
+from parallel_lce.fused_loss import fused_loss
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.megatron.output_layer import _fused_losses
@@ -164,6 +165,32 @@ def test_statistics(names, budget, device, monkeypatch):
         # Statistics that nobody differentiates, as the entropy may be, cost nothing in backward.
         assert work[0] == work[1]
     assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("outside_is_nan", [True, False])
+@pytest.mark.parametrize("name", ["saved", "accumulated"])
+def test_a_target_outside_has_the_loss_that_was_asked_for(name, outside_is_nan, device):
+    """NaN, or lse - max as in Megatron. No public function has the option: they all want NaN."""
+    reduction, budget = ("mean", 0) if name == "accumulated" else ("none", None)
+    options = LossOptions(reduction, ignore_index=-100, outside_is_nan=outside_is_nan)
+    loss = lambda x, w, y: fused_loss(_arguments(x, w, y, logits_budget=budget), options)  # noqa: E731
+    t = operands(24, device)
+    t.target[[1, 5]] = torch.tensor([V, -7], device=device)
+    fast, _ = compiled(loss)
+    with shrunk(4000, (16, 32)):
+        results = []
+        for f in (fast, loss):
+            value = f(t.x, t.weight, t.target)
+            results.append([value, *gradients(value, t)])
+    (value, *_), (expected, *_) = results
+    assert torch.equal(value.isnan(), expected.isnan())
+    outside = value[[1, 5]] if name == "saved" else value
+    assert outside.isnan().all() == outside_is_nan
+    if not outside_is_nan:
+        assert_same(*results, device)
+    if name == "saved" and not outside_is_nan:
+        z = (t.x @ t.weight.t())[[1, 5]]
+        torch.testing.assert_close(outside, z.logsumexp(1) - z.amax(1))
 
 
 def test_statistics_that_were_not_asked_for(device):
@@ -428,20 +455,24 @@ def test_options_may_change_from_call_to_call(function, name, dynamic, device):
     assert counter.frame_count <= 3
 
 
-def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
-    arguments = Arguments(
-        input=t.x,
-        linear_weight=t.weight,
-        target=t.target,
-        linear_bias=t.bias,
+def _arguments(x, weight, target, bias=None, logits_budget=None) -> Arguments:
+    return Arguments(
+        input=x,
+        linear_weight=weight,
+        target=target,
+        linear_bias=bias,
         logit_scale=1.0,
         logit_softcap=None,
         process_group=None,
         sequence_parallel=False,
         vocab_start=None,
         vocab_size=None,
-        logits_budget=0 if accumulable else SOME,
+        logits_budget=logits_budget,
     )
+
+
+def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
+    arguments = _arguments(t.x, t.weight, t.target, t.bias, 0 if accumulable else SOME)
     prepared = prepare.prepare(arguments, Columns(shifted=smoothed), accumulable=accumulable, **options)
     return prepared.call, tuple(v if v is None else v.detach() for v in prepared.operands)
 

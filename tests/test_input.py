@@ -9,8 +9,13 @@ import torch
 import torch.distributed as dist
 
 import parallel_lce
+from blocks import counted_forwards
 from cases import Case, check, make, run
-from tools import D, N, V, call, debug_mode, everywhere, good, shrunk
+from parallel_lce.backends import backend_of
+from parallel_lce.checks import Arguments, LossOptions
+from parallel_lce.fused_loss import fused_loss
+from parallel_lce.grad_buffers import MainGrad
+from tools import D, N, V, call, debug_mode, everywhere, good, recorded, shrunk
 from world import Member
 
 
@@ -165,6 +170,17 @@ BAD = {
         dict(process_group="tp"),
         "process_group must be a torch.distributed.ProcessGroup or None, got str",
     ),
+    "sequence_parallel a text": (dict(sequence_parallel="no"), "sequence_parallel must be True or False, got 'no'"),
+    "sequence_parallel None": (dict(sequence_parallel=None), "sequence_parallel must be True or False, got None"),
+    "sequence_parallel a tensor": (
+        dict(sequence_parallel=torch.tensor(False)),
+        r"sequence_parallel must be True or False, got tensor\(False\)",
+    ),
+    "sequence_parallel a number of ranks": (
+        dict(sequence_parallel=2),
+        "sequence_parallel must be True or False, got 2",
+    ),
+    "sequence_parallel a float": (dict(sequence_parallel=1.0), "sequence_parallel must be True or False, got 1.0"),
     "weight of PyTorch's function": (dict(weight=torch.ones(V)), "weight=.* is not supported: use token_weight"),
     "options of PyTorch's function": (dict(options=object()), "options=.* is not supported: .*logits_budget"),
 }
@@ -207,6 +223,7 @@ def _refused_over_ranks(member: Member):
             ),
             rf"token_weight must have target's shape \[{N * member.ranks}\], got \[6\]",
         ),
+        "sequence_parallel": (dict(sequence_parallel="no"), "sequence_parallel must be True or False, got 'no'"),
         "vocab_size": (
             dict(vocab_size=10 * member.ranks + 1),
             rf"vocab_size={10 * member.ranks + 1} exceeds the {10 * member.ranks} rows .* {member.ranks} rank",
@@ -244,6 +261,32 @@ def test_refused_over_ranks(worlds, device):
     for rank, found in enumerate(worlds(2).run(_refused_over_ranks)):
         wrong = {name: said for name, said in found.items() if said}
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+def _main_grad_of_another_shape(member: Member, shape: tuple[int, ...]):
+    """What is said, and what has been started by then."""
+    given = good(member.device)
+    given["linear_weight"].requires_grad_()
+    options = dict.fromkeys(("linear_bias", "logit_softcap", "vocab_start", "vocab_size", "logits_budget"))
+    layout = dict(process_group=member.group, sequence_parallel=False, logit_scale=1.0)
+    main_grad = MainGrad(torch.zeros(shape, device=member.device), lambda: None)
+    said = ""
+    with recorded(member.group) as events, counted_forwards(backend_of(given["linear_weight"])) as blocks:
+        try:
+            fused_loss(Arguments(**given, **options, **layout), LossOptions(), main_grad=main_grad)
+        except ValueError as refusal:
+            said = str(refusal)
+    return said, events, blocks
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("shape", [(V, D + 1), (V + 1, D), (D, V), (V * D,)], ids=str)
+def test_a_main_grad_of_another_shape_is_refused(shape, ranks, worlds, device):
+    """Of the weight that it is the gradient of: before any kernel and any collective."""
+    message = f"main_grad must have linear_weight's shape {[V, D]}, got {[*shape]}"
+    for said, events, blocks in everywhere(worlds, device, ranks, _main_grad_of_another_shape, shape):
+        assert said.startswith(message)
+        assert events == [] and blocks == []
 
 
 # --- without debug mode ----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Triton kernels beside their plain torch: interpreted on the CPU, compiled with ``-m gpu``."""
+"""The kernels of whole logits beside their plain torch: interpreted on the CPU, compiled with ``-m gpu``."""
 
 from __future__ import annotations
 

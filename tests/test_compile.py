@@ -15,17 +15,12 @@ from torch.utils.checkpoint import checkpoint
 import parallel_lce
 from blocks import watched_backwards
 from cases import DTYPES, Case, make
-from parallel_lce import ops, prepare
 from parallel_lce.backends import backend_of
 from parallel_lce.bench.peak_memory import peak_memory
-from parallel_lce.checks import Arguments, LossOptions
+from parallel_lce.checks import LossOptions
 from parallel_lce.fused_loss import fused_loss
-from parallel_lce.grad_buffers import MainGrad
-from parallel_lce.losses import WeightedLoss
-from parallel_lce.megatron.output_layer import _fused_losses
-from parallel_lce.partials import Columns
 from parallel_lce.statistics import DIFFERENTIABLE
-from tools import everywhere, shrunk
+from tools import arguments_of, everywhere, shrunk, small
 from world import Member
 
 V, D = 150, 16
@@ -45,13 +40,9 @@ def compiled(function, backend: str = "aot_eager", **options):
     return torch.compile(function, fullgraph=True, backend=counter, **options), counter
 
 
-def operands(N: int, device: str, dtype: str = "fp32", bias: bool = False, V: int = V):
-    """x, weight, bias, target, token_weight; leaves need gradients."""
-    t = make(Case(N, V, D, dtype, bias=bias, token_weight=True), device)
-    for leaf in (t.x, t.weight, t.bias):
-        if leaf is not None:
-            leaf.requires_grad_()
-    return t
+def operands(N: int, device: str, dtype: str = "fp32", **options):
+    """x, weight, bias, target and token_weight; the operands need gradients."""
+    return small(device, **dict(N=N, V=V, D=D, dtype=dtype, ignored="some", token_weight=True) | options)
 
 
 def gradients(value, t):
@@ -173,7 +164,7 @@ def test_a_target_outside_has_the_loss_that_was_asked_for(name, outside_is_nan, 
     """NaN, or lse - max as in Megatron. No public function has the option: they all want NaN."""
     reduction, budget = ("mean", 0) if name == "accumulated" else ("none", None)
     options = LossOptions(reduction, ignore_index=-100, outside_is_nan=outside_is_nan)
-    loss = lambda x, w, y: fused_loss(_arguments(x, w, y, logits_budget=budget), options)  # noqa: E731
+    loss = lambda x, w, y: fused_loss(arguments_of(x, w, y, logits_budget=budget), options)  # noqa: E731
     t = operands(24, device)
     t.target[[1, 5]] = torch.tensor([V, -7], device=device)
     fast, _ = compiled(loss)
@@ -410,14 +401,6 @@ def test_debug_checks_do_not_run(device, monkeypatch):
     assert compiled(parallel_lce.linear_cross_entropy)[0](t.x, t.weight, t.target).isnan()
 
 
-def test_main_grad_is_refused_in_words(device):
-    """Megatron's loss is no part of a graph: there only is dW added to a gradient that exists."""
-    assert _fused_losses._torchdynamo_disable
-    call, _ = _call(operands(4, device), main_grad=MainGrad(torch.empty(V, D), lambda: None))
-    with pytest.raises(RuntimeError, match="main_grad cannot be compiled"):
-        ops._numbers(call)
-
-
 CHANGING = {
     "label_smoothing": [0.1 + i / 100 for i in range(12)],
     "z_loss": [1e-3 * (i + 1) for i in range(12)],
@@ -453,87 +436,3 @@ def test_options_may_change_from_call_to_call(function, name, dynamic, device):
         found, expected = (f(t.x, t.weight, target, value) for f in (graph, call))
         assert_same([found, *gradients(found, t)], [expected, *gradients(expected, t)], device)
     assert counter.frame_count <= 3
-
-
-def _arguments(x, weight, target, bias=None, logits_budget=None) -> Arguments:
-    return Arguments(
-        input=x,
-        linear_weight=weight,
-        target=target,
-        linear_bias=bias,
-        logit_scale=1.0,
-        logit_softcap=None,
-        process_group=None,
-        sequence_parallel=False,
-        vocab_start=None,
-        vocab_size=None,
-        logits_budget=logits_budget,
-    )
-
-
-def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
-    arguments = _arguments(t.x, t.weight, t.target, t.bias, 0 if accumulable else SOME)
-    prepared = prepare.prepare(arguments, Columns(shifted=smoothed), accumulable=accumulable, **options)
-    return prepared.call, tuple(v if v is None else v.detach() for v in prepared.operands)
-
-
-def test_a_gradient_that_an_exported_graph_does_not_have(device):
-    """'mean' and 'sum' beyond the budget form in forward the gradients that were needed when the graph was made."""
-
-    class Head(torch.nn.Module):
-        def __init__(self, weight) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(weight.detach().clone())
-
-        def forward(self, x, target):
-            return parallel_lce.linear_cross_entropy(x, self.weight, target, logits_budget=0)
-
-    t = operands(24, device)
-    with shrunk(4000, (16, 32)):
-        exported = torch.export.export(Head(t.weight), (t.x.detach(), t.target)).module()
-        exported(t.x.detach(), t.target).backward()
-        assert exported.weight.grad.norm() > 0
-        with pytest.raises(RuntimeError, match="a gradient is asked for that was not when this graph was made"):
-            exported(t.x.detach().requires_grad_(), t.target).backward()
-
-
-@pytest.mark.parametrize("name", ["forward", "backward", "accumulated_loss"])
-def test_operators_that_read_the_cpu_stay_outside_of_the_compilers_graphs(name):
-    """A CUDA graph of ``mode="reduce-overhead"`` would read ``factors`` where there is nothing."""
-    operator = getattr(torch.ops.parallel_lce, name).default
-    assert "factors" in [argument.name for argument in operator._schema.arguments]
-    assert torch.Tag.cudagraph_unsafe in operator.tags
-
-
-def test_contracts_of_the_operators(device):
-    """Schema, fake tensors and dynamic shapes by torch's own checks."""
-    library = torch.ops.parallel_lce
-    with shrunk(4000, (16, 32)):
-        t = operands(24, device, bias=True)
-        call, tensors = _call(t)
-        given = ops._operands(call, tensors)
-        assert 0 < call.plan.saved < V
-        for save in (False, True):
-            arguments = *given, None, None, True, False, save, *ops._numbers(call)
-            torch.library.opcheck(library.forward.default, arguments)
-            for smoothing in (0.0, 0.1):
-                other, _ = _call(t, smoothed=smoothing > 0)
-                loss = WeightedLoss(t.target, t.token_weight, -100, smoothing, 1e-3)
-                of_loss = t.token_weight, -100, True, True, save
-                arguments = *ops._operands(other, tensors, loss), *of_loss, *ops._numbers(other)
-                torch.library.opcheck(library.forward.default, arguments)
-        *_, partial, handle = library.forward(*given, None, None, True, False, True, *ops._numbers(call))
-        alpha = torch.rand(24, device=device)
-        for folded in ((alpha, alpha, None, None), (alpha, None, alpha, None)):
-            for needs in ([True, True, True], [False, True, False]):
-                arguments = *given, partial, handle, *folded, needs, *ops._numbers(call)
-                torch.library.opcheck(library.backward.default, arguments)
-        call, tensors = _call(t, accumulable=True)
-        assert call.plan.accumulate
-        loss = WeightedLoss(t.target, t.token_weight, -100, 0.1, 1e-3)
-        for divisor in (None, loss.divisor("mean", torch.float32)):
-            given = *ops._operands(call, tensors, loss), t.token_weight, -100, True
-            arguments = *given, divisor, [True, True, True], *ops._numbers(call)
-            torch.library.opcheck(library.accumulated_loss.default, arguments)
-        first_order = torch.ones((), device=device), *tensors
-        torch.library.opcheck(library.first_order.default, first_order)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ import parallel_lce
 from cases import Case, Tensors, make
 from parallel_lce import backends, collectives, plan
 from parallel_lce.backends import eager
+from parallel_lce.checks import Arguments
 from parallel_lce.grad_buffers import GradBuffer
 from world import Member
 
@@ -101,12 +103,22 @@ def statistics(x, weight, target, **options):
     return parallel_lce.token_statistics(x, weight, target, **{**everything, **options})
 
 
-def small(device="cpu", N=24, V=150, D=16, dtype="fp32", sharpness=1.0, seed=0, **options) -> Tensors:
-    """A small problem whose hidden states and weight need gradients."""
-    t = make(Case(N, V, D, dtype, ignored="none", sharpness=sharpness, seed=seed, **options), device)
-    t.x.requires_grad_()
-    t.weight.requires_grad_()
+def small(device="cpu", N=24, V=150, D=16, dtype="fp32", ignored="none", **options) -> Tensors:
+    """A small problem whose operands need gradients."""
+    t = make(Case(N, V, D, dtype, ignored=ignored, **options), device)
+    for leaf in (t.x, t.weight, t.bias):
+        if leaf is not None:
+            leaf.requires_grad_()
     return t
+
+
+def arguments_of(input, linear_weight, target, **options) -> Arguments:
+    """What the public functions make of their arguments and defaults, for what is beneath them."""
+    return Arguments(**_DEFAULTS | dict(input=input, linear_weight=linear_weight, target=target) | options)
+
+
+_DEFAULTS = {f.name: None for f in fields(Arguments) if f.default is MISSING}
+_DEFAULTS |= dict(logit_scale=1.0, sequence_parallel=False)
 
 
 def field_gradients(found, names, leaves):

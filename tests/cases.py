@@ -20,6 +20,11 @@ from world import Member
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed fp64 numbers, on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
 @dataclass(frozen=True)
 class Case:
     """A call. ``shards``: rows per rank, None for equal shards of ``V`` padded up to a multiple of P.
@@ -79,12 +84,12 @@ def make(case: Case, device: torch.device | str = "cpu") -> Tensors:
     generator = torch.Generator().manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
 
-    def normal(*shape: int) -> Tensor:
+    def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    x = normal(case.N, case.D)
-    weight = normal(case.V, case.D) * (case.sharpness / case.D**0.5)
-    bias = normal(case.V) + case.offset if case.bias or case.offset else None
+    x = drawn(case.N, case.D)
+    weight = drawn(case.V, case.D) * (case.sharpness / case.D**0.5)
+    bias = drawn(case.V) + case.offset if case.bias or case.offset else None
     target = torch.randint(case.V, (case.N,), generator=generator)
     if case.ignored != "none":
         target[slice(None) if case.ignored == "all" else slice(0, None, 3)] = -100
@@ -95,7 +100,7 @@ def make(case: Case, device: torch.device | str = "cpu") -> Tensors:
         )
         token_weight[1::5] = 0
     shape = (case.N,) if case.reduction == "none" else ()
-    upstream = normal(*shape)
+    upstream = drawn(*shape)
     if case.reduction == "none":
         upstream[::4] = 0
     if case.upstream is not None:

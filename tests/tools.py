@@ -127,14 +127,6 @@ def field_gradients(found, names, leaves):
     return torch.autograd.grad(total, leaves)
 
 
-def assert_near(found, expected, rtol):
-    """To ``rtol`` of the largest expected number."""
-    scale = expected.abs().max().item()
-    assert not found.isnan().any()
-    difference = (found.detach().double() - expected.detach()).abs().max().item()
-    assert difference <= rtol * scale, f"{difference:.3g} of {scale:.3g}"
-
-
 _OTHERS = (
     "all_gather",
     "all_gather_object",

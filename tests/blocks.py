@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
 
 
 def block_forward(backend, projection, x, target, columns, save, buffer=None, out=None, local=None, arrive=None):
@@ -70,3 +72,38 @@ def counted_forwards(backend):
         yield rows
     finally:
         backend.BlockForward = original
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a Triton kernel: its grid, and its arguments and constants by name."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    given: dict[str, object]
+
+    @property
+    def projects(self) -> bool:
+        return self.kernel.endswith("projection")
+
+    @property
+    def of_gradient(self) -> bool:
+        """Whether it projects in order to have the logits' gradient, in backward."""
+        return self.projects and bool(self.given["GRADIENT"])
+
+
+@contextmanager
+def launches():
+    """Yields a list of the launches of kernels, in order."""
+    from parallel_lce.kernels.relaunch import Relaunched
+
+    found: list[Launch] = []
+    launch = Relaunched.launch
+
+    def noted(kernel, grid, *arguments, **constants) -> None:
+        named = dict(zip(kernel.arg_names, arguments)) | constants
+        found.append(Launch(kernel.__name__, tuple(grid), named))
+        launch(kernel, grid, *arguments, **constants)
+
+    with mock.patch.object(Relaunched, "launch", noted):
+        yield found

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import replace
 
 import pytest
 import torch
 
+from blocks import launches
 from cases import dense_loss, normal, part
 from measures import assert_close
 from parallel_lce import linear_cross_entropy
@@ -95,26 +95,16 @@ def test_a_bias_with_gaps(device):
 def test_what_is_recomputed_takes_the_memory_of_what_was_saved(device, monkeypatch):
     """So that a budget is one buffer, not two, and slices are as large as it."""
     monkeypatch.setattr(Scratch, "take", lambda *_: pytest.fail("more memory than what was saved"))
-    written = []
-    slices = importlib.import_module("parallel_lce.backends.triton_backward")
-    monkeypatch.setattr(slices, "logits_gradient", recorded(slices.logits_gradient, written))
     t = small(device, N=40, V=700, dtype="bf16")
     budget = 40 * 512 * 2
-    with shrunk(256):
+    with shrunk(256), launches() as found:
         loss = linear_cross_entropy(t.x, t.weight, t.target, reduction="none", logits_budget=budget + 256)
         dx, dw = torch.autograd.grad(loss.sum(), [t.x, t.weight])
+    written = [each.given["entries"] for each in found if each.of_gradient]
     assert written == [188], "two windows of 256 are saved, the rest is one slice"
     truth = per_token(t)
     assert_close(dx, truth["dx"], 1e-2)
     assert_close(dw, truth["dweight"], 1e-2)
-
-
-def recorded(write, widths):
-    def call(operands, *arguments):
-        widths.append(operands.weight.shape[0])
-        write(operands, *arguments)
-
-    return call
 
 
 SHARDS = (1024, 256)

@@ -10,9 +10,9 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 import parallel_lce
+from blocks import launches
 from cases import DTYPES, Case, assemble, check, dense, dense_loss, make, ours, part
 from measures import assert_close, assert_no_worse
-from parallel_lce.backends import triton_backward
 from tools import chosen_backend, everywhere, shrunk
 from world import Member
 
@@ -28,24 +28,10 @@ def _chosen(kernels):
 def watched(member: Member, case: Case, block: int):
     """What :func:`cases.ours` returns, and in how many pieces gradients came from saved exponentials
     and from recomputed logits."""
-    counts = {"saved": 0, "recomputed": 0}
-    originals = triton_backward.gradient_from_saved, triton_backward.logits_gradient
-
-    def watch(name, original):
-        def call(*arguments):
-            counts[name] += 1
-            return original(*arguments)
-
-        return call
-
-    triton_backward.gradient_from_saved = watch("saved", originals[0])
-    triton_backward.logits_gradient = watch("recomputed", originals[1])
-    try:
-        with shrunk(block):
-            found = ours(member, case)
-    finally:
-        triton_backward.gradient_from_saved, triton_backward.logits_gradient = originals
-    return found, (counts["saved"], counts["recomputed"])
+    with shrunk(block), launches() as found:
+        results = ours(member, case)
+    saved = sum(each.kernel == "lce_backward_from_saved" for each in found)
+    return results, (saved, sum(each.of_gradient for each in found))
 
 
 def run(case: Case, worlds, device: str, block: int = BLOCK):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 import parallel_lce
-from blocks import block_backward, block_forward
+from blocks import block_backward, block_forward, launches
 from cases import DTYPES, Case, dense_loss, make, part
 from measures import assert_close, size
 from parallel_lce import collectives
@@ -169,41 +170,37 @@ def test_rows_that_are_there_are_projected_while_others_arrive(dtype, save, own,
         assert torch.equal(a, b)
 
 
-def launched(monkeypatch) -> list:
-    """Of each projection that is launched: its grid, and its arguments by name."""
-    found = []
-
-    class Watched:
-        def __init__(self, kernel) -> None:
-            self._kernel = kernel
-
-        def launch(self, grid, *arguments, **options):
-            names = self._kernel.arg_names[: len(arguments)]
-            found.append((*grid, dict(zip(names, arguments))))
-            self._kernel.launch(grid, *arguments, **options)
-
-    for module, name in mainloops():
-        monkeypatch.setattr(module, name, Watched(getattr(module, name)))
-    return found
-
-
 def test_what_runs_beside_a_gather_leaves_it_sms_for_no_longer_than_it_takes(device, monkeypatch):
     monkeypatch.setattr(tuning, "_FLOPS_PER_BYTE", 512)
     monkeypatch.setattr(mainloop, "num_sms", lambda device: 10)
     monkeypatch.setattr(tuning, "_COLLECTIVE_SMS", 4)
     t, projection, _ = block(torch.bfloat16, device, N=1024, V=1280)
-    tile, before = Operands(t.x, t.weight).tile, []
-    found = launched(monkeypatch)
-    local = range(512, 1024)
-    block_forward(backend, projection, t.x, t.target, Columns(), 1280, local=local, arrive=lambda: before.extend(found))
+    tile, local, before = Operands(t.x, t.weight).tile, range(512, 1024), []
+    with launches() as found:
+        arrive = lambda: before.extend(found)  # noqa: E731
+        block_forward(backend, projection, t.x, t.target, Columns(), 1280, local=local, arrive=arrive)
     # 512 rows of two bytes come, and take as long as 512 * 2 * 512 / (2 * 1280) = 204 rows of the product.
     rows, own = tile.rows, 512 // tile.rows
     known = min(-(-204 // rows), own)
-    [(programs, given)] = before
-    assert (programs, given["first_block"], given["num_blocks"]) == (6, own, known)
-    assert all(programs == 10 for programs, _ in found[1:])
-    assert found[1][1]["first_block"] == own + known
-    assert sum(given["num_blocks"] for _, given in found) == 1024 // rows
+    [first] = [each for each in before if each.projects]
+    assert (first.grid, first.given["first_block"], first.given["num_blocks"]) == ((6,), own, known)
+    others = [each for each in found if each.projects and each is not first]
+    assert all(each.grid == (10,) for each in others)
+    assert others[0].given["first_block"] == own + known
+    assert sum(each.given["num_blocks"] for each in (first, *others)) == 1024 // rows
+
+
+@contextmanager
+def projected(found: list):
+    """Notes of each projection its row blocks, None for all, and whether it is to leave SMs to a collective."""
+    launch = Operands.launch
+
+    def noted(self, out, epilogue, blocks=None, overlaps_collective=False):
+        found.append((blocks, overlaps_collective))
+        launch(self, out, epilogue, blocks=blocks, overlaps_collective=overlaps_collective)
+
+    with mock.patch.object(Operands, "launch", noted):
+        yield
 
 
 @pytest.mark.parametrize(
@@ -222,27 +219,11 @@ def test_the_order_of_row_blocks_begins_with_whole_tiles_that_are_there(own, par
     t = make(Case(300, 8, 16, "fp16", ignored="none"), device)
     monkeypatch.setattr(mainloop, "num_sms", lambda device: 132)
     operands, before, found = Operands(t.x, t.weight), [], []
-    launch = Operands.launch
-
-    def watch(self, out, epilogue, blocks, overlaps_collective=False):
-        found.append((blocks, overlaps_collective))
-        launch(self, out, epilogue, blocks, overlaps_collective)
-
-    monkeypatch.setattr(Operands, "launch", watch)
     given = dict(local=range(*own), arrive=lambda: before.extend(found)) if own else {}
-    block_forward(backend, Projection(t.weight, None, 0, 8), t.x, t.target, Columns(), 8, **given)
+    with projected(found):
+        block_forward(backend, Projection(t.weight, None, 0, 8), t.x, t.target, Columns(), 8, **given)
     assert before == [(blocks, True) for blocks, overlaps in found if overlaps] == found[:-1]
     assert [blocks for blocks, _ in found] == parts or operands.tile.rows != 128
-
-
-def mainloops():
-    """Where the kernels that project are looked up."""
-    found = [(mainloop, "_projection")]
-    if tuning._has_gluon():
-        from parallel_lce.kernels import hopper
-
-        found.append((hopper, "projection"))
-    return found
 
 
 RANKS, OWN, SHARD = 3, 384, 96  # a rank in the middle, three tiles of tokens and a window of the vocabulary of each
@@ -251,14 +232,9 @@ RANKS, OWN, SHARD = 3, 384, 96  # a rank in the middle, three tiles of tokens an
 def _sharded(member: Member, sequence_parallel: bool, budget: int | None, reduction: str):
     whole = make(Case(RANKS * OWN, RANKS * SHARD, 16, "bf16", ignored="none"), member.device)
     t = part(whole, member, sequence_parallel)
-    beside, launch = [], Operands.launch
-
-    def watch(self, out, epilogue, blocks=None, overlaps_collective=False):
-        beside.append(overlaps_collective and len(blocks) > 0)
-        launch(self, out, epilogue, blocks, overlaps_collective)
-
+    found = []
     # Of three blocks with a tile of each rank's tokens two are alive, where gradients are formed in forward.
-    with shrunk(2 * RANKS * OWN // 3 * SHARD * 2), mock.patch.object(Operands, "launch", watch):
+    with shrunk(2 * RANKS * OWN // 3 * SHARD * 2), projected(found):
         loss = parallel_lce.linear_cross_entropy(
             t.x,
             t.weight,
@@ -269,7 +245,7 @@ def _sharded(member: Member, sequence_parallel: bool, budget: int | None, reduct
             logits_budget=budget,
         )
         dx, dw = torch.autograd.grad(loss.sum(), [t.x, t.weight])
-    return loss.detach(), dx, dw, any(beside)
+    return loss.detach(), dx, dw, any(overlaps and len(blocks) > 0 for blocks, overlaps in found)
 
 
 @pytest.mark.slow

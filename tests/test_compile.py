@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from contextlib import contextmanager
 
@@ -21,7 +20,7 @@ from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.checks import LossOptions
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.statistics import DIFFERENTIABLE
-from tools import arguments_of, everywhere, shrunk, small
+from tools import arguments_of, chosen_backend, debug_mode, everywhere, shrunk, small
 from world import Member
 
 V, D = 150, 16
@@ -85,7 +84,7 @@ def observed(device: str, dtype: str):
 @pytest.mark.parametrize(("dtype", "weighted"), [("fp32", False), ("bf16", True)])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.thinned
-def test_losses(name, dtype, weighted, device, monkeypatch):
+def test_losses(name, dtype, weighted, device):
     """The loss and the gradients of eager mode by the same work, whatever N, compiled but twice.
 
     ``weighted``: with a bias and a weight of each token.
@@ -127,7 +126,7 @@ def test_a_dynamic_dimension_is_compiled_once(name, device):
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("names", [["lse", "target_log_prob"], list(DIFFERENTIABLE)], ids=["kept", "all"])
 @pytest.mark.thinned
-def test_statistics(names, budget, device, monkeypatch):
+def test_statistics(names, budget, device):
     def statistics(x, weight, target):
         return parallel_lce.token_statistics(
             x, weight, target, logits_budget=budget, mean_logit=True, expected_logit=True, argmax=True
@@ -336,19 +335,14 @@ def test_inductor(device):
 
 @pytest.mark.parametrize("name", ["saved", "some saved", "accumulated"])
 @pytest.mark.thinned
-def test_the_triton_backend(name, device, monkeypatch):
+def test_the_triton_backend(name, kernels, device):
     """Its backward writes over what is kept, which no graph may notice."""
-    pytest.importorskip("triton", reason="Triton is not installed")
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        pytest.skip("kernels run on a CPU only under TRITON_INTERPRET=1")
-    monkeypatch.setenv("PARALLEL_LCE_BACKEND", "triton")
     t = operands(40, device, "bf16", V=900)
-    monkeypatch.setattr(backend_of(t.weight), "SMALLEST_ACCUMULATED", 1)
     # Some is a window of 256 vocabulary rows.
     options = LOSSES[name] | ({"logits_budget": 48000} if name == "some saved" else {})
     loss = lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **options).sum()  # noqa: E731
     results = []
-    with shrunk(24000):
+    with chosen_backend("triton"), shrunk(24000):
         for f in (compiled(loss)[0], loss):
             with observed(device, "bf16") as counts:
                 results.append(gradients(f(t.x, t.weight, t.target), t))
@@ -391,12 +385,12 @@ def test_refusals(device):
         loss(t.x[:, 1:], t.weight, t.target)
 
 
-def test_debug_checks_do_not_run(device, monkeypatch):
+def test_debug_checks_do_not_run(device):
     """They wait for the device, which a graph cannot."""
-    monkeypatch.setenv("PARALLEL_LCE_DEBUG", "1")
     t = operands(24, device)
     t.target[3] = V
-    assert compiled(parallel_lce.linear_cross_entropy)[0](t.x, t.weight, t.target).isnan()
+    with debug_mode():
+        assert compiled(parallel_lce.linear_cross_entropy)[0](t.x, t.weight, t.target).isnan()
 
 
 CHANGING = {

@@ -21,33 +21,15 @@ from world import Member
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of ``token_statistics``. ``shards``: rows per rank; None for equal shards, the last
-    rows of which are padding that holds NaN."""
+class Call(Case):
+    """A case of ``token_statistics``. The last rows of equal shards are padding that holds NaN."""
 
-    N: int
-    V: int
-    D: int
-    dtype: str = "fp32"
-    ranks: int = 1
-    sequence_parallel: bool = False
-    budget: int | None = None
     block_bytes: int | None = None
-    bias: bool = False
-    scale: float = 1.0
-    softcap: float | None = None
-    shards: tuple[int, ...] | None = None
-    sharpness: float = 1.0
     backend: str = ""
-
-    def __str__(self) -> str:
-        defaults = type(self).__dataclass_fields__
-        changed = [f"{n}={v}" for n, v in vars(self).items() if n not in "NVD" and v != defaults[n].default]
-        return "-".join([f"{self.N}x{self.V}x{self.D}", *changed])
 
 
 def tensors(call: Call, device="cpu"):
-    t = make(Case(call.N, call.V, call.D, call.dtype, bias=call.bias, sharpness=call.sharpness), device)
+    t = make(call, device)
     outside = torch.tensor([-1, call.V, call.V + 3, -(2**63), 2**62], device=t.target.device)
     t.target[1::3] = outside.repeat(call.N)[: len(t.target[1::3])]
     upstream = {name: normal(call.N, seed=5 + i).to(device) for i, name in enumerate(DIFFERENTIABLE)}
@@ -75,8 +57,8 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
             weight,
             t.target,
             linear_bias=bias,
-            logit_scale=call.scale,
-            logit_softcap=call.softcap,
+            logit_scale=call.logit_scale,
+            logit_softcap=call.logit_softcap,
             process_group=member.group,
             sequence_parallel=call.sequence_parallel,
             vocab_start=start if call.shards else None,
@@ -103,9 +85,9 @@ def dense(call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     z_dtype = accumulation_dtype(dtype)
     t, upstream = tensors(call)
     leaves = [v.to(dtype).requires_grad_() for v in (t.x, t.weight, t.bias) if v is not None]
-    z = torch.nn.functional.linear(*leaves).to(z_dtype) * call.scale
-    if call.softcap is not None:
-        z = call.softcap * torch.tanh(z / call.softcap)
+    z = torch.nn.functional.linear(*leaves).to(z_dtype) * call.logit_scale
+    if call.logit_softcap is not None:
+        z = call.logit_softcap * torch.tanh(z / call.logit_softcap)
     results = reference.statistics(z, t.target)
     found = {name: value.detach() for name, value in results.items()}
     for name in DIFFERENTIABLE:
@@ -133,7 +115,7 @@ def check(call: Call, found: dict[str, torch.Tensor], factor: float) -> None:
     truth, yardstick = dense(call, torch.float64), dense(call, dtype)
     assert found.pop("vocab_size").item() == call.V
     operands = (v if v is None else v.double() for v in _operands(call))
-    z = reference.logits(*operands, scale=call.scale, softcap=call.softcap)
+    z = reference.logits(*operands, scale=call.logit_scale, softcap=call.logit_softcap)
     picked = z.gather(1, found.pop("argmax").unsqueeze(1)).squeeze(1)
     slack = 1e-12 if dtype == torch.float64 else 1e-5
     assert (picked >= z.amax(1) - slack * z.abs().amax()).all(), "argmax is not the largest"
@@ -161,24 +143,24 @@ ONE = [
     Call(80, 125, 64, "fp64", budget=0, block_bytes=5000),
     Call(63, 257, 33, "bf16", bias=True),
     Call(63, 257, 33, "bf16", bias=True, budget=0, block_bytes=9000),
-    Call(40, 130, 24, "fp16", scale=0.5),
-    Call(40, 130, 24, "fp16", budget=0, softcap=6.0),
-    Call(33, 200, 16, "fp32", softcap=4.0, scale=2.0, bias=True),
-    Call(33, 200, 16, "fp32", softcap=4.0, scale=2.0, bias=True, budget=0, block_bytes=9000),
+    Call(40, 130, 24, "fp16", logit_scale=0.5),
+    Call(40, 130, 24, "fp16", budget=0, logit_softcap=6.0),
+    Call(33, 200, 16, "fp32", logit_softcap=4.0, logit_scale=2.0, bias=True),
+    Call(33, 200, 16, "fp32", logit_softcap=4.0, logit_scale=2.0, bias=True, budget=0, block_bytes=9000),
     Call(1, 7, 8),
     Call(3, 1, 5, "fp64"),
-    Call(63, 300, 40, "bf16", bias=True, scale=0.7, budget=30000, block_bytes=9000, backend="triton"),
-    Call(33, 300, 15, softcap=4.0, bias=True, budget=0, block_bytes=9000, backend="triton"),
+    Call(63, 300, 40, "bf16", bias=True, logit_scale=0.7, budget=30000, block_bytes=9000, backend="triton"),
+    Call(33, 300, 15, logit_softcap=4.0, bias=True, budget=0, block_bytes=9000, backend="triton"),
 ]
 MANY = [
     Call(41, 125, 64, ranks=2),
     Call(42, 125, 64, "bf16", ranks=2, sequence_parallel=True, bias=True),
-    Call(40, 260, 31, "fp64", ranks=2, budget=0, block_bytes=4000, softcap=5.0),
+    Call(40, 260, 31, "fp64", ranks=2, budget=0, block_bytes=4000, logit_softcap=5.0),
     Call(36, 260, 31, "fp32", ranks=2, sequence_parallel=True, budget=0, block_bytes=4000, bias=True),
-    Call(40, 130, 24, ranks=3, scale=0.3, bias=True),
+    Call(40, 130, 24, ranks=3, logit_scale=0.3, bias=True),
     Call(39, 200, 24, "bf16", ranks=3, sequence_parallel=True, shards=(150, 0, 50), bias=True),
     Call(39, 200, 24, "fp64", ranks=3, sequence_parallel=True, shards=(3, 190, 9), budget=0, block_bytes=4000),
-    Call(37, 507, 23, ranks=4, bias=True, softcap=3.0),
+    Call(37, 507, 23, ranks=4, bias=True, logit_softcap=3.0),
     Call(36, 9, 23, "fp64", ranks=4, bias=True),  # shards of 3, 3, 3 rows and one of padding alone
     Call(36, 300, 16, "fp16", ranks=4, sequence_parallel=True, budget=0, block_bytes=4000),
 ]

@@ -168,10 +168,7 @@ def test_negative_views(name, backend, device):
 @pytest.mark.parametrize("shape", [(5, 0), (2, 3, 0), (0,), (0, 0)], ids=str)
 def test_no_features(shape, budget, backend, device):
     """Every logit is 0, or the bias."""
-    x, weight = (
-        torch.zeros(shape, device=device, requires_grad=True),
-        torch.zeros(7, 0, device=device, requires_grad=True),
-    )
+    x, weight = (torch.zeros(s, device=device, requires_grad=True) for s in (shape, (7, 0)))
     target = torch.full(shape[:-1], 3, device=device)
     bias = torch.arange(7.0, device=device, requires_grad=True)
     loss = parallel_lce.linear_cross_entropy(x, weight, target, reduction="none", logits_budget=budget)

@@ -46,6 +46,8 @@ class Arguments:
                 value = getattr(self, name)
                 if value is not None and type(value) is not usual:
                     changed[name] = convert(value)
+        if type(self.sequence_parallel) is not bool:
+            changed["sequence_parallel"] = as_bool(self.sequence_parallel)
         return replace(self, **changed) if changed else self
 
 
@@ -89,3 +91,11 @@ def as_float(value: Any) -> Any:
     refuse it."""
     value = as_number(value)
     return float(value) if type(value) is int and -LARGEST <= value <= LARGEST else value
+
+
+def as_bool(value: Any) -> Any:
+    """NumPy's bool, and the numbers 0 and 1, as Python's bool; anything else as it is."""
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    value = as_number(value)
+    return bool(value) if type(value) is int and value in (0, 1) else value

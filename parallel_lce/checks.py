@@ -40,6 +40,7 @@ def check_arguments(a: Arguments, layout: Layout, needs_target: bool) -> torch.S
     """The shape of the tokens; or ``ValueError`` for tensors or numbers that do not fit each other or the layout."""
     if needs_target and not isinstance(a.target, Tensor):
         raise ValueError(f"target must be a tensor, got {type(a.target).__name__}")
+    check_sequence_parallel(a.sequence_parallel)
     _check_tensors(a)
     weight, rows = a.linear_weight, a.linear_weight.shape[0]
     bias, target = a.linear_bias, a.target
@@ -132,6 +133,12 @@ def check_logit_options(logit_scale: object, logit_softcap: object) -> None:
 def check_budget(logits_budget: object) -> None:
     if logits_budget is not None and not (_is_count(logits_budget) and logits_budget >= 0):
         raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {logits_budget!r}")
+
+
+def check_sequence_parallel(sequence_parallel: object) -> None:
+    # The text "no" would be taken for yes.
+    if not isinstance(sequence_parallel, bool):
+        raise ValueError(f"sequence_parallel must be True or False, got {shortened(sequence_parallel)}")
 
 
 def check_reduce_dtype(reduce_dtype: object) -> None:

@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_lce.arguments import LossOptions, as_float, as_number
+from parallel_lce.arguments import LossOptions, as_bool, as_float, as_number
 from parallel_lce.checks import (
     check_budget,
     check_logit_options,
     check_loss_options,
     check_process_group,
     check_reduce_dtype,
+    check_sequence_parallel,
     check_vocabulary,
 )
 from parallel_lce.functional import linear_cross_entropy
@@ -58,12 +59,14 @@ class LinearCrossEntropy(nn.Module):
         loss = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
         logit_scale, logit_softcap = as_float(logit_scale), as_float(logit_softcap)
         vocab_start, vocab_size, logits_budget = as_number(vocab_start), as_number(vocab_size), as_number(logits_budget)
+        sequence_parallel = as_bool(sequence_parallel)
         check_loss_options(loss)
         check_logit_options(logit_scale, logit_softcap)
         check_vocabulary(vocab_start, vocab_size)
         check_budget(logits_budget)
         check_reduce_dtype(reduce_dtype)
         check_process_group(process_group)
+        check_sequence_parallel(sequence_parallel)
         self.options = {
             "reduction": loss.reduction,
             "ignore_index": loss.ignore_index,

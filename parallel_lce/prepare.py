@@ -55,13 +55,14 @@ def prepare(
     layout = Layout.of(arguments.process_group, False)
     # From here on a refusal is told to the other ranks.
     try:
-        if arguments.sequence_parallel:
+        arguments = arguments.with_python_numbers()
+        if arguments.sequence_parallel is True:
             layout = Layout.of(arguments.process_group, True)
         if refuse is not None:
             refuse()
         if options is not None:
             check_loss_options(options)
-        a = _autocast(arguments.with_python_numbers())
+        a = _autocast(arguments)
         shape = check_arguments(a, layout, needs_target=options is not None)
         if main_grad is not None and main_grad.tensor.shape != a.linear_weight.shape:
             raise ValueError(

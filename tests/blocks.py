@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
 
 
 def block_forward(backend, projection, x, target, columns, save, buffer=None, out=None, local=None, arrive=None):
@@ -53,3 +55,55 @@ def watched_backwards(backend, before=lambda given: None, after=lambda given: No
         yield
     finally:
         backend.BlockBackward = original
+
+
+@contextmanager
+def counted_forwards(backend):
+    """Yields a list of the number of rows of each block that the backend projects."""
+    original, rows = backend.BlockForward, []
+
+    class Counted(original):
+        def __init__(self, *arguments) -> None:
+            rows.append(len(inspect.signature(original).bind(*arguments).arguments["x"]))
+            super().__init__(*arguments)
+
+    backend.BlockForward = Counted
+    try:
+        yield rows
+    finally:
+        backend.BlockForward = original
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of a Triton kernel: its grid, and its arguments and constants by name."""
+
+    kernel: str
+    grid: tuple[int, ...]
+    given: dict[str, object]
+
+    @property
+    def projects(self) -> bool:
+        return self.kernel.endswith("projection")
+
+    @property
+    def of_gradient(self) -> bool:
+        """Whether it projects in order to have the logits' gradient, in backward."""
+        return self.projects and bool(self.given["GRADIENT"])
+
+
+@contextmanager
+def launches():
+    """Yields a list of the launches of kernels, in order."""
+    from parallel_lce.kernels.relaunch import Relaunched
+
+    found: list[Launch] = []
+    launch = Relaunched.launch
+
+    def noted(kernel, grid, *arguments, **constants) -> None:
+        named = dict(zip(kernel.arg_names, arguments)) | constants
+        found.append(Launch(kernel.__name__, tuple(grid), named))
+        launch(kernel, grid, *arguments, **constants)
+
+    with mock.patch.object(Relaunched, "launch", noted):
+        yield found

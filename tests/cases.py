@@ -2,22 +2,29 @@
 
 The truth is :mod:`parallel_lce.reference` in float64 on one process. The yardstick is what a user
 has without the package: torch's projection in the inputs' dtype, its logits in fp32 and autograd.
-An error is the Frobenius norm of the difference from the truth.
+Errors are those of :mod:`measures`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 import parallel_lce
+from measures import assert_no_worse, size, smallest_steps
+from measures import error as error
 from parallel_lce import reference
 from parallel_lce.partials import accumulation_dtype
 from world import Member
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    """Normally distributed fp64 numbers, on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -79,12 +86,12 @@ def make(case: Case, device: torch.device | str = "cpu") -> Tensors:
     generator = torch.Generator().manual_seed(case.seed)
     dtype = DTYPES[case.dtype]
 
-    def normal(*shape: int) -> Tensor:
+    def drawn(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
-    x = normal(case.N, case.D)
-    weight = normal(case.V, case.D) * (case.sharpness / case.D**0.5)
-    bias = normal(case.V) + case.offset if case.bias or case.offset else None
+    x = drawn(case.N, case.D)
+    weight = drawn(case.V, case.D) * (case.sharpness / case.D**0.5)
+    bias = drawn(case.V) + case.offset if case.bias or case.offset else None
     target = torch.randint(case.V, (case.N,), generator=generator)
     if case.ignored != "none":
         target[slice(None) if case.ignored == "all" else slice(0, None, 3)] = -100
@@ -95,7 +102,7 @@ def make(case: Case, device: torch.device | str = "cpu") -> Tensors:
         )
         token_weight[1::5] = 0
     shape = (case.N,) if case.reduction == "none" else ()
-    upstream = normal(*shape)
+    upstream = drawn(*shape)
     if case.reduction == "none":
         upstream[::4] = 0
     if case.upstream is not None:
@@ -115,21 +122,54 @@ def loss_options(case: Case) -> dict:
     return {"reduction": case.reduction, "label_smoothing": case.label_smoothing, "z_loss": case.z_loss}
 
 
-def dense(case: Case, t: Tensors, dtype: torch.dtype, loss_dtype: torch.dtype) -> dict[str, Tensor]:
+def dense(case: Case, t: Tensors, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
     """Loss and gradients of the dense path with a projection in ``dtype``."""
+    options = dict(scale=case.logit_scale, softcap=case.logit_softcap, token_weight=t.token_weight)
+    return dense_loss(t, dtype, upstream=t.upstream, **options, **loss_options(case))
+
+
+def dense_loss(
+    t: Tensors,
+    dtype: torch.dtype = torch.float64,
+    *,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    upstream: Tensor | None = None,
+    **options,
+) -> dict[str, Tensor]:
+    """Loss and gradients of all logits: projected in ``dtype``, and from there on in fp32, or in fp64 for fp64.
+
+    ``upstream``: of the loss, None for ones. ``options``: of :func:`parallel_lce.reference.loss`.
+    """
     leaves = {
-        name: None if value is None else value.detach().to(dtype).requires_grad_()
+        name: value.detach().to(dtype).requires_grad_()
         for name, value in (("x", t.x), ("weight", t.weight), ("bias", t.bias))
+        if value is not None
     }
-    z = torch.nn.functional.linear(leaves["x"], leaves["weight"], leaves["bias"]).to(loss_dtype)
-    z = z * case.logit_scale
-    if case.logit_softcap is not None:
-        z = case.logit_softcap * torch.tanh(z / case.logit_softcap)
-    loss = reference.loss(z, t.target, token_weight=t.token_weight, **loss_options(case))
-    loss.backward(t.upstream.to(loss.dtype))
-    found = {"loss": loss.detach()}
-    found |= {f"d{n}": leaf.grad for n, leaf in leaves.items() if leaf is not None}
-    return found
+    z = torch.nn.functional.linear(*leaves.values()).to(accumulation_dtype(dtype)) * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    loss = reference.loss(z, t.target, **options)
+    upstream = torch.ones_like(loss) if upstream is None else upstream.to(loss.dtype)
+    gradients = torch.autograd.grad(loss, [*leaves.values()], upstream)
+    return {"loss": loss.detach()} | {f"d{name}": g for name, g in zip(leaves, gradients)}
+
+
+def part(t: Tensors, member: Member, sequence_parallel: bool = False, shards: tuple[int, ...] | None = None) -> Tensors:
+    """A rank's part of the tensors. Its operands are leaves in memory of their own.
+
+    ``shards``: the ranks' rows of the weight and the bias, None for equal ones.
+    """
+    rows = len(t.weight) // member.ranks
+    start = rows * member.rank if shards is None else sum(shards[: member.rank])
+    stop = start + (rows if shards is None else shards[member.rank])
+
+    def leaf(value: Tensor) -> Tensor:
+        return value.detach().clone().requires_grad_()
+
+    x = t.x.chunk(member.ranks)[member.rank] if sequence_parallel else t.x
+    bias = None if t.bias is None else leaf(t.bias[start:stop])
+    return replace(t, x=leaf(x), weight=leaf(t.weight[start:stop]), bias=bias)
 
 
 def local_shard(case: Case, rank: int) -> tuple[int, int, bool]:
@@ -205,31 +245,21 @@ def assemble(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
-def error(found: Tensor, truth: Tensor) -> float:
-    return (found.double().cpu() - truth.double().cpu()).norm().item()
-
-
 def check(case: Case, found: dict[str, Tensor], factor: float, device: str = "cpu") -> None:
     """Every error is at most ``factor`` times the yardstick's, 1.5 times for fp16."""
     factor = max(factor, 1.5) if case.dtype == "fp16" else factor
-    t = make(case, device)
-    truth = dense(case, t, torch.float64, torch.float64)
-    dtype = DTYPES[case.dtype]
-    yardstick = dense(case, t, dtype, torch.float64 if dtype == torch.float64 else torch.float32)
+    t, dtype = make(case, device), DTYPES[case.dtype]
+    truth, yardstick = dense(case, t), dense(case, t, dtype)
     for name, value in found.items():
         assert value.shape == truth[name].shape, name
         # Sums in another order. In float64 truth and yardstick are one: there that is all.
-        floor = torch.finfo(accumulation_dtype(dtype)).eps * truth[name].norm().item()
+        floor = torch.finfo(accumulation_dtype(dtype)).eps * size(truth[name])
         floor *= 32 if dtype == torch.float64 else 1
         if name == "dx" and case.ranks > 1:
             # Each rank's part is rounded before it is added up, the yardstick has one part.
-            floor = max(floor, torch.finfo(dtype).eps * truth[name].norm().item())
-        if value.dtype == torch.float16:
-            floor += 2**-24 * value.numel() ** 0.5
-        ours_error, its_error = error(value, truth[name]), error(yardstick[name], truth[name])
-        assert ours_error <= factor * its_error + floor, (
-            f"{case}: {name} error {ours_error:.3g}, torch's {its_error:.3g}, norm {truth[name].norm():.3g}"
-        )
+            floor = max(floor, torch.finfo(dtype).eps * size(truth[name]))
+        floor += smallest_steps(value)
+        assert_no_worse(value, truth[name], yardstick[name], factor, floor, f"{case}: {name}")
 
 
 def run(case: Case, worlds, device: str) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from functools import partial
 
 import torch
 
+from measures import error, largest_error, size
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, build_chunks, losses_of
 from world import Member
 
@@ -173,7 +174,7 @@ def assert_equal(ours: Trained, stock: Trained, tolerance: float) -> None:
     assert ours.sharded == stock.sharded
     assert len(ours.losses) == len(stock.losses)
     for a, b in zip(ours.losses, stock.losses):
-        assert (a - b).abs().max() <= tolerance, ("losses", (a - b).abs().max())
+        assert largest_error(a, b) <= tolerance, ("losses", largest_error(a, b))
     pairs = [*zip(ours.gradients, stock.gradients, strict=True), (ours.parameters, stock.parameters)]
     for found, truth in pairs:
         assert found.keys() == truth.keys()
@@ -181,7 +182,7 @@ def assert_equal(ours: Trained, stock: Trained, tolerance: float) -> None:
             if truth[name] is None:
                 assert tensor is None, name
                 continue
-            difference = (tensor - truth[name]).norm() / truth[name].norm().clamp(min=1e-12)
+            difference = error(tensor, truth[name]) / max(size(truth[name]), 1e-12)
             assert difference <= tolerance, (name, difference)
 
 

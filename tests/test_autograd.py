@@ -7,42 +7,37 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
-from blocks import watched_backwards
-from cases import Case, dense, error, make
+from blocks import counted_forwards, watched_backwards
+from cases import Case, dense, dense_loss, make, part
+from measures import ROUNDED, assert_close, assert_near, assert_no_worse, smallest_steps
 from parallel_lce import reference
 from parallel_lce.backends import backend_of
 from parallel_lce.statistics import DIFFERENTIABLE
-from tools import REDUCED, assert_near, everywhere, shrunk, small, statistics
+from tools import REDUCED, everywhere, shrunk, small, statistics
 from world import Member
 
-CASE = Case(64, 300, 8, ignored="none")
-
-
-def _leaves(device: str, dtype: str = "fp32"):
-    t = make(Case(CASE.N, CASE.V, CASE.D, dtype=dtype, ignored="none"), device)
-    return t, t.x.clone().requires_grad_(), t.weight.clone().requires_grad_()
+SIZE = dict(N=64, V=300, D=8)
+WALKED_SIZE = dict(N=48, V=200, D=8)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.thinned
-def test_checkpointed_loss_is_computed_twice_and_no_more(reduction, reentrant, backend, device, monkeypatch):
-    t, x, w = _leaves(device)
-    calls, module = [], backend_of(w)
-    original = module.BlockForward
-    monkeypatch.setattr(module, "BlockForward", lambda *a: calls.append(1) or original(*a))
+def test_checkpointed_loss_is_computed_twice_and_no_more(reduction, reentrant, backend, device):
+    t = small(device, **SIZE)
+    x, w = t.x, t.weight
 
     def loss(x, w):
         return parallel_lce.linear_cross_entropy(x, w, t.target, reduction=reduction, logits_budget=0).sum()
 
-    with shrunk(8000):
+    with shrunk(8000), counted_forwards(backend_of(w)) as blocks:
         want = torch.autograd.grad(loss(x, w), (x, w))
-        once = len(calls)
+        once = len(blocks)
         assert once > 1 or reduction == "none", "several blocks accumulate"
         x.grad = w.grad = None
         checkpoint(loss, x, w, use_reentrant=reentrant).backward()
     # The plain call, the checkpoint's forward (without gradients if reentrant) and its recomputation.
-    assert len(calls) == 2 * once + (1 if reentrant else once)
+    assert len(blocks) == 2 * once + (1 if reentrant else once)
     assert torch.equal(x.grad, want[0]) and torch.equal(w.grad, want[1])
 
 
@@ -56,30 +51,28 @@ def test_loss_scaling_keeps_fp16_gradients(budget, device):
     with shrunk(1 << 16):
         loss = parallel_lce.linear_cross_entropy(x, w, t.target, logits_budget=budget)
         loss.backward(t.upstream)
-    truth = dense(case, t, torch.float64, torch.float64)
-    yardstick = dense(case, t, torch.float16, torch.float32)
+    truth, yardstick = dense(case, t), dense(case, t, torch.float16)
     for name, leaf in (("dx", x), ("dweight", w)):
-        its = error(yardstick[name], truth[name])
-        assert error(leaf.grad, truth[name]) <= 1.5 * its, name
+        assert_no_worse(leaf.grad, truth[name], yardstick[name], 1.5, name=name)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-4, 1000.0])
 def test_fp16_survives_any_logit_scale(scale, device):
-    t, x, w = _leaves(device, "fp16")
+    t = small(device, **SIZE, dtype="fp16")
+    x, w = t.x, t.weight
     w.data *= 1e-3
     loss = parallel_lce.linear_cross_entropy(x, w, t.target, logit_scale=scale, reduction="none", logits_budget=0)
     loss.sum().backward()
-    X, W = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
-    torch.nn.functional.cross_entropy(scale * (X @ W.t()), t.target, reduction="sum").backward()
-    for found, truth in ((x.grad, X.grad), (w.grad, W.grad)):
+    truth = dense_loss(t, scale=scale, reduction="sum")
+    for name, found in (("dx", x.grad), ("dweight", w.grad)):
         assert found.isfinite().all()
-        floor = 2**-24 * found.numel() ** 0.5
-        assert error(found, truth) <= 2e-3 * truth.norm() + floor
+        assert_close(found, truth[name], 2e-3, smallest_steps(found), name)
 
 
 @pytest.mark.parametrize("budget", [None, 0])
 def test_gradients_cannot_be_differentiated_in_silence(budget, device):
-    t, x, w = _leaves(device)
+    t = small(device, **SIZE)
+    x, w = t.x, t.weight
     with shrunk(8000):
         loss = parallel_lce.linear_cross_entropy(x, w, t.target, logits_budget=budget)
         (dx,) = torch.autograd.grad(loss, x, create_graph=True)
@@ -88,15 +81,17 @@ def test_gradients_cannot_be_differentiated_in_silence(budget, device):
 
 
 def test_none_of_torch_s_own_defaults_is_refused(device):
-    t, x, w = _leaves(device)
+    t = small(device, **SIZE)
+    x, w = t.x, t.weight
     want = parallel_lce.linear_cross_entropy(x, w, t.target)
     assert torch.equal(parallel_lce.linear_cross_entropy(x, w, t.target, weight=None, options=None), want)
 
 
 def test_a_target_out_of_range_shows_in_the_gradient(device):
-    t, x, w = _leaves(device)
+    t = small(device, **SIZE)
+    x, w = t.x, t.weight
     target = t.target.clone()
-    target[5] = CASE.V
+    target[5] = SIZE["V"]
     loss = parallel_lce.linear_cross_entropy(x, w, target, reduction="none")
     loss.sum().backward()
     assert loss.isnan().nonzero().flatten().tolist() == [5]
@@ -112,13 +107,12 @@ STORED_ERROR = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}
 
 def _walked(member: Member, name: str, dtype: str):
     """Four backwards through one graph: one with a zero upstream and one with it doubled."""
-    t = small(member.device, N=48, V=200, D=8, dtype=dtype)
-    shard = t.weight.detach().chunk(member.ranks)[member.rank].clone().requires_grad_()
-    bias = torch.zeros(len(shard), dtype=shard.dtype, device=member.device).requires_grad_()
-    leaves = [t.x, shard, bias]
+    t = part(small(member.device, **WALKED_SIZE, dtype=dtype), member)
+    bias = t.weight.new_zeros(len(t.weight)).requires_grad_()
+    leaves = [t.x, t.weight, bias]
     with shrunk(8192, (16, 32)):
         loss = parallel_lce.linear_cross_entropy(
-            t.x, shard, t.target, linear_bias=bias, process_group=member.group, **WALKED[name]
+            t.x, t.weight, t.target, linear_bias=bias, process_group=member.group, **WALKED[name]
         ).sum()
         accumulates = "AccumulatedLoss" in type(_parent(loss)).__name__
         # dX of fp16 waits for the upstream gradient, which may be a loss scale.
@@ -133,7 +127,7 @@ def _walked(member: Member, name: str, dtype: str):
         assert torch.equal(one, copy), "a later backward wrote into the first one's result"
         assert torch.count_nonzero(zero) == 0
         if name.startswith("save"):
-            assert error(last, one) <= STORED_ERROR[dtype] * one.double().norm()
+            assert_close(last, one, STORED_ERROR[dtype])
         else:
             assert torch.equal(last, one)
         # Powers of two scale exactly, but in the subnormal numbers of fp16.
@@ -155,13 +149,10 @@ def _parent(loss):
 def test_second_backward(name, ranks, worlds, backend, device):
     for dtype in ("fp32", "bf16", "fp16"):
         parts = everywhere(worlds, device, ranks, _walked, name, dtype)
-        t = small(N=48, V=200, D=8, dtype=dtype)
-        x, w = t.x.detach().double().requires_grad_(), t.weight.detach().double().requires_grad_()
         reduction = "sum" if WALKED[name]["reduction"] == "none" else "mean"
-        torch.nn.functional.cross_entropy(x @ w.t(), t.target, reduction=reduction).backward()
-        tolerance = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 4e-3}[dtype]
-        assert_near(parts[0][0], x.grad, tolerance)
-        assert_near(torch.cat([p[1] for p in parts]), w.grad, tolerance)
+        truth = dense_loss(small(**WALKED_SIZE, dtype=dtype), reduction=reduction)
+        assert_near(parts[0][0], truth["dx"], ROUNDED[dtype])
+        assert_near(torch.cat([p[1] for p in parts]), truth["dweight"], ROUNDED[dtype])
 
 
 @pytest.mark.parametrize("names", [["lse", "target_logit"], ["entropy"]], ids=["saved", "expected"])
@@ -205,7 +196,7 @@ def test_a_backend_may_overwrite_what_is_saved(budget, blocks, names, backend, d
 @pytest.mark.parametrize("budget", [None, 0])
 def test_targets_that_were_written_to_since_forward_are_refused(budget, reduction, backend, device):
     """As ``F.cross_entropy`` refuses them: the gradient would be that of other targets."""
-    t = small(device, N=48, V=200, D=8)
+    t = small(device, **WALKED_SIZE)
     with shrunk(8192):
         if reduction == "statistics":
             loss = statistics(t.x, t.weight, t.target, logits_budget=budget).target_log_prob
@@ -218,7 +209,7 @@ def test_targets_that_were_written_to_since_forward_are_refused(budget, reductio
 
 def test_first_backward_with_zero_upstream_spoils_nothing(device):
     """The accumulated sums are scaled in place by the first backward: by 0, here."""
-    t = small(device, N=48, V=200, D=8)
+    t = small(device, **WALKED_SIZE)
     with shrunk(8192):
         loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, logits_budget=0)
         torch.autograd.grad(loss, [t.x], torch.zeros_like(loss), retain_graph=True)
@@ -230,7 +221,7 @@ def test_first_backward_with_zero_upstream_spoils_nothing(device):
 
 @pytest.mark.parametrize("budget", [None, 0])
 def test_a_second_derivative_is_refused_in_words(budget, device):
-    t = small(device, N=48, V=200, D=8)
+    t = small(device, **WALKED_SIZE)
     with shrunk(8192):
         loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, logits_budget=budget)
         scale = torch.ones((), device=device, requires_grad=True)
@@ -278,10 +269,8 @@ def test_upstream_of_any_layout(dtype, budget, backend, device):
     for name, upstream in layouts.items():
         found, expected = gradients(upstream), gradients(upstream.contiguous())
         assert all(torch.equal(a, b) for a, b in zip(found, expected)), name
-        a, b = (v.detach().double().requires_grad_() for v in (x, t.weight))
-        loss = torch.nn.functional.cross_entropy((a @ b.t()).flatten(0, 1), t.target, reduction="none")
-        tolerance = {"fp32": 1e-5, "bf16": 2e-2, "fp16": 4e-3}[dtype]
-        for g, exact in zip(found, torch.autograd.grad(loss, [a, b], upstream.double().flatten())):
-            assert_near(g, exact, tolerance)
+        truth = dense_loss(t, upstream=upstream.flatten(), reduction="none")
+        assert_near(found[0], truth["dx"].view(x.shape), ROUNDED[dtype])
+        assert_near(found[1], truth["dweight"], ROUNDED[dtype])
     by_sum = gradients(None, torch.sum)
     assert all(torch.equal(a, b) for a, b in zip(by_sum, gradients(torch.ones(4, 6, device=device))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass
 from unittest import mock
 
@@ -11,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 import parallel_lce
-from cases import DTYPES, Case, error, make
+from cases import DTYPES, Case, dense_loss, make, part
+from measures import assert_close
 from parallel_lce import collectives
 from parallel_lce.backends import backend_of, eager
-from tools import recorded, shrunk
+from tools import recorded, shrunk, started
 from world import Member
 
 N, D, ROWS = 48, 4, 40  # tokens of the whole sequence, hidden size, vocabulary rows per rank
@@ -41,16 +41,16 @@ def _events(member: Member, call: Call):
     """What a rank starts in forward and in backward."""
     dtype = DTYPES[call.dtype]
     t = make(Case(N, ROWS * member.ranks, D, call.dtype, ignored="none"), member.device)
-    x = t.x.chunk(member.ranks)[member.rank] if call.sequence_parallel else t.x
-    x = x.clone().requires_grad_("input" not in call.frozen)
-    shard = t.weight.chunk(member.ranks)[member.rank].clone().requires_grad_("weight" not in call.frozen)
+    t = part(t, member, call.sequence_parallel)
+    t.x.requires_grad_("input" not in call.frozen)
+    t.weight.requires_grad_("weight" not in call.frozen)
     budget = {"save": None, "save alone": N * ROWS * dtype.itemsize}.get(call.strategy, 0)
     in_flight = 2 if call.strategy == "accumulate" else 1
     block_bytes = in_flight * N // call.blocks * ROWS * dtype.itemsize
     with shrunk(block_bytes, (8, 16)), recorded(member.group) as events:
         loss = parallel_lce.linear_cross_entropy(
-            x,
-            shard,
+            t.x,
+            t.weight,
             t.target,
             reduction="mean" if call.strategy == "accumulate" else "none",
             label_smoothing=call.smoothing,
@@ -58,8 +58,7 @@ def _events(member: Member, call: Call):
             sequence_parallel=call.sequence_parallel,
             logits_budget=budget,
         )
-        forward = list(events)
-        events.clear()
+        forward, events[:] = list(events), []
         if loss.requires_grad:
             loss.sum().backward()
         return forward, list(events)
@@ -190,25 +189,19 @@ def test_all_of_dw_runs_beside_the_reduction_where_rows_are_kept(worlds, device)
 
 def _gathers_and_waits(member: Member):
     """The order in which a forward of several blocks starts gathers of hidden states and waits for them."""
-    order, wait = [], collectives.IncomingHidden.wait
+    wait, blocks, waited = collectives.IncomingHidden.wait, 4, []
 
     def watched_wait(self):
         if not self.arrived and self.tensor.shape[-1] == D:
-            order.append("wait")
+            waited.append(len(found))
         return wait(self)
 
-    def watched_gather(*arguments, **options):
-        if arguments[1].shape[-1] == D:
-            order.append("gather")
-        return gather(*arguments, **options)
-
-    gather = collectives._all_gather
-    patches = (collectives.IncomingHidden, "wait", watched_wait), (collectives, "_all_gather", watched_gather)
-    with ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(mock.patch.object(*patch))
-        _events(member, Call("accumulate", member.ranks, 4, True))
-    return order
+    with started() as found, mock.patch.object(collectives.IncomingHidden, "wait", watched_wait):
+        _events(member, Call("accumulate", member.ranks, blocks, True))
+    hidden = N // member.ranks // blocks * D
+    gathers = [place for place, each in enumerate(found) if (each.kind, each.size) == ("all_gather", hidden)]
+    # A wait comes before what was started next.
+    return [what for _, what in sorted([(g, "gather") for g in gathers] + [(w - 0.5, "wait") for w in waited])]
 
 
 def test_the_second_gather_starts_once_the_first_is_waited_for(worlds, device):
@@ -219,26 +212,22 @@ def test_the_second_gather_starts_once_the_first_is_waited_for(worlds, device):
 
 def _reduced_in_pieces(member: Member, shards: tuple[int, ...], piece: int, frozen: bool, dtype: torch.dtype):
     """dX, and what was started in backward, with pieces of so many rows."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(N, D, generator=generator).bfloat16().to(member.device).requires_grad_()
-    weight = torch.randn(sum(shards), D, generator=generator).bfloat16().to(member.device)
-    start = sum(shards[: member.rank])
-    shard = weight[start : start + shards[member.rank]].clone().requires_grad_(not frozen)
-    target = torch.randint(sum(shards), (N,), generator=generator).to(member.device)
+    t = part(make(Case(N, sum(shards), D, "bf16", ignored="none"), member.device), member, shards=shards)
+    t.weight.requires_grad_(not frozen)
     with mock.patch.object(collectives, "REDUCED_BYTES", piece * D * dtype.itemsize):
         losses = parallel_lce.linear_cross_entropy(
-            x,
-            shard,
-            target,
+            t.x,
+            t.weight,
+            t.target,
             reduction="none",
             process_group=member.group,
-            vocab_start=start,
+            vocab_start=sum(shards[: member.rank]),
             vocab_size=sum(shards),
             reduce_dtype=dtype,
         )
         with recorded(member.group) as events:
             losses.sum().backward()
-    return x.grad, [e for e in events if e[0] != "dW"]
+    return t.x.grad, of_collectives(events)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -258,13 +247,10 @@ def test_a_large_reduction_without_dw_is_in_pieces_of_rows(shards, frozen, dtype
 
 
 def _events_by_vocabulary(member: Member):
-    dtype = torch.bfloat16
-    x = torch.randn(8, D, device=member.device).to(dtype).requires_grad_()
-    shard = torch.randn(ROWS, D, device=member.device).to(dtype).requires_grad_()
-    target = torch.zeros(8, dtype=torch.int64, device=member.device)
+    t = part(make(Case(8, ROWS * member.ranks, D, "bf16", ignored="none"), member.device), member)
     with shrunk(2 * ROWS * 2, (2, 16)), recorded(member.group) as events:
         loss = parallel_lce.linear_cross_entropy(
-            x, shard, target, reduction="none", process_group=member.group, logits_budget=0
+            t.x, t.weight, t.target, reduction="none", process_group=member.group, logits_budget=0
         )
         loss.sum().backward()
     return events
@@ -281,13 +267,12 @@ def test_recomputation_by_vocabulary_reduces_once(worlds, device):
 
 
 def _statistics_events(member: Member):
-    t = make(Case(N, ROWS * member.ranks, D, ignored="none"), member.device)
-    shard = t.weight.chunk(member.ranks)[member.rank].clone().requires_grad_()
+    t = part(make(Case(N, ROWS * member.ranks, D, ignored="none"), member.device), member)
     sizes = []
     for number in range(8):
         asked = dict(mean_logit=bool(number & 1), expected_logit=bool(number & 2), argmax=bool(number & 4))
         with recorded(member.group) as events:
-            parallel_lce.token_statistics(t.x, shard, t.target, process_group=member.group, **asked)
+            parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, **asked)
         sizes.append(events)
     return sizes
 
@@ -322,12 +307,11 @@ def _subgroups(member: Member, budget, sequence_parallel: bool, reduction: str):
     group, place = groups[pair], pair.index(member.rank)
     assert place != member.rank or member.rank == 0
     t = make(Case(N, 2 * ROWS, D, seed=member.rank % 2), member.device)
-    x = (t.x.chunk(2)[place] if sequence_parallel else t.x).clone().requires_grad_()
-    shard = t.weight.chunk(2)[place].clone().requires_grad_()
+    t = part(t, Member(place, 2, member.device, group), sequence_parallel)
     with shrunk(N // 2 * ROWS * 4, (8, 16)), recorded(group) as events:
         loss = parallel_lce.linear_cross_entropy(
-            x,
-            shard,
+            t.x,
+            t.weight,
             t.target,
             process_group=group,
             sequence_parallel=sequence_parallel,
@@ -336,7 +320,7 @@ def _subgroups(member: Member, budget, sequence_parallel: bool, reduction: str):
         )
         loss.sum().backward()
     others = [e for e in of_collectives(events) if not e[3]]
-    return others, len(of_collectives(events)), loss.detach().cpu(), x.grad.cpu(), shard.grad.cpu()
+    return others, len(of_collectives(events)), loss.detach().cpu(), t.x.grad.cpu(), t.weight.grad.cpu()
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -346,34 +330,28 @@ def test_only_the_given_group_is_used(budget, reduction, sequence_parallel, worl
     for others, count, *_ in found:
         assert others == [] and count >= 2
     for pair in ((0, 2), (1, 3)):
-        t = make(Case(N, 2 * ROWS, D, seed=pair[0] % 2))
-        x, w = t.x.double().requires_grad_(), t.weight.double().requires_grad_()
-        exact = torch.nn.functional.cross_entropy(x @ w.t(), t.target, reduction=reduction)
-        exact.sum().backward()
+        truth = dense_loss(make(Case(N, 2 * ROWS, D, seed=pair[0] % 2)), reduction=reduction)
         a, b = (found[r][2:] for r in pair)
         assert torch.equal(a[0], b[0])
         dx = torch.cat([a[1], b[1]]) if sequence_parallel else a[1]
-        for value, truth in ((a[0], exact), (dx, x.grad), (torch.cat([a[2], b[2]]), w.grad)):
-            assert error(value, truth) <= 2e-6 * truth.norm().item()
+        for name, value in (("loss", a[0]), ("dx", dx), ("dweight", torch.cat([a[2], b[2]]))):
+            assert_close(value, truth[name], 2e-6, name=name)
 
 
 def _ranks_whose_local_rows_differ(member: Member, sizes: tuple, vocab_size):
     """Blocks follow from shared numbers: ranks of very different shards start the same collectives."""
-    t = make(Case(N, sum(sizes), D), member.device)
-    start = sum(sizes[: member.rank])
-    shard = t.weight[start : start + sizes[member.rank]].clone().requires_grad_()
-    t.x.requires_grad_()
+    t = part(make(Case(N, sum(sizes), D), member.device), member, shards=sizes)
     found = []
     for reduction in ("mean", "none"):
         for budget in (0, 3000, 12000, None):
             with shrunk(2000, (8, 16)), recorded(member.group) as events:
                 parallel_lce.linear_cross_entropy(
                     t.x,
-                    shard,
+                    t.weight,
                     t.target,
                     reduction=reduction,
                     process_group=member.group,
-                    vocab_start=start,
+                    vocab_start=sum(sizes[: member.rank]),
                     vocab_size=vocab_size,
                     logits_budget=budget,
                 ).sum().backward()
@@ -392,26 +370,11 @@ def test_uneven_shards_start_the_same_collectives(given, worlds, device):
 
 def _collectives_are_asynchronous(member: Member):
     """Each is started with ``async_op=True``, waited for where its result is used."""
-    from parallel_lce import collectives
-
-    flags = []
-
-    def watch(original):
-        def call(*arguments, **options):
-            flags.append(options.get("async_op"))
-            return original(*arguments, **options)
-
-        return call
-
-    saved = collectives._all_gather, collectives._reduce_scatter, dist.all_reduce
-    collectives._all_gather, collectives._reduce_scatter, dist.all_reduce = map(watch, saved)
-    try:
+    with started() as found:
         for sequence_parallel in (False, True):
             for strategy in ("save", "accumulate", "recompute"):
                 _events(member, Call(strategy, member.ranks, 2, sequence_parallel))
-    finally:
-        collectives._all_gather, collectives._reduce_scatter, dist.all_reduce = saved
-    return flags
+    return [each.asynchronous for each in found]
 
 
 def test_collectives_are_asynchronous(worlds, device):
@@ -421,24 +384,15 @@ def test_collectives_are_asynchronous(worlds, device):
 
 def _sent_in_one_piece(member: Member):
     """Whether the hidden states of a view with gaps are sent without them."""
-    t = make(Case(N, ROWS * member.ranks, D), member.device)
-    wide = torch.zeros(N // member.ranks, 2 * D, device=member.device)
-    wide[:, :D] = t.x.detach().chunk(member.ranks)[member.rank]
-    shard = t.weight.detach().chunk(member.ranks)[member.rank]
-    original, found = collectives._all_gather, []
-
-    def watched(gathered, sent, **options):
-        found.append(sent.is_contiguous())
-        return original(gathered, sent, **options)
-
-    collectives._all_gather = watched
-    try:
+    t = part(make(Case(N, ROWS * member.ranks, D), member.device), member, True)
+    wide = torch.zeros(len(t.x), 2 * D, device=member.device)
+    gapped = wide[:, :D].copy_(t.x.detach())
+    assert not gapped.is_contiguous()
+    with started() as found:
         parallel_lce.linear_cross_entropy(
-            wide[:, :D], shard, t.target, process_group=member.group, sequence_parallel=True
+            gapped, t.weight.detach(), t.target, process_group=member.group, sequence_parallel=True
         )
-    finally:
-        collectives._all_gather = original
-    return found
+    return [each.contiguous for each in found]
 
 
 def test_views_with_gaps_are_sent_in_one_piece(worlds, device):

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 import parallel_lce
-from tools import D, N, V, call, chosen_backend, debug_mode, good
+from tools import D, N, V, call, chosen_backend, debug_mode, good, small
 from world import Member
 
 LOSS, STATISTICS = parallel_lce.linear_cross_entropy, parallel_lce.token_statistics
@@ -341,8 +341,8 @@ def test_one_rank(device):
 @pytest.mark.parametrize(("dtype", "V"), [(torch.int8, 300), (torch.uint8, 300), (torch.int16, 40000)])
 def test_narrow_targets(dtype, V, device):
     """Ids of a dtype that cannot hold V are compared as wide ones."""
-    x, w = torch.randn(6, 4, device=device), torch.randn(V, 4, device=device)
+    t = small(device, N=6, V=V, D=4)
     target = torch.tensor([0, 1, 100, 127, 49, 3], dtype=dtype, device=device)
-    want = parallel_lce.linear_cross_entropy(x, w, target.long())
+    want = parallel_lce.linear_cross_entropy(t.x, t.weight, target.long())
     with debug_mode():
-        assert torch.equal(parallel_lce.linear_cross_entropy(x, w, target), want)
+        assert torch.equal(parallel_lce.linear_cross_entropy(t.x, t.weight, target), want)

@@ -12,7 +12,7 @@ import torch
 
 import parallel_lce
 from blocks import watched_backwards
-from cases import DTYPES, Case, make
+from cases import DTYPES, Case, make, part
 from parallel_lce.backends import backend_of
 from tools import everywhere, shrunk, statistics
 from world import Member
@@ -58,17 +58,15 @@ def _twice(member: Member, name: str, dtype: str, sequence_parallel: bool, deter
     t = make(Case(N, V, D, dtype, bias=True, reduction=reduction), member.device)
     # Tokens of one target add up in one row of dW.
     t.target[5:12] = t.target[4]
-    start = sum(shards[: member.rank])
-    part = slice(start, start + shards[member.rank])
-    x = t.x.chunk(member.ranks)[member.rank] if sequence_parallel else t.x
-    leaves = [v.clone().requires_grad_() for v in (x, t.weight[part], t.bias[part])]
+    t = part(t, member, sequence_parallel, shards)
+    leaves = [t.x, t.weight, t.bias]
     size = DTYPES[dtype].itemsize
     # What the plan counts: equal shards.
     logits = N * -(-V // member.ranks) * size
     options = dict(
         linear_bias=leaves[2],
         process_group=member.group,
-        vocab_start=start if member.ranks > 1 else None,
+        vocab_start=sum(shards[: member.rank]) if member.ranks > 1 else None,
         vocab_size=V,
         sequence_parallel=sequence_parallel,
         logits_budget=None if share is None else int(share * logits),

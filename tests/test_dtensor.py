@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import parallel_lce
+from cases import Case, make
 from tools import D, N, V, call, good
 from world import Member
 
@@ -131,10 +132,9 @@ class _Head(torch.nn.Module):
 
 def _fully_sharded(member: Member):
     """Each rank has tokens of its own. Losses inside the wrapped forward, and with the module unsharded."""
-    torch.manual_seed(0)
-    weight = torch.randn(V, D)
-    torch.manual_seed(1 + member.rank)
-    hidden, target = torch.randn(N, D), torch.randint(V, (N,))
+    weight = make(Case(N, V, D)).weight
+    own = make(Case(N, V, D, ignored="none", seed=1 + member.rank))
+    hidden, target = own.x, own.target
     want = F.cross_entropy(hidden @ weight.t(), target)
     hidden, target = hidden.to(member.device), target.to(member.device)
     head = _Head(weight.to(member.device))

@@ -111,8 +111,7 @@ def test_no_thread_of_the_group_outlives_an_example(name):
         "print(*(task.read_text().strip() for task in pathlib.Path('/proc/self/task').glob('*/comm')), sep='\\n')"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    threads = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60
-    )
+    command = [sys.executable, "-c", script]
+    threads = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     assert threads.returncode == 0, threads.stderr
     assert "gloo" not in threads.stdout

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
 import parallel_lce
-from cases import error
-from parallel_lce import functional, reference
+from cases import dense_loss, part
+from measures import assert_close, assert_near, assert_no_worse, error, size, smallest_steps
+from parallel_lce import reference
 from parallel_lce.backends import eager
-from parallel_lce.statistics import DIFFERENTIABLE
-from tools import REDUCED, assert_near, everywhere, field_gradients, shrunk, small, statistics
+from parallel_lce.prepare import prepare
+from parallel_lce.statistics import DIFFERENTIABLE, requested_columns
+from tools import REDUCED, arguments_of, everywhere, field_gradients, shrunk, small, statistics
 from world import Member
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -95,30 +98,29 @@ def test_bias_of_minus_infinity_removes_entries(strategy, gone, device):
 
 def _one_shard_gone(member: Member, budget):
     """All logits of one rank are -inf, padding elsewhere; the others' answer stands."""
-    t = small(member.device, V=120)
-    shard = t.weight.detach().chunk(3)[member.rank].clone().requires_grad_()
+    t = part(small(member.device, V=120), member)
     bias = torch.full((40,), -torch.inf if member.rank == 1 else 0.0, device=member.device)
     t.target[:] = 3
     with shrunk(4096, (16, 32)):
         loss = parallel_lce.linear_cross_entropy(
-            t.x, shard, t.target, linear_bias=bias, process_group=member.group, logits_budget=budget
+            t.x, t.weight, t.target, linear_bias=bias, process_group=member.group, logits_budget=budget
         )
         loss.backward()
-    return loss.detach().cpu(), t.x.grad.cpu(), shard.grad.cpu()
+    return loss.detach().cpu(), t.x.grad.cpu(), t.weight.grad.cpu()
 
 
 @pytest.mark.parametrize("budget", [None, 0])
 def test_a_shard_of_minus_infinity(budget, worlds, device):
     t = small(V=120)
-    x, w = t.x.detach().double().requires_grad_(), t.weight.detach().double().requires_grad_()
-    left = torch.cat([w[:40], w[80:]])
-    torch.nn.functional.cross_entropy(x @ left.t(), torch.full((24,), 3)).backward()
-    for rank, (loss, dx, dw) in enumerate(everywhere(worlds, device, 3, _one_shard_gone, budget)):
-        assert_near(loss, torch.nn.functional.cross_entropy(x @ left.t(), torch.full((24,), 3)), 1e-6)
-        assert_near(dx, x.grad, 1e-5)
-        exact = w.grad[40 * rank : 40 * rank + 40]
-        assert torch.equal(dw, torch.zeros_like(dw)) if rank == 1 else True
-        assert (dw.double() - exact).abs().max() <= 1e-5 * w.grad.abs().max()
+    t.target[:] = 3
+    truth = dense_loss(replace(t, weight=torch.cat([t.weight[:40], t.weight[80:]])))
+    whole = []
+    for loss, dx, dw in everywhere(worlds, device, 3, _one_shard_gone, budget):
+        assert_near(loss, truth["loss"], 1e-6)
+        assert_near(dx, truth["dx"], 1e-5)
+        whole.append(dw)
+    assert torch.count_nonzero(whole.pop(1)) == 0
+    assert_near(torch.cat(whole), truth["dweight"], 1e-5)
 
 
 @pytest.mark.parametrize("names", [PLAIN, list(DIFFERENTIABLE)], ids=["kept", "expected"])
@@ -144,26 +146,8 @@ def test_softcap_range(strategy, softcap, dtype, names, device):
     yardstick = torch.autograd.grad(total, [x, w])
     for ours_, its, expected in zip(field_gradients(found, names, [t.x, t.weight]), yardstick, exact):
         # Rounding dX to its dtype is the floor; stored exponentials in half precision get twice the yardstick.
-        floor = torch.finfo(t.x.dtype).eps * expected.norm().item()
-        assert error(ours_, expected) <= 2 * error(its, expected) + 2 * floor
-
-
-def _planned(call_options, device="cpu", accumulable=False):
-    """The plan of a call of ``token_statistics``."""
-    seen = []
-    original = functional.fused
-
-    def watch(call, *rest):
-        seen.append(call.plan)
-        return original(call, *rest)
-
-    functional.fused = watch
-    try:
-        t = small(device, dtype=call_options.pop("dtype", "fp32"))
-        statistics(t.x, t.weight, t.target, **call_options)
-    finally:
-        functional.fused = original
-    return seen[0]
+        floor = torch.finfo(t.x.dtype).eps * size(expected)
+        assert_no_worse(ours_, expected, its, 2, 2 * floor)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +165,10 @@ def _planned(call_options, device="cpu", accumulable=False):
     ],
 )
 def test_softcap_beyond_the_exponentials_range_saves_nothing(dtype, softcap, saved, device):
-    plan = _planned(dict(dtype=dtype, logit_softcap=softcap), device)
+    t = small(device, dtype=dtype)
+    arguments = arguments_of(t.x, t.weight, t.target, logit_softcap=softcap)
+    columns = requested_columns(mean_logit=True, expected_logit=True, argmax=True)
+    plan = prepare(arguments, columns, function="token_statistics").call.plan
     assert [b.saved for b in plan.blocks] == [150 if saved else 0]
 
 
@@ -218,7 +205,7 @@ def test_no_cancellation_at_large_logits(device):
         "entropy": (found.entropy, found.lse - found.expected_logit, exact["entropy"]),
     }
     for name, (ours_, naive, truth) in pairs.items():
-        assert error(ours_, truth) <= 4 * torch.finfo(torch.float32).eps * truth.norm().item(), name
+        assert_close(ours_, truth, 4 * torch.finfo(torch.float32).eps, name=name)
         assert error(ours_, truth) < error(naive, truth) / 8, f"{name}: no better than the difference"
 
 
@@ -275,49 +262,42 @@ def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, half, backend, de
         if loss.dim():
             loss = loss.sum() / 512
         dx, dw = torch.autograd.grad(loss, [x, big], torch.full_like(loss, upstream))
-    a, b = x.detach().double().requires_grad_(), big.detach().double().requires_grad_()
-    exact = torch.autograd.grad(torch.nn.functional.cross_entropy(a @ b.t(), t.target) * upstream, [a, b])
-    z = torch.nn.functional.linear(x, big).float()
-    its = torch.autograd.grad(torch.nn.functional.cross_entropy(z, t.target) * upstream, [x, big])
+    scaled = replace(t, x=x, weight=big)
+    exact, its = (dense_loss(scaled, d, upstream=torch.tensor(upstream)) for d in (torch.float64, torch.float16))
     # fp16 holds dX in steps of 2^-24, and operands to 2^-11.
-    floor = 2**-24 * dx.numel() ** 0.5 + 2**-11 * exact[0].norm().item()
-    assert exact[0].abs().max() > 2**-19, "the case must be one that fp16 can hold"
-    assert error(its[0], exact[0]) > 0.2 * exact[0].norm(), "torch's path underflows here"
-    assert error(dx, exact[0]) <= floor < 0.25 * error(its[0], exact[0])
-    assert error(dw, exact[1]) <= error(its[1], exact[1]) + 2**-24 * dw.numel() ** 0.5
+    floor = smallest_steps(dx) + 2**-11 * size(exact["dx"])
+    assert exact["dx"].abs().max() > 2**-19, "the case must be one that fp16 can hold"
+    lost = error(its["dx"], exact["dx"])
+    assert lost > 0.2 * size(exact["dx"]), "torch's path underflows here"
+    assert error(dx, exact["dx"]) <= floor < 0.25 * lost
+    assert_no_worse(dw, exact["dweight"], its["dweight"], floor=smallest_steps(dw))
 
 
 @pytest.mark.parametrize("name", REDUCED)
 def test_sharp_logits_in_bf16(name, device):
     """max |z| near 28: bf16 logits have lost their digits, stored exponentials have not."""
     t = small(device, N=96, V=512, D=64, dtype="bf16", sharpness=6.0)
-    exact_x, exact_w = (v.detach().double().requires_grad_() for v in (t.x, t.weight))
-    z = exact_x @ exact_w.t()
-    assert 22 < z.abs().max() < 34
-    truth = torch.autograd.grad(torch.nn.functional.cross_entropy(z, t.target), [exact_x, exact_w])
-    half = torch.nn.functional.linear(t.x, t.weight).float()
-    its = torch.autograd.grad(torch.nn.functional.cross_entropy(half, t.target), [t.x, t.weight])
+    assert 22 < (t.x.double() @ t.weight.double().t()).abs().max() < 34
+    truth, its = dense_loss(t), dense_loss(t, torch.bfloat16)
     with shrunk(32768, (32, 128)):
         loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **REDUCED[name])
         loss = loss if loss.dim() == 0 else loss.mean()
         found = torch.autograd.grad(loss, [t.x, t.weight])
-    for g, torchs, exact in zip(found, its, truth):
-        assert error(g, exact) <= 0.5 * error(torchs, exact)
+    for name, g in zip(("dx", "dweight"), found):
+        assert_no_worse(g, truth[name], its[name], 0.5, name=name)
 
 
 def _with_nan(member: Member, poisoned: bool, budget):
     t = small(member.device, N=24, V=150)
-    shard = t.weight.detach().chunk(member.ranks)[member.rank].clone().requires_grad_()
-    x = t.x.detach().clone()
     if poisoned:
-        x[5, 3] = torch.nan
-    x.requires_grad_()
+        t.x.data[5, 3] = torch.nan
+    t = part(t, member)
     with shrunk(4096, (16, 32)):
         options = dict(process_group=member.group, logits_budget=budget)
-        found = statistics(x, shard, t.target, **options)
-        loss = parallel_lce.linear_cross_entropy(x, shard, t.target, reduction="none", **options)
+        found = statistics(t.x, t.weight, t.target, **options)
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none", **options)
         upstream = torch.ones_like(loss)
-        (dx,) = torch.autograd.grad(loss, x, upstream)
+        (dx,) = torch.autograd.grad(loss, t.x, upstream)
     values = {n: v.detach().cpu() for n, v in vars(found).items() if n != "vocab_size"}
     return values | {"loss": loss.detach().cpu(), "dx": dx.cpu()}
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import parallel_lce
-from cases import error
+from measures import error
 from tools import chosen_backend, small
 
 HERE = Path(__file__).parent

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 import parallel_lce
+from cases import normal
 from parallel_lce.backends.loss import token_losses as plain
 from parallel_lce.kernels.losses import token_losses as fused
 from parallel_lce.losses import WeightedLoss
@@ -22,17 +23,16 @@ R, V = 300, 40
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.0), (0.0, 1e-3), (0.2, 1e-2)])
 def test_losses(smoothing, z_loss, weighted, ignore_index, outside_is_nan, device):
-    generator = torch.Generator().manual_seed(0)
-    z = torch.randn(R, V, generator=generator, dtype=torch.float64) * 4
+    z = normal(R, V) * 4
     z[1], z[2, 5] = -torch.inf, torch.nan
-    target = torch.randint(V, (R,), generator=generator)
+    target = torch.randint(V, (R,), generator=torch.Generator().manual_seed(0))
     target[4::10], target[5::10], target[6] = -100, V, 2**62
     logits = z.gather(1, target.where((target >= 0) & (target < V), 0)[:, None]).squeeze(1)
     logits[(target < 0) | (target >= V)] = 0.0
     top = z.amax(1)
     shifted = z - top.masked_fill(top == -torch.inf, 0.0)[:, None]
     exact = torch.stack([top, shifted.exp().sum(1), logits, shifted.sum(1)])
-    weight = torch.randn(R, generator=generator, dtype=torch.float64) if weighted else None
+    weight = normal(R, seed=1) if weighted else None
     others = ignore_index, smoothing, z_loss, outside_is_nan
     truth = plain(exact, torch.tensor(float(V), dtype=torch.float64), target, weight, *others)
     put = lambda t: None if t is None else t.float().to(device)  # noqa: E731

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -96,20 +97,18 @@ class _Faulty(torch.autograd.Function):
 
 def _fault(member: Member, where: str) -> None:
     from megatron_training import assert_equal, train, train_switched
-    from parallel_lce.megatron import output_layer
+    from parallel_lce.megatron.lazy_logits import LazyLogits
 
-    spec = Model(ranks=member.ranks)
-    stock, good = train(member, spec, {}), output_layer._fused_losses
+    spec, check = Model(ranks=member.ranks), LazyLogits.check
+    stock = train(member, spec, {})
 
-    def faulty(logits, target, ignore_index):
-        setattr(logits, where, _Faulty.apply(logits.hidden if where == "hidden" else logits.weight))
-        return good(logits, target, ignore_index)
+    def faulty(logits) -> None:
+        """The loss checks its logits before it takes their hidden states and weight."""
+        check(logits)
+        setattr(logits, where, _Faulty.apply(getattr(logits, where)))
 
-    output_layer._fused_losses = faulty
-    try:
+    with mock.patch.object(LazyLogits, "check", faulty):
         ours = train_switched(member, spec)
-    finally:
-        output_layer._fused_losses = good
     with pytest.raises(AssertionError):
         assert_equal(ours, stock, _tolerance(spec))
 

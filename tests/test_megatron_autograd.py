@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import parallel_lce.megatron
+from measures import assert_close
 from megatron_models import Model, batch
 from megatron_training import output_layers
 from tools import words_of_error
@@ -74,11 +75,11 @@ def _untracked(member: Member) -> None:
         losses.mean().backward()
         found.append((losses.detach(), leaf.grad))
     for truth, mine in zip(*found):
-        assert (mine - truth).norm() <= 1e-5 * truth.norm()
+        assert_close(mine, truth, 1e-5)
     # The loss, recomputed in backward, and a checkpoint within which logits are made for the first time.
     leaf = hidden.clone().requires_grad_()
     checkpoint(loss_of, labels, ours.output_layer(leaf)[0], use_reentrant=False).transpose(0, 1).mean().backward()
-    assert (leaf.grad - found[0][1]).norm() <= 1e-5 * leaf.grad.norm()
+    assert_close(found[0][1], leaf.grad, 1e-5)
     squares = checkpoint(torch.square, ours.output_layer(leaf)[0], use_reentrant=False)
     assert "different number of tensors was saved" in words_of_error(squares.sum().backward)
     parallel_lce.megatron.uninstall()
@@ -132,7 +133,7 @@ def _within_a_checkpoint(member: Member, sequence_parallel: bool) -> None:
                     (losses.mean() + leaf.square().mean() + model.output_layer.weight.square().mean()).backward()
                 found.append((losses.detach(), leaf.grad, model.output_layer.weight.grad.clone()))
             for truth, mine in zip(*found):
-                assert (mine - truth).norm() <= 1e-5 * truth.norm(), (kind, with_loss)
+                assert_close(mine, truth, 1e-5, name=(kind, with_loss))
     parallel_lce.megatron.uninstall()
 
 

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import parallel_lce.megatron
+from measures import assert_close, error, relative_error, size
 from megatron_models import Model, batch, build, losses_of
 from megatron_training import output_layers, switched
 from parallel_lce.megatron.lazy_logits import LazyLogits
@@ -136,8 +137,8 @@ def _changes(member: Member, tied: bool, sequence_parallel: bool, dtype: torch.d
             continue
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         for name, a, b in zip(("losses", "hidden", "weight"), truth, mine):
-            if not (b - a).norm() <= tolerance * a.norm():
-                wrong.append((change, name, float((b - a).norm() / a.norm())))
+            if not error(b, a) <= tolerance * size(a):
+                wrong.append((change, name, relative_error(b, a)))
     assert not wrong, wrong
     # Each of these is seen by the loss or by its gradients.
     read = ("y = 2 * z; y.mul_(ramp)", "z.float().mean()", "y = z.clone()", "with torch.", "z @= ")
@@ -145,7 +146,7 @@ def _changes(member: Member, tied: bool, sequence_parallel: bool, dtype: torch.d
     for change in changes:
         truth = kept[change][0]
         if not isinstance(truth, str) and not change.startswith(read + copies):
-            if max((b - a).norm() / a.norm() for a, b in zip(kept["pass"][0], truth)) < 0.1:
+            if max(relative_error(b, a) for a, b in zip(kept["pass"][0], truth)) < 0.1:
                 wrong.append(change)
     assert not wrong, wrong
     without_gradient = [c for c in changes if isinstance(kept[c][0], str)]
@@ -303,7 +304,7 @@ def _after_the_call(member: Member) -> None:
         found.append((z.clone(), losses.detach(), model.compute_language_model_loss(labels, z).detach()))
         layer.weight, layer.gather_output = old, False
     for truth, mine in zip(*found):
-        assert (mine - truth).norm() <= 1e-5 * truth.norm()
+        assert_close(mine, truth, 1e-5)
     z = ours.output_layer(hidden)[0]
     ours.output_layer.bias = torch.nn.Parameter(torch.zeros_like(ours.output_layer.weight[:, 0]))
     assert "output layer's bias changed" in words_of_error(lambda: z.float())
@@ -347,9 +348,9 @@ def _hooked(member: Member, sequence_parallel: bool) -> None:
             losses.square().mean().backward()
             found[kind, ours] = [losses.detach(), *(p.grad for p in model.parameters())]
         for truth, mine in zip(found[kind, False], found[kind, True], strict=True):
-            assert (mine - truth).norm() <= tolerance * truth.norm(), kind
+            assert_close(mine, truth, tolerance, name=kind)
     for kind in ("forward", "backward"):
-        assert any((a - b).norm() > 0.1 * b.norm() for a, b in zip(found[kind, False], found["read", False])), kind
+        assert any(error(a, b) > 0.1 * size(b) for a, b in zip(found[kind, False], found["read", False])), kind
     parallel_lce.megatron.uninstall()
 
 

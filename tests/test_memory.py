@@ -7,14 +7,14 @@ import torch
 
 import parallel_lce
 from blocks import block_backward, block_forward
-from cases import DTYPES
+from cases import DTYPES, Case, make, normal, part
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, eager
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
 from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.partials import Columns
-from tools import alone, everywhere, shrunk
+from tools import alone, everywhere, shrunk, small
 from world import Member
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -40,22 +40,16 @@ def measured(
     **options,
 ):
     """(peak, alive) of a forward and backward; N and V of the whole group, equal shards."""
-    generator = torch.Generator().manual_seed(0)
-    parts = member.ranks if sequence_parallel else 1
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator).to(DTYPES[dtype]).to(member.device)
-
-    x = normal(N // parts, D).requires_grad_("input" not in frozen)
-    weight = normal(V // member.ranks, D).requires_grad_("weight" not in frozen)
-    target = torch.randint(V, (N,), generator=generator).to(member.device)
-    leaves = [leaf for leaf in (x, weight) if leaf.requires_grad]
+    t = part(make(Case(N, V, D, dtype, ignored="none"), member.device), member, sequence_parallel)
+    t.x.requires_grad_("input" not in frozen)
+    t.weight.requires_grad_("weight" not in frozen)
+    leaves = [leaf for leaf in (t.x, t.weight) if leaf.requires_grad]
 
     def step():
         loss = parallel_lce.linear_cross_entropy(
-            x,
-            weight,
-            target,
+            t.x,
+            t.weight,
+            t.target,
             reduction=reduction,
             logits_budget=budget,
             process_group=member.group,
@@ -107,12 +101,11 @@ def test_the_tracker_sees_logits(device):
     N, V = 256, 4096
 
     def peak(n, v):
-        x = torch.randn(n, 4, device=device, requires_grad=True)
-        w = torch.randn(v, 4, device=device, requires_grad=True)
-        y = torch.zeros(n, dtype=torch.int64, device=device)
+        t = small(device, n, v, 4)
 
         def step():
-            return torch.autograd.grad(torch.nn.functional.cross_entropy(x @ w.t(), y), [x, w])
+            loss = torch.nn.functional.cross_entropy(t.x @ t.weight.t(), t.target)
+            return torch.autograd.grad(loss, [t.x, t.weight])
 
         step()
         return peak_memory(step, device)[0]
@@ -147,20 +140,17 @@ def test_saved_bytes_are_within_the_budget(budget, device):
 
 def _uneven(member: Member, budget):
     """The larger shard of 1000 and 3000 rows, planned as 2000 each, keeps no more than the budget."""
-    rows, start = (1000, 3000)[member.rank], (0, 1000)[member.rank]
-    x = torch.randn(256, 4, device=member.device, requires_grad=True)
-    weight = torch.randn(rows, 4, device=member.device, requires_grad=True)
-    target = torch.zeros(256, dtype=torch.int64, device=member.device)
+    t = part(small(member.device, N=256, V=4000, D=4), member, shards=(1000, 3000))
 
     def forward():
         return parallel_lce.linear_cross_entropy(
-            x,
-            weight,
-            target,
+            t.x,
+            t.weight,
+            t.target,
             reduction="none",
             logits_budget=budget,
             process_group=member.group,
-            vocab_start=start,
+            vocab_start=(0, 1000)[member.rank],
             vocab_size=4000,
         )
 
@@ -266,21 +256,18 @@ def test_forward_s_window_partials_do_not_grow_with_n(backend, device, monkeypat
 def test_gradients_that_wait_for_the_reduction_fit_the_scratch(device):
     """A window that does not fit is projected again instead of held; the gradients are the same."""
     rows, V, D, columns = 512, 4096, 8, 1024
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(rows, D, generator=generator).to(device)
-    projection = Projection(torch.randn(V, D, generator=generator).to(device), None, 0, V)
-    target = torch.randint(V, (rows,), generator=generator).to(device)
-    alpha = torch.rand(rows, generator=generator).to(device)
+    t = make(Case(rows, V, D, ignored="none"), device)
+    projection, alpha = Projection(t.weight, None, 0, V), normal(rows).abs().float().to(device)
     coefficients = Coefficients(alpha, alpha, None, None)
 
     def backward(scratch: int):
-        dweight, dx = GradBuffer(projection.weight, V, 1), torch.empty_like(x)
+        dweight, dx = GradBuffer(projection.weight, V, 1), torch.empty_like(t.x)
         grads = GradBuffers(dx, dweight, None, reduces_dx=True)
-        block_backward(eager, projection, x, target, partial, coefficients, (), grads, Scratch(scratch, device))
+        block_backward(eager, projection, t.x, t.target, partial, coefficients, (), grads, Scratch(scratch, device))
         return dx, dweight.deliver()
 
     with shrunk(tile=(16, columns)):
-        partial, _ = block_forward(eager, projection, x, target, Columns(), 0)
+        partial, _ = block_forward(eager, projection, t.x, t.target, Columns(), 0)
         held, projected = backward(rows * columns * 4), backward(0)
         for a, b in zip(held, projected, strict=True):
             assert torch.equal(a, b)

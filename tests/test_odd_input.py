@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
-from cases import error
-from parallel_lce import arguments, reference
+from cases import dense_loss, normal
+from measures import assert_close, assert_no_worse, size
+from parallel_lce import arguments
 from parallel_lce.backends import named
 from parallel_lce.partials import Columns, bounds_of, merge_ranks
 from tools import REDUCED, N, V, call, everywhere, good, shrunk, small
@@ -80,6 +81,21 @@ def test_a_module_with_numbers_of_other_libraries_compiles(device):
     assert torch.equal(torch.compile(module, backend="aot_eager", fullgraph=True)(*positional), module(*positional))
 
 
+def _by_other_truth_values(member: Member) -> list[bool]:
+    arguments = good(member.device) | dict(process_group=member.group)
+    whole = arguments | dict(target=arguments["target"].repeat(member.ranks))
+    split, same = (call(whole | dict(sequence_parallel=True)), call(arguments))
+    return [
+        *(torch.equal(call(whole | dict(sequence_parallel=yes)), split) for yes in (np.bool_(True), 1, np.int8(1))),
+        *(torch.equal(call(arguments | dict(sequence_parallel=no)), same) for no in (np.bool_(False), 0, np.uint8(0))),
+    ]
+
+
+def test_truth_values_of_other_libraries(worlds, device):
+    for found in everywhere(worlds, device, 2, _by_other_truth_values):
+        assert found == [True] * 6
+
+
 @pytest.mark.parametrize("name", ["z_loss", "logit_scale", "logit_softcap"])
 def test_integers_of_any_length_are_numbers(name, backend, device):
     arguments, number = good(device), 10**20
@@ -102,10 +118,8 @@ def test_targets_of_any_integer_dtype(dtype, device):
 
 def more(device) -> dict:
     """A bias and weights of tokens for the arguments of :func:`tools.good`."""
-    generator = torch.Generator().manual_seed(1)
     return dict(
-        linear_bias=torch.randn(V, generator=generator).to(device),
-        token_weight=torch.rand(N, generator=generator).to(device),
+        linear_bias=normal(V, seed=1).float().to(device), token_weight=normal(N, seed=2).abs().float().to(device)
     )
 
 
@@ -154,10 +168,7 @@ def test_negative_views(name, backend, device):
 @pytest.mark.parametrize("shape", [(5, 0), (2, 3, 0), (0,), (0, 0)], ids=str)
 def test_no_features(shape, budget, backend, device):
     """Every logit is 0, or the bias."""
-    x, weight = (
-        torch.zeros(shape, device=device, requires_grad=True),
-        torch.zeros(7, 0, device=device, requires_grad=True),
-    )
+    x, weight = (torch.zeros(s, device=device, requires_grad=True) for s in (shape, (7, 0)))
     target = torch.full(shape[:-1], 3, device=device)
     bias = torch.arange(7.0, device=device, requires_grad=True)
     loss = parallel_lce.linear_cross_entropy(x, weight, target, reduction="none", logits_budget=budget)
@@ -242,7 +253,7 @@ def test_saved_tensors_come_back_with_other_strides(dtype, strategy, unpack, bac
             moved = gradients()
     for a, b in zip(moved, plain):
         # Strides choose other product kernels.
-        assert error(a, b) <= 2 * torch.finfo(a.dtype).eps * b.double().norm() + 2**-24
+        assert_close(a, b, 2 * torch.finfo(a.dtype).eps, 2**-24)
 
 
 # --- copies of the module ---------------------------------------------------------------------------
@@ -360,9 +371,9 @@ def test_backends_tell_ids_beyond_2_to_the_24_apart(name, device, request):
     messages = torch.zeros(2, 3 * 3 + 2, device=device)
     bounds_of(messages, Columns(), 3).copy_(torch.tensor([[0, 2**24], [2**24, 3]]))
     for merge in (module.merge_ranks, merge_ranks):
-        for size in (None, LARGE - 1):
-            _, total = merge(messages, Columns(), 3, size)
-            assert total.dtype == torch.int64 and total == (size or LARGE)
+        for vocab in (None, LARGE - 1):
+            _, total = merge(messages, Columns(), 3, vocab)
+            assert total.dtype == torch.int64 and total == (vocab or LARGE)
 
 
 # --- soft-caps of any size --------------------------------------------------------------------------
@@ -377,19 +388,11 @@ def test_backends_tell_ids_beyond_2_to_the_24_apart(name, device, request):
 def test_a_soft_cap_of_any_size_costs_no_digits(cap, sharpness, dtype, backend, device):
     """The loss and its gradients are as near to float64 as torch's."""
     t = small(device, N=64, V=200, D=32, dtype=dtype, sharpness=sharpness)
-
-    def results(projected, capped):
-        x, weight = (v.detach().to(projected).requires_grad_() for v in (t.x, t.weight))
-        z = torch.nn.functional.linear(x, weight).to(capped)
-        loss = reference.loss(cap * torch.tanh(z / cap), t.target, reduction="none")
-        return [loss.detach(), *torch.autograd.grad(loss.sum(), [x, weight])]
-
-    truth, yardstick = results(torch.float64, torch.float64), results(t.x.dtype, torch.float32)
+    truth, yardstick = (dense_loss(t, d, softcap=cap, reduction="none") for d in (torch.float64, t.x.dtype))
     loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none", logit_softcap=cap)
     found = [loss.detach(), *torch.autograd.grad(loss.sum(), [t.x, t.weight])]
-    for ours, exact, theirs in zip(found, truth, yardstick):
+    for name, ours in zip(("loss", "dx", "dweight"), found):
         # The products of fp32 are summed in another order.
-        factor, floor = (
-            (1.5, 2 * torch.finfo(torch.float32).eps * exact.norm().item()) if dtype == "fp32" else (1.0, 1e-6)
-        )
-        assert error(ours, exact) <= factor * error(theirs, exact) + floor
+        rounding = 2 * torch.finfo(torch.float32).eps * size(truth[name])
+        factor, floor = (1.5, rounding) if dtype == "fp32" else (1.0, 1e-6)
+        assert_no_worse(ours, truth[name], yardstick[name], factor, floor, name)

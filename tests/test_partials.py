@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cases import normal
 from parallel_lce.partials import (
     MAX,
     SUM_EXP,
@@ -121,7 +122,7 @@ def test_ties_take_the_lowest_id_in_any_order():
 
 
 def test_nan_makes_its_own_token_nan_and_no_other():
-    z = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    z = normal(3, 8)
     z[1, 5] = torch.nan
     found = joined([partial_of(z[:, a:b], a, 2) for a, b in ((0, 3), (3, 6), (6, 8))], [3, 3, 2])
     clean = joined([partial_of(z[:, a:b].nan_to_num(), a, 2) for a, b in ((0, 3), (3, 6), (6, 8))], [3, 3, 2])
@@ -142,7 +143,7 @@ def test_slices_of_minus_infinity_leave_no_nan():
 
 
 def test_uneven_counts_give_the_mean_of_all_entries():
-    z = torch.randn(4, 90, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 300
+    z = normal(4, 90, seed=1) + 300
     slices = [(0, 64), (64, 65), (65, 90)]
     found = joined([partial_of(z[:, a:b], a, 0) for a, b in slices], [b - a for a, b in slices])
     mean = found[MAX] + found[ALL["shifted"]] / 90
@@ -152,7 +153,7 @@ def test_uneven_counts_give_the_mean_of_all_entries():
 
 def test_columns_do_not_depend_on_each_other():
     """A merge of fewer columns gives the same bits as one of all."""
-    z = torch.randn(5, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    z = normal(5, 12, seed=2)
     everything = joined([partial_of(z[:, a : a + 4], a, 7) for a in (0, 4, 8)], [4] * 3)
     for columns in EVERY:
         found = joined([partial_of(z[:, a : a + 4], a, 7, columns) for a in (0, 4, 8)], [4] * 3, columns)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import parallel_lce
-from cases import DTYPES, Case, make
+from cases import DTYPES, Case, make, part
 from parallel_lce import collectives
 from parallel_lce.backends import backend_of
 from tools import chosen_backend, everywhere, shrunk
@@ -140,9 +140,9 @@ class Problem:
         size, ranks = SIZES[member.device.type], member.ranks
         # Shards are given for a CPU's size.
         scale = size.rows // SIZES["cpu"].rows
-        shards = [size.rows] * ranks if call.shards is None else [n * scale for n in call.shards]
+        self.shards = shards = tuple([size.rows] * ranks if call.shards is None else [n * scale for n in call.shards])
         self.vocab_size = call.vocab_size and call.vocab_size * scale
-        self.start, self.rows = sum(shards[: member.rank]), shards[member.rank]
+        self.start = sum(shards[: member.rank])
         self.sets = [self._data(size, sum(shards), seed) for seed in range(DATA)]
         self.x, self.weight, self.target, self.upstream = (v.clone() for v in self.sets[0])
         self.leaves = [v.requires_grad_() for n, v in (("x", self.x), ("weight", self.weight)) if n not in call.frozen]
@@ -160,8 +160,8 @@ class Problem:
         )
         if self.vocab_size is not None:
             t.target[t.target >= self.vocab_size] = 0
-        x = t.x.chunk(member.ranks)[member.rank] if call.sequence_parallel else t.x
-        return x, t.weight[self.start : self.start + self.rows], t.target, t.upstream
+        t = part(t, member, call.sequence_parallel, self.shards)
+        return t.x.detach(), t.weight.detach(), t.target, t.upstream
 
     @torch.no_grad()
     def load(self, number: int) -> None:

@@ -8,7 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cases import DTYPES, Case, assemble, dense, error, make, ours
+from cases import DTYPES, Case, assemble, dense, make, ours
+from measures import assert_no_worse, size, smallest_steps
+from parallel_lce.partials import accumulation_dtype
 from tools import alone, shrunk
 from world import Member
 
@@ -95,23 +97,18 @@ def hold(parts: list, case: Case, device: str) -> None:
         assert torch.equal(part["loss"], parts[0]["loss"])
     t = make(case, device)
     dtype = DTYPES[case.dtype]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    truth, yardstick = dense(case, t, torch.float64, torch.float64), dense(case, t, dtype, wide)
+    wide = accumulation_dtype(dtype)
+    truth, yardstick = dense(case, t), dense(case, t, dtype)
     sizes = terms(case)
     for name, value in assemble(case, parts).items():
         assert value.shape == truth[name].shape, name
-        floor = torch.finfo(value.dtype).eps * truth[name].norm().item()
-        if value.dtype == torch.float16:
-            floor += 2**-24 * value.numel() ** 0.5
+        floor = torch.finfo(value.dtype).eps * size(truth[name]) + smallest_steps(value)
         if value.dtype != wide:
             # Kept exponentials have the input's precision. Partial dX are summed over ranks in it.
             floor += torch.finfo(value.dtype).eps / 2 * sizes[name]
         floor += 8 * torch.finfo(wide).eps * sizes[name]
-        found, its = error(value, truth[name]), error(yardstick[name], truth[name])
-        assert found <= 2 * its + floor, (
-            f"{case}: {name} error {found:.3g}, torch's {its:.3g}, norm {truth[name].norm():.3g}, "
-            f"terms {sizes[name]:.3g}"
-        )
+        what = f"{case}: {name} of terms {sizes[name]:.3g}:"
+        assert_no_worse(value, truth[name], yardstick[name], 2, floor, what)
 
 
 @settings(RELAXED, max_examples=60)

@@ -11,47 +11,28 @@ import pytest
 import torch
 
 import parallel_lce
-from cases import DTYPES, Case, error, make
+from cases import DTYPES, Case, make, normal, part
+from measures import assert_near, assert_no_worse, size, smallest_steps
 from parallel_lce import reference
+from parallel_lce.partials import accumulation_dtype
 from parallel_lce.statistics import DIFFERENTIABLE
-from tools import alone, assert_near, chosen_backend, everywhere, shrunk, small, statistics
+from tools import alone, chosen_backend, everywhere, shrunk, small, statistics
 from world import Member
 
 
 @dataclass(frozen=True)
-class Call:
-    """A call of ``token_statistics``. ``shards``: rows per rank; None for equal shards, the last
-    rows of which are padding that holds NaN."""
+class Call(Case):
+    """A case of ``token_statistics``. The last rows of equal shards are padding that holds NaN."""
 
-    N: int
-    V: int
-    D: int
-    dtype: str = "fp32"
-    ranks: int = 1
-    sequence_parallel: bool = False
-    budget: int | None = None
     block_bytes: int | None = None
-    bias: bool = False
-    scale: float = 1.0
-    softcap: float | None = None
-    shards: tuple[int, ...] | None = None
-    sharpness: float = 1.0
     backend: str = ""
-
-    def __str__(self) -> str:
-        defaults = type(self).__dataclass_fields__
-        changed = [f"{n}={v}" for n, v in vars(self).items() if n not in "NVD" and v != defaults[n].default]
-        return "-".join([f"{self.N}x{self.V}x{self.D}", *changed])
 
 
 def tensors(call: Call, device="cpu"):
-    t = make(Case(call.N, call.V, call.D, call.dtype, bias=call.bias, sharpness=call.sharpness), device)
+    t = make(call, device)
     outside = torch.tensor([-1, call.V, call.V + 3, -(2**63), 2**62], device=t.target.device)
     t.target[1::3] = outside.repeat(call.N)[: len(t.target[1::3])]
-    generator = torch.Generator().manual_seed(5)
-    upstream = {
-        name: torch.randn(call.N, generator=generator, dtype=torch.float64).to(device) for name in DIFFERENTIABLE
-    }
+    upstream = {name: normal(call.N, seed=5 + i).to(device) for i, name in enumerate(DIFFERENTIABLE)}
     return t, upstream
 
 
@@ -76,8 +57,8 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
             weight,
             t.target,
             linear_bias=bias,
-            logit_scale=call.scale,
-            logit_softcap=call.softcap,
+            logit_scale=call.logit_scale,
+            logit_softcap=call.logit_softcap,
             process_group=member.group,
             sequence_parallel=call.sequence_parallel,
             vocab_start=start if call.shards else None,
@@ -99,13 +80,14 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
     return results
 
 
-def dense(call: Call, dtype: torch.dtype, z_dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The same from all logits: projected in ``dtype``, statistics in ``z_dtype``."""
+def dense(call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The same from all logits: projected in ``dtype``, statistics in fp32, or in fp64 for fp64."""
+    z_dtype = accumulation_dtype(dtype)
     t, upstream = tensors(call)
     leaves = [v.to(dtype).requires_grad_() for v in (t.x, t.weight, t.bias) if v is not None]
-    z = torch.nn.functional.linear(*leaves).to(z_dtype) * call.scale
-    if call.softcap is not None:
-        z = call.softcap * torch.tanh(z / call.softcap)
+    z = torch.nn.functional.linear(*leaves).to(z_dtype) * call.logit_scale
+    if call.logit_softcap is not None:
+        z = call.logit_softcap * torch.tanh(z / call.logit_softcap)
     results = reference.statistics(z, t.target)
     found = {name: value.detach() for name, value in results.items()}
     for name in DIFFERENTIABLE:
@@ -129,12 +111,11 @@ def whole(call: Call, parts: list[dict]) -> dict[str, torch.Tensor]:
 
 def check(call: Call, found: dict[str, torch.Tensor], factor: float) -> None:
     dtype = DTYPES[call.dtype]
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    truth = dense(call, torch.float64, torch.float64)
-    yardstick = dense(call, dtype, wide)
+    wide = accumulation_dtype(dtype)
+    truth, yardstick = dense(call, torch.float64), dense(call, dtype)
     assert found.pop("vocab_size").item() == call.V
     operands = (v if v is None else v.double() for v in _operands(call))
-    z = reference.logits(*operands, scale=call.scale, softcap=call.softcap)
+    z = reference.logits(*operands, scale=call.logit_scale, softcap=call.logit_softcap)
     picked = z.gather(1, found.pop("argmax").unsqueeze(1)).squeeze(1)
     slack = 1e-12 if dtype == torch.float64 else 1e-5
     assert (picked >= z.amax(1) - slack * z.abs().amax()).all(), "argmax is not the largest"
@@ -142,18 +123,14 @@ def check(call: Call, found: dict[str, torch.Tensor], factor: float) -> None:
         expected = wide if " of " not in name else dtype
         assert value.dtype == expected, name
         assert value.shape == truth[name].shape, name
-        size = truth[name].norm().item()
+        rounded = size(truth[name])
         if name in ("mean_logit", "expected_logit"):
             # A sum relative to the largest logit, plus that: rounded at the larger of the two.
-            size = max(size, truth["max_logit"].norm().item())
-        floor = torch.finfo(value.dtype).eps * size
+            rounded = max(rounded, size(truth["max_logit"]))
+        floor = torch.finfo(value.dtype).eps * rounded
         floor *= 32 if dtype == torch.float64 else 1
-        if dtype == torch.float16 and " of " in name:
-            floor += 2**-24 * value.numel() ** 0.5
-        its = error(yardstick[name], truth[name])
-        assert error(value, truth[name]) <= factor * its + floor, (
-            f"{name}: error {error(value, truth[name]):.3g}, torch's {its:.3g}, norm {truth[name].norm():.3g}"
-        )
+        floor += smallest_steps(value)
+        assert_no_worse(value, truth[name], yardstick[name], factor, floor, name)
 
 
 def _operands(call: Call):
@@ -166,24 +143,24 @@ ONE = [
     Call(80, 125, 64, "fp64", budget=0, block_bytes=5000),
     Call(63, 257, 33, "bf16", bias=True),
     Call(63, 257, 33, "bf16", bias=True, budget=0, block_bytes=9000),
-    Call(40, 130, 24, "fp16", scale=0.5),
-    Call(40, 130, 24, "fp16", budget=0, softcap=6.0),
-    Call(33, 200, 16, "fp32", softcap=4.0, scale=2.0, bias=True),
-    Call(33, 200, 16, "fp32", softcap=4.0, scale=2.0, bias=True, budget=0, block_bytes=9000),
+    Call(40, 130, 24, "fp16", logit_scale=0.5),
+    Call(40, 130, 24, "fp16", budget=0, logit_softcap=6.0),
+    Call(33, 200, 16, "fp32", logit_softcap=4.0, logit_scale=2.0, bias=True),
+    Call(33, 200, 16, "fp32", logit_softcap=4.0, logit_scale=2.0, bias=True, budget=0, block_bytes=9000),
     Call(1, 7, 8),
     Call(3, 1, 5, "fp64"),
-    Call(63, 300, 40, "bf16", bias=True, scale=0.7, budget=30000, block_bytes=9000, backend="triton"),
-    Call(33, 300, 15, softcap=4.0, bias=True, budget=0, block_bytes=9000, backend="triton"),
+    Call(63, 300, 40, "bf16", bias=True, logit_scale=0.7, budget=30000, block_bytes=9000, backend="triton"),
+    Call(33, 300, 15, logit_softcap=4.0, bias=True, budget=0, block_bytes=9000, backend="triton"),
 ]
 MANY = [
     Call(41, 125, 64, ranks=2),
     Call(42, 125, 64, "bf16", ranks=2, sequence_parallel=True, bias=True),
-    Call(40, 260, 31, "fp64", ranks=2, budget=0, block_bytes=4000, softcap=5.0),
+    Call(40, 260, 31, "fp64", ranks=2, budget=0, block_bytes=4000, logit_softcap=5.0),
     Call(36, 260, 31, "fp32", ranks=2, sequence_parallel=True, budget=0, block_bytes=4000, bias=True),
-    Call(40, 130, 24, ranks=3, scale=0.3, bias=True),
+    Call(40, 130, 24, ranks=3, logit_scale=0.3, bias=True),
     Call(39, 200, 24, "bf16", ranks=3, sequence_parallel=True, shards=(150, 0, 50), bias=True),
     Call(39, 200, 24, "fp64", ranks=3, sequence_parallel=True, shards=(3, 190, 9), budget=0, block_bytes=4000),
-    Call(37, 507, 23, ranks=4, bias=True, softcap=3.0),
+    Call(37, 507, 23, ranks=4, bias=True, logit_softcap=3.0),
     Call(36, 9, 23, "fp64", ranks=4, bias=True),  # shards of 3, 3, 3 rows and one of padding alone
     Call(36, 300, 16, "fp16", ranks=4, sequence_parallel=True, budget=0, block_bytes=4000),
 ]
@@ -245,14 +222,14 @@ def test_targets_outside_have_statistics_and_no_gradient(budget, backend, device
 def _in_padding(member: Member):
     """vocab_size 9 on 2 ranks of 5: id 9 is a row of rank 1, but padding (ml-cross-entropy #59)."""
     t = small(member.device, N=5, V=10)
-    shard = t.weight.detach().chunk(2)[member.rank].clone().requires_grad_()
+    t = part(t, member)
     t.target[:] = 9
-    found = statistics(t.x, shard, t.target, process_group=member.group, vocab_size=9)
+    found = statistics(t.x, t.weight, t.target, process_group=member.group, vocab_size=9)
     assert torch.count_nonzero(found.target_logit) == 0
     found.target_logit.sum().backward()
-    assert torch.count_nonzero(shard.grad) == 0 and torch.count_nonzero(t.x.grad) == 0
+    assert torch.count_nonzero(t.weight.grad) == 0 and torch.count_nonzero(t.x.grad) == 0
     loss = parallel_lce.linear_cross_entropy(
-        t.x, shard, t.target, process_group=member.group, vocab_size=9, reduction="none"
+        t.x, t.weight, t.target, process_group=member.group, vocab_size=9, reduction="none"
     )
     assert loss.isnan().all()
     return found.lse.detach().cpu()

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from cases import DTYPES
+from cases import DTYPES, normal
 from parallel_lce.kernels import targets as kernels
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -19,10 +19,6 @@ OUTSIDE = [-1, K, -(2**63), 2**62]
 @pytest.fixture(params=["fp32", "bf16", "fp16"])
 def dtype(request) -> torch.dtype:
     return DTYPES[request.param]
-
-
-def normal(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def some_targets(device: str, rows: int = R) -> torch.Tensor:

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, fields
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
 from cases import Case, Tensors, make
-from parallel_lce import backends, collectives, plan
+from parallel_lce import backends, plan
+from parallel_lce.arguments import Arguments
 from parallel_lce.backends import eager
 from parallel_lce.grad_buffers import GradBuffer
 from world import Member
@@ -101,12 +105,22 @@ def statistics(x, weight, target, **options):
     return parallel_lce.token_statistics(x, weight, target, **{**everything, **options})
 
 
-def small(device="cpu", N=24, V=150, D=16, dtype="fp32", sharpness=1.0, seed=0, **options) -> Tensors:
-    """A small problem whose hidden states and weight need gradients."""
-    t = make(Case(N, V, D, dtype, ignored="none", sharpness=sharpness, seed=seed, **options), device)
-    t.x.requires_grad_()
-    t.weight.requires_grad_()
+def small(device="cpu", N=24, V=150, D=16, dtype="fp32", ignored="none", **options) -> Tensors:
+    """A small problem whose operands need gradients."""
+    t = make(Case(N, V, D, dtype, ignored=ignored, **options), device)
+    for leaf in (t.x, t.weight, t.bias):
+        if leaf is not None:
+            leaf.requires_grad_()
     return t
+
+
+def arguments_of(input, linear_weight, target, **options) -> Arguments:
+    """What the public functions make of their arguments and defaults, for what is beneath them."""
+    return Arguments(**_DEFAULTS | dict(input=input, linear_weight=linear_weight, target=target) | options)
+
+
+_DEFAULTS = {f.name: None for f in fields(Arguments) if f.default is MISSING}
+_DEFAULTS |= dict(logit_scale=1.0, sequence_parallel=False)
 
 
 def field_gradients(found, names, leaves):
@@ -115,39 +129,56 @@ def field_gradients(found, names, leaves):
     return torch.autograd.grad(total, leaves)
 
 
-def assert_near(found, expected, rtol):
-    """To ``rtol`` of the largest expected number."""
-    scale = expected.abs().max().item()
-    assert not found.isnan().any()
-    difference = (found.detach().double() - expected.detach()).abs().max().item()
-    assert difference <= rtol * scale, f"{difference:.3g} of {scale:.3g}"
+@dataclass(frozen=True)
+class Started:
+    """A collective of torch.distributed that was started: what is sent, and how."""
+
+    kind: str
+    size: int
+    dtype: str
+    contiguous: bool
+    group: dist.ProcessGroup | None
+    asynchronous: bool
 
 
-_OTHERS = (
-    "all_gather",
-    "all_gather_object",
-    "all_to_all",
-    "all_to_all_single",
-    "barrier",
-    "batch_isend_irecv",
-    "broadcast",
-    "broadcast_object_list",
-    "gather",
-    "irecv",
-    "isend",
-    "monitored_barrier",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "send",
-    "all_gather_coalesced",
-    "all_reduce_coalesced",
-    "all_gather_into_tensor",
-    "reduce_scatter_tensor",
-    "all_gather_single",
-    "reduce_scatter_single",
-)
+_KINDS = {"_allgather_base_": "all_gather", "_reduce_scatter_base_": "reduce_scatter", "allreduce_": "all_reduce"}
+
+
+class _Collectives(TorchDispatchMode):
+    """Calls ``note`` with each collective, of whatever kind and by whichever function, as c10d is given it."""
+
+    def __init__(self, note) -> None:
+        super().__init__()
+        self._note = note
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self._note(_started(func._schema, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _started(schema, args: tuple, kwargs: dict) -> Started:
+    given = {a.name: a.default_value for a in schema.arguments}
+    given |= dict(zip(given, args)) | kwargs
+    name = schema.name.partition("::")[2]
+    sent = given["tensors"][0] if "tensors" in given else given.get("input_tensor", torch.empty(0))
+    group = given.get("process_group")
+    return Started(
+        _KINDS.get(name, name),
+        sent.numel(),
+        str(sent.dtype).removeprefix("torch."),
+        sent.is_contiguous(),
+        None if group is None else dist.ProcessGroup.unbox(group),
+        bool(given.get("async_op", given.get("asyncOp"))),
+    )
+
+
+@contextmanager
+def started():
+    """Yields a list of the collectives that this rank starts, in order."""
+    found: list[Started] = []
+    with _Collectives(found.append):
+        yield found
 
 
 @contextmanager
@@ -158,39 +189,18 @@ def recorded(group):
     whenever a window of a weight's gradient is finished.
     """
     events: list[tuple] = []
-
-    def watch(kind, original, sent):
-        def call(*arguments, **options):
-            tensor = arguments[sent] if len(arguments) > sent else None
-            size = tensor.numel() if isinstance(tensor, torch.Tensor) else None
-            dtype = str(tensor.dtype).removeprefix("torch.") if size is not None else None
-            events.append((kind, size, dtype, options.get("group") is group))
-            return original(*arguments, **options)
-
-        return call
-
-    patched = [
-        (collectives, "_all_gather", watch("all_gather", collectives._all_gather, 1)),
-        (collectives, "_reduce_scatter", watch("reduce_scatter", collectives._reduce_scatter, 1)),
-        (dist, "all_reduce", watch("all_reduce", dist.all_reduce, 0)),
-        *((dist, n, watch(n, getattr(dist, n), 0)) for n in _OTHERS if hasattr(dist, n)),
-    ]
     close = GradBuffer.close
+
+    def note(c: Started) -> None:
+        events.append((c.kind, c.size, c.dtype, c.group == group))
 
     def watched_close(self, start, stop, total):
         if total.dim() == 2:
             events.append(("dW", stop - start))
         return close(self, start, stop, total)
 
-    patched.append((GradBuffer, "close", watched_close))
-    saved = [(owner, name, getattr(owner, name)) for owner, name, _ in patched]
-    for owner, name, replacement in patched:
-        setattr(owner, name, replacement)
-    try:
+    with mock.patch.object(GradBuffer, "close", watched_close), _Collectives(note):
         yield events
-    finally:
-        for owner, name, original in saved:
-            setattr(owner, name, original)
 
 
 N, V, D = 6, 10, 4
@@ -199,12 +209,8 @@ N, V, D = 6, 10, 4
 
 def good(device="cpu") -> dict:
     """The arguments of a call that is right; tests change one thing."""
-    generator = torch.Generator().manual_seed(0)
-    return dict(
-        input=torch.randn(N, D, generator=generator).to(device),
-        linear_weight=torch.randn(V, D, generator=generator).to(device),
-        target=torch.randint(V, (N,), generator=generator).to(device),
-    )
+    t = make(Case(N, V, D, ignored="none", sharpness=D**0.5), device)
+    return dict(input=t.x, linear_weight=t.weight, target=t.target)
 
 
 def call(arguments: dict, function=parallel_lce.linear_cross_entropy):

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import parallel_lce
+from cases import normal
+from measures import assert_close, assert_no_worse, largest_error, size
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 from world import Member
 
@@ -16,11 +18,10 @@ ENTRIES, ROWS = 37, (5, 3)
 
 
 def _inputs(ranks: int, dtype: torch.dtype, scale: float = 3.0):
-    generator = torch.Generator().manual_seed(ranks)
-    logits = torch.randn(*ROWS, ranks * ENTRIES, generator=generator, dtype=torch.float64) * scale
-    target = torch.randint(ranks * ENTRIES, ROWS, generator=generator)
+    logits = normal(*ROWS, ranks * ENTRIES, seed=ranks) * scale
+    target = torch.randint(ranks * ENTRIES, ROWS, generator=torch.Generator().manual_seed(ranks))
     target[0, 0], target[1, 1], target[2, 2] = -100, ranks * ENTRIES, ranks * ENTRIES - 1
-    upstream = torch.randn(*ROWS, generator=generator, dtype=torch.float64)
+    upstream = normal(*ROWS, seed=ranks + 10)
     return logits.to(dtype), target, upstream
 
 
@@ -46,8 +47,8 @@ def _against_stock(member: Member, dtype: torch.dtype, smoothing: float) -> None
     rounding = torch.finfo(dtype).eps
     assert ours[0].dtype == want[0].dtype == torch.float32
     assert ours[1].dtype == want[1].dtype == dtype
-    assert (ours[0] - want[0]).abs().max() <= 4e-6
-    assert (ours[1] - want[1]).norm() <= (2e-6 if dtype == torch.float32 else rounding) * want[1].norm()
+    assert largest_error(ours[0], want[0]) <= 4e-6
+    assert_close(ours[1], want[1], 2e-6 if dtype == torch.float32 else rounding)
     # The logits are left as they were.
     assert torch.equal(mine, logits.chunk(member.ranks, -1)[member.rank].to(member.device))
 
@@ -83,11 +84,11 @@ def test_cases_of_megatrons_own_test(ranks, worlds):
     target = torch.arange(0, 2 * rows, 2)
     parts = worlds(ranks).run(_ramps, rows, ramps)
     for loss, _ in parts:
-        assert (loss - (lse - target % 8)).abs().max() <= 2e-6
+        assert largest_error(loss, lse - target % 8) <= 2e-6
     gradient = torch.cat([part[1] for part in parts], -1)
     want = torch.exp(torch.arange(8.0) - lse).repeat(rows, ramps * ranks)
     want[torch.arange(rows), target] -= 1
-    assert (gradient - want).abs().max() <= 1e-6
+    assert largest_error(gradient, want) <= 1e-6
 
 
 def _given_group(member: Member) -> None:
@@ -124,9 +125,8 @@ def test_the_given_group_is_used(worlds):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_shapes_of_megatrons_own_test(rows, entries, dtype, device):
     """Error against float64 at most that of torch in the same dtype."""
-    generator = torch.Generator().manual_seed(rows)
-    logits = torch.randn(rows, entries, generator=generator).to(device, dtype)
-    target = torch.randint(entries, (rows,), generator=generator).to(device)
+    logits = normal(rows, entries, seed=rows).to(device, dtype)
+    target = torch.randint(entries, (rows,), generator=torch.Generator().manual_seed(rows)).to(device)
 
     def run(function, z):
         z = z.detach().requires_grad_()
@@ -138,7 +138,7 @@ def test_shapes_of_megatrons_own_test(rows, entries, dtype, device):
     truth = run(of_torch, logits.double())
     torchs = run(lambda z, y: of_torch(z.float(), y), logits)
     for mine, theirs, true in zip(run(vocab_parallel_cross_entropy, logits), torchs, truth):
-        assert (mine - true).norm() <= 1.1 * (theirs - true).norm() + 1e-7 * true.norm()
+        assert_no_worse(mine, true, theirs, 1.1, 1e-7 * size(true))
 
 
 def _shifted(member: Member, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,9 +165,9 @@ def test_against_float64(ranks, offset, worlds):
     parts = worlds(ranks).run(_shifted, offset)
     for part in parts:
         assert torch.equal(part[0], parts[0][0])
-        assert (part[0] - loss).abs().max() <= 2e-6
+        assert largest_error(part[0], loss) <= 2e-6
     gradient = torch.cat([part[1] for part in parts], -1)
-    assert (gradient - z.grad).norm() <= 1e-6 * z.grad.norm()
+    assert_close(gradient, z.grad, 1e-6)
 
 
 def test_row_blocks_change_nothing(monkeypatch):

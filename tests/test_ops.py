@@ -1,0 +1,118 @@
+"""The operators of a compiled graph: their contracts, and what no graph can do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import parallel_lce
+from parallel_lce import ops, prepare
+from parallel_lce.grad_buffers import MainGrad
+from parallel_lce.losses import WeightedLoss
+from parallel_lce.megatron.output_layer import _fused_losses
+from parallel_lce.partials import Columns
+from tools import arguments_of, shrunk, small
+
+V, D = 150, 16
+SOME = 10000  # bytes: a part of the logits, beside blocks of 4000
+
+
+def problem(device: str, bias: bool = False):
+    return small(device, V=V, D=D, bias=bias, ignored="some", token_weight=True)
+
+
+def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
+    arguments = arguments_of(t.x, t.weight, t.target, linear_bias=t.bias, logits_budget=0 if accumulable else SOME)
+    prepared = prepare.prepare(
+        arguments, Columns(shifted=smoothed), function="a test", accumulable=accumulable, **options
+    )
+    return prepared.call, tuple(v if v is None else v.detach() for v in prepared.operands)
+
+
+def test_main_grad_is_refused_in_words(device):
+    """Megatron's loss is no part of a graph: there only is dW added to a gradient that exists."""
+    assert _fused_losses._torchdynamo_disable
+    call, _ = _call(problem(device), main_grad=MainGrad(torch.empty(V, D), lambda: None))
+    with pytest.raises(RuntimeError, match="main_grad cannot be compiled"):
+        ops._numbers(call)
+
+
+def test_a_gradient_that_an_exported_graph_does_not_have(device):
+    """'mean' and 'sum' beyond the budget form in forward the gradients that were needed when the graph was made."""
+
+    class Head(torch.nn.Module):
+        def __init__(self, weight) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(weight.detach().clone())
+
+        def forward(self, x, target):
+            return parallel_lce.linear_cross_entropy(x, self.weight, target, logits_budget=0)
+
+    t = problem(device)
+    with shrunk(4000, (16, 32)):
+        exported = torch.export.export(Head(t.weight), (t.x.detach(), t.target)).module()
+        exported(t.x.detach(), t.target).backward()
+        assert exported.weight.grad.norm() > 0
+        with pytest.raises(RuntimeError, match="a gradient is asked for that was not when this graph was made"):
+            exported(t.x.detach().requires_grad_(), t.target).backward()
+
+
+@pytest.mark.parametrize("name", ["forward", "backward", "accumulated_loss"])
+def test_operators_that_read_the_cpu_stay_outside_of_the_compilers_graphs(name):
+    """A CUDA graph of ``mode="reduce-overhead"`` would read ``factors`` where there is nothing."""
+    operator = getattr(torch.ops.parallel_lce, name).default
+    assert "factors" in [argument.name for argument in operator._schema.arguments]
+    assert torch.Tag.cudagraph_unsafe in operator.tags
+
+
+def test_contracts_of_the_operators(device):
+    """Schema, fake tensors and dynamic shapes by torch's own checks."""
+    library = torch.ops.parallel_lce
+    with shrunk(4000, (16, 32)):
+        t = problem(device, bias=True)
+        call, tensors = _call(t)
+        given = ops._operands(call, tensors)
+        assert 0 < call.plan.saved < V
+        for save in (False, True):
+            arguments = *given, None, None, True, False, save, *ops._numbers(call)
+            torch.library.opcheck(library.forward.default, arguments)
+            for smoothing in (0.0, 0.1):
+                other, _ = _call(t, smoothed=smoothing > 0)
+                loss = WeightedLoss(t.target, t.token_weight, -100, smoothing, 1e-3)
+                of_loss = t.token_weight, -100, True, True, save
+                arguments = *ops._operands(other, tensors, loss), *of_loss, *ops._numbers(other)
+                torch.library.opcheck(library.forward.default, arguments)
+        *_, partial, handle = library.forward(*given, None, None, True, False, True, *ops._numbers(call))
+        alpha = torch.rand(24, device=device)
+        for folded in ((alpha, alpha, None, None), (alpha, None, alpha, None)):
+            for needs in ([True, True, True], [False, True, False]):
+                arguments = *given, partial, handle, *folded, needs, *ops._numbers(call)
+                torch.library.opcheck(library.backward.default, arguments)
+        call, tensors = _call(t, accumulable=True)
+        assert call.plan.accumulate
+        loss = WeightedLoss(t.target, t.token_weight, -100, 0.1, 1e-3)
+        for divisor in (None, loss.divisor("mean", torch.float32)):
+            given = *ops._operands(call, tensors, loss), t.token_weight, -100, True
+            arguments = *given, divisor, [True, True, True], *ops._numbers(call)
+            torch.library.opcheck(library.accumulated_loss.default, arguments)
+        first_order = torch.ones((), device=device), *tensors
+        torch.library.opcheck(library.first_order.default, first_order)
+
+
+def test_an_upstream_gradient_that_is_not_there():
+    """Autograd may hand a graph's function None for an output that no gradient reaches."""
+
+    class Cut(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, loss):
+            return loss.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return None
+
+    hidden = torch.empty(6, 8, device="meta", requires_grad=True)
+    weight = torch.empty(10, 8, device="meta", requires_grad=True)
+    target = torch.empty(6, dtype=torch.long, device="meta")
+    Cut.apply(parallel_lce.linear_cross_entropy(hidden, weight, target, reduction="none")).sum().backward()
+    assert hidden.grad is None and weight.grad is None

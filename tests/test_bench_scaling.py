@@ -123,7 +123,7 @@ def results(readings: Readings) -> dict:
             sizes = {name: value for name, value in vars(layout).items() if name != "itemsize"}
             cell = cells.setdefault(layout, {**sizes, "dtype": "bfloat16", "peers": {}, "collectives": {}})
             if layout.tp > 1 or series != "with collectives":
-                entry = cell["peers"].setdefault(SERIES[series], {"name": SERIES[series], "label": series})
+                entry = cell["peers"].setdefault(SERIES[series], {"name": SERIES[series]})
                 entry[kind] = {f"seconds_{of}": seconds for of in ("median", "min", "max")}
             for of, size, ranks, its in readings.collectives:
                 if ranks == layout.tp and size in (2 * layout.n * layout.d, 4 * (3 * layout.n + 2) * ranks):

@@ -20,16 +20,14 @@ from .problem import make_problem
 from .team import Broken, Team, join
 
 
-def main(arguments=None):
-    rank, ranks = int(os.environ.get("RANK", "0")), None
-    if "RANK" in os.environ:  # started by torchrun
-        ranks = int(os.environ["WORLD_SIZE"])
+def main(arguments: list[str] | None = None) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None  # set by torchrun
     if rank != 0:  # what every rank would say in the same words
         warnings.filterwarnings("ignore")
     options = parse_arguments(arguments, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    for name in ("rich", "matplotlib") if options.plot else ("rich",):
-        if importlib.util.find_spec(name) is None:
-            sys.exit(f"the benchmark needs {name}: pip install 'parallel-lce[bench]'")
+    if importlib.util.find_spec("rich") is None:
+        sys.exit("the benchmark needs rich: pip install 'parallel-lce[bench]'")
     from .run import Run
 
     if options.alone:

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from .peers import OVERLAPPED, PASSES
 from .team import all_gather, reduce_scatter, synchronize
-from .timing import OVER_RANKS, calls_in, reading
+from .timing import timer
 
 NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_gather_partials")
 
@@ -34,9 +34,8 @@ def measure_collectives(problem, rounds):
     )
     found = {}
     for name, (call, tensor) in zip(NAMES, calls):
-        one = reading(call, (1, 1), team)
-        numbers = [calls_in(seconds / 4, one) for seconds in OVER_RANKS[team.device.type]]
-        seconds = [reading(call, numbers, team) for _ in range(rounds)]
+        read = timer(call, team)
+        seconds = [read() for _ in range(rounds)]
         found[name] = {"bytes": tensor.nbytes, "seconds": seconds, "seconds_median": median(seconds)}
     return found
 

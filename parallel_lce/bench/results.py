@@ -1,7 +1,5 @@
-"""What was measured: a Result per peer, a Cell per team and problem, a JSON file per run."""
+"""What was measured: a Result per peer, a Cell per team and problem."""
 
-import json
-import os
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -97,7 +95,7 @@ class Cell:
         }
 
     def _peer_as_dict(self, result):
-        entry = {"name": result.peer.name, "label": str(result.peer), "upstream": result.peer.upstream}
+        entry = {"name": result.peer.name, "upstream": result.peer.upstream}
         entry.update(refused=result.refused or None, errors=result.errors)
         for kind in filter(result.has, self.passes):
             entry[kind] = {
@@ -111,15 +109,6 @@ class Cell:
         return entry
 
 
-def write_json(path, content):
-    """The file is complete at any time, also while a longer one replaces it."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(f"{path}.new", "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-    os.replace(f"{path}.new", path)
-
-
-def spread(values):
+def spread(values: list[float]) -> tuple[float, float, float]:
     """(median, min, max)."""
     return median(values), min(values), max(values)

@@ -4,12 +4,13 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .peers import BARE, FORWARD, FORWARD_BACKWARD, MIB, OVERLAPPED
+from .peers import BARE, FORWARD, FORWARD_BACKWARD, OVERLAPPED
 from .results import spread
 
 ERRORS = ("loss", "dX", "dW")  # in JSON the worst rows too
 SHORT = {FORWARD: "forward", FORWARD_BACKWARD: "fwd+bwd"}
 NONE = "–"
+MIB = 2**20
 PIPE_WIDTH = 240  # a file or a pipe has no width, and wrapped numbers cannot be read
 CELL_CAPTION = (
     " Milliseconds of the slowest rank. of bare: speed relative to the GEMM-only baseline in the same round. MiB: peak "

@@ -18,7 +18,8 @@ from ..kernels.projection import Operands, logits_gradient, new_window_partials
 from ..partials import Columns
 from .options import parse_shape
 from .suites import SUITES
-from .timing import clock
+from .team import Team
+from .timing import timer
 
 SPECIALIZED = [
     tuning.Tile(rows, entries, 64, 8, stages, warp_specialized=True)
@@ -56,7 +57,7 @@ def tune(shape, dtype, rounds, specialized, say=print):
     """`{(tile, blocks, epilogue): time of `x @ W.T` alone / its time}`, medians over the rounds."""
     x = torch.randn(shape.n, shape.d, device="cuda", dtype=dtype)
     weight = (torch.randn(shape.v, shape.d, device="cuda") * shape.d**-0.5).to(dtype)
-    runs = {}
+    team, runs = Team(x.device), {}
     for tile, blocks in itertools.product(SPECIALIZED if specialized else PORTABLE, BLOCKS):
         for name, function in epilogues(x, weight).items():
             with tuning.forced(tile, blocks):
@@ -66,13 +67,14 @@ def tune(shape, dtype, rounds, specialized, say=print):
                 except (OutOfResources, CompilationError) as error:
                     say(f"{tile} cannot run {name}: {type(error).__name__}")
                     continue
-            runs[tile, blocks, name] = function
+                runs[tile, blocks, name] = timer(function, team)
+    bare = timer(lambda: torch.mm(x, weight.t()), team)
     speeds = {key: [] for key in runs}
     for _ in range(rounds):
-        for (tile, blocks, name), function in runs.items():
-            bare = clock(lambda: torch.mm(x, weight.t()), x.device)
+        for (tile, blocks, name), read in runs.items():
+            product = bare()
             with tuning.forced(tile, blocks):
-                speeds[tile, blocks, name].append(bare / clock(function, x.device))
+                speeds[tile, blocks, name].append(product / read())
     return {key: median(values) for key, values in speeds.items()}
 
 

@@ -455,8 +455,6 @@ def test_ratios_are_of_speed_in_the_same_round():
         "0.800 (0.800–0.800)",
         "1.50",
         "3.0",
-        "0.750",
-        "3.0",
     ]  # 8 MiB less 5 of gradients
 
 

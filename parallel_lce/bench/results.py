@@ -5,6 +5,7 @@ from statistics import median
 
 import torch
 
+from .accuracy import Judge
 from .peers import BARE, FORWARD_BACKWARD, OVERLAPPED, PASSES, Peer
 from .problem import Shape
 
@@ -20,10 +21,10 @@ class Result:
     peak: dict = field(default_factory=dict)  # {pass: bytes above the inputs, of the rank that needs most}
     gradients: dict = field(default_factory=dict)  # {pass: of these bytes, dX and dW in the dtype of the inputs}
 
-    def has(self, kind):
+    def has(self, kind: str) -> bool:
         return not self.refused and kind in self.seconds
 
-    def extra_bytes(self, kind):
+    def extra_bytes(self, kind: str) -> int:
         """Peak above the inputs and the gradients, in bytes."""
         return self.peak[kind] - self.gradients[kind]
 
@@ -36,7 +37,7 @@ class Cell:
     shape: Shape
     sequence_parallel: bool
     dtype: torch.dtype
-    results: list = field(repr=False)
+    results: list[Result] = field(repr=False)
     passes: tuple = PASSES
     counted: int = 0  # targets that are not ignored
     largest_logit: float = 0.0
@@ -45,7 +46,7 @@ class Cell:
     collectives: dict = field(default_factory=dict)  # measure_collectives()
 
     @classmethod
-    def of(cls, judge, passes):
+    def of(cls, judge: Judge, passes: tuple[str, ...]) -> "Cell":
         """The problem of a judge, without results yet."""
         problem = judge.problem
         cell = cls(problem.team.ranks, problem.shape, problem.sequence_parallel, problem.hidden.dtype, [], passes)
@@ -54,23 +55,25 @@ class Cell:
         return cell
 
     @property
-    def dtype_name(self):
+    def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def where(self):
+    def where(self) -> str:
         layout = f"TP {self.tp}, {self.shape}" + (", SP" if self.sequence_parallel else "")
         return layout if self.tp > 1 else str(self.shape)
 
     @property
-    def rounds(self):
+    def rounds(self) -> int:
         return max((len(times) for result in self.results for times in result.seconds.values()), default=0)
 
-    def get(self, name, kind=FORWARD_BACKWARD):
+    def get(self, name: str, kind: str = FORWARD_BACKWARD) -> Result | None:
         """The result of a peer, or None where it has no time."""
         return next((r for r in self.results if r.peer.name == name and r.has(kind)), None)
 
-    def ratio(self, result, other, kind=FORWARD_BACKWARD):
+    def ratio(
+        self, result: Result | None, other: str, kind: str = FORWARD_BACKWARD
+    ) -> tuple[float, float, float] | None:
         """(median, min, max) over the rounds of the speed of a result relative to that of the peer named `other`; None
         if either has no time. Both are of the same round, so that a machine which slows down or has other work slows
         both. A single rank has no collectives: its GEMM-only baseline is the overlapped one, too."""
@@ -79,7 +82,7 @@ class Cell:
             return None
         return spread([b / a for a, b in zip(result.seconds[kind], its.seconds[kind])])
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         """For JSON: seconds, bytes and relative errors, every round included."""
         return {
             "tp": self.tp,
@@ -94,9 +97,9 @@ class Cell:
             "peers": [self._peer_as_dict(result) for result in self.results],
         }
 
-    def _peer_as_dict(self, result):
-        entry = {"name": result.peer.name, "upstream": result.peer.upstream}
-        entry.update(refused=result.refused or None, errors=result.errors)
+    def _peer_as_dict(self, result: Result) -> dict:
+        entry: dict = {"name": result.peer.name, "upstream": result.peer.upstream}
+        entry |= {"refused": result.refused or None, "errors": result.errors}
         for kind in filter(result.has, self.passes):
             entry[kind] = {
                 "seconds": result.seconds[kind],

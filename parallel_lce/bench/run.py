@@ -20,7 +20,6 @@ from .plot import plot_over_ranks
 from .problem import Problem
 from .results import Cell, Result
 from .tables import cell_table, new_console, overview, say
-from .team import Team
 
 
 class Run:
@@ -52,7 +51,8 @@ class Run:
         truth, torchs = (answers(problem, dtype, gradients) for dtype in (torch.float64, problem.hidden.dtype))
         release(team.device)
         collectives = measure_collectives(problem, self.options.rounds)
-        judges = [Judge(replace(problem, sequence_parallel=layout), truth, torchs) for layout in self._layouts(team)]
+        layouts = self.options.sequence_parallel if team.ranks > 1 else [False]
+        judges = [Judge(replace(problem, sequence_parallel=layout), truth, torchs) for layout in layouts]
         del truth, torchs  # a judge frees what it needs of them
         for judge in judges:
             progress, after = partial(self._progress, judge.problem), partial(self._trace, judge.problem)
@@ -61,9 +61,6 @@ class Run:
             cell.results = measure(peers, judge, self.options.rounds, passes, progress, after)
             self._finished(cell)
         release(team.device)
-
-    def _layouts(self, team: Team) -> list[bool]:
-        return self.options.sequence_parallel if team.ranks > 1 else [False]
 
     def _trace(self, problem: Problem, result: Result, call: Callable) -> None:
         if self.options.trace:

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel_lce.bench import communication, peers, timing
 from parallel_lce.bench import options as command
+from parallel_lce.bench import peers, timing
 from parallel_lce.bench.accuracy import Judge, answers
 from parallel_lce.bench.measure import measure
 from parallel_lce.bench.passes import calls_of
@@ -37,6 +37,7 @@ from parallel_lce.bench.peers import (
 from parallel_lce.bench.plot import panels_of, plot_over_ranks
 from parallel_lce.bench.problem import IGNORE_INDEX, Problem, Shape, make_problem
 from parallel_lce.bench.results import Cell, Result
+from parallel_lce.bench.scaling import AROUND
 from parallel_lce.bench.tables import cell_table, overview
 from parallel_lce.bench.team import Refused, Team
 from test_bench import MIB, rows_of, text_of
@@ -122,7 +123,7 @@ def test_the_numbers_of_a_run_make_sense(a_run):
             )
         if not cell["sequence_parallel"]:
             assert entries[BARE][FORWARD_BACKWARD]["beyond_gradients_bytes"] == 4 * n * rows  # the logits alone
-        assert set(cell["collectives"]) == (set() if cell["tp"] == 1 else {*communication.NAMES})
+        assert set(cell["collectives"]) == (set() if cell["tp"] == 1 else {*AROUND})
 
 
 def test_a_run_writes_a_picture_and_timelines(a_run):

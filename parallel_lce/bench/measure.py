@@ -2,7 +2,7 @@
 
 import gc
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -14,7 +14,7 @@ from .peak_memory import peak_memory
 from .peers import FORWARD_BACKWARD, PASSES, Peer
 from .problem import Problem
 from .results import Result
-from .team import Broken, Refused
+from .team import Refused
 from .timing import timer
 
 
@@ -70,23 +70,20 @@ def measure(
     return results
 
 
-def _remaining(results):
+def _remaining(results: list[Result]) -> Iterator[tuple[Result, Peer]]:
     """`(result, its peer)` of those that have not been refused."""
     return ((result, result.peer) for result in results if not result.refused)
 
 
 @contextmanager
-def _refusals(result, say):
-    """Whatever a peer raises is a row of the table and does not end the run, but for a broken device."""
+def _refusals(result: Result, say: Callable[[str], None]) -> Iterator[None]:
+    """Whatever a peer raises is a row of the table and does not end the run."""
     try:
         yield
     except Refused as refusal:
         result.refused = str(refusal)
         result.errors = refusal.errors or result.errors
         say(f"{result.peer} {result.refused}")
-    except Broken as broken:
-        result.refused = str(broken)
-        raise Broken(f"{result.peer} {broken}: run again with --without {result.peer.name}") from broken
 
 
 def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> dict[str, float]:

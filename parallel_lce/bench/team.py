@@ -34,10 +34,6 @@ class Refused(Exception):
         self.errors = errors or {}
 
 
-class Broken(RuntimeError):
-    """After this call the device answers nothing any more."""
-
-
 def describe(error: Exception) -> str:
     """'ValueError: first line of its message'."""
     lines = str(error).strip().splitlines()
@@ -98,28 +94,20 @@ class Team:
         return values
 
     def agree(self, function: Callable[[], Any]) -> Any:
-        """This rank's `function()`. If it raises on any rank, all ranks raise: Refused with the reason, or Broken if a
-        device answers nothing any more. A rank that waits in a collective for one that raised gets here only after
-        the timeout."""
-        value, reason, broken = None, "", ""
+        """This rank's `function()`. If it raises on any rank, all ranks raise Refused with the reason. A rank that
+        waits in a collective for one that raised gets here only after the timeout."""
+        value, reason = None, ""
         try:
             value = function()
         except Exception as error:
             reason = str(error) if isinstance(error, Refused) else f"failed: {describe(error)}"
-            try:
-                synchronize(self.device)
-            except RuntimeError as fatal:
-                broken = describe(fatal)
-        outcomes = self.gather((reason, broken))
-        failed = [rank for rank, (text, _) in enumerate(outcomes) if text]
+        reasons = self.gather(reason)
+        failed = [rank for rank, text in enumerate(reasons) if text]
         if not failed:
             return value
-        reason = outcomes[failed[0]][0]
+        reason = reasons[failed[0]]
         if len(failed) < self.ranks:
             reason += f" (on rank {', '.join(map(str, failed))} of {self.ranks})"
-        for _, fatal in outcomes:
-            if fatal:
-                raise Broken(f"{reason}, and the device answers nothing any more ({fatal})")
         raise Refused(reason)
 
     def worst(self, errors: dict[str, float]) -> dict[str, float]:

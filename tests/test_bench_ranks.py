@@ -36,7 +36,7 @@ from parallel_lce.bench.peers import (
 )
 from parallel_lce.bench.plot import panels_of, plot_over_ranks
 from parallel_lce.bench.problem import IGNORE_INDEX, Problem, Shape, make_problem
-from parallel_lce.bench.results import Cell, Result
+from parallel_lce.bench.results import Cell, Measured, Result
 from parallel_lce.bench.scaling import AROUND
 from parallel_lce.bench.tables import cell_table, overview
 from parallel_lce.bench.team import Refused, Team
@@ -371,7 +371,7 @@ def _measured(member, sequence_parallel):
         called.append(result.peer.name)
 
     results = measure(planted, judge_of(problem), 2, say=said.append, after=after)
-    return [(r.peer.name, r.refused, r.seconds, r.peak, r.errors) for r in results], called, said
+    return [(r.peer.name, r.refused, r.passes, r.errors) for r in results], called, said
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -379,11 +379,12 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(worlds, device, sequence_pa
     mine, its = worlds(2).run(_measured, sequence_parallel)
     assert mine == its  # times, bytes and errors are those of the worst rank
     results, called, said = mine
-    for (name, refused, seconds, peak, _), words in zip(results, FAULTS.values()):
+    for (name, refused, passes, _), words in zip(results, FAULTS.values()):
         assert refused.startswith(words) and bool(refused) == bool(words), (name, refused)
         assert name in called or words
         if not words:
-            assert {len(times) for times in seconds.values()} == {2} and min(peak.values()) > 0
+            assert set(passes) == {FORWARD, FORWARD_BACKWARD}
+            assert all(len(its.seconds) == 2 and its.peak_bytes > 0 for its in passes.values())
     assert results[1][-1]["dW"] > 100 * results[0][-1]["dW"] > 0  # a refused peer's errors are shown
     assert called == ["none", BARE] and any(line.endswith("round 2 of 2") for line in said)
 
@@ -434,9 +435,8 @@ def made_up(tp, sequence_parallel=False, tokens=64, **milliseconds) -> Cell:
     for name, time in milliseconds.items():
         its = {"ours_saved": peer(SAVED), "ours_lean": replace(peer(LEAN), passes=(FORWARD_BACKWARD,))}.get(name)
         its = its or peer(name.replace("_", "-"))
-        seconds = {kind: [1e-3 * time * factor for factor in (1.0, 0.5, 2.0)] for kind in its.passes}
-        sizes = dict.fromkeys(its.passes, 8 * MIB)
-        results.append(Result(its, seconds=seconds, peak=sizes, gradients=dict.fromkeys(its.passes, 5 * MIB)))
+        times = Measured(8 * MIB, 5 * MIB, [1e-3 * time * factor for factor in (1.0, 0.5, 2.0)])
+        results.append(Result(its, passes=dict.fromkeys(its.passes, times)))
     return Cell(tp, Shape(tokens, 4096, 2048), sequence_parallel, torch.bfloat16, results)
 
 

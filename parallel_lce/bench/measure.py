@@ -13,7 +13,7 @@ from .passes import calls_of
 from .peak_memory import peak_memory
 from .peers import FORWARD_BACKWARD, PASSES, Peer
 from .problem import Problem
-from .results import Result
+from .results import Measured, Result
 from .team import Refused
 from .timing import timer
 
@@ -45,10 +45,9 @@ def measure(
             calls[peer] = team.agree(lambda: calls_of(peer, problem, losses[peer], passes))
             result.errors = _errors(peer, calls[peer], judge)
             for kind, call in calls[peer].items():
-                result.peak[kind] = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
-                result.gradients[kind] = _gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0
+                peak = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
+                result.passes[kind] = Measured(peak, _gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0)
                 readers.setdefault(peer, {})[kind] = timer(call, team)
-                result.seconds[kind] = []
         if result.refused:
             calls.pop(peer, None)
         release(team.device)
@@ -62,9 +61,9 @@ def measure(
         for result, peer in _remaining(results):
             with _refusals(result, say):
                 for kind, read in readers[peer].items():
-                    result.seconds[kind].append(read())
+                    result.passes[kind].seconds.append(read())
     for result, peer in _remaining(results):
-        if FORWARD_BACKWARD in result.seconds:
+        if FORWARD_BACKWARD in result.passes:
             after(result, calls[peer][FORWARD_BACKWARD])
     gc.unfreeze()
     return results

@@ -11,22 +11,30 @@ from .problem import Shape
 
 
 @dataclass
+class Measured:
+    """One pass of one peer. Another figure of a call is another field here, and a column in tables.py."""
+
+    peak_bytes: int  # above the inputs, of the rank that needs most
+    gradient_bytes: int  # of these, dX and dW in the dtype of the inputs
+    seconds: list[float] = field(default_factory=list)  # one per round
+
+    @property
+    def extra_bytes(self) -> int:
+        """Peak above the inputs and the gradients."""
+        return self.peak_bytes - self.gradient_bytes
+
+
+@dataclass
 class Result:
-    """One peer on one problem. Dictionaries by pass are empty where the peer was refused."""
+    """One peer on one problem."""
 
     peer: Peer
     refused: str = ""  # why it was not timed
-    errors: dict = field(default_factory=dict)  # {error: relative, see accuracy.py}; none of a GEMM-only baseline
-    seconds: dict = field(default_factory=dict)  # {pass: [one per round]}
-    peak: dict = field(default_factory=dict)  # {pass: bytes above the inputs, of the rank that needs most}
-    gradients: dict = field(default_factory=dict)  # {pass: of these bytes, dX and dW in the dtype of the inputs}
+    errors: dict[str, float] = field(default_factory=dict)  # relative, see accuracy.py; none of a GEMM-only baseline
+    passes: dict[str, Measured] = field(default_factory=dict)
 
     def has(self, kind: str) -> bool:
-        return not self.refused and kind in self.seconds
-
-    def extra_bytes(self, kind: str) -> int:
-        """Peak above the inputs and the gradients, in bytes."""
-        return self.peak[kind] - self.gradients[kind]
+        return not self.refused and kind in self.passes
 
 
 @dataclass
@@ -65,7 +73,7 @@ class Cell:
 
     @property
     def rounds(self) -> int:
-        return max((len(times) for result in self.results for times in result.seconds.values()), default=0)
+        return max((len(its.seconds) for result in self.results for its in result.passes.values()), default=0)
 
     def get(self, name: str, kind: str = FORWARD_BACKWARD) -> Result | None:
         """The result of a peer, or None where it has no time."""
@@ -80,7 +88,7 @@ class Cell:
         its = self.get(BARE if other == OVERLAPPED and self.tp == 1 else other, kind)
         if not its or not result or not result.has(kind):
             return None
-        return spread([b / a for a, b in zip(result.seconds[kind], its.seconds[kind])])
+        return spread([b / a for a, b in zip(result.passes[kind].seconds, its.passes[kind].seconds)])
 
     def as_dict(self) -> dict:
         """For JSON: seconds, bytes and relative errors, every round included."""
@@ -101,13 +109,14 @@ class Cell:
         entry: dict = {"name": result.peer.name, "upstream": result.peer.upstream}
         entry |= {"refused": result.refused or None, "errors": result.errors}
         for kind in filter(result.has, self.passes):
+            its = result.passes[kind]
             entry[kind] = {
-                "seconds": result.seconds[kind],
-                **dict(zip(("seconds_median", "seconds_min", "seconds_max"), spread(result.seconds[kind]))),
+                "seconds": its.seconds,
+                **dict(zip(("seconds_median", "seconds_min", "seconds_max"), spread(its.seconds))),
                 "of_bare": self.ratio(result, BARE, kind),
                 "of_overlapped": self.ratio(result, OVERLAPPED, kind),
-                "peak_bytes": result.peak[kind],
-                "beyond_gradients_bytes": result.extra_bytes(kind),
+                "peak_bytes": its.peak_bytes,
+                "beyond_gradients_bytes": its.extra_bytes,
             }
         return entry
 

@@ -71,13 +71,13 @@ def cell_table(cell: Cell) -> Table:
 def _columns(cell: Cell, kind: str) -> Iterator[tuple[str, Callable[[Result], str]]]:
     """(title, text of a result) of each column of one pass."""
     both = kind == FORWARD_BACKWARD
-    yield f"{SHORT[kind]} ms", lambda r: "{} ({}–{})".format(*map(milliseconds, spread(r.seconds[kind])))
+    yield f"{SHORT[kind]} ms", lambda r: "{} ({}–{})".format(*map(milliseconds, spread(r.passes[kind].seconds)))
     yield "of bare", lambda r: _ratio_text(cell.ratio(r, BARE, kind))
     if both and cell.tp > 1:
         yield "of overlapped", lambda r: _ratio_text(cell.ratio(r, OVERLAPPED, kind))
-    yield "MiB", lambda r: mebibytes(r.peak[kind])
+    yield "MiB", lambda r: mebibytes(r.passes[kind].peak_bytes)
     if both:
-        yield "beyond", lambda r: mebibytes(r.extra_bytes(kind))
+        yield "beyond", lambda r: mebibytes(r.passes[kind].extra_bytes)
 
 
 def overview(cells: list[Cell]) -> Table:
@@ -91,8 +91,8 @@ def overview(cells: list[Cell]) -> Table:
         for other, kind in ((OVERLAPPED, FORWARD_BACKWARD), (BARE, FORWARD_BACKWARD), (BARE, FORWARD)):
             row.append(_ratio_text(cell.ratio(ours, other, kind), "{:.3f} ({:.3f}–{:.3f})"))
         row += [_ratio_text(cell.ratio(ours, name, cell.passes[-1]), "{:.2f}") for name in others]
-        extra = ours.extra_bytes(FORWARD_BACKWARD) if ours and ours.has(FORWARD_BACKWARD) else None
-        table.add_row(*row, NONE if extra is None else mebibytes(extra))
+        its = ours.passes[FORWARD_BACKWARD] if ours and ours.has(FORWARD_BACKWARD) else None
+        table.add_row(*row, mebibytes(its.extra_bytes) if its else NONE)
     return table
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from parallel_lce.bench import options as command
 from parallel_lce.bench import peers, timing
 from parallel_lce.bench.accuracy import Judge, answers
+from parallel_lce.bench.libraries import whole_sequence
 from parallel_lce.bench.measure import measure
 from parallel_lce.bench.passes import calls_of
 from parallel_lce.bench.peers import (
@@ -311,6 +312,21 @@ def _baselines(member, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_overlapped_products_make_the_sums_over_ranks(worlds, device, sequence_parallel):
     worlds(2).run(_baselines, sequence_parallel)
+
+
+def _whole_sequence(member, sequence_parallel):
+    """Each rank's loss is `rank + 1` times the sum of squares, so that dX is the sum of both ranks'."""
+    problem = problem_of(member, sequence_parallel=sequence_parallel)
+    x = problem.x.clone().requires_grad_()
+    found = whole_sequence(x, problem.team.group, sequence_parallel)
+    assert torch.equal(found, problem.hidden)
+    ((member.rank + 1) * found.square().sum()).backward()
+    torch.testing.assert_close(x.grad, (1 + 2) * 2 * problem.x)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_kernel_for_the_whole_sequence_gets_it_and_its_gradient_is_summed(worlds, device, sequence_parallel):
+    worlds(2).run(_whole_sequence, sequence_parallel)
 
 
 class Scaled(torch.autograd.Function):

@@ -65,6 +65,12 @@ def _gathered(x, group, sequence_parallel):
     return DTensor.from_local(x, _mesh(group), [placement], run_check=False).redistribute(placements=[Replicate()])
 
 
+def whole_sequence(x, group, sequence_parallel):
+    """The hidden states of the whole sequence. Backward sums their gradient over the ranks, and scatters it under
+    sequence parallelism."""
+    return _gathered(x, group, sequence_parallel).to_local(grad_placements=[Partial()])
+
+
 @cache
 def _mesh(group):
     return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
@@ -112,15 +118,14 @@ def _group_of_one():
 
 
 def verl(group, sequence_parallel):
-    """Its kernel does tensor parallelism alone and leaves dX to be summed. DTensor gathers the hidden states under
-    sequence parallelism, and all-reduces or reduce-scatters dX."""
+    """Its kernel does tensor parallelism alone and leaves dX to be summed."""
     from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
 
     options = {"reduction": "none", "temperature": 1.0, "dist_process_group": group}
     order = list(inspect.signature(LinearCrossEntropy.forward).parameters)[4:]  # after ctx, hidden, weight and labels
 
     def loss(x, weight, target):
-        hidden = _gathered(x, group, sequence_parallel).to_local(grad_placements=[Partial()])
+        hidden = whole_sequence(x, group, sequence_parallel)
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0)
         log_probs, _ = LinearCrossEntropy.apply(hidden, weight, labels, *(options[name] for name in order))

@@ -210,8 +210,8 @@ def test_what_is_wrong_is_shown_and_never_timed(monkeypatch, no_profiler):
     all_peers = [Peer(name, ANY, CPU_AND_CUDA, lambda *_, loss=loss: loss) for name, (loss, _) in FAULTS.items()]
     all_peers.append(Peer("bare", ANY, CPU_AND_CUDA, None, "bare"))
     results = measured(all_peers, problem, 2)
-    # a first reading and two rounds, of two passes and two peers: the right one and the GEMM-only baseline
-    assert len(timed) == 3 * 2 * 2
+    # three first readings and two rounds, of two passes and two peers: the right one and the GEMM-only baseline
+    assert len(timed) == (3 + 2) * 2 * 2
     cell = Cell.of(judge_of(problem), PASSES)
     cell.results = results
     rows = {row[0]: row for row in rows_of(cell_table(cell))}
@@ -241,14 +241,14 @@ def test_a_peer_that_fails_when_timed_is_out(monkeypatch, no_profiler):
 
     def loss(x, weight, target):
         calls.append(1)
-        if len(calls) > 6:  # a check, a measurement of memory and a first reading, of two passes each
+        if len(calls) > 10:  # a check, a measurement of memory and three first readings, of two passes each
             raise RuntimeError("out of something")
         return torch_loss(x, weight, target)
 
     monkeypatch.setattr(timing, "clock", lambda call, *_: call() and 0.5)
     (result,) = measured([Peer("p", ANY, CPU_AND_CUDA, lambda *_: loss)], a_problem(), 3)
     assert result.refused == "failed: RuntimeError: out of something" and not result.has(FORWARD)
-    assert len(calls) == 7
+    assert len(calls) == 11
 
 
 def test_main_grad_takes_dw_and_is_no_memory_of_the_call():

@@ -356,7 +356,7 @@ def _planted(fault, group, sequence_parallel):
 
     def wrong(x, weight, target):
         calls.append(1)
-        if fault == "raises" or (fault == "raises later" and len(calls) == 9):
+        if fault == "raises" or (fault == "raises later" and len(calls) == 11):
             right(x, weight, target) if not torch.is_grad_enabled() else right(x, weight, target).backward()
             raise RuntimeError("out of something")
         weight = Scaled.apply(weight, 1.01) if fault == "wrong dW" else weight

@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel_lce.bench import communication, peers, timing
 from parallel_lce.bench import options as command
-from parallel_lce.bench.accuracy import Judge, exact, torch_in_same_dtype
+from parallel_lce.bench import peers, timing
+from parallel_lce.bench.accuracy import Judge, answers
+from parallel_lce.bench.libraries import whole_sequence
 from parallel_lce.bench.measure import measure
 from parallel_lce.bench.passes import calls_of
 from parallel_lce.bench.peers import (
@@ -28,16 +29,16 @@ from parallel_lce.bench.peers import (
     CPU_AND_CUDA,
     FORWARD,
     FORWARD_BACKWARD,
-    LEAN,
     OVERLAPPED,
     RANKS,
     SAVED,
     Peer,
-    registry,
+    named,
 )
 from parallel_lce.bench.plot import panels_of, plot_over_ranks
 from parallel_lce.bench.problem import IGNORE_INDEX, Problem, Shape, make_problem
-from parallel_lce.bench.results import Cell, Result
+from parallel_lce.bench.results import Cell, Measured, Result
+from parallel_lce.bench.scaling import AROUND
 from parallel_lce.bench.tables import cell_table, overview
 from parallel_lce.bench.team import Refused, Team
 from test_bench import MIB, rows_of, text_of
@@ -47,8 +48,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = Shape(64, 96, 16)
 
 
-def registry_over_ranks() -> list[Peer]:
-    return registry(peers.NAMED_OVER_RANKS, RANKS)
+LEAN = "ours-main-grad@64MiB"
+
+
+def peer(name: str) -> Peer:
+    return named(name, RANKS)
 
 
 # --- a whole run -----------------------------------------------------------------------------------
@@ -100,7 +104,7 @@ def test_the_numbers_of_a_run_make_sense(a_run):
     _, _, found = a_run
     for cell in found["cells"]:
         entries = {entry["name"]: entry for entry in cell["peers"]}
-        expected = [SAVED, "ours-default", "ours-accumulate", LEAN, "ours-recompute", BARE, OVERLAPPED, "loss-parallel"]
+        expected = [SAVED, "ours", "ours@128MiB", LEAN, "ours-per-token@0", BARE, OVERLAPPED, "loss-parallel"]
         assert list(entries) == [name for name in expected if cell["tp"] > 1 or name != OVERLAPPED]
         assert [entry["refused"] for entry in entries.values()] == [None] * len(entries)
         parts = cell["tp"] if cell["sequence_parallel"] else 1
@@ -120,7 +124,7 @@ def test_the_numbers_of_a_run_make_sense(a_run):
             )
         if not cell["sequence_parallel"]:
             assert entries[BARE][FORWARD_BACKWARD]["beyond_gradients_bytes"] == 4 * n * rows  # the logits alone
-        assert set(cell["collectives"]) == (set() if cell["tp"] == 1 else {*communication.NAMES})
+        assert set(cell["collectives"]) == (set() if cell["tp"] == 1 else {*AROUND})
 
 
 def test_a_run_writes_a_picture_and_timelines(a_run):
@@ -235,7 +239,7 @@ def test_sizes_are_powers_of_two_and_all_ranks():
         (["--plot", "p.foo"], "argument --plot: the suffix must be one of "),
         (["--shape", "100,8,8"], "N and V must be multiples of the TP size, got N=100, V=8, D=8 for TP 8"),
         (["--peers", "nobody"], "no such peer: nobody"),
-        (["--without", "bare,nobody"], "no such peer: nobody"),
+        (["--without", "bare", "nobody"], "no such peer: nobody"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
     ],
 )
@@ -248,8 +252,8 @@ def test_a_bad_command_line_says_why(arguments, words, capsys):
 def test_the_baselines_are_always_measured(monkeypatch, capsys):
     found = options("--peers", SAVED)
     assert [peer.name for peer in found.chosen] == [SAVED, BARE, OVERLAPPED] and not found.not_here
-    found = options("--without", "ours-recompute,loss-parallel")
-    assert [peer.name for peer in found.chosen] == [SAVED, "ours-default", "ours-accumulate", LEAN, BARE, OVERLAPPED]
+    found = options("--without", "ours-per-token@0", "loss-parallel")
+    assert [peer.name for peer in found.chosen] == [SAVED, "ours", "ours@128MiB", LEAN, BARE, OVERLAPPED]
     renamed = [replace(peer, needs="no_such_module") if peer.name == "verl" else peer for peer in peers.OTHERS]
     monkeypatch.setattr(peers, "OTHERS", renamed)
     with pytest.raises(SystemExit):
@@ -266,12 +270,13 @@ def problem_of(member: Member, seed: int = 0, sequence_parallel: bool = False) -
 
 
 def judge_of(problem: Problem) -> Judge:
-    return Judge(problem, exact(problem), torch_in_same_dtype(problem))
+    truth, torchs = (answers(problem, dtype) for dtype in (torch.float64, problem.hidden.dtype))
+    return Judge(problem, truth, torchs)
 
 
 def _truth(member):
     problem = problem_of(member, seed=1)
-    _, loss, grad_x, grad_weight = exact(problem)
+    found = answers(problem, torch.float64)
     shards = [torch.empty_like(problem.weight) for _ in range(member.ranks)]
     dist.all_gather(shards, problem.weight, group=problem.team.group)
     x, weight = (t.double().requires_grad_() for t in (problem.x, torch.cat(shards)))
@@ -279,7 +284,7 @@ def _truth(member):
     expected.backward()
     assert 0 < (problem.target == IGNORE_INDEX).sum() < TINY.n
     own = weight.grad.chunk(member.ranks)[member.rank]
-    for value, truth in ((loss, expected.detach()), (grad_x, x.grad), (grad_weight, own)):
+    for value, truth in ((found.loss, expected.detach()), (found.grad_x, x.grad), (found.grad_weight, own)):
         torch.testing.assert_close(value, truth, rtol=1e-12, atol=1e-15)
     assert not torch.equal(*shards[:2])
     return problem.x.cpu(), problem.target.cpu()
@@ -296,18 +301,32 @@ def _baselines(member, sequence_parallel):
     z = problem.hidden.double() @ problem.weight.double().T
     grad_x = z @ problem.weight.double()
     grad_weight = z.T @ problem.hidden.double()
-    bare, overlapped = (peer for peer in registry_over_ranks() if peer.family == "bare")
-    for value, truth in zip(calls_of(bare, problem)[FORWARD_BACKWARD](), (grad_x, grad_weight)):
+    for value, truth in zip(calls_of(peer(BARE), problem)[FORWARD_BACKWARD](), (grad_x, grad_weight)):
         torch.testing.assert_close(value.double(), truth, rtol=1e-4, atol=1e-4)
     dist.all_reduce(grad_x, group=problem.team.group)
     truths = problem.own(grad_x), grad_weight
-    for value, truth in zip(calls_of(overlapped, problem)[FORWARD_BACKWARD](), truths):
+    for value, truth in zip(calls_of(peer(OVERLAPPED), problem)[FORWARD_BACKWARD](), truths):
         torch.testing.assert_close(value.double(), truth, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_the_overlapped_products_make_the_sums_over_ranks(worlds, device, sequence_parallel):
     worlds(2).run(_baselines, sequence_parallel)
+
+
+def _whole_sequence(member, sequence_parallel):
+    """Each rank's loss is `rank + 1` times the sum of squares, so that dX is the sum of both ranks'."""
+    problem = problem_of(member, sequence_parallel=sequence_parallel)
+    x = problem.x.clone().requires_grad_()
+    found = whole_sequence(x, problem.team.group, sequence_parallel)
+    assert torch.equal(found, problem.hidden)
+    ((member.rank + 1) * found.square().sum()).backward()
+    torch.testing.assert_close(x.grad, (1 + 2) * 2 * problem.x)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_kernel_for_the_whole_sequence_gets_it_and_its_gradient_is_summed(worlds, device, sequence_parallel):
+    worlds(2).run(_whole_sequence, sequence_parallel)
 
 
 class Scaled(torch.autograd.Function):
@@ -325,7 +344,10 @@ class Scaled(torch.autograd.Function):
 
 def _planted(fault, group, sequence_parallel):
     """Ours with a fault on rank 1 alone."""
-    rank, calls = dist.get_rank(group), []  # two calls of each pass and two readings; then the first round's readings
+    rank, calls = (
+        dist.get_rank(group),
+        [],
+    )  # two calls of each pass and two of its first reading; then the rounds' readings
     right = peers.ours("mean", None, group, sequence_parallel)
     if rank == 0 or fault == "none":
         return right
@@ -334,7 +356,7 @@ def _planted(fault, group, sequence_parallel):
 
     def wrong(x, weight, target):
         calls.append(1)
-        if fault == "raises" or (fault == "raises later" and len(calls) == 8):
+        if fault == "raises" or (fault == "raises later" and len(calls) == 11):
             right(x, weight, target) if not torch.is_grad_enabled() else right(x, weight, target).backward()
             raise RuntimeError("out of something")
         weight = Scaled.apply(weight, 1.01) if fault == "wrong dW" else weight
@@ -357,15 +379,15 @@ def _measured(member, sequence_parallel):
     """What each rank says of peers of which one rank is wrong."""
     problem = problem_of(member, sequence_parallel=sequence_parallel)
     planted = [Peer(fault, ANY, CPU_AND_CUDA, partial(_planted, fault), "ours", layouts=(RANKS,)) for fault in FAULTS]
-    planted += [peer for peer in registry_over_ranks() if peer.name == BARE]
+    planted.append(peer(BARE))
     called, said = [], []
-    timing.OVER_RANKS[member.device.type] = 0.0, 0.0  # one call
+    timing.OVER_RANKS[member.device.type] = 0.0, 1e-9  # one call
 
     def after(result, call):
         called.append(result.peer.name)
 
     results = measure(planted, judge_of(problem), 2, say=said.append, after=after)
-    return [(r.peer.name, r.refused, r.seconds, r.peak, r.errors) for r in results], called, said
+    return [(r.peer.name, r.refused, r.passes, r.errors) for r in results], called, said
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
@@ -373,11 +395,12 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(worlds, device, sequence_pa
     mine, its = worlds(2).run(_measured, sequence_parallel)
     assert mine == its  # times, bytes and errors are those of the worst rank
     results, called, said = mine
-    for (name, refused, seconds, peak, _), words in zip(results, FAULTS.values()):
+    for (name, refused, passes, _), words in zip(results, FAULTS.values()):
         assert refused.startswith(words) and bool(refused) == bool(words), (name, refused)
         assert name in called or words
         if not words:
-            assert {len(times) for times in seconds.values()} == {2} and min(peak.values()) > 0
+            assert set(passes) == {FORWARD, FORWARD_BACKWARD}
+            assert all(len(its.seconds) == 2 and its.peak_bytes > 0 for its in passes.values())
     assert results[1][-1]["dW"] > 100 * results[0][-1]["dW"] > 0  # a refused peer's errors are shown
     assert called == ["none", BARE] and any(line.endswith("round 2 of 2") for line in said)
 
@@ -401,11 +424,11 @@ def _megatron(member, sequence_parallel):
 
     problem = problem_of(member, sequence_parallel=sequence_parallel)
     team, current_device = problem.team, torch.cuda.current_device
-    (peer,) = (peer for peer in registry_over_ranks() if peer.name == "megatron")
+    megatron = peer("megatron")
     try:
         if member.device.type == "cpu":
             torch.cuda.current_device = lambda: member.device
-        calls = calls_of(peer, problem, peer.build(team.group, sequence_parallel))
+        calls = calls_of(megatron, problem, megatron.build(team.group, sequence_parallel))
         return judge_of(problem).check({kind: call() for kind, call in calls.items()})
     finally:
         torch.cuda.current_device = current_device
@@ -426,10 +449,10 @@ def made_up(tp, sequence_parallel=False, tokens=64, **milliseconds) -> Cell:
     """Times that nobody measured; keys are peers, with _ for -."""
     results = []
     for name, time in milliseconds.items():
-        (peer,) = (peer for peer in registry_over_ranks() if peer.name == name.replace("_", "-"))
-        seconds = {kind: [1e-3 * time * factor for factor in (1.0, 0.5, 2.0)] for kind in peer.passes}
-        sizes = dict.fromkeys(peer.passes, 8 * MIB)
-        results.append(Result(peer, seconds=seconds, peak=sizes, gradients=dict.fromkeys(peer.passes, 5 * MIB)))
+        its = {"ours_saved": peer(SAVED), "ours_lean": replace(peer(LEAN), passes=(FORWARD_BACKWARD,))}.get(name)
+        its = its or peer(name.replace("_", "-"))
+        times = Measured(8 * MIB, 5 * MIB, [1e-3 * time * factor for factor in (1.0, 0.5, 2.0)])
+        results.append(Result(its, passes=dict.fromkeys(its.passes, times)))
     return Cell(tp, Shape(tokens, 4096, 2048), sequence_parallel, torch.bfloat16, results)
 
 
@@ -449,8 +472,6 @@ def test_ratios_are_of_speed_in_the_same_round():
         "0.800 (0.800–0.800)",
         "1.50",
         "3.0",
-        "0.750",
-        "3.0",
     ]  # 8 MiB less 5 of gradients
 
 
@@ -459,7 +480,7 @@ def test_what_was_refused_has_a_row_without_numbers():
     cell.results[0] = replace(cell.results[0], refused="refused: dW error 1.0e-02, allowed 1e-3", errors={"dW": 0.01})
     cell.yardstick = {"loss": 1e-3, "dX": 1e-3, "dW": 1e-3}
     (_, refused, bare) = rows_of(cell_table(cell))
-    assert refused[0] == "ours, per token, all saved, refused" and refused[2:10] == ["–"] * 8
+    assert refused[0] == "ours-per-token@all, refused" and refused[2:10] == ["–"] * 8
     assert refused[-1] == "10.00"
     assert bare[3] == "1.000" and "8 (4–16)" in bare[2]
     assert cell.as_dict()["peers"][0]["refused"].startswith("refused: dW") and FORWARD not in cell.as_dict()["peers"][0]
@@ -471,15 +492,14 @@ def test_one_rank_stands_in_the_panels_of_both_layouts():
     panels = panels_of([cell.as_dict() for cell in cells])
     assert [sequence_parallel for _, sequence_parallel in panels] == [False, True]
     for lines in panels.values():
-        family, _, points = lines[SAVED]
-        assert family == "ours" and points == [(1, (0.008, 0.004, 0.016)), (2, (0.004, 0.002, 0.008))]
+        assert lines[SAVED] == [(1, (0.008, 0.004, 0.016)), (2, (0.004, 0.002, 0.008))]
 
 
 def test_panels_of_several_runs_are_of_one_problem_each(tmp_path):
     cells = [made_up(tp, ours_saved=8 / tp, bare=7 / tp).as_dict() for tp in (1, 2, 4)]
     others = [dict(cell, dtype="float32") for cell in cells] + [dict(cell, v=2 * cell["v"]) for cell in cells]
     panels = panels_of(cells + others)
-    assert len(panels) == 3 and all(len(lines[SAVED][2]) == 3 for lines in panels.values())
+    assert len(panels) == 3 and all(len(lines[SAVED]) == 3 for lines in panels.values())
     path, facts = tmp_path / "of-several.png", {"device": "some", "torch": "2"}
     assert plot_over_ranks(path, facts, cells + others) and path.stat().st_size > 10_000
     assert not plot_over_ranks(tmp_path / "none.png", facts, [])

@@ -9,17 +9,18 @@ from dataclasses import replace
 import pytest
 
 from parallel_lce.bench import scaling
-from parallel_lce.bench.scaling import BOTH, FORWARD, PASSES, SERIES, Layout, Model, Network, Readings, Times
+from parallel_lce.bench.peers import BARE, OVERLAPPED, SAVED
+from parallel_lce.bench.scaling import AROUND, BOTH, FORWARD, Layout, Model, Network, Readings, Times
 
 NETWORK = Network(launch=8e-6, hop=1.5e-6, bandwidth=300e9)
 RATE = 7e14
 TIMES = {
-    ("bare", FORWARD): Times(1 / RATE, 20e-6),
-    ("bare", BOTH): Times(1.1 / RATE, 50e-6),
-    ("with collectives", FORWARD): Times(1 / RATE, 20e-6, 0.0, 1.0),
-    ("with collectives", BOTH): Times(1.1 / RATE, 50e-6, 0.0, 1.0, 0.5),
-    ("ours", FORWARD): Times(1.02 / RATE, 40e-6, 2e-9, 0.3),
-    ("ours", BOTH): Times(1.15 / RATE, 90e-6, 5e-9, 0.3, 0.7),
+    (BARE, FORWARD): Times(1 / RATE, 20e-6),
+    (BARE, BOTH): Times(1.1 / RATE, 50e-6),
+    (OVERLAPPED, FORWARD): Times(1 / RATE, 20e-6, 0.0, 1.0),
+    (OVERLAPPED, BOTH): Times(1.1 / RATE, 50e-6, 0.0, 1.0, 0.5),
+    (SAVED, FORWARD): Times(1.02 / RATE, 40e-6, 2e-9, 0.3),
+    (SAVED, BOTH): Times(1.15 / RATE, 90e-6, 5e-9, 0.3, 0.7),
 }
 LAYOUTS = [
     Layout(tp, n, 131072, 4096, sequence_parallel)
@@ -34,10 +35,10 @@ MODEL = Model(NETWORK, TIMES)
 
 def made_up(model=MODEL, layouts=LAYOUTS) -> Readings:
     """What a machine would measure of which the model is true."""
-    times = {key: [(layout, model.seconds(*key, layout)) for layout in layouts] for key in TIMES}
+    times = [(*key, layout, model.seconds(*key, layout)) for key in TIMES for layout in layouts]
     collectives = []
     for ranks, n in {(layout.tp, layout.n) for layout in layouts if layout.tp > 1}:
-        for kind in PASSES:
+        for kind in AROUND:
             size = 4 * (3 * n + 2) * ranks if kind == "all_gather_partials" else 2 * n * 4096
             collectives.append((kind, size, ranks, model.network.seconds(kind, size, ranks)))
     return Readings(times, collectives)
@@ -45,8 +46,10 @@ def made_up(model=MODEL, layouts=LAYOUTS) -> Readings:
 
 def slower(readings: Readings, tp: int, factor: float) -> Readings:
     """The same, but ours takes ``factor`` times as long on so many ranks."""
-    times = dict(readings.times)
-    times["ours", BOTH] = [(la, t * factor if la.tp == tp else t) for la, t in times["ours", BOTH]]
+    times = [
+        (*key, layout, time * factor if key == [SAVED, BOTH] and layout.tp == tp else time)
+        for *key, layout, time in readings.times
+    ]
     return replace(readings, times=times)
 
 
@@ -76,23 +79,23 @@ def test_a_deviation_is_seen_in_the_errors():
     root, largest = scaling.size_of(error[-1] for error in scaling.fit(readings).errors(readings))
     assert 0.01 < largest < 0.1 and 0 < root < largest
     _, errors = scaling.held_out(readings)
-    of_ours = [error[-1] for error in errors if error[:2] == ("ours", BOTH)]
+    of_ours = [error[-1] for error in errors if error[:2] == (SAVED, BOTH)]
     assert of_ours == pytest.approx([1 / 1.1 - 1] * 4, rel=1e-2)
-    assert max(abs(error[-1]) for error in errors if error[0] != "ours") < 1e-3
+    assert max(abs(error[-1]) for error in errors if error[0] != SAVED) < 1e-3
 
 
 def test_a_collective_that_no_product_hides_is_paid():
     """dX's all-reduce takes longer than dW's product where ranks are many and the network is slow."""
     slow = replace(NETWORK, bandwidth=1e9)
     layout = Layout(8, 8192, 131072, 4096)
-    model = Model(slow, {("ours", BOTH): Times(1 / RATE)})
+    model = Model(slow, {(SAVED, BOTH): Times(1 / RATE)})
     collective = slow.seconds("all_reduce", 8192 * 4096 * 2, 8)
     product = layout.product / RATE
     partials = slow.seconds("all_gather_partials", 4 * (3 * 8192 + 2) * 8, 8)
     assert collective > product
-    assert model.seconds("ours", BOTH, layout) == pytest.approx(3 * product + partials + collective - product)
-    model = Model(slow, {("ours", BOTH): Times(1 / RATE, paid_beside=1.0)})
-    assert model.seconds("ours", BOTH, layout) == pytest.approx(3 * product + partials + collective)
+    assert model.seconds(SAVED, BOTH, layout) == pytest.approx(3 * product + partials + collective - product)
+    model = Model(slow, {(SAVED, BOTH): Times(1 / RATE, paid_beside=1.0)})
+    assert model.seconds(SAVED, BOTH, layout) == pytest.approx(3 * product + partials + collective)
 
 
 def test_a_ring_by_hand():
@@ -109,37 +112,36 @@ def test_a_ring_by_hand():
 
 def test_least_squares_leaves_out_what_would_be_negative():
     rows = [{"a": float(k), "b": 1.0} for k in (1, 2, 3)]
-    assert scaling.least_squares(rows, [5.0, 7.0, 9.0]) == pytest.approx({"a": 2, "b": 3})
-    found = scaling.least_squares(rows, [1.0, 3.0, 5.0])  # 2 a - 1
+    assert scaling.least_squares(rows, [5.0, 7.0, 9.0], [5.0, 7.0, 9.0]) == pytest.approx({"a": 2, "b": 3})
+    found = scaling.least_squares(rows, [1.0, 3.0, 5.0], [1.0, 3.0, 5.0])  # 2 a - 1
     assert set(found) == {"a"} and found["a"] > 1
-    assert scaling.least_squares([{"a": 0.0}], [1.0]) == {}
+    assert scaling.least_squares([{"a": 0.0}], [1.0], [1.0]) == {}
 
 
 def results(readings: Readings) -> dict:
     """The readings as the benchmark writes them, each bare-overlapped only where there is something to overlap."""
     cells = {}
-    for (series, kind), pairs in readings.times.items():
-        for layout, seconds in pairs:
-            sizes = {name: value for name, value in vars(layout).items() if name != "itemsize"}
-            cell = cells.setdefault(layout, {**sizes, "dtype": "bfloat16", "peers": {}, "collectives": {}})
-            if layout.tp > 1 or series != "with collectives":
-                entry = cell["peers"].setdefault(SERIES[series], {"name": SERIES[series], "label": series})
-                entry[kind] = {f"seconds_{of}": seconds for of in ("median", "min", "max")}
-            for of, size, ranks, its in readings.collectives:
-                if ranks == layout.tp and size in (2 * layout.n * layout.d, 4 * (3 * layout.n + 2) * ranks):
-                    cell["collectives"][of] = {"bytes": size, "seconds_median": its}
+    for series, kind, layout, seconds in readings.times:
+        sizes = {name: value for name, value in vars(layout).items() if name != "itemsize"}
+        cell = cells.setdefault(layout, {**sizes, "dtype": "bfloat16", "peers": {}, "collectives": {}})
+        if layout.tp > 1 or series != OVERLAPPED:
+            entry = cell["peers"].setdefault(series, {"name": series})
+            entry[kind] = {f"seconds_{of}": seconds for of in ("median", "min", "max")}
+        for of, size, ranks, its in readings.collectives:
+            if ranks == layout.tp and size in (2 * layout.n * layout.d, 4 * (3 * layout.n + 2) * ranks):
+                cell["collectives"][of] = {"bytes": size, "seconds_median": its}
     cells = [{**cell, "peers": list(cell["peers"].values())} for cell in cells.values()]
     return {"machine": {"device": "made up", "torch": "2"}, "cells": cells}
 
 
 def test_what_is_read_is_what_was_written():
-    single = {("with collectives", kind): TIMES["bare", kind] for kind in (FORWARD, BOTH)}
+    single = {(OVERLAPPED, kind): TIMES[BARE, kind] for kind in (FORWARD, BOTH)}
     readings = made_up(Model(NETWORK, TIMES | single), [layout for layout in LAYOUTS if layout.tp == 1])
     rest = made_up(layouts=[layout for layout in LAYOUTS if layout.tp > 1])
     found = scaling.read(results(readings), results(rest))
-    readings = Readings({key: readings.times[key] + rest.times[key] for key in TIMES}, rest.collectives)
-    assert {key: set(pairs) for key, pairs in found.times.items()} == {k: set(v) for k, v in readings.times.items()}
-    assert set(found.collectives) == set(readings.collectives)
+    assert set(found.times) == {*readings.times, *rest.times}
+    assert len(found.times) == len(readings.times) + len(rest.times)
+    assert set(found.collectives) == set(rest.collectives)
 
 
 def cells_of(line: str) -> list[str]:
@@ -163,8 +165,8 @@ def test_the_program_prints_errors_and_predictions(tmp_path, capsys):
     model = scaling.fit(slower(made_up(), 8, 1.1))
     hosts = replace(model.network, host_gpus=8, host_hop=10e-6, host_bandwidth=400e9)
     layout = Layout(16, 32768, 131072, 4096, True)
-    mine = replace(model, network=hosts).seconds("ours", BOTH, layout)
-    bare = replace(model, network=hosts).seconds("bare", BOTH, layout)
+    mine = replace(model, network=hosts).seconds(SAVED, BOTH, layout)
+    bare = replace(model, network=hosts).seconds(BARE, BOTH, layout)
     assert float(rows[3][5]) == pytest.approx(1e3 * mine, rel=1e-2)
     assert float(rows[3][6]) == pytest.approx(bare / mine, abs=1e-3)
 
@@ -190,7 +192,7 @@ def test_a_gather_is_hidden_by_no_more_than_a_rank_s_own_tokens():
         flat = replace(layout, sequence_parallel=False)
         gather = network.seconds("all_gather", 8192 * 4096 * 2, tp)
         own = 1e-15 * layout.product / tp
-        for series, exposed in (("ours", max(0.0, gather - own)), ("with collectives", 0.0)):
+        for series, exposed in ((SAVED, max(0.0, gather - own)), (OVERLAPPED, 0.0)):
             seconds = [times.seconds(series, FORWARD, each, network) for each in (layout, flat)]
             assert seconds[0] - seconds[1] == pytest.approx(exposed)
         assert (gather > own) == (tp == 64)

@@ -10,31 +10,43 @@ mean square of the rows: it shows a single wrong token, which the whole hides.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .peers import FORWARD, FORWARD_BACKWARD
+from .problem import Problem
 from .team import Refused
 
 BLOCK_BYTES = 512 << 20  # float64 logits of a block of tokens; two blocks exist at a time
-SMALLEST_BLOCK = 512  # tokens of a block of plain torch, where all of them do not fit
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The results of one problem in one dtype. Gradients are None where they are not wanted."""
+
+    loss: Tensor  # the mean
+    grad_x: Tensor | None  # [N, D], of the whole sequence
+    grad_weight: Tensor | None  # [V/P, D], of this rank's shard
+    largest_logit: float  # max |z|
 
 
 class Judge:
     """Compares a peer's results on one rank with the truth. Errors and limits are those of the worst rank."""
 
-    def __init__(self, problem, truth, torchs):
-        """Of what `exact` and `torch_in_same_dtype` return, for the layout of the problem."""
+    def __init__(self, problem: Problem, truth: Answers, torchs: Answers):
+        """`truth` is `answers` in float64, `torchs` in the dtype of the problem."""
         self.problem = problem
-        self.largest_logit = truth[0]
-        self.truth = self._own(truth)
+        self.largest_logit = truth.largest_logit
+        self._truth = self._own(truth)
         self.yardstick = problem.team.worst(self._errors(*self._own(torchs)))
         floor = 4 * torch.finfo(torch.float32).eps
         self.limits = {name: 2 * error + floor for name, error in self.yardstick.items()}
         self.limits["loss"] = 2 * self.yardstick["loss"] + max(floor, torch.finfo(problem.hidden.dtype).eps)
 
-    def check(self, outputs, main_grad=False):
+    def check(self, outputs: dict, main_grad: bool = False) -> dict[str, float]:
         """The errors of `{pass: what its call returned}`, or Refused on all ranks; with `main_grad` dW is fp32. The
         loss counts from the worse of the passes, which may run different code."""
         team = self.problem.team
@@ -45,16 +57,16 @@ class Judge:
             raise Refused("refused: " + "; ".join(texts), errors)
         return errors
 
-    def forget(self):
+    def forget(self) -> None:
         """Frees the truth, before anything is timed."""
-        self.truth = None
+        del self._truth
 
-    def _own(self, found):
-        """This rank's `(loss, dX, dW)` of `answers`, whose dX is of the whole sequence."""
-        _, loss, grad_x, grad_weight = found
-        return loss, None if grad_x is None else self.problem.own(grad_x), grad_weight
+    def _own(self, answers: Answers) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """This rank's `(loss, dX, dW)`."""
+        grad_x = answers.grad_x
+        return answers.loss, None if grad_x is None else self.problem.own(grad_x), answers.grad_weight
 
-    def _found(self, outputs, main_grad):
+    def _found(self, outputs: dict, main_grad: bool) -> dict[str, float]:
         x, weight, errors = self.problem.x, self.problem.weight, {}
         if FORWARD_BACKWARD in outputs:
             loss, grad_x, grad_weight = outputs[FORWARD_BACKWARD]
@@ -66,61 +78,47 @@ class Judge:
             errors["loss"] = max(errors.get("loss", 0.0), without, key=lambda e: (math.isnan(e), e))
         return errors
 
-    def _errors(self, loss, grad_x=None, grad_weight=None):
+    def _errors(self, loss: Tensor, *gradients: Tensor | None) -> dict[str, float]:
         """{'loss', 'dX', 'dX row', 'dW', 'dW row': relative error}, of the gradients that are given."""
-        true_loss, true_grad_x, true_grad_weight = self.truth
-        errors = {"loss": abs(loss.double() - true_loss).item() / abs(true_loss.item())}
-        if grad_x is not None:
-            errors["dX"], errors["dX row"] = _gradient_errors(grad_x, true_grad_x)
-            errors["dW"], errors["dW row"] = _gradient_errors(grad_weight, true_grad_weight)
+        true_loss, *truths = self._truth
+        errors = {"loss": (abs(loss.double() - true_loss) / abs(true_loss)).item()}
+        for name, found, truth in zip(("dX", "dW"), gradients, truths):
+            if found is not None and truth is not None:
+                rows = torch.linalg.vector_norm(found - truth, dim=1)
+                scale = torch.linalg.vector_norm(truth) / len(truth) ** 0.5  # root mean square of the rows
+                errors[name] = (rows.square().mean().sqrt() / scale).item()
+                errors[f"{name} row"] = (rows.max() / scale).item()
         return errors
 
 
-def exact(problem, gradients=True):
-    """The truth, as `answers` returns it: float64, in blocks of tokens."""
-    return answers(problem, torch.float64, gradients, max(1, BLOCK_BYTES // (8 * len(problem.weight))))
-
-
-def torch_in_same_dtype(problem, gradients=True):
-    """What plain torch answers, or over ranks Megatron's output layer and native loss: of all tokens in one call. On
-    one rank that has no memory for it, of blocks of tokens."""
-    rows = len(problem.hidden)
-    while True:
-        try:
-            return answers(problem, problem.hidden.dtype, gradients, rows)
-        except torch.OutOfMemoryError:
-            if rows <= SMALLEST_BLOCK or problem.team.ranks > 1:
-                raise
-        rows = max(SMALLEST_BLOCK, rows // 2)
-        torch.cuda.empty_cache()
-
-
-def answers(problem, dtype, gradients, rows):
-    """`(max |z|, mean loss, dX [N, D] of the whole sequence, dW [V/P, D])` in blocks of so many tokens. Products are in
-    `dtype`, sums and the softmax at least in float32. Gradients are None where they are not wanted."""
+def answers(problem: Problem, dtype: torch.dtype, gradients: bool = True) -> Answers:
+    """What plain torch answers in a dtype, or over ranks Megatron's output layer and native loss: products in `dtype`,
+    sums and the softmax at least in float32. In float64 it is the truth. It goes through blocks of tokens, whose dW are
+    summed before they are rounded."""
     team, hidden, weight = problem.team, problem.hidden, problem.weight.to(dtype)
     sums = torch.promote_types(dtype, torch.float32)
     count = problem.counted.sum()
-    grad_x = torch.empty_like(hidden, dtype=dtype) if gradients else None
-    grad_weight = torch.zeros_like(weight, dtype=sums) if gradients else None
+    grad_x = torch.empty_like(hidden, dtype=dtype)
+    grad_weight = torch.zeros_like(weight, dtype=sums)
     loss, largest = weight.new_zeros((), dtype=sums), weight.new_zeros((), dtype=sums)
+    rows = max(1, BLOCK_BYTES // (8 * len(weight)))
     for start in range(0, len(hidden), rows):
         tokens = slice(start, start + rows)
         x, counted = hidden[tokens].to(dtype), problem.counted[tokens].unsqueeze(1)
         z = (x @ weight.T).to(sums)
-        largest = torch.maximum(largest, torch.maximum(z.amax(), -z.amin()))
+        largest = torch.maximum(largest, z.abs().amax())
         loss += (_cross_entropy_(z, problem, tokens) * counted).sum() / count
         if gradients:
             dlogits = z.mul_(counted).div_(count).to(dtype)
             grad_x[tokens] = dlogits @ weight
-            grad_weight += dlogits.T @ x
-            del dlogits
-        del z  # before the next block's
+            grad_weight += dlogits.T.to(sums) @ x.to(sums)
     largest = team.reduce(largest, dist.ReduceOp.MAX).item()
-    return (largest, loss, team.reduce(grad_x), grad_weight.to(dtype)) if gradients else (largest, loss, None, None)
+    if not gradients:
+        return Answers(loss, None, None, largest)
+    return Answers(loss, team.reduce(grad_x), grad_weight.to(dtype), largest)
 
 
-def _cross_entropy_(z, problem, tokens):
+def _cross_entropy_(z: Tensor, problem: Problem, tokens: slice) -> Tensor:
     """Losses [R, 1] of some tokens' logits z [R, V/P], which become softmax minus one-hot in place."""
     ids = problem.target[tokens].unsqueeze(1) - problem.team.rank * z.shape[1]
     here = (ids >= 0) & (ids < z.shape[1])  # the target lies in this rank's shard
@@ -134,20 +132,9 @@ def _cross_entropy_(z, problem, tokens):
     return log_sum - sums[:, 1:]
 
 
-def _check_form(name, gradient, shape, dtype):
+def _check_form(name: str, gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
     if gradient is None:
         raise Refused(f"refused: no {name}")
     if gradient.shape != shape or gradient.dtype != dtype:
         got, want = (tuple(gradient.shape), gradient.dtype), (tuple(shape), dtype)
         raise Refused(f"refused: {name} is {got}, expected {want}")
-
-
-def _gradient_errors(got, want, rows=4096):
-    """Relative errors of a gradient [R, D] against float64: (of the whole, of the worst row)."""
-    errors, squares = [], []
-    for start in range(0, len(want), rows):  # in blocks: float64 copies of a whole dW would be large
-        true = want[start : start + rows]
-        errors.append((got[start : start + rows].double() - true).square().sum(1))
-        squares.append(true.square().sum(1))
-    errors, square = torch.cat(errors), torch.cat(squares).mean()
-    return (errors.mean() / square).sqrt().item(), (errors.max() / square).sqrt().item()

@@ -1,6 +1,7 @@
 """Communication by itself, and the timeline of a call."""
 
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from statistics import median
@@ -9,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from .peers import OVERLAPPED, PASSES
+from .peers import OVERLAPPED, PASSES, Peer
+from .problem import Problem
 from .team import all_gather, reduce_scatter, synchronize
-from .timing import OVER_RANKS, calls_in, reading
-
-NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_gather_partials")
+from .timing import timer
 
 
-def measure_collectives(problem, rounds):
+def measure_collectives(problem: Problem, rounds: int) -> dict[str, dict]:
     """`{name: {'bytes': of the whole tensor, 'seconds': [one per round], 'seconds_median'}}` for [N, D] in the dtype of
     the hidden states and for the packed partials, 3 N + 2 numbers of fp32 per rank. Empty for a single rank."""
     team = problem.team
@@ -26,22 +26,21 @@ def measure_collectives(problem, rounds):
     part = torch.zeros_like(problem.hidden.chunk(team.ranks)[team.rank])
     partials = torch.zeros(3 * len(whole) + 2, device=team.device)
     gathered = partials.new_zeros(team.ranks * len(partials))
-    calls = (
-        (partial(dist.all_reduce, whole, group=team.group), whole),
-        (partial(all_gather, whole, part, group=team.group), whole),
-        (partial(reduce_scatter, part, whole, group=team.group), whole),
-        (partial(all_gather, gathered, partials, group=team.group), gathered),
-    )
+    calls = {
+        "all_reduce": (whole, partial(dist.all_reduce, whole, group=team.group)),
+        "all_gather": (whole, partial(all_gather, whole, part, group=team.group)),
+        "reduce_scatter": (whole, partial(reduce_scatter, part, whole, group=team.group)),
+        "all_gather_partials": (gathered, partial(all_gather, gathered, partials, group=team.group)),
+    }
     found = {}
-    for name, (call, tensor) in zip(NAMES, calls):
-        one = reading(call, (1, 1), team)
-        numbers = [calls_in(seconds / 4, one) for seconds in OVER_RANKS[team.device.type]]
-        seconds = [reading(call, numbers, team) for _ in range(rounds)]
+    for name, (tensor, call) in calls.items():
+        read = timer(call, team)
+        seconds = [read() for _ in range(rounds)]
         found[name] = {"bytes": tensor.nbytes, "seconds": seconds, "seconds_median": median(seconds)}
     return found
 
 
-def write_trace(folder, problem, peer, call):
+def write_trace(folder: str, problem: Problem, peer: Peer, call: Callable) -> None:
     """A compressed Chrome trace of rank 0, of the first strategy of ours and of the baseline with collectives. Every
     rank of the team makes the same calls."""
     if peer.name != OVERLAPPED and (peer.family != "ours" or peer.passes != PASSES):

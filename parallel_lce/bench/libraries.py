@@ -5,10 +5,13 @@ Each function returns a loss as peers.py describes it, or raises what its import
 
 import importlib
 import inspect
+from functools import cache
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from .problem import IGNORE_INDEX
 
@@ -44,21 +47,33 @@ def torch_lce_chunked(group, sequence_parallel):
 
 def loss_parallel(group, sequence_parallel):
     """PyTorch's loss over DTensors, whose logits stay sharded over the vocabulary."""
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import loss_parallel
 
-    kind = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    mesh = DeviceMesh.from_group(group, kind)
-
     def loss(x, weight, target):
-        hidden = DTensor.from_local(x, mesh, [Shard(0) if sequence_parallel else Replicate()], run_check=False)
-        hidden = hidden.redistribute(mesh, [Replicate()])
-        shard = DTensor.from_local(weight, mesh, [Shard(0)], run_check=False)
-        return torch_loss(hidden, shard, target).to_local()
+        shard = DTensor.from_local(weight, _mesh(group), [Shard(0)], run_check=False)
+        found = torch_loss(_gathered(x, group, sequence_parallel), shard, target)
+        assert isinstance(found, DTensor)
+        return found.to_local()
 
     loss.around = loss_parallel  # both passes have to run inside
     return loss
+
+
+def _gathered(x, group, sequence_parallel):
+    """The hidden states of the whole sequence as a replicated DTensor."""
+    placement = Shard(0) if sequence_parallel else Replicate()
+    return DTensor.from_local(x, _mesh(group), [placement], run_check=False).redistribute(placements=[Replicate()])
+
+
+def whole_sequence(x, group, sequence_parallel):
+    """The hidden states of the whole sequence. Backward sums their gradient over the ranks, and scatters it under
+    sequence parallelism."""
+    return _gathered(x, group, sequence_parallel).to_local(grad_placements=[Partial()])
+
+
+@cache
+def _mesh(group):
+    return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
 
 def megatron(fused, group, sequence_parallel):
@@ -98,46 +113,22 @@ def megatron(fused, group, sequence_parallel):
 def _group_of_one():
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
     return dist.group.WORLD
 
 
 def verl(group, sequence_parallel):
-    """Its kernel does tensor parallelism alone and leaves dX to be summed. This adds what Megatron's regions do."""
+    """Its kernel does tensor parallelism alone and leaves dX to be summed."""
     from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
 
     options = {"reduction": "none", "temperature": 1.0, "dist_process_group": group}
     order = list(inspect.signature(LinearCrossEntropy.forward).parameters)[4:]  # after ctx, hidden, weight and labels
 
     def loss(x, weight, target):
-        hidden = _Region.apply(x, group, sequence_parallel)
+        hidden = whole_sequence(x, group, sequence_parallel)
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0)
         log_probs, _ = LinearCrossEntropy.apply(hidden, weight, labels, *(options[name] for name in order))
         return mean_of(-log_probs * mask, target)
 
     return loss
-
-
-class _Region(torch.autograd.Function):
-    """Gathers hidden states that are sharded. Backward sums their gradient over the ranks, and scatters it likewise."""
-
-    @staticmethod
-    def forward(ctx, x, group, sequence_parallel):
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        if not sequence_parallel:
-            return x.view_as(x)
-        pieces = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(pieces, x, group=group)
-        return torch.cat(pieces)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        total = gradient.contiguous()
-        if not ctx.sequence_parallel:
-            dist.all_reduce(total, group=ctx.group)
-            return total, None, None
-        pieces = list(total.chunk(dist.get_world_size(ctx.group)))
-        mine = torch.empty_like(pieces[0])
-        dist.reduce_scatter(mine, pieces, group=ctx.group)
-        return mine, None, None

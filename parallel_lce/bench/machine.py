@@ -7,17 +7,15 @@ from pathlib import Path
 
 import torch
 
-from .peers import MIB
-
 LIBRARIES = ("triton", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl")
 
 
-def machine(device):
+def machine(device: torch.device) -> dict[str, str]:
     """{what: text}."""
     facts = {"device": _cpu_name(), "cpus": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        size = f"{properties.multi_processor_count} SMs, {properties.total_memory // MIB} MiB"
+        size = f"{properties.multi_processor_count} SMs, {properties.total_memory // 2**20} MiB"
         facts |= {"device": f"{properties.name}, {size}", "cuda": str(torch.version.cuda)}
     facts |= {"python": platform.python_version(), "torch": torch.__version__}
     for name in LIBRARIES:
@@ -30,7 +28,7 @@ def machine(device):
     return facts
 
 
-def _cpu_name():
+def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

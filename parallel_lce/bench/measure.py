@@ -2,20 +2,30 @@
 
 import gc
 import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import torch
 
+from .accuracy import Judge
 from .passes import calls_of
 from .peak_memory import peak_memory
-from .peers import FORWARD_BACKWARD, PASSES
-from .results import Result
-from .team import Broken, Refused
+from .peers import FORWARD_BACKWARD, PASSES, Peer
+from .problem import Problem
+from .results import Measured, Result
+from .team import Refused
 from .timing import timer
 
 
-def measure(peers, judge, rounds, passes=PASSES, say=lambda text: None, after=lambda result, call: None):
+def measure(
+    peers: list[Peer],
+    judge: Judge,
+    rounds: int,
+    passes: tuple[str, ...] = PASSES,
+    say: Callable[[str], None] = lambda text: None,
+    after: Callable[[Result, Callable], None] = lambda result, call: None,
+) -> list[Result]:
     """[Result], one per peer. Each is checked and its memory measured; then all are timed round by round, A B C A B C.
 
     `say` is told what is going on. At the end `after(result, call)` is called with forward + backward of every peer
@@ -35,10 +45,9 @@ def measure(peers, judge, rounds, passes=PASSES, say=lambda text: None, after=la
             calls[peer] = team.agree(lambda: calls_of(peer, problem, losses[peer], passes))
             result.errors = _errors(peer, calls[peer], judge)
             for kind, call in calls[peer].items():
-                result.peak[kind] = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
-                result.gradients[kind] = _gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0
+                peak = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
+                result.passes[kind] = Measured(peak, _gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0)
                 readers.setdefault(peer, {})[kind] = timer(call, team)
-                result.seconds[kind] = []
         if result.refused:
             calls.pop(peer, None)
         release(team.device)
@@ -52,34 +61,31 @@ def measure(peers, judge, rounds, passes=PASSES, say=lambda text: None, after=la
         for result, peer in _remaining(results):
             with _refusals(result, say):
                 for kind, read in readers[peer].items():
-                    result.seconds[kind].append(read())
+                    result.passes[kind].seconds.append(read())
     for result, peer in _remaining(results):
-        if FORWARD_BACKWARD in result.seconds:
+        if FORWARD_BACKWARD in result.passes:
             after(result, calls[peer][FORWARD_BACKWARD])
     gc.unfreeze()
     return results
 
 
-def _remaining(results):
+def _remaining(results: list[Result]) -> Iterator[tuple[Result, Peer]]:
     """`(result, its peer)` of those that have not been refused."""
     return ((result, result.peer) for result in results if not result.refused)
 
 
 @contextmanager
-def _refusals(result, say):
-    """Whatever a peer raises is a row of the table and does not end the run, but for a broken device."""
+def _refusals(result: Result, say: Callable[[str], None]) -> Iterator[None]:
+    """Whatever a peer raises is a row of the table and does not end the run."""
     try:
         yield
     except Refused as refusal:
         result.refused = str(refusal)
         result.errors = refusal.errors or result.errors
         say(f"{result.peer} {result.refused}")
-    except Broken as broken:
-        result.refused = str(broken)
-        raise Broken(f"{result.peer} {broken}: run again with --without {result.peer.name}") from broken
 
 
-def _errors(peer, calls, judge):
+def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> dict[str, float]:
     """The errors of a peer, or Refused."""
     team, outputs = judge.problem.team, {}
     for kind, call in calls.items():  # all ranks hear of a failure before the next call's collectives
@@ -88,20 +94,20 @@ def _errors(peer, calls, judge):
     return {} if peer.family == "bare" else judge.check(outputs, peer.main_grad)
 
 
-def _poison(problem):
+def _poison(problem: Problem) -> None:
     """NaN where an allocator may place the next dX and dW. Values left there by the peer before would hide a gradient
     that is not written."""
     for like in (problem.x, problem.weight):
         torch.full_like(like, math.nan)
 
 
-def _gradient_bytes(peer, problem):
+def _gradient_bytes(peer: Peer, problem: Problem) -> int:
     """dX and dW in the dtype of the inputs; of a peer with main_grad dX alone, since its dW exists before the call."""
     size = problem.x.numel() + (0 if peer.main_grad else problem.weight.numel())
     return size * problem.x.element_size()
 
 
-def release(device):
+def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

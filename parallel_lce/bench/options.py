@@ -1,22 +1,21 @@
 """The command line: what is measured, and where it is written."""
 
 import os
-import re
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from dataclasses import replace
+from functools import partial
 
 import torch
 
-from .peers import ALL, ONE, OURS, RANKS, named, registry
+from .peers import FORWARD_BACKWARD, ONE, RANKS, Peer, named, others
 from .problem import Shape
-from .suites import DEFAULTS, SUITES
+from .suites import DEFAULTS, SUITES, Suite
 
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 LAYOUTS = {"off": False, "on": True}
-UNITS = {"": 1, "b": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def parse_shape(text):
+def parse_shape(text: str) -> Shape:
     """'N,V,D' -> Shape."""
     try:
         numbers = [int(part) for part in text.split(",")]
@@ -27,30 +26,26 @@ def parse_shape(text):
     return Shape(*numbers)
 
 
-def parse_budget(text):
-    """'512MiB', '0', '1048576' -> bytes; 'all' -> more than anything needs; 'none' -> None, parallel_lce's default."""
-    words = {"none": None, "all": ALL}
-    if text.lower() in words:
-        return words[text.lower()]
-    match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.strip().lower())
-    if match is None or match[2] not in UNITS:
-        raise ArgumentTypeError(f"expected bytes, a number with KiB, MiB or GiB, all, or none, got {text!r}")
-    return int(match[1]) * UNITS[match[2]]
+def parse_peer(layout: str, text: str) -> Peer:
+    try:
+        return named(text, layout)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
-def picture(text):
-    """A path whose suffix matplotlib knows. Without matplotlib __main__.py ends the program."""
+def picture(text: str) -> str:
+    """A path whose suffix matplotlib knows."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        return text
+        raise ArgumentTypeError("a picture needs matplotlib: pip install 'parallel-lce[bench]'") from None
     suffix, known = os.path.splitext(text)[1][1:].lower(), FigureCanvasBase.get_supported_filetypes()
     if suffix and suffix not in known:
         raise ArgumentTypeError(f"the suffix must be one of {', '.join(sorted(known))}, got {text}")
     return text
 
 
-def parse_arguments(arguments, ranks=None, ranks_here=1):
+def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks_here: int = 1) -> Namespace:
     """The command line of one process, or of a run of so many ranks, and so many of this host.
 
     Of the result `plan` is the Suite to measure, `chosen` are the Peers, and `not_here` is {name: why it cannot run
@@ -59,24 +54,20 @@ def parse_arguments(arguments, ranks=None, ranks_here=1):
     layout = ONE if ranks is None else RANKS
     parser = _parser(layout)
     options = parser.parse_args(arguments)
-    options.alone, options.dtype = layout == ONE, getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
+    options.alone, options.dtype = ranks is None, getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
     if options.rounds < 1:
         parser.error(f"--rounds must be at least 1, got {options.rounds}")
     if options.device == "cuda" and torch.cuda.device_count() < ranks_here:
         parser.error(f"one GPU per process is needed, this host has {torch.cuda.device_count()}")
 
     suite = SUITES[options.suite] if options.suite else DEFAULTS[layout, options.device]
-    known = [peer.name for peer in registry(suite.ours, layout)]
-    known = dict.fromkeys([*OURS, *known])
-    for option in ("peers", "without"):
-        given = getattr(options, option)
-        given = given and [name for text in given for name in text.split(",") if name]
-        setattr(options, option, given)
-        unknown = [name for name in given or () if name not in known]
-        if unknown:
-            parser.error(f"no such peer: {', '.join(unknown)}; known: {', '.join(known)}")
-    options.plan = _plan(suite, options, layout)
-    _choose_peers(parser, options, layout)
+    options.plan = replace(suite, shapes=tuple(options.shape or suite.shapes))
+    peers = _peers(suite, options, layout)
+    options.chosen = [peer for peer in peers if not peer.missing]
+    options.not_here = {peer.name: peer.missing for peer in peers if peer.missing}
+    lacking = [f"{peer.name} ({peer.missing})" for peer in options.peers or () if peer.missing]
+    if lacking:
+        parser.error(f"cannot run here: {', '.join(lacking)}")
 
     ranks = ranks or 1
     powers = {2**k for k in range(ranks.bit_length())}
@@ -91,56 +82,44 @@ def parse_arguments(arguments, ranks=None, ranks_here=1):
     return options
 
 
-def _parser(layout):
+def _parser(layout: str) -> ArgumentParser:
     program = "python -m parallel_lce.bench" if layout == ONE else "./launch/bench.sh"
     parser = ArgumentParser(prog=program, description="parallel_lce against its peers.")
-    add = parser.add_argument
-    add("--suite", choices=SUITES, help="a set of shapes and strategies; other options override it")
+    add, peer = parser.add_argument, partial(parse_peer, layout)
+    add("--suite", choices=SUITES, help="a set of shapes and peers; other options override it")
     words = "tokens, vocabulary of all ranks, hidden size; may be repeated"
     add("--shape", action="append", metavar="N,V,D", type=parse_shape, help=words)
-    words = "of ours: bytes, 512MiB, all, or none for its default; may be repeated"
-    add("--logits-budget", action="append", metavar="BYTES", type=parse_budget, help=words)
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="float32 on cpu, bfloat16 on cuda")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     add("--rounds", type=int, default=5, help="how often each peer is timed (default 5)")
-    add("--peers", nargs="+", metavar="NAME", help="only these, and the GEMM-only baseline")
-    add("--without", nargs="+", metavar="NAME", default=[], help="not these")
+    words = "only these, and the GEMM-only baseline; ours may have a logits_budget, as in ours@512MiB or ours@all"
+    add("--peers", nargs="+", metavar="NAME", type=peer, help=words)
+    add("--without", nargs="+", metavar="NAME", type=peer, default=[], help="not these")
     words = "TP sizes (the powers of two up to the number of ranks, and that number)"
     add("--tp", nargs="+", type=int, metavar="P", help=words)
     words = "off and on over several ranks"
     add("--sequence-parallel", nargs="+", choices=LAYOUTS, default=["off", "on"], help=words)
     add("--json", metavar="PATH", help="write everything measured, again after each table")
-    add("--plot", metavar="PATH", type=picture, help="write a picture; the suffix chooses the format")
+    words = "write a picture of the time against the TP size; the suffix chooses the format"
+    add("--plot", metavar="PATH", type=picture, help=words)
     words = "write the timeline of one forward + backward call of ours and of the baseline with collectives"
     add("--trace", metavar="DIR", help=words)
     return parser
 
 
-def _plan(suite, options, layout):
-    """The suite with what was said about it on the command line."""
-    ours, others = suite.ours, suite.others
-    if options.peers is not None:
-        ours = [strategy for strategy in ours if named(strategy, layout)[0] in options.peers]
-        ours += [(kind, None) for kind in options.peers if kind in OURS and kind not in dict(ours)]
-        others = tuple(name for name in options.peers if not name.startswith("ours"))
-    if options.logits_budget:
-        kinds = dict.fromkeys(kind for kind, _ in ours)
-        ours = [(kind, budget) for budget in dict.fromkeys(options.logits_budget) for kind in kinds]
-    ours = tuple(strategy for strategy in ours if named(strategy, layout)[0] not in options.without)
-    return replace(suite, shapes=tuple(options.shape or suite.shapes), ours=ours, others=others)
-
-
-def _choose_peers(parser, options, layout):
-    """Sets `options.chosen` and `options.not_here`. Only peers that were not asked for by name may be missing."""
-    options.chosen, options.not_here = [], {}
-    for peer in registry(options.plan.ours, layout):
-        others = options.plan.others
-        wanted = options.device in peer.devices if others is None else peer.name in others
-        if (wanted or peer.family != "other") and peer.name not in options.without:
-            if peer.missing:
-                options.not_here[peer.name] = peer.missing
-            else:
-                options.chosen.append(peer)
-    lacking = [f"{name} ({why})" for name, why in options.not_here.items() if name in (options.peers or ())]
-    if lacking:
-        parser.error(f"cannot run here: {', '.join(lacking)}")
+def _peers(suite: Suite, options: Namespace, layout: str) -> list[Peer]:
+    """The peers to measure, in the order of the table: ours, the GEMM-only baselines, others."""
+    ours = [named(name, layout) for name in suite.ours]
+    names = suite.others
+    if options.peers:
+        ours = [peer for peer in options.peers if peer.family == "ours"]
+        names = [peer.name for peer in options.peers]
+    peers = ours
+    for peer in others(layout):
+        if peer.family == "bare" or (options.device in peer.devices if names is None else peer.name in names):
+            peers.append(peer)
+    left_out = {peer.name for peer in options.without}
+    peers = [peer for peer in peers if peer.name not in left_out]
+    # Without gradients all strategies of ours run the same code, which the first of them measures.
+    again = [peer for peer in peers if peer.family == "ours"][1:]
+    return [replace(peer, passes=(FORWARD_BACKWARD,)) if peer in again else peer for peer in peers]

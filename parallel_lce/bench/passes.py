@@ -1,15 +1,19 @@
 """The calls of a peer that are measured: forward without gradients, and forward + backward."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
-from .peers import FORWARD, FORWARD_BACKWARD, OVERLAPPED, PASSES
+from .peers import FORWARD, FORWARD_BACKWARD, OVERLAPPED, PASSES, Peer
+from .problem import Problem
 from .team import all_gather, reduce_scatter
 
 
-def calls_of(peer, problem, loss=None, passes=PASSES):
+def calls_of(
+    peer: Peer, problem: Problem, loss: Callable | None = None, passes: tuple[str, ...] = PASSES
+) -> dict[str, Callable]:
     """`{pass: function()}` of a peer and its loss. Forward + backward returns the loss, dX and dW; of a GEMM-only
     baseline the gradients alone."""
     if peer.family == "bare":
@@ -53,9 +57,14 @@ def _baseline_calls(problem, collectives):
     gathers = collectives and problem.sequence_parallel
     x = problem.x if gathers else problem.hidden
 
+    def start(collective, *tensors) -> dist.Work:
+        work = collective(*tensors, group=group, async_op=True)
+        assert work is not None  # as it is on ranks outside the group
+        return work
+
     def gather():
         whole = x.new_empty(problem.hidden.shape)
-        return whole, all_gather(whole, x, group=group, async_op=True)
+        return whole, start(all_gather, whole, x)
 
     def hidden():
         if not gathers:
@@ -65,20 +74,20 @@ def _baseline_calls(problem, collectives):
         return whole
 
     def forward():
-        hidden() @ weight.T  # not returned: other losses need no logits
+        torch.mm(hidden(), weight.T)  # not returned: other losses need no logits
 
     def forward_backward():
         z = hidden() @ weight.T
         whole, work = gather() if gathers else (x, None)
         grad_x = z @ weight
-        if gathers:
+        if work:
             work.wait()
             summed, grad_x = grad_x, torch.empty_like(x)
-            work = reduce_scatter(grad_x, summed, group=group, async_op=True)
+            work = start(reduce_scatter, grad_x, summed)
         elif collectives:
-            work = dist.all_reduce(grad_x, group=group, async_op=True)
+            work = start(dist.all_reduce, grad_x)
         grad_weight = z.T @ whole
-        if collectives:
+        if work:
             work.wait()
         return grad_x, grad_weight
 

@@ -13,11 +13,13 @@ import gc
 import json
 import os
 import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 
-def peak_memory(fn, device):
+def peak_memory(fn: Callable, device: torch.device | str) -> tuple[int, int]:
     """Runs `fn()` once and returns `(peak, alive)`, both in bytes above what was allocated before the call.
 
     `peak` is the highest level during the call. `alive` is what was allocated in the call and still exists after it,
@@ -34,7 +36,7 @@ def peak_memory(fn, device):
     raise ValueError(f"peak_memory measures cpu and cuda, got device {device!r}")
 
 
-def _peak_cuda(fn, device):
+def _peak_cuda(fn: Callable, device: torch.device | str) -> tuple[int, int]:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -46,42 +48,31 @@ def _peak_cuda(fn, device):
     return peak, alive
 
 
-def _peak_cpu(fn):
+def _peak_cpu(fn: Callable) -> tuple[int, int]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr at each start
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = fn()
-    peak, alive = replay(_cpu_records(profile))
+    live, level, peak = {}, 0, 0
+    for address, size in _cpu_records(profile):
+        # A release of an address that these records did not allocate belongs to a tensor from before.
+        level -= live.pop(address, 0)
+        if size > 0:
+            live[address] = size
+            level += size
+            peak = max(peak, level)
     del result
-    return peak, alive
+    return peak, level
 
 
-def _cpu_records(profile):
+def _cpu_records(profile: torch.profiler.profile) -> list[tuple[int, int]]:
     """[(address, bytes)] in order of time; bytes are negative where the address was released.
 
     Read from the exported trace, the only public form in which each record keeps its address.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "trace.json")
-        profile.export_chrome_trace(path)
-        with open(path, encoding="utf-8") as file:
-            events = json.load(file)["traceEvents"]
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
     events = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]  # 0 is CPU
     events.sort(key=lambda e: e["ts"])
     return [(e["args"]["Addr"], e["args"]["Bytes"]) for e in events]
-
-
-def replay(records):
-    """`(peak, alive)` in bytes of a list of `(address, bytes)`, releases negative.
-
-    A release of an address that these records did not allocate is ignored: it belongs to a tensor from before.
-    """
-    live = {}
-    level = peak = 0
-    for address, size in records:
-        if size > 0:
-            level += size - live.get(address, 0)
-            live[address] = size
-            peak = max(peak, level)
-        else:
-            level -= live.pop(address, 0)
-    return peak, level

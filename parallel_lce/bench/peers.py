@@ -9,6 +9,7 @@ time is measured against it.
 """
 
 import importlib.util
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,9 +24,10 @@ PASSES = (FORWARD, FORWARD_BACKWARD)  # without gradients, as in evaluation; wit
 ANY, SCALAR = "any", "scalar"
 CPU_AND_CUDA, CUDA = ("cpu", "cuda"), ("cuda",)
 ONE, RANKS = "one", "ranks"  # one process without a group; a process group, with or without sequence parallelism
+BOTH = (ONE, RANKS)
 
-BARE, OVERLAPPED, SAVED, LEAN = "bare", "bare-overlapped", "ours-saved", "ours-lean"
-MIB, GIB = 2**20, 2**30
+BARE, OVERLAPPED, SAVED = "bare", "bare-overlapped", "ours-per-token@all"
+UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 ALL = 1 << 40  # a logits_budget that everything fits
 
 
@@ -35,20 +37,19 @@ class Peer:
 
     name: str
     upstream: str  # the gradient that its loss accepts: 'any' per token, or one 'scalar'
-    devices: tuple  # those on which it is measured without being named
+    devices: tuple[str, ...]  # those on which it is measured without being named
     build: Callable | None  # of a group (None on one GPU) and whether sequence parallel; returns the loss
     family: str = "other"  # 'ours', 'bare' (a GEMM-only baseline) or 'other'
-    label: str = ""
-    passes: tuple = PASSES
+    passes: tuple[str, ...] = PASSES
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
-    layouts: tuple = (ONE,)
+    layouts: tuple[str, ...] = (ONE,)
     needs: str = ""  # a module that `build` imports
 
-    def __str__(self):
-        return self.label or self.name
+    def __str__(self) -> str:
+        return self.name
 
     @property
-    def missing(self):
+    def missing(self) -> str:
         """Why it cannot run here, or ''."""
         try:
             found = not self.needs or importlib.util.find_spec(self.needs) is not None
@@ -90,31 +91,23 @@ def ours_main_grad(budget, group, sequence_parallel):
     return loss
 
 
-OURS = {  # {kind: (upstream, function of a budget, a group and whether sequence parallel that builds the loss)}
+OURS = {  # {kind: (upstream, function of a budget and of what other peers' `build` takes)}
     "ours": (SCALAR, partial(ours, "mean")),
     "ours-per-token": (ANY, partial(ours, "none")),
     "ours-main-grad": (ANY, ours_main_grad),
 }
-NAMED_OVER_RANKS = {  # {(kind, budget): (name, label)}
-    ("ours-per-token", ALL): (SAVED, "ours, per token, all saved"),
-    ("ours", None): ("ours-default", "ours, mean, default budget"),
-    ("ours", 128 * MIB): ("ours-accumulate", "ours, mean, 128 MiB"),
-    ("ours-main-grad", 64 * MIB): (LEAN, "ours, fp32 main_grad, 64 MiB"),
-    ("ours-per-token", 0): ("ours-recompute", "ours, per token, budget 0"),
-}
 _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 _CCE = "cut_cross_entropy", "linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
-_MEGATRON = {"layouts": (ONE, RANKS), "needs": "megatron.core"}
 OTHERS = (
-    Peer(BARE, ANY, CPU_AND_CUDA, None, "bare", layouts=(ONE, RANKS)),
+    Peer(BARE, ANY, CPU_AND_CUDA, None, "bare", layouts=BOTH),
     Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "bare", layouts=(RANKS,)),
     Peer("torch", ANY, CPU_AND_CUDA, lambda *_: libraries.torch_loss),
     Peer("torch-lce", ANY, CPU_AND_CUDA, library("torch.nn.functional", "linear_cross_entropy")),
     Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, libraries.torch_lce_chunked),
     Peer("torch-compile", ANY, CUDA, libraries.torch_compile),
-    Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), **_MEGATRON),
-    Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), **_MEGATRON),
+    Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), layouts=BOTH, needs="megatron.core"),
+    Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), layouts=BOTH, needs="megatron.core"),
     Peer("loss-parallel", ANY, CPU_AND_CUDA, libraries.loss_parallel, layouts=(RANKS,)),
     Peer("verl", ANY, CUDA, libraries.verl, layouts=(RANKS,), needs="verl"),
     # LIGER_KERNEL_IMPL in the environment chooses liger's backend, as everywhere in that library.
@@ -126,34 +119,29 @@ OTHERS = (
 )
 
 
-def registry(strategies, layout):
-    """All peers of a layout, in the order of the table. `strategies` are those of ours: (kind, logits_budget in bytes
-    or None for the default). Without gradients all of them run the same code, which the first of them measures."""
-    peers = []
-    for strategy in strategies:
-        kind, budget = strategy
+def named(name: str, layout: str) -> Peer:
+    """The peer of this name, or ValueError. A name of ours may end in a `logits_budget`: ours@512MiB."""
+    kind, at, budget = name.partition("@")
+    if kind in OURS:
         upstream, build = OURS[kind]
-        name, label = named(strategy, layout)
-        passes = (FORWARD_BACKWARD,) if peers else PASSES
-        options = {"main_grad": kind == "ours-main-grad", "layouts": (ONE, RANKS)}
-        peers.append(Peer(name, upstream, CPU_AND_CUDA, partial(build, budget), "ours", label, passes, **options))
-    return [*peers, *(peer for peer in OTHERS if layout in peer.layouts)]
+        build = partial(build, parse_budget(budget) if at else None)
+        return Peer(name, upstream, CPU_AND_CUDA, build, "ours", main_grad=kind == "ours-main-grad", layouts=BOTH)
+    known = {peer.name: peer for peer in others(layout)}
+    if name not in known:
+        raise ValueError(f"no such peer: {name}; known: {', '.join([*OURS, *known])}")
+    return known[name]
 
 
-def named(strategy, layout):
-    """`(name, label)` of a strategy."""
-    kind, budget = strategy
-    one = kind, f"{kind} ({show_budget(budget)})"
-    return one if layout == ONE else NAMED_OVER_RANKS.get(strategy, one)
+def others(layout: str) -> list[Peer]:
+    """All but ours."""
+    return [peer for peer in OTHERS if layout in peer.layouts]
 
 
-def show_budget(budget):
-    """As a person writes it: budget 0, budget 512 MiB, default budget."""
-    if budget is None:
-        return "default budget"
-    if budget >= ALL:
-        return "everything saved"
-    for unit, size in (("GiB", GIB), ("MiB", MIB), ("KiB", 2**10)):
-        if budget and budget % size == 0:
-            return f"budget {budget // size} {unit}"
-    return f"budget {budget}"
+def parse_budget(text: str) -> int:
+    """'512MiB', '0', '1048576' -> bytes; 'all' -> more than anything needs."""
+    if text.lower() == "all":
+        return ALL
+    match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.lower())
+    if match is None or match[2] not in UNITS:
+        raise ValueError(f"expected bytes, a number with KiB, MiB or GiB, or all, got {text!r}")
+    return int(match[1]) * UNITS[match[2]]

@@ -1,33 +1,40 @@
-"""What was measured: a Result per peer, a Cell per team and problem, a JSON file per run."""
+"""What was measured: a Result per peer, a Cell per team and problem."""
 
-import json
-import os
 from dataclasses import dataclass, field
 from statistics import median
 
 import torch
 
+from .accuracy import Judge
 from .peers import BARE, FORWARD_BACKWARD, OVERLAPPED, PASSES, Peer
 from .problem import Shape
 
 
 @dataclass
+class Measured:
+    """One pass of one peer. Another figure of a call is another field here, and a column in tables.py."""
+
+    peak_bytes: int  # above the inputs, of the rank that needs most
+    gradient_bytes: int  # of these, dX and dW in the dtype of the inputs
+    seconds: list[float] = field(default_factory=list)  # one per round
+
+    @property
+    def extra_bytes(self) -> int:
+        """Peak above the inputs and the gradients."""
+        return self.peak_bytes - self.gradient_bytes
+
+
+@dataclass
 class Result:
-    """One peer on one problem. Dictionaries by pass are empty where the peer was refused."""
+    """One peer on one problem."""
 
     peer: Peer
     refused: str = ""  # why it was not timed
-    errors: dict = field(default_factory=dict)  # {error: relative, see accuracy.py}; none of a GEMM-only baseline
-    seconds: dict = field(default_factory=dict)  # {pass: [one per round]}
-    peak: dict = field(default_factory=dict)  # {pass: bytes above the inputs, of the rank that needs most}
-    gradients: dict = field(default_factory=dict)  # {pass: of these bytes, dX and dW in the dtype of the inputs}
+    errors: dict[str, float] = field(default_factory=dict)  # relative, see accuracy.py; none of a GEMM-only baseline
+    passes: dict[str, Measured] = field(default_factory=dict)
 
-    def has(self, kind):
-        return not self.refused and kind in self.seconds
-
-    def extra_bytes(self, kind):
-        """Peak above the inputs and the gradients, in bytes."""
-        return self.peak[kind] - self.gradients[kind]
+    def has(self, kind: str) -> bool:
+        return not self.refused and kind in self.passes
 
 
 @dataclass
@@ -38,7 +45,7 @@ class Cell:
     shape: Shape
     sequence_parallel: bool
     dtype: torch.dtype
-    results: list = field(repr=False)
+    results: list[Result] = field(repr=False)
     passes: tuple = PASSES
     counted: int = 0  # targets that are not ignored
     largest_logit: float = 0.0
@@ -47,7 +54,7 @@ class Cell:
     collectives: dict = field(default_factory=dict)  # measure_collectives()
 
     @classmethod
-    def of(cls, judge, passes):
+    def of(cls, judge: Judge, passes: tuple[str, ...]) -> "Cell":
         """The problem of a judge, without results yet."""
         problem = judge.problem
         cell = cls(problem.team.ranks, problem.shape, problem.sequence_parallel, problem.hidden.dtype, [], passes)
@@ -56,32 +63,34 @@ class Cell:
         return cell
 
     @property
-    def dtype_name(self):
+    def dtype_name(self) -> str:
         return str(self.dtype).removeprefix("torch.")
 
     @property
-    def where(self):
+    def where(self) -> str:
         layout = f"TP {self.tp}, {self.shape}" + (", SP" if self.sequence_parallel else "")
         return layout if self.tp > 1 else str(self.shape)
 
     @property
-    def rounds(self):
-        return max((len(times) for result in self.results for times in result.seconds.values()), default=0)
+    def rounds(self) -> int:
+        return max((len(its.seconds) for result in self.results for its in result.passes.values()), default=0)
 
-    def get(self, name, kind=FORWARD_BACKWARD):
+    def get(self, name: str, kind: str = FORWARD_BACKWARD) -> Result | None:
         """The result of a peer, or None where it has no time."""
         return next((r for r in self.results if r.peer.name == name and r.has(kind)), None)
 
-    def ratio(self, result, other, kind=FORWARD_BACKWARD):
+    def ratio(
+        self, result: Result | None, other: str, kind: str = FORWARD_BACKWARD
+    ) -> tuple[float, float, float] | None:
         """(median, min, max) over the rounds of the speed of a result relative to that of the peer named `other`; None
         if either has no time. Both are of the same round, so that a machine which slows down or has other work slows
         both. A single rank has no collectives: its GEMM-only baseline is the overlapped one, too."""
         its = self.get(BARE if other == OVERLAPPED and self.tp == 1 else other, kind)
         if not its or not result or not result.has(kind):
             return None
-        return spread([b / a for a, b in zip(result.seconds[kind], its.seconds[kind])])
+        return spread([b / a for a, b in zip(result.passes[kind].seconds, its.passes[kind].seconds)])
 
-    def as_dict(self):
+    def as_dict(self) -> dict:
         """For JSON: seconds, bytes and relative errors, every round included."""
         return {
             "tp": self.tp,
@@ -96,30 +105,22 @@ class Cell:
             "peers": [self._peer_as_dict(result) for result in self.results],
         }
 
-    def _peer_as_dict(self, result):
-        entry = {"name": result.peer.name, "label": str(result.peer), "upstream": result.peer.upstream}
-        entry.update(refused=result.refused or None, errors=result.errors)
+    def _peer_as_dict(self, result: Result) -> dict:
+        entry: dict = {"name": result.peer.name, "upstream": result.peer.upstream}
+        entry |= {"refused": result.refused or None, "errors": result.errors}
         for kind in filter(result.has, self.passes):
+            its = result.passes[kind]
             entry[kind] = {
-                "seconds": result.seconds[kind],
-                **dict(zip(("seconds_median", "seconds_min", "seconds_max"), spread(result.seconds[kind]))),
+                "seconds": its.seconds,
+                **dict(zip(("seconds_median", "seconds_min", "seconds_max"), spread(its.seconds))),
                 "of_bare": self.ratio(result, BARE, kind),
                 "of_overlapped": self.ratio(result, OVERLAPPED, kind),
-                "peak_bytes": result.peak[kind],
-                "beyond_gradients_bytes": result.extra_bytes(kind),
+                "peak_bytes": its.peak_bytes,
+                "beyond_gradients_bytes": its.extra_bytes,
             }
         return entry
 
 
-def write_json(path, content):
-    """The file is complete at any time, also while a longer one replaces it."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(f"{path}.new", "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.write("\n")
-    os.replace(f"{path}.new", path)
-
-
-def spread(values):
+def spread(values: list[float]) -> tuple[float, float, float]:
     """(median, min, max)."""
     return median(values), min(values), max(values)

@@ -6,21 +6,25 @@ more ranks on several hosts. The fit is a least-squares fit of relative errors; 
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+from rich.table import Table
 
 from .peers import BARE, FORWARD, FORWARD_BACKWARD, OVERLAPPED, SAVED
 from .plot import plot_over_ranks
 from .tables import NONE, SHORT, new_console, new_table, say
 
 BOTH = FORWARD_BACKWARD
-PASSES = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_gather_partials": 1}  # around a ring
-SERIES = {"bare": BARE, "with collectives": OVERLAPPED, "ours": SAVED}  # names of peers
+AROUND = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_gather_partials": 1}  # times around a ring
+PRODUCTS = {FORWARD: 1, BOTH: 3}  # matrix products of a pass
+SERIES = (BARE, OVERLAPPED, SAVED)
 
 
 @dataclass(frozen=True)
@@ -35,11 +39,11 @@ class Layout:
     itemsize: int = 2  # bytes of an element of the hidden states
 
     @property
-    def product(self):
+    def product(self) -> float:
         """Flops of one of the matrix products on one rank; forward has one, forward + backward three."""
         return 2 * self.n * self.v * self.d / self.tp
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"TP {self.tp}, N={self.n}" + (", SP" if self.sequence_parallel else "")
 
 
@@ -54,7 +58,7 @@ class Network:
     host_hop: float = 0.0  # seconds from host to host
     host_bandwidth: float = math.inf  # bytes per second of all network cards of a host, which its rings share
 
-    def seconds(self, kind, size, ranks):
+    def seconds(self, kind: str, size: float, ranks: int) -> float:
         """The time of a collective whose whole tensor has `size` bytes."""
         if ranks == 1:
             return 0.0
@@ -62,7 +66,7 @@ class Network:
         between = hosts if hosts > 1 else 0  # hops from host to host
         bandwidth = min(self.bandwidth, self.host_bandwidth) if between else self.bandwidth
         hops = (ranks - 1 - between) * self.hop + between * self.host_hop
-        return self.launch + PASSES[kind] * (hops + size * (ranks - 1) / ranks / bandwidth)
+        return self.launch + AROUND[kind] * (hops + size * (ranks - 1) / ranks / bandwidth)
 
 
 @dataclass(frozen=True)
@@ -75,126 +79,119 @@ class Times:
     paid_ahead: float = 0.0  # share of the forward's gather that costs time although it overlaps
     paid_beside: float = 0.0  # share of a collective beside a product that costs time: it takes SMs
 
-    def seconds(self, series, kind, layout, network):
-        known, columns = _terms(series, kind, layout, network, self.per_flop)
-        return known + sum(getattr(self, name) * value for name, value in columns.items())
+    def seconds(self, series: str, kind: str, layout: Layout, network: Network) -> float:
+        known, factors = _terms(series, kind, layout, network, self.per_flop)
+        return known + sum(getattr(self, name) * factor for name, factor in factors.items())
 
 
-def _terms(series, kind, layout, network, per_flop):
+def _terms(series: str, kind: str, layout: Layout, network: Network, per_flop: float) -> tuple[float, dict[str, float]]:
     """`(seconds of the network alone, {name of a number of Times: its factor})`; the time is their sum."""
-    known, columns = 0.0, {"per_flop": layout.product * (1 if kind == FORWARD else 3), "fixed": 1.0}
-    if series == "bare":
-        return known, columns
-    if series == "ours":
-        columns["token"] = float(layout.n)
+    known, factors = 0.0, {"per_flop": layout.product * PRODUCTS[kind], "fixed": 1.0}
+    if series == BARE:
+        return known, factors
+    if series == SAVED:
+        factors["token"] = float(layout.n)
         known += network.seconds("all_gather_partials", 4 * (3 * layout.n + 2) * layout.tp, layout.tp)
     size = layout.n * layout.d * layout.itemsize
     gather = network.seconds("all_gather", size, layout.tp) if layout.sequence_parallel else 0.0
     # Ours projects the rank's own tokens during the gather.
-    own = layout.product / layout.tp * per_flop if series == "ours" else math.inf
-    columns["paid_ahead"] = min(gather, own)
+    own = layout.product / layout.tp * per_flop if series == SAVED else math.inf
+    factors["paid_ahead"] = min(gather, own)
     known += max(0.0, gather - own)
     if kind == BOTH:
         reduction = network.seconds("reduce_scatter" if layout.sequence_parallel else "all_reduce", size, layout.tp)
         product = layout.product * per_flop  # each collective overlaps with one product
-        beside = [reduction] if series == "ours" else [gather, reduction]  # ours saves the gathered hidden states
-        columns["paid_beside"] = sum(min(collective, product) for collective in beside)
+        beside = [reduction] if series == SAVED else [gather, reduction]  # ours saves the gathered hidden states
+        factors["paid_beside"] = sum(min(collective, product) for collective in beside)
         known += sum(max(0.0, collective - product) for collective in beside)
-    return known, columns
+    return known, factors
 
 
 @dataclass(frozen=True)
 class Readings:
-    times: dict  # {(series, pass): [(Layout, seconds)]}
+    times: list  # [(series, pass, Layout, seconds)]
     collectives: list  # [(kind, bytes of the whole tensor, ranks, seconds)]
 
-    def upto(self, tp):
-        times = {key: [pair for pair in pairs if pair[0].tp <= tp] for key, pairs in self.times.items()}
-        return Readings(times, [reading for reading in self.collectives if reading[2] <= tp])
+    def upto(self, tp: int) -> "Readings":
+        return Readings([time for time in self.times if time[2].tp <= tp], [c for c in self.collectives if c[2] <= tp])
 
     @property
-    def sizes(self):
-        return sorted({layout.tp for pairs in self.times.values() for layout, _ in pairs})
+    def sizes(self) -> list[int]:
+        return sorted({layout.tp for _, _, layout, _ in self.times})
 
 
-def read(*contents):
+def read(*contents: dict) -> Readings:
     """The Readings of one or several of the benchmark's JSON files."""
-    times = {(series, kind): [] for series in SERIES for kind in (FORWARD, BOTH)}
-    collectives = {}
+    times, collectives = [], {}
     for cell in (cell for content in contents for cell in content["cells"]):
         sizes = (cell[name] for name in ("tp", "n", "v", "d", "sequence_parallel"))
-        layout = Layout(*sizes, getattr(torch, cell["dtype"]).itemsize)
+        layout = Layout(*sizes, itemsize=getattr(torch, cell["dtype"]).itemsize)
         for kind, found in cell["collectives"].items():  # the same in both layouts of a TP size and N
             collectives[kind, found["bytes"], layout.tp] = found["seconds_median"]
         peers = {peer["name"]: peer for peer in cell["peers"]}
-        for (series, kind), pairs in times.items():
-            # A single rank has nothing to overlap: its GEMM-only baseline is both.
-            name = SERIES["bare"] if layout.tp == 1 and series == "with collectives" else SERIES[series]
-            measured = peers.get(name, {}).get(kind)
-            if measured:
-                pairs.append((layout, measured["seconds_median"]))
+        if layout.tp == 1 and BARE in peers:  # a single rank has nothing to overlap
+            peers[OVERLAPPED] = peers[BARE]
+        for series, kind in itertools.product(SERIES, PRODUCTS):
+            if kind in peers.get(series, {}):
+                times.append((series, kind, layout, peers[series][kind]["seconds_median"]))
     return Readings(times, [(*key, seconds) for key, seconds in collectives.items()])
 
 
 @dataclass(frozen=True)
 class Model:
     network: Network
-    times: dict  # {(series, pass): Times}
+    times: dict[tuple[str, str], Times]  # by series and pass
 
-    def seconds(self, series, kind, layout):
+    def seconds(self, series: str, kind: str, layout: Layout) -> float:
         return self.times[series, kind].seconds(series, kind, layout, self.network)
 
-    def errors(self, readings):
-        """[(series, kind, Layout, measured seconds, modelled / measured - 1)] of every reading that it can model."""
-        return [
-            (series, kind, layout, seconds, self.seconds(series, kind, layout) / seconds - 1)
-            for (series, kind), pairs in readings.times.items()
-            if (series, kind) in self.times
-            for layout, seconds in pairs
-        ]
+    def errors(self, readings: Readings) -> list[tuple]:
+        """[(series, pass, Layout, measured seconds, modelled / measured - 1)] of every reading that it can model."""
+        known = [time for time in readings.times if time[:2] in self.times]
+        return [(*time, self.seconds(*time[:3]) / time[3] - 1) for time in known]
 
-    def network_errors(self, readings):
+    def network_errors(self, readings: Readings) -> list[float]:
         return [self.network.seconds(*reading[:3]) / reading[3] - 1 for reading in readings.collectives]
 
 
-def fit(readings):
-    """The Model of the readings."""
+def fit(readings: Readings) -> Model:
     rows = []
     for kind, size, ranks, _ in readings.collectives:
         moved = size * (ranks - 1) / ranks
-        rows.append({"launch": 1.0, "hop": PASSES[kind] * (ranks - 1), "per_byte": PASSES[kind] * moved})
-    found = least_squares(rows, [reading[3] for reading in readings.collectives])
+        rows.append({"launch": 1.0, "hop": AROUND[kind] * (ranks - 1), "per_byte": AROUND[kind] * moved})
+    seconds = [reading[3] for reading in readings.collectives]
+    found = least_squares(rows, seconds, seconds)
     per_byte = found.get("per_byte", 0.0)
     network = Network(found.get("launch", 0.0), found.get("hop", 0.0), 1 / per_byte if per_byte else math.inf)
     times = {}
-    for (series, kind), pairs in readings.times.items():  # forward first: forward + backward takes its `paid_ahead`
+    for series, kind in itertools.product(SERIES, PRODUCTS):  # forward first: the other takes its `paid_ahead`
+        pairs = [(layout, time) for of, its, layout, time in readings.times if (of, its) == (series, kind)]
         if pairs:
-            forward = times.get((series, FORWARD))
-            ahead = forward.paid_ahead if kind == BOTH and forward else None
-            times[series, kind] = _fit_times(series, kind, pairs, network, ahead)
+            times[series, kind] = _fit_times(series, kind, pairs, network, times.get((series, FORWARD)))
     return Model(network, times)
 
 
-def _fit_times(series, kind, pairs, network, ahead):
-    per_flop = min(seconds / layout.product for layout, seconds in pairs) / (1 if kind == FORWARD else 3)
+def _fit_times(series: str, kind: str, pairs: list, network: Network, forward: Times | None) -> Times:
+    per_flop = min(seconds / layout.product for layout, seconds in pairs) / PRODUCTS[kind]
+    known = {} if forward is None else {"paid_ahead": forward.paid_ahead}
+    found = {}
     for _ in range(5):  # how long a product hides a collective depends on what is being fitted
         rows, rest = [], []
         for layout, seconds in pairs:
-            known, columns = _terms(series, kind, layout, network, per_flop)
-            if ahead is not None:
-                known += ahead * columns.pop("paid_ahead", 0.0)
-            rows.append(columns)
-            rest.append(seconds - known)
+            of_network, factors = _terms(series, kind, layout, network, per_flop)
+            of_network += sum(value * factors.pop(name, 0.0) for name, value in known.items())
+            rows.append(factors)
+            rest.append(seconds - of_network)
         found = least_squares(rows, rest, [seconds for _, seconds in pairs])
         per_flop = found.get("per_flop", 0.0)
-    return Times(**({"per_flop": 0.0, "paid_ahead": ahead or 0.0} | found))
+    return Times(**({"per_flop": 0.0} | known | found))
 
 
-def least_squares(rows, values, scales=None):
+def least_squares(rows: list[dict[str, float]], values: list[float], scales: list[float]) -> dict[str, float]:
     """`{name: number >= 0}` so that the sum of `row[name] * number` is nearest to each row's value, relative to
-    `scales` (by default the values). Negative numbers are left out, the most negative first."""
+    `scales`. Negative numbers are left out, the most negative first."""
     names = list(dict.fromkeys(name for row in rows for name in row if row[name]))
-    scale = torch.tensor(scales or values, dtype=torch.float64)
+    scale = torch.tensor(scales, dtype=torch.float64)
     wanted = torch.tensor(values, dtype=torch.float64) / scale
     while names:
         matrix = torch.tensor([[row.get(name, 0.0) for name in names] for row in rows], dtype=torch.float64)
@@ -207,22 +204,22 @@ def least_squares(rows, values, scales=None):
     return {}
 
 
-def size_of(errors):
+def size_of(errors: Iterable[float]) -> tuple[float, float]:
     """`(root mean square, largest)` of relative errors."""
-    errors = list(errors)
-    return math.sqrt(sum(e * e for e in errors) / len(errors)), max(map(abs, errors))
+    sizes = [abs(error) for error in errors]
+    return math.hypot(*sizes) / math.sqrt(len(sizes)), max(sizes)
 
 
-def held_out(readings):
+def held_out(readings: Readings) -> tuple[int, list[tuple]] | None:
     """`(TP size, errors there)` of a model of the smaller sizes alone; None with fewer than three sizes."""
     if len(readings.sizes) < 3:
         return None
-    *others, largest = readings.sizes
-    model = fit(readings.upto(others[-1]))
-    return largest, [error for error in model.errors(readings) if error[2].tp == largest]
+    *_, before, largest = readings.sizes
+    errors = fit(readings.upto(before)).errors(readings)
+    return largest, [error for error in errors if error[2].tp == largest]
 
 
-def report(readings, ranks, hosts):
+def report(readings: Readings, ranks: list[int], hosts: dict[str, float]) -> Iterator[str | Table]:
     """Tables and lines: the fitted numbers, the fit's error, and predictions for the `ranks`. `hosts` are fields of
     Network."""
     model = fit(readings)
@@ -233,16 +230,19 @@ def report(readings, ranks, hosts):
             f"A collective takes {1e6 * network.launch:.3g} us, {1e6 * network.hop:.3g} us per hop and its bytes at "
             f"{network.bandwidth / 1e9:.4g} GB/s; error of that fit: {_percent(model.network_errors(readings))}."
         )
-    yield _readings_table(model, readings)
-    yield f"Error of the fit: {_of_each(model.errors(readings))}."
+    errors = model.errors(readings)
+    yield _readings_table(errors)
+    yield f"Error of the fit: {_of_each(errors)}."
     out = held_out(readings)
     if out and out[1]:
         yield f"Error at TP {out[0]} of a fit to the smaller sizes: {_of_each(out[1])}."
-    if all(("ours", kind) in model.times for kind in (FORWARD, BOTH)):
-        yield _predictions_table(replace(model, network=replace(network, **hosts)), readings, ranks)
+    if {(SAVED, FORWARD), (SAVED, BOTH)} <= model.times.keys():
+        layouts = dict.fromkeys(layout for series, _, layout, _ in readings.times if series == SAVED and layout.tp > 1)
+        predicted = [replace(layout, tp=tp) for tp in ranks for layout in layouts]
+        yield _predictions_table(replace(model, network=replace(network, **hosts)), predicted)
 
 
-def _numbers_table(model):
+def _numbers_table(model: Model) -> Table:
     columns = ["TFLOP/s", "fixed, us", "per token, ns", "paid ahead", "paid beside"]
     table = new_table(None, None, ["series", "pass"], columns)
     for (series, kind), times in model.times.items():
@@ -253,28 +253,25 @@ def _numbers_table(model):
     return table
 
 
-def _readings_table(model, readings):
+def _readings_table(errors: list[tuple]) -> Table:
     """The measured times, each with the model's relative error."""
     table = new_table(None, None, ["", "pass"], [name for s in SERIES for name in (f"{s}, ms", "model")])
-    errors = {(s, kind, layout): (seconds, error) for s, kind, layout, seconds, error in model.errors(readings)}
-    for layout, kind in dict.fromkeys((layout, kind) for _, kind, layout in errors):
-        row = [str(layout), SHORT[kind]]
-        for series in SERIES:
-            found = errors.get((series, kind, layout))
-            row += [f"{1e3 * found[0]:.4g}", f"{1e2 * found[1]:+.1f} %"] if found else [NONE, NONE]
-        table.add_row(*row)
+    rows = {}
+    for series, kind, layout, seconds, error in errors:
+        rows.setdefault((layout, kind), {})[series] = f"{1e3 * seconds:.4g}", f"{1e2 * error:+.1f} %"
+    for (layout, kind), found in rows.items():
+        texts = [text for series in SERIES for text in found.get(series, (NONE, NONE))]
+        table.add_row(str(layout), SHORT[kind], *texts)
     return table
 
 
-def _predictions_table(model, readings, ranks):
-    """A row per TP size and problem."""
-    columns = ["forward, ms", "of bare", "fwd+bwd, ms", "of bare", "of bare with collectives"]
+def _predictions_table(model: Model, layouts: list[Layout]) -> Table:
+    columns = ["forward, ms", "of bare", "fwd+bwd, ms", "of bare", "of overlapped"]
     table = new_table(None, None, ["P", "N", "SP"], columns)
-    layouts = dict.fromkeys(layout for layout, _ in readings.times["ours", BOTH] if layout.tp > 1)
-    for layout in dict.fromkeys(replace(layout, tp=tp) for tp in ranks for layout in layouts):
+    for layout in dict.fromkeys(layouts):
         row = [str(layout.tp), str(layout.n), "on" if layout.sequence_parallel else "off"]
-        for kind, others in ((FORWARD, ("bare",)), (BOTH, ("bare", "with collectives"))):
-            mine = model.seconds("ours", kind, layout)
+        for kind, others in ((FORWARD, (BARE,)), (BOTH, (BARE, OVERLAPPED))):
+            mine = model.seconds(SAVED, kind, layout)
             row.append(f"{1e3 * mine:.3g}")
             for other in others:
                 known = (other, kind) in model.times
@@ -283,17 +280,16 @@ def _predictions_table(model, readings, ranks):
     return table
 
 
-def _of_each(errors):
+def _of_each(errors: list[tuple]) -> str:
     found = {series: [error[-1] for error in errors if error[0] == series] for series in SERIES}
     return "; ".join(f"{series} {_percent(values)}" for series, values in found.items() if values)
 
 
-def _percent(errors):
-    root, largest = size_of(errors)
-    return f"{1e2 * root:.1f} % rms, {1e2 * largest:.1f} % at most"
+def _percent(errors: list[float]) -> str:
+    return "{:.1f} % rms, {:.1f} % at most".format(*(1e2 * size for size in size_of(errors)))
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench.scaling", description="Time over more ranks.")
     add = parser.add_argument
     add("results", nargs="+", metavar="RESULTS.json", help="what launch/bench.sh --json wrote")
@@ -305,7 +301,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     contents = [json.loads(Path(path).read_text(encoding="utf-8")) for path in options.results]
     readings = read(*contents)
-    if len(readings.sizes) < 2 or not readings.times["ours", BOTH]:
+    if len(readings.sizes) < 2 or not any(time[:2] == (SAVED, BOTH) for time in readings.times):
         parser.error(f"{', '.join(options.results)}: no times of ours for several TP sizes: {readings.sizes}")
     if options.host_gpus < 1 or options.network_gbps <= 0:
         parser.error("--host-gpus and --network-gbps must be positive")

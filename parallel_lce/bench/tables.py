@@ -1,15 +1,18 @@
 """Tables of what was measured, in Markdown."""
 
+from collections.abc import Callable, Iterator
+
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .peers import BARE, FORWARD, FORWARD_BACKWARD, MIB, OVERLAPPED
-from .results import spread
+from .peers import BARE, FORWARD, FORWARD_BACKWARD, OVERLAPPED
+from .results import Cell, Result, spread
 
 ERRORS = ("loss", "dX", "dW")  # in JSON the worst rows too
 SHORT = {FORWARD: "forward", FORWARD_BACKWARD: "fwd+bwd"}
 NONE = "–"
+MIB = 2**20
 PIPE_WIDTH = 240  # a file or a pipe has no width, and wrapped numbers cannot be read
 CELL_CAPTION = (
     " Milliseconds of the slowest rank. of bare: speed relative to the GEMM-only baseline in the same round. MiB: peak "
@@ -18,24 +21,24 @@ CELL_CAPTION = (
 RANKS_CAPTION = " bare: the three local products without communication; of overlapped: with their collectives."
 OVERVIEW_CAPTION = (
     "Speed of the first strategy of ours (min–max over the rounds) relative to the GEMM-only baseline with overlapped "
-    "collectives and without any, and of forward alone to the projection alone; ×: times the speed of another. lean: "
-    "dW in an fp32 main_grad. MiB: beyond inputs and gradients."
+    "collectives and without any, and of forward alone to the projection alone; ×: times the speed of another. MiB: "
+    "beyond inputs and gradients."
 )
 
 
-def new_console():
+def new_console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = PIPE_WIDTH
     return console
 
 
-def say(console, what):
+def say(console: Console, what: str | Table) -> None:
     """Prints a table, or text that is not wrapped."""
     console.print(what, markup=False, soft_wrap=isinstance(what, str))
 
 
-def new_table(title, caption, left, right):
+def new_table(title: str | None, caption: str | None, left: list[str], right: list[str]) -> Table:
     """A table with columns aligned left and right."""
     table = Table(title=title, caption=caption, box=box.MARKDOWN)
     for name in left:
@@ -45,7 +48,7 @@ def new_table(title, caption, left, right):
     return table
 
 
-def cell_table(cell):
+def cell_table(cell: Cell) -> Table:
     """A row per peer."""
     about = f"{cell.dtype_name}, {cell.counted} targets, max |z| {cell.largest_logit:.1f}"
     title = f"{cell.where}, {about}: medians of {cell.rounds} rounds (min–max)"
@@ -65,38 +68,32 @@ def cell_table(cell):
     return table
 
 
-def _columns(cell, kind):
-    """[(title, text of a result)] of one pass."""
+def _columns(cell: Cell, kind: str) -> Iterator[tuple[str, Callable[[Result], str]]]:
+    """(title, text of a result) of each column of one pass."""
     both = kind == FORWARD_BACKWARD
-    yield f"{SHORT[kind]} ms", lambda r: "{} ({}–{})".format(*map(milliseconds, spread(r.seconds[kind])))
+    yield f"{SHORT[kind]} ms", lambda r: "{} ({}–{})".format(*map(milliseconds, spread(r.passes[kind].seconds)))
     yield "of bare", lambda r: _ratio_text(cell.ratio(r, BARE, kind))
     if both and cell.tp > 1:
         yield "of overlapped", lambda r: _ratio_text(cell.ratio(r, OVERLAPPED, kind))
-    yield "MiB", lambda r: mebibytes(r.peak[kind])
+    yield "MiB", lambda r: mebibytes(r.passes[kind].peak_bytes)
     if both:
-        yield "beyond", lambda r: mebibytes(r.extra_bytes(kind))
+        yield "beyond", lambda r: mebibytes(r.passes[kind].extra_bytes)
 
 
-def overview(cells):
+def overview(cells: list[Cell]) -> Table:
     """A row per cell: ours against the baselines and everybody else."""
     others = dict.fromkeys(r.peer.name for cell in cells for r in cell.results if r.peer.family == "other")
     columns = ["of overlapped", "of bare", "forward of bare", *(f"{name} ×" for name in others), "MiB"]
-    columns += ["lean of overlapped", "lean MiB"]
     table = new_table("Ours over all problems", OVERVIEW_CAPTION, ["problem"], columns)
     for cell in cells:
-        mine = [result for result in cell.results if result.peer.family == "ours"]
-        ours, lean = mine[0] if mine else None, next((r for r in mine if r.peer.main_grad), None)
+        ours = next((result for result in cell.results if result.peer.family == "ours"), None)
         row = [cell.where]
         for other, kind in ((OVERLAPPED, FORWARD_BACKWARD), (BARE, FORWARD_BACKWARD), (BARE, FORWARD)):
             row.append(_ratio_text(cell.ratio(ours, other, kind), "{:.3f} ({:.3f}–{:.3f})"))
         row += [_ratio_text(cell.ratio(ours, name, cell.passes[-1]), "{:.2f}") for name in others]
-        row += [_extra(ours), _ratio_text(cell.ratio(lean, OVERLAPPED)), _extra(lean)]
-        table.add_row(*row)
+        its = ours.passes[FORWARD_BACKWARD] if ours and ours.has(FORWARD_BACKWARD) else None
+        table.add_row(*row, mebibytes(its.extra_bytes) if its else NONE)
     return table
-
-
-def _extra(result):
-    return mebibytes(result.extra_bytes(FORWARD_BACKWARD)) if result and result.has(FORWARD_BACKWARD) else NONE
 
 
 def _ratio_text(ratio, form="{:.3f}"):
@@ -107,9 +104,9 @@ def _error(error, unit):
     return f"{error / unit:.2f}" if error is not None and unit > 0 else NONE
 
 
-def milliseconds(seconds):
+def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
 
 
-def mebibytes(size):
+def mebibytes(size: int) -> str:
     return f"{size / MIB:.0f}" if size >= 100 * MIB else f"{size / MIB:.1f}"

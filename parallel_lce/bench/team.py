@@ -6,8 +6,10 @@ same ranks. It therefore takes no part in a timed call and does not wait for a d
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,22 +29,18 @@ IDLE_TIMEOUT = timedelta(hours=2)  # ranks outside the team wait until it has be
 class Refused(Exception):
     """A peer that is not timed. The message says why; `errors` holds the errors found until then."""
 
-    def __init__(self, message, errors=None):
+    def __init__(self, message: str, errors: dict[str, float] | None = None):
         super().__init__(message)
         self.errors = errors or {}
 
 
-class Broken(RuntimeError):
-    """After this call the device answers nothing any more."""
-
-
-def describe(error):
+def describe(error: Exception) -> str:
     """'ValueError: first line of its message'."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
 
 
-def join(device_type):
+def join(device_type: str) -> torch.device:
     """Joins the ranks that torchrun started, over gloo. Returns this process's device."""
     device = torch.device("cpu")
     if device_type == "cuda":
@@ -63,79 +61,61 @@ class Team:
     host: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, ranks, device):
+    def of(cls, ranks: int, device: torch.device) -> "Team | None":
         """The first `ranks` ranks, or None on the others. Every rank of the run has to call this."""
         members, backend = list(range(ranks)), "nccl" if device.type == "cuda" else "gloo"
         host = dist.new_group(members, backend="gloo", timeout=IDLE_TIMEOUT)
         group = dist.new_group(members, backend=backend, timeout=TIMEOUT)
-        if dist.get_rank() >= ranks:
-            return None
-        team = cls(device, dist.get_rank(), ranks, group, host)
-        team.agree(team._connect)
-        return team
-
-    def _connect(self):
-        """NCCL sets up its connections at the first collective of each kind."""
-        mine, gathered = (torch.zeros(n, device=self.device) for n in (1, self.ranks))
-        dist.all_reduce(mine, group=self.group)
-        all_gather(gathered, mine, group=self.group)
-        reduce_scatter(mine, gathered, group=self.group)
-        synchronize(self.device)
+        if not isinstance(host, dist.ProcessGroup) or not isinstance(group, dist.ProcessGroup):
+            return None  # this rank is not a member
+        return cls(device, dist.get_rank(), ranks, group, host)
 
     @property
-    def alone(self):
+    def alone(self) -> bool:
         """One process that torchrun did not start."""
         return self.group is None
 
-    def reduce(self, tensor, op=dist.ReduceOp.SUM):
+    def reduce(self, tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces the tensor over the ranks in place and returns it."""
         if self.ranks > 1:
             dist.all_reduce(tensor, op, group=self.group)
         return tensor
 
-    def barrier(self):
+    def barrier(self) -> None:
         """Waits for the other ranks' processes, not for their devices."""
         if self.ranks > 1:
             dist.barrier(group=self.host)
 
-    def gather(self, value):
+    def gather(self, value: Any) -> list:
         """`[value of each rank]`."""
         values = [value] * self.ranks
         if self.ranks > 1:
             dist.all_gather_object(values, value, group=self.host)
         return values
 
-    def agree(self, function):
-        """This rank's `function()`. If it raises on any rank, all ranks raise: Refused with the reason, or Broken if a
-        device answers nothing any more. A rank that waits in a collective for one that raised gets here only after
-        the timeout."""
-        value, reason, broken = None, "", ""
+    def agree(self, function: Callable[[], Any]) -> Any:
+        """This rank's `function()`. If it raises on any rank, all ranks raise Refused with the reason. A rank that
+        waits in a collective for one that raised gets here only after the timeout."""
+        value, reason = None, ""
         try:
             value = function()
         except Exception as error:
             reason = str(error) if isinstance(error, Refused) else f"failed: {describe(error)}"
-            try:
-                synchronize(self.device)
-            except RuntimeError as fatal:
-                broken = describe(fatal)
-        outcomes = self.gather((reason, broken))
-        failed = [rank for rank, (text, _) in enumerate(outcomes) if text]
+        reasons = self.gather(reason)
+        failed = [rank for rank, text in enumerate(reasons) if text]
         if not failed:
             return value
-        reason = outcomes[failed[0]][0]
+        reason = reasons[failed[0]]
         if len(failed) < self.ranks:
             reason += f" (on rank {', '.join(map(str, failed))} of {self.ranks})"
-        fatal = next((text for _, text in outcomes if text), "")
-        if fatal:
-            raise Broken(f"{reason}, and the device answers nothing any more ({fatal})")
         raise Refused(reason)
 
-    def worst(self, errors):
+    def worst(self, errors: dict[str, float]) -> dict[str, float]:
         """`{name: largest error of all ranks}`. NaN is larger than any number."""
         found = self.gather(errors)
         return {name: max((e[name] for e in found), key=lambda e: (math.isnan(e), e)) for name in errors}
 
 
-def synchronize(device):
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

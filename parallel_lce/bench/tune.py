@@ -6,6 +6,7 @@ Every candidate runs the three epilogues of the projection on each shape, in rou
 
 import argparse
 import itertools
+from collections.abc import Callable
 from statistics import median
 
 import torch
@@ -17,8 +18,10 @@ from ..kernels.epilogues import ForwardEpilogue
 from ..kernels.projection import Operands, logits_gradient, new_window_partials
 from ..partials import Columns
 from .options import parse_shape
+from .problem import Shape
 from .suites import SUITES
-from .timing import clock
+from .team import Team
+from .timing import timer
 
 SPECIALIZED = [
     tuning.Tile(rows, entries, 64, 8, stages, warp_specialized=True)
@@ -32,9 +35,10 @@ PORTABLE = [
     for stages in (3, 4)
 ]
 BLOCKS = (8, 16, 32)
+SHOWN = 8  # best rows of each epilogue
 
 
-def epilogues(x, weight):
+def epilogues(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable]:
     """The three epilogues by name, each a function that runs it on `x [N, D]` and `weight [V, D]`."""
     shift = torch.zeros(x.shape[0], device=x.device)
     statistics = torch.stack([shift, shift + 1, shift])
@@ -52,11 +56,11 @@ def epilogues(x, weight):
     }
 
 
-def tune(shape, dtype, rounds, specialized, say=print):
+def tune(shape: Shape, rounds: int, specialized: bool) -> dict:
     """`{(tile, blocks, epilogue): time of `x @ W.T` alone / its time}`, medians over the rounds."""
-    x = torch.randn(shape.n, shape.d, device="cuda", dtype=dtype)
-    weight = (torch.randn(shape.v, shape.d, device="cuda") * shape.d**-0.5).to(dtype)
-    runs = {}
+    x = torch.randn(shape.n, shape.d, device="cuda", dtype=torch.bfloat16)
+    weight = (torch.randn(shape.v, shape.d, device="cuda") * shape.d**-0.5).to(x.dtype)
+    team, runs = Team(x.device), {}
     for tile, blocks in itertools.product(SPECIALIZED if specialized else PORTABLE, BLOCKS):
         for name, function in epilogues(x, weight).items():
             with tuning.forced(tile, blocks):
@@ -64,34 +68,33 @@ def tune(shape, dtype, rounds, specialized, say=print):
                     function()
                     torch.cuda.synchronize()
                 except (OutOfResources, CompilationError) as error:
-                    say(f"{tile} cannot run {name}: {type(error).__name__}")
+                    print(f"{tile} cannot run {name}: {type(error).__name__}")
                     continue
-            runs[tile, blocks, name] = function
+                runs[tile, blocks, name] = timer(function, team)
+    bare = timer(lambda: torch.mm(x, weight.t()), team)
     speeds = {key: [] for key in runs}
     for _ in range(rounds):
-        for (tile, blocks, name), function in runs.items():
-            bare = clock(lambda: torch.mm(x, weight.t()), x.device)
+        for (tile, blocks, name), read in runs.items():
+            product = bare()
             with tuning.forced(tile, blocks):
-                speeds[tile, blocks, name].append(bare / clock(function, x.device))
+                speeds[tile, blocks, name].append(product / read())
     return {key: median(values) for key, values in speeds.items()}
 
 
-def main(arguments=None):
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench.tune", description=__doc__)
     parser.add_argument("--shape", metavar="N,V,D", action="append", type=parse_shape)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--best", type=int, default=8, help="rows to print per epilogue")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("tiles are tuned on a CUDA device, and there is none")
     specialized = torch.cuda.get_device_capability()[0] == 9
     shapes = options.shape or SUITES["bars"].shapes
     for shape in shapes:
-        speeds = tune(shape, getattr(torch, options.dtype), options.rounds, specialized)
+        speeds = tune(shape, options.rounds, specialized)
         for name in ("partials", "save", "gradient"):
             rows = [(speed, tile, blocks) for (tile, blocks, of), speed in speeds.items() if of == name]
-            for speed, tile, blocks in sorted(rows, key=lambda row: -row[0])[: options.best]:
+            for speed, tile, blocks in sorted(rows, key=lambda row: -row[0])[:SHOWN]:
                 print(f"{shape} {name:8} {speed:.3f} of the GEMM-only baseline: {tile}, {blocks} row blocks a launch")
 
 

@@ -191,6 +191,8 @@ def test_module_owns_no_parameters_and_checks_its_options():
     assert not list(parallel_lce.LinearCrossEntropy().parameters())
     with pytest.raises(ValueError, match=r"label_smoothing must be .* \[0, 1\], got 2"):
         parallel_lce.LinearCrossEntropy(label_smoothing=2)
+    with pytest.raises(ValueError, match="sequence_parallel must be True or False, got 'no'"):
+        parallel_lce.LinearCrossEntropy(sequence_parallel="no")
     assert "z_loss=0.5" in repr(parallel_lce.LinearCrossEntropy(z_loss=0.5))
 
 

@@ -13,7 +13,7 @@ REACH = 32.0
 """How far, in nats, a window's maximum may lie from the token's softmax shift. bf16 has fp32's exponent range:
 exp(32) and exp(-32) are far from its limits."""
 
-FP16_SCALE = 2.0**15
+SAVED_FP16_SCALE = 2.0**15
 """fp16 saves exp(z - maximum), which is in [0, 1], times this: nothing is lost down to e^-20."""
 
 _REACH = tl.constexpr(REACH)

@@ -53,15 +53,25 @@ def lce_forward_logits_partials(
 @Relaunched
 @triton.jit
 def lce_backward_logits(
-    logits, target, maximum, scale, uniform, on_target, gradient, entries, row_stride, start, BLOCK: tl.constexpr
+    logits,
+    target,
+    maximum,
+    scale,
+    smoothing_grad,
+    target_grad,
+    gradient,
+    entries,
+    row_stride,
+    start,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     valid = column < entries
     z = tl.load(logits + row * row_stride + column, mask=valid, other=-float("inf")).to(tl.float32)
     wanted = tl.load(target + row) - start
-    g = tl.exp(z - tl.load(maximum + row)) * tl.load(scale + row) - tl.load(uniform + row)
-    g -= tl.where(column == wanted, tl.load(on_target + row), 0.0)
+    g = tl.exp(z - tl.load(maximum + row)) * tl.load(scale + row) - tl.load(smoothing_grad + row)
+    g -= tl.where(column == wanted, tl.load(target_grad + row), 0.0)
     tl.store(gradient + row * entries + column, g.to(gradient.dtype.element_ty), mask=valid)
 
 
@@ -101,14 +111,14 @@ def logits_gradient(
     start: int,
     maximum: torch.Tensor,
     scale: torch.Tensor,
-    uniform: torch.Tensor,
-    on_target: torch.Tensor,
+    smoothing_grad: torch.Tensor,
+    target_grad: torch.Tensor,
 ) -> torch.Tensor:
-    """``scale * exp(z - maximum) - uniform - on_target [j = target]``, ``[N, K]``, in logits' dtype.
+    """``scale * exp(z - maximum) - smoothing_grad - target_grad [j = target]``, ``[N, K]``, in logits' dtype.
 
     All per-row tensors are ``[N]`` fp32, contiguous.
     """
-    per_row = (target, maximum, scale, uniform, on_target)
+    per_row = (target, maximum, scale, smoothing_grad, target_grad)
     assert logits.stride(1) == 1 and all(t.is_contiguous() for t in per_row)
     rows, entries = logits.shape
     gradient = torch.empty(rows, entries, dtype=logits.dtype, device=logits.device)
@@ -119,8 +129,8 @@ def logits_gradient(
             target,
             maximum,
             scale,
-            uniform,
-            on_target,
+            smoothing_grad,
+            target_grad,
             gradient,
             entries,
             logits.stride(0),

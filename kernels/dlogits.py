@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import FP16_SCALE, LOWEST_SHIFT, REACH, finite_base, rebased, window_shift
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, SAVED_FP16_SCALE, finite_base, rebased, window_shift
 from parallel_lce.kernels.relaunch import Relaunched
 
 _REACH = tl.constexpr(REACH)
@@ -50,12 +50,12 @@ def lce_backward_from_saved(
     maxima,
     softmax_shift,
     on_shift,
-    statistics,
+    partial,
     alpha,
     gamma,
-    of_target,
-    power,
-    row_scale,
+    target_grad,
+    fp16_scale,
+    dx_factor,
     rows,
     entries,
     stride,
@@ -68,30 +68,30 @@ def lce_backward_from_saved(
 ):
     row = tl.program_id(0)
     here = exponentials + row.to(tl.int64) * stride
-    factor = scale
-    if power is not None:
-        factor *= tl.load(power)
-    base = finite_base(tl.load(statistics + row))
-    level = tl.load(alpha + row) * (factor / tl.load(statistics + rows + row))
-    uniform = 0.0
+    grad_scale = scale
+    if fp16_scale is not None:
+        grad_scale *= tl.load(fp16_scale)
+    base = finite_base(tl.load(partial + row))
+    alpha_over_sum = tl.load(alpha + row) * (grad_scale / tl.load(partial + rows + row))
+    scaled_gamma = 0.0
     if gamma is not None:
-        uniform = tl.load(gamma + row) * factor
+        scaled_gamma = tl.load(gamma + row) * grad_scale
     shift = base
     if softmax_shift is not None:
         shift = tl.load(softmax_shift + row)
-    coefficient = level * rebased(shift, base)
-    as_it_is = False
+    coefficient = alpha_over_sum * rebased(shift, base)
+    keeps_row = False
     if not REWRITE:
         # NaN makes as_it_is false.
-        as_it_is = (tl.load(on_shift + row) != 0) & (tl.abs(base - shift) <= _REACH)
-        nothing = coefficient == 0.0
-        if of_target is not None:
-            nothing &= tl.load(of_target + row) == 0.0
-        as_it_is &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | nothing
-    if as_it_is:
-        tl.store(row_scale + row, coefficient)
+        keeps_row = (tl.load(on_shift + row) != 0) & (tl.abs(base - shift) <= _REACH)
+        row_is_zero = coefficient == 0.0
+        if target_grad is not None:
+            row_is_zero &= tl.load(target_grad + row) == 0.0
+        keeps_row &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | row_is_zero
+    if keeps_row:
+        tl.store(dx_factor + row, coefficient)
     else:
-        tl.store(row_scale + row, 1.0)
+        tl.store(dx_factor + row, 1.0)
         for first in range(0, entries, BLOCK):
             c = first + tl.arange(0, BLOCK)
             inside = c < entries
@@ -102,7 +102,7 @@ def lce_backward_from_saved(
                 reference = window_shift(top, shift)
             # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
             empty = (top == -float("inf")) & (e == 0.0)
-            g = tl.where(empty, 0.0, e * (level * rebased(reference, base))) - uniform
+            g = tl.where(empty, 0.0, e * (alpha_over_sum * rebased(reference, base))) - scaled_gamma
             if cap is not None:
                 z = tl.maximum(tl.log(e) + reference, LOWEST_SHIFT)
                 g *= 1.0 - (z / cap) * (z / cap)
@@ -112,42 +112,42 @@ def lce_backward_from_saved(
 def gradient_from_saved(
     saved: SavedExponentials,
     window: int,
-    statistics: torch.Tensor,
+    partial: torch.Tensor,
     alpha: torch.Tensor,
     gamma: torch.Tensor | None,
-    of_target: torch.Tensor | None,
-    power: torch.Tensor | None,
+    target_grad: torch.Tensor | None,
+    fp16_scale: torch.Tensor | None,
     scale: float,
     softcap: float | None,
     rewrite: bool,
 ) -> torch.Tensor | None:
-    """Turn the saved exponentials into ``p alpha - gamma``, times scale, soft-cap's slope and ``power``.
+    """Turn the saved exponentials into ``p alpha - gamma``, times scale, soft-cap's slope and ``fp16_scale``.
 
     Each row of the result is still to be multiplied by the factors ``[R]`` that are returned, if any. The forward's
-    windows have ``window`` entries. ``statistics [>= 2, R]``: maximum and sum of exponentials. ``alpha``, ``gamma``,
-    ``of_target``: ``[R]``, the last being the gradients of the targets' logits. All are fp32 and contiguous.
+    windows have ``window`` entries. ``partial [>= 2, R]``: maximum and sum of exponentials. ``alpha``, ``gamma``,
+    ``target_grad``: ``[R]``, the last being the gradients of the targets' logits. All are fp32 and contiguous.
     ``rewrite``: rewrite every row and return no factors.
     """
     rows, entries = saved.exponentials.shape
-    row_scale = torch.empty_like(alpha)
+    dx_factor = torch.empty_like(alpha)
     rewrite = rewrite or saved.softmax_shift is None or softcap is not None or gamma is not None
     lce_backward_from_saved.launch(
         (rows,),
         *saved,
-        statistics,
+        partial,
         alpha,
         gamma,
-        of_target,
-        power,
-        row_scale,
+        target_grad,
+        fp16_scale,
+        dx_factor,
         rows,
         entries,
         saved.exponentials.stride(0),
         float(scale),
         None if softcap is None else float(softcap),
         REWRITE=rewrite,
-        SAVED_SCALE=FP16_SCALE if saved.exponentials.dtype == torch.float16 else 1.0,
+        SAVED_SCALE=SAVED_FP16_SCALE if saved.exponentials.dtype == torch.float16 else 1.0,
         WINDOW=window,
         BLOCK=_BLOCK,
     )
-    return None if rewrite else row_scale
+    return None if rewrite else dx_factor

@@ -30,9 +30,10 @@ class ForwardEpilogue(NamedTuple):
 
 
 class BackwardEpilogue(NamedTuple):
-    """``(p (alpha + delta (z - max)) - gamma) * power`` times the derivative of scale and soft-cap; p = exp(z - lse).
+    """``(p (alpha + delta (z - max)) - gamma) * fp16_scale`` times the derivative of scale and soft-cap; p = exp(z -
+    lse).
 
-    Tensors are ``[R]`` fp32. ``power`` is 0-dimensional.
+    Tensors are ``[R]`` fp32. ``fp16_scale`` is 0-dimensional.
     """
 
     max: torch.Tensor
@@ -40,7 +41,7 @@ class BackwardEpilogue(NamedTuple):
     alpha: torch.Tensor
     gamma: torch.Tensor | None
     delta: torch.Tensor | None
-    power: torch.Tensor | None
+    fp16_scale: torch.Tensor | None
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def tile_rows(epilogue, r, rows, scale, GRADIENT: tl.constexpr):
 @triton.jit
 def finish_tile(
     z,
-    of_rows,
+    row_values,
     epilogue,
     bias,
     r,
@@ -84,10 +85,10 @@ def finish_tile(
     if cap is not None:
         z = softcapped(z, cap)
     if GRADIENT:
-        return _gradient(z, of_rows, epilogue, cap)
+        return _gradient(z, row_values, epilogue, cap)
     else:
-        SHIFTED: tl.constexpr = epilogue.softmax_shift is not None
-        e = store_partials(z, r, c, window, rows, entries, of_rows[0], epilogue.partials, MASKED, SHIFTED)
+        HAS_SOFTMAX_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
+        e = store_partials(z, r, c, window, rows, entries, row_values[0], epilogue.partials, MASKED, HAS_SOFTMAX_SHIFT)
         return e * SAVED_SCALE
 
 
@@ -101,35 +102,35 @@ def _shift_rows(epilogue, r, rows):
 
 @triton.jit
 def _gradient_rows(epilogue, r, rows, scale):
-    """The tokens' maxima, alpha / s, delta / s, and gamma, all but the maxima times scale and ``power``."""
+    """The tokens' maxima, alpha / s, delta / s, and gamma, all but the maxima times scale and ``fp16_scale``."""
     valid = r < rows
     base = finite_base(tl.load(epilogue.max + r, mask=valid, other=0.0))
-    factor = scale
-    if epilogue.power is not None:
-        factor *= tl.load(epilogue.power)
-    per_sum = factor / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
-    level = tl.load(epilogue.alpha + r, mask=valid, other=0.0) * per_sum
+    grad_scale = scale
+    if epilogue.fp16_scale is not None:
+        grad_scale *= tl.load(epilogue.fp16_scale)
+    per_sum = grad_scale / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
+    alpha_over_sum = tl.load(epilogue.alpha + r, mask=valid, other=0.0) * per_sum
     # Cancels the rounding of exponential_from.
-    level *= rebased(base, base)
-    slope = level  # Not read without delta.
+    alpha_over_sum *= rebased(base, base)
+    delta_over_sum = alpha_over_sum  # Not read without delta.
     if epilogue.delta is not None:
-        slope = tl.load(epilogue.delta + r, mask=valid, other=0.0) * per_sum * rebased(base, base)
-    uniform = level  # Not read without gamma.
+        delta_over_sum = tl.load(epilogue.delta + r, mask=valid, other=0.0) * per_sum * rebased(base, base)
+    scaled_gamma = alpha_over_sum  # Not read without gamma.
     if epilogue.gamma is not None:
-        uniform = tl.load(epilogue.gamma + r, mask=valid, other=0.0) * factor
-    return (base, level, slope, uniform)
+        scaled_gamma = tl.load(epilogue.gamma + r, mask=valid, other=0.0) * grad_scale
+    return (base, alpha_over_sum, delta_over_sum, scaled_gamma)
 
 
 @triton.jit
-def _gradient(z, of_rows, epilogue, cap):
-    base, level, slope, uniform = of_rows
+def _gradient(z, row_values, epilogue, cap):
+    base, alpha_over_sum, delta_over_sum, scaled_gamma = row_values
     g = exponential_from(z, base[:, None])
     if epilogue.delta is not None:
-        g *= level[:, None] + slope[:, None] * tl.maximum(z - base[:, None], LOWEST_SHIFT)
+        g *= alpha_over_sum[:, None] + delta_over_sum[:, None] * tl.maximum(z - base[:, None], LOWEST_SHIFT)
     else:
-        g *= level[:, None]
+        g *= alpha_over_sum[:, None]
     if epilogue.gamma is not None:
-        g -= uniform[:, None]
+        g -= scaled_gamma[:, None]
     if cap is not None:
         g *= 1.0 - (z / cap) * (z / cap)
     return g

@@ -101,11 +101,25 @@ def _consume(
         first = window * BLOCK_N
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        of_rows = tile_rows(epilogue, r, rows, scale, GRADIENT)
+        row_values = tile_rows(epilogue, r, rows, scale, GRADIENT)
         z = _multiply(ring, count, steps, STAGES, BLOCK_M, BLOCK_N, layout)
         count += steps
         z = finish_tile(
-            z, of_rows, epilogue, bias, r, c, window, rows, entries, scale, cap, GRADIENT, SCALED, MASKED, SAVED_SCALE
+            z,
+            row_values,
+            epilogue,
+            bias,
+            r,
+            c,
+            window,
+            rows,
+            entries,
+            scale,
+            cap,
+            GRADIENT,
+            SCALED,
+            MASKED,
+            SAVED_SCALE,
         )
         if STORES:
             tma.store_wait(0)

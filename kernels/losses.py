@@ -45,29 +45,29 @@ def lce_forward_losses(
     weight = tl.full((BLOCK,), 1.0, tl.float32)
     if token_weight is not None:
         weight = tl.load(token_weight + row, mask=valid, other=0.0)
-    of_target = tl.full((BLOCK,), 1.0, tl.float32) - smoothing
+    target_coefficient = tl.full((BLOCK,), 1.0, tl.float32) - smoothing
     if OUTSIDE_NAN:
         weight = tl.where(inside, weight, float("nan"))
     else:
         log_prob = tl.where(inside, log_prob, -log_sum)
-        of_target = tl.where(inside, of_target, 0.0)
+        target_coefficient = tl.where(inside, target_coefficient, 0.0)
     loss = -(1.0 - smoothing) * log_prob
     if gamma is not None:
         shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
         loss -= smoothing * (shifted / entries.to(tl.float32) - log_sum)
-    slope = tl.full((BLOCK,), 1.0, tl.float32)
+    lse_factor = tl.full((BLOCK,), 1.0, tl.float32)
     if SQUARED:
         lse = top + log_sum
         loss += z_loss * lse * lse
-        slope += 2.0 * z_loss * lse
+        lse_factor += 2.0 * z_loss * lse
     loss *= weight
     if ignore_index is not None:
         ignored = wanted == ignore_index
         loss = tl.where(ignored, 0.0, loss)
         weight = tl.where(ignored, 0.0, weight)
     tl.store(losses + row, loss, mask=valid)
-    tl.store(alpha + row, tl.where(weight == 0.0, 0.0, weight * slope), mask=valid)
-    tl.store(beta + row, weight * of_target, mask=valid)
+    tl.store(alpha + row, tl.where(weight == 0.0, 0.0, weight * lse_factor), mask=valid)
+    tl.store(beta + row, weight * target_coefficient, mask=valid)
     if gamma is not None:
         tl.store(gamma + row, weight * (smoothing / entries.to(tl.float32)), mask=valid)
 

@@ -48,11 +48,13 @@ class PartialColumns(NamedTuple):
 
 
 @triton.jit
-def store_partials(z, r, c, window, rows, entries, shift, partials, MASKED: tl.constexpr, SHIFTED: tl.constexpr):
+def store_partials(
+    z, r, c, window, rows, entries, shift, partials, MASKED: tl.constexpr, HAS_SOFTMAX_SHIFT: tl.constexpr
+):
     """Store the partials of the logits ``z [BLOCK_M, BLOCK_N]``; returns their exponentials.
 
-    ``partials [windows, rows]``. ``shift``: the softmax shift of the tile's tokens, if ``SHIFTED``. ``MASKED``: the
-    tile may have columns beyond the last vocabulary entry.
+    ``partials [windows, rows]``. ``shift``: the softmax shift of the tile's tokens, if ``HAS_SOFTMAX_SHIFT``.
+    ``MASKED``: the tile may have columns beyond the last vocabulary entry.
     """
     valid = r < rows
     inside = (c < entries)[None, :]
@@ -71,7 +73,7 @@ def store_partials(z, r, c, window, rows, entries, shift, partials, MASKED: tl.c
         shifted = tl.where(inside, z - base[:, None], 0.0)
         tl.store(partials.shifted + here, tl.sum(shifted, 1), mask=valid)
     reference = base
-    if SHIFTED:
+    if HAS_SOFTMAX_SHIFT:
         reference = window_shift(top, shift)
     # tl.max ignores NaN. exp(NaN) makes the sum NaN, which the merge detects.
     e = exponential_from(z, reference[:, None])
@@ -218,7 +220,7 @@ def _merge_kernel(
 
 
 @functools.cache
-def _rows_of(columns) -> list[int | None]:
+def _column_indices(columns) -> list[int | None]:
     """Where each of the ``PartialColumns`` lies in a partial."""
     names = columns.names
     return [names.index(name) if name in names else None for name in PartialColumns._fields]
@@ -227,7 +229,7 @@ def _rows_of(columns) -> list[int | None]:
 def columns_of(partial: torch.Tensor, columns) -> PartialColumns:
     """The columns of a partial ``[C, R]`` with these ``parallel_lce.partials.Columns``."""
     rows = partial.unbind(0)
-    return PartialColumns(*[None if row is None else rows[row] for row in _rows_of(columns)])
+    return PartialColumns(*[None if row is None else rows[row] for row in _column_indices(columns)])
 
 
 def merge_windows(

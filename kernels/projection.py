@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import FP16_SCALE
+from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
 from parallel_lce.kernels.epilogues import BackwardEpilogue, ForwardEpilogue, finish_tile, tile_rows, tile_start
 from parallel_lce.kernels.partials import PartialColumns
 from parallel_lce.kernels.relaunch import Relaunched
@@ -116,7 +116,7 @@ def _projection(
         first = window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)
-        of_rows = tile_rows(epilogue, r, rows, scale, GRADIENT)
+        row_values = tile_rows(epilogue, r, rows, scale, GRADIENT)
         z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, k_size, BLOCK_K):
             a = _load(x, row, k, rows, k_size, x_stride, BLOCK_M, BLOCK_K, TMA)
@@ -127,7 +127,21 @@ def _projection(
             # fp32 operands must not be rounded to tf32.
             z = tl.dot(a, b.T, z, input_precision="ieee")
         z = finish_tile(
-            z, of_rows, epilogue, bias, r, c, window, rows, entries, scale, cap, GRADIENT, SCALED, MASKED, SAVED_SCALE
+            z,
+            row_values,
+            epilogue,
+            bias,
+            r,
+            c,
+            window,
+            rows,
+            entries,
+            scale,
+            cap,
+            GRADIENT,
+            SCALED,
+            MASKED,
+            SAVED_SCALE,
         )
         if STORES:
             if first < out_entries:
@@ -135,7 +149,7 @@ def _projection(
 
 
 @dataclass(frozen=True)
-class Operands:
+class Product:
     """One product and what follows it: ``softcap(scale * (x @ weight.T + bias))``.
 
     K is contiguous in ``x`` and ``weight``.
@@ -186,7 +200,7 @@ class Operands:
             "GRADIENT": gradient,
             "SCALED": self.scale != 1.0,
             "MASKED": entries % tile.entries != 0,
-            "SAVED_SCALE": FP16_SCALE if saves_fp16 else 1.0,
+            "SAVED_SCALE": SAVED_FP16_SCALE if saves_fp16 else 1.0,
             "STORES": out is not None,
             "num_warps": tile.warps,
         }
@@ -242,29 +256,30 @@ class Operands:
             )
 
 
-def new_window_partials(operands: Operands, columns) -> PartialColumns:
+def new_window_partials(product: Product, columns) -> PartialColumns:
     """Uninitialised partials of all windows, ``[windows, R]`` fp32 each: ``columns`` but the target's."""
-    windows, rows = operands.windows, operands.x.shape[0]
+    windows, rows = product.windows, product.x.shape[0]
     # Maxima have memory of their own, since they may outlive the other columns.
-    maximum = operands.x.new_empty(windows, rows, dtype=torch.float32)
+    maximum = product.x.new_empty(windows, rows, dtype=torch.float32)
     sum_exp, *requested = maximum.new_empty(columns.count - 2, windows, rows).unbind(0)
     found = dict(zip(columns.requested, requested, strict=True))
     return PartialColumns(maximum, sum_exp, None, *[found.get(name) for name in PartialColumns._fields[3:]])
 
 
 def logits_gradient(
-    operands: Operands,
-    statistics: torch.Tensor,
+    product: Product,
+    partial: torch.Tensor,
     alpha: torch.Tensor,
     gamma: torch.Tensor | None,
     delta: torch.Tensor | None,
-    power: torch.Tensor | None,
+    fp16_scale: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write ``p (alpha + delta (z - max)) - gamma``, times scale, soft-cap's slope and ``power``, to ``out [R, V]``.
+    """Write ``p (alpha + delta (z - max)) - gamma``, times scale, soft-cap's slope and ``fp16_scale``, to ``out [R,
+    V]``.
 
-    ``statistics [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``alpha``, ``gamma``,
-    ``delta``: ``[R]`` fp32. ``power``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA stores granules of 16
+    ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``alpha``, ``gamma``, ``delta``:
+    ``[R]`` fp32. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA stores granules of 16
     bytes, so the tail of a row after column V is overwritten up to the next such boundary.
     """
-    operands.launch(out, BackwardEpilogue(statistics[0], statistics[1], alpha, gamma, delta, power))
+    product.launch(out, BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, fp16_scale))

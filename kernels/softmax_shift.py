@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.projection import Operands
+from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import interpreted
 
@@ -58,19 +58,19 @@ def lce_forward_softmax_shift(
     tl.store(result + r, tl.where(tl.abs(top) == float("inf"), 0.0, top), mask=valid)
 
 
-def sample_softmax_shift(operands: Operands, start: int, stop: int, result: torch.Tensor) -> None:
+def sample_softmax_shift(product: Product, start: int, stop: int, result: torch.Tensor) -> None:
     """Write the softmax shift of the tokens ``[start, stop)`` into ``result [R]`` fp32.
 
     The shift is the largest logit over ``_SAMPLED`` evenly spaced rows of the weight, or 0 where that is infinite.
     Not called under a soft-cap, where the shift is 0.
     """
-    x, weight = operands.x[start:stop], operands.weight
+    x, weight = product.x[start:stop], product.weight
     step = -(-weight.shape[0] // _SAMPLED)
     lce_forward_softmax_shift.launch(
         (-(-x.shape[0] // _TOKENS),),
         x,
         weight,
-        operands.bias,
+        product.bias,
         result[start:stop],
         x.shape[0],
         weight.shape[0],
@@ -78,7 +78,7 @@ def sample_softmax_shift(operands: Operands, start: int, stop: int, result: torc
         step,
         x.stride(0),
         weight.stride(0),
-        float(operands.scale),
+        float(product.scale),
         UPCAST=interpreted() and x.dtype == torch.bfloat16,
         BLOCK=_TOKENS,
         SAMPLED=_SAMPLED,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import softcapped
-from parallel_lce.kernels.projection import Operands
+from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import interpreted
 
@@ -61,19 +61,19 @@ def lce_forward_target_logits(
     tl.store(result + r, tl.where(hit, logit, 0.0), mask=valid)
 
 
-def target_logits(operands: Operands, target: torch.Tensor, result: torch.Tensor) -> None:
+def target_logits(product: Product, target: torch.Tensor, result: torch.Tensor) -> None:
     """Write the targets' logits into ``result [R]`` fp32: 0 for a ``target [R]`` int64 outside ``[0, V)``.
 
     They are the diagonal of a product with the targets' rows of the weight. It is summed in the mainloop's order, so a
     target that is a token's maximum equals it to the bit. The mainloop does not pick targets out of its tiles:
     tiles would then differ in time, and its programs would fall out of step.
     """
-    x, weight = operands.x, operands.weight
+    x, weight = product.x, product.weight
     lce_forward_target_logits.launch(
         (-(-x.shape[0] // _TOKENS),),
         x,
         weight,
-        operands.bias,
+        product.bias,
         target,
         result,
         x.shape[0],
@@ -81,8 +81,8 @@ def target_logits(operands: Operands, target: torch.Tensor, result: torch.Tensor
         x.shape[1],
         x.stride(0),
         weight.stride(0),
-        float(operands.scale),
-        None if operands.softcap is None else float(operands.softcap),
+        float(product.scale),
+        None if product.softcap is None else float(product.softcap),
         UPCAST=interpreted() and x.dtype == torch.bfloat16,
         BLOCK=_TOKENS,
         BLOCK_K=64 if x.element_size() == 2 else 32,

@@ -53,14 +53,14 @@ def lce_backward_find_shared_targets(target, tags, shared, rows, entries, BLOCK:
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wanted = tl.load(target + row, mask=row < rows, other=-1)
     hit = (wanted >= 0) & (wanted < entries)
-    lost = hit & (tl.load(tags + wanted, mask=hit, other=0) != row)
-    tl.store(shared + wanted, tl.full((BLOCK,), 1, tl.uint8), mask=lost)
+    overwritten = hit & (tl.load(tags + wanted, mask=hit, other=0) != row)
+    tl.store(shared + wanted, tl.full((BLOCK,), 1, tl.uint8), mask=overwritten)
 
 
 @triton.jit
-def _place(gradient, row, column, stride, here, t, factor, alone):
+def _place(gradient, row, column, stride, here, t, factor, unshared):
     """Write the entries of the targets that are ``here``; returns them, and what they leave of ``t``."""
-    entry = tl.where(alone | (factor == 0.0), 0.0, t / factor).to(gradient.dtype.element_ty)
+    entry = tl.where(unshared | (factor == 0.0), 0.0, t / factor).to(gradient.dtype.element_ty)
     tl.store(gradient + row.to(tl.int64) * stride + column, entry, mask=here)
     entry = entry.to(tl.float32)
     return entry, tl.where(here, t - factor * entry, t)
@@ -72,19 +72,19 @@ def lce_backward_target_gradients(
     target,
     tags,
     shared,
-    statistics,
+    partial,
     alpha,
     beta,
     gamma,
     delta,
     result,
-    alone,
+    unshared,
     rows,
     entries,
     scale,
     cap,
     gradient,
-    power,
+    fp16_scale,
     slice_entries,
     stride,
     first,
@@ -93,9 +93,9 @@ def lce_backward_target_gradients(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wanted = tl.load(target + row, mask=row < rows, other=-1)
     hit = (wanted >= 0) & (wanted < entries)
-    base = finite_base(tl.load(statistics + row, mask=hit, other=0.0))
-    sum_exp = tl.load(statistics + rows + row, mask=hit, other=1.0)
-    logit = tl.load(statistics + 2 * rows + row, mask=hit, other=0.0)
+    base = finite_base(tl.load(partial + row, mask=hit, other=0.0))
+    sum_exp = tl.load(partial + rows + row, mask=hit, other=1.0)
+    logit = tl.load(partial + 2 * rows + row, mask=hit, other=0.0)
     shifted = logit - base
     g = tl.load(alpha + row, mask=hit, other=0.0)
     if delta is not None:
@@ -106,49 +106,50 @@ def lce_backward_target_gradients(
     g = (g - tl.load(beta + row, mask=hit, other=0.0)) * scale
     if cap is not None:
         g *= 1.0 - (logit / cap) * (logit / cap)
-    only = hit
+    is_unshared = hit
     if tags is not None:
-        only &= tl.load(tags + wanted, mask=hit, other=0) == row
-        only &= tl.load(shared + wanted, mask=hit, other=0) == 0
+        is_unshared &= tl.load(tags + wanted, mask=hit, other=0) == row
+        is_unshared &= tl.load(shared + wanted, mask=hit, other=0) == 0
     if gradient is not None:
         here = hit & (wanted >= first) & (wanted < first + slice_entries)
         factor = tl.full((BLOCK,), 1.0, tl.float32)
-        if power is not None:
-            factor /= tl.load(power)
-        g = _place(gradient, row, wanted - first, stride, here, g, factor, only)[1]
+        if fp16_scale is not None:
+            factor /= tl.load(fp16_scale)
+        g = _place(gradient, row, wanted - first, stride, here, g, factor, is_unshared)[1]
     tl.store(result + row, g, mask=row < rows)
-    tl.store(alone + row, only.to(tl.uint8), mask=row < rows)
+    tl.store(unshared + row, is_unshared.to(tl.uint8), mask=row < rows)
 
 
 def target_gradients(
     target: torch.Tensor,
     entries: int,
-    statistics: torch.Tensor,
+    partial: torch.Tensor,
     alpha: torch.Tensor,
     beta: torch.Tensor,
     gamma: torch.Tensor | None,
     delta: torch.Tensor | None,
     scale: float,
     softcap: float | None,
-    count: bool,
+    find_shared: bool,
     placed: tuple[torch.Tensor, int, torch.Tensor | None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the targets' logits, and which targets no other token has.
 
-    Returns ``p (alpha + delta (z - max)) - beta - gamma`` times scale and soft-cap's slope, ``[R]`` fp32, 0 for targets
-    outside ``[0, entries)``; and ``alone [R]`` uint8. With ``count``, ``alone`` is 1 if the target lies in this shard
-    and no other token of the block has the same one. Without, it is 1 if the target lies in this shard.
+    Returns ``p (alpha + delta (z - max)) - beta - gamma`` times scale and soft-cap's slope, ``[R]`` fp32, 0 for
+    targets outside ``[0, entries)``; and ``unshared [R]`` uint8. With ``find_shared``, ``unshared`` is 1 if the
+    target lies in this shard and no other token of the block has the same one. Without, it is 1 if the target lies in
+    this shard.
 
-    ``target [R]`` int64. ``statistics [>= 3, R]``: the merged partial. Coefficients: ``[R]``. All but the target are
-    fp32 and contiguous. ``placed``: ``gradient``, ``first`` and ``power`` of :func:`place_targets`, which is then done
-    in the same launch.
+    ``target [R]`` int64. ``partial [>= 3, R]``: the merged partial. Coefficients: ``[R]``. All but the target are
+    fp32 and contiguous. ``placed``: ``gradient``, ``first`` and ``fp16_scale`` of :func:`place_targets`, which is
+    then done in the same launch.
     """
-    gradient, first, power = placed or (None, 0, None)
+    gradient, first, fp16_scale = placed or (None, 0, None)
     rows, result = target.shape[0], torch.empty_like(alpha)
-    alone = torch.empty_like(alpha, dtype=torch.uint8)
+    unshared = torch.empty_like(alpha, dtype=torch.uint8)
     grid = (-(-rows // _TOKENS),)
     tags = shared = None
-    if count:
+    if find_shared:
         # Every token writes its number to its target's tag; an arbitrary one of them remains. Tokens that find
         # another number mark the target as shared. The marks do not depend on which number stayed.
         tags = torch.empty(entries, dtype=torch.int32, device=target.device)
@@ -163,82 +164,94 @@ def target_gradients(
         target,
         tags,
         shared,
-        statistics,
+        partial,
         alpha,
         beta,
         gamma,
         delta,
         result,
-        alone,
+        unshared,
         rows,
         entries,
         float(scale),
         None if softcap is None else float(softcap),
         gradient,
-        power,
+        fp16_scale,
         0 if gradient is None else gradient.shape[1],
         0 if gradient is None else gradient.stride(0),
         first,
         BLOCK=_TOKENS,
     )
-    return result, alone
+    return result, unshared
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
 def lce_backward_place_targets(
-    gradient, target, rest, alone, row_scale, power, x_scale, rows, slice_entries, stride, first, BLOCK: tl.constexpr
+    gradient,
+    target,
+    residual,
+    unshared,
+    dx_factor,
+    fp16_scale,
+    dw_factor,
+    rows,
+    slice_entries,
+    stride,
+    first,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     valid = row < rows
     wanted = tl.load(target + row, mask=valid, other=-1)
     hit = (wanted >= first) & (wanted < first + slice_entries)
-    t = tl.load(rest + row, mask=hit, other=0.0)
+    t = tl.load(residual + row, mask=hit, other=0.0)
     factor = tl.full((BLOCK,), 1.0, tl.float32)
-    if row_scale is not None:
-        factor = tl.load(row_scale + row, mask=valid, other=1.0)
-    if power is not None:
-        factor /= tl.load(power)
-    only = tl.load(alone + row, mask=hit, other=1) != 0
-    entry, left = _place(gradient, row, wanted - first, stride, hit, t, factor, only)
-    tl.store(rest + row, left, mask=hit)
-    if row_scale is not None:
-        tl.store(x_scale + row, tl.where(entry == 0.0, factor, t / entry), mask=valid)
+    if dx_factor is not None:
+        factor = tl.load(dx_factor + row, mask=valid, other=1.0)
+    if fp16_scale is not None:
+        factor /= tl.load(fp16_scale)
+    is_unshared = tl.load(unshared + row, mask=hit, other=1) != 0
+    entry, left = _place(gradient, row, wanted - first, stride, hit, t, factor, is_unshared)
+    tl.store(residual + row, left, mask=hit)
+    if dx_factor is not None:
+        tl.store(dw_factor + row, tl.where(entry == 0.0, factor, t / entry), mask=valid)
 
 
 def place_targets(
     gradient: torch.Tensor,
     first: int,
     target: torch.Tensor,
-    rest: torch.Tensor,
-    alone: torch.Tensor,
-    row_scale: torch.Tensor | None,
-    power: torch.Tensor | None,
+    residual: torch.Tensor,
+    unshared: torch.Tensor,
+    dx_factor: torch.Tensor | None,
+    fp16_scale: torch.Tensor | None,
 ) -> torch.Tensor | None:
     """Write the targets' entries of ``gradient [R, C]``, whose columns are the entries from ``first`` on.
 
-    The rows of ``gradient`` are still to be multiplied by ``row_scale [R]`` and divided by ``power``. Entries of
-    targets that are ``alone [R]`` become 0. ``rest [R]``, the gradients of :func:`target_gradients`, is reduced to what
-    the entries leave of them. Returns the factors ``[R]`` of the rows of ``x`` in dW's product, if any.
+    The rows of ``gradient`` are still to be multiplied by ``dx_factor [R]`` and divided by ``fp16_scale``. Entries of
+    targets that are ``unshared [R]`` become 0. ``residual [R]``, the gradients of :func:`target_gradients`, is
+    reduced to what the entries leave of them. Returns the factors ``[R]`` of the rows of ``x`` in dW's product, if
+    any.
     """
     rows, slice_entries = gradient.shape
-    x_scale = None if row_scale is None else torch.empty_like(row_scale)
+    dw_factor = None if dx_factor is None else torch.empty_like(dx_factor)
     lce_backward_place_targets.launch(
         (-(-rows // _TOKENS),),
         gradient,
         target,
-        rest,
-        alone,
-        row_scale,
-        power,
-        x_scale,
+        residual,
+        unshared,
+        dx_factor,
+        fp16_scale,
+        dw_factor,
         rows,
         slice_entries,
         gradient.stride(0),
         first,
         BLOCK=_TOKENS,
     )
-    return x_scale
+    return dw_factor
 
 
 @Relaunched
@@ -267,12 +280,12 @@ def lce_backward_finish_rows(
     if target is not None:
         wanted = tl.load(target + row)
         hit = (wanted >= 0) & (wanted < entries)
-        of_target = weight + tl.where(hit, wanted, 0) * weight_stride + c
-        value += tl.load(entry + row) * tl.load(of_target, mask=inside & hit, other=0.0).to(tl.float32)
+        weight_row = weight + tl.where(hit, wanted, 0) * weight_stride + c
+        value += tl.load(entry + row) * tl.load(weight_row, mask=inside & hit, other=0.0).to(tl.float32)
     tl.store(result + row * result_stride + c, value.to(result.dtype.element_ty), mask=inside)
 
 
-def finished_rows(
+def scale_and_add_targets(
     source: torch.Tensor,
     factor: torch.Tensor | None,
     targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
@@ -310,8 +323,8 @@ def finished_rows(
 def lce_backward_add_targets(
     total,
     target,
-    rest,
-    alone,
+    residual,
+    unshared,
     x,
     rows,
     first,
@@ -328,21 +341,27 @@ def lce_backward_add_targets(
     for number in tl.static_range(TOKENS):
         row = tl.program_id(0) * TOKENS + number
         wanted = tl.load(target + row, mask=row < rows, other=-1)
-        only = tl.load(alone + row, mask=row < rows, other=0) != 0
-        if (wanted >= first) & (wanted < first + slice_entries) & only:
+        is_unshared = tl.load(unshared + row, mask=row < rows, other=0) != 0
+        if (wanted >= first) & (wanted < first + slice_entries) & is_unshared:
             here = total + (wanted - first) * row_stride + c.to(tl.int64) * column_stride
-            of_token = tl.load(x + row.to(tl.int64) * x_stride + c, mask=inside, other=0.0)
-            value = tl.load(rest + row) * of_token.to(tl.float32)
+            x_row = tl.load(x + row.to(tl.int64) * x_stride + c, mask=inside, other=0.0)
+            value = tl.load(residual + row) * x_row.to(tl.float32)
             value += tl.load(here, mask=inside, other=0.0).to(tl.float32)
             tl.store(here, value.to(total.dtype.element_ty), mask=inside)
 
 
 def add_targets(
-    total: torch.Tensor, first: int, target: torch.Tensor, rest: torch.Tensor, alone: torch.Tensor, x: torch.Tensor
+    total: torch.Tensor,
+    first: int,
+    target: torch.Tensor,
+    residual: torch.Tensor,
+    unshared: torch.Tensor,
+    x: torch.Tensor,
 ) -> None:
-    """``total[y_i - first] += rest_i x_i`` for the tokens whose target is ``alone``, in fp32.
+    """``total[y_i - first] += residual_i x_i`` for the tokens whose target is ``unshared``, in fp32.
 
-    ``total [C, D]``: dW of the entries from ``first`` on. ``rest [R]`` fp32: of :func:`place_targets`. ``x [R, D]``.
+    ``total [C, D]``: dW of the entries from ``first`` on. ``residual [R]`` fp32: of :func:`place_targets`. ``x [R,
+    D]``.
     """
     rows, hidden_size = x.shape
     block = min(next_power_of_2(hidden_size), _WIDTH)
@@ -350,8 +369,8 @@ def add_targets(
         (-(-rows // _ADDED), -(-hidden_size // block)),
         total,
         target,
-        rest,
-        alone,
+        residual,
+        unshared,
         x,
         rows,
         first,

@@ -23,7 +23,7 @@ from parallel_lce.schedule import Call, Needs, accumulate, backward, forward
 from parallel_lce.statistics import NUM_RESIDUALS, StatisticsHead
 
 _SCALED_BYTES = 16 << 20
-Operands = tuple[Tensor, Tensor, Tensor | None]
+Inputs = tuple[Tensor, Tensor, Tensor | None]
 """``hidden [..., D]``, ``weight [V/P, D]`` and ``bias [V/P]``."""
 
 
@@ -90,24 +90,24 @@ class _Fused(torch.autograd.Function):
         return *gradients, None, None
 
 
-def fused(call: Call, operands: Operands, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
+def fused(call: Call, inputs: Inputs, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
     """The outputs of a head ``[N]``; None for one not asked for. Nothing is saved unless ``differentiable``."""
-    if ops.needed(operands[1]):
-        return ops.fused(call, operands, head, differentiable)
+    if ops.uses_operators(inputs[1]):
+        return ops.fused(call, inputs, head, differentiable)
     if differentiable:
-        return _Fused.apply(*operands, call, head)
+        return _Fused.apply(*inputs, call, head)
     with torch.no_grad():
-        partial, vocab_size, _ = forward(call, *operands, save=False)
+        partial, vocab_size, _ = forward(call, *inputs, save=False)
         return tuple(head.outputs(call.backend, partial, vocab_size)[0])
 
 
-def token_losses(call: Call, operands: Operands, loss: WeightedLoss, differentiable: bool) -> Tensor:
+def token_losses(call: Call, inputs: Inputs, loss: WeightedLoss, differentiable: bool) -> Tensor:
     """The loss of each token ``[N]``, differentiable by the tokens' weights, too."""
     weights = loss.token_weight
     if torch.is_grad_enabled() and weights is not None and weights.requires_grad:
-        losses = token_losses(call, operands, replace(loss, token_weight=None), differentiable)
+        losses = token_losses(call, inputs, replace(loss, token_weight=None), differentiable)
         return (losses * weights).masked_fill(loss.ignored, 0.0)
-    return fused(call, operands, loss, differentiable)[0]
+    return fused(call, inputs, loss, differentiable)[0]
 
 
 class _AccumulatedLoss(torch.autograd.Function):
@@ -151,8 +151,8 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def accumulated_loss(call: Call, operands: Operands, loss: WeightedLoss, divisor: Tensor | float) -> Tensor:
+def accumulated_loss(call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | float) -> Tensor:
     """The reduced loss, 0-dimensional. Its gradients are formed in this call."""
-    if ops.needed(operands[1]):
-        return ops.accumulated_loss(call, operands, loss, divisor)
-    return _AccumulatedLoss.apply(*operands, call, loss, divisor)
+    if ops.uses_operators(inputs[1]):
+        return ops.accumulated_loss(call, inputs, loss, divisor)
+    return _AccumulatedLoss.apply(*inputs, call, loss, divisor)

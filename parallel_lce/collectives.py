@@ -130,7 +130,7 @@ class HiddenReduction:
         # Per block a list of (work, local rows, summed rows, destination in dX).
         self._started: deque[list[tuple[dist.Work | None, Tensor, Tensor, Tensor]]] = deque()
 
-    def destination(self, block: Block) -> Tensor:
+    def open_block(self, block: Block) -> Tensor:
         """Where to write the block's local dX ``[R, D]``."""
         part, sp_size = self._total[block.start : block.stop], self._layout.sp_size
         self._started.append([])
@@ -192,7 +192,7 @@ class Shard:
     vocab_size: int | None
 
     @property
-    def real(self) -> int:
+    def real_rows(self) -> int:
         """Number of rows that are not padding. They come first."""
         if self.vocab_size is None:
             return self.rows
@@ -229,7 +229,7 @@ class PartialsGather:
     def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor]:
         """The merged partial and V, 0-dimensional int64, by a backend's ``merge_ranks``."""
         if self._layout.ranks == 1:
-            return self.local, self.local.new_full((), self._shard.real, dtype=torch.int64)
+            return self.local, self.local.new_full((), self._shard.real_rows, dtype=torch.int64)
         assert self._work is not None  # start() has been called
         self._work.wait()
         return merge_ranks(self._packed, self._columns, self._rows, self._shard.vocab_size)

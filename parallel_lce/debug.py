@@ -45,7 +45,7 @@ class _Told:
     shard: tuple[int, int]
 
 
-def refuse(layout: Layout, refusal: Exception) -> None:
+def report_refusal(layout: Layout, refusal: Exception) -> None:
     """Called by a rank that is about to raise ``refusal``: in debug mode it tells the other ranks; else the error says
     that they may wait.
 

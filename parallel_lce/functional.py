@@ -131,8 +131,8 @@ def linear_cross_entropy(
     )
     ignore_index = -100 if ignore_index is None else ignore_index
     options = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
-    refuse = partial(_refuse_unknown, "linear_cross_entropy", unsupported, _OF_TORCH) if unsupported else None
-    return fused_loss(arguments, options, refuse=refuse)
+    extra_check = partial(_refuse_unknown, "linear_cross_entropy", unsupported, _ONLY_TORCH) if unsupported else None
+    return fused_loss(arguments, options, extra_check=extra_check)
 
 
 def token_statistics(
@@ -184,15 +184,15 @@ def token_statistics(
         reduce_dtype=reduce_dtype,
     )
     columns = requested_columns(mean_logit, expected_logit, argmax)
-    refuse = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
-    prepared = prepare(arguments, columns, function="token_statistics", refuse=refuse)
+    extra_check = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
+    prepared = prepare(arguments, columns, function="token_statistics", extra_check=extra_check)
     head = StatisticsHead(columns, prepared.call.target is not None)
-    statistics = TokenStatistics(*fused(prepared.call, prepared.operands, head, prepared.differentiable))
+    statistics = TokenStatistics(*fused(prepared.call, prepared.inputs, head, prepared.differentiable))
     return statistics.view(prepared.shape)
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported.
-_OF_TORCH = ("weight", "options")
+_ONLY_TORCH = ("weight", "options")
 
 
 def _refuse_unknown(function: str, given: dict[str, object], known: tuple[str, ...]) -> None:

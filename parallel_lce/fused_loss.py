@@ -19,12 +19,12 @@ def fused_loss(
     options: LossOptions,
     *,
     function: str = "linear_cross_entropy",
-    refuse: Callable[[], None] | None = None,
+    extra_check: Callable[[], None] | None = None,
     main_grad: MainGrad | None = None,
 ) -> Tensor:
     """The loss of ``arguments`` and ``options``: of the tokens' shape, or 0-dimensional.
 
-    ``function``: what the user called, the same on all ranks. ``refuse`` raises for other arguments of the user's
+    ``function``: what the user called, the same on all ranks. ``extra_check`` raises for other arguments of the user's
     that are wrong. ``main_grad``: dW is added to it, and no gradient is formed in forward.
     """
     smoothing, reduction = options.label_smoothing, options.reduction
@@ -33,17 +33,17 @@ def fused_loss(
         Columns(shifted=isinstance(smoothing, (int, float)) and smoothing > 0),
         function=function,
         options=options,
-        refuse=refuse,
+        extra_check=extra_check,
         accumulable=reduction != "none" and main_grad is None,
         main_grad=main_grad,
     )
-    call, operands = prepared.call, prepared.operands
+    call, inputs = prepared.call, prepared.inputs
     assert call.target is not None  # check_arguments has refused it
     loss = WeightedLoss(
         call.target, prepared.token_weight, options.ignore_index, smoothing, options.z_loss, options.outside_is_nan
     )
-    divisor = loss.divisor(reduction, accumulation_dtype(operands[0].dtype))
+    divisor = loss.divisor(reduction, accumulation_dtype(inputs[0].dtype))
     if call.plan.accumulate:
-        return accumulated_loss(call, operands, loss, divisor)
-    per_token = token_losses(call, operands, loss, prepared.differentiable)
+        return accumulated_loss(call, inputs, loss, divisor)
+    per_token = token_losses(call, inputs, loss, prepared.differentiable)
     return per_token.view(prepared.shape) if reduction == "none" else per_token.sum() / divisor

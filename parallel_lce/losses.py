@@ -50,7 +50,7 @@ class WeightedLoss:
     # True: another target outside [0, V) has loss NaN. False: it has Megatron's lse - max.
     outside_is_nan: bool = True
 
-    def taken(self, layout: Layout, block: Block) -> WeightedLoss:
+    def of_block(self, layout: Layout, block: Block) -> WeightedLoss:
         """The loss of a block's tokens."""
         weight = layout.take(self.token_weight, block)
         return replace(self, target=layout.take(self.target, block), token_weight=weight)

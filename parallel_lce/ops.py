@@ -44,7 +44,7 @@ _SAVED = "_parallel_lce_saved"
 _NUM_OUTPUTS = len(NAMES)
 
 
-def needed(weight: Tensor) -> bool:
+def uses_operators(weight: Tensor) -> bool:
     """Whether a call goes through the operators: in a graph, and for tensors without values."""
     return torch.compiler.is_compiling() or valueless(weight)
 

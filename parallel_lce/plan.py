@@ -53,11 +53,11 @@ class Plan:
     """The blocks of a call and the memory of its backward. Rows are counted per part of the tokens."""
 
     # Rows of a part.
-    rows: int
+    part_rows: int
     # Rows of the first block, which saves the exponentials of ``saved`` vocabulary rows; 0: there is no such block.
-    first: int
+    first_rows: int
     # Upper limit of the rows of the other blocks; 0: there is no backward.
-    most: int
+    block_rows: int
     # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
     saved: int
     # Gradients are formed in forward, block by block, and nothing is recomputed.
@@ -74,19 +74,19 @@ class Plan:
     # Bytes of the only block's gathered hidden states, if they are saved.
     hidden_bytes: int
     # Upper limit of the rows of a forward's block that saves nothing.
-    gathered: int
+    gathered_rows: int
     # ``scratch_bytes`` of a backward whose saved exponentials are gone: consumed, or lost by hooks.
-    scratch_alone: int
+    scratch_bytes_unsaved: int
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The backward's blocks; the forward's too, if gradients are accumulated."""
-        if not self.most:
+        if not self.block_rows:
             return ()
-        blocks = [Block(0, self.first, self.saved)] if self.first else []
-        size = balanced(self.rows - self.first, self.most)
-        for start in range(self.first, self.rows, size):
-            stop = min(start + size, self.rows)
+        blocks = [Block(0, self.first_rows, self.saved)] if self.first_rows else []
+        size = balanced(self.part_rows - self.first_rows, self.block_rows)
+        for start in range(self.first_rows, self.part_rows, size):
+            stop = min(start + size, self.part_rows)
             blocks.append(Block(start, stop, self.saved if self.accumulate else 0))
         return tuple(blocks)
 
@@ -96,11 +96,12 @@ class Plan:
         shape, so their blocks are as few as the gathered hidden states allow."""
         if self.accumulate:
             return self.blocks
-        # Decided by ``first``, which all ranks share, not by ``saved``, which :meth:`limited` may lower on this rank.
-        blocks = self.blocks[:1] if self.first else ()
-        start = self.first
-        size = balanced(self.rows - start, self.gathered)
-        ends = [*range(start, self.rows, size), self.rows]
+        # Decided by ``first_rows``, which all ranks share, not by ``saved``, which :meth:`limited` may lower on this
+        # rank.
+        blocks = self.blocks[:1] if self.first_rows else ()
+        start = self.first_rows
+        size = balanced(self.part_rows - start, self.gathered_rows)
+        ends = [*range(start, self.part_rows, size), self.part_rows]
         return *blocks, *(Block(a, b, 0) for a, b in zip(ends, ends[1:]))
 
     @cached_property
@@ -114,34 +115,34 @@ class Plan:
         If the shard has more rows than the plan counted, blocks save only as many entries as fit, and the rest is
         recomputed. Uneven shards may have more. Blocks and collectives do not change.
         """
-        size = balanced(self.rows, self.most) if self.accumulate else self.first
+        size = balanced(self.part_rows, self.block_rows) if self.accumulate else self.first_rows
         if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
             return self
         entry = sp_size * size * itemsize
         room = self.block_bytes - self.hidden_bytes
-        recomputes = self.first < self.rows or shard_rows * entry > room
+        recomputes = self.first_rows < self.part_rows or shard_rows * entry > room
         if recomputes and not self.accumulate:
             room -= self.scratch_bytes
         return replace(self, saved=min(shard_rows, max(0, room) // entry))
 
 
 @dataclass(frozen=True)
-class Gradients:
-    """What the backward must produce."""
+class GradientTraits:
+    """Which gradients the backward must form, and where they are summed."""
 
-    input: bool
+    hidden: bool
     weight: bool
     # The hidden states are fp32 (or fp64), so dX itself holds the sum.
-    input_fp32: bool
+    hidden_fp32: bool
     # The tensor that dW is delivered in is fp32 (or fp64), so it holds the sum.
     weight_fp32: bool
     # dW is a new tensor, not one that exists already.
     weight_new: bool = True
     # dX is reduced over the ranks in an fp32 buffer, though the hidden states are not fp32.
-    input_buffered: bool = False
+    hidden_buffered: bool = False
 
 
-_EVALUATION = Gradients(input=False, weight=False, input_fp32=False, weight_fp32=False)
+_EVALUATION = GradientTraits(hidden=False, weight=False, hidden_fp32=False, weight_fp32=False)
 
 
 @dataclass(frozen=True)
@@ -166,23 +167,23 @@ class _Candidate:
 class _Problem:
     """The numbers of a call, as :func:`plan` is given them; ``budget`` is a number."""
 
-    rows: int
+    tokens: int
     shard_rows: int
-    hidden: int
+    hidden_size: int
     itemsize: int
     budget: int
     sp_size: int
     ranks: int
-    gradients: Gradients
+    gradients: GradientTraits
     savable: bool
     accumulable: bool
     smallest_accumulated: int
     reuses_saved: bool
 
     @property
-    def part(self) -> int:
+    def part_rows(self) -> int:
         """Rows of each part of the tokens."""
-        return self.rows // self.sp_size
+        return self.tokens // self.sp_size
 
     @property
     def row_bytes(self) -> int:
@@ -192,7 +193,7 @@ class _Problem:
     @property
     def gathered_bytes(self) -> int:
         """Bytes of all gathered hidden states."""
-        return self.rows * self.hidden * self.itemsize if self.sp_size > 1 else 0
+        return self.tokens * self.hidden_size * self.itemsize if self.sp_size > 1 else 0
 
     @property
     def scratch(self) -> int:
@@ -202,7 +203,7 @@ class _Problem:
     @property
     def dw_sum(self) -> int:
         """Bytes of an fp32 dW."""
-        return self.shard_rows * self.hidden * max(4, self.itemsize) if self.gradients.weight else 0
+        return self.shard_rows * self.hidden_size * max(4, self.itemsize) if self.gradients.weight else 0
 
     @property
     def room(self) -> int:
@@ -215,20 +216,20 @@ class _Problem:
 
     def dx_buffer(self, block_rows: int) -> int:
         """Bytes of dX reduced in fp32: of the block whose dX is formed and of the one whose reduction is running."""
-        if not (self.gradients.input and self.gradients.input_buffered):
+        if not (self.gradients.hidden and self.gradients.hidden_buffered):
             return 0
-        return min(self.rows, 2 * block_rows * self.sp_size) * self.hidden * 4
+        return min(self.tokens, 2 * block_rows * self.sp_size) * self.hidden_size * 4
 
     def plan(self, **fields) -> Plan:
         """A plan with these fields; for others what most candidates have."""
-        gathered = max(1, self.part)
+        gathered_rows = max(1, self.part_rows)
         if self.sp_size > 1:
-            gathered = max(1, GATHERED_BYTES // max(1, self.sp_size * self.hidden * self.itemsize))
+            gathered_rows = max(1, GATHERED_BYTES // max(1, self.sp_size * self.hidden_size * self.itemsize))
         usual: dict[str, Any] = dict(
-            rows=self.part,
+            part_rows=self.part_rows,
             shard_rows=self.shard_rows,
-            gathered=gathered,
-            scratch_alone=SMALLEST_BLOCK,
+            gathered_rows=gathered_rows,
+            scratch_bytes_unsaved=SMALLEST_BLOCK,
             accumulate=False,
             block_bytes=self.budget,
             scratch_bytes=self.scratch,
@@ -240,13 +241,13 @@ class _Problem:
 
 def _save(p: _Problem) -> _Candidate:
     """Save every exponential; and the gathered hidden states, if they fit beside them."""
-    whole = p.rows * p.row_bytes
+    whole = p.tokens * p.row_bytes
     hidden_bytes = p.gathered_bytes if p.gathered_bytes <= p.budget - whole else 0
     planned = p.plan(
-        first=p.part,
-        most=max(1, p.part),
+        first_rows=p.part_rows,
+        block_rows=max(1, p.part_rows),
         saved=p.shard_rows,
-        accumulator_bytes=p.dx_buffer(p.part),
+        accumulator_bytes=p.dx_buffer(p.part_rows),
         hidden_bytes=hidden_bytes,
     )
     return _Candidate(planned, p.savable and whole <= p.budget, products=3, preferred=True)
@@ -257,35 +258,38 @@ def _accumulate(p: _Problem) -> _Candidate:
 
     Possible if that needs no more memory than saving everything, and if blocks are large enough to be worth it.
     """
-    gradients, whole = p.gradients, p.rows * p.row_bytes
+    gradients, whole = p.gradients, p.tokens * p.row_bytes
     # Over ranks a block's gradients wait for its merged partials while the next block is projected.
     alive = 2 if p.ranks > 1 else 1
     block_bytes = max(p.budget, SMALLEST_BLOCK) // alive
-    most = max(1, p.rows_in(block_bytes))
-    block_rows = p.sp_size * min(balanced(p.part, most), p.part)
-    dw_new = p.shard_rows * p.hidden * p.itemsize if gradients.weight and gradients.weight_new else 0
-    fits = alive * block_rows * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
-    worthwhile = block_rows >= p.smallest_accumulated or block_rows == p.rows
+    block_rows = max(1, p.rows_in(block_bytes))
+    block_tokens = p.sp_size * min(balanced(p.part_rows, block_rows), p.part_rows)
+    dw_new = p.shard_rows * p.hidden_size * p.itemsize if gradients.weight and gradients.weight_new else 0
+    fits = alive * block_tokens * p.row_bytes + p.dw_sum <= whole + dw_new and p.dw_sum <= whole
+    worthwhile = block_tokens >= p.smallest_accumulated or block_tokens == p.tokens
     planned = p.plan(
-        first=0,
-        most=most,
+        first_rows=0,
+        block_rows=block_rows,
         saved=p.shard_rows,
         accumulate=True,
         block_bytes=block_bytes,
         scratch_bytes=SMALLEST_BLOCK,
-        accumulator_bytes=(0 if gradients.weight_fp32 else p.dw_sum) + p.dx_buffer(most),
+        accumulator_bytes=(0 if gradients.weight_fp32 else p.dw_sum) + p.dx_buffer(block_rows),
     )
     return _Candidate(planned, p.accumulable and p.savable and fits and worthwhile, products=3)
 
 
 def _recompute_by_rows(p: _Problem) -> _Candidate:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW."""
-    first = p.rows_in(p.room)
-    most = max(1, first, p.rows_in(SMALLEST_BLOCK))
-    several = first > 0 or p.part > most
+    first_rows = p.rows_in(p.room)
+    block_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
+    several = first_rows > 0 or p.part_rows > block_rows
     dw_sum = p.dw_sum if several and not p.gradients.weight_fp32 else 0
     planned = p.plan(
-        first=first, most=most, saved=p.shard_rows if first > 0 else 0, accumulator_bytes=dw_sum + p.dx_buffer(most)
+        first_rows=first_rows,
+        block_rows=block_rows,
+        saved=p.shard_rows if first_rows > 0 else 0,
+        accumulator_bytes=dw_sum + p.dx_buffer(block_rows),
     )
     return _Candidate(planned, True, products=4, accumulator=dw_sum)
 
@@ -298,35 +302,38 @@ def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
     """
     gradients = p.gradients
     # If dX is reduced in an fp32 buffer, that is where it is summed.
-    dx_sum = p.rows * p.hidden * 4 if gradients.input and not gradients.input_fp32 else 0
+    dx_sum = p.tokens * p.hidden_size * 4 if gradients.hidden and not gradients.hidden_fp32 else 0
     if p.sp_size > 1:
         # One block of all rows also gathers every hidden state and holds the whole dX.
         dx_sum += 2 * p.gathered_bytes
     planned = p.plan(
-        first=p.part, most=max(1, p.part), saved=p.room // max(1, p.rows * p.itemsize), accumulator_bytes=dx_sum
+        first_rows=p.part_rows,
+        block_rows=max(1, p.part_rows),
+        saved=p.room // max(1, p.tokens * p.itemsize),
+        accumulator_bytes=dx_sum,
     )
     by_rows = _recompute_by_rows(p).plan
-    several = by_rows.first > 0 or p.part > by_rows.most
+    several = by_rows.first_rows > 0 or p.part_rows > by_rows.block_rows
     affordable = gradients.weight and p.ranks == 1 and several and p.room > 0 and dx_sum <= p.budget
     return _Candidate(planned, True, products=4, accumulator=dx_sum, preferred=affordable)
 
 
 def plan(
-    rows: int,
+    tokens: int,
     shard_rows: int,
-    hidden: int,
+    hidden_size: int,
     itemsize: int,
     *,
     budget: int | None = None,
     sp_size: int = 1,
     ranks: int = 1,
-    gradients: Gradients | None = None,
+    gradients: GradientTraits | None = None,
     savable: bool = True,
     accumulable: bool = False,
     smallest_accumulated: int = 1,
     reuses_saved: bool = False,
 ) -> Plan:
-    """Split ``rows`` tokens into blocks.
+    """Split N tokens into blocks.
 
     The possible candidate of least cost is taken. Candidates are: save everything; accumulate gradients in forward;
     recompute by vocabulary; recompute by rows. The functions above say when each is possible. What counts is first the
@@ -334,9 +341,9 @@ def plan(
     vocabulary where its fp32 dX fits the budget; then the bytes of the fp32 accumulator.
 
     Args:
-        rows: N, the tokens of the whole sequence.
+        tokens: N, the tokens of the whole sequence.
         shard_rows: ceil(V / P).
-        hidden: D.
+        hidden_size: D.
         itemsize: bytes of an input element, which are also those of a saved exponential.
         sp_size: P under sequence parallelism, else 1.
         ranks: P.
@@ -350,9 +357,9 @@ def plan(
     # An operator's numbers have 64 bits.
     budget = DEFAULT_BUDGET if budget is None else min(budget, _LARGEST_BUDGET)
     problem = _Problem(
-        rows,
+        tokens,
         shard_rows,
-        hidden,
+        hidden_size,
         itemsize,
         budget,
         sp_size,
@@ -364,7 +371,7 @@ def plan(
         reuses_saved,
     )
     if gradients is None:
-        return problem.plan(first=0, most=0, saved=0)
+        return problem.plan(first_rows=0, block_rows=0, saved=0)
     # On several ranks blocks of rows come first: dX of one block is reduced while the next is computed.
     recomputations = _recompute_by_vocabulary(problem), _recompute_by_rows(problem)
     if ranks > 1:

@@ -17,7 +17,7 @@ from parallel_lce.checks import check_arguments, check_loss_options, check_proce
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns, accumulation_dtype
-from parallel_lce.plan import Gradients, Plan, cached_plan, plan, shared_shard_rows
+from parallel_lce.plan import GradientTraits, Plan, cached_plan, plan, shared_shard_rows
 from parallel_lce.schedule import Call, token_count
 
 
@@ -27,7 +27,7 @@ class Prepared:
 
     call: Call
     # hidden states [..., D], weight [V/P, D], bias [V/P]
-    operands: tuple[Tensor, Tensor, Tensor | None]
+    inputs: tuple[Tensor, Tensor, Tensor | None]
     # [N] in the statistics' dtype
     token_weight: Tensor | None
     # of the tokens
@@ -41,14 +41,15 @@ def prepare(
     *,
     function: str,
     options: LossOptions | None = None,
-    refuse: Callable[[], None] | None = None,
+    extra_check: Callable[[], None] | None = None,
     accumulable: bool = False,
     main_grad: MainGrad | None = None,
 ) -> Prepared:
     """Check ``arguments`` and plan the call.
 
-    ``function``: what the user called. ``options``: of the loss, if it is one. ``refuse`` raises for other arguments
-    that are wrong. ``accumulable``: the result is a sum or mean over tokens. ``main_grad``: dW is added to it.
+    ``function``: what the user called. ``options``: of the loss, if it is one. ``extra_check`` raises for other
+    arguments that are wrong. ``accumulable``: the result is a sum or mean over tokens. ``main_grad``: dW is added to
+    it.
     """
     checks_ranks = debug.enabled()
     check_process_group(arguments.process_group)
@@ -58,8 +59,8 @@ def prepare(
         arguments = arguments.with_python_numbers()
         if arguments.sequence_parallel is True:
             layout = Layout.of(arguments.process_group, True)
-        if refuse is not None:
-            refuse()
+        if extra_check is not None:
+            extra_check()
         if options is not None:
             check_loss_options(options)
         a = _autocast(arguments)
@@ -71,7 +72,7 @@ def prepare(
             )
         backend = backend_of(a.linear_weight)
     except Exception as refusal:
-        debug.refuse(layout, refusal)
+        debug.report_refusal(layout, refusal)
         raise
 
     a = replace(a, **{name: in_memory(value) for name, value in a.tensors.items()})
@@ -80,13 +81,13 @@ def prepare(
     bias = None if a.linear_bias is None else a.linear_bias.contiguous()
     # hidden keeps its shape. As an input of the graph, not a view, its second derivative is refused under
     # torch.compile.
-    operands = hidden, weight, bias
+    inputs = hidden, weight, bias
     rows = weight.shape[0]
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
     shard = Shard(start, rows, a.vocab_size)
     target = None if a.target is None else a.target.reshape(-1).long().contiguous()
-    gradients = _gradients(operands, layout, a.reduce_dtype, main_grad)
-    planned = _plan(a, operands, layout, shard, backend, gradients, accumulable)
+    gradients = _gradients(inputs, layout, a.reduce_dtype, main_grad)
+    planned = _plan(a, inputs, layout, shard, backend, gradients, accumulable)
     if checks_ranks and not valueless(weight):
         agreed = {
             "function": function,
@@ -111,42 +112,42 @@ def prepare(
     token_weight = a.token_weight
     if token_weight is not None:
         token_weight = token_weight.reshape(-1).to(accumulation_dtype(hidden.dtype)).contiguous()
-    return Prepared(call, operands, token_weight, shape, gradients is not None)
+    return Prepared(call, inputs, token_weight, shape, gradients is not None)
 
 
 def _gradients(
-    operands: tuple[Tensor, Tensor, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor | None],
     layout: Layout,
     reduce_dtype: torch.dtype | None,
     main_grad: MainGrad | None,
-) -> Gradients | None:
+) -> GradientTraits | None:
     """What the backward must produce; None: there is none."""
-    hidden, weight, bias = operands
+    hidden, weight, bias = inputs
     if not (_needs(hidden) or _needs(weight) or (bias is not None and _needs(bias))):
         return None
     sum_dtype = accumulation_dtype(weight.dtype)
     dx_dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
     dw_dtype = weight.dtype if main_grad is None else main_grad.tensor.dtype
-    return Gradients(
-        input=hidden.requires_grad,
+    return GradientTraits(
+        hidden=hidden.requires_grad,
         weight=weight.requires_grad,
-        input_fp32=hidden.dtype == sum_dtype,
+        hidden_fp32=hidden.dtype == sum_dtype,
         weight_fp32=dw_dtype == sum_dtype,
         weight_new=main_grad is None,
-        input_buffered=dx_dtype != hidden.dtype,
+        hidden_buffered=dx_dtype != hidden.dtype,
     )
 
 
 def _plan(
     a: Arguments,
-    operands: tuple[Tensor, Tensor, Tensor | None],
+    inputs: tuple[Tensor, Tensor, Tensor | None],
     layout: Layout,
     shard: Shard,
     backend: Backend,
-    gradients: Gradients | None,
+    gradients: GradientTraits | None,
     accumulable: bool,
 ) -> Plan:
-    hidden, weight, _ = operands
+    hidden, weight, _ = inputs
     # Accumulation needs the loss's weights as constants and, over ranks, blocks on which all agree. It writes dX before
     # the upstream gradient is known, which in fp16 would undo loss scaling.
     accumulable = (
@@ -171,7 +172,7 @@ def _plan(
         smallest_accumulated=backend.SMALLEST_ACCUMULATED,
         reuses_saved=backend.REUSES_SAVED,
     )
-    return planned.limited(shard.real, itemsize, layout.sp_size)
+    return planned.limited(shard.real_rows, itemsize, layout.sp_size)
 
 
 def _check_together(

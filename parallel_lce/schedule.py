@@ -55,7 +55,7 @@ class Call:
         # Kernels take rows contiguous in D. Hooks for saved tensors may have returned others.
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         bias = bias if bias is None else bias.contiguous()
-        return Projection(weight, bias, shard.start, shard.real, self.scale, self.softcap)
+        return Projection(weight, bias, shard.start, shard.real_rows, self.scale, self.softcap)
 
     def local_targets(self) -> Tensor | None:
         """The targets ``[N]`` relative to the shard. Those of other shards, and invalid ones, lie outside it."""
@@ -88,7 +88,7 @@ def _flattened(hidden: Tensor) -> Tensor:
 
 
 @contextmanager
-def _context_of(weight: Tensor) -> Iterator[None]:
+def _device_without_autocast(weight: Tensor) -> Iterator[None]:
     """The weight's device, since Triton launches on the current one; and no autocast, which would round the products of
     fp32 operands."""
     with torch.cuda.device_of(weight), torch.autocast(weight.device.type, enabled=False):
@@ -96,7 +96,7 @@ def _context_of(weight: Tensor) -> Iterator[None]:
 
 
 class _Gathers:
-    """Hidden states of the blocks, in order: :meth:`start` starts the next gather, :meth:`take` gives the oldest."""
+    """Hidden states of the blocks, in order: :meth:`start` starts the next gather, :meth:`next` gives the oldest."""
 
     def __init__(self, hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> None:
         self._hidden, self._blocks, self._layout = hidden, iter(blocks), layout
@@ -107,7 +107,7 @@ class _Gathers:
         if block is not None:
             self._started.append(gather_hidden(self._hidden, block, self._layout))
 
-    def take(self) -> IncomingHidden:
+    def next(self) -> IncomingHidden:
         return self._started.popleft()
 
 
@@ -123,7 +123,7 @@ def forward(
     one all-gather of the partials.
     """
     layout, columns, blocks = call.layout, call.columns, call.plan.forward_blocks
-    with _context_of(weight):
+    with _device_without_autocast(weight):
         hidden, projection = _flattened(hidden), call.projection(weight, bias)
         targets = call.local_targets()
         partials = PartialsGather(hidden, token_count(hidden, layout), call.shard, columns, layout)
@@ -131,7 +131,7 @@ def forward(
         gathers = _Gathers(hidden, blocks, layout)
         gathers.start()
         for block in blocks:
-            x = gathers.take()
+            x = gathers.next()
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
             work = call.backend.BlockForward(
@@ -181,7 +181,7 @@ class _GradientSums:
     ) -> None:
         self._call, self._projection, self._targets = call, projection, call.local_targets()
         self.scratch = Scratch(scratch_bytes, hidden.device)
-        number, real = len(call.plan.blocks), projection.real
+        number, real = len(call.plan.blocks), projection.real_rows
         self._reduction = self._dweight = self._dbias = None
         if needs.hidden:
             self._reduction = HiddenReduction(hidden, call.layout, call.reduce_dtype, alone=not needs.weight)
@@ -198,7 +198,7 @@ class _GradientSums:
         The reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW.
         """
         call, reduction = self._call, self._reduction
-        dx = None if reduction is None else reduction.destination(block)
+        dx = None if reduction is None else reduction.open_block(block)
         work = call.backend.BlockBackward(
             self._projection,
             x.tensor,
@@ -246,14 +246,14 @@ def backward(
     they were saved; then the reduction of dX (:class:`HiddenReduction`).
     """
     layout, blocks, plan = call.layout, call.plan.blocks, call.plan
-    with _context_of(weight):
+    with _device_without_autocast(weight):
         gathered = None
         if saved and plan.saves_hidden:
             gathered, saved = saved[0], saved[1:]
         # Autograd, which saved these tensors, must not see that they are overwritten.
         saved = tuple([t.data.contiguous() for t in saved])
         shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
-        scratch_bytes = plan.scratch_bytes if saved else plan.scratch_alone
+        scratch_bytes = plan.scratch_bytes if saved else plan.scratch_bytes_unsaved
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes)
         # delta needs the logits, which cannot be recovered from an exponential that underflowed to 0.
         if saved and (consumed or coefficients.delta is not None):
@@ -266,7 +266,7 @@ def backward(
         gathers = _Gathers(hidden, () if gathered is not None else blocks, layout)
         gathers.start()
         for block in blocks:
-            x = gathers.take() if gathered is None else IncomingHidden(gathered)
+            x = gathers.next() if gathered is None else IncomingHidden(gathered)
             # At most two gathers are in flight.
             if block.start:
                 x.wait()
@@ -327,7 +327,7 @@ def accumulate(
     """
     layout, columns, backend, blocks = call.layout, call.columns, call.backend, call.plan.blocks
     dtype = accumulation_dtype(weight.dtype)
-    with _context_of(weight):
+    with _device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
         sums = _GradientSums(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
         per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
@@ -336,7 +336,7 @@ def accumulate(
         def complete(waiting: _Waiting) -> None:
             block = waiting.block
             partial, vocab_size = waiting.partials.finish(backend.merge_ranks)
-            [losses], residuals = loss.taken(layout, block).outputs(backend, partial, vocab_size)
+            [losses], residuals = loss.of_block(layout, block).outputs(backend, partial, vocab_size)
             folded = Coefficients(*residuals, None)
             if isinstance(divisor, Tensor):
                 folded = folded.times(1 / divisor)
@@ -352,7 +352,7 @@ def accumulate(
         gathers = _Gathers(hidden, blocks, layout)
         gathers.start()
         for block in blocks:
-            x = gathers.take()
+            x = gathers.next()
             buffers.rotate(1)
             partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout)
             work = backend.BlockForward(

@@ -57,7 +57,7 @@ def vocab_parallel_cross_entropy(
     try:
         _check(vocab_parallel_logits, target, label_smoothing, group)
     except Exception as refusal:
-        debug.refuse(layout, refusal)
+        debug.report_refusal(layout, refusal)
         raise
     entries = vocab_parallel_logits.shape[-1]
     if layout.ranks > 1 and checks_ranks and not valueless(vocab_parallel_logits):
@@ -137,8 +137,8 @@ class _LogitsCrossEntropy(torch.autograd.Function):
     @first_order_only
     def backward(ctx, saved, upstream: Tensor):
         logits, target, top, sum_exp = saved
-        uniform = upstream * (ctx.smoothing / max(1, logits.shape[1]))
-        on_target = upstream * (1 - ctx.smoothing)
+        smoothing_grad = upstream * (ctx.smoothing / max(1, logits.shape[1]))
+        target_grad = upstream * (1 - ctx.smoothing)
         scale = upstream / sum_exp
-        gradient = logits_gradient(logits, target, ctx.start, top, scale, uniform, on_target)
+        gradient = logits_gradient(logits, target, ctx.start, top, scale, smoothing_grad, target_grad)
         return gradient, None, None, None

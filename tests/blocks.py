@@ -19,10 +19,10 @@ def block_forward(backend, projection, x, target, columns, save, buffer=None, ou
 
 
 def block_backward(
-    backend, projection, x, target, statistics, coefficients, saved, grads, scratch, announce=lambda rows: None
+    backend, projection, x, target, partial, coefficients, saved, grads, scratch, announce=lambda rows: None
 ):
     """Gradients of the block; ``announce(rows)`` when the first rows of dX are complete."""
-    work = backend.BlockBackward(projection, x, target, statistics, coefficients, saved, grads, scratch)
+    work = backend.BlockBackward(projection, x, target, partial, coefficients, saved, grads, scratch)
     for rows in work.hidden_grad():
         announce(rows)
     work.weight_grad()

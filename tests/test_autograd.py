@@ -170,7 +170,7 @@ def test_a_backend_may_overwrite_what_is_saved(budget, blocks, names, backend, d
         for tensor in given["saved"]:
             tensor.fill_(torch.nan if tensor.is_floating_point() else 255)
         scratch = given["scratch"]
-        scratch.take(scratch.capacity(torch.uint8), torch.uint8).fill_(255)
+        scratch.borrow(scratch.capacity(torch.uint8), torch.uint8).fill_(255)
 
     leaves = [t.x, t.weight]
     with shrunk(4000, (16, 32)), watched_backwards(module, note, spoil):

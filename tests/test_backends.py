@@ -127,9 +127,9 @@ def test_importing_the_package_imports_no_backend_of_kernels():
 def test_scratch_is_allocated_at_first_use_and_once(device):
     scratch = Scratch(1000, device)
     assert scratch.limit == 1000 and scratch.capacity(torch.float32) == 250
-    first = scratch.take(250, torch.float32)
+    first = scratch.borrow(250, torch.float32)
     assert first.shape == (250,) and first.dtype == torch.float32 and first.device.type == device
-    assert scratch.take(3, torch.bfloat16).data_ptr() == first.data_ptr()
+    assert scratch.borrow(3, torch.bfloat16).data_ptr() == first.data_ptr()
 
 
 def test_scratch_adopts_what_is_larger(device):
@@ -141,6 +141,6 @@ def test_scratch_adopts_what_is_larger(device):
     assert scratch.capacity(torch.uint8) == 1000, "not in one piece"
     scratch.adopt(large)
     assert scratch.limit == 1000 and scratch.capacity(torch.float32) == 600
-    assert scratch.take(600, torch.float32).data_ptr() == large.data_ptr()
+    assert scratch.borrow(600, torch.float32).data_ptr() == large.data_ptr()
     scratch.adopt(torch.empty(600, dtype=torch.bfloat16, device=device))
-    assert scratch.take(1, torch.float32).data_ptr() == large.data_ptr()
+    assert scratch.borrow(1, torch.float32).data_ptr() == large.data_ptr()

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
 from parallel_lce.kernels import dlogits
-from parallel_lce.kernels.arithmetic import FP16_SCALE, REACH
+from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -73,7 +73,7 @@ def rows(dtype: torch.dtype, device: str, softcap: float | None = None) -> Rows:
         near = ((maxima - softmax_shift).abs() <= REACH) | (maxima == -torch.inf)
         references = torch.where(near, softmax_shift.double(), maxima)
         on_shift = (references == softmax_shift).all(0).to(torch.uint8)
-    scale = FP16_SCALE if dtype == torch.float16 else 1.0
+    scale = SAVED_FP16_SCALE if dtype == torch.float16 else 1.0
     memory = torch.full((R, 256), torch.nan, dtype=dtype, device=device)
     finite = references.masked_fill(references == -torch.inf, 0.0)
     saved = memory[:, :C].copy_((z - finite.repeat_interleave(WINDOW, 0)[:C].t()).exp() * scale)
@@ -94,7 +94,7 @@ def exact(r: Rows, *, gamma=False, factor=1.0, softcap=None) -> torch.Tensor:
     return g * factor
 
 
-def formed(r: Rows, *, gamma=False, power=None, scale=1.0, softcap=None, rewrite=False):
+def formed(r: Rows, *, gamma=False, fp16_scale=None, scale=1.0, softcap=None, rewrite=False):
     """The factors of the rows: none are 1."""
     factor = dlogits.gradient_from_saved(
         dlogits.SavedExponentials(r.saved, r.maxima, r.softmax_shift, r.on_shift),
@@ -103,7 +103,7 @@ def formed(r: Rows, *, gamma=False, power=None, scale=1.0, softcap=None, rewrite
         r.alpha,
         r.gamma if gamma else None,
         r.of_target,
-        power,
+        fp16_scale,
         scale,
         softcap,
         rewrite,
@@ -146,8 +146,8 @@ def test_no_coefficient_makes_a_gradient_of_zero(dtype, device):
 @pytest.mark.parametrize("gamma", [False, True])
 def test_formed_with_every_coefficient(gamma, softcap, dtype, device):
     r = rows(dtype, device, softcap)
-    power = torch.tensor(2.0**6, device=device)
-    factor = formed(r, gamma=gamma, power=power, scale=-0.5, softcap=softcap)
+    fp16_scale = torch.tensor(2.0**6, device=device)
+    factor = formed(r, gamma=gamma, fp16_scale=fp16_scale, scale=-0.5, softcap=softcap)
     truth = exact(r, gamma=gamma, factor=-0.5 * 64, softcap=softcap)
     p = exact(r, factor=-0.5 * 64).abs()
     error = (r.saved.double() * factor[:, None].double() - truth).abs()

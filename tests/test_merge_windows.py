@@ -10,7 +10,7 @@ pytest.importorskip("triton", reason="needs triton")
 from cases import normal
 from parallel_lce.kernels.arithmetic import REACH
 from parallel_lce.kernels.partials import PartialColumns, merge_windows
-from parallel_lce.kernels.projection import Operands
+from parallel_lce.kernels.projection import Product
 from parallel_lce.partials import Columns, integer_view
 from windows import ALL, merged_truth, reference_of, truth, window_partials, windows
 
@@ -86,7 +86,7 @@ def test_ties_go_to_the_lowest(device):
     weight = torch.zeros(700, 8, dtype=torch.float16, device=device)
     weight[[40, 300, 301, 699]] = 1.0
     x[1] = -1.0  # zeros are its largest
-    operands = Operands(x, weight)
+    operands = Product(x, weight)
     maxima, sums = window_partials(operands, argmax=True)
     merged, _ = merge(maxima, sums, None, 700, operands.tile.entries, start=5, argmax=True)
     assert integer_view(merged[3]).tolist() == [45, 5, 45]
@@ -102,7 +102,7 @@ def test_nothing_is_lost_at_large_logits(near, device):
     weight = (torch.randint(-4, 5, (300, 8), generator=generator) / 4).to(device)
     for dtype in (torch.float16, torch.bfloat16):
         bias = torch.full((300,), 304.0, dtype=dtype, device=device)
-        operands = Operands(x.to(dtype), weight.to(dtype), bias)
+        operands = Product(x.to(dtype), weight.to(dtype), bias)
         z = x.double() @ weight.double().t() + 304
         shift = (z.amax(1) - (1 / 3 if near else 100)).float()
         maxima, sums = window_partials(operands, weighted=True, softmax_shift=shift)

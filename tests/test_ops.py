@@ -26,7 +26,7 @@ def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
     prepared = prepare.prepare(
         arguments, Columns(shifted=smoothed), function="a test", accumulable=accumulable, **options
     )
-    return prepared.call, tuple(v if v is None else v.detach() for v in prepared.operands)
+    return prepared.call, tuple(v if v is None else v.detach() for v in prepared.inputs)
 
 
 def test_main_grad_is_refused_in_words(device):

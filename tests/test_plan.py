@@ -14,7 +14,7 @@ from parallel_lce.plan import (
     NOMINAL_SHARD,
     SMALLEST_BLOCK,
     Block,
-    Gradients,
+    GradientTraits,
     plan,
     shared_shard_rows,
 )
@@ -22,8 +22,8 @@ from parallel_lce.plan import (
 RELAXED = settings(deadline=None, derandomize=True, max_examples=300)
 MiB = 1 << 20
 
-FP32 = Gradients(input=True, weight=True, input_fp32=True, weight_fp32=True)
-BF16 = Gradients(input=True, weight=True, input_fp32=False, weight_fp32=False)
+FP32 = GradientTraits(hidden=True, weight=True, hidden_fp32=True, weight_fp32=True)
+BF16 = GradientTraits(hidden=True, weight=True, hidden_fp32=False, weight_fp32=False)
 
 
 @st.composite
@@ -34,18 +34,18 @@ def calls(draw):
     fp32 = itemsize > 2
     gradients = None
     if draw(st.integers(0, 5)):
-        gradients = Gradients(
-            input=draw(st.booleans()),
+        gradients = GradientTraits(
+            hidden=draw(st.booleans()),
             weight=draw(st.booleans()),
-            input_fp32=fp32,
+            hidden_fp32=fp32,
             weight_fp32=fp32 or draw(st.booleans()),
             weight_new=draw(st.booleans()),
         )
     rows = sp_size * draw(st.one_of(st.integers(0, 70), st.integers(0, 20000)))
     return dict(
-        rows=rows,
+        tokens=rows,
         shard_rows=draw(st.one_of(st.integers(1, 100), st.integers(1, 200000))),
-        hidden=draw(st.integers(1, 8192)),
+        hidden_size=draw(st.integers(1, 8192)),
         itemsize=itemsize,
         budget=draw(st.one_of(st.none(), st.just(0), st.integers(0, 4 * DEFAULT_BUDGET))),
         sp_size=sp_size,
@@ -81,16 +81,16 @@ def saved_bytes(call: dict, found) -> int:
 
 
 def everything(call: dict) -> int:
-    return call["rows"] * row_bytes(call)
+    return call["tokens"] * row_bytes(call)
 
 
 def accumulates_within_saving(call: dict) -> bool:
     """Whether gradients in forward, in the fewest blocks, never need more than saving everything."""
-    g, dw = call["gradients"], call["shard_rows"] * call["hidden"]
+    g, dw = call["gradients"], call["shard_rows"] * call["hidden_size"]
     alive = 2 if call["ranks"] > 1 else 1
     room = max(budget_of(call), SMALLEST_BLOCK) // alive
     most = max(1, room // (row_bytes(call) * call["sp_size"]))
-    per_part = call["rows"] // call["sp_size"]
+    per_part = call["tokens"] // call["sp_size"]
     number = -(-per_part // most)
     size = -(-per_part // number)
     if -(-size // 128) * 128 <= most:
@@ -123,7 +123,7 @@ def test_blocks_tile_the_rows(call):
         return
     ends = [0, *(b.stop for b in blocks)]
     assert [b.start for b in blocks] == ends[:-1]
-    assert ends[-1] == call["rows"] // call["sp_size"]
+    assert ends[-1] == call["tokens"] // call["sp_size"]
     assert all(b.start < b.stop and 0 <= b.saved <= call["shard_rows"] for b in blocks)
 
 
@@ -190,14 +190,14 @@ def test_strategy(call):
         assert not found.accumulate and saved == 0, "evaluation keeps nothing"
     elif whole <= budget_of(call):
         assert not found.accumulate and saved == whole, "all that fits is saved"
-        assert len(found.blocks) == (call["rows"] > 0)
+        assert len(found.blocks) == (call["tokens"] > 0)
     elif call["accumulable"] and accumulates_within_saving(call):
         assert found.accumulate and saved == whole
     else:
         assert not found.accumulate and saved < whole
         # What fits beside the scratch is saved, but for less than a row of each part or a column.
         room = budget_of(call) - found.scratch_bytes
-        piece = call["rows"] * call["itemsize"]
+        piece = call["tokens"] * call["itemsize"]
         if len(found.blocks) > 1:
             piece = call["sp_size"] * row_bytes(call)
         assert room - piece < saved <= max(0, room)
@@ -213,7 +213,7 @@ def test_more_budget_never_saves_less(call, more):
     found = planned(call | {"budget": max(call["budget"] or 0, more)})
     if not less.accumulate and not found.accumulate:
         # By rows or by columns, but for less than one of them.
-        slack = max(call["rows"] * call["itemsize"], call["sp_size"] * row_bytes(call))
+        slack = max(call["tokens"] * call["itemsize"], call["sp_size"] * row_bytes(call))
         same = (len(less.blocks) == 1) == (len(found.blocks) == 1)
         assert saved_bytes(call, less) < saved_bytes(call, found) + (1 if same else slack)
 
@@ -246,14 +246,14 @@ def test_smallest_block_is_at_most_64_mib():
         ("dW's sum is smaller", 65536, 4096, BF16, False),
         ("fp32 main_grad takes dW for nothing", 1024, 128256, replace(BF16, weight_fp32=True), False),
         ("a frozen weight has no sum", 1024, 128256, replace(BF16, weight=False), False),
-        ("a frozen input has no sum", 65536, 4096, replace(BF16, input=False), True),
+        ("a frozen input has no sum", 65536, 4096, replace(BF16, hidden=False), True),
     ],
 )
 def test_recomputation_takes_the_axis_with_the_smaller_accumulator(name, rows, shard, gradients, vocabulary):
     D = 4096
     found = plan(rows, shard, D, 2, budget=0, ranks=2, gradients=gradients)
     assert (len(found.blocks) == 1) == vocabulary, name
-    dx = rows * D * 4 if gradients.input else 0
+    dx = rows * D * 4 if gradients.hidden else 0
     dw = shard * D * 4 if gradients.weight and not gradients.weight_fp32 else 0
     assert found.accumulator_bytes == (dx if vocabulary else dw) == min(dx, dw)
 
@@ -277,7 +277,7 @@ def test_a_dw_of_one_visit_needs_no_accumulator():
 
 
 def test_the_2_gib_accumulator_of_a_bf16_head_is_counted():
-    bf16 = plan(1 << 20, 128256, 4096, 2, budget=0, gradients=replace(BF16, input_fp32=False))
+    bf16 = plan(1 << 20, 128256, 4096, 2, budget=0, gradients=replace(BF16, hidden_fp32=False))
     assert bf16.accumulator_bytes == 128256 * 4096 * 4
 
 
@@ -291,7 +291,7 @@ def test_accumulating_under_tp_keeps_two_blocks(ranks):
     assert {b.stop - b.start for b in found.blocks} == {rows}
 
 
-HEAD = dict(rows=8192, shard_rows=128256, hidden=4096, itemsize=2, budget=DEFAULT_BUDGET, accumulable=True)
+HEAD = dict(tokens=8192, shard_rows=128256, hidden_size=4096, itemsize=2, budget=DEFAULT_BUDGET, accumulable=True)
 
 
 def test_accumulating_may_take_all_that_saving_would():
@@ -302,15 +302,15 @@ def test_accumulating_may_take_all_that_saving_would():
     block, dw = 4096 * 128256 * 2, 128256 * 4096
     assert block + 4 * dw == 2 * block + 2 * dw
     assert found.accumulator_bytes == 4 * dw
-    assert not plan(**HEAD | {"hidden": 4097}, gradients=BF16).accumulate, "a little more"
-    assert not plan(**HEAD | {"rows": 8191}, gradients=BF16).accumulate, "a little less logits"
+    assert not plan(**HEAD | {"hidden_size": 4097}, gradients=BF16).accumulate, "a little more"
+    assert not plan(**HEAD | {"tokens": 8191}, gradients=BF16).accumulate, "a little less logits"
 
 
 def test_saving_into_a_main_grad_allocates_no_dw():
     """Then the fp32 dW of accumulating has to be paid by the logits alone."""
     existing = replace(BF16, weight_new=False)
     assert not plan(**HEAD, gradients=existing).accumulate
-    assert plan(**HEAD | {"rows": 12288}, gradients=existing).accumulate
+    assert plan(**HEAD | {"tokens": 12288}, gradients=existing).accumulate
 
 
 @pytest.mark.parametrize(("least", "accumulates"), [(1, True), (255, True), (257, False)])
@@ -399,7 +399,7 @@ def test_a_larger_shard_than_the_plan_s_keeps_all_of_itself_that_fits():
 
 def gathered_bytes(call: dict) -> int:
     """The hidden states of all ranks."""
-    return call["rows"] * call["hidden"] * call["itemsize"]
+    return call["tokens"] * call["hidden_size"] * call["itemsize"]
 
 
 @RELAXED
@@ -420,7 +420,7 @@ def test_gathered_hidden_states_are_saved_where_they_fit_beside_every_logit(call
 
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_byte_less_gathers_hidden_states_again(missing):
-    call = dict(rows=512, shard_rows=1000, hidden=64, itemsize=2, gradients=BF16)
+    call = dict(tokens=512, shard_rows=1000, hidden_size=64, itemsize=2, gradients=BF16)
     logits, hidden = 512 * 1000 * 2, 512 * 64 * 2
     found = plan(**call, budget=logits + hidden - missing, sp_size=2, ranks=2)
     assert found.saves_hidden == (not missing)
@@ -452,7 +452,7 @@ def test_a_forward_that_keeps_nothing_gathers_few_hidden_states_at_once(call):
     found = planned(call)
     forward = list(found.forward_blocks)
     ends = [0, *(b.stop for b in forward)]
-    assert [b.start for b in forward] == ends[:-1] and ends[-1] == call["rows"] // call["sp_size"]
+    assert [b.start for b in forward] == ends[:-1] and ends[-1] == call["tokens"] // call["sp_size"]
     if found.accumulate:
         assert tuple(forward) == found.blocks
         return
@@ -462,7 +462,7 @@ def test_a_forward_that_keeps_nothing_gathers_few_hidden_states_at_once(call):
     if call["sp_size"] == 1:
         assert len(forward) <= 1, "nothing is gathered"
         return
-    row = call["sp_size"] * call["hidden"] * call["itemsize"]
+    row = call["sp_size"] * call["hidden_size"] * call["itemsize"]
     assert all((b.stop - b.start) * row <= max(GATHERED_BYTES, row) for b in forward)
     most = max(1, GATHERED_BYTES // row)
     assert len(forward) == -(-sum(b.stop - b.start for b in forward) // most)
@@ -483,7 +483,7 @@ def test_a_rank_that_keeps_nothing_of_the_saved_block_gathers_as_the_others():
     found = plan(8192, 500, 32768, 2, budget=8 * MiB, sp_size=2, ranks=2, gradients=BF16)
     limited = found.limited(900, 2, 2)
     assert (found.saved, limited.saved) == (500, 0)
-    assert GATHERED_BYTES < gathered_bytes(dict(rows=8192, hidden=32768, itemsize=2)), "gathered at once"
+    assert GATHERED_BYTES < gathered_bytes(dict(tokens=8192, hidden_size=32768, itemsize=2)), "gathered at once"
     bounds = [[(b.start, b.stop) for b in p.forward_blocks] for p in (found, limited)]
     assert bounds[0] == bounds[1] == [(0, 4096)]
 

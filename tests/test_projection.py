@@ -12,8 +12,8 @@ pytest.importorskip("triton", reason="needs triton")
 from cases import DTYPES, normal
 from parallel_lce import reference
 from parallel_lce.kernels import projection as kernels
-from parallel_lce.kernels.arithmetic import FP16_SCALE, REACH
-from parallel_lce.kernels.projection import Operands, logits_gradient
+from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
+from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.partials import integer_view
 from windows import ALL, finite, merged_truth, truth, window_partials
@@ -64,7 +64,7 @@ def laid_out(value: torch.Tensor, shape: Shape, dtype: torch.dtype, device: str)
 
 def problem(
     shape: Shape, dtype, device, *, bias=None, scale=1.0, softcap=None, sharpness=1.0
-) -> tuple[Operands, torch.Tensor]:
+) -> tuple[Product, torch.Tensor]:
     """Operands, and their logits ``[R, K]`` in float64."""
     x = laid_out(normal(shape.R, shape.D), shape, dtype, device)
     weight = normal(shape.K, shape.D, seed=1) * (sharpness / shape.D**0.5)
@@ -72,7 +72,7 @@ def problem(
     bias = None if bias is None else bias.to(dtype).to(device)
     doubles = (t if t is None else t.double() for t in (x, weight, bias))
     z = reference.logits(*doubles, scale=scale, softcap=softcap)
-    return Operands(x, weight, bias, scale, softcap), z
+    return Product(x, weight, bias, scale, softcap), z
 
 
 def some_bias(shape: Shape) -> torch.Tensor:
@@ -95,7 +95,7 @@ def check_partials(found, expected, z, width) -> None:
 
 
 def check_kept(saved: torch.Tensor, expected: torch.Tensor) -> None:
-    scale = FP16_SCALE if saved.dtype == torch.float16 else 1.0
+    scale = SAVED_FP16_SCALE if saved.dtype == torch.float16 else 1.0
     rounding = torch.finfo(saved.dtype).eps / 2
     # The smallest numbers of fp16 are further apart than their precision.
     smallest = 2**-25 if saved.dtype == torch.float16 else 0.0

@@ -55,13 +55,13 @@ def test_gradients(options, softcap, device):
     target = some_targets(device)
     if options == "plain":
         gamma = delta = None
-    found, alone = kernels.target_gradients(
-        target, K, statistics, alpha, beta, gamma, delta, -0.5, softcap, count=options == "all"
+    found, unshared = kernels.target_gradients(
+        target, K, statistics, alpha, beta, gamma, delta, -0.5, softcap, find_shared=options == "all"
     )
     if options == "all":
-        assert 20 < (counts(target) == 1).sum() < 200 and torch.equal(alone, (counts(target) == 1).byte())
+        assert 20 < (counts(target) == 1).sum() < 200 and torch.equal(unshared, (counts(target) == 1).byte())
     else:
-        assert torch.equal(alone, hits(target).byte())
+        assert torch.equal(unshared, hits(target).byte())
     top, total, z = statistics.double()
     shifted = z - top.masked_fill(top == -torch.inf, 0.0)
     nothing = torch.zeros_like(z)
@@ -82,36 +82,36 @@ def test_gradients(options, softcap, device):
 def test_placed_targets(scaled, dtype, device):
     """An entry and what it leaves are the gradient, and so is an entry times the scale of x."""
     target = some_targets(device) + 20
-    alone = (counts(target - 20) == 1).byte()
+    unshared = (counts(target - 20) == 1).byte()
     t = normal(R, seed=1).float().to(device)
-    t[3], row_scale, power = 0.0, None, None
+    t[3], dx_factor, fp16_scale = 0.0, None, None
     factor = torch.ones(R, device=device)
     if scaled == "rows":
-        row_scale = factor = normal(R, seed=2).float().to(device)
-        row_scale[9], t[9] = 0.0, 0.0
+        dx_factor = factor = normal(R, seed=2).float().to(device)
+        dx_factor[9], t[9] = 0.0, 0.0
     elif scaled == "power":
-        power = torch.tensor(4.0, device=device)
+        fp16_scale = torch.tensor(4.0, device=device)
         factor = factor / 4
     gradient = torch.full((R, 160), 3.0, dtype=dtype, device=device)
-    rest = t.clone()
-    x_scale = kernels.place_targets(gradient[:, :90], 20, target, rest, alone, row_scale, power)
+    residual = t.clone()
+    dw_factor = kernels.place_targets(gradient[:, :90], 20, target, residual, unshared, dx_factor, fp16_scale)
     hit = (target >= 20) & (target < 110)
     entries = gradient[torch.arange(R, device=device), (target - 20).clamp(0, 89)].float()
     others = torch.ones_like(gradient, dtype=torch.bool)
     others[hit, target[hit] - 20] = False
     assert (gradient[others] == 3).all()
-    assert torch.equal(rest[~hit], t[~hit])
-    assert (entries[hit & (alone != 0)] == 0).all() and torch.equal(rest[alone != 0], t[alone != 0])
-    placed = hit & (alone == 0) & (factor != 0)
+    assert torch.equal(residual[~hit], t[~hit])
+    assert (entries[hit & (unshared != 0)] == 0).all() and torch.equal(residual[unshared != 0], t[unshared != 0])
+    placed = hit & (unshared == 0) & (factor != 0)
     assert placed.sum() > 60
     eps = torch.finfo(dtype).eps
     assert ((entries - t / factor)[placed].abs() <= (eps / 2 + 1e-6) * (t / factor)[placed].abs()).all()
-    torch.testing.assert_close((factor * entries + rest)[placed], t[placed], rtol=1e-6, atol=1e-7)
-    assert (x_scale is None) == (row_scale is None)
-    if x_scale is not None:
-        assert torch.equal(x_scale[~placed | (t == 0)], row_scale[~placed | (t == 0)])
-        torch.testing.assert_close((x_scale * entries)[placed], t[placed], rtol=1e-6, atol=0)
-        assert ((x_scale / row_scale - 1)[placed].abs() <= eps).all()
+    torch.testing.assert_close((factor * entries + residual)[placed], t[placed], rtol=1e-6, atol=1e-7)
+    assert (dw_factor is None) == (dx_factor is None)
+    if dw_factor is not None:
+        assert torch.equal(dw_factor[~placed | (t == 0)], dx_factor[~placed | (t == 0)])
+        torch.testing.assert_close((dw_factor * entries)[placed], t[placed], rtol=1e-6, atol=0)
+        assert ((dw_factor / dx_factor - 1)[placed].abs() <= eps).all()
 
 
 @pytest.mark.parametrize("of", ["rows", "one", "none"])
@@ -134,12 +134,12 @@ def test_finished_rows(D, with_target, of, dtype, device):
         exact = exact + torch.where(hits(target), entry, 0.0).double()[:, None] * weight[row].double()
     memory = torch.full((21, D + 2), 7.0, dtype=dtype, device=device)
     targets = (target, entry, weight) if with_target else None
-    found = kernels.finished_rows(source, factor, targets, memory[:-1, :-2])
+    found = kernels.scale_and_add_targets(source, factor, targets, memory[:-1, :-2])
     assert found.data_ptr() == memory.data_ptr()
     rounding = torch.finfo(dtype).eps / 2
     assert ((found.double() - exact).abs() <= (rounding + 1e-6) * exact.abs() + 1e-6).all()
     assert (memory[-1] == 7).all() and (memory[:, -2:] == 7).all()
-    assert torch.equal(kernels.finished_rows(source, factor, targets, source).to(dtype), found)
+    assert torch.equal(kernels.scale_and_add_targets(source, factor, targets, source).to(dtype), found)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -150,9 +150,9 @@ def test_added_targets(D, first, columns, total_dtype, transposed, dtype, device
     """Those that are alone; rounded once."""
     monkeypatch.setattr(kernels, "_WIDTH", 128)
     target = some_targets(device)
-    alone = counts(target) == 1
+    unshared = counts(target) == 1
     x = normal(R, D + 3, seed=1).to(device).to(dtype)[:, :D]
-    rest = normal(R, seed=2).float().to(device)
+    residual = normal(R, seed=2).float().to(device)
     total_dtype = torch.float32 if total_dtype == "fp32" else dtype
     shape = (D + 2, columns + 1) if transposed else (columns + 1, D + 2)
     memory = torch.full(shape, 7.0, dtype=total_dtype, device=device)
@@ -160,10 +160,10 @@ def test_added_targets(D, first, columns, total_dtype, transposed, dtype, device
     total = memory[:-1, :-2].copy_(normal(columns, D, seed=3))
     before = total.clone()
     exact = before.double()
-    some = alone & (target >= first) & (target < first + columns)
+    some = unshared & (target >= first) & (target < first + columns)
     assert some.sum() > 10
-    exact[target[some] - first] += rest[some].double()[:, None] * x[some].double()
-    kernels.add_targets(total, first, target, rest, alone.byte(), x)
+    exact[target[some] - first] += residual[some].double()[:, None] * x[some].double()
+    kernels.add_targets(total, first, target, residual, unshared.byte(), x)
     rounding = torch.finfo(total_dtype).eps / 2
     size = exact.abs() + before.double().abs()
     assert ((total.double() - exact).abs() <= rounding * exact.abs() + 2e-6 * size).all()

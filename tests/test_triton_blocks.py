@@ -21,7 +21,7 @@ from parallel_lce.backends.interface import Coefficients, GradBuffers, Projectio
 from parallel_lce.grad_buffers import GradBuffer, MainGrad
 from parallel_lce.kernels import projection as mainloop
 from parallel_lce.kernels import tuning
-from parallel_lce.kernels.projection import Operands
+from parallel_lce.kernels.projection import Product
 from parallel_lce.partials import Columns
 from tools import chosen_backend, everywhere, recorded, shrunk
 from world import Member
@@ -175,7 +175,7 @@ def test_what_runs_beside_a_gather_leaves_it_sms_for_no_longer_than_it_takes(dev
     monkeypatch.setattr(mainloop, "num_sms", lambda device: 10)
     monkeypatch.setattr(tuning, "_COLLECTIVE_SMS", 4)
     t, projection, _ = block(torch.bfloat16, device, N=1024, V=1280)
-    tile, local, before = Operands(t.x, t.weight).tile, range(512, 1024), []
+    tile, local, before = Product(t.x, t.weight).tile, range(512, 1024), []
     with launches() as found:
         arrive = lambda: before.extend(found)  # noqa: E731
         block_forward(backend, projection, t.x, t.target, Columns(), 1280, local=local, arrive=arrive)
@@ -193,13 +193,13 @@ def test_what_runs_beside_a_gather_leaves_it_sms_for_no_longer_than_it_takes(dev
 @contextmanager
 def projected(found: list):
     """Notes of each projection its row blocks, None for all, and whether it is to leave SMs to a collective."""
-    launch = Operands.launch
+    launch = Product.launch
 
     def noted(self, out, epilogue, blocks=None, overlaps_collective=False):
         found.append((blocks, overlaps_collective))
         launch(self, out, epilogue, blocks=blocks, overlaps_collective=overlaps_collective)
 
-    with mock.patch.object(Operands, "launch", noted):
+    with mock.patch.object(Product, "launch", noted):
         yield
 
 
@@ -218,7 +218,7 @@ def projected(found: list):
 def test_the_order_of_row_blocks_begins_with_whole_tiles_that_are_there(own, parts, device, monkeypatch):
     t = make(Case(300, 8, 16, "fp16", ignored="none"), device)
     monkeypatch.setattr(mainloop, "num_sms", lambda device: 132)
-    operands, before, found = Operands(t.x, t.weight), [], []
+    operands, before, found = Product(t.x, t.weight), [], []
     given = dict(local=range(*own), arrive=lambda: before.extend(found)) if own else {}
     with projected(found):
         block_forward(backend, Projection(t.weight, None, 0, 8), t.x, t.target, Columns(), 8, **given)

@@ -6,13 +6,13 @@ import torch
 
 from parallel_lce.kernels.arithmetic import REACH
 from parallel_lce.kernels.epilogues import ForwardEpilogue
-from parallel_lce.kernels.projection import Operands, new_window_partials
+from parallel_lce.kernels.projection import Product, new_window_partials
 from parallel_lce.partials import Columns
 
 ALL = dict(shifted=True, total=True, weighted=True, argmax=True)
 
 
-def window_partials(operands: Operands, saved=None, softmax_shift=None, **requested):
+def window_partials(operands: Product, saved=None, softmax_shift=None, **requested):
     """``maxima [W, R]``, and of sum_exp and the requested columns ``sums [*, W, R]``."""
     partials = new_window_partials(operands, Columns(**requested))
     operands.launch(saved, ForwardEpilogue(partials, softmax_shift))

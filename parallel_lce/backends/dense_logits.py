@@ -27,15 +27,21 @@ def logits_partial(logits: Tensor, target: Tensor, start: int, want_shifted: boo
 
 
 def logits_gradient(
-    logits: Tensor, target: Tensor, start: int, maximum: Tensor, scale: Tensor, uniform: Tensor, on_target: Tensor
+    logits: Tensor,
+    target: Tensor,
+    start: int,
+    maximum: Tensor,
+    scale: Tensor,
+    smoothing_grad: Tensor,
+    target_grad: Tensor,
 ) -> Tensor:
-    """``scale * exp(z - maximum) - uniform - on_target [j = target]``, ``[N, V/P]``, in the logits' dtype."""
+    """``scale * exp(z - maximum) - smoothing_grad - target_grad [j = target]``, ``[N, V/P]``, in the logits' dtype."""
     if logits.stride(1) == 1 and kernels_run(logits):
         from parallel_lce.kernels import dense_logits as kernels
 
         with torch.cuda.device_of(logits):
-            return kernels.logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
-    return torch_logits_gradient(logits, target, start, maximum, scale, uniform, on_target)
+            return kernels.logits_gradient(logits, target, start, maximum, scale, smoothing_grad, target_grad)
+    return torch_logits_gradient(logits, target, start, maximum, scale, smoothing_grad, target_grad)
 
 
 def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
@@ -82,14 +88,20 @@ def torch_logits_partial(
 
 
 def torch_logits_gradient(
-    logits: Tensor, target: Tensor, start: int, maximum: Tensor, scale: Tensor, uniform: Tensor, on_target: Tensor
+    logits: Tensor,
+    target: Tensor,
+    start: int,
+    maximum: Tensor,
+    scale: Tensor,
+    smoothing_grad: Tensor,
+    target_grad: Tensor,
 ) -> Tensor:
     """:func:`logits_gradient` in plain torch."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     for block in _row_blocks(logits):
         z = logits[block].contiguous().to(maximum.dtype) - maximum[block].unsqueeze(1)
-        z.exp_().mul_(scale[block].unsqueeze(1)).sub_(uniform[block].unsqueeze(1))
+        z.exp_().mul_(scale[block].unsqueeze(1)).sub_(smoothing_grad[block].unsqueeze(1))
         position, hit = _target_positions(target[block], start, logits.shape[1])
-        z.view(-1).scatter_add_(0, position, on_target[block] * -hit.to(z.dtype))
+        z.view(-1).scatter_add_(0, position, target_grad[block] * -hit.to(z.dtype))
         gradient[block] = z
     return gradient

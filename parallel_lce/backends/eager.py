@@ -58,7 +58,7 @@ _CUDA_TILE = (2048, 2048)
 _GROUP = 16
 
 # fp16 saves exp(z - m), which is in [0, 1], times this: nothing is lost down to e^-20.
-_FP16_SCALE = 2.0**15
+_SAVED_FP16_SCALE = 2.0**15
 
 NAME: str = "eager"
 SMALLEST_ACCUMULATED: int = 1
@@ -72,7 +72,7 @@ def _tile_size(device: torch.device) -> tuple[int, int]:
 def windows(projection: Projection, saved: int = 0) -> list[slice]:
     """The vocabulary windows of a shard, one per tile. None straddles the end of the first ``saved`` entries."""
     width = _tile_size(projection.weight.device)[1]
-    bounds = ((0, saved), (saved, projection.real))
+    bounds = ((0, saved), (saved, projection.real_rows))
     return [slice(a, min(a + width, end)) for begin, end in bounds for a in range(begin, end, width)]
 
 
@@ -112,7 +112,7 @@ def _target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
-    return projection.weight.new_empty(min(entries, projection.real) * rows)
+    return projection.weight.new_empty(min(entries, projection.real_rows) * rows)
 
 
 @functools.cache
@@ -129,8 +129,8 @@ class BlockForward:
     """Partials of a block of ``x [R, D]`` over the shard, and the exponentials of its first ``save`` vocabulary rows.
 
     Saved are the exponentials ``exp(z - maxima) [save, R]`` in the weight's dtype, in ``buffer``, and the maxima
-    ``[windows, R]`` of each window. ``target [R]``: ids relative to the shard; one outside ``[0, real)`` has no logit
-    here. ``out [C, R]``: where the partial is written.
+    ``[windows, R]`` of each window. ``target [R]``: ids relative to the shard; one outside ``[0, real_rows)`` has no
+    logit here. ``out [C, R]``: where the partial is written.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class BlockForward:
         out: Tensor | None = None,
     ) -> None:
         self._projection, self._x, self._target, self._columns = projection, x, target, columns
-        self._save = min(save, projection.real)
+        self._save = min(save, projection.real_rows)
         self._buffer = buffer
         self.partial = empty_partial(columns, x.shape[0], projection.dtype, x.device, out)
 
@@ -196,11 +196,11 @@ class BlockForward:
         first = self._projection.start + window.start
         e = tile_partial(z, first, self._columns, partial, store if in_place else None)
         if store is not None and not in_place:
-            store.copy_(e.mul_(_FP16_SCALE) if store.dtype == torch.float16 else e)
+            store.copy_(e.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else e)
 
 
 class BlockBackward:
-    """Gradients of a block of ``x [R, D]``. ``statistics [>= 3, R]``: the merged partial.
+    """Gradients of a block of ``x [R, D]``. ``partial [>= 3, R]``: the merged partial.
 
     What is not ``saved`` is projected again. Where dX is reduced over the ranks, the dW products of some windows are
     deferred until dX is complete: those of all saved windows, and of as many recomputed windows as have gradients that
@@ -215,14 +215,14 @@ class BlockBackward:
         projection: Projection,
         x: Tensor,
         target: Tensor | None,
-        statistics: Tensor,
+        partial: Tensor,
         coefficients: Coefficients,
         saved: Saved,
         grads: GradBuffers,
         scratch: Scratch,
     ) -> None:
         self._projection, self._target, self._x_given = projection, target, x
-        self._statistics, self._coefficients, self._saved = statistics, coefficients, saved
+        self._partial, self._coefficients, self._saved = partial, coefficients, saved
         self._grads, self._scratch = grads, scratch
         # Windows whose dW is still to come, each with its tiles, or None if they are to be produced again.
         self._deferred: list[tuple[slice, list | None]] = []
@@ -230,7 +230,7 @@ class BlockBackward:
     def _open(self) -> list[slice]:
         """Make the tiles' producer; returns the windows, recomputed ones first."""
         self._producer = _LogitGradient(
-            self._projection, self._x_given, self._target, self._statistics, self._coefficients, self._saved
+            self._projection, self._x_given, self._target, self._partial, self._coefficients, self._saved
         )
         cut, saved = windows(self._projection, self._producer.saved), self._producer.saved
         return [w for w in cut if w.start >= saved] + [w for w in cut if w.start < saved]
@@ -263,7 +263,7 @@ class BlockBackward:
             weight = operand(self._projection.weight[window])
             for rows, tile in producer.tiles(window, weight):
                 if dx is not None:
-                    accumulate_nt(total[rows], tile.t(), weight.t(), overwrite=index == 0, factor=producer.unscale)
+                    accumulate_nt(total[rows], tile.t(), weight.t(), overwrite=index == 0, factor=producer.fp16_unscale)
                 if sums is not None:
                     sums.add(tile, rows)
                 if held is not None:
@@ -296,7 +296,7 @@ class _LogitGradient:
         projection: Projection,
         x: Tensor,
         target: Tensor | None,
-        statistics: Tensor,
+        partial: Tensor,
         coefficients: Coefficients,
         saved: Saved,
     ) -> None:
@@ -304,14 +304,14 @@ class _LogitGradient:
         self._projection, self._target, self._saved = projection, target, saved
         # Vocabulary rows whose exponentials are saved.
         self.saved = len(saved[0]) if saved else 0
-        maximum, sum_exp, target_logit = statistics[: TARGET + 1]
+        maximum, sum_exp, target_logit = partial[: TARGET + 1]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        self.unscale: Tensor | None = None
+        self.fp16_unscale: Tensor | None = None
         factor: Tensor | float = projection.scale
         if self.x.dtype == torch.float16:
             power = power_of_two_scale(coefficients, projection.scale)
-            factor, self.unscale = factor * power, 1 / power
+            factor, self.fp16_unscale = factor * power, 1 / power
         # p = e / s: the 1 / s is multiplied into alpha and delta.
         self._alpha = coefficients.alpha / sum_exp * factor
         self._beta, self._gamma, self._delta = (c if c is None else c * factor for c in coefficients.each[1:])
@@ -346,7 +346,7 @@ class _LogitGradient:
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
         exponentials, maxima = self._saved
         stored = exponentials[window, rows]
-        scale = 1 / _FP16_SCALE if stored.dtype == torch.float16 else 1.0
+        scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
         maximum = maxima[window.start // _tile_size(stored.device)[1], rows]
         coefficient = self._alpha[rows] * torch.exp(maximum - self._maximum[rows])
         gradient = stored * (coefficient * scale)
@@ -378,7 +378,7 @@ class _WindowSums:
 
     def add(self, tile: Tensor, rows: slice) -> None:
         weight, bias = self._opened
-        factor = self._producer.unscale
+        factor = self._producer.fp16_unscale
         if weight is not None:
             total, empty = weight
             accumulate_nt(total, tile, self._producer.x[rows].t(), overwrite=empty and self._first, factor=factor)

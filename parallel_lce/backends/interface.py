@@ -31,7 +31,7 @@ class Projection:
     # global id of the first row
     start: int
     # number of rows that are not padding; they come first
-    real: int
+    real_rows: int
     scale: float = 1.0
     softcap: float | None = None
 
@@ -121,11 +121,11 @@ class Scratch:
             self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
     def capacity(self, dtype: torch.dtype) -> int:
-        """Elements that :meth:`take` can give."""
+        """Elements that :meth:`borrow` can give."""
         held = 0 if self._memory is None else self._memory.numel()
         return max(self.limit, held) // dtype.itemsize
 
-    def take(self, elements: int, dtype: torch.dtype) -> Tensor:
+    def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
         """``[elements]`` of uninitialised memory: the same memory at each call, allocated at the first one.
 
         A request may exceed :meth:`capacity` if the smallest unit of work does; memory is then allocated for it.
@@ -211,7 +211,7 @@ class Backend(Protocol):
 
         Args:
             x: hidden states ``[R, D]``. Those of other ranks may arrive until ``project_rest``.
-            target: ``[R]`` int64 ids relative to the shard; one outside ``[0, real)`` has no logit here.
+            target: ``[R]`` int64 ids relative to the shard; one outside ``[0, real_rows)`` has no logit here.
             columns: those of the partial.
             save: vocabulary rows, the shard's first, whose exponentials are saved.
             buffer: where the exponentials go, from :meth:`allocate_saved`; None: new memory.
@@ -224,7 +224,7 @@ class Backend(Protocol):
         projection: Projection,
         x: Tensor,
         target: Tensor | None,
-        statistics: Tensor,
+        partial: Tensor,
         coefficients: Coefficients,
         saved: Saved,
         grads: GradBuffers,
@@ -235,7 +235,7 @@ class Backend(Protocol):
         Args:
             x: hidden states ``[R, D]``. Those of other ranks may arrive later: see ``reads_hidden_first``.
             target: as in :meth:`BlockForward`.
-            statistics: the partial ``[C, R]``, merged over all ranks.
+            partial: ``[C, R]``, merged over all ranks.
             coefficients: of the gradient of the logits, ``[R]`` each.
             saved: what the forward of the block saved, or ``()``: then all logits are recomputed. May be overwritten.
             grads: where the gradients go.

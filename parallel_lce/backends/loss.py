@@ -37,25 +37,25 @@ def token_losses(
     log_prob = (partial[TARGET] - top) - log_sum
     inside = (target >= 0) & (target < vocab_size)
     weight = torch.ones_like(top) if token_weight is None else token_weight
-    of_target = 1 - label_smoothing
+    target_coefficient = 1 - label_smoothing
     if outside_is_nan:
         # NaN in the weight makes the loss and its gradient NaN.
         weight = weight.masked_fill(~inside, torch.nan)
     else:
         log_prob = torch.where(inside, log_prob, -log_sum)
-        of_target = of_target * inside
+        target_coefficient = target_coefficient * inside
     loss = -(1 - label_smoothing) * log_prob
     if label_smoothing:
         loss = loss - label_smoothing * (partial[SHIFTED] / vocab_size - log_sum)
-    slope = None
+    lse_factor = None
     if z_loss:
         lse = top + log_sum
         loss = loss + z_loss * lse.square()
-        slope = 1 + 2 * z_loss * lse
+        lse_factor = 1 + 2 * z_loss * lse
     loss = loss * weight
     if ignore_index is not None:
         ignored = target == ignore_index
         loss, weight = loss.masked_fill(ignored, 0.0), weight.masked_fill(ignored, 0.0)
-    alpha = weight if slope is None else (weight * slope).masked_fill_(weight == 0, 0.0)
+    alpha = weight if lse_factor is None else (weight * lse_factor).masked_fill_(weight == 0, 0.0)
     gamma = weight * label_smoothing / vocab_size if label_smoothing else None
-    return loss, alpha, weight * of_target, gamma
+    return loss, alpha, weight * target_coefficient, gamma

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Projection, Saved, savable
-from parallel_lce.backends.triton_backward import ALIGNED, BlockBackward, dense, operands_of, stride_of
+from parallel_lce.backends.triton_backward import ALIGNED, BlockBackward, dense, product_of, stride_of
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import token_losses
 from parallel_lce.kernels.partials import PartialColumns, merge_ranks, merge_windows
-from parallel_lce.kernels.projection import Operands, new_window_partials
+from parallel_lce.kernels.projection import Product, new_window_partials
 from parallel_lce.kernels.softmax_shift import sample_softmax_shift
 from parallel_lce.kernels.target_logits import target_logits
 from parallel_lce.kernels.tuning import rows_beside_gather
@@ -46,7 +46,7 @@ _PARTIAL_BYTES = 32 << 20
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
-    return projection.weight.new_empty(rows * stride_of(min(entries, projection.real)))
+    return projection.weight.new_empty(rows * stride_of(min(entries, projection.real_rows)))
 
 
 class BlockForward:
@@ -54,8 +54,8 @@ class BlockForward:
 
     Saved is a ``kernels.dlogits.SavedExponentials`` of ``save`` entries, rounded down to whole windows, its
     exponentials in ``buffer``. fp16 has no softmax shift: its exponentials are relative to each window's maximum.
-    ``target [R]``: ids relative to the shard; one outside ``[0, real)`` has no logit here. ``out [C, R]``: where the
-    partial is written.
+    ``target [R]``: ids relative to the shard; one outside ``[0, real_rows)`` has no logit here. ``out [C, R]``: where
+    the partial is written.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class BlockForward:
         buffer: Tensor | None = None,
         out: Tensor | None = None,
     ) -> None:
-        rows, real = x.shape[0], projection.real
+        rows, real = x.shape[0], projection.real_rows
         self._projection, self._target, self._columns = projection, target, columns
         self._local = range(0)
-        self._operands: Operands | None = None
+        self._product: Product | None = None
         # Partials of all windows and rows; None if the rows are projected in pieces.
         self._partials: PartialColumns | None = None
         if rows == 0 or real == 0:
@@ -79,8 +79,8 @@ class BlockForward:
             return
         self.partial = x.new_empty(columns.count, rows, dtype=projection.dtype) if out is None else out
         # ``dense`` does not copy x while its gather runs: gathered tensors are contiguous and aligned.
-        self._operands = operands = operands_of(projection, dense(x), 0, real)
-        width = operands.tile.entries
+        self._product = product = product_of(projection, dense(x), 0, real)
+        width = product.tile.entries
         assert width % ALIGNED == 0
         save = real if save >= real else save // width * width
         self._stored: Tensor | None = None
@@ -90,65 +90,65 @@ class BlockForward:
             stored = allocate_saved(projection, rows, save) if buffer is None else buffer
             self._stored = stored[: rows * stride_of(save)].view(rows, -1)
             self._exponentials = self._stored[:, :save]
-            self._shift = _new_softmax_shift(operands)
+            self._shift = _new_softmax_shift(product)
         # Rows per piece: whole tiles; all rows if exponentials are saved.
-        row_bytes = 4 * operands.windows * (columns.count - 1)
+        row_bytes = 4 * product.windows * (columns.count - 1)
         fitting = rows if save else max(1, _PARTIAL_BYTES // row_bytes)
-        pieces, height = -(-rows // fitting), operands.tile.rows
+        pieces, height = -(-rows // fitting), product.tile.rows
         self._piece_rows = -(-rows // (pieces * height)) * height
         if rows <= self._piece_rows:
-            self._partials = new_window_partials(operands, columns)
+            self._partials = new_window_partials(product, columns)
 
     def project_local(self, local: range) -> None:
         """Project full tiles of the ``local`` rows of x, at most as many as take the time of the gather.
 
         Nothing is projected if rows are projected in pieces.
         """
-        operands = self._operands
-        if operands is None or self._partials is None:
+        product = self._product
+        if product is None or self._partials is None:
             return
-        rows, height = operands.x.shape[0], operands.tile.rows
+        rows, height = product.x.shape[0], product.tile.rows
         first = -(-local.start // height)
-        last = operands.row_blocks if local.stop == rows else local.stop // height
-        in_time = rows_beside_gather(rows - len(local), operands.x.element_size(), operands.weight.shape[0])
+        last = product.row_blocks if local.stop == rows else local.stop // height
+        in_time = rows_beside_gather(rows - len(local), product.x.element_size(), product.weight.shape[0])
         last = min(last, first - (-in_time // height))
         if last <= first:
             return
         self._local = range(first, last)
-        self._sample_shift(operands, height * first, min(height * last, rows))
-        operands.launch(
+        self._sample_shift(product, height * first, min(height * last, rows))
+        product.launch(
             self._exponentials, ForwardEpilogue(self._partials, self._shift), self._local, overlaps_collective=True
         )
 
     def project_rest(self) -> Saved:
         """Project the rows that are left, and merge the partials of all windows; returns what is saved."""
-        if self._operands is None:
+        if self._product is None:
             return ()
-        operands, done = self._operands, self._local
+        product, done = self._product, self._local
         saved: Saved = ()
         if self._partials is not None:
             # One launch samples all rows; local rows get the same values again.
-            self._sample_shift(operands, 0, operands.x.shape[0])
+            self._sample_shift(product, 0, product.x.shape[0])
             # Row blocks after the local ones, wrapping around to those before them.
-            left = range(done.stop, operands.row_blocks + done.start)
-            operands.launch(self._exponentials, ForwardEpilogue(self._partials, self._shift), left)
-            on_shift = self._merge(operands, self._partials, self.partial)
+            left = range(done.stop, product.row_blocks + done.start)
+            product.launch(self._exponentials, ForwardEpilogue(self._partials, self._shift), left)
+            on_shift = self._merge(product, self._partials, self.partial)
             if self._stored is not None:
                 saved = self._stored, self._partials.max
                 if self._shift is not None and on_shift is not None:
                     saved = *saved, self._shift, on_shift
         else:
-            self._project_in_pieces(operands)
+            self._project_in_pieces(product)
         if self._target is None:
             self.partial[TARGET].zero_()
         else:
-            target_logits(operands, self._target, self.partial[TARGET])
+            target_logits(product, self._target, self.partial[TARGET])
         return saved
 
-    def _project_in_pieces(self, operands: Operands) -> None:
-        for first in range(0, operands.x.shape[0], self._piece_rows):
+    def _project_in_pieces(self, product: Product) -> None:
+        for first in range(0, product.x.shape[0], self._piece_rows):
             rows = slice(first, first + self._piece_rows)
-            piece = operands_of(self._projection, operands.x[rows], 0, self._projection.real)
+            piece = product_of(self._projection, product.x[rows], 0, self._projection.real_rows)
             partials = new_window_partials(piece, self._columns)
             piece.launch(None, ForwardEpilogue(partials, None))
             merged = self.partial.new_empty(len(self.partial), piece.x.shape[0])
@@ -156,27 +156,27 @@ class BlockForward:
             self.partial[:, rows] = merged
             del partials  # before the next ones are allocated
 
-    def _merge(self, operands: Operands, partials: PartialColumns, merged: Tensor) -> Tensor | None:
+    def _merge(self, product: Product, partials: PartialColumns, merged: Tensor) -> Tensor | None:
         return merge_windows(
             partials,
             merged,
             self._shift,
             self._columns,
-            window=operands.tile.entries,
-            entries=self._projection.real,
+            window=product.tile.entries,
+            entries=self._projection.real_rows,
             start=self._projection.start,
         )
 
-    def _sample_shift(self, operands: Operands, start: int, stop: int) -> None:
+    def _sample_shift(self, product: Product, start: int, stop: int) -> None:
         # Under a soft-cap the softmax shift is 0.
-        if self._shift is not None and operands.softcap is None:
-            sample_softmax_shift(operands, start, stop, self._shift)
+        if self._shift is not None and product.softcap is None:
+            sample_softmax_shift(product, start, stop, self._shift)
 
 
-def _new_softmax_shift(operands: Operands) -> Tensor | None:
+def _new_softmax_shift(product: Product) -> Tensor | None:
     """Memory for the tokens' softmax shift ``[R]`` fp32: 0 under a soft-cap, None for fp16."""
-    x = operands.x
+    x = product.x
     if x.dtype == torch.float16:
         return None
-    new = x.new_empty if operands.softcap is None else x.new_zeros
+    new = x.new_empty if product.softcap is None else x.new_zeros
     return new(x.shape[0], dtype=torch.float32)

@@ -22,9 +22,9 @@ from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, power_of_two_scale
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels.dlogits import SavedExponentials, gradient_from_saved
-from parallel_lce.kernels.projection import Operands, logits_gradient
+from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.relaunch import next_power_of_2
-from parallel_lce.kernels.targets import add_targets, finished_rows, place_targets, target_gradients
+from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets, target_gradients
 from parallel_lce.plan import PIECE_ROWS
 
 # Leading dimensions of saved exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
@@ -38,11 +38,11 @@ def stride_of(entries: int) -> int:
     return -(-entries // ALIGNED) * ALIGNED
 
 
-def operands_of(projection: Projection, x: Tensor, start: int, stop: int) -> Operands:
+def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Product:
     """The product of ``x`` with the shard's rows ``[start, stop)``."""
     bias = None if projection.bias is None else projection.bias[start:stop]
     weight = projection.weight[start:stop]
-    return Operands(x, weight, bias, projection.scale, projection.softcap)
+    return Product(x, weight, bias, projection.scale, projection.softcap)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -60,9 +60,9 @@ class _Slice:
     # [R, stop - start]
     gradient: Tensor
     # [R] factors of the rows of gradient @ weight; None: 1
-    row_scale: Tensor | None
+    dx_factor: Tensor | None
     # [R] factors of the rows of x in gradient.T @ x; None: 1
-    x_scale: Tensor | None
+    dw_factor: Tensor | None
 
 
 class _Slices:
@@ -73,7 +73,7 @@ class _Slices:
         projection: Projection,
         x: Tensor,
         target: Tensor | None,
-        statistics: Tensor,
+        partial: Tensor,
         coefficients: Coefficients,
         saved: Saved,
         scratch: Scratch,
@@ -81,17 +81,17 @@ class _Slices:
         find_shared: bool,
     ) -> None:
         self._projection, self._x, self._target, self._scratch = projection, x, target, scratch
-        self._statistics, self._alpha = statistics.contiguous(), coefficients.alpha.contiguous()
+        self._partial, self._alpha = partial.contiguous(), coefficients.alpha.contiguous()
         self._beta, self._gamma, self._delta = (c if c is None else c.contiguous() for c in coefficients.each[1:])
         self._saved = SavedExponentials(*saved) if saved else None
         # ``rewrite`` every row of saved exponentials, so that there are no row factors.
         self._rewrite, self._find_shared = rewrite, find_shared
-        self._power: Tensor | None = None
+        self._fp16_scale: Tensor | None = None
         # 1 / power, 0-dimensional; every sum over G is multiplied by it. None except in fp16.
-        self.unscale: Tensor | None = None
+        self.fp16_unscale: Tensor | None = None
         if projection.weight.dtype == torch.float16:
-            self._power = power_of_two_scale(coefficients, projection.scale)
-            self.unscale = 1 / self._power
+            self._fp16_scale = power_of_two_scale(coefficients, projection.scale)
+            self.fp16_unscale = 1 / self._fp16_scale
         # Per token: its target; the gradient of its target's logit, less what its entry in G already carries; and
         # whether the target occurs once in the block. None until they are found.
         self._targets: tuple[Tensor, Tensor, Tensor] | None = None
@@ -103,17 +103,17 @@ class _Slices:
             if self.has_targets:
                 self._find_targets()
             exponentials = self._saved.exponentials
-            self.saved_entries = min(exponentials.shape[1], projection.real)
+            self.saved_entries = min(exponentials.shape[1], projection.real_rows)
             # The saved slice comes first in ``ranges``; recomputed slices overwrite its memory.
             self._memory = exponentials.view(-1)
             self.ranges = [(0, self.saved_entries), *self._recomputed_ranges()]
 
     def _recomputed_ranges(self) -> list[tuple[int, int]]:
         """Ranges that are as even as whole windows allow, each within the scratch memory."""
-        start, real = self.saved_entries, self._projection.real
+        start, real = self.saved_entries, self._projection.real_rows
         if start == real:
             return []
-        width = operands_of(self._projection, self._x, start, real).tile.entries
+        width = product_of(self._projection, self._x, start, real).tile.entries
         rows, dtype = self._x.shape[0], self._x.dtype
         capacity = max(self._memory.numel(), self._scratch.capacity(dtype))
         fitting = max(width, capacity // rows // width * width)
@@ -123,55 +123,55 @@ class _Slices:
 
     def form(self, start: int, stop: int) -> _Slice:
         if self._saved is not None and stop <= self.saved_entries:
-            gradient, row_scale = self._from_saved(self._saved, stop)
+            gradient, dx_factor = self._from_saved(self._saved, stop)
         else:
-            gradient, row_scale = self._recompute(start, stop), None
-        x_scale = row_scale
+            gradient, dx_factor = self._recompute(start, stop), None
+        dw_factor = dx_factor
         if self._targets is not None:
-            x_scale = place_targets(gradient, start, *self._targets, row_scale, self._power)
+            dw_factor = place_targets(gradient, start, *self._targets, dx_factor, self._fp16_scale)
         elif self.has_targets:
             # Finds the targets' gradients and places those of this slice in one launch.
-            self._find_targets((gradient, start, self._power))
-        return _Slice(start, stop, gradient, row_scale, x_scale)
+            self._find_targets((gradient, start, self._fp16_scale))
+        return _Slice(start, stop, gradient, dx_factor, dw_factor)
 
     def _from_saved(self, saved: SavedExponentials, stop: int) -> tuple[Tensor, Tensor | None]:
         projection = self._projection
         saved = saved._replace(exponentials=saved.exponentials[:, :stop])
-        # The forward's window, a power of two. The tile of ``operands_of`` may differ from the forward's: saved-tensor
+        # The forward's window, a power of two. The tile of ``product_of`` may differ from the forward's: saved-tensor
         # hooks may change the operands' alignment.
-        window = next_power_of_2(-(-projection.real // saved.maxima.shape[0]))
-        row_scale = gradient_from_saved(
+        window = next_power_of_2(-(-projection.real_rows // saved.maxima.shape[0]))
+        dx_factor = gradient_from_saved(
             saved,
             window,
-            self._statistics,
+            self._partial,
             self._alpha,
             self._gamma,
             None if self._targets is None else self._targets[1],
-            self._power,
+            self._fp16_scale,
             projection.scale,
             projection.softcap,
             self._rewrite,
         )
-        return saved.exponentials, row_scale
+        return saved.exponentials, dx_factor
 
     def _recompute(self, start: int, stop: int) -> Tensor:
         shape = self._x.shape[0], stride_of(stop - start)
         elements = shape[0] * shape[1]
         memory = self._memory[:elements]
         if memory.numel() < elements:
-            memory = self._scratch.take(elements, self._x.dtype)
+            memory = self._scratch.borrow(elements, self._x.dtype)
         gradient = memory.view(shape)[:, : stop - start]
-        operands = operands_of(self._projection, self._x, start, stop)
-        logits_gradient(operands, self._statistics, self._alpha, self._gamma, self._delta, self._power, gradient)
+        product = product_of(self._projection, self._x, start, stop)
+        logits_gradient(product, self._partial, self._alpha, self._gamma, self._delta, self._fp16_scale, gradient)
         return gradient
 
     def _find_targets(self, placed: tuple[Tensor, int, Tensor | None] | None = None) -> None:
         projection, target, beta = self._projection, self._target, self._beta
         assert target is not None and beta is not None  # has_targets
-        rest, alone = target_gradients(
+        residual, alone = target_gradients(
             target,
-            projection.real,
-            self._statistics,
+            projection.real_rows,
+            self._partial,
             self._alpha,
             beta,
             self._gamma,
@@ -181,16 +181,16 @@ class _Slices:
             self._find_shared,
             placed,
         )
-        self._targets = target, rest, alone
+        self._targets = target, residual, alone
 
-    def finish_rows(self, source: Tensor, row_scale: Tensor | None, rows: slice, dx: Tensor) -> None:
-        """Write ``dx`` of some rows. ``source``: their sum over all slices, not yet multiplied by ``row_scale``."""
+    def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: slice, dx: Tensor) -> None:
+        """Write ``dx`` of some rows. ``source``: their sum over all slices, not yet multiplied by ``dx_factor``."""
         targets = None
         if self._targets is not None:
-            target, rest, _ = self._targets
-            targets = target[rows], rest[rows], self._projection.weight[: self._projection.real]
-        factor = self.unscale if row_scale is None else row_scale[rows]
-        finished_rows(source, factor, targets, dx)
+            target, residual, _ = self._targets
+            targets = target[rows], residual[rows], self._projection.weight[: self._projection.real_rows]
+        factor = self.fp16_unscale if dx_factor is None else dx_factor[rows]
+        scale_and_add_targets(source, factor, targets, dx)
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
         """Add what the targets' gradients contribute to the shard's rows from ``start`` on."""
@@ -199,7 +199,7 @@ class _Slices:
 
 
 class BlockBackward:
-    """Gradients of a block of ``x [R, D]``. ``statistics [>= 3, R]``: the merged partial.
+    """Gradients of a block of ``x [R, D]``. ``partial [>= 3, R]``: the merged partial.
 
     The saved exponentials are overwritten, and what is recomputed reuses their memory. dX is complete before the last
     slice's dW product starts. Beside what is saved and ``scratch``, memory is needed for fp32 products of at most
@@ -211,7 +211,7 @@ class BlockBackward:
         projection: Projection,
         x: Tensor,
         target: Tensor | None,
-        statistics: Tensor,
+        partial: Tensor,
         coefficients: Coefficients,
         saved: Saved,
         grads: GradBuffers,
@@ -222,7 +222,7 @@ class BlockBackward:
         self._last: _Slice | None = None
         self._dx_written = False
         self.reads_hidden_first = False
-        self._empty = x.shape[0] == 0 or projection.real == 0
+        self._empty = x.shape[0] == 0 or projection.real_rows == 0
         if self._empty:
             return
         self._x = dense(x)
@@ -230,7 +230,7 @@ class BlockBackward:
             projection,
             self._x,
             target,
-            statistics,
+            partial,
             coefficients,
             saved,
             scratch,
@@ -238,7 +238,7 @@ class BlockBackward:
             rewrite=grads.dbias is not None,
             find_shared=grads.dweight is not None or grads.dbias is not None,
         )
-        self.reads_hidden_first = self._slices.saved_entries < projection.real
+        self.reads_hidden_first = self._slices.saved_entries < projection.real_rows
 
     def hidden_grad(self) -> Iterator[int]:
         """Form dX, and dW of all slices but the last; yields how many of dX's first rows are complete."""
@@ -257,12 +257,12 @@ class BlockBackward:
                 yield from self._form_hidden(part, dx)
             else:
                 total = self._add_hidden(part, dx, total)
-            if stop < self._projection.real:
+            if stop < self._projection.real_rows:
                 self._add_weight(part)
             else:
                 self._last = part
         if dx is not None and total is not None:
-            if total is not dx or slices.has_targets or slices.unscale is not None:
+            if total is not dx or slices.has_targets or slices.fp16_unscale is not None:
                 slices.finish_rows(total, None, slice(None), dx)
             yield len(dx)
         self._dx_written = True
@@ -277,7 +277,7 @@ class BlockBackward:
         """dX by one product, finished in fp32 before it is rounded, in pieces of rows."""
         slices, weight = self._slices, self._weight_of(part)
         self._dx_written = True
-        if part.row_scale is None and slices.unscale is None and not slices.has_targets:
+        if part.dx_factor is None and slices.fp16_unscale is None and not slices.has_targets:
             accumulate_nt(dx, part.gradient, weight, overwrite=True)
             yield len(dx)
             return
@@ -285,7 +285,7 @@ class BlockBackward:
         for first in range(0, len(dx), rows):
             some = slice(first, min(first + rows, len(dx)))
             piece = matmul_nt(part.gradient[some], weight)
-            slices.finish_rows(piece, part.row_scale, some, dx[some])
+            slices.finish_rows(piece, part.dx_factor, some, dx[some])
             del piece  # before the next one is allocated
             yield some.stop
 
@@ -300,8 +300,8 @@ class BlockBackward:
             total, self._dx_written = dx, True
         else:
             total = matmul_nt(part.gradient, weight)
-        if part.row_scale is not None:
-            finished_rows(total, part.row_scale, None, total)
+        if part.dx_factor is not None:
+            scale_and_add_targets(total, part.dx_factor, None, total)
         return total
 
     def _weight_of(self, part: _Slice) -> Tensor:
@@ -315,8 +315,8 @@ class BlockBackward:
         if grads.dbias is not None:
             total, empty = grads.dbias.open(part.start, part.stop)
             column_sum = part.gradient.sum(0, dtype=total.dtype)
-            if slices.unscale is not None:
-                column_sum *= slices.unscale
+            if slices.fp16_unscale is not None:
+                column_sum *= slices.fp16_unscale
             put(total, column_sum, empty)
             ones = self._projection.weight.new_ones(1, 1).expand(self._x.shape[0], 1)
             slices.add_targets(total.unsqueeze(1), ones, part.start)
@@ -326,17 +326,17 @@ class BlockBackward:
         """In one product where it needs no fp32 buffer, else in products of ``_PRODUCT_BYTES``."""
         slices, x = self._slices, self._scaled_hidden(part)
         step = part.stop - part.start
-        if slices.unscale is not None or dweight.buffered:
+        if slices.fp16_unscale is not None or dweight.buffered:
             step = max(256, _PRODUCT_BYTES // (4 * x.shape[1]) // 256 * 256)
         for start in range(part.start, part.stop, step):
             stop = min(start + step, part.stop)
             gradient = part.gradient[:, start - part.start : stop - part.start].t()
             total, empty = dweight.open(start, stop, whole=True)
-            if slices.unscale is None:
+            if slices.fp16_unscale is None:
                 accumulate_nt(total, gradient, x.t(), overwrite=empty)
                 slices.add_targets(total, self._x, start)
             else:
-                piece = matmul_nt(gradient, x.t()).mul_(slices.unscale)
+                piece = matmul_nt(gradient, x.t()).mul_(slices.fp16_unscale)
                 slices.add_targets(piece, self._x, start)
                 put(total, piece, empty)
                 del piece  # before the next one is allocated
@@ -345,9 +345,9 @@ class BlockBackward:
 
     def _scaled_hidden(self, part: _Slice) -> Tensor:
         """``c x [R, D]``, in dX's memory while that is not written."""
-        if part.x_scale is None:
+        if part.dw_factor is None:
             return self._x
         memory = self._grads.dx
         if memory is None or self._dx_written or memory.dtype != self._x.dtype or not memory.is_contiguous():
             memory = torch.empty_like(self._x)
-        return finished_rows(self._x, part.x_scale, None, memory)
+        return scale_and_add_targets(self._x, part.dw_factor, None, memory)

@@ -15,7 +15,7 @@ from triton.runtime.errors import OutOfResources
 
 from ..kernels import tuning
 from ..kernels.epilogues import ForwardEpilogue
-from ..kernels.projection import Operands, logits_gradient, new_window_partials
+from ..kernels.projection import Product, logits_gradient, new_window_partials
 from ..partials import Columns
 from .options import parse_shape
 from .problem import Shape
@@ -44,7 +44,7 @@ def epilogues(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable]:
     statistics = torch.stack([shift, shift + 1, shift])
     out = torch.empty(len(x), -(-weight.shape[0] // 64) * 64, device=x.device, dtype=x.dtype)
     out = out[:, : weight.shape[0]]
-    operands = Operands(x, weight)
+    operands = Product(x, weight)
 
     def forward(out, shift):
         operands.launch(out, ForwardEpilogue(new_window_partials(operands, Columns()), shift))

@@ -19,8 +19,8 @@ from parallel_lce.partials import Columns, accumulation_dtype, bounds_of, packed
 from parallel_lce.plan import PIECE_ROWS, Block
 
 # torch 2.13 renamed these two.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 REDUCED_BYTES = 64 << 20
@@ -111,7 +111,7 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
     gathered = chunk.new_empty(layout.ranks * rows, chunk.shape[1])
     start = layout.rank * rows
     own = gathered[start : start + rows].copy_(chunk)
-    work = _all_gather(gathered, own, group=layout.group, async_op=True)
+    work = all_gather(gathered, own, group=layout.group, async_op=True)
     return IncomingHidden(gathered, work, range(start, start + rows))
 
 
@@ -150,7 +150,7 @@ class HiddenReduction:
         if layout.sequence_parallel:
             if complete:  # A reduce-scatter has rows of every rank.
                 summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
-                work = _reduce_scatter(summed, local, group=layout.group, async_op=True)
+                work = reduce_scatter(summed, local, group=layout.group, async_op=True)
                 started.append((work, local, summed, part))
         else:
             size = max(1, local.shape[0])
@@ -224,7 +224,7 @@ class PartialsGather:
         start, rows = bounds_of(self._own, self._columns, self._rows).unbind()
         start.fill_(self._shard.start)
         rows.fill_(self._shard.rows)
-        self._work = _all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
+        self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
     def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor]:
         """The merged partial and V, 0-dimensional int64, by a backend's ``merge_ranks``."""

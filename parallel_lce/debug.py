@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.collectives import Layout, _all_gather
+from parallel_lce.collectives import Layout, all_gather
 
 # Largest difference of a token's hidden states between ranks that should have the same ones, relative to their norm. An
 # all-reduce may round them differently on each rank.
@@ -162,7 +162,7 @@ def _exchange(values: Tensor, layout: Layout) -> Tensor:
     """``[P, n]`` from each rank's ``values [n]``."""
     gathered = values.new_empty(layout.ranks * values.numel())
     if values.numel():
-        _all_gather(gathered, values, group=layout.group)
+        all_gather(gathered, values, group=layout.group)
     return gathered.view(layout.ranks, values.numel())
 
 

@@ -93,7 +93,7 @@ ON_STREAMS = [
 ]
 
 
-COLLECTIVES = [(collectives, "_all_gather"), (collectives, "_reduce_scatter"), (dist, "all_reduce")]
+COLLECTIVES = [(collectives, "all_gather"), (collectives, "reduce_scatter"), (dist, "all_reduce")]
 
 
 class Delays:

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from ..collectives import all_gather, reduce_scatter
 from .peers import OVERLAPPED, PASSES, Peer
 from .problem import Problem
-from .team import all_gather, reduce_scatter, synchronize
+from .team import synchronize
 from .timing import timer
 
 

@@ -18,10 +18,6 @@ import torch.distributed as dist
 # group and its threads outlive destroy_process_group, and gloo may abort the process at its end.
 import torch.distributed.nn
 
-# torch 2.13 renamed these two.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 TIMEOUT = timedelta(minutes=3)  # a collective of a measured call that takes longer ends the run
 IDLE_TIMEOUT = timedelta(hours=2)  # ranks outside the team wait until it has been measured
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -115,23 +115,35 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
     return IncomingHidden(gathered, work, range(start, start + rows))
 
 
+class _Reduction(NamedTuple):
+    """A sum over the ranks that has been started."""
+
+    work: dist.Work | None
+    # This rank's dX of the rows.
+    local: Tensor
+    # Where their sum is written, in the dtype of the reduction.
+    summed: Tensor
+    # The rows of the result that get the sum.
+    part: Tensor
+
+
 class HiddenReduction:
     """dX of this rank's part ``[N/sp_size, D]``, summed over the ranks block by block.
 
-    Per block, in order, one all-reduce of R * D elements of ``reduce_dtype`` or, under sequence parallelism, one
-    reduce-scatter of the same size. A block's is started when its dX is done, and waited for when the next block's is
-    started, so at most two blocks' dX are alive. ``alone``: no dW product follows; then one all-reduce per
-    :data:`REDUCED_BYTES`, each started when its rows are done.
+    Each block runs one all-reduce of R * D elements of ``reduce_dtype`` or, under sequence parallelism, one
+    reduce-scatter of the same size. It is started when the block's dX is complete, and waited for when the next
+    block's is started, so at most two blocks' dX are alive. ``in_pieces``: no dW product follows; then one all-reduce
+    per :data:`REDUCED_BYTES`, each started when its rows are complete. ``hidden`` gives the shape and dtype of dX.
     """
 
-    def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None, alone: bool) -> None:
-        self._total, self._layout, self._alone = hidden.new_empty(hidden.shape), layout, alone
+    def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None, in_pieces: bool) -> None:
+        self._total, self._layout, self._in_pieces = hidden.new_empty(hidden.shape), layout, in_pieces
         self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
-        # Per block a list of (work, local rows, summed rows, destination in dX).
-        self._started: deque[list[tuple[dist.Work | None, Tensor, Tensor, Tensor]]] = deque()
+        # Of each block that is not finished.
+        self._started: deque[list[_Reduction]] = deque()
 
     def open_block(self, block: Block) -> Tensor:
-        """Where to write the block's local dX ``[R, D]``."""
+        """Begin the next block; returns where to write its local dX ``[R, D]``."""
         part, sp_size = self._total[block.start : block.stop], self._layout.sp_size
         self._started.append([])
         if sp_size == 1 and self._dtype == part.dtype:
@@ -141,7 +153,7 @@ class HiddenReduction:
     def start(self, block: Block, local: Tensor, rows_done: int) -> None:
         """Start the sums of the rows of ``local`` before ``rows_done`` that are not started yet.
 
-        ``local`` is what :meth:`destination` returned last.
+        ``local`` is what :meth:`open_block` returned last.
         """
         layout = self._layout
         if layout.ranks == 1:
@@ -151,29 +163,29 @@ class HiddenReduction:
             if complete:  # A reduce-scatter has rows of every rank.
                 summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
                 work = reduce_scatter(summed, local, group=layout.group, async_op=True)
-                started.append((work, local, summed, part))
+                started.append(_Reduction(work, local, summed, part))
         else:
             size = max(1, local.shape[0])
-            if self._alone:
+            if self._in_pieces:
                 size = max(1, REDUCED_BYTES // max(1, local[:1].numel() * local.element_size()))
                 size = size // PIECE_ROWS * PIECE_ROWS or size
-            for first in range(sum(len(piece) for _, piece, *_ in started), len(local), size):
+            for first in range(sum(len(r.local) for r in started), len(local), size):
                 last = min(first + size, len(local))
                 if last > rows_done:
                     break
                 piece = local[first:last]
                 work = dist.all_reduce(piece, group=layout.group, async_op=True)
-                started.append((work, piece, piece, part[first:last]))
+                started.append(_Reduction(work, piece, piece, part[first:last]))
         if complete:
             while len(self._started) > 1:
                 self._finish_block()
 
     def _finish_block(self) -> None:
-        for work, _, summed, part in self._started.popleft():
-            assert work is not None  # None only on a rank outside the group
-            work.wait()
-            if summed.dtype != part.dtype:
-                part.copy_(summed)
+        for reduction in self._started.popleft():
+            assert reduction.work is not None  # None only on a rank outside the group
+            reduction.work.wait()
+            if reduction.summed.dtype != reduction.part.dtype:
+                reduction.part.copy_(reduction.summed)
 
     def wait(self) -> Tensor:
         """dX of all blocks, summed over the ranks."""

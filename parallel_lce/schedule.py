@@ -184,7 +184,7 @@ class _GradientSums:
         number, real = len(call.plan.blocks), projection.real_rows
         self._reduction = self._dweight = self._dbias = None
         if needs.hidden:
-            self._reduction = HiddenReduction(hidden, call.layout, call.reduce_dtype, alone=not needs.weight)
+            self._reduction = HiddenReduction(hidden, call.layout, call.reduce_dtype, in_pieces=not needs.weight)
         if needs.weight:
             self._dweight = GradBuffer(projection.weight, real, number, dtype=dtype, main_grad=call.main_grad)
         if needs.bias and projection.bias is not None:

@@ -87,11 +87,11 @@ def chosen(*arguments) -> list[str]:
 
 def test_options_override_the_suite():
     assert plan("--suite", "bars", "--shape", "3,5,7").shapes == (Shape(3, 5, 7),)
-    assert chosen("--peers", "torch", "ours", "ours-per-token@0") == ["ours", "ours-per-token@0", "bare", "torch"]
+    assert chosen("--peers", "torch", "ours", "ours-per-token@0") == ["ours", "ours-per-token@0", "gemm-only", "torch"]
     assert chosen("--without", "ours-per-token@all", "ours@1GiB", "torch-lce", "torch-lce-chunked") == [
         "ours-per-token@512MiB",
         "ours-main-grad@512MiB",
-        "bare",
+        "gemm-only",
         "torch",
     ]
     assert [peers.parse_budget(t) for t in ("512MiB", "3 kib", "7", "all")] == [512 * MIB, 3072, 7, ALL]
@@ -208,7 +208,7 @@ def test_what_is_wrong_is_shown_and_never_timed(monkeypatch, no_profiler):
     monkeypatch.setattr(timing, "clock", lambda call, *_: timed.append(call) or 0.5)
     problem = a_problem()
     all_peers = [Peer(name, ANY, CPU_AND_CUDA, lambda *_, loss=loss: loss) for name, (loss, _) in FAULTS.items()]
-    all_peers.append(Peer("bare", ANY, CPU_AND_CUDA, None, "bare"))
+    all_peers.append(Peer("gemm-only", ANY, CPU_AND_CUDA, None, "gemm-only"))
     results = measured(all_peers, problem, 2)
     # three first readings and two rounds, of two passes and two peers: the right one and the GEMM-only baseline
     assert len(timed) == (3 + 2) * 2 * 2
@@ -302,18 +302,18 @@ def test_a_run_writes_table_json_and_picture(monkeypatch, tmp_path, capsys):
             "ours-per-token@512MiB",
             "ours-main-grad@512MiB",
             "ours@1GiB",
-            "bare",
+            "gemm-only",
             "torch",
         ]
-        bare = entries["bare"][FORWARD_BACKWARD]["seconds"]
+        bare = entries["gemm-only"][FORWARD_BACKWARD]["seconds"]
         gradients = 4 * shape["d"] * (shape["n"] + shape["v"])
         for label, entry in entries.items():
-            assert entry["refused"] is None and (label == "bare" or entry["errors"]["dX"] < 1e-5)
-            assert (FORWARD in entry) == (label in ("bare", "torch", "ours-per-token@all"))
+            assert entry["refused"] is None and (label == "gemm-only" or entry["errors"]["dX"] < 1e-5)
+            assert (FORWARD in entry) == (label in ("gemm-only", "torch", "ours-per-token@all"))
             both = entry[FORWARD_BACKWARD]
             assert len(both["seconds"]) == 3 and both["seconds_min"] <= both["seconds_median"] <= both["seconds_max"]
             ratios = sorted(b / t for b, t in zip(bare, both["seconds"]))
-            assert both["of_bare"] == pytest.approx([ratios[1], ratios[0], ratios[2]])
+            assert both["of_gemm_only"] == pytest.approx([ratios[1], ratios[0], ratios[2]])
             mine = gradients - 4 * shape["d"] * shape["v"] if "main-grad" in label else gradients
             assert both["peak_bytes"] - both["beyond_gradients_bytes"] == mine
     printed = capsys.readouterr().out
@@ -334,7 +334,7 @@ def test_a_missing_peer_is_named_with_its_reason(monkeypatch, capsys):
     monkeypatch.setattr(peers, "OTHERS", (*peers.OTHERS, gone))
     found = options.parse_arguments(["--device", "cpu", "--without", "torch-lce", "torch-lce-chunked"])
     assert found.not_here == {"gone": "no module no_such_module.of_mine"}
-    assert [str(peer) for peer in found.chosen] == ["ours@0", "ours-per-token@0", "bare", "torch"]
+    assert [str(peer) for peer in found.chosen] == ["ours@0", "ours-per-token@0", "gemm-only", "torch"]
     with pytest.raises(SystemExit) as refusal:
         command.main(["--device", "cpu", "--peers", "gone"])
     assert refusal.value.code == 2 and "cannot run here: gone (no module" in capsys.readouterr().err

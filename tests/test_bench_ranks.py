@@ -25,10 +25,10 @@ from parallel_lce.bench.measure import measure
 from parallel_lce.bench.passes import calls_of
 from parallel_lce.bench.peers import (
     ANY,
-    BARE,
     CPU_AND_CUDA,
     FORWARD,
     FORWARD_BACKWARD,
+    GEMM_ONLY,
     OVERLAPPED,
     RANKS,
     SAVED,
@@ -104,7 +104,7 @@ def test_the_numbers_of_a_run_make_sense(a_run):
     _, _, found = a_run
     for cell in found["cells"]:
         entries = {entry["name"]: entry for entry in cell["peers"]}
-        expected = [SAVED, "ours", "ours@128MiB", LEAN, "ours-per-token@0", BARE, OVERLAPPED, "loss-parallel"]
+        expected = [SAVED, "ours", "ours@128MiB", LEAN, "ours-per-token@0", GEMM_ONLY, OVERLAPPED, "loss-parallel"]
         assert list(entries) == [name for name in expected if cell["tp"] > 1 or name != OVERLAPPED]
         assert [entry["refused"] for entry in entries.values()] == [None] * len(entries)
         parts = cell["tp"] if cell["sequence_parallel"] else 1
@@ -113,17 +113,20 @@ def test_the_numbers_of_a_run_make_sense(a_run):
             assert (FORWARD in entry) == (name == SAVED or not name.startswith("ours"))
             both = entry[FORWARD_BACKWARD]
             assert len(both["seconds"]) == 3 and both["seconds_min"] <= both["seconds_median"] <= both["seconds_max"]
-            for key, other in (("of_bare", BARE), ("of_overlapped", OVERLAPPED if cell["tp"] > 1 else BARE)):
+            for key, other in (
+                ("of_gemm_only", GEMM_ONLY),
+                ("of_overlapped", OVERLAPPED if cell["tp"] > 1 else GEMM_ONLY),
+            ):
                 its = entries[other][FORWARD_BACKWARD]["seconds"]
                 ratios = sorted(b / t for b, t in zip(its, both["seconds"]))
                 assert both[key] == pytest.approx([ratios[1], ratios[0], ratios[2]])
             gradients = 4 * d * (n // parts + (0 if name == LEAN else rows))
             assert both["peak_bytes"] - both["beyond_gradients_bytes"] == gradients
             assert entry["errors"].keys() == (
-                set() if entry["name"] in (BARE, OVERLAPPED) else cell["torch_errors"].keys()
+                set() if entry["name"] in (GEMM_ONLY, OVERLAPPED) else cell["torch_errors"].keys()
             )
         if not cell["sequence_parallel"]:
-            assert entries[BARE][FORWARD_BACKWARD]["beyond_gradients_bytes"] == 4 * n * rows  # the logits alone
+            assert entries[GEMM_ONLY][FORWARD_BACKWARD]["beyond_gradients_bytes"] == 4 * n * rows  # the logits alone
         assert set(cell["collectives"]) == (set() if cell["tp"] == 1 else {*AROUND})
 
 
@@ -239,7 +242,7 @@ def test_sizes_are_powers_of_two_and_all_ranks():
         (["--plot", "p.foo"], "argument --plot: the suffix must be one of "),
         (["--shape", "100,8,8"], "N and V must be multiples of the TP size, got N=100, V=8, D=8 for TP 8"),
         (["--peers", "nobody"], "no such peer: nobody"),
-        (["--without", "bare", "nobody"], "no such peer: nobody"),
+        (["--without", "gemm-only", "nobody"], "no such peer: nobody"),
         (["--rounds", "0"], "--rounds must be at least 1, got 0"),
     ],
 )
@@ -251,9 +254,9 @@ def test_a_bad_command_line_says_why(arguments, words, capsys):
 
 def test_the_baselines_are_always_measured(monkeypatch, capsys):
     found = options("--peers", SAVED)
-    assert [peer.name for peer in found.chosen] == [SAVED, BARE, OVERLAPPED] and not found.not_here
+    assert [peer.name for peer in found.chosen] == [SAVED, GEMM_ONLY, OVERLAPPED] and not found.not_here
     found = options("--without", "ours-per-token@0", "loss-parallel")
-    assert [peer.name for peer in found.chosen] == [SAVED, "ours", "ours@128MiB", LEAN, BARE, OVERLAPPED]
+    assert [peer.name for peer in found.chosen] == [SAVED, "ours", "ours@128MiB", LEAN, GEMM_ONLY, OVERLAPPED]
     renamed = [replace(peer, needs="no_such_module") if peer.name == "verl" else peer for peer in peers.OTHERS]
     monkeypatch.setattr(peers, "OTHERS", renamed)
     with pytest.raises(SystemExit):
@@ -301,7 +304,7 @@ def _baselines(member, sequence_parallel):
     z = problem.hidden.double() @ problem.weight.double().T
     grad_x = z @ problem.weight.double()
     grad_weight = z.T @ problem.hidden.double()
-    for value, truth in zip(calls_of(peer(BARE), problem)[FORWARD_BACKWARD](), (grad_x, grad_weight)):
+    for value, truth in zip(calls_of(peer(GEMM_ONLY), problem)[FORWARD_BACKWARD](), (grad_x, grad_weight)):
         torch.testing.assert_close(value.double(), truth, rtol=1e-4, atol=1e-4)
     dist.all_reduce(grad_x, group=problem.team.group)
     truths = problem.own(grad_x), grad_weight
@@ -379,7 +382,7 @@ def _measured(member, sequence_parallel):
     """What each rank says of peers of which one rank is wrong."""
     problem = problem_of(member, sequence_parallel=sequence_parallel)
     planted = [Peer(fault, ANY, CPU_AND_CUDA, partial(_planted, fault), "ours", layouts=(RANKS,)) for fault in FAULTS]
-    planted.append(peer(BARE))
+    planted.append(peer(GEMM_ONLY))
     called, said = [], []
     timing.OVER_RANKS[member.device.type] = 0.0, 1e-9  # one call
 
@@ -402,7 +405,7 @@ def test_what_is_wrong_on_one_rank_is_refused_on_all(worlds, device, sequence_pa
             assert set(passes) == {FORWARD, FORWARD_BACKWARD}
             assert all(len(its.seconds) == 2 and its.peak_bytes > 0 for its in passes.values())
     assert results[1][-1]["dW"] > 100 * results[0][-1]["dW"] > 0  # a refused peer's errors are shown
-    assert called == ["none", BARE] and any(line.endswith("round 2 of 2") for line in said)
+    assert called == ["none", GEMM_ONLY] and any(line.endswith("round 2 of 2") for line in said)
 
 
 def _together(member):
@@ -457,12 +460,12 @@ def made_up(tp, sequence_parallel=False, tokens=64, **milliseconds) -> Cell:
 
 
 def test_ratios_are_of_speed_in_the_same_round():
-    cell = made_up(8, True, ours_saved=10, bare=8, bare_overlapped=9, megatron_fused=15, ours_lean=12)
+    cell = made_up(8, True, ours_saved=10, gemm_only=8, gemm_only_overlapped=9, megatron_fused=15, ours_lean=12)
     saved = cell.get(SAVED)
-    assert cell.ratio(saved, BARE) == pytest.approx((0.8, 0.8, 0.8))
+    assert cell.ratio(saved, GEMM_ONLY) == pytest.approx((0.8, 0.8, 0.8))
     assert cell.ratio(saved, "megatron-fused", FORWARD) == pytest.approx((1.5, 1.5, 1.5))
-    assert cell.ratio(cell.get(LEAN), BARE, FORWARD) is None and cell.ratio(saved, "verl") is None
-    single = made_up(1, ours_saved=10, bare=8)
+    assert cell.ratio(cell.get(LEAN), GEMM_ONLY, FORWARD) is None and cell.ratio(saved, "verl") is None
+    single = made_up(1, ours_saved=10, gemm_only=8)
     assert single.ratio(single.get(SAVED), OVERLAPPED) == pytest.approx((0.8, 0.8, 0.8))
     (columns, row) = rows_of(overview([cell]))
     assert columns[4] == "megatron-fused ×" and row == [
@@ -476,7 +479,7 @@ def test_ratios_are_of_speed_in_the_same_round():
 
 
 def test_what_was_refused_has_a_row_without_numbers():
-    cell = made_up(2, ours_saved=10, bare=8)
+    cell = made_up(2, ours_saved=10, gemm_only=8)
     cell.results[0] = replace(cell.results[0], refused="refused: dW error 1.0e-02, allowed 1e-3", errors={"dW": 0.01})
     cell.yardstick = {"loss": 1e-3, "dX": 1e-3, "dW": 1e-3}
     (_, refused, bare) = rows_of(cell_table(cell))
@@ -488,7 +491,9 @@ def test_what_was_refused_has_a_row_without_numbers():
 
 
 def test_one_rank_stands_in_the_panels_of_both_layouts():
-    cells = [made_up(1, ours_saved=8, bare=7)] + [made_up(2, sp, ours_saved=4, bare=3) for sp in (False, True)]
+    cells = [made_up(1, ours_saved=8, gemm_only=7)] + [
+        made_up(2, sp, ours_saved=4, gemm_only=3) for sp in (False, True)
+    ]
     panels = panels_of([cell.as_dict() for cell in cells])
     assert [sequence_parallel for _, sequence_parallel in panels] == [False, True]
     for lines in panels.values():
@@ -496,7 +501,7 @@ def test_one_rank_stands_in_the_panels_of_both_layouts():
 
 
 def test_panels_of_several_runs_are_of_one_problem_each(tmp_path):
-    cells = [made_up(tp, ours_saved=8 / tp, bare=7 / tp).as_dict() for tp in (1, 2, 4)]
+    cells = [made_up(tp, ours_saved=8 / tp, gemm_only=7 / tp).as_dict() for tp in (1, 2, 4)]
     others = [dict(cell, dtype="float32") for cell in cells] + [dict(cell, v=2 * cell["v"]) for cell in cells]
     panels = panels_of(cells + others)
     assert len(panels) == 3 and all(len(lines[SAVED]) == 3 for lines in panels.values())

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from parallel_lce.bench import scaling
-from parallel_lce.bench.peers import BARE, OVERLAPPED, SAVED
+from parallel_lce.bench.peers import GEMM_ONLY, OVERLAPPED, SAVED
 from parallel_lce.bench.scaling import AROUND, BOTH, FORWARD, Layout, Model, Network, Readings, Times
 
 NETWORK = Network(launch=8e-6, hop=1.5e-6, bandwidth=300e9)
 RATE = 7e14
 TIMES = {
-    (BARE, FORWARD): Times(1 / RATE, 20e-6),
-    (BARE, BOTH): Times(1.1 / RATE, 50e-6),
+    (GEMM_ONLY, FORWARD): Times(1 / RATE, 20e-6),
+    (GEMM_ONLY, BOTH): Times(1.1 / RATE, 50e-6),
     (OVERLAPPED, FORWARD): Times(1 / RATE, 20e-6, 0.0, 1.0),
     (OVERLAPPED, BOTH): Times(1.1 / RATE, 50e-6, 0.0, 1.0, 0.5),
     (SAVED, FORWARD): Times(1.02 / RATE, 40e-6, 2e-9, 0.3),
@@ -119,7 +119,7 @@ def test_least_squares_leaves_out_what_would_be_negative():
 
 
 def results(readings: Readings) -> dict:
-    """The readings as the benchmark writes them, each bare-overlapped only where there is something to overlap."""
+    """The readings as the benchmark writes them, each gemm-only-overlapped only where there is something to overlap."""
     cells = {}
     for series, kind, layout, seconds in readings.times:
         sizes = {name: value for name, value in vars(layout).items() if name != "itemsize"}
@@ -135,7 +135,7 @@ def results(readings: Readings) -> dict:
 
 
 def test_what_is_read_is_what_was_written():
-    single = {(OVERLAPPED, kind): TIMES[BARE, kind] for kind in (FORWARD, BOTH)}
+    single = {(OVERLAPPED, kind): TIMES[GEMM_ONLY, kind] for kind in (FORWARD, BOTH)}
     readings = made_up(Model(NETWORK, TIMES | single), [layout for layout in LAYOUTS if layout.tp == 1])
     rest = made_up(layouts=[layout for layout in LAYOUTS if layout.tp > 1])
     found = scaling.read(results(readings), results(rest))
@@ -157,7 +157,7 @@ def test_the_program_prints_errors_and_predictions(tmp_path, capsys):
     assert picture.stat().st_size > 10_000
     printed = capsys.readouterr().out
     (held_out,) = (line for line in printed.splitlines() if line.startswith("Error at TP 8 of a fit to the smaller"))
-    assert "bare 0.0 % rms, 0.0 % at most; " in held_out and held_out.endswith("9.1 % at most.")
+    assert "gemm-only 0.0 % rms, 0.0 % at most; " in held_out and held_out.endswith("9.1 % at most.")
     rows = [cells_of(line) for line in printed.splitlines() if line.startswith(("| 16 |", "| 64 |"))]
     assert [row[:3] for row in rows] == [
         [p, n, sp] for p in ("16", "64") for n in ("8192", "32768") for sp in ("off", "on")
@@ -166,7 +166,7 @@ def test_the_program_prints_errors_and_predictions(tmp_path, capsys):
     hosts = replace(model.network, host_gpus=8, host_hop=10e-6, host_bandwidth=400e9)
     layout = Layout(16, 32768, 131072, 4096, True)
     mine = replace(model, network=hosts).seconds(SAVED, BOTH, layout)
-    bare = replace(model, network=hosts).seconds(BARE, BOTH, layout)
+    bare = replace(model, network=hosts).seconds(GEMM_ONLY, BOTH, layout)
     assert float(rows[3][5]) == pytest.approx(1e3 * mine, rel=1e-2)
     assert float(rows[3][6]) == pytest.approx(bare / mine, abs=1e-3)
 

@@ -204,7 +204,7 @@ class BlockBackward:
 
     What is not ``saved`` is projected again. Where dX is reduced over the ranks, the dW products of some windows are
     deferred until dX is complete: those of all saved windows, and of as many recomputed windows as have gradients that
-    fit in ``scratch.limit`` bytes, where they are kept. If there is neither, the last window's dW is deferred, and its
+    fit in ``scratch.limit`` bytes, where they are held. If there is neither, the last window's dW is deferred, and its
     logits are recomputed once more.
     """
 

@@ -116,7 +116,7 @@ def _peers(suite: Suite, options: Namespace, layout: str) -> list[Peer]:
         names = [peer.name for peer in options.peers]
     peers = ours
     for peer in others(layout):
-        if peer.family == "bare" or (options.device in peer.devices if names is None else peer.name in names):
+        if peer.family == "gemm-only" or (options.device in peer.devices if names is None else peer.name in names):
             peers.append(peer)
     left_out = {peer.name for peer in options.without}
     peers = [peer for peer in peers if peer.name not in left_out]

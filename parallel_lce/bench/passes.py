@@ -16,7 +16,7 @@ def calls_of(
 ) -> dict[str, Callable]:
     """`{pass: function()}` of a peer and its loss. Forward + backward returns the loss, dX and dW; of a GEMM-only
     baseline the gradients alone."""
-    if peer.family == "bare":
+    if peer.family == "gemm-only":
         calls = _baseline_calls(problem, peer.name == OVERLAPPED)
     else:
         calls = _loss_calls(loss, problem, peer.main_grad)

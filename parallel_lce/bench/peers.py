@@ -26,7 +26,7 @@ CPU_AND_CUDA, CUDA = ("cpu", "cuda"), ("cuda",)
 ONE, RANKS = "one", "ranks"  # one process without a group; a process group, with or without sequence parallelism
 BOTH = (ONE, RANKS)
 
-BARE, OVERLAPPED, SAVED = "bare", "bare-overlapped", "ours-per-token@all"
+GEMM_ONLY, OVERLAPPED, SAVED = "gemm-only", "gemm-only-overlapped", "ours-per-token@all"
 UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 ALL = 1 << 40  # a logits_budget that everything fits
 
@@ -39,7 +39,7 @@ class Peer:
     upstream: str  # the gradient that its loss accepts: 'any' per token, or one 'scalar'
     devices: tuple[str, ...]  # those on which it is measured without being named
     build: Callable | None  # of a group (None on one GPU) and whether sequence parallel; returns the loss
-    family: str = "other"  # 'ours', 'bare' (a GEMM-only baseline) or 'other'
+    family: str = "other"  # 'ours', 'gemm-only' (a GEMM-only baseline) or 'other'
     passes: tuple[str, ...] = PASSES
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
     layouts: tuple[str, ...] = (ONE,)
@@ -100,8 +100,8 @@ _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entro
 _CCE = "cut_cross_entropy", "linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
 OTHERS = (
-    Peer(BARE, ANY, CPU_AND_CUDA, None, "bare", layouts=BOTH),
-    Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "bare", layouts=(RANKS,)),
+    Peer(GEMM_ONLY, ANY, CPU_AND_CUDA, None, "gemm-only", layouts=BOTH),
+    Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "gemm-only", layouts=(RANKS,)),
     Peer("torch", ANY, CPU_AND_CUDA, lambda *_: libraries.torch_loss),
     Peer("torch-lce", ANY, CPU_AND_CUDA, library("torch.nn.functional", "linear_cross_entropy")),
     Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, libraries.torch_lce_chunked),

@@ -3,7 +3,7 @@
 from .peers import FORWARD_BACKWARD
 from .problem import Shape
 
-COLOURS = {"ours": "#c2410c", "bare": "#111827", "": "#6b7280"}  # by how a peer's name begins
+COLOURS = {"ours": "#c2410c", "gemm-only": "#111827", "": "#6b7280"}  # by how a peer's name begins
 MARKERS = "osD^v<>Pp*"
 
 
@@ -28,7 +28,7 @@ def plot_over_ranks(path, facts: dict[str, str], cells: list[dict]) -> bool:
         for name, points in lines.items():
             sizes, spreads = zip(*points)
             style = {"color": next(COLOURS[start] for start in COLOURS if name.startswith(start)), "capsize": 2}
-            style["linestyle"] = "--" if name.startswith("bare") else "-"
+            style["linestyle"] = "--" if name.startswith("gemm-only") else "-"
             style["marker"] = MARKERS[names.index(name) % len(MARKERS)]
             axis.errorbar(sizes, *_error_bars(spreads), label=name, **style)
         _style(axis, sorted({tp for points in lines.values() for tp, _ in points}))

@@ -6,7 +6,7 @@ from statistics import median
 import torch
 
 from .accuracy import Judge
-from .peers import BARE, FORWARD_BACKWARD, OVERLAPPED, PASSES, Peer
+from .peers import FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer
 from .problem import Shape
 
 
@@ -85,7 +85,7 @@ class Cell:
         """(median, min, max) over the rounds of the speed of a result relative to that of the peer named `other`; None
         if either has no time. Both are of the same round, so that a machine which slows down or has other work slows
         both. A single rank has no collectives: its GEMM-only baseline is the overlapped one, too."""
-        its = self.get(BARE if other == OVERLAPPED and self.tp == 1 else other, kind)
+        its = self.get(GEMM_ONLY if other == OVERLAPPED and self.tp == 1 else other, kind)
         if not its or not result or not result.has(kind):
             return None
         return spread([b / a for a, b in zip(result.passes[kind].seconds, its.passes[kind].seconds)])
@@ -113,7 +113,7 @@ class Cell:
             entry[kind] = {
                 "seconds": its.seconds,
                 **dict(zip(("seconds_median", "seconds_min", "seconds_max"), spread(its.seconds))),
-                "of_bare": self.ratio(result, BARE, kind),
+                "of_gemm_only": self.ratio(result, GEMM_ONLY, kind),
                 "of_overlapped": self.ratio(result, OVERLAPPED, kind),
                 "peak_bytes": its.peak_bytes,
                 "beyond_gradients_bytes": its.extra_bytes,

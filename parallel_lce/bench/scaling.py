@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
-from .peers import BARE, FORWARD, FORWARD_BACKWARD, OVERLAPPED, SAVED
+from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, SAVED
 from .plot import plot_over_ranks
 from .tables import NONE, SHORT, new_console, new_table, say
 
 BOTH = FORWARD_BACKWARD
 AROUND = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_gather_partials": 1}  # times around a ring
 PRODUCTS = {FORWARD: 1, BOTH: 3}  # matrix products of a pass
-SERIES = (BARE, OVERLAPPED, SAVED)
+SERIES = (GEMM_ONLY, OVERLAPPED, SAVED)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Times:
 def _terms(series: str, kind: str, layout: Layout, network: Network, per_flop: float) -> tuple[float, dict[str, float]]:
     """`(seconds of the network alone, {name of a number of Times: its factor})`; the time is their sum."""
     known, factors = 0.0, {"per_flop": layout.product * PRODUCTS[kind], "fixed": 1.0}
-    if series == BARE:
+    if series == GEMM_ONLY:
         return known, factors
     if series == SAVED:
         factors["token"] = float(layout.n)
@@ -129,8 +129,8 @@ def read(*contents: dict) -> Readings:
         for kind, found in cell["collectives"].items():  # the same in both layouts of a TP size and N
             collectives[kind, found["bytes"], layout.tp] = found["seconds_median"]
         peers = {peer["name"]: peer for peer in cell["peers"]}
-        if layout.tp == 1 and BARE in peers:  # a single rank has nothing to overlap
-            peers[OVERLAPPED] = peers[BARE]
+        if layout.tp == 1 and GEMM_ONLY in peers:  # a single rank has nothing to overlap
+            peers[OVERLAPPED] = peers[GEMM_ONLY]
         for series, kind in itertools.product(SERIES, PRODUCTS):
             if kind in peers.get(series, {}):
                 times.append((series, kind, layout, peers[series][kind]["seconds_median"]))
@@ -266,11 +266,11 @@ def _readings_table(errors: list[tuple]) -> Table:
 
 
 def _predictions_table(model: Model, layouts: list[Layout]) -> Table:
-    columns = ["forward, ms", "of bare", "fwd+bwd, ms", "of bare", "of overlapped"]
+    columns = ["forward, ms", "of GEMM-only", "fwd+bwd, ms", "of GEMM-only", "of overlapped"]
     table = new_table(None, None, ["P", "N", "SP"], columns)
     for layout in dict.fromkeys(layouts):
         row = [str(layout.tp), str(layout.n), "on" if layout.sequence_parallel else "off"]
-        for kind, others in ((FORWARD, (BARE,)), (BOTH, (BARE, OVERLAPPED))):
+        for kind, others in ((FORWARD, (GEMM_ONLY,)), (BOTH, (GEMM_ONLY, OVERLAPPED))):
             mine = model.seconds(SAVED, kind, layout)
             row.append(f"{1e3 * mine:.3g}")
             for other in others:

@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .peers import BARE, FORWARD, FORWARD_BACKWARD, OVERLAPPED
+from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED
 from .results import Cell, Result, spread
 
 ERRORS = ("loss", "dX", "dW")  # in JSON the worst rows too
@@ -15,10 +15,10 @@ NONE = "–"
 MIB = 2**20
 PIPE_WIDTH = 240  # a file or a pipe has no width, and wrapped numbers cannot be read
 CELL_CAPTION = (
-    " Milliseconds of the slowest rank. of bare: speed relative to the GEMM-only baseline in the same round. MiB: peak "
+    " Milliseconds of the slowest rank. of GEMM-only: speed relative to that baseline in the same round. MiB: peak "
     "above the inputs on the rank that needs most; beyond: without dX and dW too."
 )
-RANKS_CAPTION = " bare: the three local products without communication; of overlapped: with their collectives."
+RANKS_CAPTION = " gemm-only: the three local products without communication; of overlapped: with their collectives."
 OVERVIEW_CAPTION = (
     "Speed of the first strategy of ours (min–max over the rounds) relative to the GEMM-only baseline with overlapped "
     "collectives and without any, and of forward alone to the projection alone; ×: times the speed of another. MiB: "
@@ -72,7 +72,7 @@ def _columns(cell: Cell, kind: str) -> Iterator[tuple[str, Callable[[Result], st
     """(title, text of a result) of each column of one pass."""
     both = kind == FORWARD_BACKWARD
     yield f"{SHORT[kind]} ms", lambda r: "{} ({}–{})".format(*map(milliseconds, spread(r.passes[kind].seconds)))
-    yield "of bare", lambda r: _ratio_text(cell.ratio(r, BARE, kind))
+    yield "of GEMM-only", lambda r: _ratio_text(cell.ratio(r, GEMM_ONLY, kind))
     if both and cell.tp > 1:
         yield "of overlapped", lambda r: _ratio_text(cell.ratio(r, OVERLAPPED, kind))
     yield "MiB", lambda r: mebibytes(r.passes[kind].peak_bytes)
@@ -83,12 +83,12 @@ def _columns(cell: Cell, kind: str) -> Iterator[tuple[str, Callable[[Result], st
 def overview(cells: list[Cell]) -> Table:
     """A row per cell: ours against the baselines and everybody else."""
     others = dict.fromkeys(r.peer.name for cell in cells for r in cell.results if r.peer.family == "other")
-    columns = ["of overlapped", "of bare", "forward of bare", *(f"{name} ×" for name in others), "MiB"]
+    columns = ["of overlapped", "of GEMM-only", "forward of GEMM-only", *(f"{name} ×" for name in others), "MiB"]
     table = new_table("Ours over all problems", OVERVIEW_CAPTION, ["problem"], columns)
     for cell in cells:
         ours = next((result for result in cell.results if result.peer.family == "ours"), None)
         row = [cell.where]
-        for other, kind in ((OVERLAPPED, FORWARD_BACKWARD), (BARE, FORWARD_BACKWARD), (BARE, FORWARD)):
+        for other, kind in ((OVERLAPPED, FORWARD_BACKWARD), (GEMM_ONLY, FORWARD_BACKWARD), (GEMM_ONLY, FORWARD)):
             row.append(_ratio_text(cell.ratio(ours, other, kind), "{:.3f} ({:.3f}–{:.3f})"))
         row += [_ratio_text(cell.ratio(ours, name, cell.passes[-1]), "{:.2f}") for name in others]
         its = ours.passes[FORWARD_BACKWARD] if ours and ours.has(FORWARD_BACKWARD) else None

@@ -71,11 +71,11 @@ def tune(shape: Shape, rounds: int, specialized: bool) -> dict:
                     print(f"{tile} cannot run {name}: {type(error).__name__}")
                     continue
                 runs[tile, blocks, name] = timer(function, team)
-    bare = timer(lambda: torch.mm(x, weight.t()), team)
+    gemm = timer(lambda: torch.mm(x, weight.t()), team)
     speeds = {key: [] for key in runs}
     for _ in range(rounds):
         for (tile, blocks, name), read in runs.items():
-            product = bare()
+            product = gemm()
             with tuning.forced(tile, blocks):
                 speeds[tile, blocks, name].append(product / read())
     return {key: median(values) for key, values in speeds.items()}

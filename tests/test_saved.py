@@ -94,7 +94,7 @@ def test_a_bias_with_gaps(device):
 
 def test_what_is_recomputed_takes_the_memory_of_what_was_saved(device, monkeypatch):
     """So that a budget is one buffer, not two, and slices are as large as it."""
-    monkeypatch.setattr(Scratch, "take", lambda *_: pytest.fail("more memory than what was saved"))
+    monkeypatch.setattr(Scratch, "borrow", lambda *_: pytest.fail("more memory than what was saved"))
     t = small(device, N=40, V=700, dtype="bf16")
     budget = 40 * 512 * 2
     with shrunk(256), launches() as found:

@@ -34,8 +34,8 @@ def exponential(x):
 def exponential_from(z, shift):
     """exp(z - shift) by one multiply-add and one ``exp2``.
 
-    ``shift * log2(e)`` is rounded. :func:`rebased` uses the same rounded number, so the error cancels in
-    ``exponential_from(z, shift) * rebased(shift, base)``.
+    ``shift * log2(e)`` is rounded. :func:`rebased` rounds it in the same way, and in the product of the two the
+    errors cancel.
     """
     return tl.exp2(tl.fma(z, _LOG2_E, -(shift * _LOG2_E)))
 

@@ -33,7 +33,7 @@ _BLOCK = 4096
 class SavedExponentials(NamedTuple):
     """What a block saves of its first C vocabulary entries from forward to backward."""
 
-    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times FP16_SCALE
+    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE
     exponentials: torch.Tensor
     # [windows, R] fp32, of all windows of the forward
     maxima: torch.Tensor
@@ -82,7 +82,7 @@ def lce_backward_from_saved(
     coefficient = alpha_over_sum * rebased(shift, base)
     keeps_row = False
     if not REWRITE:
-        # NaN makes as_it_is false.
+        # NaN makes keeps_row false.
         keeps_row = (tl.load(on_shift + row) != 0) & (tl.abs(base - shift) <= _REACH)
         row_is_zero = coefficient == 0.0
         if target_grad is not None:

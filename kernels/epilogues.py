@@ -30,8 +30,9 @@ class ForwardEpilogue(NamedTuple):
 
 
 class BackwardEpilogue(NamedTuple):
-    """``(p (alpha + delta (z - max)) - gamma) * fp16_scale`` times the derivative of scale and soft-cap; p = exp(z -
-    lse).
+    """``(p (alpha + delta (z - max)) - gamma) * fp16_scale`` times the derivative of scale and soft-cap.
+
+    p = exp(z - lse).
 
     Tensors are ``[R]`` fp32. ``fp16_scale`` is 0-dimensional.
     """

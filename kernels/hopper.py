@@ -153,7 +153,7 @@ def projection(
     STORES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """As ``kernels.projection._projection``, whose operands and result are TMA descriptors."""
+    """As ``kernels.projection._projection``. ``x``, ``weight`` and ``out`` are TMA descriptors."""
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]

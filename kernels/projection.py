@@ -275,11 +275,11 @@ def logits_gradient(
     fp16_scale: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write ``p (alpha + delta (z - max)) - gamma``, times scale, soft-cap's slope and ``fp16_scale``, to ``out [R,
-    V]``.
+    """Write to ``out [R, V]``: ``p (alpha + delta (z - max)) - gamma``, times scale, soft-cap's slope and
+    ``fp16_scale``.
 
     ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``alpha``, ``gamma``, ``delta``:
-    ``[R]`` fp32. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA stores granules of 16
-    bytes, so the tail of a row after column V is overwritten up to the next such boundary.
+    ``[R]`` fp32. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA writes whole granules of 16
+    bytes, so it overwrites each row's padding up to the next boundary.
     """
     product.launch(out, BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, fp16_scale))

@@ -13,11 +13,10 @@ dW_y is then rounded once more, which is better than a rounded entry in the prod
 
     dW_y = sum_k G_ky (c_k x_k) + t_i x_i
 
-dW, if several tokens share the target: their terms and those of the other tokens may cancel, so all belong in one
-product. G's entry is ``t_i / c_i``, rounded. If rows of G have factors, row i of x is multiplied by ``t_i / G_iy``
-instead of ``c_i``, which makes up for that rounding. It multiplies the row's other entries, too, but differs from
-``c_i`` only by about one rounding of G's dtype. Where no row of G has a factor (it was recomputed, or every row was
-rewritten), the rounding stays.
+dW, if several tokens share the target: their terms may cancel, so all go through one product, with G's entry ``t_i /
+c_i``, rounded. If rows of G have factors, ``x_i`` is multiplied by ``t_i / G_iy`` instead of ``c_i``: the target's
+term then has no rounding of ``G_iy``, and the row's other terms change by about one such rounding. If no row of G has
+a factor (it was recomputed, or every row was rewritten), the rounding stays.
 """
 
 from __future__ import annotations
@@ -256,11 +255,11 @@ def place_targets(
 
 @Relaunched
 @triton.jit
-def lce_backward_finish_rows(
+def lce_backward_scale_and_add_targets(
     source,
     factor,
     target,
-    entry,
+    residual,
     weight,
     result,
     hidden_size,
@@ -281,7 +280,7 @@ def lce_backward_finish_rows(
         wanted = tl.load(target + row)
         hit = (wanted >= 0) & (wanted < entries)
         weight_row = weight + tl.where(hit, wanted, 0) * weight_stride + c
-        value += tl.load(entry + row) * tl.load(weight_row, mask=inside & hit, other=0.0).to(tl.float32)
+        value += tl.load(residual + row) * tl.load(weight_row, mask=inside & hit, other=0.0).to(tl.float32)
     tl.store(result + row * result_stride + c, value.to(result.dtype.element_ty), mask=inside)
 
 
@@ -291,20 +290,20 @@ def scale_and_add_targets(
     targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     result: torch.Tensor,
 ) -> torch.Tensor:
-    """Write ``factor * source + entry * weight[target]`` into ``result [R, D]``, rounded once.
+    """Write ``factor * source + residual * weight[target]`` into ``result [R, D]``, rounded once.
 
     ``result`` may be ``source [R, D]``. ``factor``: ``[R]`` or 0-dimensional, None for 1. ``targets``: ``target [R]``
-    int64, ``entry [R]`` and ``weight [V, D]``, or None. A target outside ``[0, V)`` adds nothing.
+    int64, ``residual [R]`` and ``weight [V, D]``, or None. A target outside ``[0, V)`` adds nothing.
     """
     rows, hidden_size = source.shape
-    target, entry, weight = targets or (None, None, None)
+    target, residual, weight = targets or (None, None, None)
     block = min(next_power_of_2(hidden_size), _HIDDEN)
-    lce_backward_finish_rows.launch(
+    lce_backward_scale_and_add_targets.launch(
         (rows, -(-hidden_size // block)),
         source,
         factor,
         target,
-        entry,
+        residual,
         weight,
         result,
         hidden_size,

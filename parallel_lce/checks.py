@@ -23,7 +23,8 @@ _LARGEST_VOCABULARY = 2**31 - 1
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is an int or float within fp32's range, and not NaN. torch.compile can trace comparisons."""
+    """Whether ``value`` is an int or float within fp32's range, and not NaN. Comparisons only: torch.compile can
+    trace them."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
@@ -37,7 +38,8 @@ def check_process_group(group: object) -> None:
 
 
 def check_arguments(a: Arguments, layout: Layout, needs_target: bool) -> torch.Size:
-    """The shape of the tokens; or ``ValueError`` for tensors or numbers that do not fit each other or the layout."""
+    """Raise ``ValueError`` for tensors or numbers that do not fit each other or the layout. Returns the tokens'
+    shape."""
     if needs_target and not isinstance(a.target, Tensor):
         raise ValueError(f"target must be a tensor, got {type(a.target).__name__}")
     check_sequence_parallel(a.sequence_parallel)

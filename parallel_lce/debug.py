@@ -68,9 +68,10 @@ def agree(
 ) -> list[tuple[int, int]]:
     """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
 
-    A setting that some ranks omit is compared among the others. Where the settings agree, each of ``tensors``, int64
-    or fp64, has the same shape on all ranks. Returns every rank's ``shard`` (first id, rows). Collectives: two
-    all-gathers, of 3 int64 and of a text of some hundred bytes; if a tensor differs, one more of its values.
+    Ranks may pass different settings; each is compared among the ranks that pass it. If the settings agree, each of
+    ``tensors``, int64 or fp64, must have the same shape on all ranks. Returns every rank's ``shard`` (first id,
+    rows). Collectives: two all-gathers, of 3 int64 and of a text of some hundred bytes; if a tensor differs, one more
+    of its values.
     """
     values = {name: repr(value) for name, value in settings.items()}
     values |= {name: _digest(tensor) for name, tensor in tensors.items()}

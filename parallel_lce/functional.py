@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.autograd import fused
+from parallel_lce.checks import shortened
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.prepare import prepare
 from parallel_lce.statistics import StatisticsHead, TokenStatistics, requested_columns
@@ -68,9 +69,10 @@ def linear_cross_entropy(
         vocab_size: V, the number of real entries. Rows from there on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: what is saved from forward to backward,
-            and the working block. At least 32 MiB are always used. None means 1 GiB. Must be equal on all ranks.
-            What does not fit is recomputed; or, for 'mean' and 'sum' except in fp16, the gradients are formed in
-            forward (:func:`parallel_lce.plan.plan`). A second backward through one graph recomputes everything.
+            and the working block. A call may use 32 MiB even if the budget is smaller. None means 1 GiB. Must be
+            equal on all ranks. What does not fit is recomputed; or, for 'mean' and 'sum' except in fp16, the
+            gradients are formed in forward (:func:`parallel_lce.plan.plan`). A second backward through one graph
+            recomputes everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
             part is summed, sent and added unrounded: for bf16 that is twice the bytes.
 
@@ -95,11 +97,12 @@ def linear_cross_entropy(
     ===========  ========================  ==============================  ===========================================
 
     A forward gathers the hidden states of the block that saves exponentials at once, and those of the other tokens in
-    pieces of 256 MiB, each started a block ahead. There is no reduction of dX if ``input`` needs no gradient. If the
-    weight needs none, dX is all-reduced in pieces of 64 MiB, which overlap the rest of dX. If gradients are formed in
-    forward, each block of R tokens runs there: the all-gather of its hidden states (SP), the all-gather of its
-    partials (C * R + 2 elements), and, after the next block's all-gather of partials, the reduction of its dX.
-    Backward then has no collective; a second backward repeats all of it.
+    pieces of 256 MiB, each started a block ahead. If ``input`` needs no gradient, there is no reduction. If the weight
+    needs none, dX is all-reduced in pieces of 64 MiB, which overlap the rest of dX.
+
+    If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
+    partials (C * R + 2 elements), and reduces its dX after the next block's gather of partials. Backward then has no
+    collective; a second backward repeats all of it.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
     NaN, and so does a vocabulary without any row. Shards of unequal rows without ``vocab_start`` may end in an error
@@ -108,11 +111,10 @@ def linear_cross_entropy(
     device. Meta and fake tensors give the shapes of results.
 
     Raises:
-        ValueError: shapes, dtypes, devices or numbers that do not fit, naming both, before any collective. A DTensor,
-            naming its mesh and what to pass instead.
-        TypeError: an unknown keyword argument.
-        NotImplementedError: a tensor with a forward-mode tangent.
-        RuntimeError: in backward, where a gradient itself is differentiated.
+        ValueError: shapes, dtypes, devices or numbers that do not fit, before any collective; the message has the
+        given and the expected value. A DTensor, naming its mesh and what to pass instead. TypeError: an unknown
+        keyword argument. NotImplementedError: a tensor with a forward-mode tangent. RuntimeError: in backward, where
+        a gradient itself is differentiated.
     """
     arguments = Arguments(
         input=input,
@@ -202,6 +204,6 @@ def _refuse_unknown(function: str, given: dict[str, object], known: tuple[str, .
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise ValueError(
-                f"{name}={value!r} of torch.nn.functional.linear_cross_entropy is not supported: "
+                f"{name}={shortened(value)} of torch.nn.functional.linear_cross_entropy is not supported: "
                 "use token_weight for per-token weights and logits_budget for the memory"
             )

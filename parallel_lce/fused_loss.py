@@ -24,8 +24,9 @@ def fused_loss(
 ) -> Tensor:
     """The loss of ``arguments`` and ``options``: of the tokens' shape, or 0-dimensional.
 
-    ``function``: what the user called, the same on all ranks. ``extra_check`` raises for other arguments of the user's
-    that are wrong. ``main_grad``: dW is added to it, and no gradient is formed in forward.
+    ``function``: what the user called, the same on all ranks. ``extra_check`` is called with the other checks; it
+    raises if an argument that is not among ``arguments`` is wrong. ``main_grad``: dW is added to it, and no gradient
+    is formed in forward.
     """
     smoothing, reduction = options.label_smoothing, options.reduction
     prepared = prepare(

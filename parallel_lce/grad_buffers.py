@@ -29,10 +29,10 @@ class GradBuffer:
     """Gradient of a weight ``[V/P, D]`` or bias ``[V/P]``, summed in fp32 (fp64 for fp64).
 
     ``num_accumulations``: how often each row is added to, once per block of tokens; 0 for a gradient of no tokens. A
-    low-precision gradient that is added to once is summed in an fp32 buffer of one window, otherwise in an fp32
-    buffer of its own size. ``dtype``: of a new gradient, by default the parameter's. With ``main_grad`` the gradient
-    is added to that tensor: in place if it is fp32; else by one rounded addition of the whole sum. Rows from
-    ``real_rows`` on are padding; their gradient is zero.
+    low-precision gradient that is added to once is summed window by window, in an fp32 buffer of one window. One that
+    is added to several times is summed in an fp32 buffer of its own size. ``dtype``: of a new gradient, by default
+    the parameter's. With ``main_grad`` the gradient is added to that tensor: in place if it is fp32; else by one
+    rounded addition of the whole sum. Rows from ``real_rows`` on are padding; their gradient is zero.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ functions that eager mode calls directly (:mod:`parallel_lce.schedule`), with th
 Saved exponentials travel outside the graph. The forward operator returns a *handle*, a tensor of one byte; what is
 saved is an attribute of its storage, and lives and dies with it. The backward removes it, and recomputes if it is
 gone: in a second backward, or where saved-tensor hooks copied the handle. The exponentials cannot be outputs of the
-operator, because the backward overwrites them. Inductor copies an input that is declared as mutated, 1 GiB here;
-undeclared, a second backward would read overwritten values.
+operator. The backward overwrites them, and would have to declare that: Inductor then copies them, up to
+``logits_budget`` bytes. Undeclared, a second backward would read overwritten values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _LOSS = "Tensor? token_weight, SymInt? ignore_index, bool outside_is_nan"
 _NUM_OPERANDS, _NUM_OF_LOSS = 5, 3
 # Attribute of a handle's storage that holds what is saved.
 _SAVED = "_parallel_lce_saved"
-# Outputs of the forward operator: of the head, its residuals, the partial, the handle.
+# How many outputs of the forward operator are a head's. Its residuals, the partial and the handle follow.
 _NUM_OUTPUTS = len(NAMES)
 
 
@@ -52,7 +52,7 @@ def uses_operators(weight: Tensor) -> bool:
 # --- a call as an operator's arguments -------------------------------------------------------------
 
 
-def _operands(call: Call, operands: tuple, loss: WeightedLoss | None = None) -> tuple:
+def _operands(call: Call, inputs: tuple, loss: WeightedLoss | None = None) -> tuple:
     """The arguments ``_OPERANDS``. ``factors [4]`` fp64, on the CPU: logit_scale, logit_softcap, label_smoothing,
     z_loss.
 
@@ -62,8 +62,8 @@ def _operands(call: Call, operands: tuple, loss: WeightedLoss | None = None) -> 
     numbers = [call.scale, 0.0 if call.softcap is None else call.softcap, 0.0, 0.0]
     if loss is not None:
         numbers[2:] = loss.label_smoothing, loss.z_loss
-    zero = operands[1].new_zeros((), dtype=torch.float64, device="cpu")
-    return *operands, call.target, torch.stack([zero + number for number in numbers])
+    zero = inputs[1].new_zeros((), dtype=torch.float64, device="cpu")
+    return *inputs, call.target, torch.stack([zero + number for number in numbers])
 
 
 class _Numbers(NamedTuple):
@@ -166,8 +166,8 @@ _first_order.register_autograd(_refuse_second_order, setup_context=_save_nothing
 
 # --- forward and backward --------------------------------------------------------------------------
 
-# torch.compile's CUDA graphs refuse CPU tensors, as the factors are, and do not track the memory that a handle holds.
-# torch.cuda.graph over forward and backward together does neither.
+# torch.compile's CUDA graphs refuse CPU tensors (the factors) and do not track the memory behind a handle.
+# torch.cuda.graph over forward and backward has neither problem.
 _OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
@@ -349,27 +349,27 @@ def _by_input(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None
 # --- the functions of parallel_lce.autograd, in a graph --------------------------------------------
 
 
-def fused(call: Call, operands: tuple, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
+def fused(call: Call, inputs: tuple, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
     """:func:`parallel_lce.autograd.fused` of a graph."""
     losses = isinstance(head, WeightedLoss)
     of_loss = (head.token_weight, head.ignore_index, head.outside_is_nan) if losses else (None, None, True)
     outputs = torch.ops.parallel_lce.forward(
-        *_operands(call, operands, head if losses else None), *of_loss, losses, differentiable, *_numbers(call)
+        *_operands(call, inputs, head if losses else None), *of_loss, losses, differentiable, *_numbers(call)
     )
     if losses:
         return (outputs[0],)
     return tuple(v if there else None for v, there in zip(outputs, head.present))
 
 
-def accumulated_loss(call: Call, operands: tuple, loss: WeightedLoss, divisor: Tensor | float) -> Tensor:
+def accumulated_loss(call: Call, inputs: tuple, loss: WeightedLoss, divisor: Tensor | float) -> Tensor:
     """:func:`parallel_lce.autograd.accumulated_loss` of a graph."""
     value, _ = torch.ops.parallel_lce.accumulated_loss(
-        *_operands(call, operands, loss),
+        *_operands(call, inputs, loss),
         loss.token_weight,
         loss.ignore_index,
         loss.outside_is_nan,
         divisor if isinstance(divisor, Tensor) else None,
-        [t is not None and t.requires_grad for t in operands],
+        [t is not None and t.requires_grad for t in inputs],
         *_numbers(call),
     )
     return value

@@ -60,7 +60,7 @@ class Plan:
     block_rows: int
     # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
     saved: int
-    # Gradients are formed in forward, block by block, and nothing is recomputed.
+    # Gradients are formed in forward, block by block.
     accumulate: bool
     # Vocabulary rows per rank that the plan assumes, the same on all ranks. ``saved == shard_rows`` means everything.
     shard_rows: int
@@ -92,8 +92,8 @@ class Plan:
 
     @cached_property
     def forward_blocks(self) -> tuple[Block, ...]:
-        """The forward's blocks: the backward's where exponentials are saved. Other rows take no memory of the logits'
-        shape, so their blocks are as few as the gathered hidden states allow."""
+        """The forward's blocks. The block that saves exponentials is the backward's. The other rows are cut only so
+        that gathered hidden states stay small (:data:`GATHERED_BYTES`)."""
         if self.accumulate:
             return self.blocks
         # Decided by ``first_rows``, which all ranks share, not by ``saved``, which :meth:`limited` may lower on this
@@ -112,8 +112,8 @@ class Plan:
     def limited(self, shard_rows: int, itemsize: int, sp_size: int) -> Plan:
         """The plan of this rank, whose shard has ``shard_rows`` rows that are no padding.
 
-        If the shard has more rows than the plan counted, blocks save only as many entries as fit, and the rest is
-        recomputed. Uneven shards may have more. Blocks and collectives do not change.
+        An uneven shard may have more rows than the plan assumed. It then saves as many entries as fit, and recomputes
+        the rest. Blocks and collectives do not change.
         """
         size = balanced(self.part_rows, self.block_rows) if self.accumulate else self.first_rows
         if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
@@ -130,19 +130,16 @@ class Plan:
 class GradientTraits:
     """Which gradients the backward must form, and where they are summed."""
 
-    hidden: bool
-    weight: bool
+    hidden: bool = False
+    weight: bool = False
     # The hidden states are fp32 (or fp64), so dX itself holds the sum.
-    hidden_fp32: bool
+    hidden_fp32: bool = False
     # The tensor that dW is delivered in is fp32 (or fp64), so it holds the sum.
-    weight_fp32: bool
+    weight_fp32: bool = False
     # dW is a new tensor, not one that exists already.
     weight_new: bool = True
     # dX is reduced over the ranks in an fp32 buffer, though the hidden states are not fp32.
     hidden_buffered: bool = False
-
-
-_EVALUATION = GradientTraits(hidden=False, weight=False, hidden_fp32=False, weight_fp32=False)
 
 
 @dataclass(frozen=True)
@@ -335,23 +332,17 @@ def plan(
 ) -> Plan:
     """Split N tokens into blocks.
 
-    The possible candidate of least cost is taken. Candidates are: save everything; accumulate gradients in forward;
-    recompute by vocabulary; recompute by rows. The functions above say when each is possible. What counts is first the
-    number of matrix products; then whether the candidate is preferred, as saving everything is, and recomputing by
-    vocabulary where its fp32 dX fits the budget; then the bytes of the fp32 accumulator.
+    Takes the possible candidate of least cost. Candidates are: save everything; accumulate gradients in forward;
+    recompute by vocabulary; recompute by rows. The functions above say when each is possible. The cost is the number
+    of matrix products; among equals a preferred candidate is taken (saving everything; by vocabulary where its fp32
+    dX fits the budget), then the one with the smallest fp32 accumulator, then the first in the list.
 
     Args:
-        tokens: N, the tokens of the whole sequence.
-        shard_rows: ceil(V / P).
-        hidden_size: D.
-        itemsize: bytes of an input element, which are also those of a saved exponential.
-        sp_size: P under sequence parallelism, else 1.
-        ranks: P.
-        gradients: None means evaluation.
-        savable: the saved exponentials are enough for the backward.
-        accumulable: the loss is a sum with weights known in forward.
-        smallest_accumulated: rows of a block from which on accumulating is worth its time. Adding to an fp32 dW costs
-            the same whatever the rows.
+        tokens: N, the tokens of the whole sequence. shard_rows: ceil(V / P). hidden_size: D. itemsize: bytes of an
+        input element, which are also those of a saved exponential. sp_size: P under sequence parallelism, else 1.
+        ranks: P. gradients: None means evaluation. savable: the saved exponentials are enough for the backward.
+        accumulable: the loss is a sum with weights known in forward. smallest_accumulated: tokens of a block from
+        which on accumulating is worth its time. Adding to an fp32 dW costs the same whatever the tokens.
         reuses_saved: the backend recomputes into the memory of the saved exponentials.
     """
     # An operator's numbers have 64 bits.
@@ -364,7 +355,7 @@ def plan(
         budget,
         sp_size,
         ranks,
-        gradients or _EVALUATION,
+        gradients or GradientTraits(),
         savable,
         accumulable,
         smallest_accumulated,

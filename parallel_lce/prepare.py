@@ -47,11 +47,11 @@ def prepare(
 ) -> Prepared:
     """Check ``arguments`` and plan the call.
 
-    ``function``: what the user called. ``options``: of the loss, if it is one. ``extra_check`` raises for other
-    arguments that are wrong. ``accumulable``: the result is a sum or mean over tokens. ``main_grad``: dW is added to
-    it.
+    ``function``: what the user called. ``options``: of the loss, if it is one. ``extra_check`` is called with the
+    other checks; it raises if an argument that is not among ``arguments`` is wrong. ``accumulable``: the result is a
+    sum or mean over tokens. ``main_grad``: dW is added to it.
     """
-    checks_ranks = debug.enabled()
+    debugging = debug.enabled()
     check_process_group(arguments.process_group)
     layout = Layout.of(arguments.process_group, False)
     # From here on a refusal is told to the other ranks.
@@ -79,8 +79,8 @@ def prepare(
     hidden, weight = a.input, a.linear_weight
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
     bias = None if a.linear_bias is None else a.linear_bias.contiguous()
-    # hidden keeps its shape. As an input of the graph, not a view, its second derivative is refused under
-    # torch.compile.
+    # hidden is not reshaped here: under torch.compile a second derivative is refused by an input of the graph, not by
+    # a view of one.
     inputs = hidden, weight, bias
     rows = weight.shape[0]
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
@@ -88,7 +88,7 @@ def prepare(
     target = None if a.target is None else a.target.reshape(-1).long().contiguous()
     gradients = _gradients(inputs, layout, a.reduce_dtype, main_grad)
     planned = _plan(a, inputs, layout, shard, backend, gradients, accumulable)
-    if checks_ranks and not valueless(weight):
+    if debugging and not valueless(weight):
         agreed = {
             "function": function,
             **(vars(options) if options is not None else {}),
@@ -178,7 +178,8 @@ def _plan(
 def _check_together(
     a: Arguments, layout: Layout, shard: Shard, options: LossOptions | None, agreed: dict[str, object]
 ) -> None:
-    """Debug mode: all ranks were given the same, ``agreed`` included, and every target is one of the vocabulary."""
+    """Debug mode: all ranks were given the same, ``agreed`` included, and, where a target outside the vocabulary
+    gives NaN, every target lies in it."""
     shards = [(shard.start, shard.rows)]
     if layout.ranks > 1:
         weight = a.token_weight

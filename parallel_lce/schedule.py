@@ -1,6 +1,6 @@
 """The schedule of a call: what a forward and a backward do with each block of tokens, and in which order.
 
-A call runs block by block (:mod:`parallel_lce.plan`). This module alone knows both the collectives
+A call runs block by block (:mod:`parallel_lce.plan`). Of a fused call, this module alone knows both the collectives
 (:mod:`parallel_lce.collectives`) and the work on a block (:mod:`parallel_lce.backends`):
 
     forward      gather hidden states -> project -> gather partials -> merge

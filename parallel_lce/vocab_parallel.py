@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_lce import debug
 from parallel_lce.arguments import as_float
 from parallel_lce.autograd import first_order_only
-from parallel_lce.backends import kernels_run, valueless
+from parallel_lce.backends import uses_kernels, valueless
 from parallel_lce.backends.dense_logits import logits_gradient, logits_partial, merge_ranks
 from parallel_lce.checks import check_kind, check_process_group, is_number, shortened
 from parallel_lce.collectives import Layout, PartialsGather, Shard
@@ -49,7 +49,7 @@ def vocab_parallel_cross_entropy(
         NotImplementedError: a tensor with a forward-mode tangent.
         RuntimeError: in backward, where the gradient itself is differentiated.
     """
-    checks_ranks = debug.enabled()
+    debugging = debug.enabled()
     group = _megatron_group() if tp_group is None else tp_group
     check_process_group(group)
     layout = Layout.of(group, False)
@@ -60,13 +60,14 @@ def vocab_parallel_cross_entropy(
         debug.report_refusal(layout, refusal)
         raise
     entries = vocab_parallel_logits.shape[-1]
-    if layout.ranks > 1 and checks_ranks and not valueless(vocab_parallel_logits):
+    if layout.ranks > 1 and debugging and not valueless(vocab_parallel_logits):
         settings = {
             "function": "vocab_parallel_cross_entropy",
             "tokens": tuple(target.shape),
             "entries per rank": entries,
             "dtype": vocab_parallel_logits.dtype,
             "label_smoothing": label_smoothing,
+            "kernels": uses_kernels(vocab_parallel_logits),
         }
         debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
     logits, target = in_memory(vocab_parallel_logits).reshape(-1, entries), in_memory(target)
@@ -96,7 +97,7 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: object, group: dist.
         raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
     if label_smoothing and logits.shape[-1] < 2:
         raise ValueError(f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}")
-    kernels_run(logits)  # raises for a backend that cannot run
+    uses_kernels(logits)  # raises for a backend that cannot run
 
 
 def _megatron_group() -> dist.ProcessGroup | None:

@@ -268,6 +268,17 @@ def test_real_logits_differ(changes, message, worlds, device):
         assert message in said
 
 
+def _kernels_differ(member: Member) -> str:
+    with chosen_backend("triton" if member.rank == 1 else "torch"):
+        return _logits_differ(member, {})
+
+
+@pytest.mark.usefixtures("kernels")
+def test_another_backend_for_real_logits(worlds, device):
+    for said in worlds(2).run(_kernels_differ, timeout=30):
+        assert "disagree about kernels: rank 0 has False, rank 1 has True" in said
+
+
 def _agree(member: Member, sequence_parallel: bool, N: int):
     """A call that is right passes the debug checks and gives the same bits."""
     parts = member.ranks if sequence_parallel else 1

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 KERNELS = {
     "lce_backward_add_targets",
     "lce_backward_find_shared_targets",
-    "lce_backward_finish_rows",
+    "lce_backward_scale_and_add_targets",
     "lce_backward_from_saved",
     "lce_backward_logits",
     "lce_backward_mark_targets",

@@ -24,3 +24,9 @@ def test_pyright_is_content():
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("folder", ["parallel_lce", "kernels"])
+def test_no_file_is_long(folder):
+    lengths = {str(file): len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")}
+    assert {name: lines for name, lines in lengths.items() if lines >= 400} == {}

@@ -34,8 +34,9 @@ def backend_of(weight: Tensor) -> Backend:
     return named("eager" if nothing else _name(weight.device, weight.dtype))
 
 
-def kernels_run(logits: Tensor) -> bool:
-    """Whether kernels reduce logits that exist already. By default fp32 logits, too: no product rounds them."""
+def uses_kernels(logits: Tensor) -> bool:
+    """Whether kernels reduce logits that exist already: by default also fp32 ones, since these kernels have no
+    product."""
     if valueless(logits):
         return False
     return _name(logits.device, logits.dtype, (*_LOW_PRECISION, torch.float32)) == "triton"

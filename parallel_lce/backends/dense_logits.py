@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce import partials
-from parallel_lce.backends import kernels_run
+from parallel_lce.backends import uses_kernels
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, accumulation_dtype
 
 # Bytes of the fp32 copy of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
@@ -18,7 +18,7 @@ def logits_partial(logits: Tensor, target: Tensor, start: int, want_shifted: boo
 
     ``start``: global id of the first entry. ``target [N]``: global ids.
     """
-    if logits.stride(1) == 1 and kernels_run(logits):
+    if logits.stride(1) == 1 and uses_kernels(logits):
         from parallel_lce.kernels import dense_logits as kernels
 
         with torch.cuda.device_of(logits):
@@ -36,7 +36,7 @@ def logits_gradient(
     target_grad: Tensor,
 ) -> Tensor:
     """``scale * exp(z - maximum) - smoothing_grad - target_grad [j = target]``, ``[N, V/P]``, in the logits' dtype."""
-    if logits.stride(1) == 1 and kernels_run(logits):
+    if logits.stride(1) == 1 and uses_kernels(logits):
         from parallel_lce.kernels import dense_logits as kernels
 
         with torch.cuda.device_of(logits):
@@ -46,7 +46,7 @@ def logits_gradient(
 
 def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
     """``partials.merge_ranks``, by the kernel where there is one."""
-    if kernels_run(packed):
+    if uses_kernels(packed):
         from parallel_lce.kernels import partials as kernels
 
         return kernels.merge_ranks(packed, columns, rows, vocab_size)

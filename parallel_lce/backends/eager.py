@@ -4,8 +4,8 @@ A block of R tokens is projected onto the vocabulary shard in tiles, on a CPU of
 enough to stay in a processor's cache while they are projected, exponentiated in place and multiplied into the
 gradients. Nothing of size R * V exists but the exponentials that the caller asked to save.
 
-Tiles are vocabulary-major, ``[entries, rows]``. Per-token vectors broadcast along their contiguous rows. In their
-products for dX and dW the second operand is whole rows of the weight or of x, which oneDNN takes without a copy
+Tiles are vocabulary-major, ``[entries, rows]``. Per-token vectors broadcast along their contiguous rows. In the
+products for dX and dW a tile's second operand is whole rows of the weight or of x, which oneDNN takes without a copy
 (:mod:`parallel_lce.backends.gemm`).
 
 Gradient of the logits, with the upstream gradients of all statistics folded into four per-token coefficients
@@ -202,10 +202,9 @@ class BlockForward:
 class BlockBackward:
     """Gradients of a block of ``x [R, D]``. ``partial [>= 3, R]``: the merged partial.
 
-    What is not ``saved`` is projected again. Where dX is reduced over the ranks, the dW products of some windows are
-    deferred until dX is complete: those of all saved windows, and of as many recomputed windows as have gradients that
-    fit in ``scratch.limit`` bytes, where they are held. If there is neither, the last window's dW is deferred, and its
-    logits are recomputed once more.
+    What is not ``saved`` is projected again. Where dX is reduced over the ranks, dW of some windows is formed after
+    dX: of all saved windows, and of as many recomputed ones as can hold their gradients in ``scratch.limit`` bytes.
+    If there is no such window, dW of the last one is, whose logits are then recomputed once more.
     """
 
     reads_hidden_first = True

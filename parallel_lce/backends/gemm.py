@@ -62,7 +62,8 @@ def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
     """``total (+)= a @ b.T`` in place.
 
     If the contiguous dimension of a low-precision ``a`` is no multiple of 8 elements, the remainder is a second
-    product. Along K, over which the two are summed, this needs an fp32 ``total``: another would be rounded twice.
+    product. If that dimension is K, the two are added, so ``total`` must be fp32: otherwise it would be rounded
+    twice.
     """
     along = 1 if a.stride(1) == 1 else 0
     size = a.shape[along]
@@ -103,7 +104,7 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
 def accumulate_nt(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: Tensor | None = None) -> None:
     """``total [m, n] += factor * a [m, k] @ b [n, k].T``, or ``=`` with ``overwrite``.
 
-    Sums are fp32 (fp64 for fp64). ``total`` is, too, except that with ``overwrite`` its precision may be lower.
+    Sums are fp32 (fp64 for fp64). ``total`` is fp32 (fp64), or of lower precision with ``overwrite``.
     ``factor`` is a 0-dimensional tensor, so that no host waits for it; None is 1.
     """
     if a.is_cuda and factor is None and 0 not in (*a.shape, b.shape[0]):

@@ -46,15 +46,16 @@ Saved = tuple[Tensor, ...]
 backend that made it knows its shapes, and may overwrite it in backward."""
 
 
-# Largest max - z, in nats, for which the stored exponential is a normal number, with a margin.
+# Largest max - z, in nats, whose exponential is still a normal number when stored, less a margin.
 _STORED_RANGE = {torch.float16: 20.0}
 _DEFAULT_RANGE = 80.0
 
 
 def savable(dtype: torch.dtype, softcap: float | None) -> bool:
-    """Whether saved exponentials are enough for the backward: a soft-cap's derivative needs z.
+    """Whether the backward can work from saved exponentials.
 
-    z is recovered as log(e), with an absolute error of one rounding unit. That is too much for caps below 1.
+    Under a soft-cap it recovers z as log(e), with an absolute error of one rounding unit: too much for caps below 1.
+    Under large caps e underflows.
     """
     return softcap is None or 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
 
@@ -184,7 +185,7 @@ class Backend(Protocol):
 
     # Of the module in parallel_lce.backends.
     NAME: str
-    # Fewest rows of a block for which accumulating gradients in forward pays.
+    # Fewest tokens of a block for which accumulating gradients in forward pays.
     SMALLEST_ACCUMULATED: int
     # Whether the backward recomputes logits in the memory of saved exponentials.
     REUSES_SAVED: bool

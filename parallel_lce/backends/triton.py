@@ -35,8 +35,8 @@ __all__ = [
 ]
 
 NAME: str = "triton"
-# Adding to an fp32 dW moves 8 D bytes per vocabulary row whatever the block's rows are. From about this many rows on
-# that costs less than projecting again.
+# Adding to an fp32 dW moves 8 D bytes per vocabulary row, however many tokens the block has. From about this many
+# tokens on that costs less than projecting again.
 SMALLEST_ACCUMULATED: int = 1024
 REUSES_SAVED: bool = True
 
@@ -100,9 +100,9 @@ class BlockForward:
             self._partials = new_window_partials(product, columns)
 
     def project_local(self, local: range) -> None:
-        """Project full tiles of the ``local`` rows of x, at most as many as take the time of the gather.
+        """Project full tiles of the ``local`` rows of x, at most for the time that the gather takes.
 
-        Nothing is projected if rows are projected in pieces.
+        Nothing is projected here if rows are projected in pieces.
         """
         product = self._product
         if product is None or self._partials is None:

@@ -5,9 +5,9 @@ memory. With one coefficient c per token (1 where G was recomputed or rewritten)
 
     dX = c (G @ weight)        dW = G.T @ (c x)        G with the targets' entries replaced
 
-A target's gradient is formed in fp32. What its rounded entry in G leaves of it is added to dX in fp32, and, unless
-tokens share the target, to dW (:mod:`parallel_lce.kernels.targets`). The formula of the gradient is that of
-:mod:`parallel_lce.backends.eager`.
+A target's gradient is formed in fp32. G holds it rounded, and the rest is added to dX in fp32. If no other token of
+the block has the target, G holds 0 and dW gets the whole of it in fp32 (:mod:`parallel_lce.kernels.targets`). The
+formula of the gradient is that of :mod:`parallel_lce.backends.eager`.
 """
 
 from __future__ import annotations
@@ -87,13 +87,14 @@ class _Slices:
         # ``rewrite`` every row of saved exponentials, so that there are no row factors.
         self._rewrite, self._find_shared = rewrite, find_shared
         self._fp16_scale: Tensor | None = None
-        # 1 / power, 0-dimensional; every sum over G is multiplied by it. None except in fp16.
+        # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
         self.fp16_unscale: Tensor | None = None
         if projection.weight.dtype == torch.float16:
             self._fp16_scale = power_of_two_scale(coefficients, projection.scale)
             self.fp16_unscale = 1 / self._fp16_scale
         # Per token: its target; the gradient of its target's logit, less what its entry in G already carries; and
-        # whether the target occurs once in the block. None until they are found.
+        # whether the target is unshared (:func:`parallel_lce.kernels.targets.target_gradients`). None until they are
+        # found.
         self._targets: tuple[Tensor, Tensor, Tensor] | None = None
         self.has_targets = target is not None and coefficients.beta is not None
         if self._saved is None:
@@ -168,7 +169,7 @@ class _Slices:
     def _find_targets(self, placed: tuple[Tensor, int, Tensor | None] | None = None) -> None:
         projection, target, beta = self._projection, self._target, self._beta
         assert target is not None and beta is not None  # has_targets
-        residual, alone = target_gradients(
+        residual, unshared = target_gradients(
             target,
             projection.real_rows,
             self._partial,
@@ -181,7 +182,7 @@ class _Slices:
             self._find_shared,
             placed,
         )
-        self._targets = target, residual, alone
+        self._targets = target, residual, unshared
 
     def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: slice, dx: Tensor) -> None:
         """Write ``dx`` of some rows. ``source``: their sum over all slices, not yet multiplied by ``dx_factor``."""

@@ -187,10 +187,10 @@ def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) 
 def main_grad_of(weight: Tensor, fused: bool) -> MainGrad | None:
     """Where Megatron's DistributedDataParallel wants dW, or None: then autograd delivers it.
 
-    Once ``grad_added_to_main_grad`` is set, DDP drops what autograd delivers for the parameter,
-    unless it has ``zero_out_wgrad``. ``fused``: ``gradient_accumulation_fusion`` is on, and the weight is
-    the output layer's own; stock drops autograd's gradient of it, too. Otherwise the weight gets
-    ``zero_out_wgrad``, because other uses of it may deliver gradients through autograd.
+    Once ``grad_added_to_main_grad`` is set, DDP drops what autograd delivers for the parameter, unless it has
+    ``zero_out_wgrad``. ``fused``: the weight is the output layer's own, and ``gradient_accumulation_fusion`` is on;
+    stock then drops what autograd delivers, too. Otherwise the weight gets ``zero_out_wgrad``, so that DDP adds what
+    autograd delivers for its other uses.
     """
     tensor = getattr(weight, "main_grad", None)
     if tensor is None or not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):

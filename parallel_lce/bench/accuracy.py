@@ -58,7 +58,7 @@ class Judge:
         return errors
 
     def forget(self) -> None:
-        """Frees the truth, before anything is timed."""
+        """Drops this judge's reference to the truth. The last judge to do so frees the memory."""
         del self._truth
 
     def _own(self, answers: Answers) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -98,8 +98,8 @@ def answers(problem: Problem, dtype: torch.dtype, gradients: bool = True) -> Ans
     team, hidden, weight = problem.team, problem.hidden, problem.weight.to(dtype)
     sums = torch.promote_types(dtype, torch.float32)
     count = problem.counted.sum()
-    grad_x = torch.empty_like(hidden, dtype=dtype)
-    grad_weight = torch.zeros_like(weight, dtype=sums)
+    grad_x = torch.empty_like(hidden, dtype=dtype) if gradients else None
+    grad_weight = torch.zeros_like(weight, dtype=sums) if gradients else None
     loss, largest = weight.new_zeros((), dtype=sums), weight.new_zeros((), dtype=sums)
     rows = max(1, BLOCK_BYTES // (8 * len(weight)))
     for start in range(0, len(hidden), rows):
@@ -108,12 +108,12 @@ def answers(problem: Problem, dtype: torch.dtype, gradients: bool = True) -> Ans
         z = (x @ weight.T).to(sums)
         largest = torch.maximum(largest, z.abs().amax())
         loss += (_cross_entropy_(z, problem, tokens) * counted).sum() / count
-        if gradients:
+        if grad_x is not None and grad_weight is not None:
             dlogits = z.mul_(counted).div_(count).to(dtype)
             grad_x[tokens] = dlogits @ weight
             grad_weight += dlogits.T.to(sums) @ x.to(sums)
     largest = team.reduce(largest, dist.ReduceOp.MAX).item()
-    if not gradients:
+    if grad_x is None or grad_weight is None:
         return Answers(loss, None, None, largest)
     return Answers(loss, team.reduce(grad_x), grad_weight.to(dtype), largest)
 

@@ -94,7 +94,8 @@ def _parser(layout: str) -> ArgumentParser:
     add("--rounds", type=int, default=5, help="how often each peer is timed (default 5)")
     words = "only these, and the GEMM-only baseline; ours may have a logits_budget, as in ours@512MiB or ours@all"
     add("--peers", nargs="+", metavar="NAME", type=peer, help=words)
-    add("--without", nargs="+", metavar="NAME", type=peer, default=[], help="not these")
+    words = "not these; the name of a strategy of ours without @ stands for all its budgets"
+    add("--without", nargs="+", metavar="NAME", type=peer, default=[], help=words)
     words = "TP sizes (the powers of two up to the number of ranks, and that number)"
     add("--tp", nargs="+", type=int, metavar="P", help=words)
     words = "off and on over several ranks"
@@ -119,7 +120,7 @@ def _peers(suite: Suite, options: Namespace, layout: str) -> list[Peer]:
         if peer.family == "gemm-only" or (options.device in peer.devices if names is None else peer.name in names):
             peers.append(peer)
     left_out = {peer.name for peer in options.without}
-    peers = [peer for peer in peers if peer.name not in left_out]
+    peers = [peer for peer in peers if left_out.isdisjoint({peer.name, peer.name.partition("@")[0]})]
     # Without gradients all strategies of ours run the same code, which the first of them measures.
     again = [peer for peer in peers if peer.family == "ours"][1:]
     return [replace(peer, passes=(FORWARD_BACKWARD,)) if peer in again else peer for peer in peers]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .peers import FORWARD, FORWARD_BACKWARD
 from .problem import Problem
-from .team import Refused
+from .team import NotTimed
 
 BLOCK_BYTES = 512 << 20  # float64 logits of a block of tokens; two blocks exist at a time
 
@@ -47,14 +47,14 @@ class Judge:
         self.limits["loss"] = 2 * self.yardstick["loss"] + max(floor, torch.finfo(problem.hidden.dtype).eps)
 
     def check(self, outputs: dict, main_grad: bool = False) -> dict[str, float]:
-        """The errors of `{pass: what its call returned}`, or Refused on all ranks; with `main_grad` dW is fp32. The
+        """The errors of `{pass: what its call returned}`, or NotTimed on all ranks; with `main_grad` dW is fp32. The
         loss counts from the worse of the passes, which may run different code."""
         team = self.problem.team
         errors = team.worst(team.agree(lambda: self._found(outputs, main_grad)))
         wrong = [name for name in errors if not errors[name] <= self.limits[name]]  # NaN is wrong too
         if wrong:
             texts = [f"{name} error {errors[name]:.1e}, allowed {self.limits[name]:.1e}" for name in wrong]
-            raise Refused("refused: " + "; ".join(texts), errors)
+            raise NotTimed("refused: " + "; ".join(texts), errors)
         return errors
 
     def forget(self) -> None:
@@ -134,7 +134,7 @@ def _cross_entropy_(z: Tensor, problem: Problem, tokens: slice) -> Tensor:
 
 def _check_form(name: str, gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
     if gradient is None:
-        raise Refused(f"refused: no {name}")
+        raise NotTimed(f"refused: no {name}")
     if gradient.shape != shape or gradient.dtype != dtype:
         got, want = (tuple(gradient.shape), gradient.dtype), (tuple(shape), dtype)
-        raise Refused(f"refused: {name} is {got}, expected {want}")
+        raise NotTimed(f"refused: {name} is {got}, expected {want}")

@@ -68,8 +68,9 @@ class Cell:
 
     @property
     def where(self) -> str:
-        layout = f"TP {self.tp}, {self.shape}" + (", SP" if self.sequence_parallel else "")
-        return layout if self.tp > 1 else str(self.shape)
+        if self.tp == 1:
+            return str(self.shape)
+        return f"TP {self.tp}, {self.shape}" + (", SP" if self.sequence_parallel else "")
 
     @property
     def rounds(self) -> int:

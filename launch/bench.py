@@ -37,7 +37,6 @@ def _processes_here() -> int:
 
 def _check_files(options: Namespace) -> None:
     if options.plot:
-        require("matplotlib", extra="bench")
         check_file("--plot", options.plot)
     if options.json:
         check_file("--json", options.json)

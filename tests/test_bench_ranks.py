@@ -40,7 +40,7 @@ from parallel_lce.bench.problem import IGNORE_INDEX, Problem, Shape, make_proble
 from parallel_lce.bench.results import Cell, Measured, Result
 from parallel_lce.bench.scaling import AROUND
 from parallel_lce.bench.tables import cell_table, overview
-from parallel_lce.bench.team import Refused, Team
+from parallel_lce.bench.team import NotTimed, Team
 from test_bench import MIB, rows_of, text_of
 from world import Member
 
@@ -381,7 +381,7 @@ FAULTS = {
 def _measured(member, sequence_parallel):
     """What each rank says of peers of which one rank is wrong."""
     problem = problem_of(member, sequence_parallel=sequence_parallel)
-    planted = [Peer(fault, ANY, CPU_AND_CUDA, partial(_planted, fault), "ours", layouts=(RANKS,)) for fault in FAULTS]
+    planted = [Peer(fault, ANY, CPU_AND_CUDA, partial(_planted, fault), "ours", settings=(RANKS,)) for fault in FAULTS]
     planted.append(peer(GEMM_ONLY))
     called, said = [], []
     timing.OVER_RANKS[member.device.type] = 0.0, 1e-9  # one call
@@ -412,7 +412,7 @@ def _together(member):
     team = problem_of(member).team
     assert team.worst({"a": 1.0 + team.rank, "b": float("nan") if team.rank == 0 else 5.0})["a"] == 2.0
     assert team.gather(team.agree(lambda: team.rank)) == [0, 1]
-    with pytest.raises(Refused, match="^failed: ZeroDivisionError: division by zero$"):
+    with pytest.raises(NotTimed, match="^failed: ZeroDivisionError: division by zero$"):
         team.agree(lambda: 1 / 0)
     return team.worst({"b": float("nan") if team.rank == 0 else 5.0})["b"]
 

@@ -9,21 +9,21 @@ from dataclasses import replace
 import pytest
 
 from parallel_lce.bench import scaling
-from parallel_lce.bench.peers import GEMM_ONLY, OVERLAPPED, SAVED
-from parallel_lce.bench.scaling import AROUND, BOTH, FORWARD, Layout, Model, Network, Readings, Times
+from parallel_lce.bench.peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, SAVED
+from parallel_lce.bench.scaling import AROUND, Model, Network, Point, Readings, Times
 
 NETWORK = Network(launch=8e-6, hop=1.5e-6, bandwidth=300e9)
 RATE = 7e14
 TIMES = {
     (GEMM_ONLY, FORWARD): Times(1 / RATE, 20e-6),
-    (GEMM_ONLY, BOTH): Times(1.1 / RATE, 50e-6),
+    (GEMM_ONLY, FORWARD_BACKWARD): Times(1.1 / RATE, 50e-6),
     (OVERLAPPED, FORWARD): Times(1 / RATE, 20e-6, 0.0, 1.0),
-    (OVERLAPPED, BOTH): Times(1.1 / RATE, 50e-6, 0.0, 1.0, 0.5),
+    (OVERLAPPED, FORWARD_BACKWARD): Times(1.1 / RATE, 50e-6, 0.0, 1.0, 0.5),
     (SAVED, FORWARD): Times(1.02 / RATE, 40e-6, 2e-9, 0.3),
-    (SAVED, BOTH): Times(1.15 / RATE, 90e-6, 5e-9, 0.3, 0.7),
+    (SAVED, FORWARD_BACKWARD): Times(1.15 / RATE, 90e-6, 5e-9, 0.3, 0.7),
 }
-LAYOUTS = [
-    Layout(tp, n, 131072, 4096, sequence_parallel)
+POINTS = [
+    Point(tp, n, 131072, 4096, sequence_parallel)
     for tp in (1, 2, 4, 8)
     for n in (8192, 32768)
     for sequence_parallel in ((False, True) if tp > 1 else (False,))
@@ -33,11 +33,11 @@ LAYOUTS = [
 MODEL = Model(NETWORK, TIMES)
 
 
-def made_up(model=MODEL, layouts=LAYOUTS) -> Readings:
+def made_up(model=MODEL, points=POINTS) -> Readings:
     """What a machine would measure of which the model is true."""
-    times = [(*key, layout, model.seconds(*key, layout)) for key in TIMES for layout in layouts]
+    times = [(*key, point, model.seconds(*key, point)) for key in TIMES for point in points]
     collectives = []
-    for ranks, n in {(layout.tp, layout.n) for layout in layouts if layout.tp > 1}:
+    for ranks, n in {(point.tp, point.n) for point in points if point.tp > 1}:
         for kind in AROUND:
             size = 4 * (3 * n + 2) * ranks if kind == "all_gather_partials" else 2 * n * 4096
             collectives.append((kind, size, ranks, model.network.seconds(kind, size, ranks)))
@@ -47,8 +47,8 @@ def made_up(model=MODEL, layouts=LAYOUTS) -> Readings:
 def slower(readings: Readings, tp: int, factor: float) -> Readings:
     """The same, but ours takes ``factor`` times as long on so many ranks."""
     times = [
-        (*key, layout, time * factor if key == [SAVED, BOTH] and layout.tp == tp else time)
-        for *key, layout, time in readings.times
+        (*key, point, time * factor if key == [SAVED, FORWARD_BACKWARD] and point.tp == tp else time)
+        for *key, point, time in readings.times
     ]
     return replace(readings, times=times)
 
@@ -67,7 +67,7 @@ def test_the_error_of_a_model_that_holds_is_nothing_and_smaller_sizes_predict_th
     model = scaling.fit(readings)
     assert scaling.size_of(model.network_errors(readings))[1] < 1e-6
     errors = model.errors(readings)
-    assert len(errors) == len(TIMES) * len(LAYOUTS) and max(abs(error[-1]) for error in errors) < 1e-4
+    assert len(errors) == len(TIMES) * len(POINTS) and max(abs(error[-1]) for error in errors) < 1e-4
     tp, errors = scaling.held_out(readings)
     assert tp == 8 and {error[2].tp for error in errors} == {8}
     assert max(abs(error[-1]) for error in errors) < 1e-3
@@ -79,7 +79,7 @@ def test_a_deviation_is_seen_in_the_errors():
     root, largest = scaling.size_of(error[-1] for error in scaling.fit(readings).errors(readings))
     assert 0.01 < largest < 0.1 and 0 < root < largest
     _, errors = scaling.held_out(readings)
-    of_ours = [error[-1] for error in errors if error[:2] == (SAVED, BOTH)]
+    of_ours = [error[-1] for error in errors if error[:2] == (SAVED, FORWARD_BACKWARD)]
     assert of_ours == pytest.approx([1 / 1.1 - 1] * 4, rel=1e-2)
     assert max(abs(error[-1]) for error in errors if error[0] != SAVED) < 1e-3
 
@@ -87,15 +87,15 @@ def test_a_deviation_is_seen_in_the_errors():
 def test_a_collective_that_no_product_hides_is_paid():
     """dX's all-reduce takes longer than dW's product where ranks are many and the network is slow."""
     slow = replace(NETWORK, bandwidth=1e9)
-    layout = Layout(8, 8192, 131072, 4096)
-    model = Model(slow, {(SAVED, BOTH): Times(1 / RATE)})
+    point = Point(8, 8192, 131072, 4096)
+    model = Model(slow, {(SAVED, FORWARD_BACKWARD): Times(1 / RATE)})
     collective = slow.seconds("all_reduce", 8192 * 4096 * 2, 8)
-    product = layout.product / RATE
+    product = point.product / RATE
     partials = slow.seconds("all_gather_partials", 4 * (3 * 8192 + 2) * 8, 8)
     assert collective > product
-    assert model.seconds(SAVED, BOTH, layout) == pytest.approx(3 * product + partials + collective - product)
-    model = Model(slow, {(SAVED, BOTH): Times(1 / RATE, paid_beside=1.0)})
-    assert model.seconds(SAVED, BOTH, layout) == pytest.approx(3 * product + partials + collective)
+    assert model.seconds(SAVED, FORWARD_BACKWARD, point) == pytest.approx(3 * product + partials + collective - product)
+    model = Model(slow, {(SAVED, FORWARD_BACKWARD): Times(1 / RATE, paid_beside=1.0)})
+    assert model.seconds(SAVED, FORWARD_BACKWARD, point) == pytest.approx(3 * product + partials + collective)
 
 
 def test_a_ring_by_hand():
@@ -121,23 +121,23 @@ def test_least_squares_leaves_out_what_would_be_negative():
 def results(readings: Readings) -> dict:
     """The readings as the benchmark writes them, each gemm-only-overlapped only where there is something to overlap."""
     cells = {}
-    for series, kind, layout, seconds in readings.times:
-        sizes = {name: value for name, value in vars(layout).items() if name != "itemsize"}
-        cell = cells.setdefault(layout, {**sizes, "dtype": "bfloat16", "peers": {}, "collectives": {}})
-        if layout.tp > 1 or series != OVERLAPPED:
+    for series, kind, point, seconds in readings.times:
+        sizes = {name: value for name, value in vars(point).items() if name != "itemsize"}
+        cell = cells.setdefault(point, {**sizes, "dtype": "bfloat16", "peers": {}, "collectives": {}})
+        if point.tp > 1 or series != OVERLAPPED:
             entry = cell["peers"].setdefault(series, {"name": series})
             entry[kind] = {f"seconds_{of}": seconds for of in ("median", "min", "max")}
-        for of, size, ranks, its in readings.collectives:
-            if ranks == layout.tp and size in (2 * layout.n * layout.d, 4 * (3 * layout.n + 2) * ranks):
-                cell["collectives"][of] = {"bytes": size, "seconds_median": its}
+        for of, size, ranks, time in readings.collectives:
+            if ranks == point.tp and size in (2 * point.n * point.d, 4 * (3 * point.n + 2) * ranks):
+                cell["collectives"][of] = {"bytes": size, "seconds_median": time}
     cells = [{**cell, "peers": list(cell["peers"].values())} for cell in cells.values()]
     return {"machine": {"device": "made up", "torch": "2"}, "cells": cells}
 
 
 def test_what_is_read_is_what_was_written():
-    single = {(OVERLAPPED, kind): TIMES[GEMM_ONLY, kind] for kind in (FORWARD, BOTH)}
-    readings = made_up(Model(NETWORK, TIMES | single), [layout for layout in LAYOUTS if layout.tp == 1])
-    rest = made_up(layouts=[layout for layout in LAYOUTS if layout.tp > 1])
+    single = {(OVERLAPPED, kind): TIMES[GEMM_ONLY, kind] for kind in (FORWARD, FORWARD_BACKWARD)}
+    readings = made_up(Model(NETWORK, TIMES | single), [point for point in POINTS if point.tp == 1])
+    rest = made_up(points=[point for point in POINTS if point.tp > 1])
     found = scaling.read(results(readings), results(rest))
     assert set(found.times) == {*readings.times, *rest.times}
     assert len(found.times) == len(readings.times) + len(rest.times)
@@ -164,35 +164,39 @@ def test_the_program_prints_errors_and_predictions(tmp_path, capsys):
     ]
     model = scaling.fit(slower(made_up(), 8, 1.1))
     hosts = replace(model.network, host_gpus=8, host_hop=10e-6, host_bandwidth=400e9)
-    layout = Layout(16, 32768, 131072, 4096, True)
-    mine = replace(model, network=hosts).seconds(SAVED, BOTH, layout)
-    bare = replace(model, network=hosts).seconds(GEMM_ONLY, BOTH, layout)
+    point = Point(16, 32768, 131072, 4096, True)
+    mine = replace(model, network=hosts).seconds(SAVED, FORWARD_BACKWARD, point)
+    bare = replace(model, network=hosts).seconds(GEMM_ONLY, FORWARD_BACKWARD, point)
     assert float(rows[3][5]) == pytest.approx(1e3 * mine, rel=1e-2)
     assert float(rows[3][6]) == pytest.approx(bare / mine, abs=1e-3)
 
 
-def test_the_program_refuses_what_says_nothing_about_scaling(tmp_path, capsys):
+@pytest.mark.parametrize(("points", "series"), [(POINTS[:2], TIMES), (POINTS, [(GEMM_ONLY, FORWARD_BACKWARD)])])
+def test_the_program_refuses_what_says_nothing_about_scaling(points, series, tmp_path, capsys):
+    readings = made_up(points=points)
+    readings = replace(readings, times=[time for time in readings.times if time[:2] in series])
     path = tmp_path / "results.json"
-    path.write_text(json.dumps(results(made_up(layouts=LAYOUTS[:2]))))
+    path.write_text(json.dumps(results(readings)))
     with pytest.raises(SystemExit) as refusal:
         scaling.main([str(path)])
-    assert refusal.value.code == 2 and "for several TP sizes: [1]" in capsys.readouterr().err
+    words = f"error: {path}: no peer named {SAVED} has times of forward + backward at several TP sizes"
+    assert refusal.value.code == 2 and words in capsys.readouterr().err
 
 
 def test_two_sizes_leave_none_out():
-    assert scaling.held_out(made_up(layouts=[layout for layout in LAYOUTS if layout.tp < 4])) is None
-    assert math.isinf(scaling.fit(made_up(layouts=LAYOUTS[:2])).network.bandwidth)
+    assert scaling.held_out(made_up(points=[point for point in POINTS if point.tp < 4])) is None
+    assert math.isinf(scaling.fit(made_up(points=POINTS[:2])).network.bandwidth)
 
 
 def test_a_gather_is_hidden_by_no_more_than_a_rank_s_own_tokens():
     """Of which there are fewer the more ranks there are; the GEMM-only baseline has nothing beside it at all."""
     network, times = Network(1e-5, 0.0, 1e11), Times(per_flop=1e-15)
     for tp in (2, 64):
-        layout = Layout(tp, 8192, 131072, 4096, sequence_parallel=True)
-        flat = replace(layout, sequence_parallel=False)
+        point = Point(tp, 8192, 131072, 4096, sequence_parallel=True)
+        flat = replace(point, sequence_parallel=False)
         gather = network.seconds("all_gather", 8192 * 4096 * 2, tp)
-        own = 1e-15 * layout.product / tp
+        own = 1e-15 * point.product / tp
         for series, exposed in ((SAVED, max(0.0, gather - own)), (OVERLAPPED, 0.0)):
-            seconds = [times.seconds(series, FORWARD, each, network) for each in (layout, flat)]
+            seconds = [times.seconds(series, FORWARD, each, network) for each in (point, flat)]
             assert seconds[0] - seconds[1] == pytest.approx(exposed)
         assert (gather > own) == (tp == 64)

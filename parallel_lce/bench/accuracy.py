@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .peers import FORWARD, FORWARD_BACKWARD
 from .problem import Problem
-from .team import Refused
+from .team import NotTimed
 
 BLOCK_BYTES = 512 << 20  # float64 logits of a block of tokens; two blocks exist at a time
 
@@ -47,18 +47,18 @@ class Judge:
         self.limits["loss"] = 2 * self.yardstick["loss"] + max(floor, torch.finfo(problem.hidden.dtype).eps)
 
     def check(self, outputs: dict, main_grad: bool = False) -> dict[str, float]:
-        """The errors of `{pass: what its call returned}`, or Refused on all ranks; with `main_grad` dW is fp32. The
+        """The errors of `{pass: what its call returned}`, or NotTimed on all ranks; with `main_grad` dW is fp32. The
         loss counts from the worse of the passes, which may run different code."""
         team = self.problem.team
         errors = team.worst(team.agree(lambda: self._found(outputs, main_grad)))
         wrong = [name for name in errors if not errors[name] <= self.limits[name]]  # NaN is wrong too
         if wrong:
             texts = [f"{name} error {errors[name]:.1e}, allowed {self.limits[name]:.1e}" for name in wrong]
-            raise Refused("refused: " + "; ".join(texts), errors)
+            raise NotTimed("refused: " + "; ".join(texts), errors)
         return errors
 
     def forget(self) -> None:
-        """Frees the truth, before anything is timed."""
+        """Drops this judge's reference to the truth. The last judge to do so frees the memory."""
         del self._truth
 
     def _own(self, answers: Answers) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -98,8 +98,8 @@ def answers(problem: Problem, dtype: torch.dtype, gradients: bool = True) -> Ans
     team, hidden, weight = problem.team, problem.hidden, problem.weight.to(dtype)
     sums = torch.promote_types(dtype, torch.float32)
     count = problem.counted.sum()
-    grad_x = torch.empty_like(hidden, dtype=dtype)
-    grad_weight = torch.zeros_like(weight, dtype=sums)
+    grad_x = torch.empty_like(hidden, dtype=dtype) if gradients else None
+    grad_weight = torch.zeros_like(weight, dtype=sums) if gradients else None
     loss, largest = weight.new_zeros((), dtype=sums), weight.new_zeros((), dtype=sums)
     rows = max(1, BLOCK_BYTES // (8 * len(weight)))
     for start in range(0, len(hidden), rows):
@@ -108,12 +108,12 @@ def answers(problem: Problem, dtype: torch.dtype, gradients: bool = True) -> Ans
         z = (x @ weight.T).to(sums)
         largest = torch.maximum(largest, z.abs().amax())
         loss += (_cross_entropy_(z, problem, tokens) * counted).sum() / count
-        if gradients:
+        if grad_x is not None and grad_weight is not None:
             dlogits = z.mul_(counted).div_(count).to(dtype)
             grad_x[tokens] = dlogits @ weight
             grad_weight += dlogits.T.to(sums) @ x.to(sums)
     largest = team.reduce(largest, dist.ReduceOp.MAX).item()
-    if not gradients:
+    if grad_x is None or grad_weight is None:
         return Answers(loss, None, None, largest)
     return Answers(loss, team.reduce(grad_x), grad_weight.to(dtype), largest)
 
@@ -134,7 +134,7 @@ def _cross_entropy_(z: Tensor, problem: Problem, tokens: slice) -> Tensor:
 
 def _check_form(name: str, gradient: Tensor | None, shape: torch.Size, dtype: torch.dtype) -> None:
     if gradient is None:
-        raise Refused(f"refused: no {name}")
+        raise NotTimed(f"refused: no {name}")
     if gradient.shape != shape or gradient.dtype != dtype:
         got, want = (tuple(gradient.shape), gradient.dtype), (tuple(shape), dtype)
-        raise Refused(f"refused: {name} is {got}, expected {want}")
+        raise NotTimed(f"refused: {name} is {got}, expected {want}")

@@ -14,7 +14,7 @@ from .peak_memory import peak_memory
 from .peers import FORWARD_BACKWARD, PASSES, Peer
 from .problem import Problem
 from .results import Measured, Result
-from .team import Refused
+from .team import NotTimed
 from .timing import timer
 
 
@@ -79,14 +79,14 @@ def _refusals(result: Result, say: Callable[[str], None]) -> Iterator[None]:
     """Whatever a peer raises is a row of the table and does not end the run."""
     try:
         yield
-    except Refused as refusal:
+    except NotTimed as refusal:
         result.refused = str(refusal)
         result.errors = refusal.errors or result.errors
         say(f"{result.peer} {result.refused}")
 
 
 def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> dict[str, float]:
-    """The errors of a peer, or Refused."""
+    """The errors of a peer, or NotTimed."""
     team, outputs = judge.problem.team, {}
     for kind, call in calls.items():  # all ranks hear of a failure before the next call's collectives
         team.agree(partial(_poison, judge.problem))

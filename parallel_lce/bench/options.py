@@ -12,7 +12,7 @@ from .problem import Shape
 from .suites import DEFAULTS, SUITES, Suite
 
 DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-LAYOUTS = {"off": False, "on": True}
+ON_OFF = {"off": False, "on": True}
 
 
 def parse_shape(text: str) -> Shape:
@@ -26,9 +26,9 @@ def parse_shape(text: str) -> Shape:
     return Shape(*numbers)
 
 
-def parse_peer(layout: str, text: str) -> Peer:
+def parse_peer(setting: str, text: str) -> Peer:
     try:
-        return named(text, layout)
+        return named(text, setting)
     except ValueError as error:
         raise ArgumentTypeError(str(error)) from None
 
@@ -51,8 +51,8 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
     Of the result `plan` is the Suite to measure, `chosen` are the Peers, and `not_here` is {name: why it cannot run
     here}. Ends the program for what would fail after minutes of measuring.
     """
-    layout = ONE if ranks is None else RANKS
-    parser = _parser(layout)
+    setting = ONE if ranks is None else RANKS
+    parser = _parser(setting)
     options = parser.parse_args(arguments)
     options.alone, options.dtype = ranks is None, getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
     if options.rounds < 1:
@@ -60,9 +60,9 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
     if options.device == "cuda" and torch.cuda.device_count() < ranks_here:
         parser.error(f"one GPU per process is needed, this host has {torch.cuda.device_count()}")
 
-    suite = SUITES[options.suite] if options.suite else DEFAULTS[layout, options.device]
+    suite = SUITES[options.suite] if options.suite else DEFAULTS[setting, options.device]
     options.plan = replace(suite, shapes=tuple(options.shape or suite.shapes))
-    peers = _peers(suite, options, layout)
+    peers = _peers(suite, options, setting)
     options.chosen = [peer for peer in peers if not peer.missing]
     options.not_here = {peer.name: peer.missing for peer in peers if peer.missing}
     lacking = [f"{peer.name} ({peer.missing})" for peer in options.peers or () if peer.missing]
@@ -78,14 +78,14 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
         for shape in options.plan.shapes:
             if shape.n % tp or shape.v % tp:
                 parser.error(f"--shape: N and V must be multiples of the TP size, got {shape} for TP {tp}")
-    options.sequence_parallel = [LAYOUTS[word] for word in dict.fromkeys(options.sequence_parallel)]
+    options.sequence_parallel = [ON_OFF[word] for word in dict.fromkeys(options.sequence_parallel)]
     return options
 
 
-def _parser(layout: str) -> ArgumentParser:
-    program = "python -m parallel_lce.bench" if layout == ONE else "./launch/bench.sh"
+def _parser(setting: str) -> ArgumentParser:
+    program = "python -m parallel_lce.bench" if setting == ONE else "./launch/bench.sh"
     parser = ArgumentParser(prog=program, description="parallel_lce against its peers.")
-    add, peer = parser.add_argument, partial(parse_peer, layout)
+    add, peer = parser.add_argument, partial(parse_peer, setting)
     add("--suite", choices=SUITES, help="a set of shapes and peers; other options override it")
     words = "tokens, vocabulary of all ranks, hidden size; may be repeated"
     add("--shape", action="append", metavar="N,V,D", type=parse_shape, help=words)
@@ -94,11 +94,12 @@ def _parser(layout: str) -> ArgumentParser:
     add("--rounds", type=int, default=5, help="how often each peer is timed (default 5)")
     words = "only these, and the GEMM-only baseline; ours may have a logits_budget, as in ours@512MiB or ours@all"
     add("--peers", nargs="+", metavar="NAME", type=peer, help=words)
-    add("--without", nargs="+", metavar="NAME", type=peer, default=[], help="not these")
+    words = "not these; the name of a strategy of ours without @ stands for all its budgets"
+    add("--without", nargs="+", metavar="NAME", type=peer, default=[], help=words)
     words = "TP sizes (the powers of two up to the number of ranks, and that number)"
     add("--tp", nargs="+", type=int, metavar="P", help=words)
     words = "off and on over several ranks"
-    add("--sequence-parallel", nargs="+", choices=LAYOUTS, default=["off", "on"], help=words)
+    add("--sequence-parallel", nargs="+", choices=ON_OFF, default=["off", "on"], help=words)
     add("--json", metavar="PATH", help="write everything measured, again after each table")
     words = "write a picture of the time against the TP size; the suffix chooses the format"
     add("--plot", metavar="PATH", type=picture, help=words)
@@ -107,19 +108,19 @@ def _parser(layout: str) -> ArgumentParser:
     return parser
 
 
-def _peers(suite: Suite, options: Namespace, layout: str) -> list[Peer]:
+def _peers(suite: Suite, options: Namespace, setting: str) -> list[Peer]:
     """The peers to measure, in the order of the table: ours, the GEMM-only baselines, others."""
-    ours = [named(name, layout) for name in suite.ours]
+    ours = [named(name, setting) for name in suite.ours]
     names = suite.others
     if options.peers:
         ours = [peer for peer in options.peers if peer.family == "ours"]
         names = [peer.name for peer in options.peers]
     peers = ours
-    for peer in others(layout):
+    for peer in others(setting):
         if peer.family == "gemm-only" or (options.device in peer.devices if names is None else peer.name in names):
             peers.append(peer)
     left_out = {peer.name for peer in options.without}
-    peers = [peer for peer in peers if peer.name not in left_out]
+    peers = [peer for peer in peers if left_out.isdisjoint({peer.name, peer.name.partition("@")[0]})]
     # Without gradients all strategies of ours run the same code, which the first of them measures.
     again = [peer for peer in peers if peer.family == "ours"][1:]
     return [replace(peer, passes=(FORWARD_BACKWARD,)) if peer in again else peer for peer in peers]

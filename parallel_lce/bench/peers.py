@@ -42,7 +42,7 @@ class Peer:
     family: str = "other"  # 'ours', 'gemm-only' (a GEMM-only baseline) or 'other'
     passes: tuple[str, ...] = PASSES
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
-    layouts: tuple[str, ...] = (ONE,)
+    settings: tuple[str, ...] = (ONE,)
     needs: str = ""  # a module that `build` imports
 
     def __str__(self) -> str:
@@ -100,16 +100,16 @@ _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entro
 _CCE = "cut_cross_entropy", "linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
 OTHERS = (
-    Peer(GEMM_ONLY, ANY, CPU_AND_CUDA, None, "gemm-only", layouts=BOTH),
-    Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "gemm-only", layouts=(RANKS,)),
+    Peer(GEMM_ONLY, ANY, CPU_AND_CUDA, None, "gemm-only", settings=BOTH),
+    Peer(OVERLAPPED, ANY, CPU_AND_CUDA, None, "gemm-only", settings=(RANKS,)),
     Peer("torch", ANY, CPU_AND_CUDA, lambda *_: libraries.torch_loss),
     Peer("torch-lce", ANY, CPU_AND_CUDA, library("torch.nn.functional", "linear_cross_entropy")),
     Peer("torch-lce-chunked", SCALAR, CPU_AND_CUDA, libraries.torch_lce_chunked),
     Peer("torch-compile", ANY, CUDA, libraries.torch_compile),
-    Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), layouts=BOTH, needs="megatron.core"),
-    Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), layouts=BOTH, needs="megatron.core"),
-    Peer("loss-parallel", ANY, CPU_AND_CUDA, libraries.loss_parallel, layouts=(RANKS,)),
-    Peer("verl", ANY, CUDA, libraries.verl, layouts=(RANKS,), needs="verl"),
+    Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), settings=BOTH, needs="megatron.core"),
+    Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), settings=BOTH, needs="megatron.core"),
+    Peer("loss-parallel", ANY, CPU_AND_CUDA, libraries.loss_parallel, settings=(RANKS,)),
+    Peer("verl", ANY, CUDA, libraries.verl, settings=(RANKS,), needs="verl"),
     # LIGER_KERNEL_IMPL in the environment chooses liger's backend, as everywhere in that library.
     Peer("liger", SCALAR, CUDA, library(*_LIGER, reduction="mean"), needs="liger_kernel"),
     Peer("cce", ANY, CUDA, library(*_CCE, impl="cce"), needs="cut_cross_entropy"),  # skips gradients it finds small
@@ -119,22 +119,22 @@ OTHERS = (
 )
 
 
-def named(name: str, layout: str) -> Peer:
+def named(name: str, setting: str) -> Peer:
     """The peer of this name, or ValueError. A name of ours may end in a `logits_budget`: ours@512MiB."""
     kind, at, budget = name.partition("@")
     if kind in OURS:
         upstream, build = OURS[kind]
         build = partial(build, parse_budget(budget) if at else None)
-        return Peer(name, upstream, CPU_AND_CUDA, build, "ours", main_grad=kind == "ours-main-grad", layouts=BOTH)
-    known = {peer.name: peer for peer in others(layout)}
+        return Peer(name, upstream, CPU_AND_CUDA, build, "ours", main_grad=kind == "ours-main-grad", settings=BOTH)
+    known = {peer.name: peer for peer in others(setting)}
     if name not in known:
         raise ValueError(f"no such peer: {name}; known: {', '.join([*OURS, *known])}")
     return known[name]
 
 
-def others(layout: str) -> list[Peer]:
+def others(setting: str) -> list[Peer]:
     """All but ours."""
-    return [peer for peer in OTHERS if layout in peer.layouts]
+    return [peer for peer in OTHERS if setting in peer.settings]
 
 
 def parse_budget(text: str) -> int:

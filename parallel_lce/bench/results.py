@@ -68,12 +68,13 @@ class Cell:
 
     @property
     def where(self) -> str:
-        layout = f"TP {self.tp}, {self.shape}" + (", SP" if self.sequence_parallel else "")
-        return layout if self.tp > 1 else str(self.shape)
+        if self.tp == 1:
+            return str(self.shape)
+        return f"TP {self.tp}, {self.shape}" + (", SP" if self.sequence_parallel else "")
 
     @property
     def rounds(self) -> int:
-        return max((len(its.seconds) for result in self.results for its in result.passes.values()), default=0)
+        return max((len(measured.seconds) for result in self.results for measured in result.passes.values()), default=0)
 
     def get(self, name: str, kind: str = FORWARD_BACKWARD) -> Result | None:
         """The result of a peer, or None where it has no time."""
@@ -85,10 +86,10 @@ class Cell:
         """(median, min, max) over the rounds of the speed of a result relative to that of the peer named `other`; None
         if either has no time. Both are of the same round, so that a machine which slows down or has other work slows
         both. A single rank has no collectives: its GEMM-only baseline is the overlapped one, too."""
-        its = self.get(GEMM_ONLY if other == OVERLAPPED and self.tp == 1 else other, kind)
-        if not its or not result or not result.has(kind):
+        reference = self.get(GEMM_ONLY if other == OVERLAPPED and self.tp == 1 else other, kind)
+        if not reference or not result or not result.has(kind):
             return None
-        return spread([b / a for a, b in zip(result.passes[kind].seconds, its.passes[kind].seconds)])
+        return spread([b / a for a, b in zip(result.passes[kind].seconds, reference.passes[kind].seconds)])
 
     def as_dict(self) -> dict:
         """For JSON: seconds, bytes and relative errors, every round included."""
@@ -109,14 +110,14 @@ class Cell:
         entry: dict = {"name": result.peer.name, "upstream": result.peer.upstream}
         entry |= {"refused": result.refused or None, "errors": result.errors}
         for kind in filter(result.has, self.passes):
-            its = result.passes[kind]
+            measured = result.passes[kind]
             entry[kind] = {
-                "seconds": its.seconds,
-                **dict(zip(("seconds_median", "seconds_min", "seconds_max"), spread(its.seconds))),
+                "seconds": measured.seconds,
+                **dict(zip(("seconds_median", "seconds_min", "seconds_max"), spread(measured.seconds))),
                 "of_gemm_only": self.ratio(result, GEMM_ONLY, kind),
                 "of_overlapped": self.ratio(result, OVERLAPPED, kind),
-                "peak_bytes": its.peak_bytes,
-                "beyond_gradients_bytes": its.extra_bytes,
+                "peak_bytes": measured.peak_bytes,
+                "beyond_gradients_bytes": measured.extra_bytes,
             }
         return entry
 

@@ -52,8 +52,9 @@ class Run:
         release(team.device)
         collectives = measure_collectives(problem, self.options.rounds)
         layouts = self.options.sequence_parallel if team.ranks > 1 else [False]
-        judges = [Judge(replace(problem, sequence_parallel=layout), truth, torchs) for layout in layouts]
-        del truth, torchs  # a judge frees what it needs of them
+        problems = [replace(problem, sequence_parallel=sequence_parallel) for sequence_parallel in layouts]
+        judges = [Judge(each, truth, torchs) for each in problems]
+        del truth, torchs  # the judges alone hold the truth now
         for judge in judges:
             progress, after = partial(self._progress, judge.problem), partial(self._trace, judge.problem)
             cell = Cell.of(judge, passes)

@@ -21,14 +21,13 @@ from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, SAVED
 from .plot import plot_over_ranks
 from .tables import NONE, SHORT, new_console, new_table, say
 
-BOTH = FORWARD_BACKWARD
 AROUND = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_gather_partials": 1}  # times around a ring
-PRODUCTS = {FORWARD: 1, BOTH: 3}  # matrix products of a pass
+PRODUCTS = {FORWARD: 1, FORWARD_BACKWARD: 3}  # matrix products of a pass
 SERIES = (GEMM_ONLY, OVERLAPPED, SAVED)
 
 
 @dataclass(frozen=True)
-class Layout:
+class Point:
     """One TP size and problem."""
 
     tp: int
@@ -79,28 +78,28 @@ class Times:
     paid_ahead: float = 0.0  # share of the forward's gather that costs time although it overlaps
     paid_beside: float = 0.0  # share of a collective beside a product that costs time: it takes SMs
 
-    def seconds(self, series: str, kind: str, layout: Layout, network: Network) -> float:
-        known, factors = _terms(series, kind, layout, network, self.per_flop)
+    def seconds(self, series: str, kind: str, point: Point, network: Network) -> float:
+        known, factors = _terms(series, kind, point, network, self.per_flop)
         return known + sum(getattr(self, name) * factor for name, factor in factors.items())
 
 
-def _terms(series: str, kind: str, layout: Layout, network: Network, per_flop: float) -> tuple[float, dict[str, float]]:
+def _terms(series: str, kind: str, point: Point, network: Network, per_flop: float) -> tuple[float, dict[str, float]]:
     """`(seconds of the network alone, {name of a number of Times: its factor})`; the time is their sum."""
-    known, factors = 0.0, {"per_flop": layout.product * PRODUCTS[kind], "fixed": 1.0}
+    known, factors = 0.0, {"per_flop": point.product * PRODUCTS[kind], "fixed": 1.0}
     if series == GEMM_ONLY:
         return known, factors
     if series == SAVED:
-        factors["token"] = float(layout.n)
-        known += network.seconds("all_gather_partials", 4 * (3 * layout.n + 2) * layout.tp, layout.tp)
-    size = layout.n * layout.d * layout.itemsize
-    gather = network.seconds("all_gather", size, layout.tp) if layout.sequence_parallel else 0.0
+        factors["token"] = float(point.n)
+        known += network.seconds("all_gather_partials", 4 * (3 * point.n + 2) * point.tp, point.tp)
+    size = point.n * point.d * point.itemsize
+    gather = network.seconds("all_gather", size, point.tp) if point.sequence_parallel else 0.0
     # Ours projects the rank's own tokens during the gather.
-    own = layout.product / layout.tp * per_flop if series == SAVED else math.inf
+    own = point.product / point.tp * per_flop if series == SAVED else math.inf
     factors["paid_ahead"] = min(gather, own)
     known += max(0.0, gather - own)
-    if kind == BOTH:
-        reduction = network.seconds("reduce_scatter" if layout.sequence_parallel else "all_reduce", size, layout.tp)
-        product = layout.product * per_flop  # each collective overlaps with one product
+    if kind == FORWARD_BACKWARD:
+        reduction = network.seconds("reduce_scatter" if point.sequence_parallel else "all_reduce", size, point.tp)
+        product = point.product * per_flop  # each collective overlaps with one product
         beside = [reduction] if series == SAVED else [gather, reduction]  # ours saves the gathered hidden states
         factors["paid_beside"] = sum(min(collective, product) for collective in beside)
         known += sum(max(0.0, collective - product) for collective in beside)
@@ -109,7 +108,7 @@ def _terms(series: str, kind: str, layout: Layout, network: Network, per_flop: f
 
 @dataclass(frozen=True)
 class Readings:
-    times: list  # [(series, pass, Layout, seconds)]
+    times: list  # [(series, pass, Point, seconds)]
     collectives: list  # [(kind, bytes of the whole tensor, ranks, seconds)]
 
     def upto(self, tp: int) -> "Readings":
@@ -117,7 +116,7 @@ class Readings:
 
     @property
     def sizes(self) -> list[int]:
-        return sorted({layout.tp for _, _, layout, _ in self.times})
+        return sorted({point.tp for _, _, point, _ in self.times})
 
 
 def read(*contents: dict) -> Readings:
@@ -125,15 +124,15 @@ def read(*contents: dict) -> Readings:
     times, collectives = [], {}
     for cell in (cell for content in contents for cell in content["cells"]):
         sizes = (cell[name] for name in ("tp", "n", "v", "d", "sequence_parallel"))
-        layout = Layout(*sizes, itemsize=getattr(torch, cell["dtype"]).itemsize)
+        point = Point(*sizes, itemsize=getattr(torch, cell["dtype"]).itemsize)
         for kind, found in cell["collectives"].items():  # the same in both layouts of a TP size and N
-            collectives[kind, found["bytes"], layout.tp] = found["seconds_median"]
+            collectives[kind, found["bytes"], point.tp] = found["seconds_median"]
         peers = {peer["name"]: peer for peer in cell["peers"]}
-        if layout.tp == 1 and GEMM_ONLY in peers:  # a single rank has nothing to overlap
+        if point.tp == 1 and GEMM_ONLY in peers:  # a single rank has nothing to overlap
             peers[OVERLAPPED] = peers[GEMM_ONLY]
         for series, kind in itertools.product(SERIES, PRODUCTS):
             if kind in peers.get(series, {}):
-                times.append((series, kind, layout, peers[series][kind]["seconds_median"]))
+                times.append((series, kind, point, peers[series][kind]["seconds_median"]))
     return Readings(times, [(*key, seconds) for key, seconds in collectives.items()])
 
 
@@ -142,11 +141,11 @@ class Model:
     network: Network
     times: dict[tuple[str, str], Times]  # by series and pass
 
-    def seconds(self, series: str, kind: str, layout: Layout) -> float:
-        return self.times[series, kind].seconds(series, kind, layout, self.network)
+    def seconds(self, series: str, kind: str, point: Point) -> float:
+        return self.times[series, kind].seconds(series, kind, point, self.network)
 
     def errors(self, readings: Readings) -> list[tuple]:
-        """[(series, pass, Layout, measured seconds, modelled / measured - 1)] of every reading that it can model."""
+        """[(series, pass, Point, measured seconds, modelled / measured - 1)] of every reading that it can model."""
         known = [time for time in readings.times if time[:2] in self.times]
         return [(*time, self.seconds(*time[:3]) / time[3] - 1) for time in known]
 
@@ -165,20 +164,20 @@ def fit(readings: Readings) -> Model:
     network = Network(found.get("launch", 0.0), found.get("hop", 0.0), 1 / per_byte if per_byte else math.inf)
     times = {}
     for series, kind in itertools.product(SERIES, PRODUCTS):  # forward first: the other takes its `paid_ahead`
-        pairs = [(layout, time) for of, its, layout, time in readings.times if (of, its) == (series, kind)]
+        pairs = [(point, time) for *key, point, time in readings.times if key == [series, kind]]
         if pairs:
             times[series, kind] = _fit_times(series, kind, pairs, network, times.get((series, FORWARD)))
     return Model(network, times)
 
 
 def _fit_times(series: str, kind: str, pairs: list, network: Network, forward: Times | None) -> Times:
-    per_flop = min(seconds / layout.product for layout, seconds in pairs) / PRODUCTS[kind]
+    per_flop = min(seconds / point.product for point, seconds in pairs) / PRODUCTS[kind]
     known = {} if forward is None else {"paid_ahead": forward.paid_ahead}
     found = {}
     for _ in range(5):  # how long a product hides a collective depends on what is being fitted
         rows, rest = [], []
-        for layout, seconds in pairs:
-            of_network, factors = _terms(series, kind, layout, network, per_flop)
+        for point, seconds in pairs:
+            of_network, factors = _terms(series, kind, point, network, per_flop)
             of_network += sum(value * factors.pop(name, 0.0) for name, value in known.items())
             rows.append(factors)
             rest.append(seconds - of_network)
@@ -236,9 +235,9 @@ def report(readings: Readings, ranks: list[int], hosts: dict[str, float]) -> Ite
     out = held_out(readings)
     if out and out[1]:
         yield f"Error at TP {out[0]} of a fit to the smaller sizes: {_of_each(out[1])}."
-    if {(SAVED, FORWARD), (SAVED, BOTH)} <= model.times.keys():
-        layouts = dict.fromkeys(layout for series, _, layout, _ in readings.times if series == SAVED and layout.tp > 1)
-        predicted = [replace(layout, tp=tp) for tp in ranks for layout in layouts]
+    if {(SAVED, FORWARD), (SAVED, FORWARD_BACKWARD)} <= model.times.keys():
+        points = dict.fromkeys(point for series, _, point, _ in readings.times if series == SAVED and point.tp > 1)
+        predicted = [replace(point, tp=tp) for tp in ranks for point in points]
         yield _predictions_table(replace(model, network=replace(network, **hosts)), predicted)
 
 
@@ -257,25 +256,25 @@ def _readings_table(errors: list[tuple]) -> Table:
     """The measured times, each with the model's relative error."""
     table = new_table(None, None, ["", "pass"], [name for s in SERIES for name in (f"{s}, ms", "model")])
     rows = {}
-    for series, kind, layout, seconds, error in errors:
-        rows.setdefault((layout, kind), {})[series] = f"{1e3 * seconds:.4g}", f"{1e2 * error:+.1f} %"
-    for (layout, kind), found in rows.items():
+    for series, kind, point, seconds, error in errors:
+        rows.setdefault((point, kind), {})[series] = f"{1e3 * seconds:.4g}", f"{1e2 * error:+.1f} %"
+    for (point, kind), found in rows.items():
         texts = [text for series in SERIES for text in found.get(series, (NONE, NONE))]
-        table.add_row(str(layout), SHORT[kind], *texts)
+        table.add_row(str(point), SHORT[kind], *texts)
     return table
 
 
-def _predictions_table(model: Model, layouts: list[Layout]) -> Table:
+def _predictions_table(model: Model, points: list[Point]) -> Table:
     columns = ["forward, ms", "of GEMM-only", "fwd+bwd, ms", "of GEMM-only", "of overlapped"]
     table = new_table(None, None, ["P", "N", "SP"], columns)
-    for layout in dict.fromkeys(layouts):
-        row = [str(layout.tp), str(layout.n), "on" if layout.sequence_parallel else "off"]
-        for kind, others in ((FORWARD, (GEMM_ONLY,)), (BOTH, (GEMM_ONLY, OVERLAPPED))):
-            mine = model.seconds(SAVED, kind, layout)
+    for point in dict.fromkeys(points):
+        row = [str(point.tp), str(point.n), "on" if point.sequence_parallel else "off"]
+        for kind, others in ((FORWARD, (GEMM_ONLY,)), (FORWARD_BACKWARD, (GEMM_ONLY, OVERLAPPED))):
+            mine = model.seconds(SAVED, kind, point)
             row.append(f"{1e3 * mine:.3g}")
             for other in others:
                 known = (other, kind) in model.times
-                row.append(f"{model.seconds(other, kind, layout) / mine:.3f}" if known else NONE)
+                row.append(f"{model.seconds(other, kind, point) / mine:.3f}" if known else NONE)
         table.add_row(*row)
     return table
 
@@ -301,8 +300,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     contents = [json.loads(Path(path).read_text(encoding="utf-8")) for path in options.results]
     readings = read(*contents)
-    if len(readings.sizes) < 2 or not any(time[:2] == (SAVED, BOTH) for time in readings.times):
-        parser.error(f"{', '.join(options.results)}: no times of ours for several TP sizes: {readings.sizes}")
+    if len(readings.sizes) < 2 or not any(time[:2] == (SAVED, FORWARD_BACKWARD) for time in readings.times):
+        files, wanted = ", ".join(options.results), "times of forward + backward at several TP sizes"
+        parser.error(f"{files}: no peer named {SAVED} has {wanted}")
     if options.host_gpus < 1 or options.network_gbps <= 0:
         parser.error("--host-gpus and --network-gbps must be positive")
     bandwidth = options.host_gpus * options.network_gbps * 1e9 / 8

@@ -15,7 +15,7 @@ class Suite:
 
 
 SUITES = {
-    # The sizes that the targets of this package are stated for.
+    # Sizes for which this package has speed targets.
     "bars": Suite(
         (Shape(8192, 128256, 4096), Shape(4096, 128256, 4096), Shape(32768, 131072, 4096), Shape(1024, 262144, 4096)),
         (SAVED, "ours-per-token@512MiB", "ours-main-grad@512MiB", "ours@1GiB"),
@@ -30,7 +30,7 @@ SUITES = {
 }
 _RECOMPUTED = ("ours@0", "ours-per-token@0")
 _OVER_RANKS = (SAVED, "ours", "ours@128MiB", "ours-main-grad@64MiB", "ours-per-token@0")
-DEFAULTS = {  # without --suite: a minute or a few on a laptop; training micro-batches of a large model on a GPU
+DEFAULTS = {  # without --suite. CPU: small enough for a laptop. CUDA: micro-batches of a large model.
     (ONE, "cpu"): Suite((Shape(2048, 32768, 512),), _RECOMPUTED),
     (ONE, "cuda"): Suite((Shape(8192, 128256, 4096),), (*_RECOMPUTED, "ours", "ours-per-token")),
     (RANKS, "cpu"): Suite((Shape(256, 4096, 64), Shape(512, 4096, 64)), _OVER_RANKS),

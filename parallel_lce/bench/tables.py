@@ -18,7 +18,9 @@ CELL_CAPTION = (
     " Milliseconds of the slowest rank. of GEMM-only: speed relative to that baseline in the same round. MiB: peak "
     "above the inputs on the rank that needs most; beyond: without dX and dW too."
 )
-RANKS_CAPTION = " gemm-only: the three local products without communication; of overlapped: with their collectives."
+RANKS_CAPTION = (
+    " of GEMM-only: relative to the local products without communication; of overlapped: to the same with collectives."
+)
 OVERVIEW_CAPTION = (
     "Speed of the first strategy of ours (min–max over the rounds) relative to the GEMM-only baseline with overlapped "
     "collectives and without any, and of forward alone to the projection alone; ×: times the speed of another. MiB: "
@@ -91,8 +93,8 @@ def overview(cells: list[Cell]) -> Table:
         for other, kind in ((OVERLAPPED, FORWARD_BACKWARD), (GEMM_ONLY, FORWARD_BACKWARD), (GEMM_ONLY, FORWARD)):
             row.append(_ratio_text(cell.ratio(ours, other, kind), "{:.3f} ({:.3f}–{:.3f})"))
         row += [_ratio_text(cell.ratio(ours, name, cell.passes[-1]), "{:.2f}") for name in others]
-        its = ours.passes[FORWARD_BACKWARD] if ours and ours.has(FORWARD_BACKWARD) else None
-        table.add_row(*row, mebibytes(its.extra_bytes) if its else NONE)
+        measured = ours.passes[FORWARD_BACKWARD] if ours and ours.has(FORWARD_BACKWARD) else None
+        table.add_row(*row, mebibytes(measured.extra_bytes) if measured else NONE)
     return table
 
 

@@ -22,7 +22,7 @@ TIMEOUT = timedelta(minutes=3)  # a collective of a measured call that takes lon
 IDLE_TIMEOUT = timedelta(hours=2)  # ranks outside the team wait until it has been measured
 
 
-class Refused(Exception):
+class NotTimed(Exception):
     """A peer that is not timed. The message says why; `errors` holds the errors found until then."""
 
     def __init__(self, message: str, errors: dict[str, float] | None = None):
@@ -90,13 +90,13 @@ class Team:
         return values
 
     def agree(self, function: Callable[[], Any]) -> Any:
-        """This rank's `function()`. If it raises on any rank, all ranks raise Refused with the reason. A rank that
+        """This rank's `function()`. If it raises on any rank, all ranks raise NotTimed with the reason. A rank that
         waits in a collective for one that raised gets here only after the timeout."""
         value, reason = None, ""
         try:
             value = function()
         except Exception as error:
-            reason = str(error) if isinstance(error, Refused) else f"failed: {describe(error)}"
+            reason = str(error) if isinstance(error, NotTimed) else f"failed: {describe(error)}"
         reasons = self.gather(reason)
         failed = [rank for rank, text in enumerate(reasons) if text]
         if not failed:
@@ -104,7 +104,7 @@ class Team:
         reason = reasons[failed[0]]
         if len(failed) < self.ranks:
             reason += f" (on rank {', '.join(map(str, failed))} of {self.ranks})"
-        raise Refused(reason)
+        raise NotTimed(reason)
 
     def worst(self, errors: dict[str, float]) -> dict[str, float]:
         """`{name: largest error of all ranks}`. NaN is larger than any number."""

@@ -1,7 +1,8 @@
 """python -m parallel_lce.bench.tune: time the tiles that `kernels/tuning.py` could name for this device.
 
-Every candidate runs the three epilogues of the projection on each shape, in rounds A B C A B C, beside
-`x @ W.T` alone in the same round. The best rows belong into the table of `kernels/tuning.py`.
+Every candidate runs the projection with three uses of its epilogues on each shape, in rounds A B C A B C, beside
+`x @ W.T` alone in the same round. The uses are partials alone, partials with saved exponentials, and the gradient. The
+best rows belong in the table of `kernels/tuning.py`.
 """
 
 import argparse
@@ -35,34 +36,35 @@ PORTABLE = [
     for stages in (3, 4)
 ]
 BLOCKS = (8, 16, 32)
-SHOWN = 8  # best rows of each epilogue
+SHOWN = 8  # best rows of each use
 
 
-def epilogues(x: torch.Tensor, weight: torch.Tensor) -> dict[str, Callable]:
-    """The three epilogues by name, each a function that runs it on `x [N, D]` and `weight [V, D]`."""
+def epilogues(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> dict[str, Callable]:
+    """The uses of the epilogues by name. Each is a function that projects `x [N, D]` with `weight [V, D]`; two of them
+    write `out [N, V]`."""
     shift = torch.zeros(x.shape[0], device=x.device)
-    statistics = torch.stack([shift, shift + 1, shift])
-    out = torch.empty(len(x), -(-weight.shape[0] // 64) * 64, device=x.device, dtype=x.dtype)
-    out = out[:, : weight.shape[0]]
-    operands = Product(x, weight)
+    partial = torch.stack([shift, shift + 1, shift])
+    product = Product(x, weight)  # of one tile: it remembers the first that it runs with
 
     def forward(out, shift):
-        operands.launch(out, ForwardEpilogue(new_window_partials(operands, Columns()), shift))
+        product.launch(out, ForwardEpilogue(new_window_partials(product, Columns()), shift))
 
     return {
         "partials": lambda: forward(None, None),
         "save": lambda: forward(out, shift),
-        "gradient": lambda: logits_gradient(operands, statistics, shift, None, None, None, out),
+        "gradient": lambda: logits_gradient(product, partial, shift, None, None, None, out),
     }
 
 
 def tune(shape: Shape, rounds: int, specialized: bool) -> dict:
-    """`{(tile, blocks, epilogue): time of `x @ W.T` alone / its time}`, medians over the rounds."""
+    """`{(tile, blocks, use): time of `x @ W.T` alone / its time}`, medians over the rounds."""
     x = torch.randn(shape.n, shape.d, device="cuda", dtype=torch.bfloat16)
     weight = (torch.randn(shape.v, shape.d, device="cuda") * shape.d**-0.5).to(x.dtype)
+    # All candidates write the same memory, which may have gigabytes. Its rows are aligned as TMA and cuBLAS want.
+    out = torch.empty(shape.n, -(-shape.v // 64) * 64, device="cuda", dtype=x.dtype)[:, : shape.v]
     team, runs = Team(x.device), {}
     for tile, blocks in itertools.product(SPECIALIZED if specialized else PORTABLE, BLOCKS):
-        for name, function in epilogues(x, weight).items():
+        for name, function in epilogues(x, weight, out).items():
             with tuning.forced(tile, blocks):
                 try:
                     function()
@@ -75,9 +77,9 @@ def tune(shape: Shape, rounds: int, specialized: bool) -> dict:
     speeds = {key: [] for key in runs}
     for _ in range(rounds):
         for (tile, blocks, name), read in runs.items():
-            product = gemm()
+            alone = gemm()
             with tuning.forced(tile, blocks):
-                speeds[tile, blocks, name].append(product / read())
+                speeds[tile, blocks, name].append(alone / read())
     return {key: median(values) for key, values in speeds.items()}
 
 
@@ -95,7 +97,7 @@ def main(arguments: list[str] | None = None) -> None:
         for name in ("partials", "save", "gradient"):
             rows = [(speed, tile, blocks) for (tile, blocks, of), speed in speeds.items() if of == name]
             for speed, tile, blocks in sorted(rows, key=lambda row: -row[0])[:SHOWN]:
-                print(f"{shape} {name:8} {speed:.3f} of the GEMM-only baseline: {tile}, {blocks} row blocks a launch")
+                print(f"{shape} {name:8} {speed:.3f} of x @ W.T alone: {tile}, {blocks} row blocks a launch")
 
 
 if __name__ == "__main__":

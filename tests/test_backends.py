@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -79,6 +80,23 @@ def test_the_default_on_cuda(dtype, capability, installed, name, choose, monkeyp
     choose(None, installed=installed)
     monkeypatch.setattr(backends, "_capability", lambda device: capability)
     assert backends._name(torch.device("cuda", 0), dtype) == name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "installed", "runs"),
+    [
+        (torch.float32, (9, 0), True, True),
+        (torch.bfloat16, (8, 0), True, True),
+        (torch.float32, (7, 5), True, False),
+        (torch.float32, (9, 0), False, False),
+        (torch.float64, (9, 0), True, False),
+    ],
+)
+def test_the_default_for_logits_that_exist(dtype, capability, installed, runs, choose, monkeypatch):
+    choose(None, installed=installed)
+    monkeypatch.setattr(backends, "_capability", lambda device: capability)
+    logits = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, is_meta=False)
+    assert backends.uses_kernels(logits) == runs
 
 
 @pytest.mark.parametrize("value", ["torch", "triton"])

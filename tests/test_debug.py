@@ -9,7 +9,9 @@ import torch
 from torch.autograd import forward_ad
 
 import parallel_lce
-from tools import D, N, V, call, chosen_backend, debug_mode, good, small
+from parallel_lce.arguments import LossOptions
+from parallel_lce.fused_loss import fused_loss
+from tools import D, N, V, arguments_of, call, chosen_backend, debug_mode, good, small
 from world import Member
 
 LOSS, STATISTICS = parallel_lce.linear_cross_entropy, parallel_lce.token_statistics
@@ -149,6 +151,34 @@ def test_every_rank_raises(name, worlds, device):
 def test_only_what_differs_is_named(worlds, device):
     for said in worlds(3).run(_one_differs, "ignore_index", timeout=30):
         assert said.count("rank 0 has") == 1 and "reduction" not in said
+
+
+def _megatron_s_options_differ(member: Member, name: str) -> str:
+    odd = member.rank == 1
+    options = {
+        "ignore_index": LossOptions(ignore_index=3 if odd else None, outside_is_nan=False),
+        "outside_is_nan": LossOptions(outside_is_nan=odd),
+    }[name]
+    tensors = good(member.device)
+    with debug_mode():
+        try:
+            fused_loss(arguments_of(*tensors.values(), process_group=member.group), options)
+            return "not refused"
+        except ValueError as refusal:
+            return str(refusal)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("ignore_index", "disagree about ignore_index: rank 0 has None, rank 1 has 3"),
+        ("outside_is_nan", "disagree about outside_is_nan: rank 0 has False, rank 1 has True"),
+    ],
+)
+def test_options_of_megatron_s_loss_differ(name, message, worlds, device):
+    """Any target is allowed there, and a token may count on one rank alone."""
+    for said in worlds(2).run(_megatron_s_options_differ, name, timeout=30):
+        assert message in said
 
 
 def _weights_differ(member: Member, how: str) -> str:

@@ -19,12 +19,10 @@ from torch import Tensor
 
 from parallel_lce import ops
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.schedule import Call, Needs, accumulate, backward, forward
+from parallel_lce.schedule import Call, Inputs, Needs, accumulate, backward, forward
 from parallel_lce.statistics import NUM_RESIDUALS, StatisticsHead
 
 _SCALED_BYTES = 16 << 20
-Inputs = tuple[Tensor, Tensor, Tensor | None]
-"""``hidden [..., D]``, ``weight [V/P, D]`` and ``bias [V/P]``."""
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -106,7 +104,7 @@ def token_losses(call: Call, inputs: Inputs, loss: WeightedLoss, differentiable:
     weights = loss.token_weight
     if torch.is_grad_enabled() and weights is not None and weights.requires_grad:
         losses = token_losses(call, inputs, replace(loss, token_weight=None), differentiable)
-        return (losses * weights).masked_fill(loss.ignored, 0.0)
+        return torch.where(loss.counted, losses * weights, 0.0)
     return fused(call, inputs, loss, differentiable)[0]
 
 

@@ -76,11 +76,11 @@ class WeightedLoss:
         return Coefficients(*residuals, None).times(upstream[0])
 
     @property
-    def ignored(self) -> Tensor:
-        """``[N]`` bool."""
+    def counted(self) -> Tensor:
+        """Which tokens are not ignored, ``[N]`` bool."""
         if self.ignore_index is None:
-            return torch.zeros_like(self.target, dtype=torch.bool)
-        return self.target == self.ignore_index
+            return torch.ones_like(self.target, dtype=torch.bool)
+        return self.target != self.ignore_index
 
     def divisor(self, reduction: str, dtype: torch.dtype) -> Tensor | float:
         """What the sum of the losses is divided by: for their mean, the sum of the tokens' weights."""
@@ -88,6 +88,6 @@ class WeightedLoss:
             return 1.0
         # The mean of nothing and its gradients are 0: a sum of 0 is divided by 1, or by infinity.
         if self.token_weight is None:
-            return (~self.ignored).sum(dtype=dtype).clamp(min=1)
-        total = self.token_weight.masked_fill(self.ignored, 0.0).sum()
+            return self.counted.sum(dtype=dtype).clamp(min=1)
+        total = torch.where(self.counted, self.token_weight, 0.0).sum()
         return total.masked_fill(total == 0, torch.inf)

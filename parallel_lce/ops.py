@@ -28,7 +28,7 @@ from parallel_lce.collectives import Layout, Shard
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Plan
-from parallel_lce.schedule import Call, Needs, token_count
+from parallel_lce.schedule import Call, Inputs, Needs, token_count
 from parallel_lce.statistics import NAMES, NUM_RESIDUALS, StatisticsHead
 
 _CALL = (
@@ -52,7 +52,7 @@ def uses_operators(weight: Tensor) -> bool:
 # --- a call as an operator's arguments -------------------------------------------------------------
 
 
-def _operands(call: Call, inputs: tuple, loss: WeightedLoss | None = None) -> tuple:
+def _operands(call: Call, inputs: Inputs, loss: WeightedLoss | None = None) -> tuple:
     """The arguments ``_OPERANDS``. ``factors [4]`` fp64, on the CPU: logit_scale, logit_softcap, label_smoothing,
     z_loss.
 
@@ -349,7 +349,7 @@ def _by_input(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None
 # --- the functions of parallel_lce.autograd, in a graph --------------------------------------------
 
 
-def fused(call: Call, inputs: tuple, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
+def fused(call: Call, inputs: Inputs, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
     """:func:`parallel_lce.autograd.fused` of a graph."""
     losses = isinstance(head, WeightedLoss)
     of_loss = (head.token_weight, head.ignore_index, head.outside_is_nan) if losses else (None, None, True)
@@ -361,7 +361,7 @@ def fused(call: Call, inputs: tuple, head: StatisticsHead | WeightedLoss, differ
     return tuple(v if there else None for v, there in zip(outputs, head.present))
 
 
-def accumulated_loss(call: Call, inputs: tuple, loss: WeightedLoss, divisor: Tensor | float) -> Tensor:
+def accumulated_loss(call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | float) -> Tensor:
     """:func:`parallel_lce.autograd.accumulated_loss` of a graph."""
     value, _ = torch.ops.parallel_lce.accumulated_loss(
         *_operands(call, inputs, loss),

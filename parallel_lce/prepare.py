@@ -18,7 +18,7 @@ from parallel_lce.collectives import Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import GradientTraits, Plan, cached_plan, plan, shared_shard_rows
-from parallel_lce.schedule import Call, token_count
+from parallel_lce.schedule import Call, Inputs, token_count
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Prepared:
     """A checked call and its tensors."""
 
     call: Call
-    # hidden states [..., D], weight [V/P, D], bias [V/P]
-    inputs: tuple[Tensor, Tensor, Tensor | None]
+    inputs: Inputs
     # [N] in the statistics' dtype
     token_weight: Tensor | None
     # of the tokens
@@ -53,12 +52,10 @@ def prepare(
     """
     debugging = debug.enabled()
     check_process_group(arguments.process_group)
-    layout = Layout.of(arguments.process_group, False)
+    arguments = arguments.with_python_numbers()
+    layout = Layout.of(arguments.process_group, arguments.sequence_parallel is True)
     # From here on a refusal is told to the other ranks.
     try:
-        arguments = arguments.with_python_numbers()
-        if arguments.sequence_parallel is True:
-            layout = Layout.of(arguments.process_group, True)
         if extra_check is not None:
             extra_check()
         if options is not None:
@@ -116,10 +113,7 @@ def prepare(
 
 
 def _gradients(
-    inputs: tuple[Tensor, Tensor, Tensor | None],
-    layout: Layout,
-    reduce_dtype: torch.dtype | None,
-    main_grad: MainGrad | None,
+    inputs: Inputs, layout: Layout, reduce_dtype: torch.dtype | None, main_grad: MainGrad | None
 ) -> GradientTraits | None:
     """What the backward must produce; None: there is none."""
     hidden, weight, bias = inputs
@@ -140,7 +134,7 @@ def _gradients(
 
 def _plan(
     a: Arguments,
-    inputs: tuple[Tensor, Tensor, Tensor | None],
+    inputs: Inputs,
     layout: Layout,
     shard: Shard,
     backend: Backend,

@@ -73,6 +73,9 @@ class Needs:
     bias: bool
 
 
+Inputs = tuple[Tensor, Tensor, Tensor | None]
+"""Hidden states ``[..., D]``, weight ``[V/P, D]`` and bias ``[V/P]``."""
+
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dX, dW (or what ``MainGrad.placeholder`` returns for it) and dbias; None where not asked for."""
 

@@ -55,4 +55,4 @@ def test_a_log_probability_needs_a_target():
 
 def test_without_an_ignored_id_every_token_counts():
     loss = WeightedLoss(torch.tensor([-100, 0, 1]))
-    assert loss.divisor("mean", torch.float32) == 3 and not loss.ignored.any()
+    assert loss.divisor("mean", torch.float32) == 3 and loss.counted.all()

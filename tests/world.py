@@ -35,6 +35,11 @@ class Member:
     group: dist.ProcessGroup
 
 
+# A job without an answer. It comes once all ranks have answered: a rank may still be connecting a group that another
+# rank is done with.
+_TIDY_UP = "tidy up"
+
+
 def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None, backend: str, jobs, results) -> None:
     os.environ[backends.VARIABLE] = backend
     if path is not None:
@@ -55,12 +60,14 @@ def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None
     )
     member = Member(rank, ranks, device, dist.group.WORLD)
     while (job := jobs.get()) is not None:
+        if job == _TIDY_UP:
+            _destroy_subgroups()
+            continue
         body, arguments = job
         try:
             answer = True, body(member, *arguments)
         except Exception:
             answer = False, traceback.format_exc()
-        _destroy_subgroups()
         results.put(answer)
     dist.destroy_process_group()
 
@@ -137,6 +144,8 @@ class World:
                 answers[rank] = results.get(timeout=timeout if not silent else 0.1)
             except queue.Empty:
                 silent.append(rank)
+        for jobs in self._jobs:
+            jobs.put(_TIDY_UP)
         failed = {r: text for r, (good, text) in answers.items() if not good}
         if silent:
             self.close(kill=True)

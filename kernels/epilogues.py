@@ -103,33 +103,37 @@ def _shift_rows(epilogue, r, rows):
 
 @triton.jit
 def _gradient_rows(epilogue, r, rows, scale):
-    """The tokens' maxima, alpha / s, delta / s, and gamma, all but the maxima times scale and ``fp16_scale``."""
+    """Of each token: the maximum, the factor of its exponentials, alpha and delta beside that factor, and gamma.
+
+    Without delta, alpha is part of the factor. Factor and gamma contain scale and ``fp16_scale``.
+    """
     valid = r < rows
     base = finite_base(tl.load(epilogue.max + r, mask=valid, other=0.0))
     grad_scale = scale
     if epilogue.fp16_scale is not None:
         grad_scale *= tl.load(epilogue.fp16_scale)
-    per_sum = grad_scale / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
-    alpha_over_sum = tl.load(epilogue.alpha + r, mask=valid, other=0.0) * per_sum
+    factor = grad_scale / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
     # Cancels the rounding of exponential_from.
-    alpha_over_sum *= rebased(base, base)
-    delta_over_sum = alpha_over_sum  # Not read without delta.
+    factor *= rebased(base, base)
+    alpha = tl.load(epilogue.alpha + r, mask=valid, other=0.0)
+    delta = alpha  # Not read without delta.
     if epilogue.delta is not None:
-        delta_over_sum = tl.load(epilogue.delta + r, mask=valid, other=0.0) * per_sum * rebased(base, base)
-    scaled_gamma = alpha_over_sum  # Not read without gamma.
+        delta = tl.load(epilogue.delta + r, mask=valid, other=0.0)
+    else:
+        factor *= alpha
+    scaled_gamma = alpha  # Not read without gamma.
     if epilogue.gamma is not None:
         scaled_gamma = tl.load(epilogue.gamma + r, mask=valid, other=0.0) * grad_scale
-    return (base, alpha_over_sum, delta_over_sum, scaled_gamma)
+    return (base, factor, alpha, delta, scaled_gamma)
 
 
 @triton.jit
 def _gradient(z, row_values, epilogue, cap):
-    base, alpha_over_sum, delta_over_sum, scaled_gamma = row_values
-    g = exponential_from(z, base[:, None])
+    base, factor, alpha, delta, scaled_gamma = row_values
+    g = exponential_from(z, base[:, None]) * factor[:, None]
     if epilogue.delta is not None:
-        g *= alpha_over_sum[:, None] + delta_over_sum[:, None] * tl.maximum(z - base[:, None], LOWEST_SHIFT)
-    else:
-        g *= alpha_over_sum[:, None]
+        # Both terms are as given, rounded only here: they nearly cancel where z is near the expected logit.
+        g *= alpha[:, None] + delta[:, None] * tl.maximum(z - base[:, None], LOWEST_SHIFT)
     if epilogue.gamma is not None:
         g -= scaled_gamma[:, None]
     if cap is not None:

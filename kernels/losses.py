@@ -1,4 +1,5 @@
-"""Cross-entropy of tokens from their merged partials, and the coefficients of its gradient, in one launch.
+"""Cross-entropy of tokens from their merged partials, and the coefficients of its gradient, in one launch; and its mean
+in another.
 
 Plain torch takes about twenty elementwise operations (``parallel_lce.backends.loss``). For a small vocabulary shard
 these take the host longer than the GPU takes for the projection.
@@ -11,15 +12,18 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.tuning import on_device_of
 
-_TOKENS = 128
+# Tokens of a program; tokens that the program of the mean adds at a time.
+_TOKENS, _SUMMED = 128, 4096
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "ignore_index"])
+@triton.jit(do_not_specialize=["rows", "entries", "ignore_index"])
 def lce_forward_losses(
     partial,
     vocab_size,
+    entries,
     target,
     token_weight,
     losses,
@@ -39,7 +43,8 @@ def lce_forward_losses(
     top = tl.load(partial + row, mask=valid, other=0.0)
     log_sum = tl.log(tl.load(partial + rows + row, mask=valid, other=1.0))
     log_prob = (tl.load(partial + 2 * rows + row, mask=valid, other=0.0) - top) - log_sum
-    entries = tl.load(vocab_size)
+    if vocab_size is not None:
+        entries = tl.load(vocab_size)
     wanted = tl.load(target + row, mask=valid, other=0)
     inside = (wanted >= 0) & (wanted < entries)
     weight = tl.full((BLOCK,), 1.0, tl.float32)
@@ -74,7 +79,7 @@ def lce_forward_losses(
 
 def token_losses(
     partial: torch.Tensor,
-    vocab_size: torch.Tensor,
+    vocab_size: torch.Tensor | int,
     target: torch.Tensor,
     token_weight: torch.Tensor | None,
     ignore_index: int | None,
@@ -85,16 +90,18 @@ def token_losses(
     """:func:`parallel_lce.backends.loss.token_losses` in one launch.
 
     ``partial [C, R]`` fp32, merged, contiguous; its column 3 holds the shifted sums if labels are smoothed.
-    ``vocab_size``: V, 0-dimensional int64. ``target [R]`` int64. ``token_weight [R]`` fp32.
+    ``vocab_size``: V, 0-dimensional int64, or a number. ``target [R]`` int64. ``token_weight [R]`` fp32.
     """
     rows = target.shape[0]
     losses, alpha, beta = [torch.empty_like(partial[0]) for _ in range(3)]
     gamma = torch.empty_like(alpha) if label_smoothing else None
-    with torch.cuda.device_of(partial):  # Triton launches on the current device
+    known = isinstance(vocab_size, int)
+    with on_device_of(partial):
         lce_forward_losses.launch(
             (-(-rows // _TOKENS),),
             partial,
-            vocab_size,
+            None if known else vocab_size,
+            vocab_size if known else 0,
             target,
             token_weight,
             losses,
@@ -110,3 +117,41 @@ def token_losses(
             BLOCK=_TOKENS,
         )
     return losses, alpha, beta, gamma
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "ignore_index"])
+def lce_forward_mean(losses, target, token_weight, mean, divisor, rows, ignore_index, BLOCK: tl.constexpr):
+    total, weights = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        valid = row < rows
+        total += tl.load(losses + row, mask=valid, other=0.0)
+        counted = valid
+        if ignore_index is not None:
+            counted &= tl.load(target + row, mask=valid, other=0) != ignore_index
+        weight = tl.full((BLOCK,), 1.0, tl.float32)
+        if token_weight is not None:
+            weight = tl.load(token_weight + row, mask=valid, other=0.0)
+        weights += tl.where(counted, weight, 0.0)
+    whole = tl.sum(weights, 0)
+    # The mean of nothing and its gradients are 0.
+    whole = tl.where(whole == 0.0, float("inf"), whole)
+    tl.store(divisor, whole)
+    tl.store(mean, tl.sum(total, 0) / whole)
+
+
+def mean_loss(
+    losses: torch.Tensor, target: torch.Tensor, token_weight: torch.Tensor | None, ignore_index: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of ``losses [R]`` over that of the weights of the tokens that are not ignored, and the latter sum; both
+    0-dimensional, fp32.
+
+    One program adds in a fixed order. The arguments are those of :func:`token_losses`.
+    """
+    mean, divisor = losses.new_empty(2).unbind()
+    with on_device_of(losses):
+        lce_forward_mean.launch(
+            (1,), losses, target, token_weight, mean, divisor, losses.shape[0], ignore_index, BLOCK=_SUMMED
+        )
+    return mean, divisor

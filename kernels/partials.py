@@ -21,6 +21,7 @@ import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, rebased, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.tuning import on_device_of
 
 NOBODY = 2**31 - 1
 """The argmax of a token that has none: with a NaN logit, or with shards that leave a gap or overlap."""
@@ -282,7 +283,7 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
     # Pointers to the first rank's columns. The kernel adds rank * stride.
     own = packed[0, : columns.count * rows].view(columns.count, rows)
     bounds = packed.view(torch.int32)[0, columns.count * rows :]
-    with torch.cuda.device_of(packed):  # Triton launches on the current device.
+    with on_device_of(packed):
         # At least one program, which writes V.
         _merge_kernel.launch(
             (max(1, -(-rows // block_r)),),

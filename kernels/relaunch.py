@@ -1,8 +1,9 @@
-"""Launch a compiled kernel with a cheaper look-up than Triton's.
+"""Launch a compiled kernel at little more than the driver's price.
 
-Triton finds the compiled kernel of a launch from a description of all its arguments. That takes longer than the launch
-itself, and longer than the GPU takes for a small vocabulary shard. :class:`Relaunched` describes only what Triton
-compiles for: dtypes, alignment, which integers are 1 or divisible by 16, and constants.
+Triton finds the compiled kernel of a launch from a description of all its arguments, and asks the driver about every
+pointer. That takes the host longer than the launch itself, and longer than the GPU takes for a small vocabulary shard.
+:class:`Relaunched` describes only what Triton compiles for: dtypes, alignment, which integers are 1 or divisible by 16,
+and constants. It passes pointers as numbers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ class Relaunched:
     """A ``triton.jit`` or ``gluon.jit`` function that remembers what its launches compiled to.
 
     Constants and options are passed by name, always in the same order; all other arguments by position. From the
-    second launch of a kind on, ``pre_run_hooks`` and Triton's knobs have no effect.
+    second launch of a kind on, Triton's hooks and knobs have no effect. The first tensor's device must be the current
+    one.
     """
 
     def __init__(self, function) -> None:
@@ -28,43 +30,58 @@ class Relaunched:
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
     def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        key = (device, *_describe(arguments), *constants.values())
+        described: list = []
+        values = _describe(arguments, described)
+        key = (*described, *constants.values())
         known = self._compiled.get(key)
-        if known is not None:
-            compiled, names = known
-            full = *grid, *(1,) * (3 - len(grid))
-            compiled[full](*arguments, *[constants[name] for name in names])
+        if known is None:
+            self._compile(key, grid, arguments, constants)
             return
+        run, function, metadata, stream, device, last = known
+        x, y, z = (*grid, 1, 1)[:3]
+        # No launch metadata, and no hooks on entry and exit.
+        run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
+
+    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
         compiled = self._function[grid](*arguments, **constants)
         # The interpreter compiles nothing.
-        if hasattr(compiled, "__getitem__"):
-            self._compiled[key] = compiled, self._function.arg_names[len(arguments) :]
+        if not hasattr(compiled, "packed_metadata"):
+            return
+        from triton.runtime import driver
+
+        last = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
+        stream, device = driver.active.get_current_stream, driver.active.get_current_device()
+        self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, stream, device, last
 
     def __getattr__(self, name: str):
         return getattr(self._function, name)
 
 
-def _describe(arguments: tuple) -> list:
-    """Everything that Triton specializes on, and possibly more. Arguments of different types are described
-    differently."""
-    described: list = []
+def _describe(arguments: tuple, described: list) -> list:
+    """The arguments as the driver takes them: a tensor as its address. Adds to ``described`` everything that Triton
+    specializes on, and possibly more. Arguments of different types are described differently."""
+    values: list = []
     for argument in arguments:
-        kind = type(argument)
-        if kind is int:
+        value = argument
+        if isinstance(argument, torch.Tensor):
+            value = argument.data_ptr()
+            # A kernel is loaded for one device.
+            described.append((argument.dtype, argument.get_device(), value % 16 == 0))
+        elif argument is None:
+            described.append(None)
+        elif (kind := type(argument)) is int:
             # 1, else the width and whether it is divisible by 16
             width = 0 if -(2**31) <= argument < 2**31 else 32 if argument < 2**63 else 64
             described.append(1 if argument == 1 else width + (16 if argument % 16 == 0 else 2))
         elif kind is float:
             described.append(float)
-        elif argument is None:
-            described.append(None)
-        elif isinstance(argument, torch.Tensor):
-            described.append(argument.dtype if argument.data_ptr() % 16 == 0 else (argument.dtype,))
         elif isinstance(argument, tuple):
-            described.append((kind, *_describe(argument)))
+            described.append(kind)
+            value = tuple(_describe(argument, described))
+            described.append(len(value))
         elif hasattr(argument, "block_shape"):
-            described.append((kind, argument.base.dtype, *argument.block_shape))
+            described.append((kind, argument.base.dtype, argument.base.get_device(), *argument.block_shape))
         else:
             raise TypeError(f"no argument of a kernel: {argument!r}, a {kind.__name__}")
-    return described
+        values.append(value)
+    return values

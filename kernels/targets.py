@@ -25,39 +25,16 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, finite_base
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
 # Tokens of a program with one token per thread.
 _TOKENS = 128
-# Vocabulary entries of a program that clears their marks.
-_CLEARED = 1024
 # Tokens and hidden elements of a program that adds to dW; hidden elements of one that finishes dX.
 _ADDED, _WIDTH, _HIDDEN = 4, 2048, 4096
 
 
-@Relaunched
-@triton.jit(do_not_specialize=["rows"])
-def lce_backward_mark_targets(target, tags, shared, rows, entries, BLOCK: tl.constexpr, CLEARED: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    wanted = tl.load(target + row, mask=row < rows, other=-1)
-    tl.store(tags + wanted, row, mask=(wanted >= 0) & (wanted < entries))
-    entry = tl.program_id(0) * CLEARED + tl.arange(0, CLEARED)
-    tl.store(shared + entry, tl.zeros((CLEARED,), tl.uint8), mask=entry < entries)
-
-
-@Relaunched
-@triton.jit(do_not_specialize=["rows"])
-def lce_backward_find_shared_targets(target, tags, shared, rows, entries, BLOCK: tl.constexpr):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    wanted = tl.load(target + row, mask=row < rows, other=-1)
-    hit = (wanted >= 0) & (wanted < entries)
-    overwritten = hit & (tl.load(tags + wanted, mask=hit, other=0) != row)
-    tl.store(shared + wanted, tl.full((BLOCK,), 1, tl.uint8), mask=overwritten)
-
-
 @triton.jit
-def _place(gradient, row, column, stride, here, t, factor, unshared):
+def place(gradient, row, column, stride, here, t, factor, unshared):
     """Write the entries of the targets that are ``here``; returns them, and what they leave of ``t``."""
     entry = tl.where(unshared | (factor == 0.0), 0.0, t / factor).to(gradient.dtype.element_ty)
     tl.store(gradient + row.to(tl.int64) * stride + column, entry, mask=here)
@@ -67,154 +44,19 @@ def _place(gradient, row, column, stride, here, t, factor, unshared):
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
-def lce_backward_target_gradients(
-    target,
-    tags,
-    shared,
-    partial,
-    alpha,
-    beta,
-    gamma,
-    delta,
-    result,
-    unshared,
-    rows,
-    entries,
-    scale,
-    cap,
-    gradient,
-    fp16_scale,
-    slice_entries,
-    stride,
-    first,
-    BLOCK: tl.constexpr,
+def lce_backward_place_targets(
+    gradient, target, residual, unshared, fp16_scale, rows, slice_entries, stride, first, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     wanted = tl.load(target + row, mask=row < rows, other=-1)
-    hit = (wanted >= 0) & (wanted < entries)
-    base = finite_base(tl.load(partial + row, mask=hit, other=0.0))
-    sum_exp = tl.load(partial + rows + row, mask=hit, other=1.0)
-    logit = tl.load(partial + 2 * rows + row, mask=hit, other=0.0)
-    shifted = logit - base
-    g = tl.load(alpha + row, mask=hit, other=0.0)
-    if delta is not None:
-        g += tl.load(delta + row, mask=hit, other=0.0) * tl.maximum(shifted, LOWEST_SHIFT)
-    g *= tl.exp(shifted) / sum_exp
-    if gamma is not None:
-        g -= tl.load(gamma + row, mask=hit, other=0.0)
-    g = (g - tl.load(beta + row, mask=hit, other=0.0)) * scale
-    if cap is not None:
-        g *= 1.0 - (logit / cap) * (logit / cap)
-    is_unshared = hit
-    if tags is not None:
-        is_unshared &= tl.load(tags + wanted, mask=hit, other=0) == row
-        is_unshared &= tl.load(shared + wanted, mask=hit, other=0) == 0
-    if gradient is not None:
-        here = hit & (wanted >= first) & (wanted < first + slice_entries)
-        factor = tl.full((BLOCK,), 1.0, tl.float32)
-        if fp16_scale is not None:
-            factor /= tl.load(fp16_scale)
-        g = _place(gradient, row, wanted - first, stride, here, g, factor, is_unshared)[1]
-    tl.store(result + row, g, mask=row < rows)
-    tl.store(unshared + row, is_unshared.to(tl.uint8), mask=row < rows)
-
-
-def target_gradients(
-    target: torch.Tensor,
-    entries: int,
-    partial: torch.Tensor,
-    alpha: torch.Tensor,
-    beta: torch.Tensor,
-    gamma: torch.Tensor | None,
-    delta: torch.Tensor | None,
-    scale: float,
-    softcap: float | None,
-    find_shared: bool,
-    placed: tuple[torch.Tensor, int, torch.Tensor | None] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the targets' logits, and which targets no other token has.
-
-    Returns ``p (alpha + delta (z - max)) - beta - gamma`` times scale and soft-cap's slope, ``[R]`` fp32, 0 for
-    targets outside ``[0, entries)``; and ``unshared [R]`` uint8. With ``find_shared``, ``unshared`` is 1 if the
-    target lies in this shard and no other token of the block has the same one. Without, it is 1 if the target lies in
-    this shard.
-
-    ``target [R]`` int64. ``partial [>= 3, R]``: the merged partial. Coefficients: ``[R]``. All but the target are
-    fp32 and contiguous. ``placed``: ``gradient``, ``first`` and ``fp16_scale`` of :func:`place_targets`, which is
-    then done in the same launch.
-    """
-    gradient, first, fp16_scale = placed or (None, 0, None)
-    rows, result = target.shape[0], torch.empty_like(alpha)
-    unshared = torch.empty_like(alpha, dtype=torch.uint8)
-    grid = (-(-rows // _TOKENS),)
-    tags = shared = None
-    if find_shared:
-        # Every token writes its number to its target's tag; an arbitrary one of them remains. Tokens that find
-        # another number mark the target as shared. The marks do not depend on which number stayed.
-        tags = torch.empty(entries, dtype=torch.int32, device=target.device)
-        shared = torch.empty(entries, dtype=torch.uint8, device=target.device)
-        programs = max(grid[0], -(-entries // _CLEARED))
-        lce_backward_mark_targets.launch(
-            (programs,), target, tags, shared, rows, entries, BLOCK=_TOKENS, CLEARED=_CLEARED
-        )
-        lce_backward_find_shared_targets.launch(grid, target, tags, shared, rows, entries, BLOCK=_TOKENS)
-    lce_backward_target_gradients.launch(
-        grid,
-        target,
-        tags,
-        shared,
-        partial,
-        alpha,
-        beta,
-        gamma,
-        delta,
-        result,
-        unshared,
-        rows,
-        entries,
-        float(scale),
-        None if softcap is None else float(softcap),
-        gradient,
-        fp16_scale,
-        0 if gradient is None else gradient.shape[1],
-        0 if gradient is None else gradient.stride(0),
-        first,
-        BLOCK=_TOKENS,
-    )
-    return result, unshared
-
-
-@Relaunched
-@triton.jit(do_not_specialize=["rows", "first"])
-def lce_backward_place_targets(
-    gradient,
-    target,
-    residual,
-    unshared,
-    dx_factor,
-    fp16_scale,
-    dw_factor,
-    rows,
-    slice_entries,
-    stride,
-    first,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    valid = row < rows
-    wanted = tl.load(target + row, mask=valid, other=-1)
     hit = (wanted >= first) & (wanted < first + slice_entries)
     t = tl.load(residual + row, mask=hit, other=0.0)
     factor = tl.full((BLOCK,), 1.0, tl.float32)
-    if dx_factor is not None:
-        factor = tl.load(dx_factor + row, mask=valid, other=1.0)
     if fp16_scale is not None:
         factor /= tl.load(fp16_scale)
     is_unshared = tl.load(unshared + row, mask=hit, other=1) != 0
-    entry, left = _place(gradient, row, wanted - first, stride, hit, t, factor, is_unshared)
+    _, left = place(gradient, row, wanted - first, stride, hit, t, factor, is_unshared)
     tl.store(residual + row, left, mask=hit)
-    if dx_factor is not None:
-        tl.store(dw_factor + row, tl.where(entry == 0.0, factor, t / entry), mask=valid)
 
 
 def place_targets(
@@ -223,34 +65,28 @@ def place_targets(
     target: torch.Tensor,
     residual: torch.Tensor,
     unshared: torch.Tensor,
-    dx_factor: torch.Tensor | None,
     fp16_scale: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """Write the targets' entries of ``gradient [R, C]``, whose columns are the entries from ``first`` on.
+) -> None:
+    """Write the targets' entries of a later slice ``gradient [R, C]``, whose columns are the entries from ``first`` on.
 
-    The rows of ``gradient`` are still to be multiplied by ``dx_factor [R]`` and divided by ``fp16_scale``. Entries of
-    targets that are ``unshared [R]`` become 0. ``residual [R]``, the gradients of :func:`target_gradients`, is
-    reduced to what the entries leave of them. Returns the factors ``[R]`` of the rows of ``x`` in dW's product, if
-    any.
+    The rows of ``gradient`` are still to be divided by ``fp16_scale``. Entries of targets that are ``unshared [R]``
+    become 0. ``residual [R]``, of :func:`parallel_lce.kernels.token_gradients.token_gradients`, is reduced to what the
+    entries leave of it.
     """
     rows, slice_entries = gradient.shape
-    dw_factor = None if dx_factor is None else torch.empty_like(dx_factor)
     lce_backward_place_targets.launch(
         (-(-rows // _TOKENS),),
         gradient,
         target,
         residual,
         unshared,
-        dx_factor,
         fp16_scale,
-        dw_factor,
         rows,
         slice_entries,
         gradient.stride(0),
         first,
         BLOCK=_TOKENS,
     )
-    return dw_factor
 
 
 @Relaunched
@@ -262,12 +98,17 @@ def lce_backward_scale_and_add_targets(
     residual,
     weight,
     result,
+    x,
+    x_factor,
+    scaled,
     hidden_size,
     entries,
     source_stride,
     factor_stride,
     weight_stride,
     result_stride,
+    x_stride,
+    scaled_stride,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -282,6 +123,9 @@ def lce_backward_scale_and_add_targets(
         weight_row = weight + tl.where(hit, wanted, 0) * weight_stride + c
         value += tl.load(residual + row) * tl.load(weight_row, mask=inside & hit, other=0.0).to(tl.float32)
     tl.store(result + row * result_stride + c, value.to(result.dtype.element_ty), mask=inside)
+    if x is not None:
+        value = tl.load(x + row * x_stride + c, mask=inside, other=0.0).to(tl.float32) * tl.load(x_factor + row)
+        tl.store(scaled + row * scaled_stride + c, value.to(scaled.dtype.element_ty), mask=inside)
 
 
 def scale_and_add_targets(
@@ -289,14 +133,17 @@ def scale_and_add_targets(
     factor: torch.Tensor | None,
     targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     result: torch.Tensor,
+    scaled: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Write ``factor * source + residual * weight[target]`` into ``result [R, D]``, rounded once.
 
     ``result`` may be ``source [R, D]``. ``factor``: ``[R]`` or 0-dimensional, None for 1. ``targets``: ``target [R]``
-    int64, ``residual [R]`` and ``weight [V, D]``, or None. A target outside ``[0, V)`` adds nothing.
+    int64, ``residual [R]`` and ``weight [V, D]``, or None. A target outside ``[0, V)`` adds nothing. ``scaled``:
+    ``x [R, D]``, its factors ``[R]``, and where to write their product in the same launch.
     """
     rows, hidden_size = source.shape
     target, residual, weight = targets or (None, None, None)
+    x, x_factor, product = scaled or (None, None, None)
     block = min(next_power_of_2(hidden_size), _HIDDEN)
     lce_backward_scale_and_add_targets.launch(
         (rows, -(-hidden_size // block)),
@@ -306,12 +153,17 @@ def scale_and_add_targets(
         residual,
         weight,
         result,
+        x,
+        x_factor,
+        product,
         hidden_size,
         0 if weight is None else weight.shape[0],
         source.stride(0),
         0 if factor is None or factor.dim() == 0 else 1,
         0 if weight is None else weight.stride(0),
         result.stride(0),
+        0 if x is None else x.stride(0),
+        0 if product is None else product.stride(0),
         BLOCK=block,
     )
     return result

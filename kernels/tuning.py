@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,7 @@ _COLLECTIVE_SMS = 24
 # Flops of a product while one byte is received: an H200 does about 700e12 flops and receives 340e9 bytes a second.
 _FLOPS_PER_BYTE = 2048
 _forced: tuple[Tile, int] | None = None
+_NOTHING = nullcontext()
 
 
 def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
@@ -86,6 +87,15 @@ def _has_gluon() -> bool:
     with. Triton's interpreter has no Gluon."""
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     return (3, 6) <= version < (3, 8) and not interpreted()
+
+
+def on_device_of(tensor: torch.Tensor):
+    """A context in which the tensor's device is the current one, as launches need. Entering the usual one costs
+    nothing."""
+    index = tensor.get_device()
+    if index < 0 or index == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(index)
 
 
 @functools.cache

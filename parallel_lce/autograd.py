@@ -1,8 +1,9 @@
 """Forward and backward of a call joined for autograd, which may walk a graph more than once.
 
 A *head* computes a call's outputs from merged partials: :class:`parallel_lce.statistics.StatisticsHead` the statistics,
-:class:`parallel_lce.losses.WeightedLoss` per-token losses. Its ``outputs`` gives the outputs and the residuals for the
-backward, its ``coefficients`` folds upstream gradients into coefficients of the gradient of the logits.
+:class:`parallel_lce.losses.WeightedLoss` per-token losses, :class:`parallel_lce.losses.ReducedLoss` their sum or mean.
+Its ``outputs`` gives the outputs and the residuals for the backward, its ``coefficients`` folds upstream gradients into
+coefficients of the gradient of the logits.
 
 In a compiled graph, and for tensors without values, the operators of :mod:`parallel_lce.ops` run instead.
 """
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from parallel_lce import ops
-from parallel_lce.losses import WeightedLoss
+from parallel_lce.losses import ReducedLoss, WeightedLoss
 from parallel_lce.schedule import Call, Inputs, Needs, accumulate, backward, forward
-from parallel_lce.statistics import NUM_RESIDUALS, StatisticsHead
+from parallel_lce.statistics import StatisticsHead
+
+Head = StatisticsHead | WeightedLoss | ReducedLoss
 
 _SCALED_BYTES = 16 << 20
 
@@ -64,7 +67,7 @@ class _Fused(torch.autograd.Function):
     """The outputs of a head."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, call: Call, head: StatisticsHead | WeightedLoss):
+    def forward(ctx, hidden, weight, bias, call: Call, head: Head):
         # Most statistics get no upstream gradient, and no zeros are made for them.
         ctx.set_materialize_grads(head.num_differentiable == 1)
         partial, vocab_size, saved = forward(call, hidden, weight, bias, save=True)
@@ -79,18 +82,21 @@ class _Fused(torch.autograd.Function):
     @first_order_only
     def backward(ctx, saved_tensors, *upstream):
         hidden, weight, bias, target, partial, *others = saved_tensors
-        residuals, saved = others[:NUM_RESIDUALS], tuple(others[NUM_RESIDUALS:])
+        number = ctx.head.num_residuals
+        residuals, saved = others[:number], tuple(others[number:])
         coefficients = ctx.head.coefficients(partial, residuals, upstream)
         # A saved-tensor hook may have returned the target in other memory.
-        call, needs = replace(ctx.call, target=target), Needs(*ctx.needs_input_grad[:3])
+        call = ctx.call if target is ctx.call.target else replace(ctx.call, target=target)
+        needs = Needs(*ctx.needs_input_grad[:3])
         consumed, ctx.consumed = ctx.consumed, True
         gradients = backward(call, hidden, weight, bias, partial, saved, coefficients, needs, consumed)
         return *gradients, None, None
 
 
-def fused(call: Call, inputs: Inputs, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
-    """The outputs of a head ``[N]``; None for one not asked for. Nothing is saved unless ``differentiable``."""
+def fused(call: Call, inputs: Inputs, head: Head, differentiable: bool) -> tuple[Any, ...]:
+    """The outputs of a head; None for one not asked for. Nothing is saved unless ``differentiable``."""
     if ops.uses_operators(inputs[1]):
+        assert not isinstance(head, ReducedLoss)
         return ops.fused(call, inputs, head, differentiable)
     if differentiable:
         return _Fused.apply(*inputs, call, head)
@@ -102,10 +108,24 @@ def fused(call: Call, inputs: Inputs, head: StatisticsHead | WeightedLoss, diffe
 def token_losses(call: Call, inputs: Inputs, loss: WeightedLoss, differentiable: bool) -> Tensor:
     """The loss of each token ``[N]``, differentiable by the tokens' weights, too."""
     weights = loss.token_weight
-    if torch.is_grad_enabled() and weights is not None and weights.requires_grad:
+    if _differentiable_by_weights(loss):
         losses = token_losses(call, inputs, replace(loss, token_weight=None), differentiable)
         return torch.where(loss.counted, losses * weights, 0.0)
     return fused(call, inputs, loss, differentiable)[0]
+
+
+def _differentiable_by_weights(loss: WeightedLoss) -> bool:
+    weights = loss.token_weight
+    return torch.is_grad_enabled() and weights is not None and weights.requires_grad
+
+
+def reduced_loss(call: Call, inputs: Inputs, loss: WeightedLoss, mean: bool, differentiable: bool) -> Tensor:
+    """The sum of the tokens' losses, or their mean by weight, 0-dimensional."""
+    if not (ops.uses_operators(inputs[1]) or _differentiable_by_weights(loss)):
+        return fused(call, inputs, ReducedLoss(loss, mean), differentiable)[0]
+    losses = token_losses(call, inputs, loss, differentiable)
+    divisor = loss.divisor("mean" if mean else "sum", losses.dtype)
+    return losses.sum() if divisor is None else losses.sum() / divisor
 
 
 class _AccumulatedLoss(torch.autograd.Function):
@@ -149,7 +169,7 @@ def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def accumulated_loss(call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | float) -> Tensor:
+def accumulated_loss(call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | None) -> Tensor:
     """The reduced loss, 0-dimensional. Its gradients are formed in this call."""
     if ops.uses_operators(inputs[1]):
         return ops.accumulated_loss(call, inputs, loss, divisor)

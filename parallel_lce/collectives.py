@@ -238,10 +238,11 @@ class PartialsGather:
         rows.fill_(self._shard.rows)
         self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
-    def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor]:
-        """The merged partial and V, 0-dimensional int64, by a backend's ``merge_ranks``."""
+    def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor | int]:
+        """The merged partial and V by a backend's ``merge_ranks``: 0-dimensional int64, or a number on a single rank,
+        which knows it."""
         if self._layout.ranks == 1:
-            return self.local, self.local.new_full((), self._shard.real_rows, dtype=torch.int64)
+            return self.local, self._shard.real_rows
         assert self._work is not None  # start() has been called
         self._work.wait()
         return merge_ranks(self._packed, self._columns, self._rows, self._shard.vocab_size)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from parallel_lce.arguments import Arguments, LossOptions
-from parallel_lce.autograd import accumulated_loss, token_losses
+from parallel_lce.autograd import accumulated_loss, reduced_loss, token_losses
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.partials import Columns, accumulation_dtype
@@ -43,8 +43,9 @@ def fused_loss(
     loss = WeightedLoss(
         call.target, prepared.token_weight, options.ignore_index, smoothing, options.z_loss, options.outside_is_nan
     )
-    divisor = loss.divisor(reduction, accumulation_dtype(inputs[0].dtype))
     if call.plan.accumulate:
+        divisor = loss.divisor(reduction, accumulation_dtype(inputs[0].dtype))
         return accumulated_loss(call, inputs, loss, divisor)
-    per_token = token_losses(call, inputs, loss, prepared.differentiable)
-    return per_token.view(prepared.shape) if reduction == "none" else per_token.sum() / divisor
+    if reduction == "none":
+        return token_losses(call, inputs, loss, prepared.differentiable).view(prepared.shape)
+    return reduced_loss(call, inputs, loss, reduction == "mean", prepared.differentiable)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, Coefficients
+from parallel_lce.backends.loss import counted, sum_of_weights
 from parallel_lce.collectives import Layout
 from parallel_lce.plan import Block
 from parallel_lce.statistics import Residuals, TokenStatistics
@@ -55,10 +56,10 @@ class WeightedLoss:
         weight = layout.take(self.token_weight, block)
         return replace(self, target=layout.take(self.target, block), token_weight=weight)
 
-    # Number of differentiable outputs.
-    num_differentiable = 1
+    # Numbers of differentiable outputs and of residuals.
+    num_differentiable, num_residuals = 1, 3
 
-    def outputs(self, backend: Backend, partial: Tensor, vocab_size: Tensor) -> tuple[list[Tensor], Residuals]:
+    def outputs(self, backend: Backend, partial: Tensor, vocab_size: Tensor | int) -> tuple[list[Tensor], Residuals]:
         """Losses ``[N]`` from the tokens' merged partial; alpha, beta and gamma of the gradient of their sum."""
         losses, alpha, beta, gamma = backend.token_losses(
             partial,
@@ -73,21 +74,42 @@ class WeightedLoss:
         return [losses], (alpha, beta, gamma)
 
     def coefficients(self, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor, ...]) -> Coefficients:
-        return Coefficients(*residuals, None).times(upstream[0])
+        return Coefficients(*residuals, None, upstream[0])
 
     @property
     def counted(self) -> Tensor:
         """Which tokens are not ignored, ``[N]`` bool."""
-        if self.ignore_index is None:
-            return torch.ones_like(self.target, dtype=torch.bool)
-        return self.target != self.ignore_index
+        return counted(self.target, self.ignore_index)
 
-    def divisor(self, reduction: str, dtype: torch.dtype) -> Tensor | float:
-        """What the sum of the losses is divided by: for their mean, the sum of the tokens' weights."""
+    def divisor(self, reduction: str, dtype: torch.dtype) -> Tensor | None:
+        """What the sum of the losses is divided by: for their mean, the sum of the tokens' weights. None is 1."""
         if reduction != "mean":
-            return 1.0
-        # The mean of nothing and its gradients are 0: a sum of 0 is divided by 1, or by infinity.
-        if self.token_weight is None:
-            return self.counted.sum(dtype=dtype).clamp(min=1)
-        total = torch.where(self.counted, self.token_weight, 0.0).sum()
-        return total.masked_fill(total == 0, torch.inf)
+            return None
+        return sum_of_weights(self.target, self.token_weight, self.ignore_index, dtype)
+
+
+@dataclass(frozen=True)
+class ReducedLoss:
+    """The sum of a call's per-token losses, or their mean by weight."""
+
+    losses: WeightedLoss
+    mean: bool
+
+    num_differentiable, num_residuals = 1, 4
+
+    def outputs(
+        self, backend: Backend, partial: Tensor, vocab_size: Tensor | int
+    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+        """The loss, 0-dimensional; the residuals of the per-token losses, and what their sum is divided by."""
+        [losses], residuals = self.losses.outputs(backend, partial, vocab_size)
+        if not self.mean:
+            return [losses.sum()], (*residuals, None)
+        one = self.losses
+        mean, divisor = backend.mean_loss(losses, one.target, one.token_weight, one.ignore_index)
+        return [mean], (*residuals, divisor)
+
+    def coefficients(
+        self, partial: Tensor, residuals: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], upstream
+    ) -> Coefficients:
+        *of_losses, divisor = residuals
+        return Coefficients(*of_losses, None, upstream[0] if divisor is None else upstream[0] / divisor)

@@ -29,7 +29,7 @@ from parallel_lce.losses import WeightedLoss
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Plan
 from parallel_lce.schedule import Call, Inputs, Needs, token_count
-from parallel_lce.statistics import NAMES, NUM_RESIDUALS, StatisticsHead
+from parallel_lce.statistics import NAMES, StatisticsHead
 
 _CALL = (
     "str backend, str group, bool sequence_parallel, SymInt start, SymInt? vocab_size, "
@@ -41,7 +41,7 @@ _NUM_OPERANDS, _NUM_OF_LOSS = 5, 3
 # Attribute of a handle's storage that holds what is saved.
 _SAVED = "_parallel_lce_saved"
 # How many outputs of the forward operator are a head's. Its residuals, the partial and the handle follow.
-_NUM_OUTPUTS = len(NAMES)
+_NUM_OUTPUTS, _NUM_RESIDUALS = len(NAMES), WeightedLoss.num_residuals
 
 
 def uses_operators(weight: Tensor) -> bool:
@@ -181,7 +181,7 @@ def _padded(values: Sequence[Tensor | None], count: int, like: Tensor) -> list[T
     "parallel_lce::forward",
     mutates_args=(),
     schema=f"({_OPERANDS}, {_LOSS}, bool losses, bool save, {_CALL}) -> "
-    f"({', '.join(['Tensor'] * (_NUM_OUTPUTS + NUM_RESIDUALS + 2))})",
+    f"({', '.join(['Tensor'] * (_NUM_OUTPUTS + _NUM_RESIDUALS + 2))})",
     tags=_OUTSIDE_GRAPHS,
 )
 def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
@@ -197,7 +197,7 @@ def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, 
     vars(handle.untyped_storage())[_SAVED] = saved
     # An output must not be an input or another output.
     residuals = [r if r is None or all(r is not o for o in outputs) else r.clone() for r in residuals]
-    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, NUM_RESIDUALS, partial), partial, handle
+    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, _NUM_RESIDUALS, partial), partial, handle
 
 
 @_forward.register_fake
@@ -214,7 +214,7 @@ def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside
         outputs, _ = head.outputs(call.backend, partial, vocab_size)
         residuals = [vocab_size.clone()]
     handle = partial.new_empty(1, dtype=torch.uint8)
-    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, NUM_RESIDUALS, partial), partial, handle
+    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, _NUM_RESIDUALS, partial), partial, handle
 
 
 def _save_forward(ctx, inputs, output) -> None:
@@ -242,8 +242,8 @@ def _differentiate_forward(ctx, *upstream):
         of_head = alpha, beta, gamma if columns.shifted else None
     else:
         head = StatisticsHead(columns, target is not None)
-        of_head = residuals[0], None, None
-    c = head.coefficients(partial, of_head, upstream[: head.num_differentiable])
+        of_head = (residuals[0],)
+    c = head.coefficients(partial, of_head, upstream[: head.num_differentiable]).folded()
     needs = list(ctx.needs_input_grad[:3])
     found = torch.ops.parallel_lce.backward(
         hidden, weight, bias, target, factors, partial, handle, *c.each, needs, *ctx.numbers
@@ -293,7 +293,6 @@ def _accumulated_loss(
     """The loss, and its dX, dW and dbias, those that ``needs`` asks for."""
     call = _call(weight, target, factors, _Numbers(*numbers))
     loss = _loss(target, factors, token_weight, ignore_index, outside_is_nan)
-    divisor = 1.0 if divisor is None else divisor
     done = schedule.accumulate(call, hidden, weight, bias, loss, divisor, Needs(*needs))
     return done.loss, [g for g in done.gradients if g is not None]
 
@@ -361,14 +360,14 @@ def fused(call: Call, inputs: Inputs, head: StatisticsHead | WeightedLoss, diffe
     return tuple(v if there else None for v, there in zip(outputs, head.present))
 
 
-def accumulated_loss(call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | float) -> Tensor:
+def accumulated_loss(call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | None) -> Tensor:
     """:func:`parallel_lce.autograd.accumulated_loss` of a graph."""
     value, _ = torch.ops.parallel_lce.accumulated_loss(
         *_operands(call, inputs, loss),
         loss.token_weight,
         loss.ignore_index,
         loss.outside_is_nan,
-        divisor if isinstance(divisor, Tensor) else None,
+        divisor,
         [t is not None and t.requires_grad for t in inputs],
         *_numbers(call),
     )

@@ -116,8 +116,8 @@ class _Gathers:
 
 def forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor, Saved]:
-    """Merged partial ``[C, N]`` of ``hidden [..., D]``, V (0-dimensional), and what is saved for backward.
+) -> tuple[Tensor, Tensor | int, Saved]:
+    """Merged partial ``[C, N]`` of ``hidden [..., D]``, V (0-dimensional, or a number), and what is saved for backward.
 
     With ``save`` these are the first block's exponentials, preceded by its gathered hidden states if
     ``plan.saves_hidden``.
@@ -264,6 +264,7 @@ def backward(
             saved = ()
         tokens = None
         if len(blocks) > 1:
+            coefficients = coefficients.folded()
             # All per-token vectors stacked: one copy then extracts a block.
             tokens = torch.cat([partial, torch.stack(coefficients.present)])
         gathers = _Gathers(hidden, () if gathered is not None else blocks, layout)
@@ -316,10 +317,10 @@ def accumulate(
     weight: Tensor,
     bias: Tensor | None,
     loss: WeightedLoss,
-    divisor: Tensor | float,
+    divisor: Tensor | None,
     needs: Needs,
 ) -> Accumulated:
-    """The loss of ``hidden [..., D]`` and its gradients in one pass over the blocks.
+    """The loss of ``hidden [..., D]``, the sum over ``divisor``, and its gradients in one pass over the blocks.
 
     The gradient of a ``mean`` or ``sum`` by each token's loss is known in forward, up to the scalar upstream
     gradient. So a block's gradients are formed from its exponentials as soon as its partials are merged, and backward
@@ -335,16 +336,14 @@ def accumulate(
         sums = _GradientSums(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
         per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
         targets = call.local_targets()
+        factor = None if divisor is None else 1 / divisor
 
         def complete(waiting: _Waiting) -> None:
             block = waiting.block
             partial, vocab_size = waiting.partials.finish(backend.merge_ranks)
             [losses], residuals = loss.of_block(layout, block).outputs(backend, partial, vocab_size)
-            folded = Coefficients(*residuals, None)
-            if isinstance(divisor, Tensor):
-                folded = folded.times(1 / divisor)
             layout.put(per_token, block, losses)
-            sums.add_block(block, waiting.x, partial, folded, waiting.saved)
+            sums.add_block(block, waiting.x, partial, Coefficients(*residuals, None, factor), waiting.saved)
 
         # Over ranks a block waits for its merged partials while the next one is projected.
         ahead = 1 if layout.ranks > 1 else 0
@@ -368,4 +367,5 @@ def accumulate(
                 complete(waiting.popleft())
         while waiting:
             complete(waiting.popleft())
-        return Accumulated(per_token.sum() / divisor, sums.deliver(shape))
+        total = per_token.sum()
+        return Accumulated(total if divisor is None else total / divisor, sums.deliver(shape))

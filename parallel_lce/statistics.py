@@ -73,9 +73,8 @@ def requested_columns(mean_logit: bool, expected_logit: bool, argmax: bool) -> C
     return Columns(shifted=mean_logit, total=mean_logit, weighted=bool(expected_logit), argmax=bool(argmax))
 
 
-NUM_RESIDUALS = 3
 Residuals = tuple[Tensor, Tensor | None, Tensor | None]
-"""What a head saves for its coefficients beside the merged partial: V, or the losses' alpha, beta and gamma."""
+"""What the losses save for their coefficients beside the merged partial: alpha, beta and gamma."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ class StatisticsHead:
     columns: Columns
     with_target: bool
 
-    num_differentiable = len(DIFFERENTIABLE)
+    num_differentiable, num_residuals = len(DIFFERENTIABLE), 1
 
     @property
     def present(self) -> list[bool]:
@@ -93,12 +92,18 @@ class StatisticsHead:
         columns = {*self.columns.requested, *(["target"] if self.with_target else []), None}
         return [column in columns for column in _COLUMNS]
 
-    def outputs(self, backend: Backend, partial: Tensor, vocab_size: Tensor) -> tuple[list[Tensor | None], Residuals]:
-        """The statistics, and what :meth:`coefficients` needs beside the partial."""
+    def outputs(
+        self, backend: Backend, partial: Tensor, vocab_size: Tensor | int
+    ) -> tuple[list[Tensor | None], tuple[Tensor]]:
+        """The statistics, and what :meth:`coefficients` needs beside the partial: V."""
+        if isinstance(vocab_size, int):
+            vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
         found = finish_statistics(partial, vocab_size, self.columns, self.with_target)
-        return [getattr(found, name) for name in NAMES], (vocab_size, None, None)
+        return [getattr(found, name) for name in NAMES], (vocab_size,)
 
-    def coefficients(self, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor | None, ...]) -> Coefficients:
+    def coefficients(
+        self, partial: Tensor, residuals: tuple[Tensor], upstream: tuple[Tensor | None, ...]
+    ) -> Coefficients:
         return coefficients(dict(zip(DIFFERENTIABLE, upstream)), partial, residuals[0], self.columns)
 
 

@@ -115,7 +115,10 @@ for ranks, tokens in ((2, 1), (8, 300)):
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
 for some in (1, 5):
-    losses.token_losses(ones[:some].expand(3, -1).contiguous(), ones[0], target[:some], None, -100, 0.0, 0.0, True)
+    for vocab_size in (ones[0].long(), 300):
+        partial = ones[:some].expand(3, -1).contiguous()
+        losses.token_losses(partial, vocab_size, target[:some], None, -100, 0.0, 0.0, True)
+    losses.mean_loss(ones[:some], target[:some], None, -100)
     dense_logits.logits_partial(logits[:some], target[:some], 0, True)
     dense_logits.logits_gradient(logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some])
 json.dump(compiled, sys.stdout)

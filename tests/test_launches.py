@@ -18,21 +18,18 @@ from tools import chosen_backend, small
 HERE = Path(__file__).parent
 KERNELS = {
     "lce_backward_add_targets",
-    "lce_backward_find_shared_targets",
     "lce_backward_scale_and_add_targets",
-    "lce_backward_from_saved",
     "lce_backward_logits",
-    "lce_backward_mark_targets",
     "lce_backward_place_targets",
     "lce_backward_projection",
-    "lce_backward_target_gradients",
+    "lce_backward_token_gradients",
     "lce_forward_logits_partials",
     "lce_forward_losses",
+    "lce_forward_mean",
     "lce_forward_merge_ranks",
     "lce_forward_merge_windows",
     "lce_forward_projection",
-    "lce_forward_softmax_shift",
-    "lce_forward_target_logits",
+    "lce_forward_token_logits",
 }
 
 

@@ -9,7 +9,9 @@ pytest.importorskip("triton", reason="needs triton")
 
 import parallel_lce
 from cases import normal
+from parallel_lce.backends.loss import mean_loss as plain_mean
 from parallel_lce.backends.loss import token_losses as plain
+from parallel_lce.kernels.losses import mean_loss as fused_mean
 from parallel_lce.kernels.losses import token_losses as fused
 from parallel_lce.losses import WeightedLoss
 
@@ -45,6 +47,29 @@ def test_losses(smoothing, z_loss, weighted, ignore_index, outside_is_nan, devic
     if ignore_index == -100:
         assert (truth[0][4::10] == 0).all() and (truth[1][4::10] == 0).all()
     assert truth[0][5::10].isnan().all() == outside_is_nan
+
+
+@pytest.mark.parametrize("ignore_index", [None, 3, "all"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("rows", [1, 5000])
+def test_mean(rows, weighted, ignore_index, device):
+    target = torch.randint(V, (rows,), generator=torch.Generator().manual_seed(0))
+    if ignore_index == "all":
+        target[:], ignore_index = 3, 3
+    losses, weight = normal(2, rows)
+    losses[target == ignore_index] = 0.0
+    weight = weight.abs() if weighted else None
+    truth = plain_mean(losses, target, weight, ignore_index)
+    assert truth[1] == torch.inf or truth[1] > 0
+    put = lambda t: None if t is None else t.float().to(device)  # noqa: E731
+    for mean in (fused_mean, plain_mean):
+        found, divisor = mean(put(losses), target.to(device), put(weight), ignore_index)
+        assert found.shape == divisor.shape == () and found.dtype == torch.float32
+        torch.testing.assert_close(found.double().cpu(), truth[0], rtol=1e-5, atol=1e-7)
+        if truth[0] != 0:
+            torch.testing.assert_close(divisor.double().cpu(), truth[1], rtol=1e-6, atol=0)
+        if ignore_index is not None and (target == ignore_index).all():
+            assert found == 0
 
 
 def test_a_log_probability_needs_a_target():

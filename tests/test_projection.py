@@ -14,7 +14,7 @@ from parallel_lce import reference
 from parallel_lce.kernels import projection as kernels
 from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
 from parallel_lce.kernels.projection import Product, logits_gradient
-from parallel_lce.kernels.target_logits import target_logits
+from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.partials import integer_view
 from windows import ALL, finite, merged_truth, truth, window_partials
 
@@ -213,7 +213,7 @@ def test_target_logits(shape, options, dtype, device):
     target[1::2] = outside.repeat(shape.R)[: len(target[1::2])]
     target = target.to(device)
     found = torch.full((shape.R,), torch.nan, device=device)
-    target_logits(operands, target, found)
+    token_logits(operands, target, found, None)
     hit = (target >= 0) & (target < shape.K)
     picked = z.gather(1, target.clamp(0, shape.K - 1)[:, None]).squeeze(1)
     torch.testing.assert_close(found.double(), torch.where(hit, picked, 0.0), rtol=2e-6, atol=1e-5)
@@ -223,7 +223,7 @@ def test_a_target_that_is_the_maximum_equals_it(device):
     """To the bit where tensor cores multiply; the interpreter's products differ in their order."""
     operands, z = problem(Shape(130, 300, 520), torch.bfloat16, device)
     found = torch.empty(130, device=device)
-    target_logits(operands, z.argmax(1), found)
+    token_logits(operands, z.argmax(1), found, None)
     top = window_partials(operands)[0].amax(0)
     torch.testing.assert_close(found, top, rtol=0, atol=0 if device == "cuda" else 2e-6)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+import triton
 
 from parallel_lce.kernels.relaunch import Relaunched
 
@@ -26,11 +29,24 @@ class Recorder:
 
 
 class Compiled:
+    """What Triton's driver is called with, in the order of Triton 3.6 to 3.9."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, recorder: Recorder) -> None:
         self.recorder = recorder
 
-    def __getitem__(self, grid):
-        return lambda *arguments: self.recorder.again.append((grid, arguments))
+    def run(self, x, y, z, stream, function, metadata, launch_metadata, on_entry, on_exit, *arguments):
+        assert (stream, function, metadata) == ("stream of device 0", "function", "metadata")
+        assert launch_metadata is on_entry is on_exit is None
+        self.recorder.again.append(((x, y, z), arguments))
+
+
+@pytest.fixture(autouse=True)
+def driver(monkeypatch):
+    """A driver for a machine without one."""
+    fake = SimpleNamespace(get_current_stream=lambda device: f"stream of device {device}", get_current_device=lambda: 0)
+    monkeypatch.setattr(type(triton.runtime.driver), "active", fake)
 
 
 def launched(kernel, x, number=7, scale=1.5, bias=None, BLOCK=128, num_warps=4):
@@ -45,7 +61,17 @@ def test_a_launch_of_the_same_kind_is_not_described_to_triton_again():
     launched(kernel, other, number=9, scale=2.5)
     [(grid, arguments)] = recorder.again
     assert recorder.compiled == 1 and grid == (4, 1, 1)
-    assert arguments[0] is other and arguments[1:] == (9, 2.5, None, 128), "constants, but no options"
+    assert arguments == (other.data_ptr(), 9, 2.5, None, 128), "addresses and constants, but no options"
+
+
+def test_tensors_in_a_tuple_are_passed_as_their_addresses():
+    recorder, x, pair = Recorder(), torch.zeros(8), (torch.zeros(3), None)
+    kernel = Relaunched(recorder)
+    launched(kernel, x, bias=pair)
+    launched(kernel, x, bias=pair)
+    launched(kernel, x, bias=(None, pair[0]))
+    [(_, arguments)] = recorder.again
+    assert recorder.compiled == 2 and arguments[3] == (pair[0].data_ptr(), None)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
 from parallel_lce.kernels import targets as kernels
+from parallel_lce.kernels.token_gradients import TokenCoefficients, token_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -55,9 +56,21 @@ def test_gradients(options, softcap, device):
     target = some_targets(device)
     if options == "plain":
         gamma = delta = None
-    found, unshared = kernels.target_gradients(
-        target, K, statistics, alpha, beta, gamma, delta, -0.5, softcap, find_shared=options == "all"
+    # G has none of the targets.
+    found, unshared, *factors = token_gradients(
+        torch.empty(R, 8, device=device),
+        None,
+        target,
+        statistics,
+        TokenCoefficients(alpha, beta, gamma, delta, None),
+        None,
+        entries=K,
+        first=K,
+        scale=-0.5,
+        softcap=softcap,
+        find_shared=options == "all",
     )
+    assert factors == [None, None]
     if options == "all":
         assert 20 < (counts(target) == 1).sum() < 200 and torch.equal(unshared, (counts(target) == 1).byte())
     else:
@@ -78,23 +91,17 @@ def test_gradients(options, softcap, device):
         assert (error <= 1e-2 * expected[sure].abs() + 1e-7 * alpha[sure].abs()).all()
 
 
-@pytest.mark.parametrize("scaled", ["rows", "power", "not at all"])
+@pytest.mark.parametrize("scaled", [False, True])
 def test_placed_targets(scaled, dtype, device):
-    """An entry and what it leaves are the gradient, and so is an entry times the scale of x."""
+    """An entry and what it leaves are the gradient."""
     target = some_targets(device) + 20
     unshared = (counts(target - 20) == 1).byte()
     t = normal(R, seed=1).float().to(device)
-    t[3], dx_factor, fp16_scale = 0.0, None, None
-    factor = torch.ones(R, device=device)
-    if scaled == "rows":
-        dx_factor = factor = normal(R, seed=2).float().to(device)
-        dx_factor[9], t[9] = 0.0, 0.0
-    elif scaled == "power":
-        fp16_scale = torch.tensor(4.0, device=device)
-        factor = factor / 4
+    fp16_scale = torch.tensor(4.0, device=device) if scaled else None
+    factor = 0.25 if scaled else 1.0
     gradient = torch.full((R, 160), 3.0, dtype=dtype, device=device)
     residual = t.clone()
-    dw_factor = kernels.place_targets(gradient[:, :90], 20, target, residual, unshared, dx_factor, fp16_scale)
+    kernels.place_targets(gradient[:, :90], 20, target, residual, unshared, fp16_scale)
     hit = (target >= 20) & (target < 110)
     entries = gradient[torch.arange(R, device=device), (target - 20).clamp(0, 89)].float()
     others = torch.ones_like(gradient, dtype=torch.bool)
@@ -102,16 +109,11 @@ def test_placed_targets(scaled, dtype, device):
     assert (gradient[others] == 3).all()
     assert torch.equal(residual[~hit], t[~hit])
     assert (entries[hit & (unshared != 0)] == 0).all() and torch.equal(residual[unshared != 0], t[unshared != 0])
-    placed = hit & (unshared == 0) & (factor != 0)
+    placed = hit & (unshared == 0)
     assert placed.sum() > 60
     eps = torch.finfo(dtype).eps
     assert ((entries - t / factor)[placed].abs() <= (eps / 2 + 1e-6) * (t / factor)[placed].abs()).all()
     torch.testing.assert_close((factor * entries + residual)[placed], t[placed], rtol=1e-6, atol=1e-7)
-    assert (dw_factor is None) == (dx_factor is None)
-    if dw_factor is not None:
-        assert torch.equal(dw_factor[~placed | (t == 0)], dx_factor[~placed | (t == 0)])
-        torch.testing.assert_close((dw_factor * entries)[placed], t[placed], rtol=1e-6, atol=0)
-        assert ((dw_factor / dx_factor - 1)[placed].abs() <= eps).all()
 
 
 @pytest.mark.parametrize("of", ["rows", "one", "none"])
@@ -139,7 +141,12 @@ def test_finished_rows(D, with_target, of, dtype, device):
     rounding = torch.finfo(dtype).eps / 2
     assert ((found.double() - exact).abs() <= (rounding + 1e-6) * exact.abs() + 1e-6).all()
     assert (memory[-1] == 7).all() and (memory[:, -2:] == 7).all()
-    assert torch.equal(kernels.scale_and_add_targets(source, factor, targets, source).to(dtype), found)
+    x, x_factor = normal(20, D + 1, seed=4).to(device).to(dtype)[:, :D], normal(20, seed=5).float().to(device)
+    scaled = torch.full((21, D + 2), 7.0, dtype=dtype, device=device)
+    again = kernels.scale_and_add_targets(source, factor, targets, source, (x, x_factor, scaled[:-1, :-2]))
+    assert torch.equal(again.to(dtype), found)
+    assert torch.equal(scaled[:-1, :-2], (x.float() * x_factor[:, None]).to(dtype))
+    assert (scaled[-1] == 7).all() and (scaled[:, -2:] == 7).all()
 
 
 @pytest.mark.parametrize("transposed", [False, True])

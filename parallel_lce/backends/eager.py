@@ -35,7 +35,7 @@ from parallel_lce.backends.interface import (
     power_of_two_scale,
     savable,
 )
-from parallel_lce.backends.loss import token_losses
+from parallel_lce.backends.loss import mean_loss, token_losses
 from parallel_lce.partials import LOWEST_SHIFT, MAX, TARGET, Columns, empty_partial, merge, merge_ranks, tile_partial
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "BlockBackward",
     "BlockForward",
     "allocate_saved",
+    "mean_loss",
     "merge_ranks",
     "savable",
     "token_losses",
@@ -221,7 +222,7 @@ class BlockBackward:
         scratch: Scratch,
     ) -> None:
         self._projection, self._target, self._x_given = projection, target, x
-        self._partial, self._coefficients, self._saved = partial, coefficients, saved
+        self._partial, self._coefficients, self._saved = partial, coefficients.folded(), saved
         self._grads, self._scratch = grads, scratch
         # Windows whose dW is still to come, each with its tiles, or None if they are to be produced again.
         self._deferred: list[tuple[slice, list | None]] = []

@@ -64,13 +64,15 @@ def savable(dtype: torch.dtype, softcap: float | None) -> bool:
 class Coefficients:
     """Per-token ``[R]`` coefficients of the gradient of the logits; None is zero.
 
-    dL/dz_j = p_j (alpha + delta (z_j - max)) - beta [j = target] - gamma.
+    dL/dz_j = p_j (alpha + delta (z_j - max)) - beta [j = target] - gamma, times ``factor``.
     """
 
     alpha: Tensor
     beta: Tensor | None
     gamma: Tensor | None
     delta: Tensor | None
+    # All of them are still to be multiplied by this: [R] or 0-dimensional; None is 1.
+    factor: Tensor | None = None
 
     @property
     def each(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -82,14 +84,16 @@ class Coefficients:
         return [c for c in self.each if c is not None]
 
     def replaced(self, values: Iterable[Tensor]) -> Coefficients:
-        """``values`` in place of :attr:`present`."""
+        """``values`` in place of :attr:`present`, and no factor."""
         remaining = iter(values)
         return Coefficients(next(remaining), *[None if c is None else next(remaining) for c in self.each[1:]])
 
-    def times(self, factor: Tensor) -> Coefficients:
-        """All of them times one factor, or one per token ``[R]``, in one launch."""
+    def folded(self) -> Coefficients:
+        """The same without a factor. One launch multiplies it in."""
+        if self.factor is None:
+            return self
         present = self.present
-        return self.replaced(torch._foreach_mul(present, [factor] * len(present)))  # pyright: ignore[reportPrivateImportUsage]
+        return self.replaced(torch._foreach_mul(present, [self.factor] * len(present)))  # pyright: ignore[reportPrivateImportUsage]
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ def power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
     The gradients of a mean over many tokens, 1 / N each, would underflow without it. A token's NaN or infinity does not
-    affect the others.
+    affect the others. ``coefficients``: folded.
     """
     first, *others = [c.abs().nan_to_num(0.0, 0.0).amax() for c in coefficients.present]
     largest = sum(others, start=first)
@@ -237,7 +241,7 @@ class Backend(Protocol):
             x: hidden states ``[R, D]``. Those of other ranks may arrive later: see ``reads_hidden_first``.
             target: as in :meth:`BlockForward`.
             partial: ``[C, R]``, merged over all ranks.
-            coefficients: of the gradient of the logits, ``[R]`` each.
+            coefficients: of the gradient of the logits.
             saved: what the forward of the block saved, or ``()``: then all logits are recomputed. May be overwritten.
             grads: where the gradients go.
             scratch: working memory, shared by the blocks of the call.
@@ -251,7 +255,7 @@ class Backend(Protocol):
     def token_losses(
         self,
         partial: Tensor,
-        vocab_size: Tensor,
+        vocab_size: Tensor | int,
         target: Tensor,
         token_weight: Tensor | None,
         ignore_index: int | None,
@@ -260,4 +264,10 @@ class Backend(Protocol):
         outside_is_nan: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Losses, alpha, beta and gamma ``[R]``."""
+        ...
+
+    def mean_loss(
+        self, losses: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int | None
+    ) -> tuple[Tensor, Tensor]:
+        """The mean of losses by weight, and the sum of the weights, 0-dimensional."""
         ...

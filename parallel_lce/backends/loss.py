@@ -1,4 +1,4 @@
-"""Cross-entropy of tokens from their merged partials, and coefficients of its gradient, in plain torch."""
+"""Cross-entropy of tokens from their merged partials, coefficients of its gradient, and its mean, in plain torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from parallel_lce.partials import MAX, SHIFTED, SUM_EXP, TARGET
 
 def token_losses(
     partial: Tensor,
-    vocab_size: Tensor,
+    vocab_size: Tensor | int,
     target: Tensor,
     token_weight: Tensor | None,
     ignore_index: int | None,
@@ -26,7 +26,7 @@ def token_losses(
 
     Args:
         partial: ``[C, R]``, merged; column 3 holds the shifted sums if labels are smoothed.
-        vocab_size: V, 0-dimensional int64.
+        vocab_size: V, 0-dimensional int64, or a number.
         target: ``[R]`` ids in the whole vocabulary.
         token_weight: w ``[R]``; None for 1.
         ignore_index: tokens with this target have loss 0 and gradient 0, whatever their logits are.
@@ -59,3 +59,29 @@ def token_losses(
     alpha = weight if lse_factor is None else (weight * lse_factor).masked_fill_(weight == 0, 0.0)
     gamma = weight * label_smoothing / vocab_size if label_smoothing else None
     return loss, alpha, weight * target_coefficient, gamma
+
+
+def counted(target: Tensor, ignore_index: int | None) -> Tensor:
+    """Which tokens are not ignored, ``[R]`` bool."""
+    if ignore_index is None:
+        return torch.ones_like(target, dtype=torch.bool)
+    return target != ignore_index
+
+
+def sum_of_weights(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype) -> Tensor:
+    """What the sum of the losses is divided by for their mean, 0-dimensional. The mean of nothing and its gradients are
+    0: a sum of 0 is divided by 1, or by infinity."""
+    counts = counted(target, ignore_index)
+    if token_weight is None:
+        return counts.sum(dtype=dtype).clamp(min=1)
+    total = torch.where(counts, token_weight, 0.0).sum()
+    return total.masked_fill(total == 0, torch.inf)
+
+
+def mean_loss(
+    losses: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int | None
+) -> tuple[Tensor, Tensor]:
+    """The mean of ``losses [R]`` by the tokens' weights, and the sum of the weights, both 0-dimensional. The arguments
+    are those of :func:`token_losses`."""
+    divisor = sum_of_weights(target, token_weight, ignore_index, losses.dtype)
+    return losses.sum() / divisor, divisor

@@ -8,17 +8,18 @@ the forward and the products of the backward (:mod:`parallel_lce.backends.triton
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Projection, Saved, savable
 from parallel_lce.backends.triton_backward import ALIGNED, BlockBackward, dense, product_of, stride_of
 from parallel_lce.kernels.epilogues import ForwardEpilogue
-from parallel_lce.kernels.losses import token_losses
+from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import Product, new_window_partials
-from parallel_lce.kernels.softmax_shift import sample_softmax_shift
-from parallel_lce.kernels.target_logits import target_logits
+from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import rows_beside_gather
 from parallel_lce.partials import TARGET, Columns, empty_partial
 
@@ -29,6 +30,7 @@ __all__ = [
     "BlockBackward",
     "BlockForward",
     "allocate_saved",
+    "mean_loss",
     "merge_ranks",
     "savable",
     "token_losses",
@@ -52,7 +54,7 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
 class BlockForward:
     """Partials of a block of ``x [R, D]`` over the shard, and the exponentials of its first ``save`` vocabulary rows.
 
-    Saved is a ``kernels.dlogits.SavedExponentials`` of ``save`` entries, rounded down to whole windows, its
+    Saved is a ``kernels.token_gradients.SavedExponentials`` of ``save`` entries, rounded down to whole windows, its
     exponentials in ``buffer``. fp16 has no softmax shift: its exponentials are relative to each window's maximum.
     ``target [R]``: ids relative to the shard; one outside ``[0, real_rows)`` has no logit here. ``out [C, R]``: where
     the partial is written.
@@ -115,7 +117,10 @@ class BlockForward:
         if last <= first:
             return
         self._local = range(first, last)
-        self._sample_shift(product, height * first, min(height * last, rows))
+        shift = self._sampled_shift
+        if shift is not None:
+            some = slice(height * first, min(height * last, rows))
+            token_logits(replace(product, x=product.x[some]), None, None, shift[some])
         product.launch(
             self._exponentials, ForwardEpilogue(self._partials, self._shift), self._local, overlaps_collective=True
         )
@@ -126,9 +131,12 @@ class BlockForward:
             return ()
         product, done = self._product, self._local
         saved: Saved = ()
+        if self._target is None:
+            self.partial[TARGET].zero_()
+        # One launch samples all rows; local rows get the same values again.
+        if self._target is not None or self._sampled_shift is not None:
+            token_logits(product, self._target, self.partial[TARGET], self._sampled_shift)
         if self._partials is not None:
-            # One launch samples all rows; local rows get the same values again.
-            self._sample_shift(product, 0, product.x.shape[0])
             # Row blocks after the local ones, wrapping around to those before them.
             left = range(done.stop, product.row_blocks + done.start)
             product.launch(self._exponentials, ForwardEpilogue(self._partials, self._shift), left)
@@ -139,10 +147,6 @@ class BlockForward:
                     saved = *saved, self._shift, on_shift
         else:
             self._project_in_pieces(product)
-        if self._target is None:
-            self.partial[TARGET].zero_()
-        else:
-            target_logits(product, self._target, self.partial[TARGET])
         return saved
 
     def _project_in_pieces(self, product: Product) -> None:
@@ -151,9 +155,7 @@ class BlockForward:
             piece = product_of(self._projection, product.x[rows], 0, self._projection.real_rows)
             partials = new_window_partials(piece, self._columns)
             piece.launch(None, ForwardEpilogue(partials, None))
-            merged = self.partial.new_empty(len(self.partial), piece.x.shape[0])
-            self._merge(piece, partials, merged)
-            self.partial[:, rows] = merged
+            self._merge(piece, partials, self.partial[:, rows])
             del partials  # before the next ones are allocated
 
     def _merge(self, product: Product, partials: PartialColumns, merged: Tensor) -> Tensor | None:
@@ -167,10 +169,10 @@ class BlockForward:
             start=self._projection.start,
         )
 
-    def _sample_shift(self, product: Product, start: int, stop: int) -> None:
-        # Under a soft-cap the softmax shift is 0.
-        if self._shift is not None and product.softcap is None:
-            sample_softmax_shift(product, start, stop, self._shift)
+    @property
+    def _sampled_shift(self) -> Tensor | None:
+        """The softmax shift, if it is to be sampled. Under a soft-cap it is 0."""
+        return self._shift if self._projection.softcap is None else None
 
 
 def _new_softmax_shift(product: Product) -> Tensor | None:

@@ -21,10 +21,10 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, power_of_two_scale
 from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.kernels.dlogits import SavedExponentials, gradient_from_saved
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.relaunch import next_power_of_2
-from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets, target_gradients
+from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
+from parallel_lce.kernels.token_gradients import SavedExponentials, TokenCoefficients, TokenGradients, token_gradients
 from parallel_lce.plan import PIECE_ROWS
 
 # Leading dimensions of saved exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
@@ -81,33 +81,33 @@ class _Slices:
         find_shared: bool,
     ) -> None:
         self._projection, self._x, self._target, self._scratch = projection, x, target, scratch
-        self._partial, self._alpha = partial.contiguous(), coefficients.alpha.contiguous()
-        self._beta, self._gamma, self._delta = (c if c is None else c.contiguous() for c in coefficients.each[1:])
-        self._saved = SavedExponentials(*saved) if saved else None
+        self._partial, self._saved = partial.contiguous(), SavedExponentials(*saved) if saved else None
         # ``rewrite`` every row of saved exponentials, so that there are no row factors.
         self._rewrite, self._find_shared = rewrite, find_shared
         self._fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
         self.fp16_unscale: Tensor | None = None
-        if projection.weight.dtype == torch.float16:
-            self._fp16_scale = power_of_two_scale(coefficients, projection.scale)
-            self.fp16_unscale = 1 / self._fp16_scale
-        # Per token: its target; the gradient of its target's logit, less what its entry in G already carries; and
-        # whether the target is unshared (:func:`parallel_lce.kernels.targets.target_gradients`). None until they are
-        # found.
-        self._targets: tuple[Tensor, Tensor, Tensor] | None = None
+        # What was found of the tokens with the first slice. None before.
+        self._tokens: TokenGradients | None = None
         self.has_targets = target is not None and coefficients.beta is not None
         if self._saved is None:
             self.saved_entries, self._memory = 0, projection.weight.new_empty(0)
-            self.ranges = self._recomputed_ranges()
         else:
-            if self.has_targets:
-                self._find_targets()
             exponentials = self._saved.exponentials
             self.saved_entries = min(exponentials.shape[1], projection.real_rows)
             # The saved slice comes first in ``ranges``; recomputed slices overwrite its memory.
             self._memory = exponentials.view(-1)
-            self.ranges = [(0, self.saved_entries), *self._recomputed_ranges()]
+        # The projection takes coefficients without a factor, and the scale is found from such.
+        if self.saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
+            coefficients = coefficients.folded()
+        if projection.weight.dtype == torch.float16:
+            self._fp16_scale = power_of_two_scale(coefficients, projection.scale)
+            self.fp16_unscale = 1 / self._fp16_scale
+        contiguous = [c if c is None else c.contiguous() for c in coefficients.each]
+        self._coefficients = TokenCoefficients(*contiguous, coefficients.factor)
+        self.ranges = self._recomputed_ranges()
+        if self._saved is not None:
+            self.ranges = [(0, self.saved_entries), *self.ranges]
 
     def _recomputed_ranges(self) -> list[tuple[int, int]]:
         """Ranges that are as even as whole windows allow, each within the scratch memory."""
@@ -123,37 +123,36 @@ class _Slices:
         return [(a, min(a + step, real)) for a in range(start, real, step)]
 
     def form(self, start: int, stop: int) -> _Slice:
-        if self._saved is not None and stop <= self.saved_entries:
-            gradient, dx_factor = self._from_saved(self._saved, stop)
-        else:
-            gradient, dx_factor = self._recompute(start, stop), None
-        dw_factor = dx_factor
-        if self._targets is not None:
-            dw_factor = place_targets(gradient, start, *self._targets, dx_factor, self._fp16_scale)
-        elif self.has_targets:
-            # Finds the targets' gradients and places those of this slice in one launch.
-            self._find_targets((gradient, start, self._fp16_scale))
-        return _Slice(start, stop, gradient, dx_factor, dw_factor)
-
-    def _from_saved(self, saved: SavedExponentials, stop: int) -> tuple[Tensor, Tensor | None]:
-        projection = self._projection
-        saved = saved._replace(exponentials=saved.exponentials[:, :stop])
-        # The forward's window, a power of two. The tile of ``product_of`` may differ from the forward's: saved-tensor
-        # hooks may change the operands' alignment.
-        window = next_power_of_2(-(-projection.real_rows // saved.maxima.shape[0]))
-        dx_factor = gradient_from_saved(
+        saved = self._saved if stop <= self.saved_entries else None
+        gradient = self._recompute(start, stop) if saved is None else saved.exponentials[:, :stop]
+        if self._tokens is not None:
+            if self.has_targets:
+                residual, unshared = self._tokens.residual, self._tokens.unshared
+                place_targets(gradient, start, self._target, residual, unshared, self._fp16_scale)
+            return _Slice(start, stop, gradient, None, None)
+        if saved is None and not self.has_targets:
+            return _Slice(start, stop, gradient, None, None)
+        projection, window = self._projection, 1
+        if saved is not None:
+            # The forward's window, a power of two. The tile of ``product_of`` may differ from the forward's:
+            # saved-tensor hooks may change the operands' alignment.
+            window = next_power_of_2(-(-projection.real_rows // saved.maxima.shape[0]))
+        self._tokens = tokens = token_gradients(
+            gradient,
             saved,
-            window,
+            self._target,
             self._partial,
-            self._alpha,
-            self._gamma,
-            None if self._targets is None else self._targets[1],
+            self._coefficients,
             self._fp16_scale,
-            projection.scale,
-            projection.softcap,
-            self._rewrite,
+            entries=projection.real_rows,
+            first=start,
+            window=window,
+            scale=projection.scale,
+            softcap=projection.softcap,
+            find_shared=self._find_shared,
+            rewrite=self._rewrite,
         )
-        return saved.exponentials, dx_factor
+        return _Slice(start, stop, gradient, tokens.dx_factor, tokens.dw_factor)
 
     def _recompute(self, start: int, stop: int) -> Tensor:
         shape = self._x.shape[0], stride_of(stop - start)
@@ -162,41 +161,33 @@ class _Slices:
         if memory.numel() < elements:
             memory = self._scratch.borrow(elements, self._x.dtype)
         gradient = memory.view(shape)[:, : stop - start]
-        product = product_of(self._projection, self._x, start, stop)
-        logits_gradient(product, self._partial, self._alpha, self._gamma, self._delta, self._fp16_scale, gradient)
+        product, c = product_of(self._projection, self._x, start, stop), self._coefficients
+        logits_gradient(product, self._partial, c.alpha, c.gamma, c.delta, self._fp16_scale, gradient)
         return gradient
 
-    def _find_targets(self, placed: tuple[Tensor, int, Tensor | None] | None = None) -> None:
-        projection, target, beta = self._projection, self._target, self._beta
-        assert target is not None and beta is not None  # has_targets
-        residual, unshared = target_gradients(
-            target,
-            projection.real_rows,
-            self._partial,
-            self._alpha,
-            beta,
-            self._gamma,
-            self._delta,
-            projection.scale,
-            projection.softcap,
-            self._find_shared,
-            placed,
-        )
-        self._targets = target, residual, unshared
-
-    def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: slice, dx: Tensor) -> None:
-        """Write ``dx`` of some rows. ``source``: their sum over all slices, not yet multiplied by ``dx_factor``."""
+    def finish_rows(
+        self,
+        source: Tensor,
+        dx_factor: Tensor | None,
+        rows: slice,
+        dx: Tensor,
+        scaled: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """Write ``dx`` of some rows. ``source``: their sum over all slices, not yet multiplied by ``dx_factor``.
+        ``scaled``: of :func:`scale_and_add_targets`, for all rows."""
         targets = None
-        if self._targets is not None:
-            target, residual, _ = self._targets
+        if self.has_targets and self._tokens is not None:
+            target, residual = self._target, self._tokens.residual
             targets = target[rows], residual[rows], self._projection.weight[: self._projection.real_rows]
         factor = self.fp16_unscale if dx_factor is None else dx_factor[rows]
-        scale_and_add_targets(source, factor, targets, dx)
+        if scaled is not None:
+            scaled = tuple([part[rows] for part in scaled])
+        scale_and_add_targets(source, factor, targets, dx, scaled)
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
         """Add what the targets' gradients contribute to the shard's rows from ``start`` on."""
-        if self._targets is not None:
-            add_targets(total, start, *self._targets, x)
+        if self.has_targets and self._tokens is not None:
+            add_targets(total, start, self._target, self._tokens.residual, self._tokens.unshared, x)
 
 
 class BlockBackward:
@@ -219,8 +210,9 @@ class BlockBackward:
         scratch: Scratch,
     ) -> None:
         self._projection, self._grads = projection, grads
-        # The last slice, whose dW is still to come.
+        # The last slice, whose dW is still to come, and its c x, if that is formed already.
         self._last: _Slice | None = None
+        self._scaled: Tensor | None = None
         self._dx_written = False
         self.reads_hidden_first = False
         self._empty = x.shape[0] == 0 or projection.real_rows == 0
@@ -282,11 +274,15 @@ class BlockBackward:
             accumulate_nt(dx, part.gradient, weight, overwrite=True)
             yield len(dx)
             return
+        scaled = None
+        if part.dw_factor is not None and self._grads.dweight is not None:
+            self._scaled = torch.empty_like(self._x)
+            scaled = self._x, part.dw_factor, self._scaled
         rows = _PRODUCT_BYTES // (4 * dx.shape[1]) // PIECE_ROWS * PIECE_ROWS or PIECE_ROWS
         for first in range(0, len(dx), rows):
             some = slice(first, min(first + rows, len(dx)))
             piece = matmul_nt(part.gradient[some], weight)
-            slices.finish_rows(piece, part.dx_factor, some, dx[some])
+            slices.finish_rows(piece, part.dx_factor, some, dx[some], scaled)
             del piece  # before the next one is allocated
             yield some.stop
 
@@ -348,6 +344,8 @@ class BlockBackward:
         """``c x [R, D]``, in dX's memory while that is not written."""
         if part.dw_factor is None:
             return self._x
+        if self._scaled is not None:
+            return self._scaled
         memory = self._grads.dx
         if memory is None or self._dx_written or memory.dtype != self._x.dtype or not memory.is_contiguous():
             memory = torch.empty_like(self._x)

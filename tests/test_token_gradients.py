@@ -1,5 +1,4 @@
-"""Saved exponentials made gradients of the logits, beside float64: interpreted on the CPU, compiled
-with ``-m gpu``."""
+"""The tokens' rows of the gradient of the logits, beside float64: interpreted on the CPU, compiled with ``-m gpu``."""
 
 from __future__ import annotations
 
@@ -11,14 +10,15 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
-from parallel_lce.kernels import dlogits
 from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
+from parallel_lce.kernels.token_gradients import SavedExponentials, TokenCoefficients, token_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 WINDOW = 64
 R, C = 30, 200
 KINDS = 8  # of rows, in turn
+TARGET = 11  # of tokens that have one
 
 
 @dataclass
@@ -27,7 +27,8 @@ class Rows:
 
     0: as it is. 1: alpha is 0, but not the gradient of the target. 2: one window relative to its own
     maximum. 3: a maximum of all shards far above the reference. 4: both are 0. 5: p of one entry is
-    nearly 1. 6: alpha is tiny. 7: no window near the reference, and one of -inf alone.
+    nearly 1. 6: alpha is tiny. 7: no window near the reference, and one of -inf alone. Tokens of kind 1 and some of
+    kind 0 have a target.
     """
 
     z: torch.Tensor
@@ -37,8 +38,9 @@ class Rows:
     on_shift: torch.Tensor | None
     statistics: torch.Tensor
     alpha: torch.Tensor
+    beta: torch.Tensor
     gamma: torch.Tensor
-    of_target: torch.Tensor
+    target: torch.Tensor
 
     @property
     def kind(self) -> torch.Tensor:
@@ -62,7 +64,9 @@ def rows(dtype: torch.dtype, device: str, softcap: float | None = None) -> Rows:
     sum_exp = (torch.logaddexp(total, elsewhere) - maximum).exp()
     alpha, gamma = normal(2, R, seed=1).abs() + 0.1
     alpha[(kind == 1) | (kind == 4)] = 0.0
-    of_target = torch.where(kind == 4, 0.0, normal(R, seed=2))
+    beta = normal(R, seed=2).abs() + 0.1
+    target = torch.where((kind == 1) | (torch.arange(R) % 16 == 0), TARGET, -1)
+    target[16] = TARGET + 1  # that no other token has
     alpha[kind == 6] *= 1e-25
     softmax_shift = on_shift = None
     maxima = torch.stack([part.amax(1) for part in z.split(WINDOW, 1)])
@@ -78,14 +82,14 @@ def rows(dtype: torch.dtype, device: str, softcap: float | None = None) -> Rows:
     finite = references.masked_fill(references == -torch.inf, 0.0)
     saved = memory[:, :C].copy_((z - finite.repeat_interleave(WINDOW, 0)[:C].t()).exp() * scale)
     narrow = [t if t is None else t.to(device) for t in (maxima.float(), softmax_shift, on_shift)]
-    statistics = torch.stack([maximum, sum_exp]).float().to(device)
-    coefficients = (t.float().to(device) for t in (alpha, gamma / C, of_target))
-    return Rows(z.to(device), saved, *narrow, statistics, *coefficients)
+    statistics = torch.stack([maximum, sum_exp, z[torch.arange(R), target.clamp(min=0)]]).float().to(device)
+    coefficients = (t.float().to(device) for t in (alpha, beta, gamma / C))
+    return Rows(z.to(device), saved, *narrow, statistics, *coefficients, target.to(device))
 
 
 def exact(r: Rows, *, gamma=False, factor=1.0, softcap=None) -> torch.Tensor:
     """``p alpha - gamma`` times the slope, ``[R, C]`` float64."""
-    top, sum_exp = r.statistics.double()
+    top, sum_exp, _ = r.statistics.double()
     g = (r.z - top[:, None]).exp() / sum_exp[:, None] * r.alpha.double()[:, None]
     if gamma:
         g -= r.gamma.double()[:, None]
@@ -94,23 +98,30 @@ def exact(r: Rows, *, gamma=False, factor=1.0, softcap=None) -> torch.Tensor:
     return g * factor
 
 
-def formed(r: Rows, *, gamma=False, fp16_scale=None, scale=1.0, softcap=None, rewrite=False):
-    """The factors of the rows: none are 1."""
-    factor = dlogits.gradient_from_saved(
-        dlogits.SavedExponentials(r.saved, r.maxima, r.softmax_shift, r.on_shift),
-        WINDOW,
+def formed(r: Rows, *, gamma=False, fp16_scale=None, scale=1.0, softcap=None, rewrite=False, factor=None):
+    found = token_gradients(
+        r.saved,
+        SavedExponentials(r.saved, r.maxima, r.softmax_shift, r.on_shift),
+        r.target,
         r.statistics,
-        r.alpha,
-        r.gamma if gamma else None,
-        r.of_target,
+        TokenCoefficients(r.alpha, r.beta, r.gamma if gamma else None, None, factor),
         fp16_scale,
-        scale,
-        softcap,
-        rewrite,
+        entries=C,
+        window=WINDOW,
+        scale=scale,
+        softcap=softcap,
+        rewrite=rewrite,
     )
     whole = rewrite or gamma or softcap is not None or r.softmax_shift is None
-    assert (factor is None) == whole
-    return torch.ones_like(r.alpha) if whole else factor
+    assert (found.dx_factor is None) == (found.dw_factor is None) == whole
+    ones = torch.ones_like(r.alpha)
+    return found._replace(dx_factor=ones, dw_factor=ones) if whole else found
+
+
+def without_targets(values: torch.Tensor, r: Rows) -> torch.Tensor:
+    """``[R, C]`` with 0 for the targets' entries."""
+    at = r.target.clamp(min=0)[:, None]
+    return values.scatter(1, at, torch.where(r.target[:, None] >= 0, 0.0, values.gather(1, at)).to(values.dtype))
 
 
 @pytest.fixture(params=["fp32", "bf16", "fp16"])
@@ -122,13 +133,13 @@ def dtype(request) -> torch.dtype:
 def test_rows_are_rewritten_where_they_must(rewrite, dtype, device):
     r = rows(dtype, device)
     before = r.saved.clone()
-    factor = formed(r, rewrite=rewrite)
+    factor = formed(r, rewrite=rewrite).dx_factor
     must = ((r.kind >= 1) & (r.kind <= 3)) | (r.kind >= 6)
     must |= torch.tensor(rewrite or dtype == torch.float16, device=device)
     assert (factor[must] == 1).all() and (factor[~must] != 1).all()
-    assert torch.equal(before[~must], r.saved[~must])
-    truth = exact(r)
-    gradient = r.saved.double() * factor[:, None].double()
+    assert torch.equal(without_targets(before, r)[~must], without_targets(r.saved, r)[~must])
+    truth = without_targets(exact(r), r)
+    gradient = without_targets(r.saved, r).double() * factor[:, None].double()
     # In fp16 p of 1e-5 times a coefficient of 0.1 is a subnormal number, without `power`.
     smallest = 2**-25 if dtype == torch.float16 else 0.0
     bound = 1.01 * torch.finfo(dtype).eps * truth.abs() + 3e-6 * r.alpha[:, None] + smallest
@@ -137,8 +148,8 @@ def test_rows_are_rewritten_where_they_must(rewrite, dtype, device):
 
 def test_no_coefficient_makes_a_gradient_of_zero(dtype, device):
     r = rows(dtype, device)
-    factor = formed(r)
-    gradient = r.saved * factor[:, None]
+    factor = formed(r).dx_factor
+    gradient = without_targets(r.saved, r) * factor[:, None]
     assert torch.count_nonzero(gradient[(r.kind == 1) | (r.kind == 4)]) == 0
 
 
@@ -147,8 +158,9 @@ def test_no_coefficient_makes_a_gradient_of_zero(dtype, device):
 def test_formed_with_every_coefficient(gamma, softcap, dtype, device):
     r = rows(dtype, device, softcap)
     fp16_scale = torch.tensor(2.0**6, device=device)
-    factor = formed(r, gamma=gamma, fp16_scale=fp16_scale, scale=-0.5, softcap=softcap)
-    truth = exact(r, gamma=gamma, factor=-0.5 * 64, softcap=softcap)
+    factor = formed(r, gamma=gamma, fp16_scale=fp16_scale, scale=-0.5, softcap=softcap).dx_factor
+    r.saved.copy_(without_targets(r.saved, r))
+    truth = without_targets(exact(r, gamma=gamma, factor=-0.5 * 64, softcap=softcap), r)
     p = exact(r, factor=-0.5 * 64).abs()
     error = (r.saved.double() * factor[:, None].double() - truth).abs()
     rounding = torch.finfo(dtype).eps
@@ -157,3 +169,31 @@ def test_formed_with_every_coefficient(gamma, softcap, dtype, device):
     terms = truth.abs() + (1 + slope) * (p + 32 * gamma * r.gamma[:, None])
     smallest = 2**-25 if dtype == torch.float16 else 0.0
     assert (error <= rounding * terms + 1e-4 * r.alpha[:, None] + smallest).all()
+
+
+def test_a_target_is_an_entry_and_what_it_leaves(dtype, device):
+    """Rows that are rewritten are so before their targets' entries are placed."""
+    r = rows(dtype, device)
+    found = formed(r)
+    has, shared = r.target >= 0, r.target == TARGET
+    assert torch.equal(found.unshared != 0, has & ~shared) and (has & ~shared).sum() == 1 and shared.sum() > 3
+    top, sum_exp, z = r.statistics.double()
+    t = torch.where(has, (z - top).exp() / sum_exp * r.alpha - r.beta, 0.0)
+    entry = r.saved.double()[torch.arange(R, device=device), r.target.clamp(min=0)]
+    assert (entry[has & ~shared] == 0).all()
+    placed = torch.where(shared, entry, 0.0)
+    torch.testing.assert_close(found.dx_factor * placed + found.residual, t, rtol=1e-6, atol=1e-6)
+    assert (found.residual[shared].abs() <= torch.finfo(dtype).eps * t[shared].abs() + 1e-6).all()
+    if r.softmax_shift is not None:
+        torch.testing.assert_close((found.dw_factor * placed)[shared], t[shared], rtol=1e-6, atol=1e-6)
+    assert torch.equal(found.dw_factor[~shared], found.dx_factor[~shared])
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_a_factor_multiplies_every_coefficient(per_token, dtype, device):
+    factor = normal(R, seed=9).float().to(device) if per_token else torch.tensor(-1.5, device=device)
+    one, other = rows(dtype, device), rows(dtype, device)
+    other.alpha, other.beta = other.alpha * factor, other.beta * factor
+    for found, expected in zip(formed(one, factor=factor), formed(other)):
+        assert torch.equal(found, expected)
+    assert torch.equal(one.saved, other.saved)

@@ -1,0 +1,127 @@
+"""Logits of each token that the projection does not pick out of its tiles: its target's, and its softmax shift.
+
+The softmax shift is a value near a token's largest logits that is known before the projection: the largest logit over
+a sample of the vocabulary. Exponentials relative to it stay within bf16's range.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel_lce.kernels.arithmetic import softcapped
+from parallel_lce.kernels.projection import Product
+from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.tuning import interpreted
+
+# Tokens of a program, and vocabulary rows of the sample.
+_TOKENS = 64
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "step"])
+def lce_forward_token_logits(
+    x,
+    weight,
+    bias,
+    target,
+    target_logit,
+    softmax_shift,
+    rows,
+    entries,
+    k_size,
+    step,
+    x_stride,
+    weight_stride,
+    scale,
+    cap,
+    UPCAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    lane = tl.arange(0, BLOCK)
+    r = tl.program_id(0) * BLOCK + lane
+    valid = r < rows
+    x_rows = x + r.to(tl.int64)[:, None] * x_stride
+    own, sample = tl.zeros((BLOCK, BLOCK), tl.float32), tl.zeros((BLOCK, BLOCK), tl.float32)
+    read = valid
+    if target is not None:
+        wanted = tl.load(target + r, mask=valid, other=-1)
+        hit = (wanted >= 0) & (wanted < entries)
+        own_rows = weight + tl.where(hit, wanted, 0)[:, None] * weight_stride
+        if softmax_shift is None:
+            # Tokens whose targets lie in other shards read nothing.
+            read = hit
+    if softmax_shift is not None:
+        entry = lane * step
+        sampled = entry < entries
+        sample_rows = weight + entry.to(tl.int64)[:, None] * weight_stride
+    for k in range(0, k_size, BLOCK_K):
+        c = k + tl.arange(0, BLOCK_K)
+        inside = (c < k_size)[None, :]
+        a = tl.load(x_rows + c[None, :], mask=read[:, None] & inside, other=0.0)
+        if UPCAST:
+            a = a.to(tl.float32)
+        if target is not None:
+            b = tl.load(own_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
+            if UPCAST:
+                b = b.to(tl.float32)
+            own = tl.dot(a, b.T, own, input_precision="ieee")
+        if softmax_shift is not None:
+            b = tl.load(sample_rows + c[None, :], mask=sampled[:, None] & inside, other=0.0)
+            if UPCAST:
+                b = b.to(tl.float32)
+            sample = tl.dot(a, b.T, sample, input_precision="ieee")
+    if target is not None:
+        logit = tl.sum(tl.where(lane[:, None] == lane[None, :], own, 0.0), 1)
+        if bias is not None:
+            logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
+        logit *= scale
+        if cap is not None:
+            logit = softcapped(logit, cap)
+        tl.store(target_logit + r, tl.where(hit, logit, 0.0), mask=valid)
+    if softmax_shift is not None:
+        if bias is not None:
+            sample += tl.load(bias + entry, mask=sampled, other=0.0).to(tl.float32)[None, :]
+        top = tl.max(tl.where(sampled[None, :], sample * scale, -float("inf")), 1)
+        # A bias may make every sampled logit -inf.
+        tl.store(softmax_shift + r, tl.where(tl.abs(top) == float("inf"), 0.0, top), mask=valid)
+
+
+def token_logits(
+    product: Product, target: torch.Tensor | None, target_logit: torch.Tensor | None, softmax_shift: torch.Tensor | None
+) -> None:
+    """Write the logits of the tokens' targets into ``target_logit [R]``, and their ``softmax_shift [R]``, fp32.
+
+    Either may be None. A ``target [R]`` int64 outside ``[0, V)`` has the logit 0. A target's logit is the diagonal of a
+    product with the targets' rows of the weight. It is summed in the mainloop's order, so a target that is a token's
+    maximum equals it to the bit. The mainloop does not pick targets out of its tiles: tiles would then differ in
+    time, and its programs would fall out of step.
+
+    The softmax shift is the largest logit over 64 evenly spaced rows of the weight, or 0 where that is infinite. It is
+    not asked for under a soft-cap, where it is 0.
+    """
+    x, weight = product.x, product.weight
+    lce_forward_token_logits.launch(
+        (-(-x.shape[0] // _TOKENS),),
+        x,
+        weight,
+        product.bias,
+        target,
+        target_logit,
+        softmax_shift,
+        x.shape[0],
+        weight.shape[0],
+        x.shape[1],
+        -(-weight.shape[0] // _TOKENS),
+        x.stride(0),
+        weight.stride(0),
+        float(product.scale),
+        None if product.softcap is None else float(product.softcap),
+        UPCAST=interpreted() and x.dtype == torch.bfloat16,
+        BLOCK=_TOKENS,
+        BLOCK_K=64 if x.element_size() == 2 else 32,
+        num_warps=4,
+        num_stages=4,
+    )

@@ -93,8 +93,8 @@ def token_losses(
     ``vocab_size``: V, 0-dimensional int64, or a number. ``target [R]`` int64. ``token_weight [R]`` fp32.
     """
     rows = target.shape[0]
-    losses, alpha, beta = [torch.empty_like(partial[0]) for _ in range(3)]
-    gamma = torch.empty_like(alpha) if label_smoothing else None
+    losses, alpha, beta, *others = partial.new_empty(4 if label_smoothing else 3, rows).unbind()
+    gamma = others[0] if others else None
     known = isinstance(vocab_size, int)
     with on_device_of(partial):
         lce_forward_losses.launch(

@@ -8,7 +8,8 @@ and constants. It passes pointers as numbers.
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 
 def next_power_of_2(n: int) -> int:
@@ -20,8 +21,8 @@ class Relaunched:
     """A ``triton.jit`` or ``gluon.jit`` function that remembers what its launches compiled to.
 
     Constants and options are passed by name, always in the same order; all other arguments by position. From the
-    second launch of a kind on, Triton's hooks and knobs have no effect. The first tensor's device must be the current
-    one.
+    second launch of a kind on, Triton's hooks and knobs have no effect. The first argument is a tensor, a tuple that
+    begins with one, or a descriptor; its device must be the current one.
     """
 
     def __init__(self, function) -> None:
@@ -30,14 +31,16 @@ class Relaunched:
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
     def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
-        described: list = []
+        # A kernel is loaded for one device.
+        device = _device(arguments)
+        described: list = [device]
         values = _describe(arguments, described)
         key = (*described, *constants.values())
         known = self._compiled.get(key)
         if known is None:
             self._compile(key, grid, arguments, constants)
             return
-        run, function, metadata, stream, device, last = known
+        run, function, metadata, stream, last = known
         x, y, z = (*grid, 1, 1)[:3]
         # No launch metadata, and no hooks on entry and exit.
         run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
@@ -50,8 +53,8 @@ class Relaunched:
         from triton.runtime import driver
 
         last = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
-        stream, device = driver.active.get_current_stream, driver.active.get_current_device()
-        self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, stream, device, last
+        stream = driver.active.get_current_stream
+        self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, stream, last
 
     def __getattr__(self, name: str):
         return getattr(self._function, name)
@@ -61,27 +64,36 @@ def _describe(arguments: tuple, described: list) -> list:
     """The arguments as the driver takes them: a tensor as its address. Adds to ``described`` everything that Triton
     specializes on, and possibly more. Arguments of different types are described differently."""
     values: list = []
+    add, note = values.append, described.append
     for argument in arguments:
-        value = argument
-        if isinstance(argument, torch.Tensor):
-            value = argument.data_ptr()
-            # A kernel is loaded for one device.
-            described.append((argument.dtype, argument.get_device(), value % 16 == 0))
-        elif argument is None:
-            described.append(None)
-        elif (kind := type(argument)) is int:
+        kind = type(argument)
+        if kind is Tensor or kind is Parameter:
+            address = argument.data_ptr()
+            add(address)
+            note(argument.dtype if address % 16 == 0 else (argument.dtype,))
+            continue
+        add(argument)
+        if argument is None:
+            note(None)
+        elif kind is int:
             # 1, else the width and whether it is divisible by 16
             width = 0 if -(2**31) <= argument < 2**31 else 32 if argument < 2**63 else 64
-            described.append(1 if argument == 1 else width + (16 if argument % 16 == 0 else 2))
+            note(1 if argument == 1 else width + (16 if argument % 16 == 0 else 2))
         elif kind is float:
-            described.append(float)
+            note(float)
         elif isinstance(argument, tuple):
-            described.append(kind)
-            value = tuple(_describe(argument, described))
-            described.append(len(value))
+            note(kind)
+            values[-1] = tuple(_describe(argument, described))
         elif hasattr(argument, "block_shape"):
-            described.append((kind, argument.base.dtype, argument.base.get_device(), *argument.block_shape))
+            note((kind, argument.base.dtype, *argument.block_shape))
         else:
             raise TypeError(f"no argument of a kernel: {argument!r}, a {kind.__name__}")
-        values.append(value)
     return values
+
+
+def _device(arguments: tuple) -> int:
+    """That of the first tensor or descriptor."""
+    first = arguments[0]
+    while isinstance(first, tuple):
+        first = first[0]
+    return getattr(first, "base", first).get_device()

@@ -294,7 +294,7 @@ def token_gradients(
     dx_factor = torch.empty_like(alpha) if keeps_rows else None
     residual = unshared = dw_factor = None
     if target is not None:
-        residual, unshared = torch.empty_like(alpha), torch.empty_like(alpha, dtype=torch.uint8)
+        residual, unshared = torch.empty_like(alpha), alpha.new_empty(rows, dtype=torch.uint8)
         dw_factor = torch.empty_like(alpha) if keeps_rows else None
     found = TokenGradients(residual, unshared, dx_factor, dw_factor)
     lce_backward_token_gradients.launch(

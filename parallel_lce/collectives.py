@@ -64,7 +64,7 @@ class Layout:
         if tokens is None:
             return None
         if self.sp_size == 1:
-            return tokens[..., block.start : block.stop]
+            return tokens if block.covers(tokens.shape[-1]) else tokens[..., block.start : block.stop]
         # If the block has one row per part, flatten returns a strided view, and kernels need contiguous tokens.
         return self._rows(tokens, block).flatten(-2).contiguous()
 
@@ -104,7 +104,7 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
 
     Under sequence parallelism one all-gather of (stop - start) * D elements per rank, in place. Else a view.
     """
-    chunk = hidden[block.start : block.stop]
+    chunk = hidden if block.covers(hidden.shape[0]) else hidden[block.start : block.stop]
     if layout.sp_size == 1:
         return IncomingHidden(chunk)
     rows = chunk.shape[0]
@@ -144,7 +144,7 @@ class HiddenReduction:
 
     def open_block(self, block: Block) -> Tensor:
         """Begin the next block; returns where to write its local dX ``[R, D]``."""
-        part, sp_size = self._total[block.start : block.stop], self._layout.sp_size
+        part, sp_size = self._part(block), self._layout.sp_size
         self._started.append([])
         if sp_size == 1 and self._dtype == part.dtype:
             return part
@@ -158,7 +158,7 @@ class HiddenReduction:
         layout = self._layout
         if layout.ranks == 1:
             return
-        part, started, complete = self._total[block.start : block.stop], self._started[-1], rows_done == len(local)
+        part, started, complete = self._part(block), self._started[-1], rows_done == len(local)
         if layout.sequence_parallel:
             if complete:  # A reduce-scatter has rows of every rank.
                 summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
@@ -179,6 +179,9 @@ class HiddenReduction:
         if complete:
             while len(self._started) > 1:
                 self._finish_block()
+
+    def _part(self, block: Block) -> Tensor:
+        return self._total if block.covers(len(self._total)) else self._total[block.start : block.stop]
 
     def _finish_block(self) -> None:
         for reduction in self._started.popleft():

@@ -48,7 +48,9 @@ class GradBuffer:
         self._main_grad = main_grad
         if main_grad is None:
             self._target = torch.empty_like(parameter, dtype=dtype, memory_format=torch.contiguous_format)
-            self._target[real_rows if num_accumulations else 0 :].zero_()
+            padding = real_rows if num_accumulations else 0
+            if padding < len(parameter):
+                self._target[padding:].zero_()
         else:
             self._target = main_grad.tensor
         self._sum_dtype = accumulation_dtype(parameter.dtype)

@@ -7,7 +7,6 @@ cheapest one that is possible. "Exponentials" below are those of the logits; the
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -46,6 +45,10 @@ class Block:
     # The exponentials of the shard's first ``saved`` vocabulary rows stay from forward to backward, for all rows of
     # the block. Those of the other vocabulary rows are recomputed.
     saved: int
+
+    def covers(self, rows: int) -> bool:
+        """Whether these are all ``rows`` of a part."""
+        return self.start == 0 and self.stop == rows
 
 
 @dataclass(frozen=True)
@@ -372,10 +375,6 @@ def plan(
         if candidate.cost < best.cost:
             best = candidate
     return best.plan
-
-
-# In eager mode a plan is looked up by its numbers.
-cached_plan = functools.lru_cache(maxsize=1024)(plan)
 
 
 def balanced(rows: int, most: int) -> int:

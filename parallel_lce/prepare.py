@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -17,8 +19,9 @@ from parallel_lce.checks import check_arguments, check_loss_options, check_proce
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns, accumulation_dtype
-from parallel_lce.plan import GradientTraits, Plan, cached_plan, plan, shared_shard_rows
+from parallel_lce.plan import GradientTraits, Plan, plan, shared_shard_rows
 from parallel_lce.schedule import Call, Inputs, token_count
+from parallel_lce.signature import signature_of
 
 
 @dataclass(frozen=True)
@@ -44,14 +47,23 @@ def prepare(
     accumulable: bool = False,
     main_grad: MainGrad | None = None,
 ) -> Prepared:
-    """Check ``arguments`` and plan the call.
+    """Check ``arguments`` and plan the call. Both are done once for calls of one signature.
 
     ``function``: what the user called. ``options``: of the loss, if it is one. ``extra_check`` is called with the
     other checks; it raises if an argument that is not among ``arguments`` is wrong. ``accumulable``: the result is a
     sum or mean over tokens. ``main_grad``: dW is added to it.
     """
-    debugging = debug.enabled()
     check_process_group(arguments.process_group)
+    arguments = _autocast(arguments)
+    key = signature_of(arguments, columns, options, accumulable, main_grad)
+    known = None if key is None else KNOWN.get(key)
+    if known is not None:
+        layout = Layout.of(arguments.process_group, arguments.sequence_parallel)
+        if known.group == _group_traits(layout, arguments.input):
+            if extra_check is not None:
+                extra_check()
+            return _prepared(arguments, known, layout, columns, main_grad)
+    debugging = debug.enabled()
     arguments = arguments.with_python_numbers()
     layout = Layout.of(arguments.process_group, arguments.sequence_parallel is True)
     # From here on a refusal is told to the other ranks.
@@ -60,7 +72,7 @@ def prepare(
             extra_check()
         if options is not None:
             check_loss_options(options)
-        a = _autocast(arguments)
+        a = arguments
         shape = check_arguments(a, layout, needs_target=options is not None)
         if main_grad is not None and main_grad.tensor.shape != a.linear_weight.shape:
             raise ValueError(
@@ -73,19 +85,13 @@ def prepare(
         raise
 
     a = replace(a, **{name: in_memory(value) for name, value in a.tensors.items()})
-    hidden, weight = a.input, a.linear_weight
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    bias = None if a.linear_bias is None else a.linear_bias.contiguous()
-    # hidden is not reshaped here: under torch.compile a second derivative is refused by an input of the graph, not by
-    # a view of one.
-    inputs = hidden, weight, bias
-    rows = weight.shape[0]
+    inputs = a.input, a.linear_weight, a.linear_bias
+    rows = a.linear_weight.shape[0]
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
     shard = Shard(start, rows, a.vocab_size)
-    target = None if a.target is None else a.target.reshape(-1).long().contiguous()
     gradients = _gradients(inputs, layout, a.reduce_dtype, main_grad)
     planned = _plan(a, inputs, layout, shard, backend, gradients, accumulable)
-    if debugging and not valueless(weight):
+    if debugging and not valueless(a.linear_weight):
         agreed = {
             "function": function,
             **(vars(options) if options is not None else {}),
@@ -94,12 +100,51 @@ def prepare(
             "backend": backend.NAME,
         }
         _check_together(a, layout, shard, options, agreed)
+    known = _Known(shape, backend, shard, planned, gradients is not None, _group_traits(layout, a.input))
+    if key is not None:
+        if len(KNOWN) >= _MOST_KNOWN:
+            KNOWN.clear()
+        KNOWN[key] = known
+    return _prepared(a, known, layout, columns, main_grad)
+
+
+class _Known(NamedTuple):
+    """What checks and planning found for calls of one signature."""
+
+    shape: torch.Size
+    backend: Backend
+    shard: Shard
+    plan: Plan
+    differentiable: bool
+    group: tuple
+
+
+KNOWN: dict[tuple, _Known] = {}
+"""By signature. Cleared by whoever changes a constant that a plan depends on."""
+
+_MOST_KNOWN = 1024
+
+
+def _group_traits(layout: Layout, input: Tensor) -> tuple:
+    """What checks and plan depend on of a process group."""
+    if layout.ranks == 1:
+        return ()
+    return layout.ranks, layout.rank, None if input.is_cuda else dist.get_backend(layout.group)
+
+
+def _prepared(a: Arguments, known: _Known, layout: Layout, columns: Columns, main_grad: MainGrad | None) -> Prepared:
+    hidden, weight, bias = a.input, a.linear_weight, a.linear_bias
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    bias = bias if bias is None else bias.contiguous()
+    target = a.target
+    if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
+        target = target.reshape(-1).long().contiguous()
     call = Call(
-        backend,
+        known.backend,
         layout,
-        shard,
+        known.shard,
         columns,
-        planned,
+        known.plan,
         target,
         float(a.logit_scale),
         a.logit_softcap,
@@ -109,7 +154,9 @@ def prepare(
     token_weight = a.token_weight
     if token_weight is not None:
         token_weight = token_weight.reshape(-1).to(accumulation_dtype(hidden.dtype)).contiguous()
-    return Prepared(call, inputs, token_weight, shape, gradients is not None)
+    # hidden is not reshaped here: under torch.compile a second derivative is refused by an input of the graph, not by
+    # a view of one.
+    return Prepared(call, (hidden, weight, bias), token_weight, known.shape, known.differentiable)
 
 
 def _gradients(
@@ -151,8 +198,7 @@ def _plan(
         and hidden.dtype != torch.float16
     )
     itemsize = weight.element_size()
-    # Symbolic sizes cannot be keys of the plans' cache.
-    planned = (plan if torch.compiler.is_compiling() or valueless(weight) else cached_plan)(
+    planned = plan(
         token_count(hidden, layout),
         shared_shard_rows(shard.rows, layout.ranks, a.vocab_start, a.vocab_size),
         hidden.shape[-1],

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ from parallel_lce.grad_buffers import GradBuffer, MainGrad
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Block, Plan
+
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -87,15 +89,21 @@ def token_count(hidden: Tensor, layout: Layout) -> int:
 
 def _flattened(hidden: Tensor) -> Tensor:
     """``hidden [..., D]`` as ``[N/sp_size, D]``. A size of -1 would be ambiguous for D = 0."""
+    if hidden.dim() == 2:
+        return hidden
     return hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
 
 
-@contextmanager
-def _device_without_autocast(weight: Tensor) -> Iterator[None]:
+def _device_without_autocast(weight: Tensor) -> AbstractContextManager:
     """The weight's device, since Triton launches on the current one; and no autocast, which would round the products of
-    fp32 operands."""
-    with torch.cuda.device_of(weight), torch.autocast(weight.device.type, enabled=False):
-        yield
+    fp32 operands. Nothing is entered that is so already: it takes the host tens of microseconds."""
+    kind, index = weight.device.type, weight.get_device()
+    if not torch.is_autocast_enabled(kind) and (index < 0 or index == torch.cuda.current_device()):
+        return _NOTHING
+    entered = ExitStack()
+    entered.enter_context(torch.cuda.device_of(weight))
+    entered.enter_context(torch.autocast(kind, enabled=False))
+    return entered
 
 
 class _Gathers:

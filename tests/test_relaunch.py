@@ -37,7 +37,7 @@ class Compiled:
         self.recorder = recorder
 
     def run(self, x, y, z, stream, function, metadata, launch_metadata, on_entry, on_exit, *arguments):
-        assert (stream, function, metadata) == ("stream of device 0", "function", "metadata")
+        assert (stream, function, metadata) == ("stream of device -1", "function", "metadata")
         assert launch_metadata is on_entry is on_exit is None
         self.recorder.again.append(((x, y, z), arguments))
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
 from cases import Case, Tensors, make
-from parallel_lce import backends, plan
+from parallel_lce import backends, plan, prepare
 from parallel_lce.arguments import Arguments
 from parallel_lce.backends import eager
 from parallel_lce.grad_buffers import GradBuffer
@@ -55,7 +55,7 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
     accumulated = [module.SMALLEST_ACCUMULATED for module in modules]
     if block_bytes is not None:
         plan.SMALLEST_BLOCK = plan.GATHERED_BYTES = block_bytes
-        plan.cached_plan.cache_clear()
+        prepare.KNOWN.clear()
         for module in modules:
             module.SMALLEST_ACCUMULATED = 1
     if tile is not None:
@@ -64,7 +64,7 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
         yield
     finally:
         plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, eager._CPU_TILE, eager._CUDA_TILE = saved
-        plan.cached_plan.cache_clear()
+        prepare.KNOWN.clear()
         for module, rows in zip(modules, accumulated):
             module.SMALLEST_ACCUMULATED = rows
 

@@ -1,0 +1,64 @@
+"""The signature of a call: all that its checks and its plan depend on, but for the ranks of its group.
+
+Calls of one signature are checked and planned once (:mod:`parallel_lce.prepare`). Both take the host longer than a
+small problem takes the GPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from parallel_lce import debug
+from parallel_lce.arguments import Arguments, LossOptions
+from parallel_lce.backends import VARIABLE
+from parallel_lce.grad_buffers import MainGrad
+from parallel_lce.partials import Columns
+
+_TENSORS = (Tensor, torch.nn.Parameter)
+_NUMBERS = (int, float, bool, type(None))
+
+
+def signature_of(
+    a: Arguments, columns: Columns, options: LossOptions | None, accumulable: bool, main_grad: MainGrad | None
+) -> tuple | None:
+    """The signature, or None for a call that must be checked in full.
+
+    Plain tensors and Python's own numbers have a signature, outside of compilation, debug mode and forward-mode
+    differentiation. The values of the tensors do not matter to checks and plan.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or debug.enabled():
+        return None
+    key: list = [torch.is_grad_enabled(), accumulable, columns, a.reduce_dtype]
+    for tensor in (a.input, a.linear_weight, a.target, a.linear_bias, a.token_weight):
+        if tensor is None:
+            key.append(None)
+        elif type(tensor) in _TENSORS and tensor.layout is torch.strided and not tensor.is_neg():
+            key += tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
+        else:
+            return None
+    if type(a.sequence_parallel) is not bool:
+        return None
+    numbers = [a.sequence_parallel, a.logit_scale, a.logit_softcap, a.vocab_start, a.vocab_size, a.logits_budget]
+    if options is not None:
+        key.append(options.reduction)
+        numbers += options.ignore_index, options.label_smoothing, options.z_loss, options.outside_is_nan
+    for number in numbers:
+        kind = type(number)
+        if kind not in _NUMBERS:
+            return None
+        # 1, 1.0 and True are equal as keys.
+        key += kind, number
+    if main_grad is not None:
+        key += main_grad.tensor.shape, main_grad.tensor.dtype
+    # What chooses the backend.
+    key += os.environ.get(VARIABLE), os.environ.get("TRITON_INTERPRET")
+    signature = tuple(key)
+    try:
+        hash(signature)
+    except TypeError:  # of an argument that the checks refuse
+        return None
+    return signature

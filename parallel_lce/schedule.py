@@ -217,7 +217,7 @@ class _GradientSums:
             partial,
             coefficients,
             saved,
-            GradBuffers(dx, self._dweight, self._dbias, reduces_dx=call.layout.ranks > 1),
+            GradBuffers(dx, self._dweight, self._dbias, call.layout.ranks > 1, x.arrived),
             self.scratch,
         )
         if work.reads_hidden_first:

@@ -88,6 +88,11 @@ class Coefficients:
         remaining = iter(values)
         return Coefficients(next(remaining), *[None if c is None else next(remaining) for c in self.each[1:]])
 
+    def of_rows(self, rows: slice) -> Coefficients:
+        """Those of some tokens."""
+        factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor[rows]
+        return Coefficients(*[c if c is None else c[rows] for c in self.each], factor)  # pyright: ignore[reportArgumentType]
+
     def folded(self) -> Coefficients:
         """The same without a factor. One launch multiplies it in."""
         if self.factor is None:
@@ -107,6 +112,8 @@ class GradBuffers:
     dbias: GradBuffer | None
     # dX is reduced over the ranks, overlapping the dW products that follow.
     reduces_dx: bool = False
+    # All rows of x are there when dX is formed. If not, it may not be read before, unless ``reads_hidden_first``.
+    hidden_arrived: bool = True
 
 
 class Scratch:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Projection, Saved, savable
-from parallel_lce.backends.triton_backward import ALIGNED, BlockBackward, dense, product_of, stride_of
+from parallel_lce.backends.triton_backward import BlockBackward
+from parallel_lce.backends.triton_slices import ALIGNED, dense, product_of, stride_of
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, merge_ranks, merge_windows

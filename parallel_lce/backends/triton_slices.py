@@ -1,0 +1,213 @@
+"""The gradient of the logits in slices of the vocabulary, for the backward of the triton backend.
+
+A slice's gradient G ``[R, C]`` is either formed from saved exponentials, in their memory, or recomputed into scratch
+memory. Where the scratch memory would hold only a narrow slice of all rows, the rows are cut into pieces, too
+(:func:`tiling`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.interface import Coefficients, Projection, Saved, Scratch, power_of_two_scale
+from parallel_lce.kernels.projection import Product, logits_gradient
+from parallel_lce.kernels.relaunch import next_power_of_2
+from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
+from parallel_lce.kernels.token_gradients import SavedExponentials, TokenCoefficients, TokenGradients, token_gradients
+
+# Leading dimensions of saved exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
+ALIGNED = 64
+# Rows of a piece are a multiple of this, as matrix products come in such tiles.
+_MULTIPLE = 128
+
+
+def stride_of(entries: int) -> int:
+    """Elements from one token's saved exponentials to the next one's."""
+    return -(-entries // ALIGNED) * ALIGNED
+
+
+def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Product:
+    """The product of ``x`` with the shard's rows ``[start, stop)``."""
+    weight, bias = projection.weight, projection.bias
+    if stop - start != weight.shape[0]:
+        weight, bias = weight[start:stop], None if bias is None else bias[start:stop]
+    return Product(x, weight, bias, projection.scale, projection.softcap)
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x`` contiguous and 16 bytes aligned. A copy of this size costs little."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def tiling(
+    projection: Projection, x: Tensor, saved_entries: int, capacity: int, widest: int
+) -> tuple[list[tuple[int, int]], list[slice]]:
+    """How the recomputed gradient of ``x [R, D]`` is cut: ranges of the shard's entries from ``saved_entries`` on, and
+    pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
+
+    The products of the backward sum over a range's entries, for dX, or over a piece's rows, for dW, and add the result
+    to a sum in memory. Over fewer than some thousand terms, reading and writing that sum takes longer than the
+    product. So where all rows would leave only narrow ranges, ranges and pieces are as long as each other. Ranges of
+    a cut block have at most ``widest`` entries. With something saved all rows stay together.
+    """
+    (rows, _), start, real = x.shape, saved_entries, projection.real_rows
+    if start == real:
+        return [], [slice(0, rows)]
+    width = product_of(projection, x, start, real).tile.entries
+    fitting, height = max(width, capacity // rows // width * width), rows
+    square = max(width, min(math.isqrt(capacity), widest) // width * width)
+    if fitting < min(square, real) and not saved_entries:
+        fitting, height = square, capacity // square // _MULTIPLE * _MULTIPLE or capacity // square
+    number = -(-(real - start) // fitting)
+    step = -(-(real - start) // (number * width)) * width
+    pieces = -(-rows // height)
+    height = min(rows, -(-rows // (pieces * _MULTIPLE)) * _MULTIPLE)
+    return (
+        [(a, min(a + step, real)) for a in range(start, real, step)],
+        [slice(a, min(a + height, rows)) for a in range(0, rows, height)],
+    )
+
+
+@dataclass
+class Slice:
+    """The gradient of the logits of the shard's entries ``[start, stop)``, for a piece of the rows."""
+
+    start: int
+    stop: int
+    # [R, stop - start]
+    gradient: Tensor
+    # [R] factors of the rows of gradient @ weight; None: 1
+    dx_factor: Tensor | None
+    # [R] factors of the rows of x in gradient.T @ x; None: 1
+    dw_factor: Tensor | None
+
+
+class Piece:
+    """Produces the slices of a piece of a block's rows ``x [R, D]``.
+
+    All slices of a block use the same memory: one must be consumed before the next is formed.
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        rows: slice,
+        x: Tensor,
+        target: Tensor | None,
+        partial: Tensor,
+        coefficients: Coefficients,
+        saved: Saved,
+        scratch: Scratch,
+        rewrite: bool,
+        find_shared: bool,
+    ) -> None:
+        self.rows, self.x = rows, x
+        self._projection, self._target, self._scratch = projection, target, scratch
+        self._partial, self._saved = partial.contiguous(), SavedExponentials(*saved) if saved else None
+        # ``rewrite`` every row of saved exponentials, so that there are no row factors.
+        self._rewrite, self._find_shared = rewrite, find_shared
+        self._fp16_scale: Tensor | None = None
+        # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
+        self.fp16_unscale: Tensor | None = None
+        # What was found of the tokens with the first slice. None before.
+        self._tokens: TokenGradients | None = None
+        self.has_targets = target is not None and coefficients.beta is not None
+        saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
+        # The projection takes coefficients without a factor, and the scale is found from such.
+        if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
+            coefficients = coefficients.folded()
+        if projection.weight.dtype == torch.float16:
+            self._fp16_scale = power_of_two_scale(coefficients, projection.scale)
+            self.fp16_unscale = 1 / self._fp16_scale
+        contiguous = [c if c is None else c.contiguous() for c in coefficients.each]
+        self._coefficients = TokenCoefficients(*contiguous, coefficients.factor)
+
+    def form(self, start: int, stop: int) -> Slice:
+        saved = self._saved
+        if saved is not None and start >= saved.exponentials.shape[1]:
+            saved = None
+        gradient = self._recompute(start, stop) if saved is None else saved.exponentials[:, :stop]
+        found = self._tokens
+        if found is None and (saved is not None or self.has_targets):
+            found = self._tokens = self._find_tokens(gradient, saved, start)
+            return Slice(start, stop, gradient, found.dx_factor, found.dw_factor)
+        if found is not None and found.residual is not None and found.unshared is not None:
+            assert self._target is not None
+            place_targets(gradient, start, self._target, found.residual, found.unshared, self._fp16_scale)
+        return Slice(start, stop, gradient, None, None)
+
+    def _find_tokens(self, gradient: Tensor, saved: SavedExponentials | None, start: int) -> TokenGradients:
+        projection, window = self._projection, 1
+        if saved is not None:
+            # The forward's window, a power of two. The tile of ``product_of`` may differ from the forward's:
+            # saved-tensor hooks may change the operands' alignment.
+            window = next_power_of_2(-(-projection.real_rows // saved.maxima.shape[0]))
+        return token_gradients(
+            gradient,
+            saved,
+            self._target,
+            self._partial,
+            self._coefficients,
+            self._fp16_scale,
+            entries=projection.real_rows,
+            first=start,
+            window=window,
+            scale=projection.scale,
+            softcap=projection.softcap,
+            find_shared=self._find_shared,
+            rewrite=self._rewrite,
+        )
+
+    def _recompute(self, start: int, stop: int) -> Tensor:
+        shape = self.x.shape[0], stride_of(stop - start)
+        elements = shape[0] * shape[1]
+        # The saved slice comes first. Recomputed slices overwrite its memory.
+        memory = None if self._saved is None else self._saved.exponentials.view(-1)[:elements]
+        if memory is None or memory.numel() < elements:
+            memory = self._scratch.borrow(elements, self.x.dtype)
+        gradient = memory.view(shape)[:, : stop - start]
+        product, c = product_of(self._projection, self.x, start, stop), self._coefficients
+        logits_gradient(product, self._partial, c.alpha, c.gamma, c.delta, self._fp16_scale, gradient)
+        return gradient
+
+    @property
+    def _placed(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Each token's target, what is left of its gradient, and whether it is unshared; None without targets."""
+        found = self._tokens
+        if found is None or found.residual is None or found.unshared is None:
+            return None
+        assert self._target is not None
+        return self._target, found.residual, found.unshared
+
+    def finish_rows(
+        self,
+        source: Tensor,
+        dx_factor: Tensor | None,
+        rows: slice,
+        dx: Tensor,
+        scaled: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """Write ``dx`` of some of the piece's rows. ``source``: their sum over all slices, not yet multiplied by
+        ``dx_factor``. ``scaled``: of :func:`scale_and_add_targets`, for all rows of the piece."""
+        targets, placed = None, self._placed
+        if placed is not None:
+            weight = self._projection.weight
+            if weight.shape[0] != self._projection.real_rows:
+                weight = weight[: self._projection.real_rows]
+            targets = placed[0][rows], placed[1][rows], weight
+        factor = self.fp16_unscale if dx_factor is None else dx_factor[rows]
+        if scaled is not None:
+            x, x_factor, product = scaled
+            scaled = x[rows], x_factor[rows], product[rows]
+        scale_and_add_targets(source, factor, targets, dx, scaled)
+
+    def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
+        """Add what the targets' gradients contribute to the shard's rows from ``start`` on."""
+        placed = self._placed
+        if placed is not None:
+            add_targets(total, start, *placed, x)

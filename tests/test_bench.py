@@ -17,7 +17,7 @@ from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.bench.peers import ALL, ANY, CPU_AND_CUDA, FORWARD, FORWARD_BACKWARD, ONE, PASSES, Peer
 from parallel_lce.bench.problem import IGNORE_INDEX, Problem, Shape, make_problem
 from parallel_lce.bench.results import Cell, Result
-from parallel_lce.bench.suites import SUITES
+from parallel_lce.bench.suites import SUITES, Suite
 from parallel_lce.bench.tables import cell_table
 from parallel_lce.bench.team import NotTimed, Team
 
@@ -37,7 +37,7 @@ def judge_of(problem) -> accuracy.Judge:
 
 
 def measured(all_peers, problem, rounds, passes=PASSES) -> list[Result]:
-    return measure.measure(all_peers, judge_of(problem), rounds, passes)
+    return measure.measure(all_peers, judge_of(problem), Suite((), (), passes=passes, rounds=rounds))
 
 
 def plan(*arguments):

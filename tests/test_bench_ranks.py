@@ -39,6 +39,7 @@ from parallel_lce.bench.plot import panels_of, plot_over_ranks
 from parallel_lce.bench.problem import IGNORE_INDEX, Problem, Shape, make_problem
 from parallel_lce.bench.results import Cell, Measured, Result
 from parallel_lce.bench.scaling import AROUND
+from parallel_lce.bench.suites import Suite
 from parallel_lce.bench.tables import cell_table, overview
 from parallel_lce.bench.team import NotTimed, Team
 from test_bench import MIB, rows_of, text_of
@@ -389,7 +390,7 @@ def _measured(member, sequence_parallel):
     def after(result, call):
         called.append(result.peer.name)
 
-    results = measure(planted, judge_of(problem), 2, say=said.append, after=after)
+    results = measure(planted, judge_of(problem), Suite((), (), rounds=2), say=said.append, after=after)
     return [(r.peer.name, r.refused, r.passes, r.errors) for r in results], called, said
 
 

@@ -9,6 +9,7 @@ peers.py          who is measured;  suites.py  at which shapes;  options.py  the
 passes.py         the calls of a peer: forward, and forward + backward
 accuracy.py       what a peer must fulfil before it is timed
 peak_memory.py    peak memory of one call, also used by the tests;  timing.py  seconds of one call
+breakdown.py      the GPU operations of a call, and where its host time goes
 communication.py  collectives alone, timelines
 results.py        what was measured, as numbers and JSON;  tables.py, plot.py  the same to look at
 measure.py        accuracy, memory and time of all peers, interleaved

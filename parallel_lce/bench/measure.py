@@ -9,11 +9,13 @@ from functools import partial
 import torch
 
 from .accuracy import Judge
+from .breakdown import break_down
 from .passes import calls_of
 from .peak_memory import peak_memory
-from .peers import FORWARD_BACKWARD, PASSES, Peer
+from .peers import FORWARD_BACKWARD, Peer
 from .problem import Problem
 from .results import Measured, Result
+from .suites import Suite
 from .team import NotTimed
 from .timing import timer
 
@@ -21,12 +23,13 @@ from .timing import timer
 def measure(
     peers: list[Peer],
     judge: Judge,
-    rounds: int,
-    passes: tuple[str, ...] = PASSES,
+    plan: Suite,
     say: Callable[[str], None] = lambda text: None,
     after: Callable[[Result, Callable], None] = lambda result, call: None,
 ) -> list[Result]:
     """[Result], one per peer. Each is checked and its memory measured; then all are timed round by round, A B C A B C.
+    `plan` says in which passes, in how many rounds and for how long. With `plan.host` the time of the host is read too,
+    and at the end the calls are profiled on a GPU.
 
     `say` is told what is going on. At the end `after(result, call)` is called with forward + backward of every peer
     that was timed.
@@ -42,26 +45,35 @@ def measure(
     for result, peer in _remaining(results):
         say(f"checking {peer}")
         with _refusals(result, say):
-            calls[peer] = team.agree(lambda: calls_of(peer, problem, losses[peer], passes))
+            calls[peer] = team.agree(lambda: calls_of(peer, problem, losses[peer], plan.passes))
             result.errors = _errors(peer, calls[peer], judge)
             for kind, call in calls[peer].items():
                 peak = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
-                result.passes[kind] = Measured(peak, _gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0)
-                readers.setdefault(peer, {})[kind] = timer(call, team)
+                gradients = _gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0
+                measured = result.passes[kind] = Measured(peak, gradients)
+                readers.setdefault(peer, []).append((measured.seconds, timer(call, team, plan.reading)))
+                if plan.host:
+                    readers[peer].append((measured.host_seconds, timer(call, team, plan.reading, host=True)))
         if result.refused:
             calls.pop(peer, None)
         release(team.device)
     judge.forget()
     release(team.device)
 
-    for number in range(rounds):
-        say(f"round {number + 1} of {rounds}")
+    for number in range(plan.rounds):
+        say(f"round {number + 1} of {plan.rounds}")
         if team.alone:  # over ranks, with less warm-up, a pause would make the round's first peer faster
             gc.collect()
         for result, peer in _remaining(results):
             with _refusals(result, say):
-                for kind, read in readers[peer].items():
-                    result.passes[kind].seconds.append(read())
+                for seconds, read in readers[peer]:
+                    seconds.append(read())
+    for result, peer in _remaining(results) if plan.host and team.device.type == "cuda" else ():
+        say(f"profiling {peer}")
+        with _refusals(result, say):
+            for kind, call in calls[peer].items():
+                breakdowns = team.gather(team.agree(partial(break_down, call, team.device)))
+                result.passes[kind].breakdown = breakdowns[0]
     for result, peer in _remaining(results):
         if FORWARD_BACKWARD in result.passes:
             after(result, calls[peer][FORWARD_BACKWARD])

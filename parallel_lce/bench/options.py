@@ -55,13 +55,14 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
     parser = _parser(setting)
     options = parser.parse_args(arguments)
     options.alone, options.dtype = ranks is None, getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
-    if options.rounds < 1:
-        parser.error(f"--rounds must be at least 1, got {options.rounds}")
     if options.device == "cuda" and torch.cuda.device_count() < ranks_here:
         parser.error(f"one GPU per process is needed, this host has {torch.cuda.device_count()}")
 
     suite = SUITES[options.suite] if options.suite else DEFAULTS[setting, options.device]
-    options.plan = replace(suite, shapes=tuple(options.shape or suite.shapes))
+    rounds = suite.rounds if options.rounds is None else options.rounds
+    if rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {rounds}")
+    options.plan = replace(suite, shapes=tuple(options.shape or suite.shapes), rounds=rounds)
     peers = _peers(suite, options, setting)
     options.chosen = [peer for peer in peers if not peer.missing]
     options.not_here = {peer.name: peer.missing for peer in peers if peer.missing}
@@ -91,7 +92,7 @@ def _parser(setting: str) -> ArgumentParser:
     add("--shape", action="append", metavar="N,V,D", type=parse_shape, help=words)
     add("--dtype", choices=("float32", "bfloat16", "float16"), help="float32 on cpu, bfloat16 on cuda")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--rounds", type=int, default=5, help="how often each peer is timed (default 5)")
+    add("--rounds", type=int, help="how often each peer is timed (default 5, in the suite small 3)")
     words = "only these, and the GEMM-only baseline; ours may have a logits_budget, as in ours@512MiB or ours@all"
     add("--peers", nargs="+", metavar="NAME", type=peer, help=words)
     words = "not these; the name of a strategy of ours without @ stands for all its budgets"
@@ -121,6 +122,7 @@ def _peers(suite: Suite, options: Namespace, setting: str) -> list[Peer]:
             peers.append(peer)
     left_out = {peer.name for peer in options.without}
     peers = [peer for peer in peers if left_out.isdisjoint({peer.name, peer.name.partition("@")[0]})]
-    # Without gradients all strategies of ours run the same code, which the first of them measures.
-    again = [peer for peer in peers if peer.family == "ours"][1:]
+    # Without gradients all strategies of ours run the same kernels, which the first of them measures. Around the
+    # kernels the host does something else for each.
+    again = [] if suite.host else [peer for peer in peers if peer.family == "ours"][1:]
     return [replace(peer, passes=(FORWARD_BACKWARD,)) if peer in again else peer for peer in peers]

@@ -53,7 +53,7 @@ def _peak_cpu(fn: Callable) -> tuple[int, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = fn()
     live, level, peak = {}, 0, 0
-    for address, size in _cpu_records(profile):
+    for address, size in _cpu_records(trace_events(profile)):
         # A release of an address that these records did not allocate belongs to a tensor from before.
         level -= live.pop(address, 0)
         if size > 0:
@@ -64,15 +64,17 @@ def _peak_cpu(fn: Callable) -> tuple[int, int]:
     return peak, level
 
 
-def _cpu_records(profile: torch.profiler.profile) -> list[tuple[int, int]]:
-    """[(address, bytes)] in order of time; bytes are negative where the address was released.
-
-    Read from the exported trace, the only public form in which each record keeps its address.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+def _cpu_records(events: list[dict]) -> list[tuple[int, int]]:
+    """[(address, bytes)] in order of time; bytes are negative where the address was released."""
     events = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]  # 0 is CPU
     events.sort(key=lambda e: e["ts"])
     return [(e["args"]["Addr"], e["args"]["Bytes"]) for e in events]
+
+
+def trace_events(profile: torch.profiler.profile) -> list[dict]:
+    """The events of the exported trace, the only public form in which each record of memory keeps its address, and
+    each event its category."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        return json.loads(path.read_text(encoding="utf-8"))["traceEvents"]

@@ -91,10 +91,25 @@ def ours_main_grad(budget, group, sequence_parallel):
     return loss
 
 
+def ours_statistics(budget, group, sequence_parallel):
+    """The loss made of log-probabilities, as a policy gradient would."""
+    from parallel_lce import token_statistics
+
+    options = {"process_group": group, "sequence_parallel": sequence_parallel, "logits_budget": budget}
+
+    def loss(x, weight, target):
+        log_prob = token_statistics(x, weight, target, **options).target_log_prob
+        assert log_prob is not None  # as it is with a target
+        return mean_of(-log_prob.where(target != IGNORE_INDEX, 0), target)
+
+    return loss
+
+
 OURS = {  # {kind: (upstream, function of a budget and of what other peers' `build` takes)}
     "ours": (SCALAR, partial(ours, "mean")),
     "ours-per-token": (ANY, partial(ours, "none")),
     "ours-main-grad": (ANY, ours_main_grad),
+    "ours-statistics": (ANY, ours_statistics),
 }
 _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 _CCE = "cut_cross_entropy", "linear_cross_entropy"

@@ -1,12 +1,13 @@
 """What was measured: a Result per peer, a Cell per team and problem."""
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 
 import torch
 
 from .accuracy import Judge
-from .peers import FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer
+from .breakdown import Breakdown
+from .peers import ANY, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer
 from .problem import Shape
 
 
@@ -17,6 +18,8 @@ class Measured:
     peak_bytes: int  # above the inputs, of the rank that needs most
     gradient_bytes: int  # of these, dX and dW in the dtype of the inputs
     seconds: list[float] = field(default_factory=list)  # one per round
+    host_seconds: list[float] = field(default_factory=list)  # one per round, if asked for
+    breakdown: Breakdown | None = None  # of rank 0, if asked for
 
     @property
     def extra_bytes(self) -> int:
@@ -80,6 +83,14 @@ class Cell:
         """The result of a peer, or None where it has no time."""
         return next((r for r in self.results if r.peer.name == name and r.has(kind)), None)
 
+    def rivals(self) -> tuple[Result | None, Result | None]:
+        """(the first strategy of ours, the fastest other) in the last pass, of those whose loss accepts a gradient per
+        token."""
+        kind = self.passes[-1]
+        timed = [result for result in self.results if result.peer.upstream == ANY and result.has(kind)]
+        ours, others = ([r for r in timed if r.peer.family == family] for family in ("ours", "other"))
+        return ours[0] if ours else None, min(others, key=lambda r: median(r.passes[kind].seconds), default=None)
+
     def ratio(
         self, result: Result | None, other: str, kind: str = FORWARD_BACKWARD
     ) -> tuple[float, float, float] | None:
@@ -119,6 +130,12 @@ class Cell:
                 "peak_bytes": measured.peak_bytes,
                 "beyond_gradients_bytes": measured.extra_bytes,
             }
+            if measured.host_seconds:
+                entry[kind] |= {
+                    "host_seconds": measured.host_seconds,
+                    "host_seconds_median": median(measured.host_seconds),
+                    "breakdown": measured.breakdown and asdict(measured.breakdown),
+                }
         return entry
 
 

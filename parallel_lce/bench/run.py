@@ -19,14 +19,14 @@ from .peers import FORWARD_BACKWARD, Peer
 from .plot import plot_over_ranks
 from .problem import Problem
 from .results import Cell, Result
-from .tables import cell_table, new_console, overview, say
+from .tables import cell_table, grid, host_tables, new_console, overview, say, verdict
 
 
 class Run:
     """Of several ranks one `speaks`: it prints and writes. Results go to stdout, progress with seconds to stderr."""
 
     def __init__(self, options: Namespace, facts: dict[str, str], speaks: bool):
-        settings = {"suite": options.suite, "rounds": options.rounds, "tp": options.tp}
+        settings = {"suite": options.suite, "rounds": options.plan.rounds, "tp": options.tp}
         self.about = {"machine": facts, "settings": settings, "not_here": options.not_here}
         self.options, self.speaks, self.cells = options, speaks, []
         self._begun = time.monotonic()
@@ -45,21 +45,21 @@ class Run:
 
     def measure(self, problem: Problem, peers: list[Peer]) -> None:
         """A cell for each layout of the problem, without or with sequence parallelism."""
-        team, passes = problem.team, self.options.plan.passes
+        team, plan = problem.team, self.options.plan
         self._progress(problem, "float64 truth")
-        gradients = FORWARD_BACKWARD in passes
+        gradients = FORWARD_BACKWARD in plan.passes
         truth, torchs = (answers(problem, dtype, gradients) for dtype in (torch.float64, problem.hidden.dtype))
         release(team.device)
-        collectives = measure_collectives(problem, self.options.rounds)
+        collectives = measure_collectives(problem, plan.rounds)
         layouts = self.options.sequence_parallel if team.ranks > 1 else [False]
         problems = [replace(problem, sequence_parallel=sequence_parallel) for sequence_parallel in layouts]
         judges = [Judge(each, truth, torchs) for each in problems]
         del truth, torchs  # the judges alone hold the truth now
         for judge in judges:
             progress, after = partial(self._progress, judge.problem), partial(self._trace, judge.problem)
-            cell = Cell.of(judge, passes)
+            cell = Cell.of(judge, plan.passes)
             cell.collectives = collectives
-            cell.results = measure(peers, judge, self.options.rounds, passes, progress, after)
+            cell.results = measure(peers, judge, plan, progress, after)
             self._finished(cell)
         release(team.device)
 
@@ -69,7 +69,10 @@ class Run:
 
     def _finished(self, cell: Cell) -> None:
         self.cells.append(cell)
-        self.say(cell_table(cell))
+        for table in (cell_table(cell), *host_tables(cell)):
+            self.say(table)
+        if text := verdict(cell):
+            self.say(text)
         for result in cell.results:
             if result.refused:
                 self.say(f"{result.peer}: {result.refused}")
@@ -87,6 +90,8 @@ class Run:
         """The table and the picture of all cells together."""
         if self.cells:
             self.say(overview(self.cells))
+        if table := grid(self.cells):
+            self.say(table)
         path = self.options.plot
         if path and self.speaks:
             if not plot_over_ranks(self._file(path), self.about["machine"], self._content()["cells"]):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .peers import FORWARD, ONE, PASSES, RANKS, SAVED
+from .peers import FORWARD, FORWARD_BACKWARD, ONE, PASSES, RANKS, SAVED
 from .problem import Shape
 
 
@@ -12,6 +12,9 @@ class Suite:
     ours: tuple[str, ...]  # names of peers
     others: tuple[str, ...] | None = None  # names of peers; None for everyone who can run here
     passes: tuple[str, ...] = PASSES
+    rounds: int = 5
+    reading: float = 1.0  # length of a reading, relative to that in timing.py
+    host: bool = False  # also the time of the host, and the GPU operations of a call
 
 
 SUITES = {
@@ -26,6 +29,32 @@ SUITES = {
         (SAVED,),
         ("torch",),
         passes=(FORWARD,),
+    ),
+    # So little work for the GPU that the host decides how long a call takes.
+    "host": Suite(
+        (Shape(1024, 8192, 1024),),
+        ("ours-per-token", "ours", "ours@0", "ours-statistics"),
+        ("torch", "torch-compile"),
+        host=True,
+    ),
+    # What a first small model has: ours at its defaults.
+    "small": Suite(
+        tuple(
+            Shape(n, v, d)
+            for d, v in ((1024, 32768), (2048, 50304), (2048, 65536), (4096, 128256))
+            for n in (256, 1024, 2048, 4096, 8192)
+        ),
+        ("ours-per-token",),
+        ("torch", "torch-compile", "megatron-fused"),
+        passes=(FORWARD_BACKWARD,),
+        rounds=3,
+        reading=1 / 3,
+    ),
+    # No memory for exponentials: a whole vocabulary, and a shard of TP 8.
+    "lean": Suite(
+        tuple(Shape(n, v, 4096) for n, v in ((32768, 131072), (8192, 128256), (32768, 16384), (8192, 16384))),
+        ("ours-per-token@0",),
+        (),
     ),
 }
 _RECOMPUTED = ("ours@0", "ours-per-token@0")

@@ -1,4 +1,4 @@
-"""Seconds of one call. On CUDA they lie between events on the stream."""
+"""Seconds of one call. On CUDA they lie between events on the stream; those of the host between call and return."""
 
 import math
 import time
@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from .team import Team
+from .team import Team, synchronize
 
 # Seconds of one reading: first of calls that warm up, then of calls that are measured. A power-limited GPU is faster in
 # its first tens of milliseconds than in training. Over ranks the peers follow one another without a pause, so that less
@@ -19,17 +19,19 @@ OVER_RANKS = {"cpu": (0.0, 0.01), "cuda": (0.02, 0.06)}
 MOST_CALLS = 1000  # of one reading at most
 
 
-def timer(call: Callable, team: Team) -> Callable[[], float]:
-    """A function that reads the seconds of `call` on the slowest rank. The number of calls is chosen here, from the
-    fastest of three, and is the same on all ranks and for all readings."""
-    one = min(_reading(call, 0, 1, team) for _ in range(3))
+def timer(call: Callable, team: Team, reading: float = 1.0, host: bool = False) -> Callable[[], float]:
+    """A function that reads the seconds of `call`, or those of the host alone, on the slowest rank. The number of calls
+    is chosen here, from the fastest of three, and is the same on all ranks and for all readings. `reading` is the
+    length of what is measured, relative to the usual."""
+    read = partial(_reading, host_clock if host else clock, call, team)
+    one = min(read(0, 1) for _ in range(3))
     warm_up, measured = (ALONE if team.alone else OVER_RANKS)[team.device.type]
-    return partial(_reading, call, calls_in(warm_up, one), calls_in(measured, one), team)
+    return partial(read, calls_in(warm_up, one), calls_in(measured * reading, one))
 
 
-def _reading(call: Callable, warm_up: int, calls: int, team: Team) -> float:
+def _reading(seconds_of: Callable, call: Callable, team: Team, warm_up: int, calls: int) -> float:
     team.barrier()
-    return max(team.gather(team.agree(partial(clock, call, warm_up, calls, team.device))))
+    return max(team.gather(team.agree(partial(seconds_of, call, warm_up, calls, team.device))))
 
 
 def clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> float:
@@ -48,6 +50,21 @@ def clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> flo
         event.record()
     torch.cuda.synchronize(device)
     return median(start.elapsed_time(end) / 1e3 for start, end in pairwise(events))
+
+
+def host_clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> float:
+    """Median of the seconds from call to return, of calls that find the device idle."""
+    for _ in range(warm_up):
+        call()
+    seconds = []
+    for _ in range(calls):
+        synchronize(device)
+        start = time.perf_counter()
+        result = call()
+        seconds.append(time.perf_counter() - start)
+        del result  # not within the next call
+    synchronize(device)
+    return median(seconds)
 
 
 def calls_in(seconds: float, one: float) -> int:

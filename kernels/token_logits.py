@@ -122,6 +122,6 @@ def token_logits(
         UPCAST=interpreted() and x.dtype == torch.bfloat16,
         BLOCK=_TOKENS,
         BLOCK_K=64 if x.element_size() == 2 else 32,
-        num_warps=4,
+        num_warps=8,
         num_stages=4,
     )

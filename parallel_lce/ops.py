@@ -195,8 +195,8 @@ def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, 
     outputs, residuals = head.outputs(call.backend, partial, vocab_size)
     handle = partial.new_zeros(1, dtype=torch.uint8)
     vars(handle.untyped_storage())[_SAVED] = saved
-    # An output must not be an input or another output.
-    residuals = [r if r is None or all(r is not o for o in outputs) else r.clone() for r in residuals]
+    # An output must not share memory with an input or another output.
+    residuals = [r if r is None else r.clone() for r in residuals]
     return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, _NUM_RESIDUALS, partial), partial, handle
 
 

@@ -7,6 +7,7 @@ cheapest one that is possible. "Exponentials" below are those of the logits; the
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -280,18 +281,28 @@ def _accumulate(p: _Problem) -> _Candidate:
 
 
 def _recompute_by_rows(p: _Problem) -> _Candidate:
-    """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW."""
+    """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
+
+    Over few tokens, adding to dW takes longer than its product. So if nothing is saved and the shard is narrow, a block
+    has as many tokens as vocabulary entries are recomputed at a time. Its dX is summed over its vocabulary slices.
+    """
     first_rows = p.rows_in(p.room)
-    block_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
+    whole_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
+    block_rows, square = whole_rows, math.isqrt(SMALLEST_BLOCK // p.itemsize) // p.sp_size
+    if not first_rows and whole_rows < square <= 4 * whole_rows:
+        block_rows = square
     several = first_rows > 0 or p.part_rows > block_rows
     dw_sum = p.dw_sum if several and not p.gradients.weight_fp32 else 0
+    dx_sum = 0
+    if block_rows > whole_rows and p.gradients.hidden and not (p.gradients.hidden_fp32 or p.gradients.hidden_buffered):
+        dx_sum = min(p.tokens, block_rows * p.sp_size) * p.hidden_size * 4
     planned = p.plan(
         first_rows=first_rows,
         block_rows=block_rows,
         saved=p.shard_rows if first_rows > 0 else 0,
-        accumulator_bytes=dw_sum + p.dx_buffer(block_rows),
+        accumulator_bytes=dw_sum + dx_sum + p.dx_buffer(block_rows),
     )
-    return _Candidate(planned, True, products=4, accumulator=dw_sum)
+    return _Candidate(planned, True, products=4, accumulator=dw_sum + dx_sum)
 
 
 def _recompute_by_vocabulary(p: _Problem) -> _Candidate:

@@ -68,6 +68,27 @@ def test_strategies(strategy, everything, dtype, worlds, device):
     check(case, found, factor=1.5 if strategy == "accumulated" else 1.0, device=device)
 
 
+PIECES = Case(600, 700, 24, "bf16", reduction="none", budget=0)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        PIECES,
+        replace(PIECES, **EVERYTHING),
+        pytest.param(replace(PIECES, dtype="fp16", bias=True), marks=pytest.mark.slow),
+        pytest.param(replace(PIECES, V=500), marks=pytest.mark.slow),
+    ],
+    ids=["plain", "every option", "fp16", "one range"],
+)
+def test_recomputed_rows_are_cut_where_ranges_would_be_narrow(case, worlds, device):
+    """Into two pieces, whose dW is summed before it is rounded; targets are in one piece or in both."""
+    found, [counts] = run(case, worlds, device, block=2 * 512 * 512)
+    if device == "cpu" or torch.cuda.get_device_capability() >= (9, 0):
+        assert counts == (0, 2 * -(-case.V // 512))
+    check(case, found, factor=1.0, device=device)
+
+
 @pytest.mark.parametrize("N", [1, 64, pytest.param(1024, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("reduction", "budget"), [("none", None), ("none", 0), ("mean", 0)], ids=["saved", "recomputed", "accumulated"]

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 DEFAULT_BUDGET = 1 << 30
-"""``logits_budget=None``: bytes per rank and call."""
+"""Bytes per rank and call for ``logits_budget=None`` where the device does not tell (:mod:`parallel_lce.budget`)."""
 
 _LARGEST_BUDGET = 1 << 60
 

@@ -15,6 +15,7 @@ from parallel_lce import debug
 from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.backends import backend_of, valueless
 from parallel_lce.backends.interface import Backend
+from parallel_lce.budget import default_budget
 from parallel_lce.checks import check_arguments, check_loss_options, check_process_group, token_shape
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
@@ -203,7 +204,7 @@ def _plan(
         shared_shard_rows(shard.rows, layout.ranks, a.vocab_start, a.vocab_size),
         hidden.shape[-1],
         itemsize,
-        budget=a.logits_budget,
+        budget=_budget(a),
         sp_size=layout.sp_size,
         ranks=layout.ranks,
         gradients=gradients,
@@ -213,6 +214,10 @@ def _plan(
         reuses_saved=backend.REUSES_SAVED,
     )
     return planned.limited(shard.real_rows, itemsize, layout.sp_size)
+
+
+def _budget(a: Arguments) -> int:
+    return default_budget(a.linear_weight.device) if a.logits_budget is None else a.logits_budget
 
 
 def _check_together(
@@ -232,7 +237,7 @@ def _check_together(
             "logit_softcap": a.logit_softcap,
             "vocab_size": a.vocab_size,
             "vocab_start given": a.vocab_start is not None,
-            "logits_budget": a.logits_budget,
+            "logits_budget": _budget(a),
             "reduce_dtype": a.reduce_dtype,
             "token_weight needs a gradient": weight is not None and _needs(weight),
             **agreed,

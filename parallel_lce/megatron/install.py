@@ -67,7 +67,8 @@ def install(
 
     Args:
         logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`; by
-            default the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else 1 GiB. The same on all ranks.
+            default the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own, shared by the model's
+            heads for multi-token prediction. The same on all ranks.
         cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the
             output layer as it is. Such models then take
             :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits. The function of that

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from parallel_lce.arguments import Arguments, LossOptions
+from parallel_lce.budget import default_budget
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
@@ -161,6 +162,11 @@ def token_losses(
 def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) -> Tensor:
     logits.check()
     layer, weight = logits.layer, logits.weight
+    options = layer.loss_options()
+    # Each head for multi-token prediction makes a call of its own, and all are alive until backward.
+    heads = 1 + (getattr(layer.config, "mtp_num_layers", None) or 0)
+    if options["logits_budget"] is None and heads > 1:
+        options["logits_budget"] = default_budget(weight.device) // heads
     arguments = Arguments(
         input=logits.hidden,
         linear_weight=weight,
@@ -172,14 +178,14 @@ def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) 
         sequence_parallel=logits.sequence_parallel,
         vocab_start=None,
         vocab_size=None,
-        **layer.loss_options(),
+        **options,
     )
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():
         fused = layer.config.gradient_accumulation_fusion and not logits.shared
         main_grad = main_grad_of(weight, fused)
-        options = LossOptions(ignore_index=ignore_index, outside_is_nan=False)
-        losses = fused_loss(arguments, options, function="Megatron's output layer", main_grad=main_grad)
+        of_loss = LossOptions(ignore_index=ignore_index, outside_is_nan=False)
+        losses = fused_loss(arguments, of_loss, function="Megatron's output layer", main_grad=main_grad)
     logits.has_loss = True
     return losses
 

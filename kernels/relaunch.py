@@ -8,6 +8,8 @@ and constants. It passes pointers as numbers.
 
 from __future__ import annotations
 
+from types import NoneType
+
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -32,8 +34,7 @@ class Relaunched:
 
     def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
         # A kernel is loaded for one device.
-        device = _device(arguments)
-        described: list = [device]
+        described: list = [_device(arguments)]
         values = _describe(arguments, described)
         key = (*described, *constants.values())
         known = self._compiled.get(key)
@@ -43,7 +44,7 @@ class Relaunched:
         run, function, metadata, stream, last = known
         x, y, z = (*grid, 1, 1)[:3]
         # No launch metadata, and no hooks on entry and exit.
-        run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
+        run(x, y, z, stream(described[0]), function, metadata, None, None, None, *values, *last)
 
     def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
         compiled = self._function[grid](*arguments, **constants)
@@ -63,31 +64,30 @@ class Relaunched:
 def _describe(arguments: tuple, described: list) -> list:
     """The arguments as the driver takes them: a tensor as its address. Adds to ``described`` everything that Triton
     specializes on, and possibly more. Arguments of different types are described differently."""
-    values: list = []
-    add, note = values.append, described.append
-    for argument in arguments:
-        kind = type(argument)
+    values = list(arguments)
+    kinds = tuple(map(type, arguments))
+    described.append(kinds)
+    for index, kind in enumerate(kinds):
         if kind is Tensor or kind is Parameter:
-            address = argument.data_ptr()
-            add(address)
-            note(argument.dtype if address % 16 == 0 else (argument.dtype,))
-            continue
-        add(argument)
-        if argument is None:
-            note(None)
+            tensor = arguments[index]
+            values[index] = address = tensor.data_ptr()
+            described.append(tensor.dtype)
+            if address & 15:
+                described.append(index)
         elif kind is int:
+            number = arguments[index]
             # 1, else the width and whether it is divisible by 16
-            width = 0 if -(2**31) <= argument < 2**31 else 32 if argument < 2**63 else 64
-            note(1 if argument == 1 else width + (16 if argument % 16 == 0 else 2))
-        elif kind is float:
-            note(float)
-        elif isinstance(argument, tuple):
-            note(kind)
-            values[-1] = tuple(_describe(argument, described))
-        elif hasattr(argument, "block_shape"):
-            note((kind, argument.base.dtype, *argument.block_shape))
+            width = 0 if -(2**31) <= number < 2**31 else 32 if number < 2**63 else 64
+            described.append(1 if number == 1 else width + (2 if number & 15 else 16))
+        elif kind is float or kind is NoneType:
+            pass
+        elif issubclass(kind, tuple):
+            values[index] = tuple(_describe(arguments[index], described))
+        elif hasattr(kind, "from_tensor"):
+            argument = arguments[index]
+            described += argument.base.dtype, *argument.block_shape
         else:
-            raise TypeError(f"no argument of a kernel: {argument!r}, a {kind.__name__}")
+            raise TypeError(f"no argument of a kernel: {arguments[index]!r}, a {kind.__name__}")
     return values
 
 

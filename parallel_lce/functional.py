@@ -69,7 +69,7 @@ def linear_cross_entropy(
         vocab_size: V, the number of real entries. Rows from there on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: what is saved from forward to backward,
-            and the working block. A call may use 32 MiB even if the budget is smaller. None means a thirty-second of
+            and the working block. A call may use 64 MiB even if the budget is smaller. None means a thirty-second of
             the GPU's memory (:func:`parallel_lce.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU. Must
             be equal on all ranks, so ranks on GPUs of different memory must give it. What does not fit is recomputed;
             or, for 'mean' and 'sum' except in fp16, the gradients are formed in forward

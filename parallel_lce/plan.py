@@ -17,7 +17,7 @@ DEFAULT_BUDGET = 1 << 30
 
 _LARGEST_BUDGET = 1 << 60
 
-SMALLEST_BLOCK = 32 << 20
+SMALLEST_BLOCK = 64 << 20
 """Bytes of a block of logits that a call may use whatever its budget is. The kernels' own tiles are not counted."""
 
 GATHERED_BYTES = 256 << 20

@@ -90,9 +90,12 @@ class BlockForward:
         self._exponentials: Tensor | None = None
         self._shift: Tensor | None = None
         if save:
-            stored = allocate_saved(projection, rows, save) if buffer is None else buffer
-            self._stored = stored[: rows * stride_of(save)].view(rows, -1)
-            self._exponentials = self._stored[:, :save]
+            stride = stride_of(save)
+            if buffer is None:
+                self._stored = x.new_empty(rows, stride)
+            else:
+                self._stored = buffer[: rows * stride].view(rows, stride)
+            self._exponentials = self._stored if stride == save else self._stored[:, :save]
             self._shift = _new_softmax_shift(product)
         # Rows per piece: whole tiles; all rows if exponentials are saved.
         row_bytes = 4 * product.windows * (columns.count - 1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, some_rows
 from parallel_lce.backends.triton_slices import Piece, Slice, dense, tiling
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels.targets import scale_and_add_targets
@@ -113,7 +113,8 @@ class BlockBackward:
         if dx is not None and total is not None:
             for piece in self._pieces:
                 if total is not dx or piece.has_targets or piece.fp16_unscale is not None:
-                    piece.finish_rows(total[piece.rows], None, slice(None), dx[piece.rows])
+                    rows = total[piece.rows]
+                    piece.finish_rows(rows, None, (0, len(rows)), dx[piece.rows])
             yield len(dx)
         self._dx_written = True
 
@@ -138,11 +139,11 @@ class BlockBackward:
             scaled = piece.x, part.dw_factor, self._scaled
         rows = _PRODUCT_BYTES // (4 * dx.shape[1]) // PIECE_ROWS * PIECE_ROWS or PIECE_ROWS
         for start in range(0, len(dx), rows):
-            some = slice(start, min(start + rows, len(dx)))
-            product = matmul_nt(part.gradient[some], weight)
-            piece.finish_rows(product, part.dx_factor, some, dx[some], scaled)
+            stop = min(start + rows, len(dx))
+            product = matmul_nt(some_rows(part.gradient, start, stop), weight)
+            piece.finish_rows(product, part.dx_factor, (start, stop), some_rows(dx, start, stop), scaled)
             del product  # before the next one is allocated
-            yield first + some.stop
+            yield first + stop
 
     def _add_hidden(self, piece: Piece, part: Slice, dx: Tensor, total: Tensor | None) -> Tensor:
         """The fp32 sum of dX over the slices so far; the first one starts it, in dX's memory if that is fp32."""
@@ -157,7 +158,7 @@ class BlockBackward:
         return total
 
     def _weight_of(self, part: Slice) -> Tensor:
-        return self._projection.weight[part.start : part.stop].t()
+        return some_rows(self._projection.weight, part.start, part.stop).t()
 
     def _add_weight(self, piece: Piece, part: Slice) -> None:
         """``dW[start:stop] += G.T @ (c x)``, and its row sums to dbias."""
@@ -196,7 +197,7 @@ class BlockBackward:
             step = max(256, _PRODUCT_BYTES // (4 * x.shape[1]) // 256 * 256)
         for start in range(part.start, part.stop, step):
             stop = min(start + step, part.stop)
-            gradient = part.gradient[:, start - part.start : stop - part.start].t()
+            gradient = some_rows(part.gradient.t(), start - part.start, stop - part.start)
             total, empty = self._open(dweight, piece, start, stop, whole=single)
             if piece.fp16_unscale is None:
                 accumulate_nt(total, gradient, x.t(), overwrite=empty)

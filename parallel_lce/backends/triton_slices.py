@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Coefficients, Projection, Saved, Scratch, power_of_two_scale
+from parallel_lce.backends.interface import Coefficients, Projection, Saved, Scratch, power_of_two_scale, some_rows
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
@@ -21,6 +21,10 @@ from parallel_lce.kernels.token_gradients import SavedExponentials, TokenCoeffic
 
 # Leading dimensions of saved exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
 ALIGNED = 64
+# Terms of a product over which the time to add it to a sum in memory is hidden. Measured on an H200, in bf16 and fp32
+# sums of 4096 columns: the product takes 1.6 times as long as without a sum over 1024 terms, 1.3 over 2048, 1.05 over
+# 4096.
+_LONG = 4096
 # Rows of a piece are a multiple of this, as matrix products come in such tiles.
 _MULTIPLE = 128
 
@@ -32,10 +36,8 @@ def stride_of(entries: int) -> int:
 
 def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Product:
     """The product of ``x`` with the shard's rows ``[start, stop)``."""
-    weight, bias = projection.weight, projection.bias
-    if stop - start != weight.shape[0]:
-        weight, bias = weight[start:stop], None if bias is None else bias[start:stop]
-    return Product(x, weight, bias, projection.scale, projection.softcap)
+    bias = None if projection.bias is None else some_rows(projection.bias, start, stop)
+    return Product(x, some_rows(projection.weight, start, stop), bias, projection.scale, projection.softcap)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -51,18 +53,18 @@ def tiling(
     pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
 
     The products of the backward sum over a range's entries, for dX, or over a piece's rows, for dW, and add the result
-    to a sum in memory. Over fewer than some thousand terms, reading and writing that sum takes longer than the
-    product. So where all rows would leave only narrow ranges, ranges and pieces are as long as each other. Ranges of
-    a cut block have at most ``widest`` entries. With something saved all rows stay together.
+    to a sum in memory. Over fewer than ``_LONG`` terms, reading and writing that sum takes longer than the product. So
+    where all rows would leave only narrower ranges, the rows are cut. Ranges of a cut block have at most ``widest``
+    entries. With something saved all rows stay together.
     """
     (rows, _), start, real = x.shape, saved_entries, projection.real_rows
     if start == real:
         return [], [slice(0, rows)]
     width = product_of(projection, x, start, real).tile.entries
     fitting, height = max(width, capacity // rows // width * width), rows
-    square = max(width, min(math.isqrt(capacity), widest) // width * width)
-    if fitting < min(square, real) and not saved_entries:
-        fitting, height = square, capacity // square // _MULTIPLE * _MULTIPLE or capacity // square
+    wide = max(width, min(_LONG, math.isqrt(capacity), widest) // width * width)
+    if fitting < min(wide, real) and not saved_entries:
+        fitting, height = wide, capacity // wide // _MULTIPLE * _MULTIPLE or capacity // wide
     number = -(-(real - start) // fitting)
     step = -(-(real - start) // (number * width)) * width
     pieces = -(-rows // height)
@@ -131,7 +133,10 @@ class Piece:
         saved = self._saved
         if saved is not None and start >= saved.exponentials.shape[1]:
             saved = None
-        gradient = self._recompute(start, stop) if saved is None else saved.exponentials[:, :stop]
+        if saved is None:
+            gradient = self._recompute(start, stop)
+        else:
+            gradient = saved.exponentials if saved.exponentials.shape[1] == stop else saved.exponentials[:, :stop]
         found = self._tokens
         if found is None and (saved is not None or self.has_targets):
             found = self._tokens = self._find_tokens(gradient, saved, start)
@@ -188,22 +193,20 @@ class Piece:
         self,
         source: Tensor,
         dx_factor: Tensor | None,
-        rows: slice,
+        rows: tuple[int, int],
         dx: Tensor,
         scaled: tuple[Tensor, Tensor, Tensor] | None = None,
     ) -> None:
-        """Write ``dx`` of some of the piece's rows. ``source``: their sum over all slices, not yet multiplied by
-        ``dx_factor``. ``scaled``: of :func:`scale_and_add_targets`, for all rows of the piece."""
+        """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: their sum over all slices, not yet multiplied
+        by ``dx_factor``. ``scaled``: of :func:`scale_and_add_targets`, for all rows of the piece."""
         targets, placed = None, self._placed
         if placed is not None:
-            weight = self._projection.weight
-            if weight.shape[0] != self._projection.real_rows:
-                weight = weight[: self._projection.real_rows]
-            targets = placed[0][rows], placed[1][rows], weight
-        factor = self.fp16_unscale if dx_factor is None else dx_factor[rows]
+            weight = some_rows(self._projection.weight, 0, self._projection.real_rows)
+            targets = some_rows(placed[0], *rows), some_rows(placed[1], *rows), weight
+        factor = self.fp16_unscale if dx_factor is None else some_rows(dx_factor, *rows)
         if scaled is not None:
             x, x_factor, product = scaled
-            scaled = x[rows], x_factor[rows], product[rows]
+            scaled = some_rows(x, *rows), some_rows(x_factor, *rows), some_rows(product, *rows)
         scale_and_add_targets(source, factor, targets, dx, scaled)
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:

@@ -262,7 +262,8 @@ def new_window_partials(product: Product, columns) -> PartialColumns:
     # Maxima have memory of their own, since they may outlive the other columns.
     maximum = product.x.new_empty(windows, rows, dtype=torch.float32)
     if not columns.requested:
-        return PartialColumns(maximum, torch.empty_like(maximum), None, None, None, None, None)
+        absent = [None] * (len(PartialColumns._fields) - 2)
+        return PartialColumns(maximum, torch.empty_like(maximum), *absent)
     sum_exp, *requested = maximum.new_empty(columns.count - 2, windows, rows).unbind(0)
     found = dict(zip(columns.requested, requested, strict=True))
     return PartialColumns(maximum, sum_exp, None, *[found.get(name) for name in PartialColumns._fields[3:]])

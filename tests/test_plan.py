@@ -324,7 +324,7 @@ def test_saving_into_a_main_grad_allocates_no_dw():
     assert plan(**HEAD | {"tokens": 12288}, gradients=existing).accumulate
 
 
-@pytest.mark.parametrize(("least", "accumulates"), [(1, True), (255, True), (257, False)])
+@pytest.mark.parametrize(("least", "accumulates"), [(1, True), (511, True), (513, False)])
 def test_accumulating_wants_blocks_of_some_rows(least, accumulates):
     """Adding to an fp32 dW costs the same whatever the rows of a block are."""
     call = dict(budget=0, gradients=FP32, accumulable=True, smallest_accumulated=least)

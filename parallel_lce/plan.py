@@ -15,10 +15,10 @@ from typing import Any
 DEFAULT_BUDGET = 1 << 30
 """Bytes per rank and call for ``logits_budget=None`` where the device does not tell (:mod:`parallel_lce.budget`)."""
 
-_LARGEST_BUDGET = 1 << 60
+_LARGEST_BUDGET = 1 << 60  # An operator's numbers have 64 bits.
 
 SMALLEST_BLOCK = 64 << 20
-"""Bytes of a block of logits that a call may use whatever its budget is. The kernels' own tiles are not counted."""
+"""Bytes of a block of logits that a call may use whatever its budget is, kernels' own tiles not counted."""
 
 GATHERED_BYTES = 256 << 20
 """Bytes of hidden states of one gather in a forward under sequence parallelism, where nothing is saved."""
@@ -237,7 +237,7 @@ class _Problem:
             accumulator_bytes=0,
             hidden_bytes=0,
         )
-        return Plan(**(usual | fields))
+        return Plan(**usual | fields)
 
 
 def _save(p: _Problem) -> _Candidate:
@@ -283,26 +283,25 @@ def _accumulate(p: _Problem) -> _Candidate:
 def _recompute_by_rows(p: _Problem) -> _Candidate:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
 
-    Over few tokens, adding to dW takes longer than its product. So if nothing is saved and the shard is narrow, a block
-    has as many tokens as vocabulary entries are recomputed at a time. Its dX is summed over its vocabulary slices.
+    If nothing is saved and the shard is narrow, a block has as many tokens as vocabulary entries are recomputed at a
+    time, since adding to dW over few tokens takes longer than its product. Its dX is summed over vocabulary slices.
     """
     first_rows = p.rows_in(p.room)
     whole_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
     block_rows, square = whole_rows, math.isqrt(SMALLEST_BLOCK // p.itemsize) // p.sp_size
     if not first_rows and whole_rows < square <= 4 * whole_rows:
         block_rows = square
-    several = first_rows > 0 or p.part_rows > block_rows
-    dw_sum = p.dw_sum if several and not p.gradients.weight_fp32 else 0
-    dx_sum = 0
-    if block_rows > whole_rows and p.gradients.hidden and not (p.gradients.hidden_fp32 or p.gradients.hidden_buffered):
-        dx_sum = min(p.tokens, block_rows * p.sp_size) * p.hidden_size * 4
+    several, grads = first_rows > 0 or p.part_rows > block_rows, p.gradients
+    sums = p.dw_sum if several and not grads.weight_fp32 else 0
+    if block_rows > whole_rows and grads.hidden and not (grads.hidden_fp32 or grads.hidden_buffered):
+        sums += min(p.tokens, block_rows * p.sp_size) * p.hidden_size * 4
     planned = p.plan(
         first_rows=first_rows,
         block_rows=block_rows,
         saved=p.shard_rows if first_rows > 0 else 0,
-        accumulator_bytes=dw_sum + dx_sum + p.dx_buffer(block_rows),
+        accumulator_bytes=sums + p.dx_buffer(block_rows),
     )
-    return _Candidate(planned, True, products=4, accumulator=dw_sum + dx_sum)
+    return _Candidate(planned, True, products=4, accumulator=sums)
 
 
 def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
@@ -311,9 +310,8 @@ def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
     On one rank this is preferred if the sum of dX takes no more than the budget: an fp32 dW is then read and written
     once, instead of once per block of rows. On several ranks blocks of rows overlap the reduction of dX.
     """
-    gradients = p.gradients
     # If dX is reduced in an fp32 buffer, that is where it is summed.
-    dx_sum = p.tokens * p.hidden_size * 4 if gradients.hidden and not gradients.hidden_fp32 else 0
+    dx_sum = p.tokens * p.hidden_size * 4 if p.gradients.hidden and not p.gradients.hidden_fp32 else 0
     if p.sp_size > 1:
         # One block of all rows also gathers every hidden state and holds the whole dX.
         dx_sum += 2 * p.gathered_bytes
@@ -325,7 +323,7 @@ def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
     )
     by_rows = _recompute_by_rows(p).plan
     several = by_rows.first_rows > 0 or p.part_rows > by_rows.block_rows
-    affordable = gradients.weight and p.ranks == 1 and several and p.room > 0 and dx_sum <= p.budget
+    affordable = p.gradients.weight and p.ranks == 1 and several and p.room > 0 and dx_sum <= p.budget
     return _Candidate(planned, True, products=4, accumulator=dx_sum, preferred=affordable)
 
 
@@ -359,14 +357,12 @@ def plan(
         which on accumulating is worth its time. Adding to an fp32 dW costs the same whatever the tokens.
         reuses_saved: the backend recomputes into the memory of the saved exponentials.
     """
-    # An operator's numbers have 64 bits.
-    budget = DEFAULT_BUDGET if budget is None else min(budget, _LARGEST_BUDGET)
     problem = _Problem(
         tokens,
         shard_rows,
         hidden_size,
         itemsize,
-        budget,
+        DEFAULT_BUDGET if budget is None else min(budget, _LARGEST_BUDGET),
         sp_size,
         ranks,
         gradients or GradientTraits(),

@@ -108,7 +108,7 @@ def fused(call: Call, inputs: Inputs, head: Head, differentiable: bool) -> tuple
 def token_losses(call: Call, inputs: Inputs, loss: WeightedLoss, differentiable: bool) -> Tensor:
     """The loss of each token ``[N]``, differentiable by the tokens' weights, too."""
     weights = loss.token_weight
-    if _differentiable_by_weights(loss):
+    if weights is not None and _differentiable_by_weights(loss):
         losses = token_losses(call, inputs, replace(loss, token_weight=None), differentiable)
         return torch.where(loss.counted, losses * weights, 0.0)
     return fused(call, inputs, loss, differentiable)[0]

@@ -109,7 +109,10 @@ class ReducedLoss:
         return [mean], (*residuals, divisor)
 
     def coefficients(
-        self, partial: Tensor, residuals: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None], upstream
+        self,
+        partial: Tensor,
+        residuals: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
+        upstream: tuple[Tensor, ...],
     ) -> Coefficients:
-        *of_losses, divisor = residuals
-        return Coefficients(*of_losses, None, upstream[0] if divisor is None else upstream[0] / divisor)
+        alpha, beta, gamma, divisor = residuals
+        return Coefficients(alpha, beta, gamma, None, upstream[0] if divisor is None else upstream[0] / divisor)

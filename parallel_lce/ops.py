@@ -238,12 +238,11 @@ def _differentiate_forward(ctx, *upstream):
     columns = Columns(*ctx.numbers.columns)
     if ctx.losses:
         alpha, beta, gamma = residuals
-        head = WeightedLoss(target)
-        of_head = alpha, beta, gamma if columns.shifted else None
+        of_losses = alpha, beta, gamma if columns.shifted else None
+        c = WeightedLoss(target).coefficients(partial, of_losses, upstream[:1]).folded()
     else:
         head = StatisticsHead(columns, target is not None)
-        of_head = (residuals[0],)
-    c = head.coefficients(partial, of_head, upstream[: head.num_differentiable]).folded()
+        c = head.coefficients(partial, (residuals[0],), upstream[: head.num_differentiable])
     needs = list(ctx.needs_input_grad[:3])
     found = torch.ops.parallel_lce.backward(
         hidden, weight, bias, target, factors, partial, handle, *c.each, needs, *ctx.numbers

@@ -96,7 +96,8 @@ class Coefficients:
     def of_rows(self, rows: slice) -> Coefficients:
         """Those of some tokens."""
         factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor[rows]
-        return Coefficients(*[c if c is None else c[rows] for c in self.each], factor)  # pyright: ignore[reportArgumentType]
+        beta, gamma, delta = [c if c is None else c[rows] for c in self.each[1:]]
+        return Coefficients(self.alpha[rows], beta, gamma, delta, factor)
 
     def folded(self) -> Coefficients:
         """The same without a factor. One launch multiplies it in."""

@@ -126,8 +126,9 @@ class Piece:
         if projection.weight.dtype == torch.float16:
             self._fp16_scale = power_of_two_scale(coefficients, projection.scale)
             self.fp16_unscale = 1 / self._fp16_scale
-        contiguous = [c if c is None else c.contiguous() for c in coefficients.each]
-        self._coefficients = TokenCoefficients(*contiguous, coefficients.factor)
+        beta, gamma, delta = [c if c is None else c.contiguous() for c in coefficients.each[1:]]
+        alpha, factor = coefficients.alpha.contiguous(), coefficients.factor
+        self._coefficients = TokenCoefficients(alpha, beta, gamma, delta, factor)
 
     def form(self, start: int, stop: int) -> Slice:
         saved = self._saved

@@ -283,18 +283,18 @@ def _accumulate(p: _Problem) -> _Candidate:
 def _recompute_by_rows(p: _Problem) -> _Candidate:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
 
-    If nothing is saved and the shard is narrow, a block has as many tokens as vocabulary entries are recomputed at a
-    time, since adding to dW over few tokens takes longer than its product. Its dX is summed over vocabulary slices.
+    On one rank, if nothing is saved and the shard is narrow, blocks have as many tokens as vocabulary entries are
+    recomputed at a time: adding to dW over fewer takes longer than its product. Their dX is summed over slices.
     """
-    first_rows = p.rows_in(p.room)
+    first_rows, grads = p.rows_in(p.room), p.gradients
     whole_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
-    block_rows, square = whole_rows, math.isqrt(SMALLEST_BLOCK // p.itemsize) // p.sp_size
-    if not first_rows and whole_rows < square <= 4 * whole_rows:
-        block_rows = square
-    several, grads = first_rows > 0 or p.part_rows > block_rows, p.gradients
+    square = math.isqrt(SMALLEST_BLOCK // p.itemsize)
+    narrow = p.ranks == 1 and not first_rows and whole_rows < square <= 4 * whole_rows
+    block_rows = square if narrow else whole_rows
+    several = first_rows > 0 or p.part_rows > block_rows
     sums = p.dw_sum if several and not grads.weight_fp32 else 0
-    if block_rows > whole_rows and grads.hidden and not (grads.hidden_fp32 or grads.hidden_buffered):
-        sums += min(p.tokens, block_rows * p.sp_size) * p.hidden_size * 4
+    if narrow and grads.hidden and not grads.hidden_fp32:
+        sums += min(p.tokens, block_rows) * p.hidden_size * 4
     planned = p.plan(
         first_rows=first_rows,
         block_rows=block_rows,

@@ -261,7 +261,8 @@ def backward(
         gathered = None
         if saved and plan.saves_hidden:
             gathered, saved = saved[0], saved[1:]
-        saved = tuple([t.contiguous() for t in saved])
+        # Autograd, which saved these tensors, must not see that they are overwritten.
+        saved = tuple([t.data.contiguous() for t in saved])
         shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
         scratch_bytes = plan.scratch_bytes if saved else plan.scratch_bytes_unsaved
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes)

@@ -147,8 +147,8 @@ def test_bytes_of_logits_stay_within_the_budget(call):
 
 def squares(call) -> bool:
     """Whether a block in which nothing is saved has as many tokens as entries are recomputed at a time."""
-    most = max(1, SMALLEST_BLOCK // (row_bytes(call) * call["sp_size"]))
-    return most < math.isqrt(SMALLEST_BLOCK // call["itemsize"]) // call["sp_size"] <= 4 * most
+    most = max(1, SMALLEST_BLOCK // row_bytes(call))
+    return call["ranks"] == 1 and most < math.isqrt(SMALLEST_BLOCK // call["itemsize"]) <= 4 * most
 
 
 @RELAXED
@@ -184,7 +184,7 @@ def test_blocks_are_few_and_balanced(call):
     per_part = sum(b.stop - b.start for b in blocks)
     most = max(1, limit // (row_bytes(call) * call["sp_size"]))
     if blocks and not found.accumulate and not found.blocks[0].saved and squares(call):
-        most = math.isqrt(limit // call["itemsize"]) // call["sp_size"]
+        most = math.isqrt(limit // call["itemsize"])
     assert len(blocks) == -(-per_part // most)
     sizes = [b.stop - b.start for b in blocks]
     even = -(-per_part // max(1, len(blocks)))

@@ -222,9 +222,7 @@ class BlockBackward:
         scratch: Scratch,
     ) -> None:
         self._projection, self._target, self._x_given = projection, target, x
-        self._partial, self._coefficients = partial, coefficients.folded()
-        # Autograd, which saved these tensors, must not see that they are overwritten.
-        self._saved = tuple([t.data for t in saved])
+        self._partial, self._coefficients, self._saved = partial, coefficients.folded(), saved
         self._grads, self._scratch = grads, scratch
         # Windows whose dW is still to come, each with its tiles, or None if they are to be produced again.
         self._deferred: list[tuple[slice, list | None]] = []

@@ -1,7 +1,8 @@
 """Compile, without a GPU, every kernel that calls of the triton backend launch on one: as a program,
 ``compile_kernels.py CAPABILITY``, since Triton must not be in its interpreter's mode. Prints, in JSON,
 what each takes: bytes of stack, which are registers spilled, and of shared memory. ``plain``: without
-bias, soft-cap and statistics beside those of the loss.
+bias, soft-cap and statistics beside those of the loss. Also prints the version of the Triton that compiled them, which
+PYTHONPATH may name.
 
 Triton makes a number of an argument that is 1, and a kernel of its own for it, which no interpreter
 shows: hence one token, one window, one block.
@@ -118,4 +119,4 @@ for some in (1, 5):
     losses.token_losses(ones[:some].expand(3, -1).contiguous(), ones[0], target[:some], None, -100, 0.0, 0.0, True)
     dense_logits.logits_partial(logits[:some], target[:some], 0, True)
     dense_logits.logits_gradient(logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some])
-json.dump(compiled, sys.stdout)
+json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)

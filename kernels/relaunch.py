@@ -36,7 +36,8 @@ class Relaunched:
             full = *grid, *(1,) * (3 - len(grid))
             compiled[full](*arguments, *[constants[name] for name in names])
             return
-        compiled = self._function[grid](*arguments, **constants)
+        # Triton 3.10 changes the default of whether a product and a sum become one instruction.
+        compiled = self._function[grid](*arguments, **constants, enable_fp_fusion=True)
         # The interpreter compiles nothing.
         if hasattr(compiled, "__getitem__"):
             self._compiled[key] = compiled, self._function.arg_names[len(arguments) :]

@@ -53,12 +53,13 @@ SPILLS = {
 ONE_TOKEN = {("3.8.0", 90, "lce_forward_merge_windows")}
 
 
-def compiled(capability: int, cache: Path, release: str | None) -> list[dict]:
-    """What tests/compile_kernels.py finds with that release of Triton, or with the installed one."""
+def compiled(capability: int, cache: Path, release: str | None, **variables: str) -> list[dict]:
+    """What tests/compile_kernels.py finds with that release of Triton, or with the installed one, and with these
+    environment variables."""
     triton = pytest.importorskip("triton", reason="needs triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "TRITON_DEFAULT_FP_FUSION")}
     paths = [str(HERE.parent), *([str(folder_of("triton", release))] if release else [])]
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)} | variables
     done = subprocess.run(
         [sys.executable, str(HERE / "compile_kernels.py"), str(capability)],
         env=environment,
@@ -66,6 +67,7 @@ def compiled(capability: int, cache: Path, release: str | None) -> list[dict]:
         text=True,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "UserWarning" not in done.stderr
     found = json.loads(done.stdout)
     assert found["triton"] == (release or triton.__version__)
     return found["kernels"]
@@ -96,6 +98,14 @@ def test_every_launch_compiles(capability, release, tmp_path):
         assert kernel["shared"] <= SHARED[capability], kernel
         spills = name in SPILLS[capability] and not kernel["plain"]
         assert kernel["stack"] == 0 or spills or (version, capability, name) in ONE_TOKEN, kernel
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", [None, TRITON[-1]])
+def test_machine_code_does_not_depend_on_the_default_of_fp_fusion(release, tmp_path):
+    """Triton 3.10 changes the default."""
+    one, other = (compiled(90, tmp_path / value, release, TRITON_DEFAULT_FP_FUSION=value) for value in ("0", "1"))
+    assert one == other
 
 
 @pytest.mark.gpu

@@ -9,7 +9,9 @@ import pytest
 
 import releases
 
-SUPPORTED = ("0.14.0", "0.15.3", "0.16.1")
+SUPPORTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+# These are for Python 3.12 and newer. What the tests import of them also runs on 3.11.
+_PYTHON_312 = ("0.17.1", "0.18.2", "0.19.2")
 
 # Folders that hold megatron/core, such as checkouts of Megatron-LM, to run the same tests on.
 CHECKOUTS = [Path(p) for p in os.environ.get("PARALLEL_LCE_TEST_MEGATRON", "").split(os.pathsep) if p]
@@ -23,4 +25,4 @@ def path_of(release: str) -> str:
     for checkout in CHECKOUTS:
         if checkout.name == release:
             return str(checkout)
-    return str(releases.folder_of("megatron-core", release))
+    return str(releases.folder_of("megatron-core", release, (3, 12) if release in _PYTHON_312 else (3, 11)))

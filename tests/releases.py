@@ -23,8 +23,9 @@ def installed(package: str) -> str | None:
 
 
 @functools.cache
-def folder_of(package: str, version: str) -> Path:
-    """What pip installs of that release alone, once.
+def folder_of(package: str, version: str, python: tuple[int, int] = (3, 11)) -> Path:
+    """What pip installs of that release alone, once. An older Python than ``python`` gets the wheel for that one, whose
+    compiled modules it cannot import.
 
     Where pip has no index, as on a machine without a network, the test is skipped in pip's words;
     in an environment that launch/env.sh has just installed it fails.
@@ -34,9 +35,10 @@ def folder_of(package: str, version: str) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
             pip = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-            done = subprocess.run(
-                [*pip, "--no-deps", "--target", unfinished, f"{package}=={version}"], capture_output=True, text=True
-            )
+            pip += ["--no-deps", "--target", unfinished]
+            if sys.version_info < python:
+                pip += ["--ignore-requires-python", "--only-binary=:all:", "--python-version", "{}.{}".format(*python)]
+            done = subprocess.run([*pip, f"{package}=={version}"], capture_output=True, text=True)
             if done.returncode:
                 reason = f"pip cannot install {package} {version}: {done.stderr.strip()[-300:]}"
                 fresh = Path(sys.prefix).resolve() == ROOT / ".venv"

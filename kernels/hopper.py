@@ -6,6 +6,16 @@ the same operands hit the L2 cache.
 
 Both warpgroups work on one tile. Two that take turns, one in its product and one in its epilogue, would need smaller
 tiles, which read more from the L2 cache.
+
+What it gains over the plain mainloop of :mod:`parallel_lce.kernels.projection`: forward + backward with saved
+exponentials, as a fraction of the speed of the GEMM-only baseline. bf16, one H200, torch 2.11, Triton 3.6.
+
+    N, D, V               this mainloop   the plain one
+    4096, 2048, 65536          .918           .849
+    2048, 2048, 50304          .889           .837
+    1024, 2048, 32768          .897           .853
+    8192, 4096, 16384          .98            .96
+    8192, 4096, 128256         equal within 3 %
 """
 
 from __future__ import annotations
@@ -27,6 +37,9 @@ from parallel_lce.kernels.relaunch import Relaunched
 # Warps of the consumers, and registers of a thread of the producer.
 _WARPS = gl.constexpr(8)
 _PRODUCER_REGISTERS = gl.constexpr(40)
+# Triton 3.8 renamed both; 3.9 has no others.
+_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -44,8 +57,8 @@ def _produce(x, weight, ring, sizes, STAGES: gl.constexpr):
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             arrived = full.index(slot)
             mbarrier.expect(arrived, x.block_type.nbytes + weight.block_type.nbytes)
-            tma.async_copy_global_to_shared(x, [row, k], arrived, x_slots.index(slot))
-            tma.async_copy_global_to_shared(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
+            _async_load(x, [row, k], arrived, x_slots.index(slot))
+            _async_load(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
             count += 1
 
 
@@ -125,7 +138,7 @@ def _consume(
             tma.store_wait(0)
             staged.store(z.to(out.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out, [row, first], staged)
+            _async_store(out, [row, first], staged)
     if STORES:
         tma.store_wait(0)
 

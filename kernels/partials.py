@@ -180,7 +180,7 @@ def _merge_kernel(
             reference = finite_base(m)
             if softmax_shift is not None:
                 reference = window_shift(m, shift[None, :])
-                off_shift += tl.sum((inside & (reference != shift[None, :])).to(tl.int32), 0)
+                off_shift = tl.maximum(off_shift, tl.max((inside & (reference != shift[None, :])).to(tl.int32), 0))
             factor = rebased(reference, base[None, :])
         # A slice of -inf alone adds nothing, but NaN beside -inf must get through.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)

@@ -47,7 +47,8 @@ class Relaunched:
         run(x, y, z, stream(described[0]), function, metadata, None, None, None, *values, *last)
 
     def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
-        compiled = self._function[grid](*arguments, **constants)
+        # Triton 3.10 changes the default of whether a product and a sum become one instruction.
+        compiled = self._function[grid](*arguments, **constants, enable_fp_fusion=True)
         # The interpreter compiles nothing.
         if not hasattr(compiled, "packed_metadata"):
             return

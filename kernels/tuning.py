@@ -7,7 +7,9 @@ measures it again on the machine it runs on.
 from __future__ import annotations
 
 import functools
+import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,6 +49,8 @@ _MORE_BLOCKS, _WAVES, _BYTES = 33, 32, 36 << 20
 _COLLECTIVE_SMS = 24
 # Flops of a product while one byte is received: an H200 does about 700e12 flops and receives 340e9 bytes a second.
 _FLOPS_PER_BYTE = 2048
+# Oldest and newest Triton whose Gluon kernels.hopper is for.
+_GLUON = (3, 6), (3, 9)
 _forced: tuple[Tile, int] | None = None
 _NOTHING = nullcontext()
 
@@ -84,9 +88,24 @@ def forced(tile: Tile, blocks: int) -> Iterator[None]:
 @functools.cache
 def _has_gluon() -> bool:
     """Whether this Triton's Gluon, which is experimental, is one that ``kernels.hopper`` is written for and tested
-    with. Triton's interpreter has no Gluon."""
-    version = tuple(map(int, triton.__version__.split(".")[:2]))
-    return (3, 6) <= version < (3, 8) and not interpreted()
+    with. Warns if not, except in Triton's interpreter, which has no Gluon."""
+    if interpreted():
+        return False
+    oldest, newest = _GLUON
+    if oldest <= tuple(map(int, triton.__version__.split(".")[:2])) <= newest:
+        try:
+            importlib.import_module("parallel_lce.kernels.hopper")
+            return True
+        except (AttributeError, ImportError):
+            pass
+    first, last = (".".join(map(str, version)) for version in _GLUON)
+    warnings.warn(
+        f"Triton {triton.__version__}: parallel_lce runs its plain mainloop on this GPU, since the one for Hopper "
+        f"needs the Gluon of Triton {first} to {last}. Results are the same up to rounding. Small problems take up to "
+        "8 % longer, large ones the same time.",
+        stacklevel=2,
+    )
+    return False
 
 
 def on_device_of(tensor: torch.Tensor):

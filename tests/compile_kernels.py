@@ -1,7 +1,8 @@
 """Compile, without a GPU, every kernel that calls of the triton backend launch on one: as a program,
 ``compile_kernels.py CAPABILITY``, since Triton must not be in its interpreter's mode. Prints, in JSON,
-what each takes: bytes of stack, which are registers spilled, and of shared memory. ``plain``: without
-bias, soft-cap and statistics beside those of the loss.
+the version of Triton, which PYTHONPATH may choose, and what each kernel takes: bytes of stack, which
+are registers spilled, and of shared memory. ``plain``: without bias, soft-cap and statistics beside
+those of the loss. ``code``: a hash of its machine code.
 
 Triton makes a number of an argument that is 1, and a kernel of its own for it, which no interpreter
 shows: hence one token, one window, one block.
@@ -10,6 +11,7 @@ shows: hence one token, one window, one block.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -48,7 +50,10 @@ def _compile_alone(self, *arguments, grid, warmup, **options):
         usage = subprocess.check_output([_OBJDUMP, "--dump-resource-usage", file.name], text=True)
     stack = max(map(int, re.findall(r"STACK:(\d+)", usage)))
     shared = kernel.metadata.shared
-    compiled.append(dict(name=kernel.metadata.name, hopper=self.is_gluon(), plain=plain, stack=stack, shared=shared))
+    code = hashlib.sha256(kernel.asm["cubin"]).hexdigest()
+    compiled.append(
+        dict(name=kernel.metadata.name, hopper=self.is_gluon(), plain=plain, stack=stack, shared=shared, code=code)
+    )
 
 
 JITFunction.run = _compile_alone
@@ -121,4 +126,4 @@ for some in (1, 5):
     losses.mean_loss(ones[:some], target[:some], None, -100)
     dense_logits.logits_partial(logits[:some], target[:some], 0, True)
     dense_logits.logits_gradient(logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some])
-json.dump(compiled, sys.stdout)
+json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)

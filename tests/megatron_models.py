@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass, fields
 
@@ -216,7 +217,7 @@ def _mamba(config, spec: Model, stage: dict) -> torch.nn.Module:
             mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
         ),
     )
-    mamba_block.TENorm = RMSNorm
+    sys.modules[mamba_block.MambaStack.__module__].TENorm = RMSNorm  # from 0.18 on mamba_block names another module's
     return MambaModel(
         config=config,
         mamba_stack_spec=stack,

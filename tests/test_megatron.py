@@ -80,7 +80,8 @@ def _release(member: Member) -> str:
 def test_other_releases_are_what_is_imported(release, worlds):
     path = path_of(release)
     (found,) = set(worlds(2, path).run(_release))
-    assert not release[0].isdigit() or found == release
+    # From 0.18 on it adds the commit of the repository that it lies in.
+    assert not release[0].isdigit() or found.partition("+")[0] == release
 
 
 class _Faulty(torch.autograd.Function):

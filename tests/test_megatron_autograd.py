@@ -44,6 +44,25 @@ class _WithGradients(torch.autograd.Function):
             return z.square().sum().detach()
 
 
+class _SetUp(torch.autograd.Function):
+    """Its forward has no context."""
+
+    @staticmethod
+    def forward(z):
+        return z * z
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
+class _Decorated(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cuda")
+    def forward(ctx, z):
+        return z * z
+
+
 def _untracked(member: Member) -> None:
     """A torch.autograd.Function that gets no tensor returns none with a gradient: refused, or a tensor's."""
     from megatron.core import tensor_parallel
@@ -57,6 +76,8 @@ def _untracked(member: Member) -> None:
         _Square.apply,
         _Doubled.apply,
         _WithGradients.apply,
+        _SetUp.apply,
+        _Decorated.apply,
         lambda z: tensor_parallel.vocab_parallel_cross_entropy(z, target),
         lambda z: checkpoint(torch.square, z, use_reentrant=True),
         lambda z: checkpoint(loss_of, labels, z, use_reentrant=True),

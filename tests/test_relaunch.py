@@ -21,7 +21,8 @@ class Recorder:
         self.compiled, self.again = 0, []
 
     def __getitem__(self, grid):
-        def launch(*arguments, BLOCK, num_warps):
+        def launch(*arguments, BLOCK, num_warps, enable_fp_fusion):
+            assert enable_fp_fusion, "whatever Triton's default is"
             self.compiled += 1
             return Compiled(self)
 

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 import parallel_lce
-from blocks import block_backward, block_forward, launches
+from blocks import block_backward, block_forward, launches, watched_backwards
 from cases import DTYPES, Case, dense_loss, make, part
 from measures import assert_close, size
 from parallel_lce import collectives
@@ -94,6 +94,45 @@ def test_dx_is_announced_once_complete_and_before_the_last_of_dw(dtype, saved, d
     assert len(announced) == 1 and torch.equal(announced[0], dx) and closed[-1] == 700
     for found, expected in zip((dx, dweight.deliver()), exact_gradients(t, coefficients)):
         assert_close(found, expected, 2 * torch.finfo(dtype).eps)
+
+
+def test_hidden_states_may_arrive_after_dx(device):
+    """If everything is saved, dX is formed and announced without them."""
+    t, projection, coefficients = block(torch.bfloat16, device)
+    partial, saved = block_forward(backend, projection, t.x, t.target, Columns(), 700)
+    late, dx, dweight = torch.full_like(t.x, torch.nan), torch.empty_like(t.x), GradBuffer(t.weight, 700, 1)
+    grads = GradBuffers(dx, dweight, None, hidden_arrived=False)
+    arguments = projection, late, t.target, partial, coefficients, saved, grads, Scratch(0, device)
+    block_backward(backend, *arguments, announce=lambda rows: late.copy_(t.x))
+    for found, expected in zip((dx, dweight.deliver()), exact_gradients(t, coefficients)):
+        assert_close(found, expected, 2 * torch.finfo(torch.bfloat16).eps)
+
+
+def _arrivals(member: Member, budget: int) -> list[bool]:
+    t = make(Case(40, 512, 256, "bf16", ignored="none"), member.device)
+    x, weight = (v.chunk(2)[member.rank].clone().requires_grad_() for v in (t.x, t.weight))
+    noted = []
+    with (
+        chosen_backend("triton"),
+        watched_backwards(backend, lambda given: noted.append(given["grads"].hidden_arrived)),
+    ):
+        losses = parallel_lce.linear_cross_entropy(
+            x,
+            weight,
+            t.target,
+            process_group=member.group,
+            sequence_parallel=True,
+            logits_budget=budget,
+            reduction="none",
+        )
+        losses.sum().backward()
+    return noted
+
+
+def test_a_block_is_told_whether_its_hidden_states_have_arrived(worlds, device):
+    exponentials, hidden = 40 * 256 * 2, 40 * 256 * 2
+    for budget, arrived in ((exponentials, False), (exponentials + hidden, True)):
+        assert everywhere(worlds, device, 2, _arrivals, budget) == [[arrived]] * 2
 
 
 @pytest.mark.parametrize(("dtype", "saved"), [(torch.bfloat16, 300), (torch.float16, 0)], ids=str)

@@ -60,6 +60,8 @@ def adapt_megatron_to_cpu() -> None:
 
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args, **options: None  # before checkpoints
+    # From 0.19 on the data-parallel wrapper asks for it, to wait for CUDA graphs if there are any.
+    torch.cuda.current_stream = lambda *args, **options: None  # pyright: ignore[reportAttributeAccessIssue]
     random.CudaRNGStatesTracker = CpuRNGStatesTracker
     # Recomputation saves and restores the states of both generators. Here both are the CPU's.
     random._get_cuda_rng_state = lambda *args, **options: torch.get_rng_state()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import numbers
 import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -29,22 +31,38 @@ def keep_autograd_gradient(weight: Tensor) -> None:
         weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
 
-_APPLY = torch.autograd.Function.apply.__code__
 # Hooks registered after the fused loss would never run.
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 
 def _function_calls() -> Iterator[FrameType]:
-    """The frames of the ``torch.autograd.Function`` whose forwards are running, innermost first.
+    """The frames of the forwards of ``torch.autograd.Function`` that are running, innermost first.
 
     A reentrant checkpoint is one. Gradients are off in such a forward. The Function gives its tensor results a backward
     of its own. Lazy logits that it is given, or returns, are no tensors, and lose their gradient.
     """
+    # From torch 2.14 on the call of a Function has no frame of its own.
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is _APPLY:
+        if _is_forward(frame.f_code):
             yield frame
         frame = frame.f_back
+
+
+@functools.cache
+def _is_forward(code: CodeType) -> bool:
+    """Whether this is the forward of a ``torch.autograd.Function``. Asked while the code is running."""
+    functions: list[type[torch.autograd.Function]] = [torch.autograd.Function]
+    for function in functions:
+        functions += function.__subclasses__()
+    return any(getattr(inspect.unwrap(function.forward), "__code__", None) is code for function in functions)
+
+
+def _is_given(call: FrameType, value: object) -> bool:
+    """Whether ``value`` is an argument of a call that is running."""
+    names, more, _, local = inspect.getargvalues(call)
+    arguments = [local.get(name) for name in names]
+    return any(argument is value for argument in (*arguments, *local.get(more, ())))
 
 
 def _version(tensor: Tensor) -> int | None:
@@ -185,7 +203,7 @@ class LazyLogits:
                     "called, and its logits, or their loss, are computed only now: change a copy"
                 )
         calls = list(_function_calls())
-        if self.requires_grad and any(a is self for call in calls for a in call.f_locals.get("args", ())):
+        if self.requires_grad and any(_is_given(call, self) for call in calls):
             raise RuntimeError(
                 "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) was given the output "
                 "layer's result, which is no tensor, and would lose its gradient: give it `logits[...]`"

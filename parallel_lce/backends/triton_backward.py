@@ -26,6 +26,8 @@ from parallel_lce.plan import PIECE_ROWS
 
 # Bytes of an fp32 product that is rounded into a low-precision gradient.
 _PRODUCT_BYTES = 128 << 20
+# Up to so many bytes c x is formed in the launch that finishes dX. It is then alive beside that product.
+_FUSED_BYTES = 32 << 20
 
 
 class BlockBackward:
@@ -134,7 +136,8 @@ class BlockBackward:
             yield first + len(dx)
             return
         scaled = None
-        if part.dw_factor is not None and self._grads.dweight is not None and self._grads.hidden_arrived:
+        small = piece.x.numel() * piece.x.element_size() <= _FUSED_BYTES
+        if small and part.dw_factor is not None and self._grads.dweight is not None and self._grads.hidden_arrived:
             self._scaled = torch.empty_like(piece.x)
             scaled = piece.x, part.dw_factor, self._scaled
         rows = _PRODUCT_BYTES // (4 * dx.shape[1]) // PIECE_ROWS * PIECE_ROWS or PIECE_ROWS

@@ -42,7 +42,7 @@ SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # Kernels that spill registers where they are asked for everything at once, by capability.
 SPILLS = {
     80: set(),
-    90: {"lce_backward_from_saved", "lce_backward_projection", "lce_forward_projection"},
+    90: {"lce_backward_token_gradients", "lce_backward_projection", "lce_forward_projection"},
     100: {"lce_forward_merge_ranks", "lce_forward_projection"},
 }
 # What else is spilled: the windows of a single token lie side by side. Triton then lets a thread load 16 of them,

@@ -34,7 +34,7 @@ _REACH = tl.constexpr(REACH)
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
 # Tokens of a program, which rewrites their rows one by one; tokens that it compares with them at a time; entries of a
 # row that it rewrites at a time.
-_TOKENS, _COMPARED, _REWRITTEN = 8, 512, 2048
+_TOKENS, _COMPARED, _REWRITTEN = 8, 256, 2048
 
 
 class SavedExponentials(NamedTuple):

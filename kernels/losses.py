@@ -93,7 +93,8 @@ def token_losses(
     ``vocab_size``: V, 0-dimensional int64, or a number. ``target [R]`` int64. ``token_weight [R]`` fp32.
     """
     rows = target.shape[0]
-    losses, alpha, beta, *others = partial.new_empty(4 if label_smoothing else 3, rows).unbind()
+    # The losses have memory of their own: their users may change them in place.
+    losses, (alpha, beta, *others) = partial.new_empty(rows), partial.new_empty(3 if label_smoothing else 2, rows)
     gamma = others[0] if others else None
     known = isinstance(vocab_size, int)
     with on_device_of(partial):
@@ -149,7 +150,7 @@ def mean_loss(
 
     One program adds in a fixed order. The arguments are those of :func:`token_losses`.
     """
-    mean, divisor = losses.new_empty(2).unbind()
+    mean, divisor = losses.new_empty(()), losses.new_empty(())
     with on_device_of(losses):
         lce_forward_mean.launch(
             (1,), losses, target, token_weight, mean, divisor, losses.shape[0], ignore_index, BLOCK=_SUMMED

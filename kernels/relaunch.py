@@ -23,7 +23,8 @@ class Relaunched:
     """A ``triton.jit`` or ``gluon.jit`` function that remembers what its launches compiled to.
 
     Constants and options are passed by name, always in the same order; all other arguments by position. From the
-    second launch of a kind on, Triton's hooks and knobs have no effect. The first argument is a tensor, a tuple that
+    second launch of a kind on, Triton's hooks and knobs have no effect, and nobody checks that an address is the
+    device's. The first argument is a tensor, a tuple that
     begins with one, or a descriptor; its device must be the current one.
     """
 
@@ -82,13 +83,15 @@ def _describe(arguments: tuple, described: list) -> list:
             described.append(1 if number == 1 else width + (2 if number & 15 else 16))
         elif kind is float or kind is NoneType:
             pass
+        elif issubclass(kind, Tensor):
+            values[index] = tuple(_describe((arguments[index].as_subclass(Tensor),), described))[0]
         elif issubclass(kind, tuple):
             values[index] = tuple(_describe(arguments[index], described))
         elif hasattr(kind, "from_tensor"):
             argument = arguments[index]
             described += argument.base.dtype, *argument.block_shape
         else:
-            raise TypeError(f"no argument of a kernel: {arguments[index]!r}, a {kind.__name__}")
+            raise TypeError(f"a {kind.__name__} is no argument of a kernel")
     return values
 
 

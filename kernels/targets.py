@@ -8,7 +8,7 @@ dX: the product takes G's entry of the target as it is, and what the entry leave
 
     dX_i = c_i sum_j G_ij W_j + r_i W_y                r_i = t_i - c_i G_iy
 
-dW, if no other token of the block has the target: G's entry is 0, and ``t_i x_i`` is added in fp32. A low-precision
+dW, if no other token of G's rows has the target: G's entry is 0, and ``t_i x_i`` is added in fp32. A low-precision
 dW_y is then rounded once more, which is better than a rounded entry in the product:
 
     dW_y = sum_k G_ky (c_k x_k) + t_i x_i

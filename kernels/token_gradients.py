@@ -34,7 +34,7 @@ _REACH = tl.constexpr(REACH)
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
 # Tokens of a program, which rewrites their rows one by one; tokens that it compares with them at a time; entries of a
 # row that it rewrites at a time.
-_TOKENS, _COMPARED, _REWRITTEN = 8, 256, 2048
+_TOKENS, _COMPARED, _REWRITTEN = 16, 512, 2048
 
 
 class SavedExponentials(NamedTuple):
@@ -71,7 +71,7 @@ class TokenGradients(NamedTuple):
     # fp32, what is left of the gradients of the targets' logits: all of it, less what G's entry carries. 0 for a target
     # outside the shard. None without targets.
     residual: torch.Tensor | None
-    # uint8: whether the target lies in this shard, and no other token of the block has it (if others were looked for).
+    # uint8: whether the target lies in this shard, and no other token of these rows has it (if others were looked for).
     # None without targets.
     unshared: torch.Tensor | None
     # fp32 factors of the rows of G in ``G @ weight``; None: 1
@@ -155,13 +155,14 @@ def lce_backward_token_gradients(
         t = _target_gradient(row, hit, partial, coefficients, alpha, upstream, rows, scale, cap)
         unshared = hit
         if FIND_SHARED:
-            shared = tl.zeros((TOKENS,), tl.int32)
+            # A maximum of bits in integers is compiled to arrays on the stack.
+            shared = tl.zeros((TOKENS,), tl.float32)
             for start in range(0, rows, COMPARED):
                 other = start + tl.arange(0, COMPARED)
                 same = _local_ids(target, other, rows, entries)[None, :] == wanted[:, None]
                 same &= other[None, :] != row[:, None]
-                shared = tl.maximum(shared, tl.max(same.to(tl.int32), 1))
-            unshared &= shared == 0
+                shared = tl.maximum(shared, tl.max(tl.where(same, 1.0, 0.0), 1))
+            unshared &= shared == 0.0
     grad_scale = scale
     if fp16_scale is not None:
         grad_scale *= tl.load(fp16_scale)
@@ -183,9 +184,9 @@ def lce_backward_token_gradients(
         scaled_gamma = alpha_over_sum  # Not read without gamma.
         if coefficients.gamma is not None:
             scaled_gamma = tl.load(coefficients.gamma + row, mask=valid, other=0.0) * upstream * grad_scale
-        if tl.max(rewritten.to(tl.int32), 0) != 0:
+        if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
             for number in range(TOKENS):
-                if tl.max((rewritten & (lane == number)).to(tl.int32), 0) != 0:
+                if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
                     token = tl.program_id(0) * TOKENS + number
                     _rewrite(
                         gradient + token.to(tl.int64) * stride,

@@ -13,7 +13,7 @@ import triton.language as tl
 from parallel_lce.kernels.arithmetic import softcapped
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import interpreted
+from parallel_lce.kernels.tuning import hopper_or_later, interpreted
 
 # Tokens of a program, and vocabulary rows of the sample.
 _TOKENS = 64
@@ -121,7 +121,8 @@ def token_logits(
         None if product.softcap is None else float(product.softcap),
         UPCAST=interpreted() and x.dtype == torch.bfloat16,
         BLOCK=_TOKENS,
-        BLOCK_K=64 if x.element_size() == 2 else 32,
+        # Ampere has no registers for more.
+        BLOCK_K=64 if x.element_size() == 2 and hopper_or_later(x.device) else 32,
         num_warps=8,
         num_stages=4,
     )

@@ -112,7 +112,7 @@ def on_device_of(tensor: torch.Tensor):
     """A context in which the tensor's device is the current one, as launches need. Entering the usual one costs
     nothing."""
     index = tensor.get_device()
-    if index < 0 or index == torch.cuda.current_device():
+    if not tensor.is_cuda or index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(index)
 
@@ -129,6 +129,10 @@ def _capability(device: torch.device) -> int:
         return 90
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def hopper_or_later(device: torch.device) -> bool:
+    return _capability(device) >= 90
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from parallel_lce import ops
 from parallel_lce.losses import ReducedLoss, WeightedLoss
+from parallel_lce.memory import in_memory
 from parallel_lce.schedule import Call, Inputs, Needs, accumulate, backward, forward
 from parallel_lce.statistics import StatisticsHead
 
@@ -84,6 +85,7 @@ class _Fused(torch.autograd.Function):
         hidden, weight, bias, target, partial, *others = saved_tensors
         number = ctx.head.num_residuals
         residuals, saved = others[:number], tuple(others[number:])
+        upstream = tuple([u if u is None else in_memory(u) for u in upstream])
         coefficients = ctx.head.coefficients(partial, residuals, upstream)
         # A saved-tensor hook may have returned the target in other memory.
         call = ctx.call if target is ctx.call.target else replace(ctx.call, target=target)

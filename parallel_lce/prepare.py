@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parallel_lce import debug
 from parallel_lce.arguments import Arguments, LossOptions
@@ -19,6 +18,7 @@ from parallel_lce.budget import default_budget
 from parallel_lce.checks import check_arguments, check_loss_options, check_process_group, token_shape
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
+from parallel_lce.memory import in_memory
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import GradientTraits, Plan, plan, shared_shard_rows
 from parallel_lce.schedule import Call, Inputs, token_count
@@ -255,28 +255,6 @@ def _check_together(
     if a.target is not None and options is not None and options.outside_is_nan:
         target = a.target.long()
         debug.check_target(target, target != options.ignore_index, vocab_size)
-
-
-class _Waited(torch.autograd.Function):
-    """The result of a functional collective, complete, since kernels read its memory."""
-
-    @staticmethod
-    def forward(ctx, result: AsyncCollectiveTensor) -> Tensor:
-        return result.trigger_wait()
-
-    @staticmethod
-    def backward(ctx, upstream: Tensor) -> Tensor:
-        return upstream
-
-
-def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor with its final values in memory: waits for a functional collective, and materializes a negated
-    view."""
-    if torch.compiler.is_compiling():
-        return tensor
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = _Waited.apply(tensor)
-    return tensor.resolve_neg()
 
 
 def _needs(tensor: Tensor) -> bool:

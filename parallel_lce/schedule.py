@@ -98,7 +98,7 @@ def _device_without_autocast(weight: Tensor) -> AbstractContextManager:
     """The weight's device, since Triton launches on the current one; and no autocast, which would round the products of
     fp32 operands. Nothing is entered that is so already: it takes the host tens of microseconds."""
     kind, index = weight.device.type, weight.get_device()
-    if not torch.is_autocast_enabled(kind) and (index < 0 or index == torch.cuda.current_device()):
+    if not torch.is_autocast_enabled(kind) and (not weight.is_cuda or index == torch.cuda.current_device()):
         return _NOTHING
     entered = ExitStack()
     entered.enter_context(torch.cuda.device_of(weight))

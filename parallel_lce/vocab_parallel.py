@@ -15,8 +15,8 @@ from parallel_lce.backends import uses_kernels, valueless
 from parallel_lce.backends.dense_logits import logits_gradient, logits_partial, merge_ranks
 from parallel_lce.checks import check_kind, check_process_group, is_number, shortened
 from parallel_lce.collectives import Layout, PartialsGather, Shard
+from parallel_lce.memory import in_memory
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
-from parallel_lce.prepare import in_memory
 
 
 def vocab_parallel_cross_entropy(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
@@ -274,3 +275,83 @@ def test_upstream_of_any_layout(dtype, budget, backend, device):
         assert_near(found[1], truth["dweight"], ROUNDED[dtype])
     by_sum = gradients(None, torch.sum)
     assert all(torch.equal(a, b) for a, b in zip(by_sum, gradients(torch.ones(4, 6, device=device))))
+
+
+# --- what users do with a loss and its gradient ----------------------------------------------------
+
+
+REDUCTIONS = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+
+
+def _loss_and_leaves(device: str, reduction: str):
+    t = small(device)
+    return parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction), [t.x, t.weight]
+
+
+@REDUCTIONS
+def test_a_loss_may_be_changed_in_place(reduction, backend, device):
+    loss, leaves = _loss_and_leaves(device, reduction)
+    expected = torch.autograd.grad(loss.sum() / 4, leaves)
+    loss, leaves = _loss_and_leaves(device, reduction)
+    loss /= 4
+    logged = loss.detach()
+    found = torch.autograd.grad(loss.sum(), leaves)
+    logged *= 3
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other)
+
+
+@REDUCTIONS
+def test_a_detached_loss_may_be_changed_before_the_backward(reduction, backend, device):
+    loss, leaves = _loss_and_leaves(device, reduction)
+    expected = torch.autograd.grad(loss.sum(), leaves)
+    loss, leaves = _loss_and_leaves(device, reduction)
+    logged = loss.detach()
+    logged /= 4
+    for one, other in zip(torch.autograd.grad(loss, leaves, torch.ones_like(loss)), expected):
+        assert torch.equal(one, other)
+    if reduction != "none":  # a view, of the tokens' shape
+        loss.detach_()
+        assert not loss.requires_grad
+
+
+def _negated(upstream: torch.Tensor) -> torch.Tensor:
+    """``-upstream`` as a view whose sign is a bit of the tensor."""
+    negated = torch.complex(torch.zeros_like(upstream), upstream).conj().imag
+    assert negated.is_neg()
+    return negated
+
+
+def _waiting(upstream: torch.Tensor) -> torch.Tensor:
+    return AsyncCollectiveTensor(-upstream)
+
+
+class _Subclass(torch.Tensor):
+    pass
+
+
+@REDUCTIONS
+@pytest.mark.parametrize(
+    "form", [_negated, _waiting, lambda u: (-u).as_subclass(_Subclass)], ids=["bit", "async", "subclass"]
+)
+def test_an_upstream_gradient_of_another_form(form, reduction, backend, device):
+    loss, leaves = _loss_and_leaves(device, reduction)
+    expected = torch.autograd.grad(loss, leaves, torch.full_like(loss, -2.0))
+    loss, leaves = _loss_and_leaves(device, reduction)
+    found = torch.autograd.grad(loss, leaves, form(torch.full_like(loss, 2.0)))
+    for one, other in zip(found, expected):
+        assert torch.equal(one, other)
+
+
+class _Weight(torch.nn.Parameter):
+    pass
+
+
+def test_subclasses_of_tensors_and_parameters(backend, device):
+    t = small(device)
+    expected = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target)
+    x, weight = t.x.detach().as_subclass(_Subclass), _Weight(t.weight.detach())
+    found = parallel_lce.linear_cross_entropy(x, weight, t.target)
+    assert torch.equal(torch.Tensor(found.detach()), expected.detach())
+    found.backward()
+    assert weight.grad is not None

@@ -42,12 +42,14 @@ SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # Kernels that spill registers where they are asked for everything at once, by capability.
 SPILLS = {
     80: set(),
-    90: {"lce_backward_token_gradients", "lce_backward_projection", "lce_forward_projection"},
+    90: {"lce_backward_projection", "lce_forward_projection"},
     100: {"lce_forward_merge_ranks", "lce_forward_projection"},
 }
-# What else is spilled: the windows of a single token lie side by side. Triton then lets a thread load 16 of them,
-# and in 3.8 that takes one register too many.
-ONE_TOKEN = {("3.8.0", 90, "lce_forward_merge_windows")}
+# What else is spilled, a few registers of releases beside the usual ones. For the windows of a single token, which lie
+# side by side, Triton lets a thread load 16 at once.
+FEW = {("3.8.0", 90, "lce_forward_merge_windows")}
+FEW |= {(version, gpu, "lce_backward_token_gradients") for version in ("3.8.0", "3.9.0") for gpu in (90, 100)}
+FEW_BYTES = 16
 
 
 def compiled(capability: int, cache: Path, release: str | None, **variables: str) -> list[dict]:
@@ -94,7 +96,8 @@ def test_every_launch_compiles(capability, release, tmp_path):
         name = kernel["name"]
         assert kernel["shared"] <= SHARED[capability], kernel
         spills = name in SPILLS[capability] and not kernel["plain"]
-        assert kernel["stack"] == 0 or spills or (version, capability, name) in ONE_TOKEN, kernel
+        few = FEW_BYTES if (version, capability, name) in FEW else 0
+        assert kernel["stack"] <= few or spills, kernel
 
 
 @pytest.mark.slow

@@ -99,5 +99,5 @@ def test_what_triton_compiles_anew_for_is_not_taken_for_the_same(change):
 
 
 def test_arguments_that_no_kernel_takes_are_refused():
-    with pytest.raises(TypeError, match="no argument of a kernel: 'text', a str"):
+    with pytest.raises(TypeError, match="a str is no argument of a kernel"):
         launched(Relaunched(Recorder()), torch.zeros(8), bias="text")

@@ -6,8 +6,8 @@ With one coefficient c per token (1 where G was recomputed or rewritten), a slic
     dX = c (G @ weight)        dW = G.T @ (c x)        G with the targets' entries replaced
 
 A target's gradient is formed in fp32. G holds it rounded, and the rest is added to dX in fp32. If no other token of
-the block has the target, G holds 0 and dW gets the whole of it in fp32 (:mod:`parallel_lce.kernels.targets`). The
-formula of the gradient is that of :mod:`parallel_lce.backends.eager`.
+the piece of rows has the target, G holds 0 and dW gets the whole of it in fp32
+(:mod:`parallel_lce.kernels.targets`). The formula of the gradient is that of :mod:`parallel_lce.backends.eager`.
 """
 
 from __future__ import annotations

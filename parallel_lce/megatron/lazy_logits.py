@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import numbers
 import sys
@@ -35,34 +34,46 @@ def keep_autograd_gradient(weight: Tensor) -> None:
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
 
+# None from torch 2.14 on, where the call of a Function has no frame of its own.
+_APPLY: CodeType | None = getattr(torch.autograd.Function.apply, "__code__", None)
+
+
 def _function_calls() -> Iterator[FrameType]:
-    """The frames of the forwards of ``torch.autograd.Function`` that are running, innermost first.
+    """The frames of the calls of ``torch.autograd.Function`` that are running, innermost first: of their ``apply``, or
+    of their forwards where ``apply`` has none.
 
     A reentrant checkpoint is one. Gradients are off in such a forward. The Function gives its tensor results a backward
     of its own. Lazy logits that it is given, or returns, are no tensors, and lose their gradient.
     """
-    # From torch 2.14 on the call of a Function has no frame of its own.
     frame = sys._getframe(1)
     while frame is not None:
-        if _is_forward(frame.f_code):
+        if _is_forward(frame.f_code) if _APPLY is None else frame.f_code is _APPLY:
             yield frame
         frame = frame.f_back
 
 
-@functools.cache
+_FORWARDS: set[CodeType] = set()
+
+
 def _is_forward(code: CodeType) -> bool:
     """Whether this is the forward of a ``torch.autograd.Function``. Asked while the code is running."""
+    if code in _FORWARDS:
+        return True
     functions: list[type[torch.autograd.Function]] = [torch.autograd.Function]
     for function in functions:
         functions += function.__subclasses__()
-    return any(getattr(inspect.unwrap(function.forward), "__code__", None) is code for function in functions)
+    found = any(getattr(inspect.unwrap(function.forward), "__code__", None) is code for function in functions)
+    if found:
+        _FORWARDS.add(code)
+    return found
 
 
 def _is_given(call: FrameType, value: object) -> bool:
     """Whether ``value`` is an argument of a call that is running."""
     names, more, _, local = inspect.getargvalues(call)
     arguments = [local.get(name) for name in names]
-    return any(argument is value for argument in (*arguments, *local.get(more, ())))
+    others = local.get(more, ()) if more else ()
+    return any(argument is value for argument in (*arguments, *others))
 
 
 def _version(tensor: Tensor) -> int | None:

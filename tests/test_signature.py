@@ -57,6 +57,15 @@ def test_checks_run_once():
         assert check.call_count == 4
 
 
+def test_a_group_of_other_ranks_is_planned_again():
+    with mock.patch.object(prepare, "check_arguments", wraps=prepare.check_arguments) as check:
+        for calls, traits in enumerate([(2, 0, "gloo"), (2, 1, "gloo"), (4, 1, "gloo"), (4, 1, "nccl")], 1):
+            with mock.patch.object(prepare, "_group_traits", return_value=traits):
+                called(arguments())
+                called(arguments())
+            assert check.call_count == calls
+
+
 REFUSED = {
     "another shape": dict(target=torch.arange(N + 1)),
     "another dtype": dict(linear_weight=torch.zeros(V, D, dtype=torch.float64)),

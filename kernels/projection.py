@@ -259,14 +259,11 @@ class Product:
 def new_window_partials(product: Product, columns) -> PartialColumns:
     """Uninitialised partials of all windows, ``[windows, R]`` fp32 each: ``columns`` but the target's."""
     windows, rows = product.windows, product.x.shape[0]
-    # Maxima have memory of their own, since they may outlive the other columns.
+    # Each has memory of its own: maxima may outlive the others.
     maximum = product.x.new_empty(windows, rows, dtype=torch.float32)
-    if not columns.requested:
-        absent = [None] * (len(PartialColumns._fields) - 2)
-        return PartialColumns(maximum, torch.empty_like(maximum), *absent)
-    sum_exp, *requested = maximum.new_empty(columns.count - 2, windows, rows).unbind(0)
-    found = dict(zip(columns.requested, requested, strict=True))
-    return PartialColumns(maximum, sum_exp, None, *[found.get(name) for name in PartialColumns._fields[3:]])
+    sum_exp, wanted = torch.empty_like(maximum), columns.requested
+    others = [torch.empty_like(maximum) if name in wanted else None for name in PartialColumns._fields[3:]]
+    return PartialColumns(maximum, sum_exp, None, *others)
 
 
 def logits_gradient(

@@ -24,8 +24,8 @@ class Relaunched:
 
     Constants and options are passed by name, always in the same order; all other arguments by position. From the
     second launch of a kind on, Triton's hooks and knobs have no effect, and nobody checks that an address is the
-    device's. The first argument is a tensor, a tuple that
-    begins with one, or a descriptor; its device must be the current one.
+    device's. The first argument is a tensor, a tuple that begins with one, or a descriptor; its device must be the
+    current one.
     """
 
     def __init__(self, function) -> None:
@@ -84,7 +84,7 @@ def _describe(arguments: tuple, described: list) -> list:
         elif kind is float or kind is NoneType:
             pass
         elif issubclass(kind, Tensor):
-            values[index] = tuple(_describe((arguments[index].as_subclass(Tensor),), described))[0]
+            [values[index]] = _describe((arguments[index].as_subclass(Tensor),), described)
         elif issubclass(kind, tuple):
             values[index] = tuple(_describe(arguments[index], described))
         elif hasattr(kind, "from_tensor"):

@@ -11,7 +11,7 @@ import importlib
 import os
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -52,7 +52,6 @@ _FLOPS_PER_BYTE = 2048
 # Oldest and newest Triton whose Gluon kernels.hopper is for.
 _GLUON = (3, 6), (3, 9)
 _forced: tuple[Tile, int] | None = None
-_NOTHING = nullcontext()
 
 
 def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
@@ -101,20 +100,11 @@ def _has_gluon() -> bool:
     first, last = (".".join(map(str, version)) for version in _GLUON)
     warnings.warn(
         f"Triton {triton.__version__}: parallel_lce runs its plain mainloop on this GPU, since the one for Hopper "
-        f"needs the Gluon of Triton {first} to {last}. Results are the same up to rounding. Small problems take up to "
-        "8 % longer, large ones the same time.",
+        f"needs the Gluon of Triton {first} to {last}. Results are the same up to rounding. The projection of small "
+        "problems takes up to 8 % longer, that of large ones the same time.",
         stacklevel=2,
     )
     return False
-
-
-def on_device_of(tensor: torch.Tensor):
-    """A context in which the tensor's device is the current one, as launches need. Entering the usual one costs
-    nothing."""
-    index = tensor.get_device()
-    if not tensor.is_cuda or index == torch.cuda.current_device():
-        return _NOTHING
-    return torch.cuda.device(index)
 
 
 @functools.cache
@@ -183,7 +173,7 @@ def addressable(*tensors: torch.Tensor) -> bool:
     """Whether TMA can address these matrices: Hopper and later, with contiguous rows 16 bytes aligned."""
     for t in tensors:
         aligned = t.data_ptr() % 16 == 0 and t.stride(0) * t.element_size() % 16 == 0
-        if not (aligned and t.stride(1) == 1 and min(t.shape) > 0 and _capability(t.device) >= 90):
+        if not (aligned and t.stride(1) == 1 and min(t.shape) > 0 and hopper_or_later(t.device)):
             return False
     return True
 

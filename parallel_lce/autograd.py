@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce import ops
+from parallel_lce.backends.loss import mean_loss
 from parallel_lce.losses import ReducedLoss, WeightedLoss
 from parallel_lce.memory import in_memory
 from parallel_lce.schedule import Call, Inputs, Needs, accumulate, backward, forward
@@ -126,8 +127,7 @@ def reduced_loss(call: Call, inputs: Inputs, loss: WeightedLoss, mean: bool, dif
     if not (ops.uses_operators(inputs[1]) or _differentiable_by_weights(loss)):
         return fused(call, inputs, ReducedLoss(loss, mean), differentiable)[0]
     losses = token_losses(call, inputs, loss, differentiable)
-    divisor = loss.divisor("mean" if mean else "sum", losses.dtype)
-    return losses.sum() if divisor is None else losses.sum() / divisor
+    return mean_loss(losses, loss.target, loss.token_weight, loss.ignore_index)[0] if mean else losses.sum()
 
 
 class _AccumulatedLoss(torch.autograd.Function):

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_lce.memory import some_rows
 from parallel_lce.partials import Columns, accumulation_dtype, bounds_of, packed_size
 from parallel_lce.plan import PIECE_ROWS, Block
 
@@ -64,7 +65,8 @@ class Layout:
         if tokens is None:
             return None
         if self.sp_size == 1:
-            return tokens if block.covers(tokens.shape[-1]) else tokens[..., block.start : block.stop]
+            whole = block.stop - block.start == tokens.shape[-1]
+            return tokens if whole else tokens[..., block.start : block.stop]
         # If the block has one row per part, flatten returns a strided view, and kernels need contiguous tokens.
         return self._rows(tokens, block).flatten(-2).contiguous()
 
@@ -104,7 +106,7 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
 
     Under sequence parallelism one all-gather of (stop - start) * D elements per rank, in place. Else a view.
     """
-    chunk = hidden if block.covers(hidden.shape[0]) else hidden[block.start : block.stop]
+    chunk = some_rows(hidden, block.start, block.stop)
     if layout.sp_size == 1:
         return IncomingHidden(chunk)
     rows = chunk.shape[0]
@@ -181,7 +183,7 @@ class HiddenReduction:
                 self._finish_block()
 
     def _part(self, block: Block) -> Tensor:
-        return self._total if block.covers(len(self._total)) else self._total[block.start : block.stop]
+        return some_rows(self._total, block.start, block.stop)
 
     def _finish_block(self) -> None:
         for reduction in self._started.popleft():

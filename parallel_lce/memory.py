@@ -1,10 +1,14 @@
-"""Tensors as kernels read them: with their final values in memory."""
+"""Tensors as kernels take them: their final values, some of their rows, and their device as the current one."""
 
 from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+_NOTHING = nullcontext()
 
 
 class _Waited(torch.autograd.Function):
@@ -27,3 +31,16 @@ def in_memory(tensor: Tensor) -> Tensor:
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = _Waited.apply(tensor)
     return tensor.resolve_neg()
+
+
+def some_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
+    """``tensor[start:stop]``; the tensor itself if that is all of it, which saves the host a view."""
+    return tensor if start == 0 and stop == tensor.shape[0] else tensor[start:stop]
+
+
+def on_device_of(tensor: Tensor) -> AbstractContextManager:
+    """A context in which the tensor's device is the current one, as Triton's launches need. Where it is so already,
+    nothing is entered: that takes the host microseconds."""
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _NOTHING
+    return torch.cuda.device(tensor.device)

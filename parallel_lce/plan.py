@@ -47,10 +47,6 @@ class Block:
     # the block. Those of the other vocabulary rows are recomputed.
     saved: int
 
-    def covers(self, rows: int) -> bool:
-        """Whether these are all ``rows`` of a part."""
-        return self.start == 0 and self.stop == rows
-
 
 @dataclass(frozen=True)
 class Plan:

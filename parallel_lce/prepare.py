@@ -65,15 +65,14 @@ def prepare(
                 extra_check()
             return _prepared(arguments, known, layout, columns, main_grad)
     debugging = debug.enabled()
-    arguments = arguments.with_python_numbers()
-    layout = Layout.of(arguments.process_group, arguments.sequence_parallel is True)
+    a = arguments.with_python_numbers()
+    layout = Layout.of(a.process_group, a.sequence_parallel is True)
     # From here on a refusal is told to the other ranks.
     try:
         if extra_check is not None:
             extra_check()
         if options is not None:
             check_loss_options(options)
-        a = arguments
         shape = check_arguments(a, layout, needs_target=options is not None)
         if main_grad is not None and main_grad.tensor.shape != a.linear_weight.shape:
             raise ValueError(

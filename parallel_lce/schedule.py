@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -27,10 +27,9 @@ from parallel_lce.backends.interface import Backend, BlockForward, Coefficients,
 from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, Shard, gather_hidden
 from parallel_lce.grad_buffers import GradBuffer, MainGrad
 from parallel_lce.losses import WeightedLoss
+from parallel_lce.memory import on_device_of
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Block, Plan
-
-_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -96,12 +95,12 @@ def _flattened(hidden: Tensor) -> Tensor:
 
 def _device_without_autocast(weight: Tensor) -> AbstractContextManager:
     """The weight's device, since Triton launches on the current one; and no autocast, which would round the products of
-    fp32 operands. Nothing is entered that is so already: it takes the host tens of microseconds."""
-    kind, index = weight.device.type, weight.get_device()
-    if not torch.is_autocast_enabled(kind) and (not weight.is_cuda or index == torch.cuda.current_device()):
-        return _NOTHING
+    fp32 operands."""
+    device, kind = on_device_of(weight), weight.device.type
+    if not torch.is_autocast_enabled(kind):
+        return device
     entered = ExitStack()
-    entered.enter_context(torch.cuda.device_of(weight))
+    entered.enter_context(device)
     entered.enter_context(torch.autocast(kind, enabled=False))
     return entered
 

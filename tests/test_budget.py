@@ -11,6 +11,7 @@ import torch
 import parallel_lce
 from parallel_lce import prepare
 from parallel_lce.budget import default_budget
+from world import Member
 
 GIB, MIB = 1 << 30, 1 << 20
 
@@ -46,3 +47,32 @@ def test_a_call_is_planned_with_it(device):
     with mock.patch.object(prepare, "plan", wraps=prepare.plan) as plan:
         parallel_lce.linear_cross_entropy(x, weight, torch.zeros(3, dtype=torch.int64, device=device))
     assert plan.call_args.kwargs["budget"] == default_budget(x.device)
+
+
+def _of_a_head(member: Member, further_heads: int | None, given: int | None) -> int | None:
+    """The budget of one head's loss, in a model with so many further heads for multi-token prediction."""
+    import parallel_lce.megatron
+    from megatron_models import Model, batch
+    from megatron_training import output_layers
+    from parallel_lce.megatron import output_layer
+
+    spec = Model(ranks=member.ranks)
+    _, ours, hidden, _ = output_layers(member, spec)
+    labels = batch(0, spec, member.device).labels
+    parallel_lce.megatron.install(given)
+    ours.output_layer.config.mtp_num_layers = further_heads
+    with mock.patch.object(output_layer, "fused_loss", wraps=output_layer.fused_loss) as loss:
+        ours.compute_language_model_loss(labels, ours.output_layer(hidden)[0])
+    parallel_lce.megatron.uninstall()
+    return loss.call_args.args[0].logits_budget
+
+
+@pytest.mark.parametrize(
+    ("further_heads", "given", "expected"),
+    [(None, None, None), (0, None, None), (1, None, 2), (3, None, 4), (3, 5000, 5000), (3, 0, 0)],
+)
+def test_heads_of_multi_token_prediction_share_it(further_heads, given, expected, worlds, device):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    if given is None and expected is not None:
+        expected = default_budget(torch.device(device)) // expected
+    assert worlds(1).run(_of_a_head, further_heads, given) == [expected]

@@ -96,6 +96,20 @@ def test_dx_is_announced_once_complete_and_before_the_last_of_dw(dtype, saved, d
         assert_close(found, expected, 2 * torch.finfo(dtype).eps)
 
 
+@pytest.mark.parametrize(("most", "number"), [(32 << 20, 1), (0, 2)], ids=["small", "large"])
+def test_scaled_hidden_states_are_formed_beside_dx_only_where_they_are_small(most, number, device, monkeypatch):
+    """Large ones would be alive beside dX's fp32 product."""
+    monkeypatch.setattr(triton_backward, "_FUSED_BYTES", most)
+    t, projection, coefficients = block(torch.bfloat16, device)
+    dx, dweight = torch.empty_like(t.x), GradBuffer(t.weight, 700, 1)
+    with launches() as found:
+        gradients_of(t, projection, coefficients, 700, GradBuffers(dx, dweight, None))
+    finished = [each.given for each in found if each.kernel == "lce_backward_scale_and_add_targets"]
+    assert len(finished) == number and (finished[0]["x"] is not None) == (number == 1)
+    for gradient, expected in zip((dx, dweight.deliver()), exact_gradients(t, coefficients)):
+        assert_close(gradient, expected, 2 * torch.finfo(torch.bfloat16).eps)
+
+
 def test_hidden_states_may_arrive_after_dx(device):
     """If everything is saved, dX is formed and announced without them."""
     t, projection, coefficients = block(torch.bfloat16, device)

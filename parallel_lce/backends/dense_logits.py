@@ -7,6 +7,7 @@ from torch import Tensor
 
 from parallel_lce import partials
 from parallel_lce.backends import uses_kernels
+from parallel_lce.memory import on_device_of
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, accumulation_dtype
 
 # Bytes of the fp32 copy of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
@@ -21,7 +22,7 @@ def logits_partial(logits: Tensor, target: Tensor, start: int, want_shifted: boo
     if logits.stride(1) == 1 and uses_kernels(logits):
         from parallel_lce.kernels import dense_logits as kernels
 
-        with torch.cuda.device_of(logits):
+        with on_device_of(logits):
             return kernels.logits_partial(logits, target, start, want_shifted)
     return torch_logits_partial(logits, target, start, want_shifted)
 
@@ -39,7 +40,7 @@ def logits_gradient(
     if logits.stride(1) == 1 and uses_kernels(logits):
         from parallel_lce.kernels import dense_logits as kernels
 
-        with torch.cuda.device_of(logits):
+        with on_device_of(logits):
             return kernels.logits_gradient(logits, target, start, maximum, scale, smoothing_grad, target_grad)
     return torch_logits_gradient(logits, target, start, maximum, scale, smoothing_grad, target_grad)
 

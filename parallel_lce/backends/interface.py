@@ -41,11 +41,6 @@ class Projection:
         return accumulation_dtype(self.weight.dtype)
 
 
-def some_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """``tensor[start:stop]``; the tensor itself if that is all of it, which saves the host a view."""
-    return tensor if start == 0 and stop == tensor.shape[0] else tensor[start:stop]
-
-
 Saved = tuple[Tensor, ...]
 """Tensors that a block saves for its backward; the exponentials are the first. ``()`` if it saves nothing. Only the
 backend that made it knows its shapes, and may overwrite it in backward."""

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, some_rows
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch
 from parallel_lce.backends.triton_slices import Piece, Slice, dense, tiling
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels.targets import scale_and_add_targets
+from parallel_lce.memory import some_rows
 from parallel_lce.plan import PIECE_ROWS
 
 # Bytes of an fp32 product that is rounded into a low-precision gradient.
@@ -57,6 +58,9 @@ class BlockBackward:
         self._dx_written = False
         # The sums of a range of entries that several pieces of rows add to, by their buffers.
         self._sums: dict[GradBuffer, tuple[Tensor, bool]] = {}
+        # Both are found when dX is formed.
+        self._ranges: list[tuple[int, int]] = []
+        self._pieces: list[Piece] = []
         self._given = x, target, partial, coefficients
         self._saved, self._scratch = saved, scratch
         # Saved rows may be padded.

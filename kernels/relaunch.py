@@ -8,7 +8,11 @@ and constants. It passes pointers as numbers.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import NoneType
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -17,6 +21,39 @@ from torch.nn import Parameter
 def next_power_of_2(n: int) -> int:
     """As ``triton.next_power_of_2``, which takes the host several microseconds."""
     return 1 << max(0, n - 1).bit_length()
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def observed(observer: Callable[[Relaunched, tuple, tuple, dict], None] | None) -> Iterator[None]:
+    """This thread's launches call ``observer(kernel, grid, arguments, constants)`` instead of launching."""
+    before = getattr(_thread, "observer", None)
+    _thread.observer = observer
+    try:
+        yield
+    finally:
+        _thread.observer = before
+
+
+class Compiled(NamedTuple):
+    """A compiled kernel, loaded for one device."""
+
+    run: Callable
+    function: Any
+    metadata: Any
+    stream: Callable[[int], int]
+    device: int
+    # Values of the constants, which come after the other arguments.
+    last: tuple
+
+    def start(self, grid: tuple[int, ...], values: list) -> None:
+        """Launch it on the current stream with these arguments: addresses, numbers and TMA descriptors."""
+        run, function, metadata, stream, device, last = self
+        x, y, z = (*grid, 1, 1)[:3]
+        # No launch metadata, and no hooks on entry and exit.
+        run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
 
 
 class Relaunched:
@@ -30,34 +67,38 @@ class Relaunched:
 
     def __init__(self, function) -> None:
         self._function = function
-        self._compiled: dict[tuple, tuple] = {}
+        self._compiled: dict[tuple, Compiled] = {}
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
-    def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
+    def launch(self, grid: tuple[int, ...], *arguments, **constants) -> Compiled | None:
+        """Launch it; returns what it compiled to, None in Triton's interpreter and where launches are observed."""
+        observer = getattr(_thread, "observer", None)
+        if observer is not None:
+            return observer(self, grid, arguments, constants)
         # A kernel is loaded for one device.
         described: list = [_device(arguments)]
         values = _describe(arguments, described)
         key = (*described, *constants.values())
         known = self._compiled.get(key)
         if known is None:
-            self._compile(key, grid, arguments, constants)
-            return
-        run, function, metadata, stream, last = known
-        x, y, z = (*grid, 1, 1)[:3]
-        # No launch metadata, and no hooks on entry and exit.
-        run(x, y, z, stream(described[0]), function, metadata, None, None, None, *values, *last)
+            return self._compile(key, grid, arguments, constants)
+        known.start(grid, values)
+        return known
 
-    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
+    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> Compiled | None:
+        """Launch it by Triton, which compiles it."""
         # Triton 3.10 changes the default of whether a product and a sum become one instruction.
         compiled = self._function[grid](*arguments, **constants, enable_fp_fusion=True)
         # The interpreter compiles nothing.
         if not hasattr(compiled, "packed_metadata"):
-            return
+            return None
         from triton.runtime import driver
 
         last = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
         stream = driver.active.get_current_stream
-        self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, stream, last
+        known = Compiled(compiled.run, compiled.function, compiled.packed_metadata, stream, key[0], last)
+        self._compiled[key] = known
+        return known
 
     def __getattr__(self, name: str):
         return getattr(self._function, name)

@@ -292,11 +292,14 @@ def token_gradients(
         _, maxima, softmax_shift, on_shift = saved
         keeps_rows = not (rewrite or softmax_shift is None or softcap is not None or coefficients.gamma is not None)
     target = target if coefficients.beta is not None else None
-    dx_factor = torch.empty_like(alpha) if keeps_rows else None
-    residual = unshared = dw_factor = None
+    dx_factor = residual = unshared = dw_factor = None
+    # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
+    vectors = alpha.new_empty(4, -(-rows // 4) * 4).unbind()
+    if keeps_rows:
+        dx_factor = vectors[0][:rows]
     if target is not None:
-        residual, unshared = torch.empty_like(alpha), alpha.new_empty(rows, dtype=torch.uint8)
-        dw_factor = torch.empty_like(alpha) if keeps_rows else None
+        residual, unshared = vectors[1][:rows], vectors[2].view(torch.uint8)[:rows]
+        dw_factor = vectors[3][:rows] if keeps_rows else None
     found = TokenGradients(residual, unshared, dx_factor, dw_factor)
     lce_backward_token_gradients.launch(
         (-(-rows // _TOKENS),),

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from parallel_lce import ops
+from parallel_lce.backends.interface import Saved
 from parallel_lce.backends.loss import mean_loss
 from parallel_lce.losses import ReducedLoss, WeightedLoss
 from parallel_lce.memory import in_memory
-from parallel_lce.schedule import Call, Inputs, Needs, accumulate, backward, forward
+from parallel_lce.replay import run
+from parallel_lce.schedule import Call, Gradients, Inputs, Needs, accumulate, backward, forward
 from parallel_lce.statistics import StatisticsHead
 
 Head = StatisticsHead | WeightedLoss | ReducedLoss
@@ -72,12 +74,12 @@ class _Fused(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call, head: Head):
         # Most statistics get no upstream gradient, and no zeros are made for them.
         ctx.set_materialize_grads(head.num_differentiable == 1)
-        partial, vocab_size, saved = forward(call, hidden, weight, bias, save=True)
-        outputs, residuals = head.outputs(call.backend, partial, vocab_size)
+        outputs, residuals, partial, saved = _forward(call, (hidden, weight, bias), head, save=True)
         # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
         ctx.save_for_backward(hidden, weight, bias, call.target, partial, *residuals, *saved)
         ctx.call, ctx.head, ctx.consumed = call, head, False
-        ctx.mark_non_differentiable(*[v for v in outputs[head.num_differentiable :] if v is not None])
+        if len(outputs) > head.num_differentiable:
+            ctx.mark_non_differentiable(*[v for v in outputs[head.num_differentiable :] if v is not None])
         return tuple(outputs)
 
     @staticmethod
@@ -87,13 +89,21 @@ class _Fused(torch.autograd.Function):
         number = ctx.head.num_residuals
         residuals, saved = others[:number], tuple(others[number:])
         upstream = tuple([u if u is None else in_memory(u) for u in upstream])
-        coefficients = ctx.head.coefficients(partial, residuals, upstream)
         # A saved-tensor hook may have returned the target in other memory.
         call = ctx.call if target is ctx.call.target else replace(ctx.call, target=target)
-        needs = Needs(*ctx.needs_input_grad[:3])
+        needs, head, main_grad = Needs(*ctx.needs_input_grad[:3]), ctx.head, ctx.call.main_grad
         consumed, ctx.consumed = ctx.consumed, True
-        gradients = backward(call, hidden, weight, bias, partial, saved, coefficients, needs, consumed)
-        return *gradients, None, None
+
+        def work() -> Gradients:
+            coefficients = head.coefficients(partial, residuals, upstream)
+            return backward(call, hidden, weight, bias, partial, saved, coefficients, needs, consumed)
+
+        kind = "backward", *ctx.needs_input_grad[:3], consumed
+        added_to = None if main_grad is None else main_grad.tensor
+        dx, dweight, dbias = run(call.tapes, kind, work, (*saved_tensors, *upstream, added_to), call.layout.group)
+        if main_grad is not None and needs.weight:
+            dweight = main_grad.placeholder()
+        return dx, dweight, dbias, None, None
 
 
 def fused(call: Call, inputs: Inputs, head: Head, differentiable: bool) -> tuple[Any, ...]:
@@ -104,8 +114,18 @@ def fused(call: Call, inputs: Inputs, head: Head, differentiable: bool) -> tuple
     if differentiable:
         return _Fused.apply(*inputs, call, head)
     with torch.no_grad():
-        partial, vocab_size, _ = forward(call, *inputs, save=False)
-        return tuple(head.outputs(call.backend, partial, vocab_size)[0])
+        return tuple(_forward(call, inputs, head, save=False)[0])
+
+
+def _forward(call: Call, inputs: Inputs, head: Head, save: bool) -> tuple[list, tuple, Tensor, Saved]:
+    """The head's outputs and residuals, the merged partial, and what is saved for backward."""
+
+    def work():
+        partial, vocab_size, saved = forward(call, *inputs, save=save)
+        outputs, residuals = head.outputs(call.backend, partial, vocab_size)
+        return outputs, residuals, partial, saved
+
+    return run(call.tapes, ("forward", save), work, (*inputs, call.target, head.weights), call.layout.group)
 
 
 def token_losses(call: Call, inputs: Inputs, loss: WeightedLoss, differentiable: bool) -> Tensor:
@@ -134,10 +154,10 @@ class _AccumulatedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss, divisor):
         needs = Needs(*ctx.needs_input_grad[:3])
-        done = accumulate(call, hidden, weight, bias, loss, divisor, needs)
+        value, *gradients = _accumulate(call, (hidden, weight, bias), loss, divisor, needs)
         ctx.save_for_backward(hidden, weight, bias, loss.target, loss.token_weight)
-        ctx.arguments, ctx.gradients = (call, loss, divisor, needs), done.gradients
-        return done.loss
+        ctx.arguments, ctx.gradients = (call, loss, divisor, needs), gradients
+        return value
 
     @staticmethod
     @first_order_only
@@ -151,12 +171,26 @@ class _AccumulatedLoss(torch.autograd.Function):
             call = replace(call, target=target)
             token_weight = token_weight if token_weight is None else token_weight.contiguous()
             loss = replace(loss, target=target.contiguous(), token_weight=token_weight)
-            gradients = accumulate(call, hidden, weight, bias, loss, divisor, needs).gradients
+            _, *gradients = _accumulate(call, (hidden, weight, bias), loss, divisor, needs)
         scaled = [
             g if g is None else _scaled(g, upstream, tensor.dtype)
             for g, tensor in zip(gradients, (hidden, weight, bias))
         ]
         return *scaled, None, None, None
+
+
+def _accumulate(
+    call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | None, needs: Needs
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The loss, and the gradients formed with it."""
+
+    def work():
+        done = accumulate(call, *inputs, loss, divisor, needs)
+        return done.loss, *done.gradients
+
+    return run(
+        call.tapes, ("accumulate", needs), work, (*inputs, call.target, loss.token_weight, divisor), call.layout.group
+    )
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,6 +18,7 @@ from torch import Tensor
 from parallel_lce.memory import some_rows
 from parallel_lce.partials import Columns, accumulation_dtype, bounds_of, packed_size
 from parallel_lce.plan import PIECE_ROWS, Block
+from parallel_lce.replay import noted
 
 # torch 2.13 renamed these two.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,6 +80,10 @@ class Layout:
         return tokens.unflatten(-1, (self.sp_size, -1))[..., block.start : block.stop]
 
 
+def _wait(work: dist.Work) -> None:
+    work.wait()
+
+
 class IncomingHidden:
     """A block's hidden states ``[R, D]``, of which other ranks' rows may still be on their way.
 
@@ -96,7 +101,7 @@ class IncomingHidden:
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            self._work.wait()
+            noted(_wait, self._work)
             self._work = None
         return self.tensor
 
@@ -113,7 +118,7 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
     gathered = chunk.new_empty(layout.ranks * rows, chunk.shape[1])
     start = layout.rank * rows
     own = gathered[start : start + rows].copy_(chunk)
-    work = all_gather(gathered, own, group=layout.group, async_op=True)
+    work = noted(all_gather, gathered, own, group=layout.group, async_op=True)
     return IncomingHidden(gathered, work, range(start, start + rows))
 
 
@@ -164,7 +169,7 @@ class HiddenReduction:
         if layout.sequence_parallel:
             if complete:  # A reduce-scatter has rows of every rank.
                 summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
-                work = reduce_scatter(summed, local, group=layout.group, async_op=True)
+                work = noted(reduce_scatter, summed, local, group=layout.group, async_op=True)
                 started.append(_Reduction(work, local, summed, part))
         else:
             size = max(1, local.shape[0])
@@ -176,7 +181,7 @@ class HiddenReduction:
                 if last > rows_done:
                     break
                 piece = local[first:last]
-                work = dist.all_reduce(piece, group=layout.group, async_op=True)
+                work = noted(dist.all_reduce, piece, group=layout.group, async_op=True)
                 started.append(_Reduction(work, piece, piece, part[first:last]))
         if complete:
             while len(self._started) > 1:
@@ -188,7 +193,7 @@ class HiddenReduction:
     def _finish_block(self) -> None:
         for reduction in self._started.popleft():
             assert reduction.work is not None  # None only on a rank outside the group
-            reduction.work.wait()
+            noted(_wait, reduction.work)
             if reduction.summed.dtype != reduction.part.dtype:
                 reduction.part.copy_(reduction.summed)
 
@@ -241,7 +246,7 @@ class PartialsGather:
         start, rows = bounds_of(self._own, self._columns, self._rows).unbind()
         start.fill_(self._shard.start)
         rows.fill_(self._shard.rows)
-        self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
+        self._work = noted(all_gather, self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
     def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor | int]:
         """The merged partial and V by a backend's ``merge_ranks``: 0-dimensional int64, or a number on a single rank,
@@ -249,5 +254,5 @@ class PartialsGather:
         if self._layout.ranks == 1:
             return self.local, self._shard.real_rows
         assert self._work is not None  # start() has been called
-        self._work.wait()
+        noted(_wait, self._work)
         return merge_ranks(self._packed, self._columns, self._rows, self._shard.vocab_size)

@@ -47,5 +47,7 @@ def fused_loss(
         divisor = loss.divisor(reduction, accumulation_dtype(inputs[0].dtype))
         return accumulated_loss(call, inputs, loss, divisor)
     if reduction == "none":
-        return token_losses(call, inputs, loss, prepared.differentiable).view(prepared.shape)
+        losses = token_losses(call, inputs, loss, prepared.differentiable)
+        # A view is a node of the graph, and time of the host.
+        return losses if len(prepared.shape) == 1 else losses.view(prepared.shape)
     return reduced_loss(call, inputs, loss, reduction == "mean", prepared.differentiable)

@@ -87,10 +87,10 @@ class GradBuffer:
             self._store(self._target[start:stop], total)
 
     def deliver(self) -> Tensor | None:
-        """The finished gradient. With ``main_grad``, its placeholder."""
+        """The finished gradient. None with ``main_grad``."""
         if self._sum is not None and self._sum is not self._target and self._opened_rows:
             self._store(self._target[: self._real], self._sum[: self._real])
-        return self._target if self._main_grad is None else self._main_grad.placeholder()
+        return self._target if self._main_grad is None else None
 
     def _store(self, rows: Tensor, total: Tensor) -> None:
         rows.copy_(total) if self._main_grad is None else rows.add_(total)

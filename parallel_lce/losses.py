@@ -59,6 +59,11 @@ class WeightedLoss:
     # Numbers of differentiable outputs and of residuals.
     num_differentiable, num_residuals = 1, 3
 
+    @property
+    def weights(self) -> Tensor | None:
+        """The tensor that the outputs depend on beside partial and target."""
+        return self.token_weight
+
     def outputs(self, backend: Backend, partial: Tensor, vocab_size: Tensor | int) -> tuple[list[Tensor], Residuals]:
         """Losses ``[N]`` from the tokens' merged partial; alpha, beta and gamma of the gradient of their sum."""
         losses, alpha, beta, gamma = backend.token_losses(
@@ -96,6 +101,10 @@ class ReducedLoss:
     mean: bool
 
     num_differentiable, num_residuals = 1, 4
+
+    @property
+    def weights(self) -> Tensor | None:
+        return self.losses.token_weight
 
     def outputs(
         self, backend: Backend, partial: Tensor, vocab_size: Tensor | int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 
 import torch
 from torch import Tensor
@@ -44,3 +44,14 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager:
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(tensor.device)
+
+
+def device_without_autocast(tensor: Tensor) -> AbstractContextManager:
+    """:func:`on_device_of` the tensor, without autocast, which would round the products of fp32 operands."""
+    device, kind = on_device_of(tensor), tensor.device.type
+    if not torch.is_autocast_enabled(kind):
+        return device
+    entered = ExitStack()
+    entered.enter_context(device)
+    entered.enter_context(torch.autocast(kind, enabled=False))
+    return entered

@@ -21,6 +21,7 @@ from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.memory import in_memory
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import GradientTraits, Plan, plan, shared_shard_rows
+from parallel_lce.replay import Tapes
 from parallel_lce.schedule import Call, Inputs, token_count
 from parallel_lce.signature import signature_of
 
@@ -100,7 +101,8 @@ def prepare(
             "backend": backend.NAME,
         }
         _check_together(a, layout, shard, options, agreed)
-    known = _Known(shape, backend, shard, planned, gradients is not None, _group_traits(layout, a.input))
+    tapes = Tapes() if key is not None and backend.NAME == "triton" else None
+    known = _Known(shape, backend, shard, planned, gradients is not None, _group_traits(layout, a.input), tapes)
     if key is not None:
         if len(KNOWN) >= _MOST_KNOWN:
             KNOWN.clear()
@@ -117,6 +119,7 @@ class _Known(NamedTuple):
     plan: Plan
     differentiable: bool
     group: tuple
+    tapes: Tapes | None
 
 
 KNOWN: dict[tuple, _Known] = {}
@@ -150,6 +153,7 @@ def _prepared(a: Arguments, known: _Known, layout: Layout, columns: Columns, mai
         a.logit_softcap,
         main_grad,
         a.reduce_dtype,
+        known.tapes,
     )
     token_weight = a.token_weight
     if token_weight is not None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +26,10 @@ from parallel_lce.backends.interface import Backend, BlockForward, Coefficients,
 from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, Shard, gather_hidden
 from parallel_lce.grad_buffers import GradBuffer, MainGrad
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.memory import on_device_of
+from parallel_lce.memory import device_without_autocast
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Block, Plan
+from parallel_lce.replay import Tapes
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,8 @@ class Call:
     main_grad: MainGrad | None = None
     # dtype of dX's reduction over the ranks; None: that of the hidden states.
     reduce_dtype: torch.dtype | None = None
+    # Of calls of the same signature, where their runs can be replayed.
+    tapes: Tapes | None = None
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard
@@ -93,18 +95,6 @@ def _flattened(hidden: Tensor) -> Tensor:
     return hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
 
 
-def _device_without_autocast(weight: Tensor) -> AbstractContextManager:
-    """The weight's device, since Triton launches on the current one; and no autocast, which would round the products of
-    fp32 operands."""
-    device, kind = on_device_of(weight), weight.device.type
-    if not torch.is_autocast_enabled(kind):
-        return device
-    entered = ExitStack()
-    entered.enter_context(device)
-    entered.enter_context(torch.autocast(kind, enabled=False))
-    return entered
-
-
 class _Gathers:
     """Hidden states of the blocks, in order: :meth:`start` starts the next gather, :meth:`next` gives the oldest."""
 
@@ -133,7 +123,7 @@ def forward(
     one all-gather of the partials.
     """
     layout, columns, blocks = call.layout, call.columns, call.plan.forward_blocks
-    with _device_without_autocast(weight):
+    with device_without_autocast(weight):
         hidden, projection = _flattened(hidden), call.projection(weight, bias)
         targets = call.local_targets()
         partials = PartialsGather(hidden, token_count(hidden, layout), call.shard, columns, layout)
@@ -256,7 +246,7 @@ def backward(
     they were saved; then the reduction of dX (:class:`HiddenReduction`).
     """
     layout, blocks, plan = call.layout, call.plan.blocks, call.plan
-    with _device_without_autocast(weight):
+    with device_without_autocast(weight):
         gathered = None
         if saved and plan.saves_hidden:
             gathered, saved = saved[0], saved[1:]
@@ -338,7 +328,7 @@ def accumulate(
     """
     layout, columns, backend, blocks = call.layout, call.columns, call.backend, call.plan.blocks
     dtype = accumulation_dtype(weight.dtype)
-    with _device_without_autocast(weight):
+    with device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
         sums = _GradientSums(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
         per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)

@@ -19,7 +19,7 @@ from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-_NUMBERS = (int, float, bool, type(None))
+_NUMBERS = frozenset((int, float, bool, type(None)))
 
 
 def signature_of(
@@ -40,18 +40,15 @@ def signature_of(
             key += tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
         else:
             return None
-    if type(a.sequence_parallel) is not bool:
-        return None
-    numbers = [a.sequence_parallel, a.logit_scale, a.logit_softcap, a.vocab_start, a.vocab_size, a.logits_budget]
+    numbers: tuple = (a.sequence_parallel, a.logit_scale, a.logit_softcap, a.vocab_start, a.vocab_size, a.logits_budget)
     if options is not None:
         key.append(options.reduction)
         numbers += options.ignore_index, options.label_smoothing, options.z_loss, options.outside_is_nan
-    for number in numbers:
-        kind = type(number)
-        if kind not in _NUMBERS:
-            return None
-        # 1, 1.0 and True are equal as keys.
-        key += kind, number
+    # 1, 1.0 and True are equal as keys.
+    kinds = tuple(map(type, numbers))
+    if kinds[0] is not bool or not _NUMBERS.issuperset(kinds):
+        return None
+    key += kinds, numbers
     if main_grad is not None:
         key += main_grad.tensor.shape, main_grad.tensor.dtype
     # What chooses the backend.

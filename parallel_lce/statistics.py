@@ -84,7 +84,7 @@ class StatisticsHead:
     columns: Columns
     with_target: bool
 
-    num_differentiable, num_residuals = len(DIFFERENTIABLE), 1
+    num_differentiable, num_residuals, weights = len(DIFFERENTIABLE), 1, None
 
     @property
     def present(self) -> list[bool]:

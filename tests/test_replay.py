@@ -1,0 +1,442 @@
+"""Replayed calls: the same bits as calls that are not replayed, whatever changed between them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import parallel_lce
+from cases import Case, Tensors, loss_options, make, ours
+from parallel_lce import prepare, replay
+from tools import chosen_backend, shrunk, small, statistics
+from world import Member
+
+pytestmark = pytest.mark.usefixtures("kernels", "triton")
+
+
+@pytest.fixture
+def triton():
+    with chosen_backend("triton"):
+        prepare.KNOWN.clear()
+        yield
+        prepare.KNOWN.clear()
+
+
+@contextmanager
+def never_replayed():
+    prepare.KNOWN.clear()
+    with mock.patch.object(replay, "_MOST_TAPES", 0):
+        yield
+    prepare.KNOWN.clear()
+
+
+@contextmanager
+def replays():
+    """Yields a list with an entry per replay."""
+    found, one = [], replay.Tape.replay
+    with mock.patch.object(replay.Tape, "replay", lambda tape, inputs: (found.append(tape), one(tape, inputs))[1]):
+        yield found
+
+
+def called(case: Case, device: str, seed: int, weights: bool = False) -> list[torch.Tensor]:
+    """Loss and gradients of the case with another seed's values, in memory of their own."""
+    t: Tensors = make(Case(**{**vars(case), "seed": seed}), device)
+    leaves = [v for v in (t.x, t.weight, t.bias, t.token_weight if weights else None) if v is not None]
+    for name, leaf in zip(("x", "weight", "bias", "token_weight"), leaves):
+        leaf.requires_grad_(name not in case.frozen.split())
+    loss = parallel_lce.linear_cross_entropy(
+        t.x,
+        t.weight,
+        t.target,
+        linear_bias=t.bias,
+        token_weight=t.token_weight,
+        logit_scale=case.logit_scale,
+        logit_softcap=case.logit_softcap,
+        logits_budget=case.budget,
+        **loss_options(case),
+    )
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    return [loss.detach(), *torch.autograd.grad(loss, wanted, t.upstream.to(loss.dtype))]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+SMALL = dict(N=40, V=300, D=32, dtype="bf16")
+CASES = [
+    Case(**SMALL),
+    Case(**SMALL, reduction="none"),
+    Case(**SMALL, reduction="sum", token_weight=True),
+    Case(**SMALL, reduction="none", budget=0),
+    Case(**SMALL, budget=0),
+    Case(**SMALL, reduction="none", bias=True, label_smoothing=0.1, z_loss=1e-2),
+    Case(**SMALL, reduction="none", logit_softcap=5.0, logit_scale=0.5),
+    Case(**SMALL, reduction="none", frozen="x"),
+    Case(**SMALL, reduction="none", frozen="weight", bias=True),
+    Case(**SMALL | dict(dtype="fp32"), reduction="none", bias=True),
+    Case(**SMALL | dict(dtype="fp16"), reduction="none"),
+    Case(**SMALL | dict(dtype="fp16"), bias=True, budget=0),
+    Case(**SMALL, reduction="none", ignored="all"),
+    Case(**SMALL, reduction="none", sharpness=60.0),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_replays_have_the_bits_of_other_calls(case, device):
+    with never_replayed():
+        expected = [called(case, device, seed) for seed in range(5)]
+    with replays() as found:
+        for seed in range(5):
+            assert same(called(case, device, seed), expected[seed]), seed
+    # Of forward and backward, from the third call on.
+    assert len(found) == 6
+
+
+def test_gradients_formed_in_forward(device):
+    case = Case(N=96, V=200, D=16, dtype="bf16", budget=0)
+    with shrunk(block_bytes=16384):
+        with never_replayed():
+            expected = [called(case, device, seed) for seed in range(5)]
+        with replays() as found:
+            assert all(same(called(case, device, seed), expected[seed]) for seed in range(5))
+    assert len(found) == 3
+
+
+def test_statistics_are_replayed(device):
+    def one(seed: int):
+        t = small(device, dtype="bf16", N=40, D=32, seed=seed)
+        s = statistics(t.x, t.weight, t.target)
+        total = s.lse.sum() + 2 * s.entropy.sum() + 3 * s.mean_logit.sum()
+        return [*(v.detach() for v in vars(s).values()), *torch.autograd.grad(total, (t.x, t.weight))]
+
+    with never_replayed():
+        expected = [one(seed) for seed in range(4)]
+    with replays() as found:
+        assert all(same(one(seed), expected[seed]) for seed in range(4))
+    assert len(found) == 4
+
+
+def test_without_gradients(device):
+    t = small(device, dtype="bf16", N=40, D=32)
+    for context in (torch.no_grad, torch.inference_mode):
+        with context(), replays() as found:
+            first = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target)
+            for _ in range(3):
+                assert torch.equal(parallel_lce.linear_cross_entropy(t.x, t.weight, t.target), first)
+        assert found
+
+
+def test_other_strides_and_addresses_are_other_runs(device):
+    t = small(device, dtype="bf16", N=40, D=32)
+    memory = torch.zeros(40 * 48 + 8, dtype=torch.bfloat16, device=device)
+    views = [
+        memory[: 40 * 32].view(40, 32),
+        memory[1 : 1 + 40 * 32].view(40, 32),  # not 16 bytes aligned
+        memory[: 40 * 48].view(40, 48)[:, :32],
+        memory[: 40 * 32].view(32, 40).t(),
+        t.x.detach(),
+    ]
+    with never_replayed():
+        expected = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none")
+        dweight = torch.autograd.grad(expected.sum(), t.weight)[0]
+    for _ in range(4):
+        for view in views:
+            view.copy_(t.x.detach())
+            x = view.detach().requires_grad_()
+            loss = parallel_lce.linear_cross_entropy(x, t.weight, t.target, reduction="none")
+            torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(torch.autograd.grad(loss.sum(), t.weight)[0], dweight)
+
+
+def test_inputs_that_share_memory(device):
+    """As parameters do that an optimizer keeps in one buffer, here in another order each time."""
+    case = Case(**SMALL, reduction="none", bias=True)
+    t = make(case, device)
+
+    def one(first: str):
+        flat = torch.empty(t.weight.numel() + t.bias.numel() + 64, dtype=torch.bfloat16, device=device)
+        at = (0, t.weight.numel()) if first == "weight" else (304, 0)
+        weight = flat[at[0] : at[0] + t.weight.numel()].view_as(t.weight).copy_(t.weight).requires_grad_()
+        bias = flat[at[1] : at[1] + len(t.bias)].copy_(t.bias).requires_grad_()
+        loss = parallel_lce.linear_cross_entropy(t.x, weight, t.target, linear_bias=bias, reduction="none")
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), (weight, bias))]
+
+    with never_replayed():
+        expected = one("weight")
+    with replays() as found:
+        assert all(same(one(first), expected) for first in ("weight", "weight", "bias", "weight", "bias"))
+    assert found
+
+
+WAYS = {
+    "save": dict(N=48, V=301, D=32, reduction="mean"),
+    "recompute": dict(N=48, V=301, D=32, reduction="none", budget=0),
+    "accumulate": dict(N=96, V=401, D=16, reduction="mean", budget=0),
+}
+
+
+def over_ranks(member: Member, case: Case, blocks: bool) -> tuple[list[bool], int]:
+    """Whether calls have the bits of calls that are not replayed, and the number of replays."""
+    seeds = [Case(**{**vars(case), "seed": seed}) for seed in range(4)]
+    with chosen_backend("triton"), shrunk(block_bytes=16384) if blocks else nullcontext():
+        with never_replayed():
+            expected = [ours(member, c) for c in seeds]
+        with replays() as found:
+            results = [ours(member, c) for c in seeds]
+    equal = [all(torch.equal(r[name], e[name]) for name in e) for r, e in zip(results, expected)]
+    return equal, len(found)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("way", ["save", "recompute", "accumulate"])
+def test_over_ranks(way, sequence_parallel, worlds, device):
+    case = Case(dtype="bf16", ranks=2, sequence_parallel=sequence_parallel, **WAYS[way])
+    for equal, number in worlds(2).run(over_ranks, case, way == "accumulate"):
+        assert all(equal) and number == (2 if way == "accumulate" else 4)
+
+
+def test_one_tensor_as_two_arguments(device):
+    square = small(device, dtype="bf16", N=32, V=32, D=32)
+    for _ in range(4):
+        loss = parallel_lce.linear_cross_entropy(square.x, square.x, square.target, reduction="none")
+        apart = parallel_lce.linear_cross_entropy(
+            square.x, square.x.detach().clone().requires_grad_(), square.target, reduction="none"
+        )
+        assert torch.equal(loss, apart)
+
+
+def test_hooks_that_save_elsewhere(device):
+    case = Case(**SMALL, reduction="none")
+    with never_replayed():
+        expected = [called(case, device, seed) for seed in range(4)]
+    strided = lambda t: t.t().contiguous().t() if t.dim() == 2 else t.clone()  # noqa: E731
+    hooks = [nullcontext, lambda: torch.autograd.graph.saved_tensors_hooks(strided, lambda t: t)]
+    for seed in (0, 1, 2, 3):
+        for context in hooks:
+            with context():
+                found = called(case, device, seed)
+            assert torch.equal(found[0], expected[seed][0])
+            for a, b in zip(found[1:], expected[seed][1:]):
+                torch.testing.assert_close(a, b)
+
+
+def test_a_second_backward(device):
+    t = small(device, dtype="bf16", N=40, D=32)
+
+    def one():
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none").sum()
+        return [torch.autograd.grad(loss, (t.x, t.weight), retain_graph=True) for _ in range(4)]
+
+    with never_replayed():
+        first, second, *_ = one()
+    for _ in range(4):
+        found = one()
+        assert same(found[0], first) and all(same(later, second) for later in found[1:])
+
+
+def test_other_needs_are_another_run(device):
+    t = small(device, dtype="bf16", N=40, D=32)
+    for _ in range(3):
+        for wanted in ((t.x,), (t.weight,), (t.x, t.weight)):
+            loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none").sum()
+            found = torch.autograd.grad(loss, wanted)
+            assert [g.shape for g in found] == [w.shape for w in wanted]
+
+
+def test_under_autocast(device):
+    """Products of fp32 operands that autocast would round: forward and backward run in it, or only the backward."""
+    t = small(device, dtype="fp64", N=40, D=32)
+    x, weight = (v.detach().float().requires_grad_() for v in (t.x, t.weight))
+    autocast = torch.autocast(device, dtype=torch.bfloat16)
+    with never_replayed():
+        loss = parallel_lce.linear_cross_entropy(x, weight, t.target)
+        expected = [loss.detach(), *torch.autograd.grad(loss, (x, weight))]
+    for _ in range(4):
+        loss = parallel_lce.linear_cross_entropy(x, weight, t.target)
+        with autocast:
+            assert same([loss.detach(), *torch.autograd.grad(loss, (x, weight))], expected)
+    rounded = []
+    for _ in range(4):
+        with autocast:
+            loss = parallel_lce.linear_cross_entropy(x, weight, t.target)
+            rounded.append([loss.detach(), *torch.autograd.grad(loss, (x, weight))])
+        assert same(rounded[-1], rounded[0]) and not same(rounded[-1], expected)
+
+
+def test_replays_on_several_threads(device):
+    if device == "cpu":
+        pytest.skip("Triton's interpreter runs on one thread at a time")
+    case = Case(**SMALL, reduction="none")
+    with never_replayed():
+        expected = [called(case, device, seed) for seed in range(2)]
+    wrong = []
+
+    def many(seed: int) -> None:
+        wrong.extend(n for n in range(8) if not same(called(case, device, seed), expected[seed]))
+
+    threads = [threading.Thread(target=many, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_no_tape_holds_a_tensor(device):
+    case = Case(**SMALL, reduction="none")
+    before = weakref.WeakSet()
+
+    def one():
+        t = make(case, device)
+        x, weight = t.x.requires_grad_(), t.weight.requires_grad_()
+        loss = parallel_lce.linear_cross_entropy(x, weight, t.target, reduction="none")
+        gradients = torch.autograd.grad(loss.sum(), (x, weight))
+        for tensor in (x, weight, t.target, loss, *gradients):
+            before.add(tensor)
+
+    for _ in range(4):
+        one()
+    gc.collect()
+    assert not len(before)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_every_call_alike(device):
+    t = small(device, dtype="bf16", N=40, D=32)
+    seen = []
+    for _ in range(4):
+        parallel_lce.linear_cross_entropy(t.x, t.weight, t.target)
+        with Operations() as mode:
+            parallel_lce.linear_cross_entropy(t.x, t.weight, t.target)
+        seen.append(mode.found)
+    assert seen[0] and all(one == seen[0] for one in seen)
+
+
+def runs(work, *inputs, times=4):
+    """The results of the same run again and again, and the tapes' states."""
+    tapes = replay.Tapes()
+    return [tapes.run("kind", work, inputs) for _ in range(times)], [*tapes._tapes.values()]
+
+
+def test_what_the_host_reads_is_not_replayed(device):
+    x = torch.arange(4.0, device=device)
+
+    def work():
+        count = int(x.sum().item())
+        return x * count
+
+    tapes = replay.Tapes()
+    for value in (1.0, 1.0, 2.0, 3.0):
+        x.fill_(value)
+        assert torch.equal(tapes.run("kind", work, (x,)), x * (4 * value))
+    assert [*tapes._tapes.values()] == [None]
+
+
+def test_a_tensor_from_elsewhere_is_not_replayed(device):
+    x, hidden = torch.ones(4, device=device), torch.ones(4, device=device)
+    results, states = runs(lambda: x + hidden, x)
+    assert states == [None] and all(torch.equal(r, x + hidden) for r in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.float64], ids=str)
+def test_memory_of_another_dtype(dtype, device):
+    x = torch.ones(8, dtype=dtype, device=device)
+
+    def work():
+        memory = torch.empty(1024, dtype=torch.uint8, device=device)
+        part = memory[64 : 64 + 8 * dtype.itemsize].view(dtype)
+        part.copy_(x)
+        return part.view(2, 4) + 1
+
+    results, [tape] = runs(work, x)
+    assert isinstance(tape, replay.Tape)
+    assert all(torch.equal(r, torch.full((2, 4), 2, dtype=dtype, device=device)) for r in results)
+
+
+def test_results_in_place_and_views_of_inputs(device):
+    x = torch.zeros(3, 4, device=device)
+
+    def work():
+        x[1].add_(1)
+        rows = x.t()
+        return [rows, None, (x[1:], 7)], torch.cat([x, x]).sum(0)
+
+    tapes = replay.Tapes()
+    for times in range(1, 5):
+        [rows, nothing, (part, seven)], total = tapes.run("kind", work, (x,))
+        assert nothing is None and seven == 7
+        assert rows.data_ptr() == x.data_ptr() and torch.equal(rows, x.t()) and torch.equal(part, x[1:])
+        assert torch.equal(total, torch.full((4,), 2.0 * times, device=device))
+    assert isinstance([*tapes._tapes.values()][0], replay.Tape)
+
+
+def test_memory_is_released_after_its_last_use(device):
+    x = torch.ones(4, device=device)
+    alive: list[weakref.ref] = []
+
+    def work():
+        first = torch.empty(4, device=device)
+        torch.mul(x, 2, out=first)
+        second = first + 1
+        del first
+        return second + 1
+
+    results, [tape] = runs(work, x)
+    assert all(torch.equal(r, x * 2 + 2) for r in results)
+    one = replay._Operation.run
+
+    def watched(action, memory):
+        alive.append(sum(m is not None for m in memory))
+        one(action, memory)
+
+    with mock.patch.object(replay._Operation, "run", watched):
+        tape.replay((x,))
+    # The input, and at each operation what it reads but no more.
+    assert alive == [2, 2, 2]
+
+
+def test_the_number_of_tapes_is_bounded(device, monkeypatch):
+    monkeypatch.setattr(replay, "_MOST_TAPES", 3)
+    tapes = replay.Tapes()
+    x = torch.ones(4, device=device)
+    for kind in range(10):
+        assert torch.equal(tapes.run(kind, lambda: x + 1, (x,)), x + 1)
+    assert len(tapes._tapes) == 3
+
+
+@pytest.mark.gpu
+def test_a_replay_needs_no_more_memory():
+    case = Case(N=2048, V=8192, D=512, dtype="bf16", reduction="none")
+    t = make(case, "cuda")
+    x, weight = t.x.requires_grad_(), t.weight.requires_grad_()
+
+    def peak() -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = parallel_lce.linear_cross_entropy(x, weight, t.target, reduction="none")
+        torch.autograd.grad(loss.sum(), (x, weight))
+        return torch.cuda.max_memory_allocated() - before
+
+    with never_replayed():
+        expected = [peak() for _ in range(2)][1]
+    with replays() as found:
+        peaks = [peak() for _ in range(4)]
+    assert found and peaks[-1] <= expected

@@ -49,6 +49,10 @@ _FASTER: dict[Callable, Callable] = {
     _aten.addmm.out: torch.addmm,
     _aten.mm.dtype_out: lambda a, b, dtype, *, out: torch.mm(a, b, out_dtype=dtype, out=out),
     _aten.addmm.dtype_out: lambda c, a, b, dtype, *, out: torch.addmm(c, a, b, out_dtype=dtype, out=out),
+    _aten.copy_.default: Tensor.copy_,
+    _aten.fill_.Scalar: Tensor.fill_,
+    _aten.zero_.default: Tensor.zero_,
+    _aten.div.Tensor: Tensor.div,
 }
 
 

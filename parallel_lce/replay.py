@@ -32,6 +32,7 @@ _aten = torch.ops.aten
 # Longer tapes save the host little: the GPU takes longer.
 _MOST_ACTIONS = 256
 _MOST_TAPES = 64
+_RUN_ONCE, _NEVER_REPLAYED = "run once", "never replayed"
 
 _ALLOCATIONS = frozenset(
     (
@@ -421,8 +422,8 @@ class Tapes:
     """The tapes of the calls of one signature."""
 
     def __init__(self) -> None:
-        # By what a run depends on beside the signature. False: seen once. None: it cannot be replayed.
-        self._tapes: dict[Hashable, Tape | bool | None] = {}
+        # By what a run depends on beside the signature.
+        self._tapes: dict[Hashable, Tape | str] = {}
 
     def run(
         self, kind: Hashable, work: Callable[[], _T], inputs: tuple[Tensor | None, ...], group: object = None
@@ -436,16 +437,14 @@ class Tapes:
         if torch._C._len_torch_dispatch_stack():
             return work()  # A mode of the user's wants to see it.
         key = kind, *[None if t is None else (t.data_ptr() & 15, t.stride()) for t in inputs]
-        known = self._tapes.get(key, True)
+        known = self._tapes.get(key)
         if isinstance(known, Tape):
             assert inputs[0] is not None
             with device_without_autocast(inputs[0]):
                 return known.replay((*inputs, group))
-        if known is True:
-            if len(self._tapes) < _MOST_TAPES:
-                self._tapes[key] = False
-            return work()
-        if known is None:
+        if known is None and len(self._tapes) < _MOST_TAPES:
+            self._tapes[key] = _RUN_ONCE
+        if known != _RUN_ONCE:
             return work()
         recorder = _Recorder((*inputs, group))
         with recorder, observed(recorder.launched):
@@ -454,5 +453,5 @@ class Tapes:
                 result = work()
             finally:
                 _thread.recorder = None
-        self._tapes[key] = recorder.tape(result)
+        self._tapes[key] = recorder.tape(result) or _NEVER_REPLAYED
         return result

@@ -140,7 +140,7 @@ def _tensors(random: Random, ranks: int, small: bool, kind: str) -> dict:
         "offset": random.choice((0.0, 0.0, 0.0, 0.0, 100.0, -300.0)),
         "numpy": random.random() < 0.2,
         "debug": random.random() < 0.1,
-        "repeat": random.random() < 0.1,
+        "repeat": random.random() < 0.4,
     }
 
 

@@ -32,6 +32,8 @@ _aten = torch.ops.aten
 # Longer tapes save the host little: the GPU takes longer.
 _MOST_ACTIONS = 256
 _MOST_TAPES = 64
+# Bytes from which on memory is freed after its last use, and not at the end of the replay.
+_LARGE = 1 << 20
 _RUN_ONCE, _NEVER_REPLAYED = "run once", "never replayed"
 
 _ALLOCATIONS = frozenset(
@@ -241,6 +243,7 @@ class _Recorder(TorchDispatchMode):
         self._alive: list = []
         self._number = 0
         self._last_use: dict[int, int] = {}
+        self._large: set[int] = set()
         self.recordable, self._paused = True, False
         for value in inputs:
             if isinstance(value, Tensor):
@@ -274,6 +277,8 @@ class _Recorder(TorchDispatchMode):
         slot = self._slot_of(tensor)
         self._slots[tensor.untyped_storage().data_ptr()] = [slot]
         self._last_use[slot.number] = len(self._actions)
+        if slot.last - slot.first >= _LARGE:
+            self._large.add(slot.number)
         self._number += 1
         return slot.number
 
@@ -392,9 +397,8 @@ class _Recorder(TorchDispatchMode):
         if not self.recordable or len(self._actions) > _MOST_ACTIONS:
             return None
         done: dict[int, list[int]] = {}
-        for slot, action in self._last_use.items():
-            if slot >= self._inputs:
-                done.setdefault(action, []).append(slot)
+        for slot in self._large:
+            done.setdefault(self._last_use[slot], []).append(slot)
         actions: list = []
         for number, action in enumerate(self._actions):
             actions.append(action)

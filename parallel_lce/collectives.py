@@ -18,7 +18,7 @@ from torch import Tensor
 from parallel_lce.memory import some_rows
 from parallel_lce.partials import Columns, accumulation_dtype, bounds_of, packed_size
 from parallel_lce.plan import PIECE_ROWS, Block
-from parallel_lce.replay import noted
+from parallel_lce.recording import noted
 
 # torch 2.13 renamed these two.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import DTYPES, Case, make, part
-from parallel_lce import collectives, prepare, replay
+from parallel_lce import collectives, prepare, tape
 from parallel_lce.backends import backend_of
 from tools import chosen_backend, everywhere, shrunk
 from world import Member
@@ -127,7 +127,7 @@ def around(weight: torch.Tensor, before, after):
         return mock.patch.object(owner, name, call)
 
     blocks = [(backend, name) for name in ("BlockForward", "BlockBackward", "merge_ranks")]
-    replayed = [(replay._Operation, "run"), (replay._Launch, "run")]
+    replayed = [(tape.Operation, "run"), (tape.Launch, "run")]
     with ExitStack() as stack:
         for place in (*COLLECTIVES, *blocks, *replayed):
             stack.enter_context(within(*place))

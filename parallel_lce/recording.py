@@ -1,0 +1,277 @@
+"""Recording a run of the schedule as a tape (:mod:`parallel_lce.tape`).
+
+Allocations and torch's operations are seen as a dispatch mode sees them, launches by their observer, and collectives
+with their waits by :func:`noted`. A run of which anything else is seen, or a tensor that is neither an input nor made
+by the run, cannot be replayed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel_lce.kernels.relaunch import Relaunched, observed
+from parallel_lce.tape import (
+    Address,
+    Allocation,
+    Descriptor,
+    Launch,
+    Object,
+    Operation,
+    Parts,
+    Release,
+    Tape,
+    View,
+    is_place,
+)
+
+_T = TypeVar("_T")
+_aten = torch.ops.aten
+# Longer tapes save the host little: the GPU takes longer.
+_MOST_ACTIONS = 256
+# Bytes from which on memory is freed after its last use, and not at the end of the replay.
+_LARGE = 1 << 20
+_ALLOCATIONS = frozenset(
+    (
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.empty_strided.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    )
+)
+
+_thread = threading.local()
+
+
+def noted(function: Callable[..., _T], *args, **kwargs) -> _T:
+    """``function(*args, **kwargs)``. A tape that is being recorded notes the call as one, whatever is done in it."""
+    recorder = getattr(_thread, "recorder", None)
+    return function(*args, **kwargs) if recorder is None else recorder.called(function, args, kwargs)
+
+
+@contextmanager
+def recording(inputs: Iterable) -> Iterator[Recorder]:
+    """Record what this thread asks of the device."""
+    recorder = Recorder(inputs)
+    with recorder, observed(recorder.launched):
+        _thread.recorder = recorder
+        try:
+            yield recorder
+        finally:
+            _thread.recorder = None
+
+
+class _Unknown(Exception):
+    """A tensor that is neither an input nor made by the run."""
+
+
+class _Slot(NamedTuple):
+    number: int
+    first: int  # address
+    last: int  # address after the last element
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    contiguous: bool
+    dtype: torch.dtype
+    storage: StorageWeakRef
+
+
+def _bounds(tensor: Tensor) -> tuple[int, int]:
+    """The address of the tensor's first element, and the one after its last."""
+    first = tensor.data_ptr()
+    elements = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())]) + 1
+    return first, first + elements * tensor.element_size()
+
+
+class Recorder(TorchDispatchMode):
+    """Notes what is asked of the device while it is entered."""
+
+    def __init__(self, inputs: Iterable) -> None:
+        super().__init__()
+        self._actions: list = []
+        # The tensors by the addresses of their storages. Inputs may share one; what is allocated replaces what had
+        # the storage's address before.
+        self._slots: dict[int, list[_Slot]] = {}
+        # Other objects by their ids, each with its slot and the slots that are used as long as it is.
+        self._objects: dict[int, tuple[int, list[int]]] = {}
+        self._alive: list = []
+        self._number = 0
+        self._last_use: dict[int, int] = {}
+        self._large: set[int] = set()
+        self.recordable, self._paused = True, False
+        for value in inputs:
+            if isinstance(value, Tensor):
+                self._slots.setdefault(value.untyped_storage().data_ptr(), []).append(self._slot_of(value))
+                self._number += 1
+            else:
+                self._new_object(value, [])
+        self._inputs = self._number
+
+    def _new_object(self, value, used: list[int]) -> int:
+        if value is not None:
+            self._objects[id(value)] = self._number, used
+            self._alive.append(value)
+        self._number += 1
+        return self._number - 1
+
+    def _slot_of(self, tensor: Tensor) -> _Slot:
+        return _Slot(
+            self._number,
+            *_bounds(tensor),
+            tuple(tensor.shape),
+            tensor.stride(),
+            tensor.is_contiguous(),
+            tensor.dtype,
+            StorageWeakRef(tensor.untyped_storage()),
+        )
+
+    def _new_slot(self, tensor: Tensor) -> int:
+        if tensor.numel() == 0:
+            raise _Unknown
+        slot = self._slot_of(tensor)
+        self._slots[tensor.untyped_storage().data_ptr()] = [slot]
+        self._last_use[slot.number] = len(self._actions)
+        if slot.last - slot.first >= _LARGE:
+            self._large.add(slot.number)
+        self._number += 1
+        return slot.number
+
+    def _find(self, tensor: Tensor) -> tuple[_Slot, int]:
+        """The slot in which a tensor lies, and its offset in bytes."""
+        first, last = _bounds(tensor)
+        slots = self._slots.get(tensor.untyped_storage().data_ptr(), ())
+        found = [s for s in slots if s.first <= first and last <= s.last and not s.storage.expired()]
+        if len(found) != 1 or tensor.numel() == 0:
+            raise _Unknown
+        self._last_use[found[0].number] = len(self._actions)
+        return found[0], first - found[0].first
+
+    def _view(self, tensor: Tensor) -> View:
+        slot, offset = self._find(tensor)
+        size, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
+        if dtype == slot.dtype:
+            whole = offset == 0 and (size, stride) == (slot.size, slot.stride)
+            return View(slot.number, offset // dtype.itemsize, None, None if whole else size, stride)
+        # All of the memory is first viewed in the other dtype.
+        row_bytes = slot.size[-1] * slot.dtype.itemsize if slot.contiguous and slot.size else 0
+        if dtype.itemsize != slot.dtype.itemsize and (row_bytes == 0 or row_bytes % dtype.itemsize):
+            raise _Unknown
+        return View(slot.number, offset // dtype.itemsize, dtype, size, stride)
+
+    def _address(self, tensor: Tensor) -> Address:
+        slot, offset = self._find(tensor)
+        return Address(slot.number, offset)
+
+    def template(self, value, of_tensor: Callable[[Tensor], Any]):
+        """``value`` with places instead of tensors."""
+        if isinstance(value, Tensor):
+            return of_tensor(value)
+        if id(value) in self._objects:
+            slot, used = self._objects[id(value)]
+            self._last_use |= dict.fromkeys((slot, *used), len(self._actions))
+            return Object(slot)
+        if hasattr(type(value), "from_tensor"):
+            fields = dict(vars(value))
+            return Descriptor(type(value), fields, self._view(fields.pop("base")))
+        if isinstance(value, (tuple, list)):
+            parts = [self.template(part, of_tensor) for part in value]
+            places = [(number, part) for number, part in enumerate(parts) if is_place(part)]
+            if places:
+                return Parts(getattr(value, "_make", type(value)), parts, places)
+        return value
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self._paused:
+            return result
+        try:
+            self._note(func, args, kwargs, result)
+        except _Unknown:
+            self.recordable = False
+        return result
+
+    def _note(self, function, args: tuple, kwargs: dict[str, Any], result) -> None:
+        if function in _ALLOCATIONS:
+            self._actions.append(Allocation(self._new_slot(result), result))
+            return
+        given = {t.untyped_storage().data_ptr() for t in _tensors((args, tuple(kwargs.values())))}
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        # Numbers that the device computes could decide what comes next.
+        if not all(isinstance(r, Tensor) for r in results):
+            raise _Unknown
+        new = {i: r for i, r in enumerate(results) if r.untyped_storage().data_ptr() not in given}
+        if not new and not function._schema.is_mutable:
+            return  # a view
+        templates = self.template(tuple(args), self._view), {k: self.template(v, self._view) for k, v in kwargs.items()}
+        slots = {i: self._new_slot(r) for i, r in new.items()}
+        self._actions.append(Operation(function, *templates, slots))
+
+    def launched(self, kernel: Relaunched, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
+        """Launch it, and note that."""
+        compiled = self._unnoted(kernel.launch, (grid, *arguments), constants)
+        try:
+            if compiled is None:  # Triton's interpreter
+                self._note_call(kernel.launch, (grid, *arguments), constants, None)
+            else:
+                self._actions.append(Launch(compiled, grid, self.template(arguments, self._address)))
+        except _Unknown:
+            self.recordable = False
+
+    def called(self, function: Callable, args: tuple, kwargs: dict[str, Any]):
+        """Call it, and note that. Its result, if any, is no tensor."""
+        result = self._unnoted(function, args, kwargs)
+        try:
+            self._note_call(function, args, kwargs, result)
+        except _Unknown:
+            self.recordable = False
+        return result
+
+    def _unnoted(self, function: Callable, args: tuple, kwargs: dict[str, Any]):
+        self._paused = True
+        with observed(None):
+            result = function(*args, **kwargs)
+        self._paused = False
+        return result
+
+    def _note_call(self, function: Callable, args: tuple, kwargs: dict[str, Any], result) -> None:
+        now = len(self._actions)
+        templates = self.template(args, self._view), {k: self.template(v, self._view) for k, v in kwargs.items()}
+        # Memory that a collective reads or writes is kept until it has been waited for.
+        used = [slot for slot, action in self._last_use.items() if action == now]
+        slots = {} if result is None else {0: self._new_object(result, used)}
+        self._actions.append(Operation(function, *templates, slots))
+
+    def tape(self, result) -> Tape | None:
+        """None if the run cannot be replayed. ``result``: what it returned."""
+        try:
+            template = self.template(result, self._view)
+        except _Unknown:
+            return None
+        if not self.recordable or len(self._actions) > _MOST_ACTIONS:
+            return None
+        done: dict[int, list[int]] = {}
+        for slot in self._large:
+            done.setdefault(self._last_use[slot], []).append(slot)
+        actions: list = []
+        for number, action in enumerate(self._actions):
+            actions.append(action)
+            if number in done:
+                actions.append(Release(done[number]))
+        return Tape(self._number, actions, template)
+
+
+def _tensors(value) -> Iterable[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)

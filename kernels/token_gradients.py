@@ -293,13 +293,14 @@ def token_gradients(
         keeps_rows = not (rewrite or softmax_shift is None or softcap is not None or coefficients.gamma is not None)
     target = target if coefficients.beta is not None else None
     dx_factor = residual = unshared = dw_factor = None
-    # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
-    vectors = alpha.new_empty(4, -(-rows // 4) * 4).unbind()
-    if keeps_rows:
-        dx_factor = vectors[0][:rows]
-    if target is not None:
-        residual, unshared = vectors[1][:rows], vectors[2].view(torch.uint8)[:rows]
-        dw_factor = vectors[3][:rows] if keeps_rows else None
+    if keeps_rows or target is not None:
+        # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
+        vectors = list(alpha.new_empty(2 * keeps_rows + 2 * (target is not None), -(-rows // 4) * 4).unbind())
+        if keeps_rows:
+            dx_factor = vectors.pop()[:rows]
+        if target is not None:
+            residual, unshared = vectors.pop()[:rows], vectors.pop().view(torch.uint8)[:rows]
+            dw_factor = vectors.pop()[:rows] if keeps_rows else None
     found = TokenGradients(residual, unshared, dx_factor, dw_factor)
     lce_backward_token_gradients.launch(
         (-(-rows // _TOKENS),),

@@ -98,7 +98,7 @@ class _Fused(torch.autograd.Function):
             coefficients = head.coefficients(partial, residuals, upstream)
             return backward(call, hidden, weight, bias, partial, saved, coefficients, needs, consumed)
 
-        kind = "backward", *ctx.needs_input_grad[:3], consumed
+        kind = "backward", needs, consumed
         added_to = None if main_grad is None else main_grad.tensor
         dx, dweight, dbias = run(call.tapes, kind, work, (*saved_tensors, *upstream, added_to), call.layout.group)
         if main_grad is not None and needs.weight:

@@ -123,7 +123,7 @@ class _Known(NamedTuple):
 
 
 KNOWN: dict[tuple, _Known] = {}
-"""By signature. Cleared by whoever changes a constant that a plan depends on."""
+"""By signature. Cleared by whoever changes what a plan or a run depends on: a constant, or a function that it calls."""
 
 _MOST_KNOWN = 1024
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel_lce.kernels.relaunch import Relaunched, observed
+from parallel_lce.kernels.relaunch import Compiled, Relaunched, observed
 from parallel_lce.tape import (
     Address,
     Allocation,
@@ -75,8 +75,8 @@ class _Unknown(Exception):
 
 class _Slot(NamedTuple):
     number: int
-    first: int  # address
-    last: int  # address after the last element
+    start: int  # address of the first element
+    stop: int  # address after the last element
     size: tuple[int, ...]
     stride: tuple[int, ...]
     contiguous: bool
@@ -86,9 +86,9 @@ class _Slot(NamedTuple):
 
 def _bounds(tensor: Tensor) -> tuple[int, int]:
     """The address of the tensor's first element, and the one after its last."""
-    first = tensor.data_ptr()
+    start = tensor.data_ptr()
     elements = sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())]) + 1
-    return first, first + elements * tensor.element_size()
+    return start, start + elements * tensor.element_size()
 
 
 class Recorder(TorchDispatchMode):
@@ -100,13 +100,13 @@ class Recorder(TorchDispatchMode):
         # The tensors by the addresses of their storages. Inputs may share one; what is allocated replaces what had
         # the storage's address before.
         self._slots: dict[int, list[_Slot]] = {}
-        # Other objects by their ids, each with its slot and the slots that are used as long as it is.
-        self._objects: dict[int, tuple[int, list[int]]] = {}
-        self._alive: list = []
+        # Other objects by their ids: the object, its slot, and the slots that must live until the object was used.
+        self._objects: dict[int, tuple[Any, int, list[int]]] = {}
         self._number = 0
         self._last_use: dict[int, int] = {}
+        # Slots that are freed after their last use.
         self._large: set[int] = set()
-        self.recordable, self._paused = True, False
+        self._recordable, self._paused = True, False
         for value in inputs:
             if isinstance(value, Tensor):
                 self._slots.setdefault(value.untyped_storage().data_ptr(), []).append(self._slot_of(value))
@@ -115,10 +115,14 @@ class Recorder(TorchDispatchMode):
                 self._new_object(value, [])
         self._inputs = self._number
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: TorchDispatchMode would import torch._dynamo, which takes a second and keeps tensors alive."""
+        return False
+
     def _new_object(self, value, used: list[int]) -> int:
         if value is not None:
-            self._objects[id(value)] = self._number, used
-            self._alive.append(value)
+            self._objects[id(value)] = value, self._number, used
         self._number += 1
         return self._number - 1
 
@@ -139,20 +143,20 @@ class Recorder(TorchDispatchMode):
         slot = self._slot_of(tensor)
         self._slots[tensor.untyped_storage().data_ptr()] = [slot]
         self._last_use[slot.number] = len(self._actions)
-        if slot.last - slot.first >= _LARGE:
+        if slot.stop - slot.start >= _LARGE:
             self._large.add(slot.number)
         self._number += 1
         return slot.number
 
     def _find(self, tensor: Tensor) -> tuple[_Slot, int]:
         """The slot in which a tensor lies, and its offset in bytes."""
-        first, last = _bounds(tensor)
+        start, stop = _bounds(tensor)
         slots = self._slots.get(tensor.untyped_storage().data_ptr(), ())
-        found = [s for s in slots if s.first <= first and last <= s.last and not s.storage.expired()]
+        found = [s for s in slots if s.start <= start and stop <= s.stop and not s.storage.expired()]
         if len(found) != 1 or tensor.numel() == 0:
             raise _Unknown
         self._last_use[found[0].number] = len(self._actions)
-        return found[0], first - found[0].first
+        return found[0], start - found[0].start
 
     def _view(self, tensor: Tensor) -> View:
         slot, offset = self._find(tensor)
@@ -175,8 +179,12 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, Tensor):
             return of_tensor(value)
         if id(value) in self._objects:
-            slot, used = self._objects[id(value)]
+            _, slot, used = self._objects[id(value)]
             self._last_use |= dict.fromkeys((slot, *used), len(self._actions))
+            if slot >= self._inputs:
+                # What a collective returns is waited for once. It may own the collective's output.
+                del self._objects[id(value)]
+                self._large.add(slot)
             return Object(slot)
         if hasattr(type(value), "from_tensor"):
             fields = dict(vars(value))
@@ -191,13 +199,21 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._paused:
-            return result
-        try:
-            self._note(func, args, kwargs, result)
-        except _Unknown:
-            self.recordable = False
+        if not self._paused:
+            self._attempt(self._note, func, args, kwargs, result)
         return result
+
+    def _attempt(self, note: Callable[..., None], *what) -> None:
+        """Note something, unless the run cannot be replayed anyway."""
+        if self._recordable:
+            try:
+                note(*what)
+                self._recordable = len(self._actions) <= _MOST_ACTIONS
+            except _Unknown:
+                self._recordable = False
+        if not self._recordable:
+            self._actions.clear()
+            self._objects.clear()
 
     def _note(self, function, args: tuple, kwargs: dict[str, Any], result) -> None:
         if function in _ALLOCATIONS:
@@ -218,29 +234,30 @@ class Recorder(TorchDispatchMode):
     def launched(self, kernel: Relaunched, grid: tuple[int, ...], arguments: tuple, constants: dict[str, Any]) -> None:
         """Launch it, and note that."""
         compiled = self._unnoted(kernel.launch, (grid, *arguments), constants)
-        try:
-            if compiled is None:  # Triton's interpreter
-                self._note_call(kernel.launch, (grid, *arguments), constants, None)
-            else:
-                self._actions.append(Launch(compiled, grid, self.template(arguments, self._address)))
-        except _Unknown:
-            self.recordable = False
+        if compiled is None:  # Triton's interpreter
+            self._attempt(self._note_call, kernel.launch, (grid, *arguments), constants, None)
+        else:
+            self._attempt(self._note_launch, compiled, grid, arguments)
 
     def called(self, function: Callable, args: tuple, kwargs: dict[str, Any]):
         """Call it, and note that. Its result, if any, is no tensor."""
         result = self._unnoted(function, args, kwargs)
-        try:
-            self._note_call(function, args, kwargs, result)
-        except _Unknown:
-            self.recordable = False
+        self._attempt(self._note_call, function, args, kwargs, result)
         return result
 
     def _unnoted(self, function: Callable, args: tuple, kwargs: dict[str, Any]):
         self._paused = True
-        with observed(None):
-            result = function(*args, **kwargs)
-        self._paused = False
-        return result
+        try:
+            with observed(None):
+                return function(*args, **kwargs)
+        except BaseException:
+            self._recordable = False
+            raise
+        finally:
+            self._paused = False
+
+    def _note_launch(self, compiled: Compiled, grid: tuple[int, ...], arguments: tuple) -> None:
+        self._actions.append(Launch(compiled, grid, self.template(arguments, self._address)))
 
     def _note_call(self, function: Callable, args: tuple, kwargs: dict[str, Any], result) -> None:
         now = len(self._actions)
@@ -252,11 +269,11 @@ class Recorder(TorchDispatchMode):
 
     def tape(self, result) -> Tape | None:
         """None if the run cannot be replayed. ``result``: what it returned."""
+        if not self._recordable:
+            return None
         try:
             template = self.template(result, self._view)
         except _Unknown:
-            return None
-        if not self.recordable or len(self._actions) > _MOST_ACTIONS:
             return None
         done: dict[int, list[int]] = {}
         for slot in self._large:

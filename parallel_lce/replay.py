@@ -2,11 +2,12 @@
 
 For a small problem the GPU is done before Python has found out what to launch next. The second run of a forward or
 backward is recorded as a tape (:mod:`parallel_lce.recording`). Later runs repeat that with their own tensors. They
-allocate and free the same memory, and start the same launches and collectives, in the same order.
+allocate the same memory, and start the same launches and collectives, in the same order.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
@@ -19,6 +20,8 @@ from parallel_lce.tape import Tape
 
 _T = TypeVar("_T")
 _MOST_TAPES = 64
+# A dispatch mode sets flags of the process: of two that end in another order than they began, one would stay set.
+_recording = threading.Lock()
 _RUN_ONCE, _NEVER_REPLAYED = "run once", "never replayed"
 
 
@@ -45,8 +48,8 @@ class Tapes:
         shapes, dtypes and device, and all else that it depends on, but for strides and alignment. Its collectives run
         on ``group``. The first run of a kind is only noted, the second one recorded.
         """
-        if torch._C._len_torch_dispatch_stack():
-            return work()  # A mode of the user's wants to see it.
+        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+            return work()  # A mode of the user's sees it, and may change it.
         key = kind, *[None if t is None else (t.data_ptr() & 15, t.stride()) for t in inputs]
         known = self._tapes.get(key)
         if isinstance(known, Tape):
@@ -57,7 +60,12 @@ class Tapes:
             self._tapes[key] = _RUN_ONCE
         if known != _RUN_ONCE:
             return work()
-        with recording((*inputs, group)) as recorder:
-            result = work()
+        if not _recording.acquire(blocking=False):
+            return work()
+        try:
+            with recording((*inputs, group)) as recorder:
+                result = work()
+        finally:
+            _recording.release()
         self._tapes[key] = recorder.tape(result) or _NEVER_REPLAYED
         return result

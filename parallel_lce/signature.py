@@ -1,7 +1,8 @@
-"""The signature of a call: all that its checks and its plan depend on, but for the ranks of its group.
+"""The signature of a call: all that its checks, its plan and its run depend on, but for the ranks of its group, the
+strides and alignment of its tensors, and their values.
 
-Calls of one signature are checked and planned once (:mod:`parallel_lce.prepare`). Both take the host longer than a
-small problem takes the GPU.
+Calls of one signature are checked and planned once (:mod:`parallel_lce.prepare`), and run alike
+(:mod:`parallel_lce.replay`). Both take the host longer than a small problem takes the GPU.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def is_place(template) -> bool:
 
 
 def filled(template, memory: list):
-    return template.within(memory) if type(template) in _PLACES else template
+    return template.within(memory) if is_place(template) else template
 
 
 class Allocation:
@@ -158,11 +158,11 @@ class Tape:
     """A recorded run: ``size`` tensors and other objects in all, the inputs first, and the template of its result."""
 
     def __init__(self, size: int, actions: list, result) -> None:
-        self._allocated, self._actions, self._result = size, actions, result
+        self._size, self._actions, self._result = size, actions, result
 
     def replay(self, inputs: Iterable):
         memory = [*inputs]
-        memory += [None] * (self._allocated - len(memory))
+        memory += [None] * (self._size - len(memory))
         for action in self._actions:
             action.run(memory)
         return filled(self._result, memory)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import weakref
 from contextlib import contextmanager, nullcontext
@@ -10,11 +13,13 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
 from cases import Case, Tensors, loss_options, make, ours
-from parallel_lce import prepare, recording, replay, tape
+from parallel_lce import collectives, prepare, recording, replay, tape
 from tools import chosen_backend, shrunk, small, statistics
 from world import Member
 
@@ -204,6 +209,35 @@ def test_over_ranks(way, sequence_parallel, worlds, device):
         assert all(equal) and number == (2 if way == "accumulate" else 4)
 
 
+def _most_gathered_at_once(member: Member) -> list[int]:
+    """Of each of four calls, how many gathers' results were alive at once."""
+    case = Case(960, 401, 16, "bf16", ranks=2, sequence_parallel=True, reduction="mean", budget=0)
+    gather, most = collectives.all_gather, []
+
+    def watched(result, *arguments, **options):
+        results.append(StorageWeakRef(result.untyped_storage()))
+        most[-1] = max(most[-1], sum(not r.expired() for r in results))
+        return gather(result, *arguments, **options)
+
+    with (
+        chosen_backend("triton"),
+        shrunk(block_bytes=8 * 16384),
+        mock.patch.object(collectives, "all_gather", watched),
+        mock.patch.object(recording, "_LARGE", 1),
+    ):
+        for _ in range(4):
+            results: list[StorageWeakRef] = []
+            most.append(0)
+            ours(member, case)
+    return most
+
+
+def test_what_a_collective_gathered_is_freed_once_it_was_used(worlds, device):
+    for first, *later in worlds(2).run(_most_gathered_at_once):
+        assert 1 < first < 8
+        assert later == [first] * 3
+
+
 def test_one_tensor_as_two_arguments(device):
     square = small(device, dtype="bf16", N=32, V=32, D=32)
     for _ in range(4):
@@ -328,6 +362,74 @@ def test_a_dispatch_mode_sees_every_call_alike(device):
             parallel_lce.linear_cross_entropy(t.x, t.weight, t.target)
         seen.append(mode.found)
     assert seen[0] and all(one == seen[0] for one in seen)
+
+
+class Functions(TorchFunctionMode):
+    """Doubles what torch.add gives."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.add else result
+
+
+def test_what_a_function_mode_changes_is_not_replayed(device):
+    x = torch.ones(4, device=device)
+    tapes = replay.Tapes()
+    for _ in range(4):
+        with Functions():
+            assert torch.equal(tapes.run("kind", lambda: torch.add(x, 1), (x,)), x * 4)
+        assert torch.equal(tapes.run("kind", lambda: torch.add(x, 1), (x,)), x * 2)
+
+
+def test_one_thread_records_at_a_time(device):
+    x = torch.ones(4, device=device)
+    tapes = replay.Tapes()
+    with replay._recording:
+        for _ in range(3):
+            assert torch.equal(tapes.run("kind", lambda: x + 1, (x,)), x + 1)
+    assert [*tapes._tapes.values()] == [replay._RUN_ONCE]
+    tapes.run("kind", lambda: x + 1, (x,))
+    assert isinstance([*tapes._tapes.values()][0], tape.Tape)
+
+
+def test_an_exception_ends_a_recording(device):
+    x = torch.ones(4, device=device)
+    fails = [False, True, False, False, False]
+
+    def work():
+        if fails.pop(0):
+            recording.noted(lambda: 1 // 0)
+        return x + 1
+
+    def fall_through():
+        try:
+            recording.noted(lambda: 1 // 0)
+        except ZeroDivisionError:
+            return x + 2
+
+    tapes = replay.Tapes()
+    for failing in tuple(fails):
+        with pytest.raises(ZeroDivisionError) if failing else nullcontext():
+            assert torch.equal(tapes.run("kind", work, (x,)), x + 1)
+    assert not replay._recording.locked()
+    results, states = runs(fall_through, x)
+    assert states == [replay._NEVER_REPLAYED] and all(torch.equal(r, x + 2) for r in results)
+
+
+NO_DYNAMO = """
+import sys, torch, parallel_lce
+x, w = torch.ones(4, 16, dtype=torch.bfloat16, requires_grad=True), torch.ones(32, 16, dtype=torch.bfloat16)
+for _ in range(4):
+    parallel_lce.linear_cross_entropy(x, w, torch.arange(4)).backward()
+assert "torch._dynamo" not in sys.modules
+"""
+
+
+def test_torch_dynamo_is_not_imported():
+    if torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is tested")
+    environment = {**os.environ, "PARALLEL_LCE_BACKEND": "triton", "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", NO_DYNAMO], env=environment, check=True)
 
 
 def runs(work, *inputs, times=4):

@@ -544,3 +544,34 @@ def test_a_replay_needs_no_more_memory():
     with replays() as found:
         peaks = [peak() for _ in range(4)]
     assert found and peaks[-1] <= expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+def test_captured_in_a_cuda_graph(before):
+    """After one call the captured one is recorded, after two and more it is a replay."""
+    case = Case(N=256, V=4096, D=128, dtype="bf16", reduction="none")
+    t = make(case, "cuda")
+    x, weight = t.x.requires_grad_(), t.weight.requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        loss = parallel_lce.linear_cross_entropy(x, weight, t.target, reduction="none")
+        return [loss.detach(), *torch.autograd.grad(loss, (x, weight), t.upstream)]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(before):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for seed in (1, 2):
+        other = make(Case(**{**vars(case), "seed": seed}), "cuda")
+        with torch.no_grad():
+            for mine, new in ((x, other.x), (weight, other.weight), (t.target, other.target)):
+                mine.copy_(new)
+        graph.replay()
+        for a, b in zip(captured, step(), strict=True):
+            torch.testing.assert_close(a, b)

@@ -20,7 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallel_lce
 from cases import Case, Tensors, loss_options, make, ours
 from parallel_lce import collectives, prepare, recording, replay, tape
-from tools import chosen_backend, shrunk, small, statistics
+from parallel_lce.arguments import LossOptions
+from parallel_lce.fused_loss import fused_loss
+from parallel_lce.grad_buffers import MainGrad
+from tools import arguments_of, chosen_backend, shrunk, small, statistics
 from world import Member
 
 pytestmark = pytest.mark.usefixtures("kernels", "triton")
@@ -324,6 +327,25 @@ def test_replays_on_several_threads(device):
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+def test_dw_is_added_to_the_main_grad_of_the_call(device):
+    """Each call has another one, and says once that it has been added to."""
+    t = small(device, dtype="bf16", N=40, D=32)
+
+    def one() -> list[torch.Tensor]:
+        added, buffer = [], torch.full(t.weight.shape, 0.5, device=device)
+        main_grad = MainGrad(buffer, lambda: added.append(True))
+        losses = fused_loss(arguments_of(t.x, t.weight, t.target), LossOptions(), main_grad=main_grad)
+        dx, dweight = torch.autograd.grad(losses.sum(), (t.x, t.weight), allow_unused=True)
+        assert added == [True] and dweight is None
+        return [losses.detach(), dx, buffer]
+
+    with never_replayed():
+        expected = one()
+    with replays() as found:
+        assert all(same(one(), expected) for _ in range(5))
+    assert len(found) == 6
 
 
 def test_no_tape_holds_a_tensor(device):

@@ -23,7 +23,6 @@ from parallel_lce.backends.interface import Saved
 from parallel_lce.backends.loss import mean_loss
 from parallel_lce.losses import ReducedLoss, WeightedLoss
 from parallel_lce.memory import in_memory
-from parallel_lce.replay import run
 from parallel_lce.schedule import Call, Gradients, Inputs, Needs, accumulate, backward, forward
 from parallel_lce.statistics import StatisticsHead
 
@@ -98,9 +97,9 @@ class _Fused(torch.autograd.Function):
             coefficients = head.coefficients(partial, residuals, upstream)
             return backward(call, hidden, weight, bias, partial, saved, coefficients, needs, consumed)
 
-        kind = "backward", needs, consumed
         added_to = None if main_grad is None else main_grad.tensor
-        dx, dweight, dbias = run(call.tapes, kind, work, (*saved_tensors, *upstream, added_to), call.layout.group)
+        kind = "backward", needs, consumed
+        dx, dweight, dbias = call.run(kind, work, *saved_tensors, *upstream, added_to)
         if main_grad is not None and needs.weight:
             dweight = main_grad.placeholder()
         return dx, dweight, dbias, None, None
@@ -125,7 +124,7 @@ def _forward(call: Call, inputs: Inputs, head: Head, save: bool) -> tuple[list, 
         outputs, residuals = head.outputs(call.backend, partial, vocab_size)
         return outputs, residuals, partial, saved
 
-    return run(call.tapes, ("forward", save), work, (*inputs, call.target, head.weights), call.layout.group)
+    return call.run(("forward", save), work, *inputs, call.target, head.weights)
 
 
 def token_losses(call: Call, inputs: Inputs, loss: WeightedLoss, differentiable: bool) -> Tensor:
@@ -188,9 +187,7 @@ def _accumulate(
         done = accumulate(call, *inputs, loss, divisor, needs)
         return done.loss, *done.gradients
 
-    return run(
-        call.tapes, ("accumulate", needs), work, (*inputs, call.target, loss.token_weight, divisor), call.layout.group
-    )
+    return call.run(("accumulate", needs), work, *inputs, call.target, loss.token_weight, divisor)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -196,6 +196,10 @@ class Recorder(TorchDispatchMode):
                 return Parts(getattr(value, "_make", type(value)), parts, places)
         return value
 
+    def _templates(self, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Of a call's arguments."""
+        return self.template(args, self._view), {name: self.template(v, self._view) for name, v in kwargs.items()}
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
@@ -227,7 +231,7 @@ class Recorder(TorchDispatchMode):
         new = {i: r for i, r in enumerate(results) if r.untyped_storage().data_ptr() not in given}
         if not new and not function._schema.is_mutable:
             return  # a view
-        templates = self.template(tuple(args), self._view), {k: self.template(v, self._view) for k, v in kwargs.items()}
+        templates = self._templates(args, kwargs)
         slots = {i: self._new_slot(r) for i, r in new.items()}
         self._actions.append(Operation(function, *templates, slots))
 
@@ -261,7 +265,7 @@ class Recorder(TorchDispatchMode):
 
     def _note_call(self, function: Callable, args: tuple, kwargs: dict[str, Any], result) -> None:
         now = len(self._actions)
-        templates = self.template(args, self._view), {k: self.template(v, self._view) for k, v in kwargs.items()}
+        templates = self._templates(args, kwargs)
         # Memory that a collective reads or writes is kept until it has been waited for.
         used = [slot for slot, action in self._last_use.items() if action == now]
         slots = {} if result is None else {0: self._new_object(result, used)}

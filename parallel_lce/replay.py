@@ -25,13 +25,6 @@ _recording = threading.Lock()
 _RUN_ONCE, _NEVER_REPLAYED = "run once", "never replayed"
 
 
-def run(
-    tapes: Tapes | None, kind: Hashable, work: Callable[[], _T], inputs: tuple[Tensor | None, ...], group: object = None
-) -> _T:
-    """``work()``, or what :meth:`Tapes.run` makes of it."""
-    return work() if tapes is None else tapes.run(kind, work, inputs, group)
-
-
 class Tapes:
     """The tapes of the calls of one signature."""
 

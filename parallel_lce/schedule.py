@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from parallel_lce.memory import device_without_autocast
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Block, Plan
 from parallel_lce.replay import Tapes
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,10 @@ class Call:
     reduce_dtype: torch.dtype | None = None
     # Of calls of the same signature, where their runs can be replayed.
     tapes: Tapes | None = None
+
+    def run(self, kind: Hashable, work: Callable[[], _T], *inputs: Tensor | None) -> _T:
+        """``work()``, or its replay (:meth:`parallel_lce.replay.Tapes.run`)."""
+        return work() if self.tapes is None else self.tapes.run(kind, work, inputs, self.layout.group)
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard

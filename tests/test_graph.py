@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -31,8 +32,16 @@ BACKENDS = [("torch", "fp32"), ("torch", "bf16"), ("triton", "bf16"), ("triton",
 pytestmark = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 
 
+@pytest.fixture
+def small_blocks():
+    """Around all calls of a test: what is known of a call, its replays too, is forgotten where this begins."""
+    with shrunk(BLOCK):
+        yield
+
+
 def every_step(test):
     """Each strategy in each backend and dtype, on one GPU."""
+    test = pytest.mark.usefixtures("small_blocks")(test)
     test = pytest.mark.parametrize(("backend", "dtype"), BACKENDS)(test)
     return pytest.mark.parametrize("name", STRATEGIES)(test)
 
@@ -64,9 +73,8 @@ class Step:
 
     def __call__(self) -> list[torch.Tensor]:
         leaves = [leaf for leaf in (self.x, self.weight) if leaf.requires_grad]
-        with shrunk(BLOCK):
-            loss = self._loss(self.x, self.weight, self.target)
-            gradients = torch.autograd.grad(loss, leaves, torch.ones_like(loss))
+        loss = self._loss(self.x, self.weight, self.target)
+        gradients = torch.autograd.grad(loss, leaves, torch.ones_like(loss))
         return [loss.detach(), *gradients]
 
     def load(self, seed: int) -> None:
@@ -166,7 +174,8 @@ STEPS_OVER_RANKS = [
 
 
 class RankStep:
-    """Forward and backward of one rank, equal shards, on tensors that stay where they are."""
+    """Forward and backward of one rank, equal shards, on tensors that stay where they are. ``small_blocks``
+    belongs around all of its calls."""
 
     def __init__(
         self, member: Member, name: str, sequence_parallel: bool, dtype: str, N: int = N, V: int = V, D: int = D
@@ -179,7 +188,8 @@ class RankStep:
         alive = 1 if options.get("reduction") == "none" else 2
         self._parts = member.ranks if sequence_parallel else 1
         rows = -(-N // (self.blocks * self._parts)) * self._parts
-        self._block_bytes = alive * rows * (logits // N)
+        block_bytes = alive * rows * (logits // N)
+        self.small_blocks = functools.partial(shrunk, block_bytes)
         self._options = options | dict(
             process_group=member.group, sequence_parallel=sequence_parallel, logits_budget=budget
         )
@@ -198,26 +208,25 @@ class RankStep:
             mine.copy_(other)
 
     def forward(self) -> torch.Tensor:
-        with shrunk(self._block_bytes):
-            return parallel_lce.linear_cross_entropy(self.x, self.weight, self.target, **self._options)
+        return parallel_lce.linear_cross_entropy(self.x, self.weight, self.target, **self._options)
 
     def __call__(self) -> list[torch.Tensor]:
         loss = self.forward()
-        with shrunk(self._block_bytes):
-            return [loss.detach(), *torch.autograd.grad(loss, self.leaves, torch.ones_like(loss))]
+        return [loss.detach(), *torch.autograd.grad(loss, self.leaves, torch.ones_like(loss))]
 
     def warm_up(self) -> None:
         """On a stream aside; and the step must be what it is called."""
         handed = []
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        with watched_backwards(backend_of(self.weight), lambda given: handed.append(len(given["saved"]) > 0)):
-            with torch.cuda.stream(stream), recorded(self._member.group) as events:
+        watch = watched_backwards(backend_of(self.weight), lambda given: handed.append(len(given["saved"]) > 0))
+        with torch.cuda.stream(stream):
+            with watch, recorded(self._member.group) as events:
                 self()
-                assert set(handed) == self.saved and (len(handed) > 1) == (self.blocks > 1), handed
-                assert sum(e[0] in ("all_reduce", "reduce_scatter") for e in events) == len(handed)
-                for _ in range(2):
-                    self()
+            assert set(handed) == self.saved and (len(handed) > 1) == (self.blocks > 1), handed
+            assert sum(e[0] in ("all_reduce", "reduce_scatter") for e in events) == len(handed)
+            for _ in range(2):
+                self()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
 
@@ -234,7 +243,9 @@ def never_waiting():
 
 def _capture(member: Member, name: str, sequence_parallel: bool, backend: str, dtype: str):
     with chosen_backend(backend):
-        graph, found = captured_and_replayed(RankStep(member, name, sequence_parallel, dtype), dtype)
+        step = RankStep(member, name, sequence_parallel, dtype)
+        with step.small_blocks():
+            graph, found = captured_and_replayed(step, dtype)
         # The communicator must outlive what was captured of it.
         graph.reset()
     return found[0].cpu()
@@ -251,24 +262,26 @@ def _first_call(member: Member, name: str, sequence_parallel: bool, backend: str
     while the device, which was asleep when it began, still is."""
     with chosen_backend(backend):
         # Kernels and what NCCL connects at first are of any shape.
-        RankStep(member, name, sequence_parallel, dtype).warm_up()
+        known = RankStep(member, name, sequence_parallel, dtype)
+        with known.small_blocks():
+            known.warm_up()
         torch.cuda.synchronize()
         fresh = RankStep(member, name, sequence_parallel, dtype, N + 384, V + 1024, D + 64)
-        with never_waiting():
+        with fresh.small_blocks(), never_waiting():
             with torch.no_grad():
                 evaluated = fresh.forward()
             found = fresh()
-        assert_same([evaluated], found[:1], dtype)
-        # Memory for the next step is there, and the launches of a step fit the queue of the device.
-        found = [tensor.clone() for tensor in found]
-        torch.cuda.synchronize()
-        asleep = torch.cuda.Event()
-        torch.cuda._sleep(1_000_000_000)
-        asleep.record()
-        again = fresh()
-        ahead = not asleep.query()
-        torch.cuda.synchronize()
-        assert_same(again, found, dtype)
+            assert_same([evaluated], found[:1], dtype)
+            # Memory for the next step is there, and the launches of a step fit the queue of the device.
+            found = [tensor.clone() for tensor in found]
+            torch.cuda.synchronize()
+            asleep = torch.cuda.Event()
+            torch.cuda._sleep(1_000_000_000)
+            asleep.record()
+            again = fresh()
+            ahead = not asleep.query()
+            torch.cuda.synchronize()
+            assert_same(again, found, dtype)
         return ahead
 
 

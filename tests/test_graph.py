@@ -267,10 +267,11 @@ def _first_call(member: Member, name: str, sequence_parallel: bool, backend: str
             known.warm_up()
         torch.cuda.synchronize()
         fresh = RankStep(member, name, sequence_parallel, dtype, N + 384, V + 1024, D + 64)
-        with fresh.small_blocks(), never_waiting():
-            with torch.no_grad():
-                evaluated = fresh.forward()
-            found = fresh()
+        with fresh.small_blocks():
+            with never_waiting():
+                with torch.no_grad():
+                    evaluated = fresh.forward()
+                found = fresh()
             assert_same([evaluated], found[:1], dtype)
             # Memory for the next step is there, and the launches of a step fit the queue of the device.
             found = [tensor.clone() for tensor in found]
@@ -278,7 +279,8 @@ def _first_call(member: Member, name: str, sequence_parallel: bool, backend: str
             asleep = torch.cuda.Event()
             torch.cuda._sleep(1_000_000_000)
             asleep.record()
-            again = fresh()
+            with never_waiting():
+                again = fresh()
             ahead = not asleep.query()
             torch.cuda.synchronize()
             assert_same(again, found, dtype)

@@ -19,7 +19,7 @@ SAVED_FP16_SCALE = 2.0**15
 _REACH = tl.constexpr(REACH)
 # exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN as -inf * 0 would be.
 LOWEST_SHIFT = tl.constexpr(-1e4)
-_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
 # |u / cap| up to which a soft-cap is computed by its series.
 _SERIES_END = tl.constexpr(0.625)
 
@@ -43,7 +43,19 @@ def exponential_from(z, shift):
 @triton.jit
 def rebased(shift, base):
     """The factor that turns ``exponential_from(z, shift)`` into exp(z - base)."""
-    return tl.exp2(tl.fma(-base, _LOG2_E, shift * _LOG2_E))
+    return tl.exp2(_bits_between(shift, base))
+
+
+@triton.jit
+def _bits_between(shift, base):
+    """(shift - base) * log2(e), ``shift * log2(e)`` being rounded as in :func:`exponential_from`."""
+    return tl.fma(-base, _LOG2_E, shift * _LOG2_E)
+
+
+@triton.jit
+def logit_above(e, shift, base):
+    """z - base, from ``e = exponential_from(z, shift)``; ``LOWEST_SHIFT`` where e underflowed."""
+    return tl.maximum((tl.log2(e) + _bits_between(shift, base)) * _LN_2, LOWEST_SHIFT)
 
 
 @triton.jit

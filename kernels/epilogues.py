@@ -30,7 +30,7 @@ class ForwardEpilogue(NamedTuple):
 
 
 class BackwardEpilogue(NamedTuple):
-    """``(p (alpha + delta (z - max)) - gamma) * fp16_scale`` times the derivative of scale and soft-cap.
+    """``(p (alpha + delta (z - max) + epsilon p) - gamma) * fp16_scale`` times the derivative of scale and soft-cap.
 
     p = exp(z - lse).
 
@@ -42,6 +42,7 @@ class BackwardEpilogue(NamedTuple):
     alpha: torch.Tensor
     gamma: torch.Tensor | None
     delta: torch.Tensor | None
+    epsilon: torch.Tensor | None
     fp16_scale: torch.Tensor | None
 
 
@@ -52,12 +53,15 @@ def tile_start(tile, first_block, num_blocks, all_blocks, BLOCK_M: tl.constexpr)
 
 
 @triton.jit
-def tile_rows(epilogue, r, rows, scale, GRADIENT: tl.constexpr):
-    """What :func:`finish_tile` needs of the tile's tokens."""
+def tile_rows(epilogue, token_scale, r, rows, scale, GRADIENT: tl.constexpr):
+    """What :func:`finish_tile` needs of the tile's tokens. Each token's scale is the first."""
+    token_scales = r.to(tl.float32)  # Not read without token_scale: Triton needs a value of this type.
+    if token_scale is not None:
+        token_scales = tl.load(token_scale + r, mask=r < rows, other=0.0)
     if GRADIENT:
-        return _gradient_rows(epilogue, r, rows, scale)
+        return _gradient_rows(epilogue, token_scale, token_scales, r, rows, scale)
     else:
-        return _shift_rows(epilogue, r, rows)
+        return _shift_rows(epilogue, token_scales, r, rows)
 
 
 @triton.jit
@@ -66,6 +70,7 @@ def finish_tile(
     row_values,
     epilogue,
     bias,
+    token_scale,
     r,
     c,
     window,
@@ -83,57 +88,73 @@ def finish_tile(
         z += tl.load(bias + c, mask=c < entries, other=0.0).to(tl.float32)[None, :]
     if SCALED:
         z *= scale
+    if token_scale is not None:
+        z *= row_values[0][:, None]
     if cap is not None:
         z = softcapped(z, cap)
     if GRADIENT:
         return _gradient(z, row_values, epilogue, cap)
     else:
         HAS_SOFTMAX_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
-        e = store_partials(z, r, c, window, rows, entries, row_values[0], epilogue.partials, MASKED, HAS_SOFTMAX_SHIFT)
+        e = store_partials(z, r, c, window, rows, entries, row_values[1], epilogue.partials, MASKED, HAS_SOFTMAX_SHIFT)
         return e * SAVED_SCALE
 
 
 @triton.jit
-def _shift_rows(epilogue, r, rows):
-    shift = r.to(tl.float32)  # Not read without a softmax shift: Triton needs a value of this type.
+def _shift_rows(epilogue, token_scales, r, rows):
+    shift = token_scales  # Not read without a softmax shift.
     if epilogue.softmax_shift is not None:
         shift = tl.load(epilogue.softmax_shift + r, mask=r < rows, other=0.0)
-    return (shift,)
+    return (token_scales, shift)
 
 
 @triton.jit
-def _gradient_rows(epilogue, r, rows, scale):
-    """Of each token: the maximum, the factor of its exponentials, alpha and delta beside that factor, and gamma.
+def _gradient_rows(epilogue, token_scale, token_scales, r, rows, scale):
+    """Of each token: its scale, the maximum, the factor of its exponentials, alpha, delta and epsilon beside that
+    factor, and gamma.
 
-    Without delta, alpha is part of the factor. Factor and gamma contain scale and ``fp16_scale``.
+    Without delta and epsilon, alpha is part of the factor. Factor and gamma contain the scales and ``fp16_scale``.
+    Epsilon contains what turns an exponential into p.
     """
     valid = r < rows
     base = finite_base(tl.load(epilogue.max + r, mask=valid, other=0.0))
     grad_scale = scale
+    if token_scale is not None:
+        grad_scale = token_scales * scale
     if epilogue.fp16_scale is not None:
         grad_scale *= tl.load(epilogue.fp16_scale)
-    factor = grad_scale / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
-    # Cancels the rounding of exponential_from.
-    factor *= rebased(base, base)
+    # rebased cancels the rounding of exponential_from.
+    to_p = rebased(base, base) / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
+    factor = to_p * grad_scale
     alpha = tl.load(epilogue.alpha + r, mask=valid, other=0.0)
     delta = alpha  # Not read without delta.
     if epilogue.delta is not None:
         delta = tl.load(epilogue.delta + r, mask=valid, other=0.0)
-    else:
+    epsilon = alpha  # Not read without epsilon.
+    if epilogue.epsilon is not None:
+        epsilon = tl.load(epilogue.epsilon + r, mask=valid, other=0.0) * to_p
+    if epilogue.delta is None and epilogue.epsilon is None:
         factor *= alpha
     scaled_gamma = alpha  # Not read without gamma.
     if epilogue.gamma is not None:
         scaled_gamma = tl.load(epilogue.gamma + r, mask=valid, other=0.0) * grad_scale
-    return (base, factor, alpha, delta, scaled_gamma)
+    return (token_scales, base, factor, alpha, delta, epsilon, scaled_gamma)
 
 
 @triton.jit
 def _gradient(z, row_values, epilogue, cap):
-    base, factor, alpha, delta, scaled_gamma = row_values
-    g = exponential_from(z, base[:, None]) * factor[:, None]
+    _, base, factor, alpha, delta, epsilon, scaled_gamma = row_values
+    e = exponential_from(z, base[:, None])
+    g = e * factor[:, None]
+    # The terms are as given, rounded only here: they nearly cancel where z is near the expected logit.
     if epilogue.delta is not None:
-        # Both terms are as given, rounded only here: they nearly cancel where z is near the expected logit.
-        g *= alpha[:, None] + delta[:, None] * tl.maximum(z - base[:, None], LOWEST_SHIFT)
+        moved = tl.maximum(z - base[:, None], LOWEST_SHIFT)
+        if epilogue.epsilon is not None:
+            g *= alpha[:, None] + delta[:, None] * moved + epsilon[:, None] * e
+        else:
+            g *= alpha[:, None] + delta[:, None] * moved
+    elif epilogue.epsilon is not None:
+        g *= alpha[:, None] + epsilon[:, None] * e
     if epilogue.gamma is not None:
         g -= scaled_gamma[:, None]
     if cap is not None:

@@ -92,6 +92,7 @@ def _consume(
     staged,
     sizes,
     bias,
+    token_scale,
     scale,
     cap,
     epilogue,
@@ -114,7 +115,7 @@ def _consume(
         first = window * BLOCK_N
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        row_values = tile_rows(epilogue, r, rows, scale, GRADIENT)
+        row_values = tile_rows(epilogue, token_scale, r, rows, scale, GRADIENT)
         z = _multiply(ring, count, steps, STAGES, BLOCK_M, BLOCK_N, layout)
         count += steps
         z = finish_tile(
@@ -122,6 +123,7 @@ def _consume(
             row_values,
             epilogue,
             bias,
+            token_scale,
             r,
             c,
             window,
@@ -150,6 +152,7 @@ def projection(
     weight,
     out,
     bias,
+    token_scale,
     epilogue,
     rows,
     entries,
@@ -194,6 +197,7 @@ def projection(
                     staged,
                     sizes,
                     bias,
+                    token_scale,
                     scale,
                     cap,
                     epilogue,

@@ -45,6 +45,7 @@ class PartialColumns(NamedTuple):
     shifted: torch.Tensor | None
     total: torch.Tensor | None
     weighted: torch.Tensor | None
+    squared: torch.Tensor | None
     argmax: torch.Tensor | None
 
 
@@ -82,6 +83,8 @@ def store_partials(
     if partials.weighted is not None:
         weighted = e * tl.maximum(z - base[:, None], LOWEST_SHIFT)
         tl.store(partials.weighted + here, tl.sum(weighted, 1), mask=valid)
+    if partials.squared is not None:
+        tl.store(partials.squared + here, tl.sum(e * e, 1), mask=valid)
     return e
 
 
@@ -157,6 +160,7 @@ def _merge_kernel(
     shifted = tl.zeros((BLOCK_R,), tl.float32)
     total = tl.zeros((BLOCK_R,), tl.float32)
     weighted = tl.zeros((BLOCK_R,), tl.float32)
+    squared = tl.zeros((BLOCK_R,), tl.float32)
     argmax = tl.full((BLOCK_R,), _NOBODY, tl.int32)
     nan = 0.0
     if RANKS:
@@ -195,6 +199,9 @@ def _merge_kernel(
         if slices.weighted is not None:
             column = tl.load(slices.weighted + here, mask=inside, other=0.0)
             weighted += tl.sum((column + s * moved) * factor, 0)
+        if slices.squared is not None:
+            column = tl.load(slices.squared + here, mask=inside, other=0.0)
+            squared += tl.sum(column * factor * factor, 0)
         if slices.argmax is not None:
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _NOBODY), ids + start, _NOBODY)
@@ -211,6 +218,8 @@ def _merge_kernel(
         tl.store(merged.total + r, total + nan, mask=valid)
     if slices.weighted is not None:
         tl.store(merged.weighted + r, weighted + nan, mask=valid)
+    if slices.squared is not None:
+        tl.store(merged.squared + r, squared + nan, mask=valid)
     if slices.argmax is not None:
         argmax = tl.where(broken, _NOBODY, argmax)
         if RANKS:

@@ -19,7 +19,7 @@ ordinary use.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -81,6 +81,7 @@ def _projection(
     weight,
     out,
     bias,
+    token_scale,
     epilogue,
     rows,
     entries,
@@ -116,7 +117,7 @@ def _projection(
         first = window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)
-        row_values = tile_rows(epilogue, r, rows, scale, GRADIENT)
+        row_values = tile_rows(epilogue, token_scale, r, rows, scale, GRADIENT)
         z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, k_size, BLOCK_K):
             a = _load(x, row, k, rows, k_size, x_stride, BLOCK_M, BLOCK_K, TMA)
@@ -131,6 +132,7 @@ def _projection(
             row_values,
             epilogue,
             bias,
+            token_scale,
             r,
             c,
             window,
@@ -150,7 +152,7 @@ def _projection(
 
 @dataclass(frozen=True)
 class Product:
-    """One product and what follows it: ``softcap(scale * (x @ weight.T + bias))``.
+    """One product and what follows it: ``softcap(scale * token_scale * (x @ weight.T + bias))``.
 
     K is contiguous in ``x`` and ``weight``.
     """
@@ -163,6 +165,13 @@ class Product:
     bias: torch.Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    # [R] fp32; None: 1
+    token_scale: torch.Tensor | None = None
+
+    def of_rows(self, rows: slice) -> Product:
+        """The product of some tokens."""
+        token_scale = self.token_scale if self.token_scale is None else self.token_scale[rows]
+        return replace(self, x=self.x[rows], token_scale=token_scale)
 
     @cached_property
     def tma(self) -> bool:
@@ -242,6 +251,7 @@ class Product:
                 weight,
                 destination,
                 self.bias,
+                self.token_scale,
                 epilogue,
                 rows,
                 entries,
@@ -272,14 +282,15 @@ def logits_gradient(
     alpha: torch.Tensor,
     gamma: torch.Tensor | None,
     delta: torch.Tensor | None,
+    epsilon: torch.Tensor | None,
     fp16_scale: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write to ``out [R, V]``: ``p (alpha + delta (z - max)) - gamma``, times scale, soft-cap's slope and
-    ``fp16_scale``.
+    """Write to ``out [R, V]``: ``p (alpha + delta (z - max) + epsilon p) - gamma``, times the scales, soft-cap's slope
+    and ``fp16_scale``.
 
-    ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``alpha``, ``gamma``, ``delta``:
-    ``[R]`` fp32. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA writes whole granules of 16
-    bytes, so it overwrites each row's padding up to the next boundary.
+    ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``alpha``, ``gamma``, ``delta``,
+    ``epsilon``: ``[R]`` fp32. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA writes whole
+    granules of 16 bytes, so it overwrites each row's padding up to the next boundary.
     """
-    product.launch(out, BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, fp16_scale))
+    product.launch(out, BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, epsilon, fp16_scale))

@@ -4,17 +4,18 @@ It forms the gradient of the target's logit, prepares the token's row of G, the 
 target's entry in it (:mod:`parallel_lce.kernels.targets` says what becomes of the rest).
 
 A row of G is either recomputed, and then complete but for the target, or consists of saved exponentials. The
-backward's products need ``p_ij alpha_i - gamma_i``. What is saved is ``e_ij = exp(z_ij - r_i)``, with the softmax
-shift r. Where gamma is absent, ``p_ij alpha_i = c_i e_ij`` with one coefficient per token,
-``c_i = alpha_i exp(r_i - M_i) / s_i``. So ``c_i`` is left to the products: it scales the rows of the result of
-``G @ weight``, and the rows of ``x`` in ``G.T @ x``.
+backward's products need ``p_ij (alpha_i + delta_i (z_ij - M_i) + epsilon_i p_ij) - gamma_i``. What is saved is
+``e_ij = exp(z_ij - r_i)``, with the softmax shift r. Where there is only alpha, ``p_ij alpha_i = c_i e_ij`` with one
+coefficient per token, ``c_i = alpha_i exp(r_i - M_i) / s_i``. So ``c_i`` is left to the products: it scales the rows of
+the result of ``G @ weight``, and the rows of ``x`` in ``G.T @ x``.
 
 Only these tokens' saved rows are rewritten, and have ``c_i = 1``:
 - tokens with a window that was saved relative to its maximum, and tokens whose ``r_i`` lies more than ``REACH`` from
   their maximum over all ranks;
 - tokens whose ``c_i`` is so small (< 2^-60) that ``c_i x_i`` would lose precision, unless both ``c_i`` and the target's
   gradient are 0;
-- all tokens, where a soft-cap or ``gamma`` acts on every entry, where the bias's gradient is wanted, or in fp16.
+- all tokens, where a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, where the bias's gradient is
+  wanted, or in fp16. ``z_ij - M_i`` is then ``log e_ij + r_i - M_i``. Where ``e_ij`` underflowed, ``p_ij`` is 0.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, SAVED_FP16_SCALE, finite_base, rebased, window_shift
+from parallel_lce.kernels.arithmetic import (
+    LOWEST_SHIFT,
+    REACH,
+    SAVED_FP16_SCALE,
+    finite_base,
+    logit_above,
+    rebased,
+    window_shift,
+)
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.targets import place
 
@@ -53,7 +62,7 @@ class SavedExponentials(NamedTuple):
 class TokenCoefficients(NamedTuple):
     """Coefficients of the gradient of the logits, fp32, contiguous; None for 0.
 
-    dL/dz_j = factor (p_j (alpha + delta (z_j - max)) - beta [j = target] - gamma).
+    dL/dz_j = factor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma).
     """
 
     # [R]
@@ -61,6 +70,7 @@ class TokenCoefficients(NamedTuple):
     beta: torch.Tensor | None
     gamma: torch.Tensor | None
     delta: torch.Tensor | None
+    epsilon: torch.Tensor | None
     # [R], or one number for all tokens (a stride of 0); None: 1
     factor: torch.Tensor | None
 
@@ -91,7 +101,10 @@ def _target_gradient(row, hit, partial, coefficients, alpha, upstream, rows, sca
     if coefficients.delta is not None:
         delta = tl.load(coefficients.delta + row, mask=hit, other=0.0) * upstream
         g += delta * tl.maximum(shifted, LOWEST_SHIFT)
-    g *= tl.exp(shifted) / sum_exp
+    p = tl.exp(shifted) / sum_exp
+    if coefficients.epsilon is not None:
+        g += tl.load(coefficients.epsilon + row, mask=hit, other=0.0) * upstream * p
+    g *= p
     if coefficients.gamma is not None:
         g -= tl.load(coefficients.gamma + row, mask=hit, other=0.0) * upstream
     g = (g - tl.load(coefficients.beta + row, mask=hit, other=0.0) * upstream) * scale
@@ -121,6 +134,7 @@ def lce_backward_token_gradients(
     softmax_shift,
     on_shift,
     target,
+    token_scale,
     partial,
     coefficients,
     fp16_scale,
@@ -148,11 +162,14 @@ def lce_backward_token_gradients(
     if coefficients.factor is not None:
         upstream = tl.load(coefficients.factor + row * factor_stride, mask=valid, other=0.0)
     alpha = tl.load(coefficients.alpha + row, mask=valid, other=0.0) * upstream
+    token_scales = tl.full((TOKENS,), 1.0, tl.float32) * scale
+    if token_scale is not None:
+        token_scales *= tl.load(token_scale + row, mask=valid, other=0.0)
     t = tl.zeros((TOKENS,), tl.float32)
     if target is not None:
         wanted = _local_ids(target, row, rows, entries)
         hit = wanted >= 0
-        t = _target_gradient(row, hit, partial, coefficients, alpha, upstream, rows, scale, cap)
+        t = _target_gradient(row, hit, partial, coefficients, alpha, upstream, rows, token_scales, cap)
         unshared = hit
         if FIND_SHARED:
             # A maximum of bits in integers is compiled to arrays on the stack.
@@ -163,13 +180,15 @@ def lce_backward_token_gradients(
                 same &= other[None, :] != row[:, None]
                 shared = tl.maximum(shared, tl.max(tl.where(same, 1.0, 0.0), 1))
             unshared &= shared == 0.0
-    grad_scale = scale
+    grad_scale = token_scales
     if fp16_scale is not None:
         grad_scale *= tl.load(fp16_scale)
     c = tl.full((TOKENS,), 1.0, tl.float32)
     if maxima is not None:
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
-        alpha_over_sum = alpha * (grad_scale / tl.load(partial + rows + row, mask=valid, other=1.0))
+        sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
+        over_sum = grad_scale / sum_exp
+        alpha_over_sum = alpha * over_sum
         shift = base
         if softmax_shift is not None:
             shift = tl.load(softmax_shift + row, mask=valid, other=0.0)
@@ -184,6 +203,13 @@ def lce_backward_token_gradients(
         scaled_gamma = alpha_over_sum  # Not read without gamma.
         if coefficients.gamma is not None:
             scaled_gamma = tl.load(coefficients.gamma + row, mask=valid, other=0.0) * upstream * grad_scale
+        delta_over_sum = alpha_over_sum  # Not read without delta.
+        if coefficients.delta is not None:
+            delta_over_sum = tl.load(coefficients.delta + row, mask=valid, other=0.0) * upstream * over_sum
+        epsilon_over_sums = alpha_over_sum  # Not read without epsilon.
+        if coefficients.epsilon is not None:
+            epsilon = tl.load(coefficients.epsilon + row, mask=valid, other=0.0) * upstream
+            epsilon_over_sums = epsilon * over_sum / sum_exp
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
             for number in range(TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
@@ -195,11 +221,15 @@ def lce_backward_token_gradients(
                         _number_of(shift, lane, number),
                         _number_of(alpha_over_sum, lane, number),
                         _number_of(scaled_gamma, lane, number),
+                        _number_of(delta_over_sum, lane, number),
+                        _number_of(epsilon_over_sums, lane, number),
                         rows,
                         slice_entries,
                         cap,
                         softmax_shift is not None,
                         coefficients.gamma is not None,
+                        coefficients.delta is not None,
+                        coefficients.epsilon is not None,
                         SAVED_SCALE,
                         WINDOW,
                         BLOCK,
@@ -228,16 +258,21 @@ def _rewrite(
     shift,
     alpha_over_sum,
     scaled_gamma,
+    delta_over_sum,
+    epsilon_over_sums,
     rows,
     entries,
     cap,
     HAS_SHIFT: tl.constexpr,
     HAS_GAMMA: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    HAS_EPSILON: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Turn one token's saved exponentials into ``p alpha - gamma``, times the soft-cap's slope."""
+    """Turn one token's saved exponentials into ``p (alpha + delta (z - M) + epsilon p) - gamma``, times the soft-cap's
+    slope."""
     for first in range(0, entries, BLOCK):
         c = first + tl.arange(0, BLOCK)
         inside = c < entries
@@ -248,11 +283,20 @@ def _rewrite(
             reference = window_shift(top, shift)
         # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
         empty = (top == -float("inf")) & (e == 0.0)
-        g = tl.where(empty, 0.0, e * (alpha_over_sum * rebased(reference, base)))
+        rebase = rebased(reference, base)
+        g = tl.where(empty, 0.0, e * (alpha_over_sum * rebase))
+        if HAS_DELTA or HAS_EPSILON:
+            e_of_max = tl.where(empty, 0.0, e * rebase)
+            factor = tl.zeros((BLOCK,), tl.float32) + alpha_over_sum
+            if HAS_DELTA:
+                factor += delta_over_sum * logit_above(e, reference, base)
+            if HAS_EPSILON:
+                factor += epsilon_over_sums * e_of_max
+            g = e_of_max * factor
         if HAS_GAMMA:
             g -= scaled_gamma
         if cap is not None:
-            z = tl.maximum(tl.log(e) + reference, LOWEST_SHIFT)
+            z = logit_above(e, reference, 0.0)
             g *= 1.0 - (z / cap) * (z / cap)
         tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
 
@@ -269,6 +313,7 @@ def token_gradients(
     first: int = 0,
     window: int = 1,
     scale: float = 1.0,
+    token_scale: torch.Tensor | None = None,
     softcap: float | None = None,
     find_shared: bool = True,
     rewrite: bool = False,
@@ -276,9 +321,9 @@ def token_gradients(
     """Prepare the rows of G and place the targets' entries in it.
 
     ``gradient [R, C]``: G, whose columns are the shard's entries from ``first`` on: recomputed, or the exponentials of
-    ``saved``, whose forward had windows of ``window`` entries. Saved exponentials become ``p alpha - gamma``, times
-    scale, soft-cap's slope and ``fp16_scale``; rows are still to be multiplied by ``dx_factor``. ``rewrite`` every
-    row: there are then no factors.
+    ``saved``, whose forward had windows of ``window`` entries. Saved exponentials become the gradient but for the
+    target, times the scales, soft-cap's slope and ``fp16_scale``; rows are still to be multiplied by ``dx_factor``.
+    ``rewrite`` every row: there are then no factors.
 
     ``target [R]`` int64: an id outside ``[0, entries)``, the shard, has no logit here; None: no gradient of targets.
     ``partial [>= 3, R]`` fp32, contiguous: the merged partial. ``find_shared``: compare every token's target with all
@@ -290,7 +335,9 @@ def token_gradients(
     keeps_rows = False
     if saved is not None:
         _, maxima, softmax_shift, on_shift = saved
-        keeps_rows = not (rewrite or softmax_shift is None or softcap is not None or coefficients.gamma is not None)
+        _, _, *beside_alpha, _ = coefficients
+        every = rewrite or softcap is not None or any([c is not None for c in beside_alpha])
+        keeps_rows = softmax_shift is not None and not every
     target = target if coefficients.beta is not None else None
     dx_factor = residual = unshared = dw_factor = None
     if keeps_rows or target is not None:
@@ -309,6 +356,7 @@ def token_gradients(
         softmax_shift,
         on_shift,
         target,
+        token_scale,
         partial,
         coefficients,
         fp16_scale,

@@ -25,6 +25,7 @@ def lce_forward_token_logits(
     x,
     weight,
     bias,
+    token_scale,
     target,
     target_logit,
     softmax_shift,
@@ -78,13 +79,18 @@ def lce_forward_token_logits(
         if bias is not None:
             logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
         logit *= scale
+        if token_scale is not None:
+            logit *= tl.load(token_scale + r, mask=valid, other=0.0)
         if cap is not None:
             logit = softcapped(logit, cap)
         tl.store(target_logit + r, tl.where(hit, logit, 0.0), mask=valid)
     if softmax_shift is not None:
         if bias is not None:
             sample += tl.load(bias + entry, mask=sampled, other=0.0).to(tl.float32)[None, :]
-        top = tl.max(tl.where(sampled[None, :], sample * scale, -float("inf")), 1)
+        sample *= scale
+        if token_scale is not None:
+            sample *= tl.load(token_scale + r, mask=valid, other=0.0)[:, None]
+        top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
         # A bias may make every sampled logit -inf.
         tl.store(softmax_shift + r, tl.where(tl.abs(top) == float("inf"), 0.0, top), mask=valid)
 
@@ -108,6 +114,7 @@ def token_logits(
         x,
         weight,
         product.bias,
+        product.token_scale,
         target,
         target_logit,
         softmax_shift,

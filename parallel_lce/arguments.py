@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 LARGEST = torch.finfo(torch.float32).max
-_TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight")
+_TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight", "logit_scale")
 _COUNTS, _REALS = ("vocab_start", "vocab_size", "logits_budget"), ("logit_scale", "logit_softcap")
 
 
@@ -23,7 +23,7 @@ class Arguments:
     linear_weight: Tensor
     target: Tensor | None
     linear_bias: Tensor | None
-    logit_scale: float
+    logit_scale: float | Tensor
     logit_softcap: float | None
     process_group: dist.ProcessGroup | None
     sequence_parallel: bool
@@ -32,6 +32,11 @@ class Arguments:
     logits_budget: int | None
     reduce_dtype: torch.dtype | None = None
     token_weight: Tensor | None = None
+
+    @property
+    def token_scale(self) -> Tensor | None:
+        """The scale of each token's logits, if it is not one number."""
+        return self.logit_scale if isinstance(self.logit_scale, Tensor) else None
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -75,7 +75,7 @@ class _Fused(torch.autograd.Function):
         ctx.set_materialize_grads(head.num_differentiable == 1)
         outputs, residuals, partial, saved = _forward(call, (hidden, weight, bias), head, save=True)
         # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
-        ctx.save_for_backward(hidden, weight, bias, call.target, partial, *residuals, *saved)
+        ctx.save_for_backward(hidden, weight, bias, call.target, call.token_scale, partial, *residuals, *saved)
         ctx.call, ctx.head, ctx.consumed = call, head, False
         if len(outputs) > head.num_differentiable:
             ctx.mark_non_differentiable(*[v for v in outputs[head.num_differentiable :] if v is not None])
@@ -84,12 +84,14 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, saved_tensors, *upstream):
-        hidden, weight, bias, target, partial, *others = saved_tensors
+        hidden, weight, bias, target, token_scale, partial, *others = saved_tensors
         number = ctx.head.num_residuals
         residuals, saved = others[:number], tuple(others[number:])
         upstream = tuple([u if u is None else in_memory(u) for u in upstream])
-        # A saved-tensor hook may have returned the target in other memory.
-        call = ctx.call if target is ctx.call.target else replace(ctx.call, target=target)
+        call = ctx.call
+        # A saved-tensor hook may have returned them in other memory.
+        if target is not call.target or token_scale is not call.token_scale:
+            call = replace(call, target=target, token_scale=token_scale)
         needs, head, main_grad = Needs(*ctx.needs_input_grad[:3]), ctx.head, ctx.call.main_grad
         consumed, ctx.consumed = ctx.consumed, True
 
@@ -124,7 +126,7 @@ def _forward(call: Call, inputs: Inputs, head: Head, save: bool) -> tuple[list, 
         outputs, residuals = head.outputs(call.backend, partial, vocab_size)
         return outputs, residuals, partial, saved
 
-    return call.run(("forward", save), work, *inputs, call.target, head.weights)
+    return call.run(("forward", save), work, *inputs, call.target, call.token_scale, head.weights)
 
 
 def token_losses(call: Call, inputs: Inputs, loss: WeightedLoss, differentiable: bool) -> Tensor:
@@ -154,21 +156,21 @@ class _AccumulatedLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss, divisor):
         needs = Needs(*ctx.needs_input_grad[:3])
         value, *gradients = _accumulate(call, (hidden, weight, bias), loss, divisor, needs)
-        ctx.save_for_backward(hidden, weight, bias, loss.target, loss.token_weight)
+        ctx.save_for_backward(hidden, weight, bias, loss.target, loss.token_weight, call.token_scale)
         ctx.arguments, ctx.gradients = (call, loss, divisor, needs), gradients
         return value
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream):
-        hidden, weight, bias, target, token_weight = saved
+        hidden, weight, bias, target, token_weight, token_scale = saved
         # The first backward scales the sums in place and hands them over: a copy would double the largest buffer of the
         # call. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             call, loss, divisor, needs = ctx.arguments
-            call = replace(call, target=target)
-            token_weight = token_weight if token_weight is None else token_weight.contiguous()
+            token_weight, token_scale = (t if t is None else t.contiguous() for t in (token_weight, token_scale))
+            call = replace(call, target=target, token_scale=token_scale)
             loss = replace(loss, target=target.contiguous(), token_weight=token_weight)
             _, *gradients = _accumulate(call, (hidden, weight, bias), loss, divisor, needs)
         scaled = [
@@ -187,7 +189,7 @@ def _accumulate(
         done = accumulate(call, *inputs, loss, divisor, needs)
         return done.loss, *done.gradients
 
-    return call.run(("accumulate", needs), work, *inputs, call.target, loss.token_weight, divisor)
+    return call.run(("accumulate", needs), work, *inputs, call.target, call.token_scale, loss.token_weight, divisor)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

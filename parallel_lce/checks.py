@@ -61,7 +61,9 @@ def check_arguments(a: Arguments, layout: Layout, needs_target: bool) -> torch.S
         raise ValueError(f"target must have shape {list(tokens)} for {where}, got {list(target.shape)}")
     if a.token_weight is not None and a.token_weight.shape != tokens:
         raise ValueError(f"token_weight must have target's shape {list(tokens)}, got {list(a.token_weight.shape)}")
-    check_logit_options(a.logit_scale, a.logit_softcap)
+    if a.token_scale is not None:
+        _check_token_scale(a.token_scale, tokens)
+    check_logit_options(1.0 if a.token_scale is not None else a.logit_scale, a.logit_softcap)
     check_budget(a.logits_budget)
     sums = accumulation_dtype(a.input.dtype)
     if a.reduce_dtype not in (None, a.input.dtype, sums):
@@ -123,6 +125,18 @@ def _check_tensors(a: Arguments) -> None:
         )
     if a.token_weight is not None and a.token_weight.is_complex():
         raise ValueError(f"token_weight must be real, got {a.token_weight.dtype}")
+
+
+def _check_token_scale(scale: Tensor, tokens: torch.Size) -> None:
+    if scale.shape != tokens:
+        raise ValueError(
+            f"logit_scale must be a finite Python number, or a tensor of target's shape {list(tokens)}, got one of "
+            f"shape {list(scale.shape)}"
+        )
+    if not scale.is_floating_point():
+        raise ValueError(f"logit_scale must be floating-point, got {scale.dtype}")
+    if scale.requires_grad and torch.is_grad_enabled():
+        raise ValueError("logit_scale requires a gradient, and none flows to it: pass logit_scale.detach()")
 
 
 def check_logit_options(logit_scale: object, logit_softcap: object) -> None:

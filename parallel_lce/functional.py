@@ -26,7 +26,7 @@ def linear_cross_entropy(
     ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-    logit_scale: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
     logit_softcap: float | None = None,
     process_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -58,7 +58,9 @@ def linear_cross_entropy(
         ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
         label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
         z_loss: adds ``z_loss * lse**2`` per token.
-        logit_scale, logit_softcap: Python numbers; ``softcap(u) = cap * tanh(u / cap)``.
+        logit_scale: a Python number; or a tensor of the target's shape and any real dtype, one scale for each token,
+            such as 1 / temperature. No gradient flows to it. It must be the same on all ranks.
+        logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
         process_group: the tensor-parallel group that shards the vocabulary. None, or a group of one rank, means no
             parallelism. No other group is used.
         sequence_parallel: ``input`` is split along dimension 0 over ``process_group``.
@@ -144,7 +146,7 @@ def token_statistics(
     target: Tensor | None,
     *,
     linear_bias: Tensor | None = None,
-    logit_scale: float = 1.0,
+    logit_scale: float | Tensor = 1.0,
     logit_softcap: float | None = None,
     process_group: dist.ProcessGroup | None = None,
     sequence_parallel: bool = False,
@@ -155,6 +157,7 @@ def token_statistics(
     mean_logit: bool = False,
     expected_logit: bool = False,
     argmax: bool = False,
+    sum_p_squared: bool = False,
     **unknown: object,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
@@ -162,15 +165,17 @@ def token_statistics(
     Arguments, layouts and errors as in :func:`linear_cross_entropy`. Without a target (None) there are no statistics
     of a target. A target outside ``[0, V)`` has ``target_logit`` 0, to which no gradient flows, and
     ``target_log_prob`` ``-lse``. ``mean_logit`` asks for the fields ``mean_logit`` and ``mean_log_prob``,
-    ``expected_logit`` for ``expected_logit`` and ``entropy``, ``argmax`` for ``argmax``; otherwise they are None. An
-    upstream gradient of ``expected_logit`` or ``entropy`` recomputes the logits in backward whatever the budget.
+    ``expected_logit`` for ``expected_logit`` and ``entropy``, ``argmax`` and ``sum_p_squared`` for the fields of their
+    names; otherwise they are None. For fp16 an upstream gradient of ``expected_logit`` or ``entropy`` recomputes the
+    logits in backward whatever the budget.
 
     Returns:
         :class:`TokenStatistics` of the target's shape, or of the tokens' without a target; fp32 (fp64 for fp64),
         identical on every rank bit for bit.
 
     Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 2
-    elements per rank: C = 3, plus 1 for each of ``expected_logit`` and ``argmax``, plus 2 for ``mean_logit``.
+    elements per rank: C = 3, plus 1 for each of ``expected_logit``, ``argmax`` and ``sum_p_squared``, plus 2 for
+    ``mean_logit``.
     """
     arguments = Arguments(
         input=input,
@@ -186,7 +191,7 @@ def token_statistics(
         logits_budget=logits_budget,
         reduce_dtype=reduce_dtype,
     )
-    columns = requested_columns(mean_logit, expected_logit, argmax)
+    columns = requested_columns(mean_logit, expected_logit, argmax, sum_p_squared)
     extra_check = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
     prepared = prepare(arguments, columns, function="token_statistics", extra_check=extra_check)
     head = StatisticsHead(columns, prepared.call.target is not None)

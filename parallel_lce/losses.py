@@ -79,7 +79,7 @@ class WeightedLoss:
         return [losses], (alpha, beta, gamma)
 
     def coefficients(self, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor, ...]) -> Coefficients:
-        return Coefficients(*residuals, None, upstream[0])
+        return Coefficients(*residuals, factor=upstream[0])
 
     @property
     def counted(self) -> Tensor:
@@ -124,4 +124,4 @@ class ReducedLoss:
         upstream: tuple[Tensor, ...],
     ) -> Coefficients:
         alpha, beta, gamma, divisor = residuals
-        return Coefficients(alpha, beta, gamma, None, upstream[0] if divisor is None else upstream[0] / divisor)
+        return Coefficients(alpha, beta, gamma, factor=upstream[0] if divisor is None else upstream[0] / divisor)

@@ -35,9 +35,8 @@ _CALL = (
     "str backend, str group, bool sequence_parallel, SymInt start, SymInt? vocab_size, "
     "bool[] columns, bool capped, SymInt[] plan, ScalarType? reduce_dtype"
 )
-_OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor factors"
+_OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor? token_scale, Tensor factors"
 _LOSS = "Tensor? token_weight, SymInt? ignore_index, bool outside_is_nan"
-_NUM_OPERANDS, _NUM_OF_LOSS = 5, 3
 # Attribute of a handle's storage that holds what is saved.
 _SAVED = "_parallel_lce_saved"
 # How many outputs of the forward operator are a head's. Its residuals, the partial and the handle follow.
@@ -52,18 +51,38 @@ def uses_operators(weight: Tensor) -> bool:
 # --- a call as an operator's arguments -------------------------------------------------------------
 
 
-def _operands(call: Call, inputs: Inputs, loss: WeightedLoss | None = None) -> tuple:
-    """The arguments ``_OPERANDS``. ``factors [4]`` fp64, on the CPU: logit_scale, logit_softcap, label_smoothing,
-    z_loss.
+class _Operands(NamedTuple):
+    """The arguments ``_OPERANDS``."""
 
-    A Python number that is passed to an operator is compiled in as a constant. In a tensor it may change without
-    recompilation.
-    """
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    target: Tensor | None
+    token_scale: Tensor | None
+    # [4] fp64, on the CPU: logit_scale, logit_softcap, label_smoothing, z_loss
+    factors: Tensor
+
+    @property
+    def inputs(self) -> Inputs:
+        return self.hidden, self.weight, self.bias
+
+
+class _OfLoss(NamedTuple):
+    """The arguments ``_LOSS``."""
+
+    token_weight: Tensor | None = None
+    ignore_index: int | None = None
+    outside_is_nan: bool = True
+
+
+def _operands(call: Call, inputs: Inputs, loss: WeightedLoss | None = None) -> _Operands:
+    """A Python number passed to an operator is compiled in as a constant; in a tensor it may change."""
     numbers = [call.scale, 0.0 if call.softcap is None else call.softcap, 0.0, 0.0]
     if loss is not None:
         numbers[2:] = loss.label_smoothing, loss.z_loss
     zero = inputs[1].new_zeros((), dtype=torch.float64, device="cpu")
-    return *inputs, call.target, torch.stack([zero + number for number in numbers])
+    factors = torch.stack([zero + number for number in numbers])
+    return _Operands(*inputs, call.target, call.token_scale, factors)
 
 
 class _Numbers(NamedTuple):
@@ -103,15 +122,27 @@ _COLUMN_FIELDS = tuple(f.name for f in dataclasses.fields(Columns))
 _PLAN_FIELDS = tuple(f.name for f in dataclasses.fields(Plan))
 
 
-def _call(weight: Tensor, target: Tensor | None, factors: Tensor, numbers: _Numbers) -> Call:
+def _split(arguments: Sequence[Any], *parts: Any) -> list[Any]:
+    """An operator's arguments: ``parts``, which are NamedTuples, then others, and at the end ``_Numbers``."""
+    found, arguments = [], list(arguments)
+    for part in parts:
+        count = len(part._fields)
+        found.append(part(*arguments[:count]))
+        arguments = arguments[count:]
+    end = len(arguments) - len(_Numbers._fields)
+    return [*found, *arguments[:end], _Numbers(*arguments[end:])]
+
+
+def _call(operands: _Operands, numbers: _Numbers) -> Call:
     # A group's name is a str, of which torch 2.13 makes a type of its own.
     group = numbers.group
     process_group = _resolve_process_group(group) if group else None  # pyright: ignore[reportArgumentType]
     layout = Layout.of(process_group, numbers.sequence_parallel)
-    shard = Shard(numbers.start, weight.shape[0], numbers.vocab_size)
+    shard = Shard(numbers.start, operands.weight.shape[0], numbers.vocab_size)
     planned: dict[str, Any] = dict(zip(_PLAN_FIELDS, numbers.plan))
     planned["accumulate"] = bool(planned["accumulate"])
     # While a graph is traced the factors have no values. The results' shapes do not depend on them.
+    factors = operands.factors
     scale, softcap = (1.0, 1.0) if valueless(factors) else factors.tolist()[:2]
     return Call(
         named(numbers.backend),
@@ -119,18 +150,19 @@ def _call(weight: Tensor, target: Tensor | None, factors: Tensor, numbers: _Numb
         shard,
         Columns(*numbers.columns),
         Plan(**planned),
-        target,
+        operands.target,
+        operands.token_scale,
         scale,
         softcap if numbers.capped else None,
         reduce_dtype=numbers.reduce_dtype,
     )
 
 
-def _loss(
-    target: Tensor, factors: Tensor, token_weight: Tensor | None, ignore_index: int | None, outside_is_nan: bool
-) -> WeightedLoss:
-    label_smoothing, z_loss = factors.tolist()[2:]
-    return WeightedLoss(target, token_weight, ignore_index, label_smoothing, z_loss, outside_is_nan)
+def _loss(operands: _Operands, of_loss: _OfLoss) -> WeightedLoss:
+    label_smoothing, z_loss = operands.factors.tolist()[2:]
+    assert operands.target is not None
+    weight, ignore_index, outside_is_nan = of_loss
+    return WeightedLoss(operands.target, weight, ignore_index, label_smoothing, z_loss, outside_is_nan)
 
 
 # --- second derivatives ----------------------------------------------------------------------------
@@ -184,14 +216,14 @@ def _padded(values: Sequence[Tensor | None], count: int, like: Tensor) -> list[T
     f"({', '.join(['Tensor'] * (_NUM_OUTPUTS + _NUM_RESIDUALS + 2))})",
     tags=_OUTSIDE_GRAPHS,
 )
-def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
+def _forward(*arguments):
     """The outputs of a head, its residuals, the merged partial, and the handle. ``losses``: the head is WeightedLoss,
     else StatisticsHead."""
-    call = _call(weight, target, factors, _Numbers(*numbers))
-    head = StatisticsHead(call.columns, target is not None)
-    if losses:
-        head = _loss(target, factors, token_weight, ignore_index, outside_is_nan)
-    partial, vocab_size, saved = schedule.forward(call, hidden, weight, bias, save)
+    operands, of_loss, losses, save, numbers = _split(arguments, _Operands, _OfLoss)
+    call = _call(operands, numbers)
+    head = _loss(operands, of_loss) if losses else StatisticsHead(call.columns, call.target is not None)
+    inputs: Inputs = operands.inputs
+    partial, vocab_size, saved = schedule.forward(call, *inputs, save)
     outputs, residuals = head.outputs(call.backend, partial, vocab_size)
     handle = partial.new_zeros(1, dtype=torch.uint8)
     vars(handle.untyped_storage())[_SAVED] = saved
@@ -201,16 +233,17 @@ def _forward(hidden, weight, bias, target, factors, token_weight, ignore_index, 
 
 
 @_forward.register_fake
-def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, losses, save, *numbers):
-    call = _call(weight, target, factors, _Numbers(*numbers))
-    shape = call.columns.count, token_count(hidden, call.layout)
-    partial = hidden.new_empty(shape, dtype=accumulation_dtype(weight.dtype))
+def _(*arguments):
+    operands, _, losses, _, numbers = _split(arguments, _Operands, _OfLoss)
+    call, hidden = _call(operands, numbers), operands.hidden
+    shape, dtype = (call.columns.count, token_count(hidden, call.layout)), accumulation_dtype(hidden.dtype)
+    partial = hidden.new_empty(shape, dtype=dtype)
     if losses:
         outputs = [partial.new_empty(shape[1])]
         residuals = [partial.new_empty(shape[1]) for _ in range(2 + call.columns.shifted)]
     else:
         vocab_size = partial.new_empty((), dtype=torch.int64)
-        head = StatisticsHead(call.columns, target is not None)
+        head = StatisticsHead(call.columns, call.target is not None)
         outputs, _ = head.outputs(call.backend, partial, vocab_size)
         residuals = [vocab_size.clone()]
     handle = partial.new_empty(1, dtype=torch.uint8)
@@ -219,11 +252,10 @@ def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside
 
 def _save_forward(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    ctx.losses, _, *numbers = inputs[_NUM_OPERANDS + _NUM_OF_LOSS :]
-    ctx.numbers = _Numbers(*numbers)
+    operands, _, ctx.losses, _, ctx.numbers = _split(inputs, _Operands, _OfLoss)
     ctx.num_inputs = len(inputs)
     ctx.mark_non_differentiable(*output[_head_class(ctx.losses).num_differentiable :])
-    ctx.save_for_backward(*inputs[:_NUM_OPERANDS], *output[_NUM_OUTPUTS:])
+    ctx.save_for_backward(*operands, *output[_NUM_OUTPUTS:])
 
 
 def _head_class(losses: bool) -> type:
@@ -233,20 +265,20 @@ def _head_class(losses: bool) -> type:
 def _differentiate_forward(ctx, *upstream):
     if all(u is None for u in upstream):
         return (None,) * ctx.num_inputs
-    saved = ctx.saved_tensors
-    hidden, weight, bias, target, factors, *residuals, partial, handle = saved
+    count, saved = len(_Operands._fields), ctx.saved_tensors
+    operands, (*residuals, partial, handle) = _Operands(*saved[:count]), saved[count:]
+    target = operands.target
     columns = Columns(*ctx.numbers.columns)
     if ctx.losses:
         alpha, beta, gamma = residuals
         of_losses = alpha, beta, gamma if columns.shifted else None
+        assert target is not None
         c = WeightedLoss(target).coefficients(partial, of_losses, upstream[:1]).folded()
     else:
         head = StatisticsHead(columns, target is not None)
         c = head.coefficients(partial, (residuals[0],), upstream[: head.num_differentiable])
     needs = list(ctx.needs_input_grad[:3])
-    found = torch.ops.parallel_lce.backward(
-        hidden, weight, bias, target, factors, partial, handle, *c.each, needs, *ctx.numbers
-    )
+    found = torch.ops.parallel_lce.backward(*operands, partial, handle, *c.each, needs, *ctx.numbers)
     return *_by_input(found, needs), *(None for _ in range(ctx.num_inputs - 3))
 
 
@@ -257,21 +289,22 @@ _forward.register_autograd(_differentiate_forward, setup_context=_save_forward)
     "parallel_lce::backward",
     mutates_args=(),
     schema=f"({_OPERANDS}, Tensor partial, Tensor handle, Tensor alpha, Tensor? beta, Tensor? gamma, "
-    f"Tensor? delta, bool[] needs, {_CALL}) -> Tensor[]",
+    f"Tensor? delta, Tensor? epsilon, bool[] needs, {_CALL}) -> Tensor[]",
     tags=_OUTSIDE_GRAPHS,
 )
-def _backward(hidden, weight, bias, target, factors, partial, handle, alpha, beta, gamma, delta, needs, *numbers):
+def _backward(*arguments):
     """dX, dW and dbias, those that ``needs`` asks for."""
-    call = _call(weight, target, factors, _Numbers(*numbers))
+    operands, partial, handle, *each, needs, numbers = _split(arguments, _Operands)
     saved = vars(handle.untyped_storage()).pop(_SAVED, ())
-    folded = Coefficients(alpha, beta, gamma, delta)
-    gradients = schedule.backward(call, hidden, weight, bias, partial, saved, folded, Needs(*needs))
+    inputs: Inputs = operands.inputs
+    gradients = schedule.backward(_call(operands, numbers), *inputs, partial, saved, Coefficients(*each), Needs(*needs))
     return [g for g in gradients if g is not None]
 
 
 @_backward.register_fake
-def _(hidden, weight, bias, target, factors, partial, handle, alpha, beta, gamma, delta, needs, *numbers):
-    return _empty_gradients(hidden, weight, bias, needs)
+def _(*arguments):
+    operands, _, _, *_, needs, _ = _split(arguments, _Operands)
+    return _empty_gradients(operands.inputs, needs)
 
 
 _backward.register_autograd(_refuse_second_order, setup_context=_save_nothing)
@@ -286,26 +319,25 @@ _backward.register_autograd(_refuse_second_order, setup_context=_save_nothing)
     schema=f"({_OPERANDS}, {_LOSS}, Tensor? divisor, bool[] needs, {_CALL}) -> (Tensor, Tensor[])",
     tags=_OUTSIDE_GRAPHS,
 )
-def _accumulated_loss(
-    hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, divisor, needs, *numbers
-):
+def _accumulated_loss(*arguments):
     """The loss, and its dX, dW and dbias, those that ``needs`` asks for."""
-    call = _call(weight, target, factors, _Numbers(*numbers))
-    loss = _loss(target, factors, token_weight, ignore_index, outside_is_nan)
-    done = schedule.accumulate(call, hidden, weight, bias, loss, divisor, Needs(*needs))
+    operands, of_loss, divisor, needs, numbers = _split(arguments, _Operands, _OfLoss)
+    inputs: Inputs = operands.inputs
+    done = schedule.accumulate(_call(operands, numbers), *inputs, _loss(operands, of_loss), divisor, Needs(*needs))
     return done.loss, [g for g in done.gradients if g is not None]
 
 
 @_accumulated_loss.register_fake
-def _(hidden, weight, bias, target, factors, token_weight, ignore_index, outside_is_nan, divisor, needs, *numbers):
-    dtype = accumulation_dtype(weight.dtype)
-    return hidden.new_empty((), dtype=dtype), _empty_gradients(hidden, weight, bias, needs, dtype)
+def _(*arguments):
+    operands, _, _, needs, _ = _split(arguments, _Operands, _OfLoss)
+    dtype = accumulation_dtype(operands.weight.dtype)
+    return operands.hidden.new_empty((), dtype=dtype), _empty_gradients(operands.inputs, needs, dtype)
 
 
 def _save_gradients(ctx, inputs, output) -> None:
-    ctx.save_for_backward(*inputs[:3], *output[1])
-    _, ctx.needs, *_ = inputs[_NUM_OPERANDS + _NUM_OF_LOSS :]
+    operands, _, _, ctx.needs, _ = _split(inputs, _Operands, _OfLoss)
     ctx.num_inputs = len(inputs)
+    ctx.save_for_backward(*operands.inputs, *output[1])
 
 
 def _scale_gradients(ctx, upstream, _):
@@ -325,17 +357,12 @@ def _scale_gradients(ctx, upstream, _):
 _accumulated_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
-def _empty_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: list[bool], dtype: torch.dtype | None = None
-) -> list[Tensor]:
+def _empty_gradients(inputs: Inputs, needs: list[bool], dtype: torch.dtype | None = None) -> list[Tensor]:
     gradients = []
     if needs[0]:
-        gradients.append(hidden.new_empty(hidden.shape))
-    if needs[1]:
-        gradients.append(weight.new_empty(weight.shape, dtype=dtype))
-    if needs[2] and bias is not None:
-        gradients.append(bias.new_empty(bias.shape, dtype=dtype))
-    return gradients
+        gradients.append(inputs[0].new_empty(inputs[0].shape))
+    parameters = zip(inputs[1:], needs[1:])
+    return gradients + [p.new_empty(p.shape, dtype=dtype) for p, needed in parameters if needed and p is not None]
 
 
 def _by_input(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None, ...]:
@@ -350,10 +377,10 @@ def _by_input(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None
 def fused(call: Call, inputs: Inputs, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
     """:func:`parallel_lce.autograd.fused` of a graph."""
     losses = isinstance(head, WeightedLoss)
-    of_loss = (head.token_weight, head.ignore_index, head.outside_is_nan) if losses else (None, None, True)
-    outputs = torch.ops.parallel_lce.forward(
-        *_operands(call, inputs, head if losses else None), *of_loss, losses, differentiable, *_numbers(call)
-    )
+    operands, of_loss = _operands(call, inputs, head if losses else None), _OfLoss()
+    if losses:
+        of_loss = _OfLoss(head.token_weight, head.ignore_index, head.outside_is_nan)
+    outputs = torch.ops.parallel_lce.forward(*operands, *of_loss, losses, differentiable, *_numbers(call))
     if losses:
         return (outputs[0],)
     return tuple(v if there else None for v, there in zip(outputs, head.present))
@@ -361,13 +388,10 @@ def fused(call: Call, inputs: Inputs, head: StatisticsHead | WeightedLoss, diffe
 
 def accumulated_loss(call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | None) -> Tensor:
     """:func:`parallel_lce.autograd.accumulated_loss` of a graph."""
-    value, _ = torch.ops.parallel_lce.accumulated_loss(
-        *_operands(call, inputs, loss),
-        loss.token_weight,
-        loss.ignore_index,
-        loss.outside_is_nan,
-        divisor,
-        [t is not None and t.requires_grad for t in inputs],
-        *_numbers(call),
+    needs = [t is not None and t.requires_grad for t in inputs]
+    operands, of_loss = (
+        _operands(call, inputs, loss),
+        _OfLoss(loss.token_weight, loss.ignore_index, loss.outside_is_nan),
     )
+    value, _ = torch.ops.parallel_lce.accumulated_loss(*operands, *of_loss, divisor, needs, *_numbers(call))
     return value

@@ -8,6 +8,7 @@ A partial of a slice with logits z is, per token, the columns
     shifted   zs = sum (z - m)                (on request: mean log-probability)
     total     zt = sum z                      (on request: mean logit)
     weighted  ez = sum exp(z - m) (z - m)     (on request: expected logit, entropy)
+    squared   sq = sum exp(z - m)^2           (on request: sum of squared probabilities)
     argmax    the global id of the largest logit, an integer bit-cast (on request)
 
 Partials of disjoint slices merge into the partial of their union. Merging is associative and commutative, and the empty
@@ -51,6 +52,7 @@ class Columns:
     shifted: bool = False
     total: bool = False
     weighted: bool = False
+    squared: bool = False
     argmax: bool = False
 
     @property
@@ -111,6 +113,8 @@ def tile_partial(
     moved = z.clamp(min=LOWEST_SHIFT) if columns.weighted else None
     e = torch.exp(z, out=z if exponentials is None else exponentials)
     torch.sum(e, 0, out=partial[SUM_EXP])
+    if columns.squared:
+        torch.sum(e * e, 0, out=partial[columns["squared"]])
     if moved is not None:
         torch.sum(moved.mul_(e), 0, out=partial[columns["weighted"]])
     return e
@@ -140,6 +144,9 @@ def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
     if columns.weighted:
         row = columns["weighted"]
         torch.sum((partials[:, row] + partials[:, SUM_EXP] * shift) * factor, 0, out=merged[row])
+    if columns.squared:
+        row = columns["squared"]
+        torch.sum(partials[:, row] * factor.square(), 0, out=merged[row])
     if columns.argmax:
         row = columns["argmax"]
         ids = integer_view(partials[:, row])

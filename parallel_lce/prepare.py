@@ -149,18 +149,21 @@ def _prepared(a: Arguments, known: _Known, layout: Layout, columns: Columns, mai
         columns,
         known.plan,
         target,
-        float(a.logit_scale),
+        _flat(a.token_scale, hidden),
+        1.0 if a.token_scale is not None else float(a.logit_scale),
         a.logit_softcap,
         main_grad,
         a.reduce_dtype,
         known.tapes,
     )
-    token_weight = a.token_weight
-    if token_weight is not None:
-        token_weight = token_weight.reshape(-1).to(accumulation_dtype(hidden.dtype)).contiguous()
     # hidden is not reshaped here: under torch.compile a second derivative is refused by an input of the graph, not by
     # a view of one.
-    return Prepared(call, (hidden, weight, bias), token_weight, known.shape, known.differentiable)
+    return Prepared(call, (hidden, weight, bias), _flat(a.token_weight, hidden), known.shape, known.differentiable)
+
+
+def _flat(per_token: Tensor | None, hidden: Tensor) -> Tensor | None:
+    """``[N]`` in the statistics' dtype."""
+    return None if per_token is None else per_token.reshape(-1).to(accumulation_dtype(hidden.dtype)).contiguous()
 
 
 def _gradients(
@@ -236,7 +239,7 @@ def _check_together(
             "hidden size": a.input.shape[-1],
             "dtype": a.input.dtype,
             "sequence_parallel": layout.sequence_parallel,
-            "logit_scale": a.logit_scale,
+            "logit_scale": "of each token" if a.token_scale is not None else a.logit_scale,
             "logit_softcap": a.logit_softcap,
             "vocab_size": a.vocab_size,
             "vocab_start given": a.vocab_start is not None,
@@ -250,6 +253,7 @@ def _check_together(
         tensors = {
             "target": None if a.target is None else a.target.long(),
             "token_weight": None if weight is None else weight.double(),
+            "logit_scale": None if a.token_scale is None else a.token_scale.double(),
         }
         shards = debug.agree(layout, settings, tensors, shards[0])
         if not layout.sequence_parallel:

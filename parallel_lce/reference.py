@@ -14,12 +14,13 @@ def logits(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    scale: float = 1.0,
+    scale: float | Tensor = 1.0,
     softcap: float | None = None,
     vocab_size: int | None = None,
 ) -> Tensor:
     """``softcap(scale * (input @ weight.T + bias))`` ``[..., V]`` in the dtype of ``input``."""
-    z = torch.nn.functional.linear(input, weight, bias) * scale
+    z = torch.nn.functional.linear(input, weight, bias)
+    z = z * (scale.unsqueeze(-1).to(z.dtype) if isinstance(scale, Tensor) else scale)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     return z[..., :vocab_size]
@@ -35,6 +36,7 @@ def statistics(z: Tensor, target: Tensor | None = None) -> dict[str, Tensor]:
         "mean_log_prob": log_p.mean(-1),
         "expected_logit": (log_p.exp() * z).sum(-1),
         "entropy": -(log_p.exp() * log_p).sum(-1),
+        "sum_p_squared": log_p.exp().square().sum(-1),
         "max_logit": z.amax(-1),
         "argmax": z.argmax(-1),
     }

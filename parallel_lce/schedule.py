@@ -17,13 +17,22 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, BlockForward, Coefficients, GradBuffers, Projection, Saved, Scratch
+from parallel_lce.backends.interface import (
+    Backend,
+    BlockForward,
+    Coefficients,
+    GradBuffers,
+    Projection,
+    Saved,
+    Scratch,
+    recovers_logits,
+)
 from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, Shard, gather_hidden
 from parallel_lce.grad_buffers import GradBuffer, MainGrad
 from parallel_lce.losses import WeightedLoss
@@ -47,6 +56,8 @@ class Call:
     plan: Plan
     # [N] int64 ids in the whole vocabulary, or None.
     target: Tensor | None
+    # [N] in the statistics' dtype: the logits' scale of each token beside ``scale``; None: 1
+    token_scale: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
     # Where dW is added, if anywhere.
@@ -66,6 +77,26 @@ class Call:
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         bias = bias if bias is None else bias.contiguous()
         return Projection(weight, bias, shard.start, shard.real_rows, self.scale, self.softcap)
+
+    def of_block(self, projection: Projection, block: Block) -> Projection:
+        """The ``projection`` with the scales of a block's tokens."""
+        if self.token_scale is None:
+            return projection
+        return replace(projection, token_scale=self.layout.take(self.token_scale, block))
+
+    def block_forward(
+        self,
+        projection: Projection,
+        x: IncomingHidden,
+        targets: Tensor | None,
+        block: Block,
+        save: int,
+        buffer: Tensor | None,
+        out: Tensor | None,
+    ) -> BlockForward:
+        """The forward of a block. ``targets``: :meth:`local_targets`. The others: of ``Backend.BlockForward``."""
+        projection, target = self.of_block(projection, block), self.layout.take(targets, block)
+        return self.backend.BlockForward(projection, x.tensor, target, self.columns, save, buffer, out)
 
     def local_targets(self) -> Tensor | None:
         """The targets ``[N]`` relative to the shard. Those of other shards, and invalid ones, lie outside it."""
@@ -141,9 +172,7 @@ def forward(
             x = gathers.next()
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
-            work = call.backend.BlockForward(
-                projection, x.tensor, layout.take(targets, block), columns, block.saved if save else 0, None, out
-            )
+            work = call.block_forward(projection, x, targets, block, block.saved if save else 0, None, out)
             block_saved = _project(work, x, gathers, first=block.start == 0)
             saved = saved or block_saved
             if save and call.plan.saves_hidden:
@@ -207,7 +236,7 @@ class _GradientSums:
         call, reduction = self._call, self._reduction
         dx = None if reduction is None else reduction.open_block(block)
         work = call.backend.BlockBackward(
-            self._projection,
+            call.of_block(self._projection, block),
             x.tensor,
             call.layout.take(self._targets, block),
             partial,
@@ -262,8 +291,7 @@ def backward(
         shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
         scratch_bytes = plan.scratch_bytes if saved else plan.scratch_bytes_unsaved
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes)
-        # delta needs the logits, which cannot be recovered from an exponential that underflowed to 0.
-        if saved and (consumed or coefficients.delta is not None):
+        if saved and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
             sums.scratch.adopt(saved[0])
             saved = ()
         tokens = None
@@ -281,18 +309,14 @@ def backward(
             gathers.start()
             of_block, folded = partial, coefficients
             if tokens is not None:
-                of_block, *present = _split_rows(layout.take(tokens, block).contiguous(), len(partial))
-                folded = coefficients.replaced(present)
+                stacked = layout.take(tokens, block).contiguous()
+                of_block, present = stacked[: len(partial)], stacked[len(partial) :]
+                folded = coefficients.replaced(present.unbind())
             sums.add_block(block, x, of_block, folded, saved)
             if saved:
                 sums.scratch.adopt(saved[0])
                 saved = ()
         return sums.deliver(shape)
-
-
-def _split_rows(tokens: Tensor, count: int) -> list[Tensor]:
-    """The first ``count`` rows together, and each of the others."""
-    return [tokens[:count], *tokens[count:].unbind()]
 
 
 @dataclass
@@ -347,7 +371,7 @@ def accumulate(
             partial, vocab_size = waiting.partials.finish(backend.merge_ranks)
             [losses], residuals = loss.of_block(layout, block).outputs(backend, partial, vocab_size)
             layout.put(per_token, block, losses)
-            sums.add_block(block, waiting.x, partial, Coefficients(*residuals, None, factor), waiting.saved)
+            sums.add_block(block, waiting.x, partial, Coefficients(*residuals, factor=factor), waiting.saved)
 
         # Over ranks a block waits for its merged partials while the next one is projected.
         ahead = 1 if layout.ranks > 1 else 0
@@ -361,9 +385,7 @@ def accumulate(
             x = gathers.next()
             buffers.rotate(1)
             partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout)
-            work = backend.BlockForward(
-                projection, x.tensor, layout.take(targets, block), columns, block.saved, buffers[0], partials.local
-            )
+            work = call.block_forward(projection, x, targets, block, block.saved, buffers[0], partials.local)
             saved = _project(work, x, gathers, first=block.start == 0)
             partials.start()
             waiting.append(_Waiting(block, x, partials, saved))

@@ -34,14 +34,15 @@ def signature_of(
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or debug.enabled():
         return None
     key: list = [torch.is_grad_enabled(), accumulable, columns, a.reduce_dtype]
-    for tensor in (a.input, a.linear_weight, a.target, a.linear_bias, a.token_weight):
+    for tensor in (a.input, a.linear_weight, a.target, a.linear_bias, a.token_weight, a.token_scale):
         if tensor is None:
             key.append(None)
         elif type(tensor) in _TENSORS and tensor.layout is torch.strided and not tensor.is_neg():
             key += tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
         else:
             return None
-    numbers: tuple = (a.sequence_parallel, a.logit_scale, a.logit_softcap, a.vocab_start, a.vocab_size, a.logits_budget)
+    scale = None if a.token_scale is not None else a.logit_scale
+    numbers: tuple = (a.sequence_parallel, scale, a.logit_softcap, a.vocab_start, a.vocab_size, a.logits_budget)
     if options is not None:
         key.append(options.reduction)
         numbers += options.ignore_index, options.label_smoothing, options.z_loss, options.outside_is_nan

@@ -1,7 +1,7 @@
 """Per-token statistics of the logits: from merged partials, and back to the gradient of the logits.
 
 Any loss is plain PyTorch on the ``[N]`` statistics. The upstream gradients that autograd hands back for them are
-folded into four per-token coefficients of the gradient of the logits (:func:`coefficients`). With the maximum M, p =
+folded into five per-token coefficients of the gradient of the logits (:func:`coefficients`). With the maximum M, p =
 softmax(z) and the columns of :mod:`parallel_lce.partials`:
 
     lse               = M + log s                        d/dz_j = p_j
@@ -11,6 +11,7 @@ softmax(z) and the columns of :mod:`parallel_lce.partials`:
     mean_log_prob     = zs / V - log s                   d/dz_j = 1 / V - p_j
     expected_logit E  = M + ez / s                       d/dz_j = p_j (1 + z_j - E)
     entropy           = log s - ez / s                   d/dz_j = -p_j (z_j - E)
+    sum_p_squared Q   = sq / s^2                         d/dz_j = 2 p_j (p_j - Q)
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class TokenStatistics:
     expected_logit: Tensor | None = field(metadata={"column": "weighted"})
     # ``lse - expected_logit``, computed without that difference.
     entropy: Tensor | None = field(metadata={"column": "weighted"})
+    # Sum of p^2: the probability that two independent samples are equal.
+    sum_p_squared: Tensor | None = field(metadata={"column": "squared"})
     max_logit: Tensor
     # int64 global id, the lowest among equals; -1 where a logit is NaN or the shards are no partition.
     argmax: Tensor | None = field(metadata={"column": "argmax"})
@@ -67,10 +70,12 @@ _COLUMNS = tuple(f.metadata.get("column") for f in fields(TokenStatistics))
 DIFFERENTIABLE = NAMES[: NAMES.index("max_logit")]
 
 
-def requested_columns(mean_logit: bool, expected_logit: bool, argmax: bool) -> Columns:
+def requested_columns(
+    mean_logit: bool = False, expected_logit: bool = False, argmax: bool = False, sum_p_squared: bool = False
+) -> Columns:
     """The columns that the statistics of ``parallel_lce.token_statistics`` need."""
     mean_logit = bool(mean_logit)
-    return Columns(shifted=mean_logit, total=mean_logit, weighted=bool(expected_logit), argmax=bool(argmax))
+    return Columns(mean_logit, mean_logit, bool(expected_logit), bool(sum_p_squared), bool(argmax))
 
 
 Residuals = tuple[Tensor, Tensor | None, Tensor | None]
@@ -123,6 +128,8 @@ def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, wit
     if columns.weighted:
         expected = partial[columns["weighted"]] / sum_exp
         values.update(expected_logit=top + expected, entropy=log_sum - expected)
+    if columns.squared:
+        values["sum_p_squared"] = partial[columns["squared"]] / sum_exp.square()
     if columns.argmax:
         ids = integer_view(partial[columns["argmax"]])
         values["argmax"] = ids.long().masked_fill(ids == torch.iinfo(ids.dtype).max, -1)
@@ -142,9 +149,12 @@ def coefficients(
     beta = total((-1, "target_logit"), (-1, "target_log_prob"))
     gamma = total((-1, "mean_logit"), (-1, "mean_log_prob"))
     delta = total((1, "expected_logit"), (-1, "entropy"))
+    epsilon = total((2, "sum_p_squared"))
     if alpha is None:
         alpha = torch.zeros_like(partial[MAX])
     if delta is not None:
         # delta multiplies z - M, so the expected logit is taken relative to M, too.
         alpha = alpha - delta * (partial[columns["weighted"]] / partial[SUM_EXP])
-    return Coefficients(alpha, beta, None if gamma is None else gamma / vocab_size, delta)
+    if epsilon is not None:
+        alpha = alpha - epsilon * (partial[columns["squared"]] / partial[SUM_EXP].square())
+    return Coefficients(alpha, beta, None if gamma is None else gamma / vocab_size, delta, epsilon)

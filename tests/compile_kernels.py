@@ -85,16 +85,14 @@ def call(rows, entries, depth, saved, everything, dtype):
     plain = not everything
     x, weight = torch.randn(rows, depth).to(dtype), torch.randn(entries, depth).to(dtype)
     bias = torch.zeros(entries, dtype=dtype) if everything else None
-    shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, 5.0 if everything else None)
+    softcap, token_scale = (5.0, torch.ones(rows)) if everything else (None, None)
+    shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, softcap, token_scale)
     target = torch.zeros(rows, dtype=torch.int64)
     columns = Columns(*[everything] * len(dataclasses.fields(Columns)))
     partial, exponentials = block_forward(backend, shape, x, target, columns, saved)
     ones = torch.ones(rows)
     more = ones if everything else None
-    if everything and not saved:
-        coefficients = Coefficients(ones, ones, ones, ones)
-    else:
-        coefficients = Coefficients(ones, ones, more, None)
+    coefficients = Coefficients(ones, ones, more, more, more)
     block_backward(
         backend,
         shape,

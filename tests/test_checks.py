@@ -154,7 +154,22 @@ BAD = {
     "z_loss infinite": (dict(z_loss=float("inf")), "z_loss must be a finite Python number, got inf"),
     "z_loss a tensor": (dict(z_loss=torch.tensor(1.0)), r"z_loss must be a finite Python number, got tensor\(1.\)"),
     "scale NaN": (dict(logit_scale=float("nan")), "logit_scale must be a finite Python number, got nan"),
-    "scale a tensor": (dict(logit_scale=torch.ones(())), "logit_scale must be a finite Python number, got tensor"),
+    "scale of integers": (
+        dict(logit_scale=torch.zeros(N, dtype=torch.int64)),
+        "logit_scale must be floating-point, got torch.int64",
+    ),
+    "scale that needs a gradient": (
+        dict(logit_scale=torch.zeros(N, requires_grad=True)),
+        r"logit_scale requires a gradient, and none flows to it: pass logit_scale.detach\(\)",
+    ),
+    "scale of another length": (
+        dict(logit_scale=torch.zeros(5)),
+        r"a tensor of target's shape \[6\], got one of shape \[5\]",
+    ),
+    "scale a tensor": (
+        dict(logit_scale=torch.ones(())),
+        r"logit_scale must be a finite Python number, or a tensor of target's shape \[\d+\], got one of shape \[\]",
+    ),
     "softcap zero": (dict(logit_softcap=0.0), "logit_softcap must be None or a positive Python number, got 0.0"),
     "softcap negative": (dict(logit_softcap=-3.0), "logit_softcap must be .* got -3.0"),
     "softcap infinite": (dict(logit_softcap=float("inf")), "logit_softcap must be .* got inf"),

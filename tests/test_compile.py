@@ -129,7 +129,14 @@ def test_a_dynamic_dimension_is_compiled_once(name, device):
 def test_statistics(names, budget, device):
     def statistics(x, weight, target):
         return parallel_lce.token_statistics(
-            x, weight, target, logits_budget=budget, mean_logit=True, expected_logit=True, argmax=True
+            x,
+            weight,
+            target,
+            logits_budget=budget,
+            mean_logit=True,
+            expected_logit=True,
+            argmax=True,
+            sum_p_squared=True,
         )
 
     def total(*tensors):
@@ -186,7 +193,7 @@ def test_a_target_outside_has_the_loss_that_was_asked_for(name, outside_is_nan, 
 def test_statistics_that_were_not_asked_for(device):
     t = operands(24, device)
     for target in (None, t.target):
-        for asked in ({}, {"mean_logit": True}, {"expected_logit": True}, {"argmax": True}):
+        for asked in ({}, {"mean_logit": True}, {"expected_logit": True}, {"argmax": True}, {"sum_p_squared": True}):
             statistics = lambda x, w, y: parallel_lce.token_statistics(x, w, y, **asked)  # noqa: E731
             found, expected = (f(t.x, t.weight, target) for f in (compiled(statistics)[0], statistics))
             absent = [n for n, value in vars(expected).items() if value is None]

@@ -12,7 +12,8 @@ import parallel_lce
 from cases import dense_loss, part
 from measures import assert_close, assert_near, assert_no_worse, error, size, smallest_steps
 from parallel_lce import reference
-from parallel_lce.backends import eager
+from parallel_lce.backends import eager, eager_tiles
+from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.prepare import prepare
 from parallel_lce.statistics import DIFFERENTIABLE, requested_columns
 from tools import REDUCED, arguments_of, everywhere, field_gradients, shrunk, small, statistics
@@ -229,18 +230,19 @@ def half_operands(half: bool):
     if not half:
         yield
         return
-    saved = eager.operand, eager.matmul_nt, eager.accumulate_nt
 
-    def accumulate_nt(total, a, b, **options):
-        saved[2](total, a.float(), b.float(), **options)
+    def whole(a, b):
+        return matmul_nt(a.float(), b.float())
 
-    eager.operand = lambda tensor: tensor
-    eager.matmul_nt = lambda a, b: saved[1](a.float(), b.float())
-    eager.accumulate_nt = accumulate_nt
-    try:
+    def add_whole(total, a, b, **options):
+        accumulate_nt(total, a.float(), b.float(), **options)
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (eager, eager_tiles):
+            patched.setattr(module, "operand", lambda tensor: tensor)
+        patched.setattr(eager_tiles, "matmul_nt", whole)
+        patched.setattr(eager, "accumulate_nt", add_whole)
         yield
-    finally:
-        eager.operand, eager.matmul_nt, eager.accumulate_nt = saved
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,9 @@ def test_tensors_without_values_give_shapes(options, dtype, kind, device):
         target = torch.zeros(8, 3, dtype=torch.int64, device=device)
         loss = parallel_lce.linear_cross_entropy(x, weight, target, linear_bias=bias, **options)
         loss.sum().backward()
-        found = parallel_lce.token_statistics(x, weight, target, mean_logit=True, expected_logit=True, argmax=True)
+        found = parallel_lce.token_statistics(
+            x, weight, target, mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True
+        )
         found.entropy.sum().backward()
         with torch.no_grad():
             evaluated = parallel_lce.linear_cross_entropy(x, weight, target, reduction="none")

@@ -84,7 +84,7 @@ def test_contracts_of_the_operators(device):
                 torch.library.opcheck(library.forward.default, arguments)
         *_, partial, handle = library.forward(*given, None, None, True, False, True, *ops._numbers(call))
         alpha = torch.rand(24, device=device)
-        for folded in ((alpha, alpha, None, None), (alpha, None, alpha, None)):
+        for folded in ((alpha, alpha, None, None, None), (alpha, None, alpha, None, alpha)):
             for needs in ([True, True, True], [False, True, False]):
                 arguments = *given, partial, handle, *folded, needs, *ops._numbers(call)
                 torch.library.opcheck(library.backward.default, arguments)

@@ -47,6 +47,8 @@ def partial_of(z: torch.Tensor, start: int, target: int, columns: Columns = ALL)
         partial[columns["total"]] = z.sum(1)
     if columns.weighted:
         partial[columns["weighted"]] = torch.where(shifted == -torch.inf, 0.0, shifted.exp() * shifted).sum(1)
+    if columns.squared:
+        partial[columns["squared"]] = shifted.exp().square().sum(1)
     if columns.argmax:
         first = [int((row == row.max()).int().argmax()) + start if K else 0 for row in z]
         integer_view(partial[columns["argmax"]]).copy_(torch.tensor(first))

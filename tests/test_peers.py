@@ -332,7 +332,15 @@ def _gradcheck(member: Member, strategy: str, sequence_parallel: bool) -> list[s
     def statistics(x, weight, bias, **options):
         x, weight, bias = operands(x, weight, bias)
         found = parallel_lce.token_statistics(
-            x, weight, target, linear_bias=bias, mean_logit=True, expected_logit=True, **parallel, **options
+            x,
+            weight,
+            target,
+            linear_bias=bias,
+            mean_logit=True,
+            expected_logit=True,
+            sum_p_squared=True,
+            **parallel,
+            **options,
         )
         return tuple(getattr(found, name) for name in DIFFERENTIABLE)
 

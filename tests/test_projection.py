@@ -63,7 +63,7 @@ def laid_out(value: torch.Tensor, shape: Shape, dtype: torch.dtype, device: str)
 
 
 def problem(
-    shape: Shape, dtype, device, *, bias=None, scale=1.0, softcap=None, sharpness=1.0
+    shape: Shape, dtype, device, *, bias=None, scale=1.0, token_scale=None, softcap=None, sharpness=1.0
 ) -> tuple[Product, torch.Tensor]:
     """Operands, and their logits ``[R, K]`` in float64."""
     x = laid_out(normal(shape.R, shape.D), shape, dtype, device)
@@ -71,8 +71,9 @@ def problem(
     weight = laid_out(weight, shape, dtype, device)
     bias = None if bias is None else bias.to(dtype).to(device)
     doubles = (t if t is None else t.double() for t in (x, weight, bias))
-    z = reference.logits(*doubles, scale=scale, softcap=softcap)
-    return Product(x, weight, bias, scale, softcap), z
+    whole = scale if token_scale is None else scale * token_scale.double()
+    z = reference.logits(*doubles, scale=whole, softcap=softcap)
+    return Product(x, weight, bias, scale, softcap, token_scale), z
 
 
 def some_bias(shape: Shape) -> torch.Tensor:
@@ -88,7 +89,8 @@ def check_partials(found, expected, z, width) -> None:
     torch.testing.assert_close(sums[1:3].double(), true_sums[1:3], rtol=1e-5, atol=2e-3)
     error = (sums[3].double() - true_sums[3]).abs()
     assert (error <= 1e-4 * true_sums[0] + 3e-5 * true_sums[3].abs()).all()
-    for number, ids in enumerate(integer_view(sums[4]).long()):
+    torch.testing.assert_close(sums[4].double(), true_sums[4], rtol=6e-5, atol=0)
+    for number, ids in enumerate(integer_view(sums[5]).long()):
         assert (ids // width == number).all()
         picked = z.gather(1, ids[:, None]).squeeze(1)
         torch.testing.assert_close(picked, true_maxima[number], rtol=2e-6, atol=1e-5)
@@ -190,6 +192,7 @@ def test_logits_of_minus_infinity_and_nan(dtype, device):
     torch.testing.assert_close(maxima.double(), true_maxima, rtol=2e-6, atol=1e-5)
     torch.testing.assert_close(sums[0].double(), true_sums[0], rtol=3e-5, atol=0)
     torch.testing.assert_close(sums[3].double(), true_sums[3], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sums[4].double(), true_sums[4], rtol=6e-5, atol=0)
     check_kept(saved, e)
     clean = window_partials(operands)[1][0]
     operands.x[5, 3] = torch.nan
@@ -232,17 +235,19 @@ def test_a_target_that_is_the_maximum_equals_it(device):
 
 FORMS = {
     "plain": {},
+    "epsilon": dict(epsilon=True),
     "gamma and delta": dict(gamma=True, delta=True),
     "scaled and capped": dict(delta=True, scale=-0.5, softcap=3.0, power=2.0**7),
-    "all": dict(gamma=True, delta=True, scale=2.0, softcap=4.0, power=0.5),
+    "all": dict(gamma=True, delta=True, epsilon=True, token_scale=True, scale=2.0, softcap=4.0, power=0.5),
 }
 
 
-def gradient_truth(z, alpha, gamma, delta, power, scale, softcap):
+def gradient_truth(z, alpha, gamma, delta, epsilon, power, scale, softcap):
     top = z.amax(1, keepdim=True)
     shifted = z - finite(top)
     e = shifted.exp()
-    g = e / e.sum(1, keepdim=True) * (alpha[:, None] + delta[:, None] * shifted.clamp(min=-1e4))
+    p = e / e.sum(1, keepdim=True)
+    g = p * (alpha[:, None] + delta[:, None] * shifted.clamp(min=-1e4) + epsilon[:, None] * p)
     g = (g - gamma[:, None]) * scale * power
     return g if softcap is None else g * (1 - (z / softcap) ** 2)
 
@@ -253,9 +258,11 @@ def gradient_truth(z, alpha, gamma, delta, power, scale, softcap):
 @pytest.mark.thinned
 def test_gradient(shape, form, dtype, device):
     options = dict(FORMS[form])
-    alpha, gamma, delta = normal(3, shape.R, seed=4).float().to(device)
+    alpha, gamma, delta, epsilon, token_scale = normal(5, shape.R, seed=4).float().to(device)
     gamma = gamma / shape.K if options.pop("gamma", False) else None
     delta = delta if options.pop("delta", False) else None
+    epsilon = epsilon if options.pop("epsilon", False) else None
+    options["token_scale"] = token_scale if options.pop("token_scale", False) else None
     power = options.pop("power", None)
     operands, z = problem(shape, dtype, device, bias=some_bias(shape), sharpness=2.0, **options)
     statistics = merged_truth(z)[:2].float().contiguous()
@@ -263,10 +270,13 @@ def test_gradient(shape, form, dtype, device):
     buffer = torch.full((shape.R + 3, stride), SENTINEL, dtype=dtype, device=device)
     out = buffer[: shape.R, : shape.K]
     factor = None if power is None else torch.tensor(power, device=device)
-    logits_gradient(operands, statistics, alpha, gamma, delta, factor, out)
+    logits_gradient(operands, statistics, alpha, gamma, delta, epsilon, factor, out)
     nothing = torch.zeros_like(alpha)
-    rows = (t.double() if t is not None else nothing.double() for t in (alpha, gamma, delta))
-    exact = gradient_truth(z, *rows, power or 1.0, operands.scale, operands.softcap)
+    rows = (t.double() if t is not None else nothing.double() for t in (alpha, gamma, delta, epsilon))
+    scale = operands.scale
+    if operands.token_scale is not None:
+        scale = scale * operands.token_scale.double()[:, None]
+    exact = gradient_truth(z, *rows, power or 1.0, scale, operands.softcap)
     rounding = torch.finfo(dtype).eps / 2
     # Terms cancel where gamma is near p: their error is that of p.
     slack = 3e-5 * exact.abs().amax(1, keepdim=True)

@@ -26,7 +26,9 @@ def _loss(way: str, x, weight, target):
     if way == "real logits":
         return parallel_lce.vocab_parallel_cross_entropy(x @ weight.t(), target).square().sum()
     if way == "statistics":
-        found = parallel_lce.token_statistics(x, weight, target, mean_logit=True, expected_logit=True)
+        found = parallel_lce.token_statistics(
+            x, weight, target, mean_logit=True, expected_logit=True, sum_p_squared=True
+        )
         return (found.lse + found.entropy + found.mean_logit).sum()
     options = {k: v.to(x.device) if isinstance(v, torch.Tensor) else v for k, v in WAYS[way].items()}
     return parallel_lce.linear_cross_entropy(x, weight, target, **options).sum()

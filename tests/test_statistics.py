@@ -26,19 +26,22 @@ class Call(Case):
 
     block_bytes: int | None = None
     backend: str = ""
+    # Each token has a logit_scale of its own.
+    scaled_by_token: bool = False
 
 
 def tensors(call: Call, device="cpu"):
     t = make(call, device)
     outside = torch.tensor([-1, call.V, call.V + 3, -(2**63), 2**62], device=t.target.device)
     t.target[1::3] = outside.repeat(call.N)[: len(t.target[1::3])]
+    scale = normal(call.N, seed=99).abs().float().to(device) + 0.2 if call.scaled_by_token else call.logit_scale
     upstream = {name: normal(call.N, seed=5 + i).to(device) for i, name in enumerate(DIFFERENTIABLE)}
-    return t, upstream
+    return t, upstream, scale
 
 
 def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
     """Every field, and dX, dW, dbias of each field alone, each from the first backward of a graph."""
-    t, upstream = tensors(call, member.device)
+    t, upstream, scale = tensors(call, member.device)
     rows = -(-call.V // call.ranks) if call.shards is None else call.shards[member.rank]
     start = rows * member.rank if call.shards is None else sum(call.shards[: member.rank])
     real = max(0, min(rows, call.V - start))
@@ -57,7 +60,7 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
             weight,
             t.target,
             linear_bias=bias,
-            logit_scale=call.logit_scale,
+            logit_scale=scale,
             logit_softcap=call.logit_softcap,
             process_group=member.group,
             sequence_parallel=call.sequence_parallel,
@@ -83,9 +86,10 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
 def dense(call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The same from all logits: projected in ``dtype``, statistics in fp32, or in fp64 for fp64."""
     z_dtype = accumulation_dtype(dtype)
-    t, upstream = tensors(call)
+    t, upstream, scale = tensors(call)
     leaves = [v.to(dtype).requires_grad_() for v in (t.x, t.weight, t.bias) if v is not None]
-    z = torch.nn.functional.linear(*leaves).to(z_dtype) * call.logit_scale
+    z = torch.nn.functional.linear(*leaves).to(z_dtype)
+    z = z * (scale.to(z_dtype)[:, None] if call.scaled_by_token else scale)
     if call.logit_softcap is not None:
         z = call.logit_softcap * torch.tanh(z / call.logit_softcap)
     results = reference.statistics(z, t.target)
@@ -114,8 +118,9 @@ def check(call: Call, found: dict[str, torch.Tensor], factor: float) -> None:
     wide = accumulation_dtype(dtype)
     truth, yardstick = dense(call, torch.float64), dense(call, dtype)
     assert found.pop("vocab_size").item() == call.V
-    operands = (v if v is None else v.double() for v in _operands(call))
-    z = reference.logits(*operands, scale=call.logit_scale, softcap=call.logit_softcap)
+    t, _, scale = tensors(call)
+    operands = (v if v is None else v.double() for v in (t.x, t.weight, t.bias))
+    z = reference.logits(*operands, scale=scale, softcap=call.logit_softcap)
     picked = z.gather(1, found.pop("argmax").unsqueeze(1)).squeeze(1)
     slack = 1e-12 if dtype == torch.float64 else 1e-5
     assert (picked >= z.amax(1) - slack * z.abs().amax()).all(), "argmax is not the largest"
@@ -133,11 +138,6 @@ def check(call: Call, found: dict[str, torch.Tensor], factor: float) -> None:
         assert_no_worse(value, truth[name], yardstick[name], factor, floor, name)
 
 
-def _operands(call: Call):
-    t, _ = tensors(call)
-    return t.x, t.weight, t.bias
-
-
 ONE = [
     Call(80, 125, 64),
     Call(80, 125, 64, "fp64", budget=0, block_bytes=5000),
@@ -149,6 +149,11 @@ ONE = [
     Call(33, 200, 16, "fp32", logit_softcap=4.0, logit_scale=2.0, bias=True, budget=0, block_bytes=9000),
     Call(1, 7, 8),
     Call(3, 1, 5, "fp64"),
+    Call(41, 130, 24, "fp64", scaled_by_token=True, logit_softcap=5.0),
+    Call(41, 130, 24, "fp16", scaled_by_token=True),
+    Call(63, 300, 40, "bf16", bias=True, scaled_by_token=True, backend="triton"),
+    Call(63, 300, 40, "bf16", scaled_by_token=True, budget=0, block_bytes=9000, backend="triton"),
+    Call(63, 300, 40, "fp16", scaled_by_token=True, logit_softcap=5.0, backend="triton"),
     Call(63, 300, 40, "bf16", bias=True, logit_scale=0.7, budget=30000, block_bytes=9000, backend="triton"),
     Call(33, 300, 15, logit_softcap=4.0, bias=True, budget=0, block_bytes=9000, backend="triton"),
 ]
@@ -163,6 +168,8 @@ MANY = [
     Call(37, 507, 23, ranks=4, bias=True, logit_softcap=3.0),
     Call(36, 9, 23, "fp64", ranks=4, bias=True),  # shards of 3, 3, 3 rows and one of padding alone
     Call(36, 300, 16, "fp16", ranks=4, sequence_parallel=True, budget=0, block_bytes=4000),
+    Call(40, 260, 31, "fp64", ranks=2, scaled_by_token=True, bias=True),
+    Call(36, 300, 16, "bf16", ranks=2, sequence_parallel=True, budget=0, block_bytes=4000, scaled_by_token=True),
 ]
 
 

@@ -44,7 +44,7 @@ def counts(target: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("options", ["plain", "all"])
 def test_gradients(options, softcap, device):
     """Of sure tokens too, whose p is 1 - 1e-4: nothing cancels."""
-    alpha, beta, gamma, delta, logit = normal(5, R).float().to(device)
+    alpha, beta, gamma, delta, logit, epsilon, token_scale = normal(7, R).float().to(device)
     sum_exp = 1 + normal(R, seed=1).abs().float().to(device)
     maximum = logit.double() + normal(R, seed=2).abs().to(device)
     sure = slice(0, R, 4)
@@ -55,18 +55,19 @@ def test_gradients(options, softcap, device):
     statistics = torch.stack([maximum.float(), sum_exp, logit])
     target = some_targets(device)
     if options == "plain":
-        gamma = delta = None
+        gamma = delta = epsilon = token_scale = None
     # G has none of the targets.
     found, unshared, *factors = token_gradients(
         torch.empty(R, 8, device=device),
         None,
         target,
         statistics,
-        TokenCoefficients(alpha, beta, gamma, delta, None),
+        TokenCoefficients(alpha, beta, gamma, delta, epsilon, None),
         None,
         entries=K,
         first=K,
         scale=-0.5,
+        token_scale=token_scale,
         softcap=softcap,
         find_shared=options == "all",
     )
@@ -78,8 +79,11 @@ def test_gradients(options, softcap, device):
     top, total, z = statistics.double()
     shifted = z - top.masked_fill(top == -torch.inf, 0.0)
     nothing = torch.zeros_like(z)
-    a, b, g, d = (nothing if c is None else c.double() for c in (alpha, beta, gamma, delta))
-    exact = shifted.exp() / total * (a + d * shifted.clamp(min=-1e4)) - b - g
+    a, b, g, d, q = (nothing if c is None else c.double() for c in (alpha, beta, gamma, delta, epsilon))
+    p = shifted.exp() / total
+    exact = p * (a + d * shifted.clamp(min=-1e4) + q * p) - b - g
+    if token_scale is not None:
+        exact *= token_scale.double()
     if softcap is not None:
         exact *= 1 - (z / softcap) ** 2
     expected = torch.where(hits(target), -0.5 * exact, 0.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -40,6 +40,9 @@ class Rows:
     alpha: torch.Tensor
     beta: torch.Tensor
     gamma: torch.Tensor
+    delta: torch.Tensor
+    epsilon: torch.Tensor
+    token_scale: torch.Tensor
     target: torch.Tensor
 
     @property
@@ -83,36 +86,46 @@ def rows(dtype: torch.dtype, device: str, softcap: float | None = None) -> Rows:
     saved = memory[:, :C].copy_((z - finite.repeat_interleave(WINDOW, 0)[:C].t()).exp() * scale)
     narrow = [t if t is None else t.to(device) for t in (maxima.float(), softmax_shift, on_shift)]
     statistics = torch.stack([maximum, sum_exp, z[torch.arange(R), target.clamp(min=0)]]).float().to(device)
-    coefficients = (t.float().to(device) for t in (alpha, beta, gamma / C))
+    coefficients = (t.float().to(device) for t in (alpha, beta, gamma / C, *normal(3, R, seed=3)))
     return Rows(z.to(device), saved, *narrow, statistics, *coefficients, target.to(device))
 
 
-def exact(r: Rows, *, gamma=False, factor=1.0, softcap=None) -> torch.Tensor:
-    """``p alpha - gamma`` times the slope, ``[R, C]`` float64."""
+def exact(r: Rows, *, gamma=False, of_entries=False, factor=1.0, softcap=None) -> torch.Tensor:
+    """``p alpha - gamma`` times the slope, ``[R, C]`` float64; ``of_entries``: with delta, epsilon and token_scale."""
     top, sum_exp, _ = r.statistics.double()
-    g = (r.z - top[:, None]).exp() / sum_exp[:, None] * r.alpha.double()[:, None]
+    moved = r.z - top[:, None]
+    p = moved.exp() / sum_exp[:, None]
+    g = p * r.alpha.double()[:, None]
+    if of_entries:
+        g += p * (r.delta.double()[:, None] * moved.clamp(min=-1e4) + r.epsilon.double()[:, None] * p)
     if gamma:
         g -= r.gamma.double()[:, None]
+    if of_entries:
+        g *= r.token_scale.double()[:, None]
     if softcap is not None:
         g *= 1 - (r.z / softcap) ** 2
     return g * factor
 
 
-def formed(r: Rows, *, gamma=False, fp16_scale=None, scale=1.0, softcap=None, rewrite=False, factor=None):
+def formed(
+    r: Rows, *, gamma=False, of_entries=False, fp16_scale=None, scale=1.0, softcap=None, rewrite=False, factor=None
+):
+    delta, epsilon, token_scale = (r.delta, r.epsilon, r.token_scale) if of_entries else (None, None, None)
     found = token_gradients(
         r.saved,
         SavedExponentials(r.saved, r.maxima, r.softmax_shift, r.on_shift),
         r.target,
         r.statistics,
-        TokenCoefficients(r.alpha, r.beta, r.gamma if gamma else None, None, factor),
+        TokenCoefficients(r.alpha, r.beta, r.gamma if gamma else None, delta, epsilon, factor),
         fp16_scale,
         entries=C,
         window=WINDOW,
         scale=scale,
+        token_scale=token_scale,
         softcap=softcap,
         rewrite=rewrite,
     )
-    whole = rewrite or gamma or softcap is not None or r.softmax_shift is None
+    whole = rewrite or gamma or of_entries or softcap is not None or r.softmax_shift is None
     assert (found.dx_factor is None) == (found.dw_factor is None) == whole
     ones = torch.ones_like(r.alpha)
     return found._replace(dx_factor=ones, dw_factor=ones) if whole else found
@@ -154,21 +167,31 @@ def test_no_coefficient_makes_a_gradient_of_zero(dtype, device):
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
-@pytest.mark.parametrize("gamma", [False, True])
-def test_formed_with_every_coefficient(gamma, softcap, dtype, device):
+@pytest.mark.parametrize(("gamma", "of_entries"), [(False, False), (True, False), (True, True)])
+def test_formed_with_every_coefficient(gamma, of_entries, softcap, dtype, device):
     r = rows(dtype, device, softcap)
+    asked = dict(gamma=gamma, of_entries=of_entries)
     fp16_scale = torch.tensor(2.0**6, device=device)
-    factor = formed(r, gamma=gamma, fp16_scale=fp16_scale, scale=-0.5, softcap=softcap).dx_factor
+    factor = formed(r, **asked, fp16_scale=fp16_scale, scale=-0.5, softcap=softcap).dx_factor
     r.saved.copy_(without_targets(r.saved, r))
-    truth = without_targets(exact(r, gamma=gamma, factor=-0.5 * 64, softcap=softcap), r)
+    truth = without_targets(exact(r, **asked, factor=-0.5 * 64, softcap=softcap), r)
     p = exact(r, factor=-0.5 * 64).abs()
     error = (r.saved.double() * factor[:, None].double() - truth).abs()
     rounding = torch.finfo(dtype).eps
     # The slope is that of z from a rounded exponential, and acts on gamma too.
     slope = 0.0 if softcap is None else 4 / softcap
     terms = truth.abs() + (1 + slope) * (p + 32 * gamma * r.gamma[:, None])
+    size = r.alpha
+    if of_entries:
+        # A rounded exponential tells z to one rounding of 1.
+        one = replace(r, alpha=torch.ones_like(r.alpha))
+        p = exact(one, factor=0.5 * 64) * r.token_scale.abs()[:, None]
+        size = r.alpha.abs() + r.delta.abs() + r.epsilon.abs()
+        reach = (r.z - r.statistics[0].double()[:, None]).abs().clamp(max=1e4)
+        terms = terms + (1 + slope) * p * (size[:, None] + r.delta.abs()[:, None] * reach)
+        terms = terms + (1 + slope) * 32 * r.gamma[:, None] * r.token_scale.abs()[:, None]
     smallest = 2**-25 if dtype == torch.float16 else 0.0
-    assert (error <= rounding * terms + 1e-4 * r.alpha[:, None] + smallest).all()
+    assert (error <= rounding * terms + 1e-4 * size[:, None] + smallest).all()
 
 
 def test_a_target_is_an_entry_and_what_it_leaves(dtype, device):

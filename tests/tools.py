@@ -16,7 +16,7 @@ import parallel_lce
 from cases import Case, Tensors, make
 from parallel_lce import backends, plan, prepare
 from parallel_lce.arguments import Arguments
-from parallel_lce.backends import eager
+from parallel_lce.backends import eager_tiles
 from parallel_lce.grad_buffers import GradBuffer
 from world import Member
 
@@ -51,7 +51,7 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
     """Smaller blocks, accumulated however few rows they have, and tiles of ``(rows, columns)`` in the
     torch backend, so that a tiny problem has many of both."""
     modules = [backends.named(name) for name in ("eager", "triton") if name == "eager" or _TRITON]
-    saved = plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, eager._CPU_TILE, eager._CUDA_TILE
+    saved = plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, eager_tiles._CPU_TILE, eager_tiles._CUDA_TILE
     accumulated = [module.SMALLEST_ACCUMULATED for module in modules]
     if block_bytes is not None:
         plan.SMALLEST_BLOCK = plan.GATHERED_BYTES = block_bytes
@@ -59,11 +59,11 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
         for module in modules:
             module.SMALLEST_ACCUMULATED = 1
     if tile is not None:
-        eager._CPU_TILE = eager._CUDA_TILE = tile
+        eager_tiles._CPU_TILE = eager_tiles._CUDA_TILE = tile
     try:
         yield
     finally:
-        plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, eager._CPU_TILE, eager._CUDA_TILE = saved
+        plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, eager_tiles._CPU_TILE, eager_tiles._CUDA_TILE = saved
         prepare.KNOWN.clear()
         for module, rows in zip(modules, accumulated):
             module.SMALLEST_ACCUMULATED = rows
@@ -101,7 +101,7 @@ def chosen_backend(name: str):
 
 def statistics(x, weight, target, **options):
     """Every field of ``token_statistics``."""
-    everything = dict(mean_logit=True, expected_logit=True, argmax=True)
+    everything = dict(mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True)
     return parallel_lce.token_statistics(x, weight, target, **{**everything, **options})
 
 

@@ -9,7 +9,7 @@ from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.projection import Product, new_window_partials
 from parallel_lce.partials import Columns
 
-ALL = dict(shifted=True, total=True, weighted=True, argmax=True)
+ALL = dict(shifted=True, total=True, weighted=True, squared=True, argmax=True)
 
 
 def window_partials(operands: Product, saved=None, softmax_shift=None, **requested):
@@ -37,7 +37,7 @@ def reference_of(maximum: torch.Tensor, shift: torch.Tensor | None) -> torch.Ten
 
 
 def truth(z: torch.Tensor, width: int, shift: torch.Tensor | None):
-    """``maxima [W, R]``, ``sums [4, W, R]`` but for the argmax and ``exp(z - reference) [R, K]``."""
+    """``maxima [W, R]``, ``sums [5, W, R]`` but for the argmax and ``exp(z - reference) [R, K]``."""
     maxima, sums, saved = [], [], []
     for part in windows(z, width):
         maximum = part.amax(1)
@@ -45,7 +45,7 @@ def truth(z: torch.Tensor, width: int, shift: torch.Tensor | None):
         shifted = part - finite(maximum)[:, None]
         weighted = (e * shifted.clamp(min=-1e4)).sum(1)
         maxima.append(maximum)
-        sums.append(torch.stack([e.sum(1), shifted.sum(1), part.sum(1), weighted]))
+        sums.append(torch.stack([e.sum(1), shifted.sum(1), part.sum(1), weighted, e.square().sum(1)]))
         saved.append(e)
     return torch.stack(maxima), torch.stack(sums, 1), torch.cat(saved, 1)
 
@@ -56,4 +56,4 @@ def merged_truth(z: torch.Tensor) -> torch.Tensor:
     shifted = z - finite(top)[:, None]
     e = shifted.exp()
     weighted = (e * shifted.clamp(min=-1e4)).sum(1)
-    return torch.stack([top, e.sum(1), shifted.sum(1), z.sum(1), weighted])
+    return torch.stack([top, e.sum(1), shifted.sum(1), z.sum(1), weighted, e.square().sum(1)])

@@ -7,7 +7,7 @@ backend starts a collective or waits for one. The caller runs it on the weight's
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -19,7 +19,7 @@ from parallel_lce.partials import Columns, accumulation_dtype
 
 @dataclass(frozen=True)
 class Projection:
-    """``z = softcap(scale * (x @ weight.T + bias))`` for the real rows of a vocabulary shard.
+    """``z = softcap(scale * token_scale * (x @ weight.T + bias))`` for the real rows of a vocabulary shard.
 
     ``softcap(u) = cap * tanh(u / cap)``.
     """
@@ -34,11 +34,17 @@ class Projection:
     real_rows: int
     scale: float = 1.0
     softcap: float | None = None
+    # [R] in the statistics' dtype: multiplies z of each token beside ``scale``; None: 1
+    token_scale: Tensor | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """Of statistics and sums."""
         return accumulation_dtype(self.weight.dtype)
+
+    def of_rows(self, rows: slice) -> Projection:
+        """The projection of some tokens."""
+        return self if self.token_scale is None else replace(self, token_scale=self.token_scale[rows])
 
 
 Saved = tuple[Tensor, ...]
@@ -64,19 +70,20 @@ def savable(dtype: torch.dtype, softcap: float | None) -> bool:
 class Coefficients:
     """Per-token ``[R]`` coefficients of the gradient of the logits; None is zero.
 
-    dL/dz_j = p_j (alpha + delta (z_j - max)) - beta [j = target] - gamma, times ``factor``.
+    dL/dz_j = p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma, times ``factor``.
     """
 
     alpha: Tensor
     beta: Tensor | None
     gamma: Tensor | None
-    delta: Tensor | None
+    delta: Tensor | None = None
+    epsilon: Tensor | None = None
     # All of them are still to be multiplied by this: [R] or 0-dimensional; None is 1.
     factor: Tensor | None = None
 
     @property
-    def each(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-        return self.alpha, self.beta, self.gamma, self.delta
+    def each(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        return self.alpha, self.beta, self.gamma, self.delta, self.epsilon
 
     @property
     def present(self) -> list[Tensor]:
@@ -91,8 +98,7 @@ class Coefficients:
     def of_rows(self, rows: slice) -> Coefficients:
         """Those of some tokens."""
         factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor[rows]
-        beta, gamma, delta = [c if c is None else c[rows] for c in self.each[1:]]
-        return Coefficients(self.alpha[rows], beta, gamma, delta, factor)
+        return Coefficients(self.alpha[rows], *[c if c is None else c[rows] for c in self.each[1:]], factor=factor)
 
     def folded(self) -> Coefficients:
         """The same without a factor. One launch multiplies it in."""
@@ -150,15 +156,26 @@ class Scratch:
         return self._memory.narrow(0, 0, needed).view(dtype)
 
 
-def power_of_two_scale(coefficients: Coefficients, scale: float) -> Tensor:
+def recovers_logits(dtype: torch.dtype) -> bool:
+    """Whether z - max may be taken from a saved exponential, as its logarithm.
+
+    Its error is then one rounding unit, as the relative error of p, by which it is multiplied. Where e underflowed, p
+    is 0. The range of fp16 is too short for that.
+    """
+    return dtype != torch.float16
+
+
+def power_of_two_scale(coefficients: Coefficients, projection: Projection) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
     The gradients of a mean over many tokens, 1 / N each, would underflow without it. A token's NaN or infinity does not
     affect the others. ``coefficients``: folded.
     """
-    first, *others = [c.abs().nan_to_num(0.0, 0.0).amax() for c in coefficients.present]
+    scale = projection.token_scale
+    scaled = [c.abs() if scale is None else (c * scale).abs() for c in coefficients.present]
+    first, *others = [c.nan_to_num(0.0, 0.0).amax() for c in scaled]
     largest = sum(others, start=first)
-    exponent = 10 - torch.frexp(largest * abs(scale)).exponent
+    exponent = 10 - torch.frexp(largest * abs(projection.scale)).exponent
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
 
 

@@ -8,8 +8,6 @@ the forward and the products of the backward (:mod:`parallel_lce.backends.triton
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -124,7 +122,7 @@ class BlockForward:
         shift = self._sampled_shift
         if shift is not None:
             some = slice(height * first, min(height * last, rows))
-            token_logits(replace(product, x=product.x[some]), None, None, shift[some])
+            token_logits(product.of_rows(some), None, None, shift[some])
         product.launch(
             self._exponentials, ForwardEpilogue(self._partials, self._shift), self._local, overlaps_collective=True
         )
@@ -156,7 +154,7 @@ class BlockForward:
     def _project_in_pieces(self, product: Product) -> None:
         for first in range(0, product.x.shape[0], self._piece_rows):
             rows = slice(first, first + self._piece_rows)
-            piece = product_of(self._projection, product.x[rows], 0, self._projection.real_rows)
+            piece = product.of_rows(rows)
             partials = new_window_partials(piece, self._columns)
             piece.launch(None, ForwardEpilogue(partials, None))
             self._merge(piece, partials, self.partial[:, rows])

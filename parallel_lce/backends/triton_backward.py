@@ -82,7 +82,7 @@ class BlockBackward:
                 some = None if target is None else target[rows]
                 given = dense(x[rows]), some, partial[:, rows], coefficients.of_rows(rows)
             piece = Piece(
-                projection,
+                projection.of_rows(rows),
                 rows,
                 *given,
                 saved,

@@ -38,7 +38,8 @@ def stride_of(entries: int) -> int:
 def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Product:
     """The product of ``x`` with the shard's rows ``[start, stop)``."""
     bias = None if projection.bias is None else some_rows(projection.bias, start, stop)
-    return Product(x, some_rows(projection.weight, start, stop), bias, projection.scale, projection.softcap)
+    weight = some_rows(projection.weight, start, stop)
+    return Product(x, weight, bias, projection.scale, projection.softcap, projection.token_scale)
 
 
 def dense(x: Tensor) -> Tensor:
@@ -125,11 +126,10 @@ class Piece:
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
             coefficients = coefficients.folded()
         if projection.weight.dtype == torch.float16:
-            self._fp16_scale = power_of_two_scale(coefficients, projection.scale)
+            self._fp16_scale = power_of_two_scale(coefficients, projection)
             self.fp16_unscale = 1 / self._fp16_scale
-        beta, gamma, delta = [c if c is None else c.contiguous() for c in coefficients.each[1:]]
-        alpha, factor = coefficients.alpha.contiguous(), coefficients.factor
-        self._coefficients = TokenCoefficients(alpha, beta, gamma, delta, factor)
+        others = [c if c is None else c.contiguous() for c in coefficients.each[1:]]
+        self._coefficients = TokenCoefficients(coefficients.alpha.contiguous(), *others, factor=coefficients.factor)
 
     def form(self, start: int, stop: int) -> Slice:
         saved = self._saved
@@ -165,6 +165,7 @@ class Piece:
             first=start,
             window=window,
             scale=projection.scale,
+            token_scale=projection.token_scale,
             softcap=projection.softcap,
             find_shared=self._find_shared,
             rewrite=self._rewrite,
@@ -179,7 +180,7 @@ class Piece:
             memory = self._scratch.borrow(elements, self.x.dtype)
         gradient = memory.view(shape)[:, : stop - start]
         product, c = product_of(self._projection, self.x, start, stop), self._coefficients
-        logits_gradient(product, self._partial, c.alpha, c.gamma, c.delta, self._fp16_scale, gradient)
+        logits_gradient(product, self._partial, c.alpha, c.gamma, c.delta, c.epsilon, self._fp16_scale, gradient)
         return gradient
 
     @property

@@ -52,7 +52,7 @@ def epilogues(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> dict[
     return {
         "partials": lambda: forward(None, None),
         "save": lambda: forward(out, shift),
-        "gradient": lambda: logits_gradient(product, partial, shift, None, None, None, out),
+        "gradient": lambda: logits_gradient(product, partial, shift, None, None, None, None, out),
     }
 
 

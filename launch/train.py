@@ -5,6 +5,7 @@ torchrun's own arguments may come first, ended by `--`; without them all process
 
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, NoReturn
 
 from training.packages import require
@@ -48,6 +49,8 @@ def train(config: "Config") -> None:
 
 def end(refusal: Refusal) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") != "0":  # one line per host
+        # torchrun ends every rank once one has ended. Rank 0 may be slower, and must have spoken.
+        time.sleep(10)
         sys.exit(2)
     fail(str(refusal))
 

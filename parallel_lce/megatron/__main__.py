@@ -24,6 +24,7 @@ import itertools
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 
 from parallel_lce.backends import check_choice
@@ -52,6 +53,9 @@ def main(arguments: list[str]) -> None:
     except ValueError as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host
             print(f"error: {refusal}", file=sys.stderr)
+        else:
+            # torchrun ends every rank once one has ended. Rank 0 may be slower, and must have spoken.
+            time.sleep(10)
         sys.exit(2)
     allow_implementation(argparse._ActionsContainer)
     sys.meta_path.insert(0, _InstallAfterImport())

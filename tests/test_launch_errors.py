@@ -355,6 +355,8 @@ def test_the_launcher_of_megatron_s_programs(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "path", [*sys.path])
     for variable in ("PARALLEL_LCE_LOGITS_BUDGET", "PARALLEL_LCE_CROSS_ENTROPY", "PARALLEL_LCE_BACKEND"):
         monkeypatch.setenv(variable, environment.get(variable, ""))
+    slept = []
+    monkeypatch.setattr(launcher.time, "sleep", slept.append)
     for rank, lines in (("0", 1), ("1", 0)):
         monkeypatch.setenv("LOCAL_RANK", rank)
         with pytest.raises(SystemExit) as ended:
@@ -362,3 +364,4 @@ def test_the_launcher_of_megatron_s_programs(name, monkeypatch, capsys):
         said = capsys.readouterr().err.splitlines()
         assert ended.value.code == 2 and len(said) == lines
         assert all(line.startswith(f"error: {message}") for line in said)
+        assert len(slept) == 1 - lines, "a silent rank that ends first takes the speaking one with it"

@@ -43,7 +43,7 @@ _REACH = tl.constexpr(REACH)
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
 # Tokens of a program, which rewrites their rows one by one; tokens that it compares with them at a time; entries of a
 # row that it rewrites at a time.
-_TOKENS, _COMPARED, _REWRITTEN = 16, 512, 2048
+_TOKENS, _COMPARED, _REWRITTEN = 16, 512, 1024
 
 
 class SavedExponentials(NamedTuple):

@@ -11,8 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 LARGEST = torch.finfo(torch.float32).max
-_TENSORS = ("input", "linear_weight", "target", "linear_bias", "token_weight", "logit_scale")
-_COUNTS, _REALS = ("vocab_start", "vocab_size", "logits_budget"), ("logit_scale", "logit_softcap")
+_TENSORS = (
+    "input",
+    "linear_weight",
+    "target",
+    "linear_bias",
+    "token_weight",
+    "logit_scale",
+    "selected",
+    "selected_offsets",
+)
+_COUNTS, _REALS = ("vocab_start", "vocab_size", "logits_budget", "top_k"), ("logit_scale", "logit_softcap")
 
 
 @dataclass(frozen=True)
@@ -32,11 +41,28 @@ class Arguments:
     logits_budget: int | None
     reduce_dtype: torch.dtype | None = None
     token_weight: Tensor | None = None
+    selected: Tensor | None = None
+    selected_offsets: Tensor | None = None
+    top_k: int | None = None
 
     @property
     def token_scale(self) -> Tensor | None:
         """The scale of each token's logits, if it is not one number."""
         return self.logit_scale if isinstance(self.logit_scale, Tensor) else None
+
+    @property
+    def tensors_or_none(self) -> tuple[Tensor | None, ...]:
+        """All that are tensors, or None."""
+        return (
+            self.input,
+            self.linear_weight,
+            self.target,
+            self.linear_bias,
+            self.token_weight,
+            self.token_scale,
+            self.selected,
+            self.selected_offsets,
+        )
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -21,9 +21,10 @@ from torch import Tensor
 from parallel_lce import ops
 from parallel_lce.backends.interface import Saved
 from parallel_lce.backends.loss import mean_loss
+from parallel_lce.call import Call, Gradients, Inputs, Needs
 from parallel_lce.losses import ReducedLoss, WeightedLoss
 from parallel_lce.memory import in_memory
-from parallel_lce.schedule import Call, Gradients, Inputs, Needs, accumulate, backward, forward
+from parallel_lce.schedule import accumulate, backward, forward
 from parallel_lce.statistics import StatisticsHead
 
 Head = StatisticsHead | WeightedLoss | ReducedLoss
@@ -75,7 +76,7 @@ class _Fused(torch.autograd.Function):
         ctx.set_materialize_grads(head.num_differentiable == 1)
         outputs, residuals, partial, saved = _forward(call, (hidden, weight, bias), head, save=True)
         # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
-        ctx.save_for_backward(hidden, weight, bias, call.target, call.token_scale, partial, *residuals, *saved)
+        ctx.save_for_backward(hidden, weight, bias, *call.per_token, partial, *residuals, *saved)
         ctx.call, ctx.head, ctx.consumed = call, head, False
         if len(outputs) > head.num_differentiable:
             ctx.mark_non_differentiable(*[v for v in outputs[head.num_differentiable :] if v is not None])
@@ -84,14 +85,13 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, saved_tensors, *upstream):
-        hidden, weight, bias, target, token_scale, partial, *others = saved_tensors
+        (hidden, weight, bias), others = saved_tensors[:3], saved_tensors[3:]
+        # A saved-tensor hook may have returned them in other memory.
+        count = len(ctx.call.per_token)
+        call, partial, others = ctx.call.with_tensors(others[:count]), others[count], others[count + 1 :]
         number = ctx.head.num_residuals
         residuals, saved = others[:number], tuple(others[number:])
         upstream = tuple([u if u is None else in_memory(u) for u in upstream])
-        call = ctx.call
-        # A saved-tensor hook may have returned them in other memory.
-        if target is not call.target or token_scale is not call.token_scale:
-            call = replace(call, target=target, token_scale=token_scale)
         needs, head, main_grad = Needs(*ctx.needs_input_grad[:3]), ctx.head, ctx.call.main_grad
         consumed, ctx.consumed = ctx.consumed, True
 
@@ -122,11 +122,11 @@ def _forward(call: Call, inputs: Inputs, head: Head, save: bool) -> tuple[list, 
     """The head's outputs and residuals, the merged partial, and what is saved for backward."""
 
     def work():
-        partial, vocab_size, saved = forward(call, *inputs, save=save)
-        outputs, residuals = head.outputs(call.backend, partial, vocab_size)
-        return outputs, residuals, partial, saved
+        merged, saved = forward(call, *inputs, save=save)
+        outputs, residuals = head.outputs(call.backend, merged)
+        return outputs, residuals, merged.partial, saved
 
-    return call.run(("forward", save), work, *inputs, call.target, call.token_scale, head.weights)
+    return call.run(("forward", save), work, *inputs, *call.per_token, head.weights)
 
 
 def token_losses(call: Call, inputs: Inputs, loss: WeightedLoss, differentiable: bool) -> Tensor:
@@ -156,22 +156,23 @@ class _AccumulatedLoss(torch.autograd.Function):
     def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss, divisor):
         needs = Needs(*ctx.needs_input_grad[:3])
         value, *gradients = _accumulate(call, (hidden, weight, bias), loss, divisor, needs)
-        ctx.save_for_backward(hidden, weight, bias, loss.target, loss.token_weight, call.token_scale)
+        ctx.save_for_backward(hidden, weight, bias, loss.token_weight, *call.per_token)
         ctx.arguments, ctx.gradients = (call, loss, divisor, needs), gradients
         return value
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream):
-        hidden, weight, bias, target, token_weight, token_scale = saved
+        hidden, weight, bias, token_weight, *per_token = saved
         # The first backward scales the sums in place and hands them over: a copy would double the largest buffer of the
         # call. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             call, loss, divisor, needs = ctx.arguments
-            token_weight, token_scale = (t if t is None else t.contiguous() for t in (token_weight, token_scale))
-            call = replace(call, target=target, token_scale=token_scale)
-            loss = replace(loss, target=target.contiguous(), token_weight=token_weight)
+            call = call.with_tensors(per_token)
+            token_weight = token_weight if token_weight is None else token_weight.contiguous()
+            assert call.target is not None
+            loss = replace(loss, target=call.target, token_weight=token_weight)
             _, *gradients = _accumulate(call, (hidden, weight, bias), loss, divisor, needs)
         scaled = [
             g if g is None else _scaled(g, upstream, tensor.dtype)
@@ -189,7 +190,7 @@ def _accumulate(
         done = accumulate(call, *inputs, loss, divisor, needs)
         return done.loss, *done.gradients
 
-    return call.run(("accumulate", needs), work, *inputs, call.target, call.token_scale, loss.token_weight, divisor)
+    return call.run(("accumulate", needs), work, *inputs, *call.per_token, loss.token_weight, divisor)
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

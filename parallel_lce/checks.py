@@ -63,6 +63,7 @@ def check_arguments(a: Arguments, layout: Layout, needs_target: bool) -> torch.S
         raise ValueError(f"token_weight must have target's shape {list(tokens)}, got {list(a.token_weight.shape)}")
     if a.token_scale is not None:
         _check_token_scale(a.token_scale, tokens)
+    _check_selected(a, tokens)
     check_logit_options(1.0 if a.token_scale is not None else a.logit_scale, a.logit_softcap)
     check_budget(a.logits_budget)
     sums = accumulation_dtype(a.input.dtype)
@@ -96,7 +97,7 @@ def _check_tensors(a: Arguments) -> None:
     tensors = a.tensors
     for name, value in tensors.items():
         check_kind(name, value, a.process_group)
-    for name in ("target", "linear_bias", "token_weight"):
+    for name in ("target", "linear_bias", "token_weight", "selected", "selected_offsets"):
         value = getattr(a, name)
         if value is not None and not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor or None, got {type(value).__name__}")
@@ -137,6 +138,30 @@ def _check_token_scale(scale: Tensor, tokens: torch.Size) -> None:
         raise ValueError(f"logit_scale must be floating-point, got {scale.dtype}")
     if scale.requires_grad and torch.is_grad_enabled():
         raise ValueError("logit_scale requires a gradient, and none flows to it: pass logit_scale.detach()")
+
+
+def _check_selected(a: Arguments, tokens: torch.Size) -> None:
+    for name, ids in (("selected", a.selected), ("offsets of selected", a.selected_offsets)):
+        if ids is not None and ids.dtype not in _INTEGERS:
+            raise ValueError(f"{name} must be of an integer dtype, got {ids.dtype}")
+    if (
+        a.selected is not None
+        and a.selected_offsets is None
+        and (not a.selected.dim() or a.selected.shape[:-1] != tokens)
+    ):
+        raise ValueError(
+            f"selected must be ids of shape [..., K] for tokens of shape {list(tokens)}, got {list(a.selected.shape)}; "
+            "or a pair of ids [E] and offsets [N + 1]"
+        )
+    if a.selected_offsets is not None and a.selected is not None:
+        expected = tokens.numel() + 1
+        if a.selected.dim() != 1 or a.selected_offsets.shape != (expected,):
+            raise ValueError(
+                f"selected must be ids [E] and offsets [{expected}], one more than the tokens, got shapes "
+                f"{list(a.selected.shape)} and {list(a.selected_offsets.shape)}"
+            )
+    if a.top_k is not None and not (_is_count(a.top_k) and a.top_k >= 1):
+        raise ValueError(f"top_k must be None or a number of entries >= 1, got {shortened(a.top_k)}")
 
 
 def check_logit_options(logit_scale: object, logit_softcap: object) -> None:
@@ -183,6 +208,10 @@ def _check_shard(a: Arguments, layout: Layout) -> None:
     first = layout.rank * rows if start is None else start
     if first + rows > _LARGEST_VOCABULARY:
         raise ValueError(f"linear_weight's {rows} rows from id {first} on exceed the largest id, 2^31 - 2")
+    # Shards without vocab_size may have any number of rows on other ranks.
+    known = size if size is not None else rows * layout.ranks if start is None or layout.ranks == 1 else None
+    if a.top_k is not None and known is not None and a.top_k > known:
+        raise ValueError(f"top_k={a.top_k} exceeds the {known} entries of the vocabulary")
     if layout.ranks == 1 and start:
         raise ValueError(
             f"vocab_start={start} without a process group of several ranks: nobody holds the entries [0, {start})"

@@ -226,18 +226,27 @@ class PartialsGather:
 
     This rank's partials are written to :attr:`local`; :meth:`start` sends them, :meth:`finish` merges all. One
     all-gather of ``partials.packed_size`` elements per rank (fp32, or fp64 for fp64 input), in place; none for a
-    single rank. The merge runs in rank order, so all ranks hold the same bits.
+    single rank. The merge runs in rank order, so all ranks hold the same bits. ``extra`` elements travel with them:
+    each rank writes :attr:`extra`, and reads all ranks' :attr:`extras` after :meth:`finish`.
     """
 
-    def __init__(self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout) -> None:
+    def __init__(
+        self, like: Tensor, rows: int, shard: Shard, columns: Columns, layout: Layout, extra: int | None = None
+    ) -> None:
         self._rows, self._shard, self._columns, self._layout = rows, shard, columns, layout
         self._work: dist.Work | None = None
         dtype = accumulation_dtype(like.dtype)
         if layout.ranks == 1:
             self.local = like.new_empty(columns.count, rows, dtype=dtype)
+            self.extras = None if extra is None else like.new_empty(1, extra, dtype=dtype)
+            self.extra = self.extras
             return
-        self._packed = like.new_empty(layout.ranks, packed_size(columns, rows), dtype=dtype)
+        size = packed_size(columns, rows)
+        self._packed = like.new_empty(layout.ranks, size + (extra or 0), dtype=dtype)
         self._own = self._packed[layout.rank]
+        # [P, extra], and this rank's [1, extra]; None if nothing is to travel
+        self.extras = None if extra is None else self._packed[:, size:]
+        self.extra = None if extra is None else self._own[size:].unsqueeze(0)
         self.local = self._own[: columns.count * rows].view(columns.count, rows)
 
     def start(self) -> None:

@@ -158,6 +158,8 @@ def token_statistics(
     expected_logit: bool = False,
     argmax: bool = False,
     sum_p_squared: bool = False,
+    selected: Tensor | tuple[Tensor, Tensor] | None = None,
+    top_k: int | None = None,
     **unknown: object,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
@@ -177,6 +179,7 @@ def token_statistics(
     elements per rank: C = 3, plus 1 for each of ``expected_logit``, ``argmax`` and ``sum_p_squared``, plus 2 for
     ``mean_logit``.
     """
+    ids, offsets = selected if isinstance(selected, (tuple, list)) and len(selected) == 2 else (selected, None)
     arguments = Arguments(
         input=input,
         linear_weight=linear_weight,
@@ -190,12 +193,16 @@ def token_statistics(
         vocab_size=vocab_size,
         logits_budget=logits_budget,
         reduce_dtype=reduce_dtype,
+        selected=ids,
+        selected_offsets=offsets,
+        top_k=top_k,
     )
     columns = requested_columns(mean_logit, expected_logit, argmax, sum_p_squared)
     extra_check = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
     prepared = prepare(arguments, columns, function="token_statistics", extra_check=extra_check)
-    head = StatisticsHead(columns, prepared.call.target is not None)
-    statistics = TokenStatistics(*fused(prepared.call, prepared.inputs, head, prepared.differentiable))
+    call = prepared.call
+    head = StatisticsHead(columns, call.target is not None, call.selected, call.top_k)
+    statistics = TokenStatistics(*fused(call, prepared.inputs, head, prepared.differentiable))
     return statistics.view(prepared.shape)
 
 

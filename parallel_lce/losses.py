@@ -10,6 +10,7 @@ from torch import Tensor
 from parallel_lce.backends.interface import Backend, Coefficients
 from parallel_lce.backends.loss import counted, sum_of_weights
 from parallel_lce.collectives import Layout
+from parallel_lce.partials import Merged
 from parallel_lce.plan import Block
 from parallel_lce.statistics import Residuals, TokenStatistics
 
@@ -64,11 +65,11 @@ class WeightedLoss:
         """The tensor that the outputs depend on beside partial and target."""
         return self.token_weight
 
-    def outputs(self, backend: Backend, partial: Tensor, vocab_size: Tensor | int) -> tuple[list[Tensor], Residuals]:
+    def outputs(self, backend: Backend, merged: Merged) -> tuple[list[Tensor], Residuals]:
         """Losses ``[N]`` from the tokens' merged partial; alpha, beta and gamma of the gradient of their sum."""
         losses, alpha, beta, gamma = backend.token_losses(
-            partial,
-            vocab_size,
+            merged.partial,
+            merged.vocab_size,
             self.target,
             self.token_weight,
             self.ignore_index,
@@ -106,11 +107,9 @@ class ReducedLoss:
     def weights(self) -> Tensor | None:
         return self.losses.token_weight
 
-    def outputs(
-        self, backend: Backend, partial: Tensor, vocab_size: Tensor | int
-    ) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
+    def outputs(self, backend: Backend, merged: Merged) -> tuple[list[Tensor], tuple[Tensor | None, ...]]:
         """The loss, 0-dimensional; the residuals of the per-token losses, and what their sum is divided by."""
-        [losses], residuals = self.losses.outputs(backend, partial, vocab_size)
+        [losses], residuals = self.losses.outputs(backend, merged)
         if not self.mean:
             return [losses.sum()], (*residuals, None)
         one = self.losses

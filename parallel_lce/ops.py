@@ -13,30 +13,34 @@ operator. The backward overwrites them, and would have to declare that: Inductor
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel_lce import schedule
-from parallel_lce.backends import named, valueless
+from parallel_lce.backends import valueless
 from parallel_lce.backends.interface import Coefficients
-from parallel_lce.collectives import Layout, Shard
+from parallel_lce.call import Call, Inputs, Needs, token_count
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.partials import Columns, accumulation_dtype
-from parallel_lce.plan import Plan
-from parallel_lce.schedule import Call, Inputs, Needs, token_count
+from parallel_lce.operands import (
+    CALL,
+    LOSS,
+    OPERANDS,
+    OfLoss,
+    Operands,
+    call_of,
+    loss_of,
+    numbers_of,
+    operands_of,
+    split,
+    statistics_of,
+)
+from parallel_lce.partials import Columns, Merged, accumulation_dtype
+from parallel_lce.selection import Selected
 from parallel_lce.statistics import NAMES, StatisticsHead
 
-_CALL = (
-    "str backend, str group, bool sequence_parallel, SymInt start, SymInt? vocab_size, "
-    "bool[] columns, bool capped, SymInt[] plan, ScalarType? reduce_dtype"
-)
-_OPERANDS = "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor? token_scale, Tensor factors"
-_LOSS = "Tensor? token_weight, SymInt? ignore_index, bool outside_is_nan"
 # Attribute of a handle's storage that holds what is saved.
 _SAVED = "_parallel_lce_saved"
 # How many outputs of the forward operator are a head's. Its residuals, the partial and the handle follow.
@@ -46,123 +50,6 @@ _NUM_OUTPUTS, _NUM_RESIDUALS = len(NAMES), WeightedLoss.num_residuals
 def uses_operators(weight: Tensor) -> bool:
     """Whether a call goes through the operators: in a graph, and for tensors without values."""
     return torch.compiler.is_compiling() or valueless(weight)
-
-
-# --- a call as an operator's arguments -------------------------------------------------------------
-
-
-class _Operands(NamedTuple):
-    """The arguments ``_OPERANDS``."""
-
-    hidden: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor | None
-    token_scale: Tensor | None
-    # [4] fp64, on the CPU: logit_scale, logit_softcap, label_smoothing, z_loss
-    factors: Tensor
-
-    @property
-    def inputs(self) -> Inputs:
-        return self.hidden, self.weight, self.bias
-
-
-class _OfLoss(NamedTuple):
-    """The arguments ``_LOSS``."""
-
-    token_weight: Tensor | None = None
-    ignore_index: int | None = None
-    outside_is_nan: bool = True
-
-
-def _operands(call: Call, inputs: Inputs, loss: WeightedLoss | None = None) -> _Operands:
-    """A Python number passed to an operator is compiled in as a constant; in a tensor it may change."""
-    numbers = [call.scale, 0.0 if call.softcap is None else call.softcap, 0.0, 0.0]
-    if loss is not None:
-        numbers[2:] = loss.label_smoothing, loss.z_loss
-    zero = inputs[1].new_zeros((), dtype=torch.float64, device="cpu")
-    factors = torch.stack([zero + number for number in numbers])
-    return _Operands(*inputs, call.target, call.token_scale, factors)
-
-
-class _Numbers(NamedTuple):
-    """The arguments ``_CALL``, in their order."""
-
-    backend: str
-    group: str
-    sequence_parallel: bool
-    start: int
-    vocab_size: int | None
-    # One per field of Columns.
-    columns: list[bool]
-    capped: bool
-    # One per field of Plan.
-    plan: list[int]
-    reduce_dtype: torch.dtype | None
-
-
-def _numbers(call: Call) -> _Numbers:
-    layout, columns, plan = call.layout, call.columns, call.plan
-    if call.main_grad is not None:
-        raise RuntimeError("a gradient that is added to main_grad cannot be compiled")
-    return _Numbers(
-        call.backend.NAME,
-        "" if layout.group is None else layout.group.group_name,
-        layout.sequence_parallel,
-        call.shard.start,
-        call.shard.vocab_size,
-        [getattr(columns, field) for field in _COLUMN_FIELDS],
-        call.softcap is not None,
-        [int(getattr(plan, field)) for field in _PLAN_FIELDS],
-        call.reduce_dtype,
-    )
-
-
-_COLUMN_FIELDS = tuple(f.name for f in dataclasses.fields(Columns))
-_PLAN_FIELDS = tuple(f.name for f in dataclasses.fields(Plan))
-
-
-def _split(arguments: Sequence[Any], *parts: Any) -> list[Any]:
-    """An operator's arguments: ``parts``, which are NamedTuples, then others, and at the end ``_Numbers``."""
-    found, arguments = [], list(arguments)
-    for part in parts:
-        count = len(part._fields)
-        found.append(part(*arguments[:count]))
-        arguments = arguments[count:]
-    end = len(arguments) - len(_Numbers._fields)
-    return [*found, *arguments[:end], _Numbers(*arguments[end:])]
-
-
-def _call(operands: _Operands, numbers: _Numbers) -> Call:
-    # A group's name is a str, of which torch 2.13 makes a type of its own.
-    group = numbers.group
-    process_group = _resolve_process_group(group) if group else None  # pyright: ignore[reportArgumentType]
-    layout = Layout.of(process_group, numbers.sequence_parallel)
-    shard = Shard(numbers.start, operands.weight.shape[0], numbers.vocab_size)
-    planned: dict[str, Any] = dict(zip(_PLAN_FIELDS, numbers.plan))
-    planned["accumulate"] = bool(planned["accumulate"])
-    # While a graph is traced the factors have no values. The results' shapes do not depend on them.
-    factors = operands.factors
-    scale, softcap = (1.0, 1.0) if valueless(factors) else factors.tolist()[:2]
-    return Call(
-        named(numbers.backend),
-        layout,
-        shard,
-        Columns(*numbers.columns),
-        Plan(**planned),
-        operands.target,
-        operands.token_scale,
-        scale,
-        softcap if numbers.capped else None,
-        reduce_dtype=numbers.reduce_dtype,
-    )
-
-
-def _loss(operands: _Operands, of_loss: _OfLoss) -> WeightedLoss:
-    label_smoothing, z_loss = operands.factors.tolist()[2:]
-    assert operands.target is not None
-    weight, ignore_index, outside_is_nan = of_loss
-    return WeightedLoss(operands.target, weight, ignore_index, label_smoothing, z_loss, outside_is_nan)
 
 
 # --- second derivatives ----------------------------------------------------------------------------
@@ -212,19 +99,20 @@ def _padded(values: Sequence[Tensor | None], count: int, like: Tensor) -> list[T
 @torch.library.custom_op(
     "parallel_lce::forward",
     mutates_args=(),
-    schema=f"({_OPERANDS}, {_LOSS}, bool losses, bool save, {_CALL}) -> "
+    schema=f"({OPERANDS}, {LOSS}, bool losses, bool save, {CALL}) -> "
     f"({', '.join(['Tensor'] * (_NUM_OUTPUTS + _NUM_RESIDUALS + 2))})",
     tags=_OUTSIDE_GRAPHS,
 )
 def _forward(*arguments):
     """The outputs of a head, its residuals, the merged partial, and the handle. ``losses``: the head is WeightedLoss,
     else StatisticsHead."""
-    operands, of_loss, losses, save, numbers = _split(arguments, _Operands, _OfLoss)
-    call = _call(operands, numbers)
-    head = _loss(operands, of_loss) if losses else StatisticsHead(call.columns, call.target is not None)
+    operands, of_loss, losses, save, numbers = split(arguments, Operands, OfLoss)
+    call = call_of(operands, numbers)
+    head = loss_of(operands, of_loss) if losses else statistics_of(call)
     inputs: Inputs = operands.inputs
-    partial, vocab_size, saved = schedule.forward(call, *inputs, save)
-    outputs, residuals = head.outputs(call.backend, partial, vocab_size)
+    merged, saved = schedule.forward(call, *inputs, save)
+    outputs, residuals = head.outputs(call.backend, merged)
+    partial = merged.partial
     handle = partial.new_zeros(1, dtype=torch.uint8)
     vars(handle.untyped_storage())[_SAVED] = saved
     # An output must not share memory with an input or another output.
@@ -234,8 +122,8 @@ def _forward(*arguments):
 
 @_forward.register_fake
 def _(*arguments):
-    operands, _, losses, _, numbers = _split(arguments, _Operands, _OfLoss)
-    call, hidden = _call(operands, numbers), operands.hidden
+    operands, _, losses, _, numbers = split(arguments, Operands, OfLoss)
+    call, hidden = call_of(operands, numbers), operands.hidden
     shape, dtype = (call.columns.count, token_count(hidden, call.layout)), accumulation_dtype(hidden.dtype)
     partial = hidden.new_empty(shape, dtype=dtype)
     if losses:
@@ -243,16 +131,18 @@ def _(*arguments):
         residuals = [partial.new_empty(shape[1]) for _ in range(2 + call.columns.shifted)]
     else:
         vocab_size = partial.new_empty((), dtype=torch.int64)
-        head = StatisticsHead(call.columns, call.target is not None)
-        outputs, _ = head.outputs(call.backend, partial, vocab_size)
-        residuals = [vocab_size.clone()]
+        selected = None if call.selected is None else partial.new_empty(call.selected.count)
+        top = partial.new_empty(shape[1], call.top_k)
+        found = Merged(partial, vocab_size, selected, (top, top.long()) if call.top_k else None)
+        outputs, residuals = statistics_of(call).outputs(call.backend, found)
+        residuals = [r if r is None else r.clone() for r in residuals]
     handle = partial.new_empty(1, dtype=torch.uint8)
     return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, _NUM_RESIDUALS, partial), partial, handle
 
 
 def _save_forward(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    operands, _, ctx.losses, _, ctx.numbers = _split(inputs, _Operands, _OfLoss)
+    operands, _, ctx.losses, _, ctx.numbers = split(inputs, Operands, OfLoss)
     ctx.num_inputs = len(inputs)
     ctx.mark_non_differentiable(*output[_head_class(ctx.losses).num_differentiable :])
     ctx.save_for_backward(*operands, *output[_NUM_OUTPUTS:])
@@ -265,20 +155,21 @@ def _head_class(losses: bool) -> type:
 def _differentiate_forward(ctx, *upstream):
     if all(u is None for u in upstream):
         return (None,) * ctx.num_inputs
-    count, saved = len(_Operands._fields), ctx.saved_tensors
-    operands, (*residuals, partial, handle) = _Operands(*saved[:count]), saved[count:]
-    target = operands.target
-    columns = Columns(*ctx.numbers.columns)
+    count, saved = len(Operands._fields), ctx.saved_tensors
+    operands, (*residuals, partial, handle) = Operands(*saved[:count]), saved[count:]
+    target, columns = operands.target, Columns(*ctx.numbers.columns)
     if ctx.losses:
         alpha, beta, gamma = residuals
         of_losses = alpha, beta, gamma if columns.shifted else None
         assert target is not None
         c = WeightedLoss(target).coefficients(partial, of_losses, upstream[:1]).folded()
     else:
-        head = StatisticsHead(columns, target is not None)
-        c = head.coefficients(partial, (residuals[0],), upstream[: head.num_differentiable])
-    needs = list(ctx.needs_input_grad[:3])
-    found = torch.ops.parallel_lce.backward(*operands, partial, handle, *c.each, needs, *ctx.numbers)
+        ids, offsets = operands.selected, operands.offsets
+        selected = None if ids is None else Selected(ids, offsets, partial.shape[1])
+        head = StatisticsHead(columns, target is not None, selected)
+        c = head.coefficients(partial, (residuals[0], residuals[1]), upstream[: head.num_differentiable])
+    needs, of_selected = list(ctx.needs_input_grad[:3]), c.selected or (None, None)
+    found = torch.ops.parallel_lce.backward(*operands, partial, handle, *c.each, *of_selected, needs, *ctx.numbers)
     return *_by_input(found, needs), *(None for _ in range(ctx.num_inputs - 3))
 
 
@@ -288,22 +179,23 @@ _forward.register_autograd(_differentiate_forward, setup_context=_save_forward)
 @torch.library.custom_op(
     "parallel_lce::backward",
     mutates_args=(),
-    schema=f"({_OPERANDS}, Tensor partial, Tensor handle, Tensor alpha, Tensor? beta, Tensor? gamma, "
-    f"Tensor? delta, Tensor? epsilon, bool[] needs, {_CALL}) -> Tensor[]",
+    schema=f"({OPERANDS}, Tensor partial, Tensor handle, Tensor alpha, Tensor? beta, Tensor? gamma, "
+    f"Tensor? delta, Tensor? epsilon, Tensor? of_selected, Tensor? selected_logits, bool[] needs, {CALL}) -> Tensor[]",
     tags=_OUTSIDE_GRAPHS,
 )
 def _backward(*arguments):
     """dX, dW and dbias, those that ``needs`` asks for."""
-    operands, partial, handle, *each, needs, numbers = _split(arguments, _Operands)
+    operands, partial, handle, *each, of_selected, selected_logits, needs, numbers = split(arguments, Operands)
     saved = vars(handle.untyped_storage()).pop(_SAVED, ())
     inputs: Inputs = operands.inputs
-    gradients = schedule.backward(_call(operands, numbers), *inputs, partial, saved, Coefficients(*each), Needs(*needs))
+    coefficients = Coefficients(*each, selected=None if of_selected is None else (of_selected, selected_logits))
+    gradients = schedule.backward(call_of(operands, numbers), *inputs, partial, saved, coefficients, Needs(*needs))
     return [g for g in gradients if g is not None]
 
 
 @_backward.register_fake
 def _(*arguments):
-    operands, _, _, *_, needs, _ = _split(arguments, _Operands)
+    operands, _, _, *_, needs, _ = split(arguments, Operands)
     return _empty_gradients(operands.inputs, needs)
 
 
@@ -316,26 +208,26 @@ _backward.register_autograd(_refuse_second_order, setup_context=_save_nothing)
 @torch.library.custom_op(
     "parallel_lce::accumulated_loss",
     mutates_args=(),
-    schema=f"({_OPERANDS}, {_LOSS}, Tensor? divisor, bool[] needs, {_CALL}) -> (Tensor, Tensor[])",
+    schema=f"({OPERANDS}, {LOSS}, Tensor? divisor, bool[] needs, {CALL}) -> (Tensor, Tensor[])",
     tags=_OUTSIDE_GRAPHS,
 )
 def _accumulated_loss(*arguments):
     """The loss, and its dX, dW and dbias, those that ``needs`` asks for."""
-    operands, of_loss, divisor, needs, numbers = _split(arguments, _Operands, _OfLoss)
+    operands, of_loss, divisor, needs, numbers = split(arguments, Operands, OfLoss)
     inputs: Inputs = operands.inputs
-    done = schedule.accumulate(_call(operands, numbers), *inputs, _loss(operands, of_loss), divisor, Needs(*needs))
+    done = schedule.accumulate(call_of(operands, numbers), *inputs, loss_of(operands, of_loss), divisor, Needs(*needs))
     return done.loss, [g for g in done.gradients if g is not None]
 
 
 @_accumulated_loss.register_fake
 def _(*arguments):
-    operands, _, _, needs, _ = _split(arguments, _Operands, _OfLoss)
+    operands, _, _, needs, _ = split(arguments, Operands, OfLoss)
     dtype = accumulation_dtype(operands.weight.dtype)
     return operands.hidden.new_empty((), dtype=dtype), _empty_gradients(operands.inputs, needs, dtype)
 
 
 def _save_gradients(ctx, inputs, output) -> None:
-    operands, _, _, ctx.needs, _ = _split(inputs, _Operands, _OfLoss)
+    operands, _, _, ctx.needs, _ = split(inputs, Operands, OfLoss)
     ctx.num_inputs = len(inputs)
     ctx.save_for_backward(*operands.inputs, *output[1])
 
@@ -377,10 +269,10 @@ def _by_input(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None
 def fused(call: Call, inputs: Inputs, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
     """:func:`parallel_lce.autograd.fused` of a graph."""
     losses = isinstance(head, WeightedLoss)
-    operands, of_loss = _operands(call, inputs, head if losses else None), _OfLoss()
+    operands, of_loss = operands_of(call, inputs, head if losses else None), OfLoss()
     if losses:
-        of_loss = _OfLoss(head.token_weight, head.ignore_index, head.outside_is_nan)
-    outputs = torch.ops.parallel_lce.forward(*operands, *of_loss, losses, differentiable, *_numbers(call))
+        of_loss = OfLoss(head.token_weight, head.ignore_index, head.outside_is_nan)
+    outputs = torch.ops.parallel_lce.forward(*operands, *of_loss, losses, differentiable, *numbers_of(call))
     if losses:
         return (outputs[0],)
     return tuple(v if there else None for v, there in zip(outputs, head.present))
@@ -390,8 +282,8 @@ def accumulated_loss(call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Te
     """:func:`parallel_lce.autograd.accumulated_loss` of a graph."""
     needs = [t is not None and t.requires_grad for t in inputs]
     operands, of_loss = (
-        _operands(call, inputs, loss),
-        _OfLoss(loss.token_weight, loss.ignore_index, loss.outside_is_nan),
+        operands_of(call, inputs, loss),
+        OfLoss(loss.token_weight, loss.ignore_index, loss.outside_is_nan),
     )
-    value, _ = torch.ops.parallel_lce.accumulated_loss(*operands, *of_loss, divisor, needs, *_numbers(call))
+    value, _ = torch.ops.parallel_lce.accumulated_loss(*operands, *of_loss, divisor, needs, *numbers_of(call))
     return value

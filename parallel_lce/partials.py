@@ -24,6 +24,7 @@ The kernels of the same algebra are ``parallel_lce.kernels.partials``.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,6 +32,9 @@ from torch import Tensor
 MAX, SUM_EXP, TARGET = 0, 1, 2
 SHIFTED = 3
 """The first requestable column, where a partial has it. Others: ``Columns.__getitem__``."""
+
+NOBODY = 2**31 - 1
+"""The id of an entry that there is not. Ids have 31 bits."""
 
 LOWEST_SHIFT = -1e4
 """z - max is clamped to this before it is multiplied by exp(z - max): -inf * 0 would be NaN, and exp(-1e4) is 0."""
@@ -73,6 +77,19 @@ class Columns:
 
 
 _REQUESTABLE = tuple(field.name for field in fields(Columns))
+
+
+class Merged(NamedTuple):
+    """What a forward finds of its N tokens, merged over the ranks."""
+
+    # [C, N]
+    partial: Tensor
+    # V, 0-dimensional int64 or a number
+    vocab_size: Tensor | int
+    # [E], logits of the selected entries; 0 for an id outside the vocabulary
+    selected: Tensor | None = None
+    # [N, K] and their ids, int64
+    top: tuple[Tensor, Tensor] | None = None
 
 
 def integer_view(column: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.backends import backend_of, valueless
 from parallel_lce.backends.interface import Backend
 from parallel_lce.budget import default_budget
+from parallel_lce.call import Call, Inputs, token_count
 from parallel_lce.checks import check_arguments, check_loss_options, check_process_group, token_shape
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
@@ -22,7 +23,7 @@ from parallel_lce.memory import in_memory
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import GradientTraits, Plan, plan, shared_shard_rows
 from parallel_lce.replay import Tapes
-from parallel_lce.schedule import Call, Inputs, token_count
+from parallel_lce.selection import Selected
 from parallel_lce.signature import signature_of
 
 
@@ -150,6 +151,8 @@ def _prepared(a: Arguments, known: _Known, layout: Layout, columns: Columns, mai
         known.plan,
         target,
         _flat(a.token_scale, hidden),
+        None if a.selected is None else Selected.of(a.selected, a.selected_offsets, known.shape.numel()),
+        a.top_k or 0,
         1.0 if a.token_scale is not None else float(a.logit_scale),
         a.logit_softcap,
         main_grad,
@@ -245,6 +248,7 @@ def _check_together(
             "vocab_start given": a.vocab_start is not None,
             "logits_budget": _budget(a),
             "reduce_dtype": a.reduce_dtype,
+            "top_k": a.top_k,
             "token_weight needs a gradient": weight is not None and _needs(weight),
             **agreed,
         }
@@ -253,7 +257,9 @@ def _check_together(
         tensors = {
             "target": None if a.target is None else a.target.long(),
             "token_weight": None if weight is None else weight.double(),
-            "logit_scale": None if a.token_scale is None else a.token_scale.double(),
+            "selected": None if a.selected is None else a.selected.long(),
+            "offsets of selected": None if a.selected_offsets is None else a.selected_offsets.long(),
+            "logit_scale of each token": None if a.token_scale is None else a.token_scale.double(),
         }
         shards = debug.agree(layout, settings, tensors, shards[0])
         if not layout.sequence_parallel:

@@ -16,114 +16,30 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import (
-    Backend,
     BlockForward,
     Coefficients,
     GradBuffers,
     Projection,
     Saved,
     Scratch,
+    SelectedGradient,
     recovers_logits,
 )
-from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, Shard, gather_hidden
-from parallel_lce.grad_buffers import GradBuffer, MainGrad
+from parallel_lce.call import Call, Gradients, Needs, token_count
+from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, gather_hidden
+from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.memory import device_without_autocast
-from parallel_lce.partials import Columns, accumulation_dtype
-from parallel_lce.plan import Block, Plan
-from parallel_lce.replay import Tapes
-
-_T = TypeVar("_T")
-
-
-@dataclass(frozen=True)
-class Call:
-    """All of one call but the tensors that may need gradients."""
-
-    # One of parallel_lce.backends.
-    backend: Backend
-    layout: Layout
-    shard: Shard
-    columns: Columns
-    plan: Plan
-    # [N] int64 ids in the whole vocabulary, or None.
-    target: Tensor | None
-    # [N] in the statistics' dtype: the logits' scale of each token beside ``scale``; None: 1
-    token_scale: Tensor | None = None
-    scale: float = 1.0
-    softcap: float | None = None
-    # Where dW is added, if anywhere.
-    main_grad: MainGrad | None = None
-    # dtype of dX's reduction over the ranks; None: that of the hidden states.
-    reduce_dtype: torch.dtype | None = None
-    # Of calls of the same signature, where their runs can be replayed.
-    tapes: Tapes | None = None
-
-    def run(self, kind: Hashable, work: Callable[[], _T], *inputs: Tensor | None) -> _T:
-        """``work()``, or its replay (:meth:`parallel_lce.replay.Tapes.run`)."""
-        return work() if self.tapes is None else self.tapes.run(kind, work, inputs, self.layout.group)
-
-    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        shard = self.shard
-        # Kernels take rows contiguous in D. Hooks for saved tensors may have returned others.
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        bias = bias if bias is None else bias.contiguous()
-        return Projection(weight, bias, shard.start, shard.real_rows, self.scale, self.softcap)
-
-    def of_block(self, projection: Projection, block: Block) -> Projection:
-        """The ``projection`` with the scales of a block's tokens."""
-        if self.token_scale is None:
-            return projection
-        return replace(projection, token_scale=self.layout.take(self.token_scale, block))
-
-    def block_forward(
-        self,
-        projection: Projection,
-        x: IncomingHidden,
-        targets: Tensor | None,
-        block: Block,
-        save: int,
-        buffer: Tensor | None,
-        out: Tensor | None,
-    ) -> BlockForward:
-        """The forward of a block. ``targets``: :meth:`local_targets`. The others: of ``Backend.BlockForward``."""
-        projection, target = self.of_block(projection, block), self.layout.take(targets, block)
-        return self.backend.BlockForward(projection, x.tensor, target, self.columns, save, buffer, out)
-
-    def local_targets(self) -> Tensor | None:
-        """The targets ``[N]`` relative to the shard. Those of other shards, and invalid ones, lie outside it."""
-        if self.target is None:
-            return None
-        return self.target - self.shard.start if self.shard.start else self.target.contiguous()
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Which gradients a backward must produce."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-
-Inputs = tuple[Tensor, Tensor, Tensor | None]
-"""Hidden states ``[..., D]``, weight ``[V/P, D]`` and bias ``[V/P]``."""
-
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""dX, dW (or what ``MainGrad.placeholder`` returns for it) and dbias; None where not asked for."""
-
-
-def token_count(hidden: Tensor, layout: Layout) -> int:
-    """N, the tokens in the TP layout of this rank's ``hidden [..., D]``."""
-    return math.prod(hidden.shape[:-1]) * layout.sp_size
+from parallel_lce.partials import Merged, accumulation_dtype
+from parallel_lce.plan import Block
+from parallel_lce.selection import BesidePartials
 
 
 def _flattened(hidden: Tensor) -> Tensor:
@@ -149,10 +65,8 @@ class _Gathers:
         return self._started.popleft()
 
 
-def forward(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
-) -> tuple[Tensor, Tensor | int, Saved]:
-    """Merged partial ``[C, N]`` of ``hidden [..., D]``, V (0-dimensional, or a number), and what is saved for backward.
+def forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool) -> tuple[Merged, Saved]:
+    """What is found of ``hidden [..., D]``, and what is saved for backward.
 
     With ``save`` these are the first block's exponentials, preceded by its gathered hidden states if
     ``plan.saves_hidden``.
@@ -164,7 +78,9 @@ def forward(
     with device_without_autocast(weight):
         hidden, projection = _flattened(hidden), call.projection(weight, bias)
         targets = call.local_targets()
-        partials = PartialsGather(hidden, token_count(hidden, layout), call.shard, columns, layout)
+        entries = BesidePartials(call.selected, call.top_k, token_count(hidden, layout), call.shard, layout)
+        partials = PartialsGather(hidden, entries.tokens, call.shard, columns, layout, entries.size)
+        entries.begin(partials.extra)
         saved: Saved = ()
         gathers = _Gathers(hidden, blocks, layout)
         gathers.start()
@@ -175,6 +91,7 @@ def forward(
             work = call.block_forward(projection, x, targets, block, block.saved if save else 0, None, out)
             block_saved = _project(work, x, gathers, first=block.start == 0)
             saved = saved or block_saved
+            entries.find(call.backend, call.of_block(projection, block), x.tensor, block)
             if save and call.plan.saves_hidden:
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
@@ -182,8 +99,8 @@ def forward(
             if out is None:
                 layout.put(partials.local, block, work.partial)
         partials.start()
-        merged, vocab_size = partials.finish(call.backend.merge_ranks)
-    return merged, vocab_size, saved
+        merged = partials.finish(call.backend.merge_ranks)
+        return Merged(*merged, *entries.merged(partials.extras)), saved
 
 
 def _project(work: BlockForward, x: IncomingHidden, gathers: _Gathers, first: bool) -> Saved:
@@ -214,8 +131,11 @@ class _GradientSums:
         needs: Needs,
         scratch_bytes: int,
         dtype: torch.dtype | None = None,
+        selected: Tensor | None = None,
     ) -> None:
         self._call, self._projection, self._targets = call, projection, call.local_targets()
+        # [E]: what the selected entries add to the gradient of the projection's output.
+        self._selected = selected
         self.scratch = Scratch(scratch_bytes, hidden.device)
         number, real = len(call.plan.blocks), projection.real_rows
         self._reduction = self._dweight = self._dbias = None
@@ -244,6 +164,7 @@ class _GradientSums:
             saved,
             GradBuffers(dx, self._dweight, self._dbias, call.layout.ranks > 1, x.arrived),
             self.scratch,
+            self._selected_of(block),
         )
         if work.reads_hidden_first:
             x.wait()
@@ -253,6 +174,12 @@ class _GradientSums:
         # Even if this block did not read x: the gather must end before its buffer is freed.
         x.wait()
         work.weight_grad()
+
+    def _selected_of(self, block: Block) -> SelectedGradient | None:
+        call = self._call
+        if self._selected is None or call.selected is None:
+            return None
+        return SelectedGradient(call.selected.of_block(call.layout, block, call.shard.start), self._selected)
 
     def deliver(self, shape: torch.Size) -> Gradients:
         """The gradients, dX in this ``shape [..., D]``."""
@@ -290,7 +217,8 @@ def backward(
         saved = tuple([t.data.contiguous() for t in saved])
         shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
         scratch_bytes = plan.scratch_bytes if saved else plan.scratch_bytes_unsaved
-        sums = _GradientSums(call, hidden, projection, needs, scratch_bytes)
+        selected = None if coefficients.selected is None else call.before_softcap(*coefficients.selected)
+        sums = _GradientSums(call, hidden, projection, needs, scratch_bytes, selected=selected)
         if saved and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
             sums.scratch.adopt(saved[0])
             saved = ()
@@ -368,8 +296,9 @@ def accumulate(
 
         def complete(waiting: _Waiting) -> None:
             block = waiting.block
-            partial, vocab_size = waiting.partials.finish(backend.merge_ranks)
-            [losses], residuals = loss.of_block(layout, block).outputs(backend, partial, vocab_size)
+            merged = Merged(*waiting.partials.finish(backend.merge_ranks))
+            [losses], residuals = loss.of_block(layout, block).outputs(backend, merged)
+            partial = merged.partial
             layout.put(per_token, block, losses)
             sums.add_block(block, waiting.x, partial, Coefficients(*residuals, factor=factor), waiting.saved)
 

@@ -34,7 +34,7 @@ def signature_of(
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or debug.enabled():
         return None
     key: list = [torch.is_grad_enabled(), accumulable, columns, a.reduce_dtype]
-    for tensor in (a.input, a.linear_weight, a.target, a.linear_bias, a.token_weight, a.token_scale):
+    for tensor in a.tensors_or_none:
         if tensor is None:
             key.append(None)
         elif type(tensor) in _TENSORS and tensor.layout is torch.strided and not tensor.is_neg():
@@ -42,7 +42,15 @@ def signature_of(
         else:
             return None
     scale = None if a.token_scale is not None else a.logit_scale
-    numbers: tuple = (a.sequence_parallel, scale, a.logit_softcap, a.vocab_start, a.vocab_size, a.logits_budget)
+    numbers: tuple = (
+        a.sequence_parallel,
+        scale,
+        a.logit_softcap,
+        a.vocab_start,
+        a.vocab_size,
+        a.logits_budget,
+        a.top_k,
+    )
     if options is not None:
         key.append(options.reduction)
         numbers += options.ignore_index, options.label_smoothing, options.z_loss, options.outside_is_nan

@@ -12,26 +12,29 @@ softmax(z) and the columns of :mod:`parallel_lce.partials`:
     expected_logit E  = M + ez / s                       d/dz_j = p_j (1 + z_j - E)
     entropy           = log s - ez / s                   d/dz_j = -p_j (z_j - E)
     sum_p_squared Q   = sq / s^2                         d/dz_j = 2 p_j (p_j - Q)
+    selected_log_prob = (z_k - M) - log s                d/dz_j = [j = k] - p_j
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, Coefficients
-from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, integer_view
+from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, Merged, integer_view
+from parallel_lce.selection import Selected
 
 
 @dataclass(frozen=True)
 class TokenStatistics:
     """Statistics of each token's logits.
 
-    Every field but the last has the target's shape, or the hidden states' leading shape without a target; fp32, or fp64
-    for fp64 input. Fields that were not asked for are None. Fields from ``max_logit`` on have no gradient.
+    Every field but the last has the target's shape, or the hidden states' leading shape without a target, where it does
+    not say another one; fp32, or fp64 for fp64 input. Fields that were not asked for are None. Fields from
+    ``max_logit`` on have no gradient.
     """
 
     # metadata["column"]: the partial's column that the field needs, or "target". Without it the field is None.
@@ -52,17 +55,27 @@ class TokenStatistics:
     entropy: Tensor | None = field(metadata={"column": "weighted"})
     # Sum of p^2: the probability that two independent samples are equal.
     sum_p_squared: Tensor | None = field(metadata={"column": "squared"})
+    # log p of the selected entries, [..., K], or [E] for sets given with offsets. ``-lse`` for an id outside [0, V).
+    selected_log_prob: Tensor | None = field(metadata={"column": "selected"})
     max_logit: Tensor
     # int64 global id, the lowest among equals; -1 where a logit is NaN or the shards are no partition.
     argmax: Tensor | None = field(metadata={"column": "argmax"})
+    # [..., K], the largest first.
+    top_logits: Tensor | None = field(metadata={"column": "top"})
+    # [..., K] int64 global ids, the lowest among equals first; -1 where a logit is NaN or the shards are no partition.
+    top_ids: Tensor | None = field(metadata={"column": "top"})
     # V, 0-dimensional int64.
     vocab_size: Tensor
 
     def view(self, shape: tuple[int, ...]) -> TokenStatistics:
         """The same with every per-token field reshaped."""
-        values = {name: getattr(self, name) for name in NAMES if name != "vocab_size"}
-        reshaped: dict[str, Any] = {k: v if v is None else v.view(shape) for k, v in values.items()}
-        return TokenStatistics(**reshaped, vocab_size=self.vocab_size)
+        values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
+        for name, value in values.items():
+            if value is not None and value.dim() == 2:
+                values[name] = value.view(*shape, value.shape[1])
+            elif value is not None and name not in ("selected_log_prob", "vocab_size"):
+                values[name] = value.view(shape)
+        return TokenStatistics(**values)
 
 
 NAMES = tuple(f.name for f in fields(TokenStatistics))
@@ -88,32 +101,56 @@ class StatisticsHead:
 
     columns: Columns
     with_target: bool
+    selected: Selected | None = None
+    top_k: int = 0
 
-    num_differentiable, num_residuals, weights = len(DIFFERENTIABLE), 1, None
+    num_differentiable, num_residuals, weights = len(DIFFERENTIABLE), 2, None
 
     @property
     def present(self) -> list[bool]:
         """Which fields of :class:`TokenStatistics` are not None."""
-        columns = {*self.columns.requested, *(["target"] if self.with_target else []), None}
+        asked = {"target": self.with_target, "selected": self.selected is not None, "top": self.top_k > 0}
+        columns = {*self.columns.requested, *(name for name, there in asked.items() if there), None}
         return [column in columns for column in _COLUMNS]
 
-    def outputs(
-        self, backend: Backend, partial: Tensor, vocab_size: Tensor | int
-    ) -> tuple[list[Tensor | None], tuple[Tensor]]:
-        """The statistics, and what :meth:`coefficients` needs beside the partial: V."""
+    def outputs(self, backend: Backend, merged: Merged) -> tuple[list[Tensor | None], tuple[Tensor, Tensor | None]]:
+        """The statistics, and what the backward needs beside the partial: V and the selected logits."""
+        partial, vocab_size, selected_logits, top = merged
         if isinstance(vocab_size, int):
             vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
-        found = finish_statistics(partial, vocab_size, self.columns, self.with_target)
-        return [getattr(found, name) for name in NAMES], (vocab_size,)
+        values = finish_statistics(partial, vocab_size, self.columns, self.with_target)
+        if self.selected is not None and selected_logits is not None:
+            values["selected_log_prob"] = selected_log_prob(self.selected, selected_logits, partial)
+        if top is not None:
+            nowhere = partial[MAX].isnan().unsqueeze(1)
+            values["top_logits"] = top[0].masked_fill(nowhere, torch.nan)
+            values["top_ids"] = top[1].masked_fill(nowhere, -1)
+        return [values[name] for name in NAMES], (vocab_size, selected_logits)
 
     def coefficients(
-        self, partial: Tensor, residuals: tuple[Tensor], upstream: tuple[Tensor | None, ...]
+        self, partial: Tensor, residuals: tuple[Tensor, Tensor | None], upstream: tuple[Tensor | None, ...]
     ) -> Coefficients:
-        return coefficients(dict(zip(DIFFERENTIABLE, upstream)), partial, residuals[0], self.columns)
+        given = dict(zip(DIFFERENTIABLE, upstream))
+        found = coefficients(given, partial, residuals[0], self.columns)
+        of_selected = given["selected_log_prob"]
+        if of_selected is None or self.selected is None:
+            return found
+        of_selected = of_selected.reshape(-1).contiguous()
+        assert residuals[1] is not None
+        alpha = found.alpha - self.selected.sums(of_selected)
+        return replace(found, alpha=alpha, selected=(of_selected, residuals[1]))
 
 
-def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, with_target: bool) -> TokenStatistics:
-    """Statistics from a merged partial ``[C, N]``."""
+def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor) -> Tensor:
+    """``[N, K]`` or ``[E]``; NaN if the given offsets are none."""
+    found = (logits - selected.spread(partial[MAX])) - selected.spread(partial[SUM_EXP].log())
+    if selected.broken is not None:
+        return found.masked_fill(selected.broken, torch.nan)
+    return found.view(selected.tokens, selected.per_token or 0)
+
+
+def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, with_target: bool) -> dict[str, Any]:
+    """Statistics from a merged partial ``[C, N]``, by name; None for those that it does not tell."""
     top, sum_exp, target = partial[MAX], partial[SUM_EXP], partial[TARGET]
     log_sum = sum_exp.log()
     # If all logits are -inf, M is -inf and the sums are relative to 0: lse is -inf, not NaN.
@@ -133,7 +170,7 @@ def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, wit
     if columns.argmax:
         ids = integer_view(partial[columns["argmax"]])
         values["argmax"] = ids.long().masked_fill(ids == torch.iinfo(ids.dtype).max, -1)
-    return TokenStatistics(**values)
+    return values
 
 
 def coefficients(

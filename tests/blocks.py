@@ -19,10 +19,20 @@ def block_forward(backend, projection, x, target, columns, save, buffer=None, ou
 
 
 def block_backward(
-    backend, projection, x, target, partial, coefficients, saved, grads, scratch, announce=lambda rows: None
+    backend,
+    projection,
+    x,
+    target,
+    partial,
+    coefficients,
+    saved,
+    grads,
+    scratch,
+    announce=lambda rows: None,
+    selected=None,
 ):
     """Gradients of the block; ``announce(rows)`` when the first rows of dX are complete."""
-    work = backend.BlockBackward(projection, x, target, partial, coefficients, saved, grads, scratch)
+    work = backend.BlockBackward(projection, x, target, partial, coefficients, saved, grads, scratch, selected)
     for rows in work.hidden_grad():
         announce(rows)
     work.weight_grad()

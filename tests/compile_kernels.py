@@ -60,7 +60,7 @@ JITFunction.run = _compile_alone
 
 from blocks import block_backward, block_forward
 from parallel_lce.backends import triton as backend
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch, SelectedGradient, Selection
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels import dense_logits, losses, partials, projection, tuning
 from parallel_lce.partials import Columns, packed_size
@@ -93,6 +93,12 @@ def call(rows, entries, depth, saved, everything, dtype):
     ones = torch.ones(rows)
     more = ones if everything else None
     coefficients = Coefficients(ones, ones, more, more, more)
+    ids, begin = torch.zeros(3 * rows, dtype=torch.int64), torch.arange(rows) * 3
+    selection, logits = Selection(ids, begin, begin + 3), torch.ones(3 * rows)
+    backend.selected_logits(shape, x, selection, logits)
+    gradient = SelectedGradient(selection, logits)
+    backend.selected_hidden_gradient(weight, gradient, torch.empty_like(x))
+    backend.selected_weight_gradient(x, begin.repeat_interleave(3) // 3, gradient, torch.empty_like(weight), bias)
     block_backward(
         backend,
         shape,
@@ -105,6 +111,7 @@ def call(rows, entries, depth, saved, everything, dtype):
             torch.empty_like(x), GradBuffer(weight, entries, 1), None if bias is None else GradBuffer(bias, entries, 1)
         ),
         Scratch(1 << 20),
+        selected=gradient if everything else None,
     )
 
 

@@ -19,8 +19,7 @@ from parallel_lce.arguments import LossOptions
 from parallel_lce.backends import backend_of
 from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.fused_loss import fused_loss
-from parallel_lce.statistics import DIFFERENTIABLE
-from tools import arguments_of, chosen_backend, debug_mode, everywhere, shrunk, small
+from tools import DIFFERENTIABLE, arguments_of, chosen_backend, debug_mode, everywhere, shrunk, small
 from world import Member
 
 V, D = 150, 16
@@ -193,6 +192,7 @@ def test_a_target_outside_has_the_loss_that_was_asked_for(name, outside_is_nan, 
 def test_statistics_that_were_not_asked_for(device):
     t = operands(24, device)
     for target in (None, t.target):
+        torch._dynamo.reset()  # which compiles only so many variants of a function
         for asked in ({}, {"mean_logit": True}, {"expected_logit": True}, {"argmax": True}, {"sum_p_squared": True}):
             statistics = lambda x, w, y: parallel_lce.token_statistics(x, w, y, **asked)  # noqa: E731
             found, expected = (f(t.x, t.weight, target) for f in (compiled(statistics)[0], statistics))

@@ -15,8 +15,8 @@ from parallel_lce import reference
 from parallel_lce.backends import eager, eager_tiles
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.prepare import prepare
-from parallel_lce.statistics import DIFFERENTIABLE, requested_columns
-from tools import REDUCED, arguments_of, everywhere, field_gradients, shrunk, small, statistics
+from parallel_lce.statistics import requested_columns
+from tools import DIFFERENTIABLE, REDUCED, arguments_of, everywhere, field_gradients, shrunk, small, statistics
 from world import Member
 
 pytestmark = pytest.mark.usefixtures("backend")

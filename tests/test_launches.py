@@ -22,7 +22,10 @@ KERNELS = {
     "lce_backward_scale_and_add_targets",
     "lce_backward_logits",
     "lce_backward_place_targets",
+    "lce_backward_place_selected",
     "lce_backward_projection",
+    "lce_backward_selected_hidden",
+    "lce_backward_selected_weight",
     "lce_backward_token_gradients",
     "lce_forward_logits_partials",
     "lce_forward_losses",
@@ -30,6 +33,7 @@ KERNELS = {
     "lce_forward_merge_ranks",
     "lce_forward_merge_windows",
     "lce_forward_projection",
+    "lce_forward_selected_logits",
     "lce_forward_token_logits",
 }
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import parallel_lce
-from parallel_lce import ops, prepare
+from parallel_lce import prepare
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.megatron.output_layer import _fused_losses
+from parallel_lce.operands import numbers_of, operands_of
 from parallel_lce.partials import Columns
 from tools import arguments_of, shrunk, small
 
@@ -34,7 +35,7 @@ def test_main_grad_is_refused_in_words(device):
     assert _fused_losses._torchdynamo_disable
     call, _ = _call(problem(device), main_grad=MainGrad(torch.empty(V, D), lambda: None))
     with pytest.raises(RuntimeError, match="main_grad cannot be compiled"):
-        ops._numbers(call)
+        numbers_of(call)
 
 
 def test_a_gradient_that_an_exported_graph_does_not_have(device):
@@ -71,29 +72,29 @@ def test_contracts_of_the_operators(device):
     with shrunk(4000, (16, 32)):
         t = problem(device, bias=True)
         call, tensors = _call(t)
-        given = ops._operands(call, tensors)
+        given = operands_of(call, tensors)
         assert 0 < call.plan.saved < V
         for save in (False, True):
-            arguments = *given, None, None, True, False, save, *ops._numbers(call)
+            arguments = *given, None, None, True, False, save, *numbers_of(call)
             torch.library.opcheck(library.forward.default, arguments)
             for smoothing in (0.0, 0.1):
                 other, _ = _call(t, smoothed=smoothing > 0)
                 loss = WeightedLoss(t.target, t.token_weight, -100, smoothing, 1e-3)
                 of_loss = t.token_weight, -100, True, True, save
-                arguments = *ops._operands(other, tensors, loss), *of_loss, *ops._numbers(other)
+                arguments = *operands_of(other, tensors, loss), *of_loss, *numbers_of(other)
                 torch.library.opcheck(library.forward.default, arguments)
-        *_, partial, handle = library.forward(*given, None, None, True, False, True, *ops._numbers(call))
+        *_, partial, handle = library.forward(*given, None, None, True, False, True, *numbers_of(call))
         alpha = torch.rand(24, device=device)
-        for folded in ((alpha, alpha, None, None, None), (alpha, None, alpha, None, alpha)):
+        for folded in ((alpha, alpha, *[None] * 5), (alpha, None, alpha, None, alpha, None, None)):
             for needs in ([True, True, True], [False, True, False]):
-                arguments = *given, partial, handle, *folded, needs, *ops._numbers(call)
+                arguments = *given, partial, handle, *folded, needs, *numbers_of(call)
                 torch.library.opcheck(library.backward.default, arguments)
         call, tensors = _call(t, accumulable=True)
         assert call.plan.accumulate
         loss = WeightedLoss(t.target, t.token_weight, -100, 0.1, 1e-3)
         for divisor in (None, loss.divisor("mean", torch.float32)):
-            given = *ops._operands(call, tensors, loss), t.token_weight, -100, True
-            arguments = *given, divisor, [True, True, True], *ops._numbers(call)
+            given = *operands_of(call, tensors, loss), t.token_weight, -100, True
+            arguments = *given, divisor, [True, True, True], *numbers_of(call)
             torch.library.opcheck(library.accumulated_loss.default, arguments)
         first_order = torch.ones((), device=device), *tensors
         torch.library.opcheck(library.first_order.default, first_order)

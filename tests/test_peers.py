@@ -12,8 +12,7 @@ import torch.nn.functional as F
 import parallel_lce
 from cases import DTYPES, Case, check, error, run
 from parallel_lce import autograd
-from parallel_lce.statistics import DIFFERENTIABLE
-from tools import everywhere, shrunk
+from tools import DIFFERENTIABLE, everywhere, shrunk
 from world import Member
 
 has_linear_cross_entropy = pytest.mark.skipif(

@@ -15,8 +15,7 @@ from cases import DTYPES, Case, make, normal, part
 from measures import assert_near, assert_no_worse, size, smallest_steps
 from parallel_lce import reference
 from parallel_lce.partials import accumulation_dtype
-from parallel_lce.statistics import DIFFERENTIABLE
-from tools import alone, chosen_backend, everywhere, shrunk, small, statistics
+from tools import DIFFERENTIABLE, alone, chosen_backend, everywhere, shrunk, small, statistics
 from world import Member
 
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallel_lce
 from cases import Case, Tensors, make
 from parallel_lce import backends, plan, prepare
+from parallel_lce import statistics as statistics_module
 from parallel_lce.arguments import Arguments
 from parallel_lce.backends import eager_tiles
 from parallel_lce.grad_buffers import GradBuffer
@@ -99,8 +100,12 @@ def chosen_backend(name: str):
     return _environment(backends.VARIABLE, name)
 
 
+DIFFERENTIABLE = tuple(name for name in statistics_module.DIFFERENTIABLE if name != "selected_log_prob")
+"""Statistics ``[N]`` of each token that have a gradient."""
+
+
 def statistics(x, weight, target, **options):
-    """Every field of ``token_statistics``."""
+    """Every field of ``token_statistics`` but those of selected and of the largest entries."""
     everything = dict(mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True)
     return parallel_lce.token_statistics(x, weight, target, **{**everything, **options})
 

@@ -19,6 +19,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.eager_selected import (
+    selected_hidden_gradient,
+    selected_logits,
+    selected_weight_gradient,
+    top_k,
+)
 from parallel_lce.backends.eager_tiles import (
     SAVED_FP16_SCALE,
     LogitGradient,
@@ -29,7 +35,15 @@ from parallel_lce.backends.eager_tiles import (
     windows,
 )
 from parallel_lce.backends.gemm import accumulate_nt, operand, put
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, savable
+from parallel_lce.backends.interface import (
+    Coefficients,
+    GradBuffers,
+    Projection,
+    Saved,
+    Scratch,
+    SelectedGradient,
+    savable,
+)
 from parallel_lce.backends.loss import mean_loss, token_losses
 from parallel_lce.partials import MAX, TARGET, Columns, empty_partial, merge, merge_ranks, tile_partial
 
@@ -43,7 +57,11 @@ __all__ = [
     "mean_loss",
     "merge_ranks",
     "savable",
+    "selected_hidden_gradient",
+    "selected_logits",
+    "selected_weight_gradient",
     "token_losses",
+    "top_k",
 ]
 
 # Row tiles whose window partials are held at once, in a buffer [windows, C, rows of these tiles]. It grows with V, but
@@ -164,8 +182,9 @@ class BlockBackward:
         saved: Saved,
         grads: GradBuffers,
         scratch: Scratch,
+        selected: SelectedGradient | None = None,
     ) -> None:
-        self._projection, self._target, self._x_given = projection, target, x
+        self._projection, self._target, self._x_given, self._selected = projection, target, x, selected
         self._partial, self._coefficients, self._saved = partial, coefficients.folded(), saved
         self._grads, self._scratch = grads, scratch
         # Windows whose dW is still to come, each with its tiles, or None if they are to be produced again.
@@ -174,7 +193,13 @@ class BlockBackward:
     def _open(self) -> list[slice]:
         """Make the tiles' producer; returns the windows, recomputed ones first."""
         self._producer = LogitGradient(
-            self._projection, self._x_given, self._target, self._partial, self._coefficients, self._saved
+            self._projection,
+            self._x_given,
+            self._target,
+            self._partial,
+            self._coefficients,
+            self._saved,
+            self._selected,
         )
         cut, saved = windows(self._projection, self._producer.saved), self._producer.saved
         return [w for w in cut if w.start >= saved] + [w for w in cut if w.start < saved]

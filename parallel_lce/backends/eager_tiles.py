@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import matmul_nt, operand
-from parallel_lce.backends.interface import Coefficients, Projection, Saved, power_of_two_scale
+from parallel_lce.backends.interface import Coefficients, Projection, Saved, SelectedGradient, power_of_two_scale
 from parallel_lce.partials import LOWEST_SHIFT, TARGET
 
 # Rows and entries of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.
@@ -74,6 +74,17 @@ def target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
     return position.add_(torch.arange(rows, device=target.device)), hit
 
 
+def _add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window: slice) -> None:
+    """Add the selected entries' values to a ``tile [window, rows]`` of the gradient."""
+    width, height = tile.shape
+    row, hit = selected.of_rows(rows).selection.places()
+    entry = selected.selection.ids - window.start
+    hit &= (entry >= 0) & (entry < width)
+    position = (entry * height + row).where(hit, 0)
+    # Equal positions are summed in a fixed order, on CUDA too.
+    tile.view(-1).index_put_((position,), selected.values.where(hit, 0.0), accumulate=True)
+
+
 class LogitGradient:
     """Produces tiles of a block's gradient of the projection's output ``x @ weight.T + bias``."""
 
@@ -85,6 +96,7 @@ class LogitGradient:
         partial: Tensor,
         coefficients: Coefficients,
         saved: Saved,
+        selected: SelectedGradient | None = None,
     ) -> None:
         self.x = operand(x)
         self._projection, self._target, self._saved = projection, target, saved
@@ -98,8 +110,11 @@ class LogitGradient:
         if projection.token_scale is not None:
             factor = factor * projection.token_scale
         if self.x.dtype == torch.float16:
-            power = power_of_two_scale(coefficients, projection)
+            power = power_of_two_scale(coefficients, projection, selected)
             factor, self.fp16_unscale = factor * power, 1 / power
+            if selected is not None:
+                selected = selected._replace(values=selected.values * power)
+        self._selected = selected
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
         self._alpha = coefficients.alpha / sum_exp * factor
         self._beta, self._gamma, self._delta, self._epsilon = (
@@ -132,6 +147,8 @@ class LogitGradient:
             if self._beta is not None and self._target is not None:
                 position, hit = target_positions(self._target[rows], window)
                 gradient.view(-1).scatter_add_(0, position, self._beta[rows] * -hit.to(gradient.dtype))
+            if self._selected is not None:
+                _add_selected(gradient, self._selected, rows, window)
             yield rows, gradient.to(self.x.dtype)
             del gradient
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -80,6 +80,9 @@ class Coefficients:
     epsilon: Tensor | None = None
     # All of them are still to be multiplied by this: [R] or 0-dimensional; None is 1.
     factor: Tensor | None = None
+    # Of the selected entries of all tokens of the call: the gradient of their logits beside these, without a factor,
+    # and the logits, [E] each.
+    selected: tuple[Tensor, Tensor] | None = None
 
     @property
     def each(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
@@ -91,14 +94,17 @@ class Coefficients:
         return [c for c in self.each if c is not None]
 
     def replaced(self, values: Iterable[Tensor]) -> Coefficients:
-        """``values`` in place of :attr:`present`, and no factor."""
+        """``values`` in place of :attr:`present`, and nothing else."""
         remaining = iter(values)
-        return Coefficients(next(remaining), *[None if c is None else next(remaining) for c in self.each[1:]])
+        alpha = next(remaining)
+        beta, gamma, delta, epsilon = [None if c is None else next(remaining) for c in self.each[1:]]
+        return Coefficients(alpha, beta, gamma, delta, epsilon)
 
     def of_rows(self, rows: slice) -> Coefficients:
         """Those of some tokens."""
         factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor[rows]
-        return Coefficients(self.alpha[rows], *[c if c is None else c[rows] for c in self.each[1:]], factor=factor)
+        beta, gamma, delta, epsilon = [c if c is None else c[rows] for c in self.each[1:]]
+        return Coefficients(self.alpha[rows], beta, gamma, delta, epsilon, factor)
 
     def folded(self) -> Coefficients:
         """The same without a factor. One launch multiplies it in."""
@@ -106,6 +112,41 @@ class Coefficients:
             return self
         present = self.present
         return self.replaced(torch._foreach_mul(present, [self.factor] * len(present)))  # pyright: ignore[reportPrivateImportUsage]
+
+
+class Selection(NamedTuple):
+    """The selected entries of a block's tokens: those of token r are ``ids[begin[r]:end[r]]``."""
+
+    # [E] int64 relative to the shard, of all tokens of the call. One outside ``[0, real_rows)`` has no logit here.
+    ids: Tensor
+    # [R] int64, not decreasing
+    begin: Tensor
+    end: Tensor
+
+    def of_rows(self, rows: slice) -> Selection:
+        return Selection(self.ids, self.begin[rows], self.end[rows])
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """The block's token of each entry ``[E]``, and whether it has one."""
+        entry = torch.arange(len(self.ids), device=self.ids.device)
+        if len(self.begin) == 0:
+            return entry, torch.zeros_like(entry, dtype=torch.bool)
+        # The last token that begins at the entry or before it.
+        token = torch.searchsorted(self.begin, entry, right=True).sub_(1)
+        there = token >= 0
+        token.clamp_(min=0)
+        return token, there & (entry < self.end[token])
+
+
+class SelectedGradient(NamedTuple):
+    """What the selected entries add to the gradient of the projection's output ``x @ weight.T + bias``."""
+
+    selection: Selection
+    # [E] in the statistics' dtype
+    values: Tensor
+
+    def of_rows(self, rows: slice) -> SelectedGradient:
+        return SelectedGradient(self.selection.of_rows(rows), self.values)
 
 
 @dataclass(frozen=True)
@@ -165,7 +206,9 @@ def recovers_logits(dtype: torch.dtype) -> bool:
     return dtype != torch.float16
 
 
-def power_of_two_scale(coefficients: Coefficients, projection: Projection) -> Tensor:
+def power_of_two_scale(
+    coefficients: Coefficients, projection: Projection, selected: SelectedGradient | None = None
+) -> Tensor:
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
     The gradients of a mean over many tokens, 1 / N each, would underflow without it. A token's NaN or infinity does not
@@ -174,8 +217,10 @@ def power_of_two_scale(coefficients: Coefficients, projection: Projection) -> Te
     scale = projection.token_scale
     scaled = [c.abs() if scale is None else (c * scale).abs() for c in coefficients.present]
     first, *others = [c.nan_to_num(0.0, 0.0).amax() for c in scaled]
-    largest = sum(others, start=first)
-    exponent = 10 - torch.frexp(largest * abs(projection.scale)).exponent
+    largest = sum(others, start=first) * abs(projection.scale)
+    if selected is not None and len(selected.values):
+        largest = largest + selected.values.abs().nan_to_num(0.0, 0.0).amax()
+    exponent = 10 - torch.frexp(largest).exponent
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
 
 
@@ -259,6 +304,7 @@ class Backend(Protocol):
         saved: Saved,
         grads: GradBuffers,
         scratch: Scratch,
+        selected: SelectedGradient | None = None,
     ) -> BlockBackward:
         """The backward of a block, not started yet.
 
@@ -270,7 +316,28 @@ class Backend(Protocol):
             saved: what the forward of the block saved, or ``()``: then all logits are recomputed. May be overwritten.
             grads: where the gradients go.
             scratch: working memory, shared by the blocks of the call.
+            selected: added to the gradient of the projection's output.
         """
+        ...
+
+    def selected_logits(self, projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
+        """Write the logits of a block's selected entries to ``out [E]``. Those of other shards become 0."""
+        ...
+
+    def selected_hidden_gradient(self, weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
+        """Write ``dx [R, D]``: the sums of the selected rows of ``weight [V, D]``, times their values."""
+        ...
+
+    def selected_weight_gradient(
+        self, x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
+    ) -> None:
+        """Write the selected rows of ``dweight [V, D]`` and ``dbias [V]``, and no others. ``owner [E]``: the row of
+        ``x [R, D]`` of each entry."""
+        ...
+
+    def top_k(self, projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """The ``k`` largest logits ``[R, k]`` of each token, and their ids in the whole vocabulary, int64: the largest
+        first, and the lowest id among equals. Where the shard has fewer, -inf and the id ``partials.NOBODY``."""
         ...
 
     def merge_ranks(self, packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Projection, Saved, savable
+from parallel_lce.backends.eager_selected import top_k
+from parallel_lce.backends.interface import Projection, Saved, SelectedGradient, Selection, savable
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_slices import ALIGNED, dense, product_of, stride_of
+from parallel_lce.kernels import selected as kernels
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, merge_ranks, merge_windows
@@ -32,7 +34,11 @@ __all__ = [
     "mean_loss",
     "merge_ranks",
     "savable",
+    "selected_hidden_gradient",
+    "selected_logits",
+    "selected_weight_gradient",
     "token_losses",
+    "top_k",
 ]
 
 NAME: str = "triton"
@@ -48,6 +54,25 @@ _PARTIAL_BYTES = 32 << 20
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
     return projection.weight.new_empty(rows * stride_of(min(entries, projection.real_rows)))
+
+
+def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
+    """Write the logits of a block's selected entries to ``out [E]``. Those of other shards become 0."""
+    product = product_of(projection, x if x.stride(1) == 1 else x.contiguous(), 0, projection.real_rows)
+    kernels.selected_logits(product, *selection, out)
+
+
+def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
+    """Write ``dx [R, D]``: the sums of the selected rows of ``weight [V, D]``, times their values."""
+    kernels.hidden_gradient(weight, *gradient.selection, gradient.values, dx)
+
+
+def selected_weight_gradient(
+    x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
+) -> None:
+    """Write the selected rows of ``dweight [V, D]`` and ``dbias [V]``, and no others. ``owner [E]``: the row of
+    ``x [R, D]`` of each entry."""
+    kernels.weight_gradient(x, gradient.selection.ids, owner, gradient.values, dweight, dbias)
 
 
 class BlockForward:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, SelectedGradient
 from parallel_lce.backends.triton_slices import Piece, Slice, dense, tiling
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels.targets import scale_and_add_targets
@@ -49,8 +49,9 @@ class BlockBackward:
         saved: Saved,
         grads: GradBuffers,
         scratch: Scratch,
+        selected: SelectedGradient | None = None,
     ) -> None:
-        self._projection, self._grads = projection, grads
+        self._projection, self._grads, self._selected = projection, grads, selected
         # The last slice, whose dW is still to come.
         self._last: tuple[Piece, Slice] | None = None
         # c x of a slice, formed beside its dX.
@@ -90,6 +91,7 @@ class BlockBackward:
                 # The bias's gradient is a sum over rows of G, which must have no factors.
                 rewrite=grads.dbias is not None,
                 find_shared=grads.dweight is not None or grads.dbias is not None,
+                selected=None if self._selected is None else self._selected.of_rows(rows),
             )
             pieces.append(piece)
         return [(0, self._saved_entries), *ranges] if saved else ranges, pieces

@@ -13,9 +13,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Coefficients, Projection, Saved, Scratch, power_of_two_scale
+from parallel_lce.backends.interface import (
+    Coefficients,
+    Projection,
+    Saved,
+    Scratch,
+    SelectedGradient,
+    power_of_two_scale,
+)
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.relaunch import next_power_of_2
+from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
 from parallel_lce.kernels.token_gradients import SavedExponentials, TokenCoefficients, TokenGradients, token_gradients
 from parallel_lce.memory import some_rows
@@ -109,12 +117,15 @@ class Piece:
         scratch: Scratch,
         rewrite: bool,
         find_shared: bool,
+        selected: SelectedGradient | None = None,
     ) -> None:
         self.rows, self.x = rows, x
         self._projection, self._target, self._scratch = projection, target, scratch
         self._partial, self._saved = partial.contiguous(), SavedExponentials(*saved) if saved else None
-        # ``rewrite`` every row of saved exponentials, so that there are no row factors.
-        self._rewrite, self._find_shared = rewrite, find_shared
+        # ``rewrite`` every row of saved exponentials, so that there are no row factors. Selected entries are added to
+        # such rows alone.
+        self._rewrite, self._find_shared = rewrite or selected is not None, find_shared
+        self._selected = selected
         self._fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
         self.fp16_unscale: Tensor | None = None
@@ -126,12 +137,20 @@ class Piece:
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
             coefficients = coefficients.folded()
         if projection.weight.dtype == torch.float16:
-            self._fp16_scale = power_of_two_scale(coefficients, projection)
+            self._fp16_scale = power_of_two_scale(coefficients, projection, selected)
             self.fp16_unscale = 1 / self._fp16_scale
         others = [c if c is None else c.contiguous() for c in coefficients.each[1:]]
         self._coefficients = TokenCoefficients(coefficients.alpha.contiguous(), *others, factor=coefficients.factor)
 
     def form(self, start: int, stop: int) -> Slice:
+        part = self._formed(start, stop)
+        if self._selected is not None:
+            selection, values = self._selected
+            place_selected(part.gradient, start, *selection, values, self._fp16_scale)
+        return part
+
+    def _formed(self, start: int, stop: int) -> Slice:
+        """The slice without the selected entries."""
         saved = self._saved
         if saved is not None and start >= saved.exponentials.shape[1]:
             saved = None

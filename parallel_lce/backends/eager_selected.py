@@ -1,0 +1,102 @@
+"""Selected entries in the torch backend, and the largest logits of both backends."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.eager_tiles import logits
+from parallel_lce.backends.gemm import operand
+from parallel_lce.backends.interface import Projection, SelectedGradient, Selection
+from parallel_lce.partials import NOBODY
+
+# Bytes of gathered rows, or of logits, at a time.
+_BYTES = 64 << 20
+
+
+def _pieces(count: int, hidden_size: int, itemsize: int) -> list[slice]:
+    step = max(1, _BYTES // max(1, hidden_size * itemsize))
+    return [slice(a, a + step) for a in range(0, count, step)]
+
+
+def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
+    row, hit = selection.places()
+    hit &= (selection.ids >= 0) & (selection.ids < projection.real_rows)
+    ids = selection.ids.where(hit, 0)
+    if projection.real_rows == 0 or len(x) == 0:
+        return
+    for some in _pieces(len(ids), x.shape[1], out.element_size()):
+        of_entry, at = row[some], ids[some]
+        z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
+        if projection.bias is not None:
+            z += projection.bias[at]
+        z *= projection.scale
+        if projection.token_scale is not None:
+            z *= projection.token_scale[of_entry]
+        if projection.softcap is not None:
+            z.div_(projection.softcap).tanh_().mul_(projection.softcap)
+        out[some] = z.where(hit[some], out[some])
+
+
+def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
+    row, hit = gradient.selection.places()
+    hit &= (gradient.selection.ids >= 0) & (gradient.selection.ids < len(weight))
+    total = dx.new_zeros(dx.shape, dtype=gradient.values.dtype)
+    if len(weight) and len(dx):
+        ids, values = gradient.selection.ids.where(hit, 0), gradient.values.where(hit, 0.0)
+        for some in _pieces(len(ids), dx.shape[1], total.element_size()):
+            _add_rows(total, row[some], values[some], weight[ids[some]])
+    dx.copy_(total)
+
+
+def selected_weight_gradient(
+    x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
+) -> None:
+    ids = gradient.selection.ids
+    hit = (ids >= 0) & (ids < len(dweight))
+    ids, values = ids.where(hit, 0), gradient.values.where(hit, 0.0)
+    total = dweight.new_zeros(dweight.shape, dtype=values.dtype)
+    if len(dweight) and len(x):
+        for some in _pieces(len(ids), x.shape[1], total.element_size()):
+            _add_rows(total, ids[some], values[some], x[owner[some]])
+    dweight.copy_(total)
+    if dbias is not None and len(dbias):
+        dbias.copy_(torch.zeros_like(dbias, dtype=values.dtype).index_put_((ids,), values, accumulate=True))
+
+
+def _add_rows(total: Tensor, index: Tensor, values: Tensor, rows: Tensor) -> None:
+    # index_put_ sums equal indices in a fixed order, on CUDA too.
+    total.index_put_((index,), rows.to(total.dtype) * values.unsqueeze(1), accumulate=True)
+
+
+def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """Forms the logits of a window of the vocabulary at a time, for some tokens: a product of its own."""
+    values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
+    ids = torch.full((len(x), k), NOBODY, device=x.device)
+    height, whole = 2048, operand(x)
+    width = max(k, _BYTES // (values.element_size() * height))
+    for a in range(0, len(x), height):
+        rows = slice(a, a + height)
+        for first in range(0, projection.real_rows, width):
+            window = slice(first, min(first + width, projection.real_rows))
+            z = logits(projection, whole, rows, operand(projection.weight[window]), window).t()
+            here = torch.arange(window.start, window.stop, device=x.device) + projection.start
+            found = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
+            both = torch.cat([values[rows], found[0]], 1), torch.cat([ids[rows], found[1]], 1)
+            values[rows], ids[rows] = largest(*both, k)
+    return values, ids
+
+
+def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The ``k`` largest of ``values [R, C]`` with their ``ids``, the largest first, the lowest id among equals."""
+    if values.dtype == torch.float64:
+        ids, order = ids.sort(dim=1, stable=True)
+        values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
+        return values[:, :k], ids.gather(1, order)[:, :k]
+    # One integer for both: the value's bits in the order of the values, then the id, negated. -0.0 equals 0.0.
+    bits = (values + 0.0).view(torch.int32).long()
+    keys = (bits ^ (bits >> 63 & 0x7FFFFFFF)) << 32 | (NOBODY - ids)
+    keys = keys.topk(k, 1).values
+    bits = keys >> 32
+    bits = (bits ^ (bits >> 63 & 0x7FFFFFFF)).int()
+    return bits.view(torch.float32), NOBODY - (keys & 0xFFFFFFFF)

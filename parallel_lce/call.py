@@ -1,0 +1,131 @@
+"""One call: all of it but the tensors that may need gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.interface import Backend, BlockForward, Projection
+from parallel_lce.collectives import IncomingHidden, Layout, Shard
+from parallel_lce.grad_buffers import MainGrad
+from parallel_lce.partials import Columns
+from parallel_lce.plan import Block, Plan
+from parallel_lce.replay import Tapes
+from parallel_lce.selection import Selected
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Call:
+    """All of one call but the tensors that may need gradients."""
+
+    # One of parallel_lce.backends.
+    backend: Backend
+    layout: Layout
+    shard: Shard
+    columns: Columns
+    plan: Plan
+    # [N] int64 ids in the whole vocabulary, or None.
+    target: Tensor | None
+    # [N] in the statistics' dtype: the logits' scale of each token beside ``scale``; None: 1
+    token_scale: Tensor | None = None
+    # Entries whose logits are wanted, or None.
+    selected: Selected | None = None
+    # How many of the largest logits are wanted; 0: none.
+    top_k: int = 0
+    scale: float = 1.0
+    softcap: float | None = None
+    # Where dW is added, if anywhere.
+    main_grad: MainGrad | None = None
+    # dtype of dX's reduction over the ranks; None: that of the hidden states.
+    reduce_dtype: torch.dtype | None = None
+    # Of calls of the same signature, where their runs can be replayed.
+    tapes: Tapes | None = None
+
+    @property
+    def per_token(self) -> tuple[Tensor | None, ...]:
+        """Its tensors, all of them per token; none needs a gradient."""
+        return (self.target, self.token_scale, *(self.selected.tensors if self.selected else (None, None)))
+
+    def with_tensors(self, per_token: Sequence[Tensor | None]) -> Call:
+        """The call with these as :attr:`per_token`, if they are others. They may have any strides."""
+        if all(a is b for a, b in zip(per_token, self.per_token)):
+            return self
+        target, token_scale, ids, offsets = [t if t is None else t.contiguous() for t in per_token]
+        selected = self.selected
+        if selected is not None and ids is not None:
+            selected = Selected(ids, offsets, selected.tokens)
+        return replace(self, target=target, token_scale=token_scale, selected=selected)
+
+    def run(self, kind: Hashable, work: Callable[[], _T], *inputs: Tensor | None) -> _T:
+        """``work()``, or its replay (:meth:`parallel_lce.replay.Tapes.run`)."""
+        return work() if self.tapes is None else self.tapes.run(kind, work, inputs, self.layout.group)
+
+    def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
+        shard = self.shard
+        # Kernels take rows contiguous in D. Hooks for saved tensors may have returned others.
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        bias = bias if bias is None else bias.contiguous()
+        return Projection(weight, bias, shard.start, shard.real_rows, self.scale, self.softcap)
+
+    def of_block(self, projection: Projection, block: Block) -> Projection:
+        """The ``projection`` with the scales of a block's tokens."""
+        if self.token_scale is None:
+            return projection
+        return replace(projection, token_scale=self.layout.take(self.token_scale, block))
+
+    def block_forward(
+        self,
+        projection: Projection,
+        x: IncomingHidden,
+        targets: Tensor | None,
+        block: Block,
+        save: int,
+        buffer: Tensor | None,
+        out: Tensor | None,
+    ) -> BlockForward:
+        """The forward of a block. ``targets``: :meth:`local_targets`. The others: of ``Backend.BlockForward``."""
+        projection, target = self.of_block(projection, block), self.layout.take(targets, block)
+        return self.backend.BlockForward(projection, x.tensor, target, self.columns, save, buffer, out)
+
+    def before_softcap(self, gradient: Tensor, logits: Tensor) -> Tensor:
+        """From gradients ``[E]`` of selected ``logits`` to those of the projection's output ``x @ weight.T + bias``."""
+        gradient = gradient * self.scale
+        if self.token_scale is not None and self.selected is not None:
+            gradient *= self.selected.spread(self.token_scale)
+        if self.softcap is not None:
+            gradient *= 1 - (logits / self.softcap).square()
+        return gradient
+
+    def local_targets(self) -> Tensor | None:
+        """The targets ``[N]`` relative to the shard. Those of other shards, and invalid ones, lie outside it."""
+        if self.target is None:
+            return None
+        return self.target - self.shard.start if self.shard.start else self.target.contiguous()
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Which gradients a backward must produce."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+Inputs = tuple[Tensor, Tensor, Tensor | None]
+"""Hidden states ``[..., D]``, weight ``[V/P, D]`` and bias ``[V/P]``."""
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""dX, dW (or what ``MainGrad.placeholder`` returns for it) and dbias; None where not asked for."""
+
+
+def token_count(hidden: Tensor, layout: Layout) -> int:
+    """N, the tokens in the TP layout of this rank's ``hidden [..., D]``."""
+    return math.prod(hidden.shape[:-1]) * layout.sp_size

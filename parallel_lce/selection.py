@@ -1,0 +1,145 @@
+"""Vocabulary entries that are selected for each token: as many for each, or a set of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.eager_selected import largest
+from parallel_lce.backends.interface import Backend, Projection, Selection
+from parallel_lce.collectives import Layout, Shard
+from parallel_lce.partials import NOBODY, integer_view
+from parallel_lce.plan import Block
+
+
+@dataclass(frozen=True)
+class Selected:
+    """The selected entries of a call's N tokens, in compressed sparse rows."""
+
+    # [E] int64 ids in the whole vocabulary
+    ids: Tensor
+    # [N + 1] int64: the entries of token n are ids[offsets[n]:offsets[n + 1]]. None: each token has as many.
+    given_offsets: Tensor | None
+    # N
+    tokens: int
+
+    @classmethod
+    def of(cls, ids: Tensor, offsets: Tensor | None, tokens: int) -> Selected:
+        """``ids [..., K]``, or ``ids [E]`` with ``offsets [N + 1]``, of any integer dtype."""
+        offsets = None if offsets is None else offsets.long().contiguous()
+        return cls(ids.reshape(-1).long().contiguous(), offsets, tokens)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor | None]:
+        return self.ids, self.given_offsets
+
+    @property
+    def count(self) -> int:
+        """E, the selected entries of all tokens."""
+        return self.ids.shape[0]
+
+    @property
+    def per_token(self) -> int | None:
+        """K; None where tokens have sets of their own."""
+        return None if self.given_offsets is not None else self.count // max(1, self.tokens)
+
+    @cached_property
+    def offsets(self) -> Tensor:
+        """``[N + 1]``, between 0 and E and not decreasing, whatever was given."""
+        if self.given_offsets is not None:
+            return self.given_offsets.clamp(0, self.count).cummax(0).values
+        return torch.arange(self.tokens + 1, device=self.ids.device) * (self.per_token or 0)
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """The token of each entry, ``[E]`` int64."""
+        entries = torch.arange(self.count, device=self.ids.device)
+        if self.given_offsets is None:
+            return entries // max(1, self.per_token or 0)
+        return torch.searchsorted(self.offsets[1:], entries, right=True).clamp_(max=max(0, self.tokens - 1))
+
+    @property
+    def broken(self) -> Tensor | None:
+        """Whether the given offsets are none: they must begin with 0, end with E, and not decrease. 0-dimensional."""
+        given = self.given_offsets
+        if given is None:
+            return None
+        return (given[0] != 0) | (given[-1] != self.count) | (given.diff() < 0).any()
+
+    def of_block(self, layout: Layout, block: Block, start: int) -> Selection:
+        """The selection of a block. ``start``: global id of the shard's first row."""
+        bounds = layout.take(torch.stack([self.offsets[:-1], self.offsets[1:]]), block)
+        return Selection(self.ids - start, *bounds.contiguous().unbind())
+
+    def spread(self, per_token: Tensor) -> Tensor:
+        """``[E]``: each entry gets its token's value of ``per_token [N]``."""
+        return per_token.index_select(0, self.owner)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """``[N]``: the sum of each token's entries of ``values [E]``, in a fixed order."""
+        if self.given_offsets is None:
+            return values.view(self.tokens, self.per_token or 0).sum(1)
+        return torch.segment_reduce(values, "sum", offsets=self.offsets, unsafe=True)
+
+    def maxima(self, values: Tensor) -> Tensor:
+        """``[N]``: the largest of each token's entries of ``values [E]``; -inf for a token without any."""
+        if self.given_offsets is None:
+            if not self.per_token:
+                return values.new_full((self.tokens,), -torch.inf)
+            return values.view(self.tokens, -1).amax(1)
+        return torch.segment_reduce(values, "max", offsets=self.offsets, unsafe=True, initial=-torch.inf)
+
+
+class BesidePartials:
+    """What a forward finds of its tokens beside partials: logits of selected entries, and the largest logits.
+
+    On this rank they are found block by block, in memory that is gathered with the partials.
+    """
+
+    def __init__(self, selected: Selected | None, top_k: int, tokens: int, shard: Shard, layout: Layout) -> None:
+        self._selected, self._top_k, self.tokens = selected, top_k, tokens
+        self._shard, self._layout = shard, layout
+        self._counts = 0 if selected is None else selected.count, tokens * top_k, tokens * top_k
+        # Elements of each rank; None if nothing is asked for.
+        self.size = None if selected is None and not top_k else sum(self._counts)
+
+    def _parts(self, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """In ``elements [P, size]``: the selected logits ``[P, E]``, the largest ``[P, N, K]`` and their ids."""
+        selected, top, ids = elements.split(self._counts, 1)
+        shape = self.tokens, self._top_k
+        return selected, top.unflatten(1, shape), integer_view(ids).unflatten(1, shape)
+
+    def begin(self, elements: Tensor | None) -> None:
+        """``elements [1, size]``: memory of this rank."""
+        self._own = None if elements is None else self._parts(elements)
+        if elements is not None:
+            elements.zero_()
+
+    def find(self, backend: Backend, projection: Projection, x: Tensor, block: Block) -> None:
+        """Of a block's hidden states ``x [R, D]``."""
+        if self._own is None:
+            return
+        selected, top, ids = self._own
+        if self._selected is not None:
+            selection = self._selected.of_block(self._layout, block, self._shard.start)
+            backend.selected_logits(projection, x, selection, selected[0])
+        if self._top_k:
+            for own, found in zip((top, ids), backend.top_k(projection, x, self._top_k)):
+                self._layout.put(own[0].t(), block, found.t())
+
+    def merged(self, elements: Tensor | None) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
+        """Of all ranks' ``elements [P, size]``: the selected logits ``[E]``; the largest ``[N, K]`` and their ids."""
+        if elements is None:
+            return None, None
+        selected, top, ids = self._parts(elements)
+        found = None
+        if self._top_k:
+            # [N, P * K]
+            flat_top, flat_ids = (t.transpose(0, 1).flatten(1) for t in (top, ids.long()))
+            values, places = largest(flat_top, flat_ids, self._top_k)
+            found = values, places.masked_fill(places == NOBODY, -1)
+        # All but one are 0.
+        return (None if self._selected is None else selected.sum(0)), found

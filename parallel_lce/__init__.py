@@ -12,6 +12,7 @@ if not (_Path(__file__).parent / "kernels").is_dir():
 from parallel_lce.functional import linear_cross_entropy, token_statistics
 from parallel_lce.losses import entropy, log_prob
 from parallel_lce.modules import LinearCrossEntropy
+from parallel_lce.selected_log_probs import selected_log_probs
 from parallel_lce.statistics import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -21,6 +22,7 @@ __all__ = [
     "entropy",
     "linear_cross_entropy",
     "log_prob",
+    "selected_log_probs",
     "token_statistics",
     "vocab_parallel_cross_entropy",
 ]

@@ -196,15 +196,15 @@ def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | N
         real = (vocab_size - starts).clamp(min=0).minimum(sizes)
     partials = packed[:, : columns.count * rows].unflatten(1, (columns.count, rows))
     merged = merge(partials, real, columns)
-    covered = _cover(starts, sizes, vocab_size)
-    merged[: columns["argmax"]].masked_fill_(~covered, torch.nan)
+    whole = covered(starts, sizes, vocab_size)
+    merged[: columns["argmax"]].masked_fill_(~whole, torch.nan)
     if columns.argmax:
         ids = integer_view(merged[columns["argmax"]])
-        ids.masked_fill_(~covered, torch.iinfo(ids.dtype).max)
+        ids.masked_fill_(~whole, torch.iinfo(ids.dtype).max)
     return merged, real.sum()
 
 
-def _cover(starts: Tensor, sizes: Tensor, vocab_size: int | None) -> Tensor:
+def covered(starts: Tensor, sizes: Tensor, vocab_size: int | None) -> Tensor:
     """Whether shards ``[starts, starts + sizes)`` cover [0, V) without gap or overlap, in any order.
 
     Every shard that is not empty must begin where those before it end. Without ``vocab_size``, V is the sum of the

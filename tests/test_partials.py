@@ -16,8 +16,8 @@ from parallel_lce.partials import (
     SUM_EXP,
     TARGET,
     Columns,
-    _cover,
     bounds_of,
+    covered,
     empty_partial,
     integer_view,
     merge,
@@ -355,7 +355,7 @@ def covers(shards, vocab_size: int | None) -> bool:
 def test_a_cover_by_counting(case):
     shards, vocab_size = case
     starts, sizes = torch.tensor(shards).unbind(1)
-    assert _cover(starts, sizes, vocab_size).item() == covers(shards, vocab_size)
+    assert covered(starts, sizes, vocab_size).item() == covers(shards, vocab_size)
 
 
 @settings(RELAXED, suppress_health_check=[HealthCheck.function_scoped_fixture])

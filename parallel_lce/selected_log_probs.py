@@ -1,0 +1,180 @@
+"""Log-probabilities of selected entries among each other: no logit of another entry is computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel_lce.arguments import Arguments
+from parallel_lce.autograd import first_order_only
+from parallel_lce.backends.interface import SelectedGradient
+from parallel_lce.call import Call
+from parallel_lce.collectives import HiddenReduction, all_gather, gather_hidden
+from parallel_lce.memory import device_without_autocast, in_memory
+from parallel_lce.partials import Columns, accumulation_dtype, covered, integer_view
+from parallel_lce.plan import Block
+from parallel_lce.prepare import prepare
+
+
+def selected_log_probs(
+    input: Tensor,
+    linear_weight: Tensor,
+    selected: Tensor | tuple[Tensor, Tensor],
+    *,
+    linear_bias: Tensor | None = None,
+    logit_scale: float | Tensor = 1.0,
+    logit_softcap: float | None = None,
+    process_group: dist.ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+    vocab_start: int | None = None,
+    vocab_size: int | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Log-softmax of the logits of selected entries, over each token's entries alone.
+
+    This is what a sampler with a mask draws from: the distribution renormalised over the kept entries. Only their rows
+    of the weight are read, so the work is that of E rows and not of N * V.
+
+    Args:
+        selected: ids ``[..., K]``, the same number for each token; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
+            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
+            that comes twice counts twice. An id outside ``[0, vocab_size)`` has probability 0, log-probability -inf
+            and no gradient.
+        Others: as in :func:`parallel_lce.linear_cross_entropy`.
+
+    Returns:
+        ``[..., K]`` or ``[E]``, fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. NaN
+        where shards leave a gap or overlap, and where the offsets are none. dW is dense, 0 in rows that no token
+        selects.
+
+    Collectives, on ``process_group``, in this order. Forward: under sequence parallelism an all-gather of the hidden
+    states, N/P * D elements per rank; an all-gather of the logits, E + 2 elements of fp32 per rank. Backward: under
+    sequence parallelism the first again; an all-reduce, or reduce-scatter, of dX, N * D elements of ``reduce_dtype``.
+
+    Raises:
+        ValueError: as :func:`parallel_lce.token_statistics`, before any collective.
+    """
+    ids, offsets = selected if isinstance(selected, (tuple, list)) and len(selected) == 2 else (selected, None)
+    if not isinstance(ids, Tensor):
+        raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
+    arguments = Arguments(
+        input=input,
+        linear_weight=linear_weight,
+        target=None,
+        linear_bias=linear_bias,
+        logit_scale=logit_scale,
+        logit_softcap=logit_softcap,
+        process_group=process_group,
+        sequence_parallel=sequence_parallel,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        logits_budget=0,
+        reduce_dtype=reduce_dtype,
+        selected=ids,
+        selected_offsets=offsets,
+    )
+    prepared = prepare(arguments, Columns(), function="selected_log_probs")
+    found = _SelectedLogProbs.apply(*prepared.inputs, prepared.call)
+    return found.view(ids.shape)
+
+
+# A graph of torch.compile breaks here. torch.compiler.disable does the same, and imports torch._dynamo.
+selected_log_probs._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+class _SelectedLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        assert call.selected is not None
+        log_probs, logits = _forward(call, hidden, weight, bias)
+        ctx.call = call
+        ctx.save_for_backward(hidden, weight, bias, *call.per_token, log_probs, logits)
+        return log_probs
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx: Any, saved: tuple, upstream: Tensor):
+        (hidden, weight, bias, *per_token, log_probs, logits), needs = saved, ctx.needs_input_grad
+        call = ctx.call.with_tensors(per_token)
+        selected = call.selected
+        upstream = in_memory(upstream)
+        # A probability of 0 has no gradient, whatever its log-probability has.
+        there = log_probs != -torch.inf
+        upstream = upstream.where(there, 0.0)
+        gradient = upstream - log_probs.exp() * selected.spread(selected.sums(upstream))
+        return *_backward(call, hidden, weight, bias, call.before_softcap(gradient, logits), needs), None
+
+
+def _whole(call: Call) -> Block:
+    return Block(0, call.plan.part_rows, 0)
+
+
+def _flat(hidden: Tensor) -> Tensor:
+    return hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
+
+
+def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The log-probabilities ``[E]`` and the logits ``[E]``."""
+    layout, shard, selected, whole = call.layout, call.shard, call.selected, _whole(call)
+    assert selected is not None
+    count, dtype = selected.count, accumulation_dtype(weight.dtype)
+    with device_without_autocast(weight):
+        x = gather_hidden(_flat(hidden), whole, layout).wait()
+        # This rank's logits, 0 for ids of others, and its shard's first id and rows.
+        packed = x.new_zeros(layout.ranks, count + 2, dtype=dtype)
+        own = packed[layout.rank]
+        projection = call.of_block(call.projection(weight, bias), whole)
+        call.backend.selected_logits(projection, x, selected.of_block(layout, whole, shard.start), own[:count])
+        start, rows = integer_view(own[count:]).unbind()
+        start.fill_(shard.start)
+        rows.fill_(shard.rows)
+        if layout.ranks > 1:
+            work = all_gather(packed.view(-1), own, group=layout.group, async_op=True)
+            assert work is not None
+            work.wait()
+        # All but one are 0.
+        logits = packed[:, :count].sum(0)
+        starts, sizes = integer_view(packed[:, count:]).long().unbind(1)
+        vocab_size = sizes.sum() if shard.vocab_size is None else shard.vocab_size
+        outside = (selected.ids < 0) | (selected.ids >= vocab_size)
+        logits.masked_fill_(outside, -torch.inf)
+        maxima = selected.maxima(logits)
+        shifted = logits - selected.spread(maxima.masked_fill(maxima == -torch.inf, 0.0))
+        log_probs = shifted - selected.spread(selected.sums(shifted.exp()).log())
+        # A token without any entry of the vocabulary: -inf - -inf.
+        log_probs.masked_fill_(outside, -torch.inf)
+        broken = ~covered(starts, sizes, shard.vocab_size)
+        if selected.broken is not None:
+            broken = broken | selected.broken
+        log_probs.masked_fill_(broken, torch.nan)
+    return log_probs, logits.masked_fill_(outside, 0.0)
+
+
+def _backward(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, values: Tensor, needs: tuple[bool, ...]
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dX, dW and dbias from the gradients ``values [E]`` of the projection's output."""
+    layout, shard, selected, whole = call.layout, call.shard, call.selected, _whole(call)
+    assert selected is not None
+    dx = dweight = dbias = None
+    with device_without_autocast(weight):
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
+        flat, real = _flat(hidden), shard.real_rows
+        gradient = SelectedGradient(selected.of_block(layout, whole, shard.start), values)
+        if needs[0]:
+            reduction = HiddenReduction(flat, layout, call.reduce_dtype, in_pieces=True)
+            local = reduction.open_block(whole)
+            call.backend.selected_hidden_gradient(weight[:real], gradient, local)
+            reduction.start(whole, local, len(local))
+            dx = reduction.wait().view(hidden.shape)
+        if needs[1] or needs[2]:
+            x = gather_hidden(flat, whole, layout).wait()
+            x = x if x.stride(1) == 1 else x.contiguous()
+            dweight = torch.zeros_like(weight)
+            dbias = None if bias is None else torch.zeros_like(bias)
+            of_bias = None if dbias is None else dbias[:real]
+            call.backend.selected_weight_gradient(x, selected.owner, gradient, dweight[:real], of_bias)
+    return dx, dweight if needs[1] else None, dbias if needs[2] else None

@@ -1,0 +1,125 @@
+"""The functions of RL trainers, against their contracts in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases import normal
+from measures import assert_near
+from parallel_lce import rl
+from tools import everywhere
+from world import Member
+
+N, V, D = 30, 64, 16
+
+
+def tensors(device="cpu", dtype=torch.float32):
+    x, w = normal(N, D).to(device, dtype), (normal(V, D, seed=1) / 2).to(device, dtype)
+    generator = torch.Generator().manual_seed(2)
+    return x, w, torch.randint(0, V, (N,), generator=generator).to(device)
+
+
+def contract(x, w, labels, temperature, reduction):
+    """What verl's function gives, from all logits."""
+    log_p = (x @ w.t() / temperature).log_softmax(-1)
+    picked = log_p.gather(-1, labels[..., None]).flatten()
+    entropy = -(log_p.exp() * log_p).sum(-1).flatten()
+    return {"none": picked, "sum": picked.sum(), "mean": picked.mean()}[reduction], entropy
+
+
+def _verl(member: Member, shape, temperature, reduction, by_token):
+    x, w, labels = tensors(member.device)
+    rows = V // member.ranks
+    x, labels = x.view(*shape, D).requires_grad_(), labels.view(shape)
+    shard = w[rows * member.rank : rows * (member.rank + 1)].clone().requires_grad_()
+    t = normal(N, seed=5).abs().to(member.device).view(shape) + 0.5 if by_token else temperature
+    found = rl.linear_cross_entropy(x, shard, labels, t, reduction, member.group)
+    upstream = [normal(f.numel(), seed=6 + i).to(f).view(f.shape) for i, f in enumerate(found)]
+    gradients = torch.autograd.grad(found, [x, shard], upstream)
+    return [v.detach().cpu() for v in (*found, *gradients)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("shape", "temperature", "reduction", "by_token"),
+    [((N,), 1.0, "none", False), ((5, 6), 0.7, "MEAN", False), ((3, 10), 2, "sum", False), ((N,), None, None, True)],
+)
+@pytest.mark.thinned("ranks")
+def test_linear_cross_entropy(shape, temperature, reduction, by_token, ranks, worlds, device):
+    parts = everywhere(worlds, device, ranks, _verl, shape, temperature, reduction, by_token)
+    x, w, labels = tensors(dtype=torch.float64)
+    x, w = x.view(*shape, D).requires_grad_(), w.requires_grad_()
+    t = (normal(N, seed=5).abs() + 0.5).view(shape)[..., None] if by_token else temperature or 1.0
+    expected = contract(x, w, labels.view(shape), t, (reduction or "none").lower())
+    upstream = [normal(f.numel(), seed=6 + i).float().to(f).view(f.shape) for i, f in enumerate(expected)]
+    dx, dw = torch.autograd.grad(expected, [x, w], upstream)
+    for log_probs, entropy, *_ in parts:
+        assert log_probs.shape == expected[0].shape and entropy.shape == (N,) and log_probs.dtype == torch.float32
+        assert torch.equal(log_probs, parts[0][0]) and torch.equal(entropy, parts[0][1])
+    for found, truth in zip(parts[0][:3], (*expected, dx)):
+        assert_near(found, truth, 2e-6)
+    assert_near(torch.cat([p[3] for p in parts]), dw, 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(temperature=0.0), "temperature must be a number > 0 .* got 0.0"),
+        (dict(temperature=float("nan")), "temperature must be a number > 0 .* got nan"),
+        (dict(temperature="1"), "temperature must be a number > 0 .* got '1'"),
+        (dict(reduction="max"), "reduction must be 'none', 'sum' or 'mean', got 'max'"),
+        (dict(labels=torch.zeros(3, dtype=torch.int64)), r"target must have shape \[30\]"),
+    ],
+)
+def test_refused(arguments, message):
+    x, w, labels = tensors()
+    with pytest.raises(ValueError, match=message):
+        rl.linear_cross_entropy(**(dict(hidden=x, weight=w, labels=labels) | arguments))
+
+
+B, S = 3, 10
+
+
+def _nemo(member: Member, inference_only: bool):
+    x, w, labels = tensors(member.device)
+    rows = V // member.ranks
+    x = x.view(S, B, D).chunk(member.ranks)[member.rank].clone().requires_grad_()
+    shard = w[rows * member.rank : rows * (member.rank + 1)].clone().requires_grad_()
+    start = rows * member.rank
+    labels = labels.view(B, S).clone()
+    labels[1, 4] = V + 3
+    found = rl.from_parallel_hidden_states_to_logprobs(
+        x, shard, True, labels, start, start + rows, member.group, inference_only, None, 4
+    )
+    if inference_only:
+        assert not found.requires_grad
+        return [found.cpu()]
+    upstream = normal(B, S - 1, seed=6).to(found)
+    return [v.detach().cpu() for v in (found, *torch.autograd.grad(found, [x, shard], upstream))]
+
+
+@pytest.mark.parametrize("inference_only", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_from_parallel_hidden_states_to_logprobs(ranks, inference_only, worlds, device):
+    parts = everywhere(worlds, device, ranks, _nemo, inference_only)
+    x, w, labels = tensors(dtype=torch.float64)
+    x, w, labels = x.view(S, B, D).requires_grad_(), w.requires_grad_(), labels.view(B, S).clone()
+    labels[1, 4] = V + 3
+    log_p = (x.transpose(0, 1) @ w.t()).log_softmax(-1)
+    inside = labels < V
+    expected = log_p[:, :-1].gather(-1, labels.clamp(max=V - 1)[:, 1:, None]).squeeze(-1)
+    expected = torch.where(inside[:, 1:], expected, 0.0)
+    dx, dw = torch.autograd.grad(expected, [x, w], normal(B, S - 1, seed=6).float().double())
+    for found, *_ in parts:
+        assert_near(found, expected, 2e-6)
+        assert found[1, 3] == 0 and torch.equal(found, parts[0][0])
+    if not inference_only:
+        assert_near(torch.cat([p[1] for p in parts]), dx, 2e-6)
+        assert_near(torch.cat([p[2] for p in parts]), dw, 2e-6)
+
+
+def test_a_shard_of_fewer_rows_than_ids():
+    x, w, labels = tensors()
+    with pytest.raises(ValueError, match="output_weight_layer has 64 rows for 65 ids of the shard"):
+        rl.from_parallel_hidden_states_to_logprobs(x.view(S, B, D), w, None, labels.view(B, S), 0, 65, None)

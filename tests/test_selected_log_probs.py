@@ -1,0 +1,162 @@
+"""Log-probabilities of selected entries among each other, against float64 on all logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import parallel_lce
+from cases import DTYPES, normal
+from measures import assert_no_worse, size, smallest_steps
+from tools import alone, chosen_backend, everywhere
+from world import Member
+
+N, V, D = 26, 90, 24
+SHARDS = {1: (90,), 2: (60, 30), 3: (0, 50, 40)}
+
+
+def problem(dtype, kind, device="cpu"):
+    """Hidden states, weight, bias, ids, offsets, the token of each id, scales and upstream gradient."""
+    generator = torch.Generator().manual_seed(4)
+    x, w, b = normal(N, D).to(dtype), (normal(V, D, seed=1) / 2).to(dtype), normal(V, seed=2).to(dtype)
+    counts = torch.full((N,), 5) if kind == "K" else torch.randint(0, 40, (N,), generator=generator)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    owner = torch.repeat_interleave(torch.arange(N), counts)
+    ids = torch.randint(0, V, (len(owner),), generator=generator)
+    ids[1::9] = ids[0::9][: len(ids[1::9])]  # of one token, mostly
+    ids[7::10] = 33  # of many tokens
+    scale = normal(N, seed=3).abs() + 0.3
+    upstream = normal(len(ids), seed=5)
+    return [t.to(device) for t in (x, w, b, ids, offsets, owner, scale, upstream)]
+
+
+def _found(member: Member, name, kind, options, backend, sequence_parallel):
+    x, w, b, ids, offsets, _, scale, upstream = problem(DTYPES[name], kind, member.device)
+    shards = SHARDS[member.ranks]
+    start = sum(shards[: member.rank])
+    shard = slice(start, start + shards[member.rank])
+    x = x.chunk(member.ranks)[member.rank] if sequence_parallel else x
+    leaves = [v.clone().requires_grad_() for v in (x, w[shard], b[shard])]
+    given = dict(linear_bias=leaves[2] if "bias" in options else None)
+    if "scaled" in options:
+        given |= dict(logit_scale=scale, logit_softcap=4.0)
+    if member.ranks > 1:
+        given |= dict(process_group=member.group, vocab_start=start, sequence_parallel=sequence_parallel)
+    with chosen_backend(backend):
+        selected = ids.view(N, -1) if kind == "K" else (ids, offsets.int())
+        found = parallel_lce.selected_log_probs(*leaves[:2], selected, vocab_size=V - 10, **given)
+        assert found.shape == (selected.shape if kind == "K" else ids.shape)
+        used = leaves if "bias" in options else leaves[:2]
+        gradients = torch.autograd.grad(found, used, upstream.to(found.dtype).view(found.shape))
+    return [v.detach().cpu() for v in (found.reshape(-1), *gradients)]
+
+
+def dense(dtype, kind, options):
+    x, w, b, ids, _, owner, scale, upstream = problem(dtype, kind)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    leaves = [v.requires_grad_() for v in (x, w, b)]
+    z = torch.nn.functional.linear(x, w, b if "bias" in options else None).to(wide)
+    if "scaled" in options:
+        z = 4.0 * torch.tanh(z * scale.to(wide)[:, None] / 4.0)
+    z = z[owner, ids].masked_fill(ids >= V - 10, -torch.inf)
+    found = torch.zeros_like(z)
+    for token in range(N):
+        found = torch.where(owner == token, z - z[owner == token].logsumexp(0), found)
+    inside = ids < V - 10
+    used = leaves if "bias" in options else leaves[:2]
+    gradients = torch.autograd.grad(found[inside], used, upstream[inside].to(wide))
+    return [found.detach(), *gradients]
+
+
+def check(parts, name, kind, options, sequence_parallel, factor):
+    truth, yardstick = (dense(dtype, kind, options) for dtype in (torch.float64, DTYPES[name]))
+    assert all(torch.equal(part[0], parts[0][0]) for part in parts)
+    dx = torch.cat([p[1] for p in parts]) if sequence_parallel else parts[0][1]
+    found = [parts[0][0], dx, *(torch.cat([p[i] for p in parts]) for i in range(2, len(parts[0])))]
+    assert torch.equal(found[0] == -torch.inf, truth[0] == -torch.inf) and (found[0] == -torch.inf).any()
+    finite = truth[0] != -torch.inf
+    found[0], truth[0], yardstick[0] = (v[0][finite] for v in (found, truth, yardstick))
+    for label, ours, exact, other in zip(("log_probs", "dx", "dweight", "dbias"), found, truth, yardstick):
+        floor = torch.finfo(ours.dtype).eps * size(exact) * (32 if name == "fp64" else 1) + smallest_steps(ours)
+        assert_no_worse(ours, exact, other, factor, floor, label)
+
+
+@pytest.mark.parametrize("kind", ["K", "sets"])
+@pytest.mark.parametrize("options", ["", "bias scaled"])
+@pytest.mark.parametrize("name", ["fp64", "fp32", "bf16", "fp16"])
+def test_on_one_rank(name, options, kind, backend, device):
+    if backend == "triton" and name == "fp64":
+        pytest.skip("float64 is always torch's")
+    parts = [_found(alone(device), name, kind, options, backend, False)]
+    check(parts, name, kind, options, False, 8.0 if backend == "triton" and device == "cpu" else 1.1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "kind", "sequence_parallel", "backend"),
+    [(2, "fp64", "sets", True, "torch"), (3, "fp32", "K", False, "torch"), (2, "bf16", "sets", True, "triton")],
+)
+def test_over_ranks(ranks, name, kind, sequence_parallel, backend, worlds, device, request):
+    if backend == "triton":
+        request.getfixturevalue("kernels")
+    given = name, kind, "bias scaled", backend, sequence_parallel
+    parts = everywhere(worlds, device, ranks, _found, *given)
+    check(parts, *given[:3], sequence_parallel, 8.0 if backend == "triton" and device == "cpu" else 2.0)
+
+
+def _broken(member: Member):
+    x, w, *_ = problem(torch.float32, "K", member.device)
+    ids = torch.zeros(N, 2, dtype=torch.int64, device=member.device)
+    start = 46 * member.rank  # a gap of one
+    found = parallel_lce.selected_log_probs(x, w[:45], ids, process_group=member.group, vocab_start=start)
+    return found.isnan().all().item()
+
+
+def test_shards_with_a_gap_give_nan(worlds, device):
+    assert all(everywhere(worlds, device, 2, _broken))
+
+
+def test_offsets_that_are_none_give_nan(backend, device):
+    x, w, *_ = problem(torch.float32, "K", device)
+    ids, offsets = torch.arange(6, device=device), torch.zeros(N + 1, dtype=torch.int64, device=device)
+    assert parallel_lce.selected_log_probs(x, w, (ids, offsets + 2**40)).isnan().all()
+
+
+def test_an_empty_selection(backend, device):
+    x, w, *_ = (v.requires_grad_(v.is_floating_point()) for v in problem(torch.float32, "K", device))
+    found = parallel_lce.selected_log_probs(x, w, torch.zeros(N, 0, dtype=torch.int64, device=device))
+    assert found.shape == (N, 0)
+    for gradient in torch.autograd.grad(found.sum(), [x, w]):
+        assert torch.count_nonzero(gradient) == 0
+
+
+def test_only_selected_rows_are_read(backend, device):
+    x, w, _, ids, *_ = problem(torch.float32, "K", device)
+    ids = ids.view(N, -1)
+    expected = parallel_lce.selected_log_probs(x, w, ids)
+    others = torch.ones(V, dtype=torch.bool, device=device)
+    others[ids] = False
+    w[others] = torch.nan
+    assert torch.equal(parallel_lce.selected_log_probs(x, w, ids), expected)
+
+
+def test_second_derivatives_are_refused(device):
+    x, w, _, ids, *_ = problem(torch.float32, "K", device)
+    x.requires_grad_()
+    found = parallel_lce.selected_log_probs(x, w, ids.view(N, -1))
+    (dx,) = torch.autograd.grad(found.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="cannot be differentiated twice"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("selected", "message"),
+    [
+        (None, "selected must be a tensor, or a pair of ids and offsets, got NoneType"),
+        (torch.zeros(N, 2), "selected must be of an integer dtype, got torch.float32"),
+        (torch.zeros(3, 2, dtype=torch.int64), r"selected must be ids of shape .* got \[3, 2\]"),
+    ],
+)
+def test_refused(selected, message):
+    x, w, *_ = problem(torch.float32, "K")
+    with pytest.raises(ValueError, match=message):
+        parallel_lce.selected_log_probs(x, w, selected)

@@ -11,6 +11,7 @@ from torch import Tensor
 from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.autograd import fused
 from parallel_lce.checks import shortened
+from parallel_lce.compaction import compacted
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.prepare import prepare
 from parallel_lce.statistics import StatisticsHead, TokenStatistics, requested_columns
@@ -35,6 +36,7 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
+    counted_tokens: int | None = None,
     **unsupported: object,
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias))``.
@@ -78,6 +80,10 @@ def linear_cross_entropy(
             (:func:`parallel_lce.plan.plan`). A second backward through one graph recomputes everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
             part is summed, sent and added unrounded: for bf16 that is twice the bytes.
+        counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks. The call then works on
+            these tokens alone, and the others cost nothing. The host does not wait for the device; if the number is
+            wrong, the loss is NaN. Under sequence parallelism every rank gathers all hidden states, and dX is
+            all-reduced.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
@@ -137,6 +143,10 @@ def linear_cross_entropy(
     ignore_index = -100 if ignore_index is None else ignore_index
     options = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
     extra_check = partial(_refuse_unknown, "linear_cross_entropy", unsupported, _ONLY_TORCH) if unsupported else None
+    if counted_tokens is not None:
+        arguments, compaction = compacted(arguments, None, counted_tokens, ignore_index)
+        loss = fused_loss(arguments, options, extra_check=extra_check)
+        return compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
     return fused_loss(arguments, options, extra_check=extra_check)
 
 
@@ -160,6 +170,8 @@ def token_statistics(
     sum_p_squared: bool = False,
     selected: Tensor | tuple[Tensor, Tensor] | None = None,
     top_k: int | None = None,
+    mask: Tensor | None = None,
+    counted_tokens: int | None = None,
     **unknown: object,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
@@ -197,13 +209,19 @@ def token_statistics(
         selected_offsets=offsets,
         top_k=top_k,
     )
+    compaction = None
+    if mask is not None or counted_tokens is not None:
+        if mask is None or counted_tokens is None:
+            given = type(mask).__name__, type(counted_tokens).__name__
+            raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
+        arguments, compaction = compacted(arguments, mask, counted_tokens)
     columns = requested_columns(mean_logit, expected_logit, argmax, sum_p_squared)
     extra_check = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
     prepared = prepare(arguments, columns, function="token_statistics", extra_check=extra_check)
     call = prepared.call
     head = StatisticsHead(columns, call.target is not None, call.selected, call.top_k)
     statistics = TokenStatistics(*fused(call, prepared.inputs, head, prepared.differentiable))
-    return statistics.view(prepared.shape)
+    return statistics.view(prepared.shape) if compaction is None else statistics.spread(compaction)
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported.

@@ -19,7 +19,7 @@ from parallel_lce.arguments import LossOptions
 from parallel_lce.backends import backend_of
 from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.fused_loss import fused_loss
-from tools import DIFFERENTIABLE, arguments_of, chosen_backend, debug_mode, everywhere, shrunk, small
+from tools import DIFFERENTIABLE, arguments_of, chosen_backend, debug_mode, everywhere, fields, shrunk, small
 from world import Member
 
 V, D = 150, 16
@@ -148,7 +148,7 @@ def test_statistics(names, budget, device):
         given = t.x.detach().view(1, N, D).requires_grad_(), t.weight, t.target.view(1, N)
         with shrunk(4000, (16, 32)):
             found, expected = fast(*given), statistics(*given)
-        for name, value in vars(found).items():
+        for name, value in fields(found).items():
             assert_same([value], [getattr(expected, name)], device)
             assert value.shape == (() if name == "vocab_size" else (1, N))
             assert value.requires_grad == (name in DIFFERENTIABLE)

@@ -16,7 +16,7 @@ from parallel_lce.backends import eager, eager_tiles
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.prepare import prepare
 from parallel_lce.statistics import requested_columns
-from tools import DIFFERENTIABLE, REDUCED, arguments_of, everywhere, field_gradients, shrunk, small, statistics
+from tools import DIFFERENTIABLE, REDUCED, arguments_of, everywhere, field_gradients, fields, shrunk, small, statistics
 from world import Member
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -300,7 +300,7 @@ def _with_nan(member: Member, poisoned: bool, budget):
         loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none", **options)
         upstream = torch.ones_like(loss)
         (dx,) = torch.autograd.grad(loss, t.x, upstream)
-    values = {n: v.detach().cpu() for n, v in vars(found).items() if n != "vocab_size"}
+    values = {n: v.detach().cpu() for n, v in fields(found).items() if n != "vocab_size"}
     return values | {"loss": loss.detach().cpu(), "dx": dx.cpu()}
 
 

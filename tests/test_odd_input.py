@@ -197,9 +197,17 @@ def test_tensors_without_values_give_shapes(options, dtype, kind, device):
         loss = parallel_lce.linear_cross_entropy(x, weight, target, linear_bias=bias, **options)
         loss.sum().backward()
         found = parallel_lce.token_statistics(
-            x, weight, target, mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True
+            x,
+            weight,
+            target,
+            mean_logit=True,
+            expected_logit=True,
+            argmax=True,
+            sum_p_squared=True,
+            selected=target.unsqueeze(-1),
+            top_k=2,
         )
-        found.entropy.sum().backward()
+        (found.entropy.sum() + found.selected_log_prob.sum()).backward()
         with torch.no_grad():
             evaluated = parallel_lce.linear_cross_entropy(x, weight, target, reduction="none")
         logits = parallel_lce.vocab_parallel_cross_entropy(weight.t(), target[:8, 0].repeat(2))

@@ -23,7 +23,7 @@ from parallel_lce import collectives, prepare, recording, replay, tape
 from parallel_lce.arguments import LossOptions
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.grad_buffers import MainGrad
-from tools import arguments_of, chosen_backend, shrunk, small, statistics
+from tools import arguments_of, chosen_backend, fields, shrunk, small, statistics
 from world import Member
 
 pytestmark = pytest.mark.usefixtures("kernels", "triton")
@@ -124,7 +124,7 @@ def test_statistics_are_replayed(device):
         t = small(device, dtype="bf16", N=40, D=32, seed=seed)
         s = statistics(t.x, t.weight, t.target)
         total = s.lse.sum() + 2 * s.entropy.sum() + 3 * s.mean_logit.sum()
-        return [*(v.detach() for v in vars(s).values()), *torch.autograd.grad(total, (t.x, t.weight))]
+        return [*(v.detach() for v in fields(s).values()), *torch.autograd.grad(total, (t.x, t.weight))]
 
     with never_replayed():
         expected = [one(seed) for seed in range(4)]

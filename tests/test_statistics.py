@@ -15,7 +15,7 @@ from cases import DTYPES, Case, make, normal, part
 from measures import assert_near, assert_no_worse, size, smallest_steps
 from parallel_lce import reference
 from parallel_lce.partials import accumulation_dtype
-from tools import DIFFERENTIABLE, alone, chosen_backend, everywhere, shrunk, small, statistics
+from tools import DIFFERENTIABLE, alone, chosen_backend, everywhere, fields, shrunk, small, statistics
 from world import Member
 
 
@@ -68,7 +68,7 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
             logits_budget=call.budget,
         )
         found = compute()
-        results = {name: value.detach().cpu() for name, value in vars(found).items()}
+        results = {name: value.detach().cpu() for name, value in fields(found).items()}
         assert torch.equal(parallel_lce.log_prob(found), found.target_log_prob)
         assert torch.equal(parallel_lce.entropy(found), found.entropy)
         for name in DIFFERENTIABLE:
@@ -272,7 +272,7 @@ def test_evaluation_gives_the_same(backend, device):
         evaluated = statistics(t.x, t.weight, t.target)
     with torch.inference_mode():
         inferred = statistics(t.x, t.weight, t.target)
-    for name, value in vars(trained).items():
+    for name, value in fields(trained).items():
         assert torch.equal(getattr(evaluated, name), getattr(inferred, name)), name
         if backend == "torch" or name in ("max_logit", "argmax", "target_logit", "vocab_size"):
             assert torch.equal(value, getattr(evaluated, name)), name

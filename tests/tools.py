@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass
+from dataclasses import fields as fields_of
 from unittest import mock
 
 import torch
@@ -110,6 +111,11 @@ def statistics(x, weight, target, **options):
     return parallel_lce.token_statistics(x, weight, target, **{**everything, **options})
 
 
+def fields(found) -> dict[str, torch.Tensor]:
+    """The statistics that were asked for, by name."""
+    return {name: value for name, value in vars(found).items() if value is not None}
+
+
 def small(device="cpu", N=24, V=150, D=16, dtype="fp32", ignored="none", **options) -> Tensors:
     """A small problem whose operands need gradients."""
     t = make(Case(N, V, D, dtype, ignored=ignored, **options), device)
@@ -124,7 +130,7 @@ def arguments_of(input, linear_weight, target, **options) -> Arguments:
     return Arguments(**_DEFAULTS | dict(input=input, linear_weight=linear_weight, target=target) | options)
 
 
-_DEFAULTS = {f.name: None for f in fields(Arguments) if f.default is MISSING}
+_DEFAULTS = {f.name: None for f in fields_of(Arguments) if f.default is MISSING}
 _DEFAULTS |= dict(logit_scale=1.0, sequence_parallel=False)
 
 

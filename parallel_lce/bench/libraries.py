@@ -125,7 +125,7 @@ def verl(group, sequence_parallel):
     order = list(inspect.signature(LinearCrossEntropy.forward).parameters)[4:]  # after ctx, hidden, weight and labels
 
     def loss(x, weight, target):
-        hidden = whole_sequence(x, group, sequence_parallel)
+        hidden = x if group is None else whole_sequence(x, group, sequence_parallel)
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0)
         log_probs, _ = LinearCrossEntropy.apply(hidden, weight, labels, *(options[name] for name in order))

@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from .peers import FORWARD_BACKWARD, ONE, RANKS, Peer, named, others
+from .peers import FORWARD_BACKWARD, LOSSES, ONE, RANKS, Peer, named, others
 from .problem import Shape
 from .suites import DEFAULTS, SUITES, Suite
 
@@ -122,7 +122,12 @@ def _peers(suite: Suite, options: Namespace, setting: str) -> list[Peer]:
             peers.append(peer)
     left_out = {peer.name for peer in options.without}
     peers = [peer for peer in peers if left_out.isdisjoint({peer.name, peer.name.partition("@")[0]})]
-    # Without gradients all strategies of ours run the same kernels, which the first of them measures. Around the
-    # kernels the host does something else for each.
-    again = [] if suite.host else [peer for peer in peers if peer.family == "ours"][1:]
-    return [replace(peer, passes=(FORWARD_BACKWARD,)) if peer in again else peer for peer in peers]
+    # Without gradients all losses of ours run the same kernels, which the first of them measures. Around the kernels
+    # the host does something else for each.
+    first: dict[str, Peer] = {}
+    for peer in peers:
+        if peer.family == "ours" and not suite.host:
+            kind = peer.name.partition("@")[0]
+            first.setdefault("a loss" if kind in LOSSES else kind, peer)
+    alone = [peer for peer in peers if peer.family != "ours" or suite.host or peer in first.values()]
+    return [peer if peer in alone else replace(peer, passes=(FORWARD_BACKWARD,)) for peer in peers]

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from . import libraries
+from . import libraries, post_training
 from .libraries import library, mean_of
 from .problem import IGNORE_INDEX
 
@@ -44,6 +44,7 @@ class Peer:
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
     settings: tuple[str, ...] = (ONE,)
     needs: str = ""  # a module that `build` imports
+    judged: bool = True  # its answers are those of the problem
 
     def __str__(self) -> str:
         return self.name
@@ -91,26 +92,19 @@ def ours_main_grad(budget, group, sequence_parallel):
     return loss
 
 
-def ours_statistics(budget, group, sequence_parallel):
-    """The loss made of log-probabilities, as a policy gradient would."""
-    from parallel_lce import token_statistics
-
-    options = {"process_group": group, "sequence_parallel": sequence_parallel, "logits_budget": budget}
-
-    def loss(x, weight, target):
-        log_prob = token_statistics(x, weight, target, **options).target_log_prob
-        assert log_prob is not None  # as it is with a target
-        return mean_of(-log_prob.where(target != IGNORE_INDEX, 0), target)
-
-    return loss
-
-
 OURS = {  # {kind: (upstream, function of a budget and of what other peers' `build` takes)}
     "ours": (SCALAR, partial(ours, "mean")),
     "ours-per-token": (ANY, partial(ours, "none")),
     "ours-main-grad": (ANY, ours_main_grad),
-    "ours-statistics": (ANY, ours_statistics),
+    "ours-statistics": (ANY, post_training.log_probs),
+    "ours-entropy": (ANY, post_training.entropy),
+    "ours-selected": (ANY, post_training.selected),
+    "ours-masked": (ANY, post_training.masked),
+    "ours-replay": (ANY, post_training.replay),
 }
+# Kinds that are the mean cross-entropy alone.
+LOSSES = ("ours", "ours-per-token", "ours-main-grad", "ours-statistics")
+UNJUDGED = ("ours-masked", "ours-replay")  # kinds that give another answer than the mean cross-entropy
 _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 _CCE = "cut_cross_entropy", "linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
@@ -124,7 +118,7 @@ OTHERS = (
     Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), settings=BOTH, needs="megatron.core"),
     Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), settings=BOTH, needs="megatron.core"),
     Peer("loss-parallel", ANY, CPU_AND_CUDA, libraries.loss_parallel, settings=(RANKS,)),
-    Peer("verl", ANY, CUDA, libraries.verl, settings=(RANKS,), needs="verl"),
+    Peer("verl", ANY, CUDA, libraries.verl, settings=BOTH, needs="verl"),
     # LIGER_KERNEL_IMPL in the environment chooses liger's backend, as everywhere in that library.
     Peer("liger", SCALAR, CUDA, library(*_LIGER, reduction="mean"), needs="liger_kernel"),
     Peer("cce", ANY, CUDA, library(*_CCE, impl="cce"), needs="cut_cross_entropy"),  # skips gradients it finds small
@@ -140,7 +134,8 @@ def named(name: str, setting: str) -> Peer:
     if kind in OURS:
         upstream, build = OURS[kind]
         build = partial(build, parse_budget(budget) if at else None)
-        return Peer(name, upstream, CPU_AND_CUDA, build, "ours", main_grad=kind == "ours-main-grad", settings=BOTH)
+        main_grad, judged = kind == "ours-main-grad", kind not in UNJUDGED
+        return Peer(name, upstream, CPU_AND_CUDA, build, "ours", main_grad=main_grad, settings=BOTH, judged=judged)
     known = {peer.name: peer for peer in others(setting)}
     if name not in known:
         raise ValueError(f"no such peer: {name}; known: {', '.join([*OURS, *known])}")

@@ -50,6 +50,19 @@ SUITES = {
         rounds=3,
         reading=1 / 3,
     ),
+    # What post-training asks for, saved and recomputed.
+    "post": Suite(
+        (Shape(8192, 128256, 4096),),
+        (
+            "ours-statistics@all",
+            "ours-entropy@all",
+            "ours-entropy@0",
+            "ours-selected@all",
+            "ours-masked@all",
+            "ours-replay",
+        ),
+        ("verl",),
+    ),
     # No memory for exponentials: a whole vocabulary, and a shard of TP 8.
     "lean": Suite(
         tuple(Shape(n, v, 4096) for n, v in ((32768, 131072), (8192, 128256), (32768, 16384), (8192, 16384))),

@@ -1,4 +1,4 @@
-"""What a backward needs of each token beside the products, in one launch: :func:`token_gradients`.
+"""What a backward needs of each token beside the products: :func:`token_gradients`.
 
 It forms the gradient of the target's logit, prepares the token's row of G, the gradient of the logits, and places the
 target's entry in it (:mod:`parallel_lce.kernels.targets` says what becomes of the rest).
@@ -9,13 +9,13 @@ backward's products need ``p_ij (alpha_i + delta_i (z_ij - M_i) + epsilon_i p_ij
 coefficient per token, ``c_i = alpha_i exp(r_i - M_i) / s_i``. So ``c_i`` is left to the products: it scales the rows of
 the result of ``G @ weight``, and the rows of ``x`` in ``G.T @ x``.
 
-Only these tokens' saved rows are rewritten, and have ``c_i = 1``:
+Only these tokens' saved rows are rewritten (:mod:`parallel_lce.kernels.rewrite`), and have ``c_i = 1``:
 - tokens with a window that was saved relative to its maximum, and tokens whose ``r_i`` lies more than ``REACH`` from
   their maximum over all ranks;
 - tokens whose ``c_i`` is so small (< 2^-60) that ``c_i x_i`` would lose precision, unless both ``c_i`` and the target's
   gradient are 0;
 - all tokens, where a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, where the bias's gradient is
-  wanted, or in fp16. ``z_ij - M_i`` is then ``log e_ij + r_i - M_i``. Where ``e_ij`` underflowed, ``p_ij`` is 0.
+  wanted, or in fp16.
 """
 
 from __future__ import annotations
@@ -26,53 +26,16 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import (
-    LOWEST_SHIFT,
-    REACH,
-    SAVED_FP16_SCALE,
-    finite_base,
-    logit_above,
-    rebased,
-    window_shift,
-)
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, finite_base, rebased
 from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.rewrite import REWRITTEN, SavedExponentials, TokenCoefficients, rewrite_row, rewrite_rows
 from parallel_lce.kernels.targets import place
 
 _REACH = tl.constexpr(REACH)
 # Smallest c for which c * x keeps the full precision of bf16.
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
-# Tokens of a program, which rewrites their rows one by one; tokens that it compares with them at a time; entries of a
-# row that it rewrites at a time.
-_TOKENS, _COMPARED, _REWRITTEN = 16, 512, 1024
-
-
-class SavedExponentials(NamedTuple):
-    """What a block saves of its first C vocabulary entries from forward to backward."""
-
-    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE
-    exponentials: torch.Tensor
-    # [windows, R] fp32, of all windows of the forward
-    maxima: torch.Tensor
-    # [R] fp32, or None where each window is relative to its maximum
-    softmax_shift: torch.Tensor | None = None
-    # [R] uint8: whether all of a token's windows are relative to its softmax shift
-    on_shift: torch.Tensor | None = None
-
-
-class TokenCoefficients(NamedTuple):
-    """Coefficients of the gradient of the logits, fp32, contiguous; None for 0.
-
-    dL/dz_j = factor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma).
-    """
-
-    # [R]
-    alpha: torch.Tensor
-    beta: torch.Tensor | None
-    gamma: torch.Tensor | None
-    delta: torch.Tensor | None
-    epsilon: torch.Tensor | None
-    # [R], or one number for all tokens (a stride of 0); None: 1
-    factor: torch.Tensor | None
+# Tokens of a program, which rewrites some of their rows one by one; tokens that it compares with them at a time.
+_TOKENS, _COMPARED = 16, 512
 
 
 class TokenGradients(NamedTuple):
@@ -147,9 +110,7 @@ def lce_backward_token_gradients(
     factor_stride,
     scale,
     cap,
-    REWRITE: tl.constexpr,
     FIND_SHARED: tl.constexpr,
-    SAVED_SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
     TOKENS: tl.constexpr,
     COMPARED: tl.constexpr,
@@ -186,51 +147,34 @@ def lce_backward_token_gradients(
     c = tl.full((TOKENS,), 1.0, tl.float32)
     if maxima is not None:
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
-        sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
-        over_sum = grad_scale / sum_exp
-        alpha_over_sum = alpha * over_sum
-        shift = base
-        if softmax_shift is not None:
-            shift = tl.load(softmax_shift + row, mask=valid, other=0.0)
-        rewritten = valid
-        if not REWRITE:
-            coefficient = alpha_over_sum * rebased(shift, base)
-            # NaN is rewritten.
-            keeps = (tl.load(on_shift + row, mask=valid, other=1) != 0) & (tl.abs(base - shift) <= _REACH)
-            keeps &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | ((coefficient == 0.0) & (t == 0.0))
-            c = tl.where(keeps, coefficient, 1.0)
-            rewritten = valid & (keeps == 0)
-        scaled_gamma = alpha_over_sum  # Not read without gamma.
-        if coefficients.gamma is not None:
-            scaled_gamma = tl.load(coefficients.gamma + row, mask=valid, other=0.0) * upstream * grad_scale
-        delta_over_sum = alpha_over_sum  # Not read without delta.
-        if coefficients.delta is not None:
-            delta_over_sum = tl.load(coefficients.delta + row, mask=valid, other=0.0) * upstream * over_sum
-        epsilon_over_sums = alpha_over_sum  # Not read without epsilon.
-        if coefficients.epsilon is not None:
-            epsilon = tl.load(coefficients.epsilon + row, mask=valid, other=0.0) * upstream
-            epsilon_over_sums = epsilon * over_sum / sum_exp
+        alpha_over_sum = alpha * (grad_scale / tl.load(partial + rows + row, mask=valid, other=1.0))
+        shift = tl.load(softmax_shift + row, mask=valid, other=0.0)
+        coefficient = alpha_over_sum * rebased(shift, base)
+        # NaN is rewritten.
+        keeps = (tl.load(on_shift + row, mask=valid, other=1) != 0) & (tl.abs(base - shift) <= _REACH)
+        keeps &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | ((coefficient == 0.0) & (t == 0.0))
+        c = tl.where(keeps, coefficient, 1.0)
+        rewritten = valid & (keeps == 0)
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
             for number in range(TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
                     token = tl.program_id(0) * TOKENS + number
-                    _rewrite(
+                    alpha_of_token = _number_of(alpha_over_sum, lane, number)
+                    rewrite_row(
                         gradient + token.to(tl.int64) * stride,
                         maxima + token,
                         _number_of(base, lane, number),
                         _number_of(shift, lane, number),
-                        _number_of(alpha_over_sum, lane, number),
-                        _number_of(scaled_gamma, lane, number),
-                        _number_of(delta_over_sum, lane, number),
-                        _number_of(epsilon_over_sums, lane, number),
+                        alpha_of_token,
+                        None,
+                        None,
+                        None,
                         rows,
+                        0,
                         slice_entries,
-                        cap,
-                        softmax_shift is not None,
-                        coefficients.gamma is not None,
-                        coefficients.delta is not None,
-                        coefficients.epsilon is not None,
-                        SAVED_SCALE,
+                        None,
+                        True,
+                        1.0,
                         WINDOW,
                         BLOCK,
                     )
@@ -248,57 +192,6 @@ def lce_backward_token_gradients(
         tl.store(found.unshared + row, unshared.to(tl.uint8), mask=valid)
         if found.dw_factor is not None:
             tl.store(found.dw_factor + row, tl.where(here & (entry != 0.0), t / entry, factor), mask=valid)
-
-
-@triton.jit
-def _rewrite(
-    saved,
-    maxima,
-    base,
-    shift,
-    alpha_over_sum,
-    scaled_gamma,
-    delta_over_sum,
-    epsilon_over_sums,
-    rows,
-    entries,
-    cap,
-    HAS_SHIFT: tl.constexpr,
-    HAS_GAMMA: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    HAS_EPSILON: tl.constexpr,
-    SAVED_SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Turn one token's saved exponentials into ``p (alpha + delta (z - M) + epsilon p) - gamma``, times the soft-cap's
-    slope."""
-    for first in range(0, entries, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        inside = c < entries
-        e = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32) * (1.0 / SAVED_SCALE)
-        top = tl.load(maxima + (c // WINDOW).to(tl.int64) * rows, mask=inside, other=0.0)
-        reference = finite_base(top)
-        if HAS_SHIFT:
-            reference = window_shift(top, shift)
-        # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
-        empty = (top == -float("inf")) & (e == 0.0)
-        rebase = rebased(reference, base)
-        g = tl.where(empty, 0.0, e * (alpha_over_sum * rebase))
-        if HAS_DELTA or HAS_EPSILON:
-            e_of_max = tl.where(empty, 0.0, e * rebase)
-            factor = tl.zeros((BLOCK,), tl.float32) + alpha_over_sum
-            if HAS_DELTA:
-                factor += delta_over_sum * logit_above(e, reference, base)
-            if HAS_EPSILON:
-                factor += epsilon_over_sums * e_of_max
-            g = e_of_max * factor
-        if HAS_GAMMA:
-            g -= scaled_gamma
-        if cap is not None:
-            z = logit_above(e, reference, 0.0)
-            g *= 1.0 - (z / cap) * (z / cap)
-        tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
 
 
 def token_gradients(
@@ -329,25 +222,30 @@ def token_gradients(
     ``partial [>= 3, R]`` fp32, contiguous: the merged partial. ``find_shared``: compare every token's target with all
     others'. ``fp16_scale``: 0-dimensional.
     """
-    rows = gradient.shape[0]
-    alpha, factor = coefficients.alpha, coefficients.factor
-    softmax_shift = on_shift = maxima = None
-    keeps_rows = False
+    rows, factor = gradient.shape[0], coefficients.factor
+    factor_stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
+    cap = None if softcap is None else float(softcap)
+    maxima = softmax_shift = on_shift = None
     if saved is not None:
         _, maxima, softmax_shift, on_shift = saved
         _, _, *beside_alpha, _ = coefficients
         every = rewrite or softcap is not None or any([c is not None for c in beside_alpha])
-        keeps_rows = softmax_shift is not None and not every
+        if every or softmax_shift is None:
+            rewrite_rows(gradient, saved, partial, coefficients, fp16_scale, window, scale, token_scale, softcap)
+            maxima = softmax_shift = on_shift = None
+    keeps_rows = maxima is not None
     target = target if coefficients.beta is not None else None
     dx_factor = residual = unshared = dw_factor = None
-    if keeps_rows or target is not None:
-        # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
-        vectors = list(alpha.new_empty(2 * keeps_rows + 2 * (target is not None), -(-rows // 4) * 4).unbind())
-        if keeps_rows:
-            dx_factor = vectors.pop()[:rows]
-        if target is not None:
-            residual, unshared = vectors.pop()[:rows], vectors.pop().view(torch.uint8)[:rows]
-            dw_factor = vectors.pop()[:rows] if keeps_rows else None
+    if not keeps_rows and target is None:
+        return TokenGradients(None, None, None, None)
+    # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
+    vectors = coefficients.alpha.new_empty(2 * keeps_rows + 2 * (target is not None), -(-rows // 4) * 4)
+    vectors = list(vectors.unbind())
+    if keeps_rows:
+        dx_factor = vectors.pop()[:rows]
+    if target is not None:
+        residual, unshared = vectors.pop()[:rows], vectors.pop().view(torch.uint8)[:rows]
+        dw_factor = vectors.pop()[:rows] if keeps_rows else None
     found = TokenGradients(residual, unshared, dx_factor, dw_factor)
     lce_backward_token_gradients.launch(
         (-(-rows // _TOKENS),),
@@ -366,15 +264,13 @@ def token_gradients(
         gradient.shape[1],
         gradient.stride(0),
         first,
-        0 if factor is None or factor.dim() == 0 else factor.stride(0),
+        factor_stride,
         float(scale),
-        None if softcap is None else float(softcap),
-        REWRITE=not keeps_rows,
+        cap,
         FIND_SHARED=find_shared,
-        SAVED_SCALE=SAVED_FP16_SCALE if gradient.dtype == torch.float16 else 1.0,
         WINDOW=window,
         TOKENS=_TOKENS,
         COMPARED=_COMPARED,
-        BLOCK=_REWRITTEN,
+        BLOCK=REWRITTEN,
     )
     return found._replace(dw_factor=dx_factor) if target is None else found

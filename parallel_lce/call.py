@@ -54,8 +54,9 @@ class Call:
         return (self.target, self.token_scale, *(self.selected.tensors if self.selected else (None, None)))
 
     def with_tensors(self, per_token: Sequence[Tensor | None]) -> Call:
-        """The call with these as :attr:`per_token`, if they are others. They may have any strides."""
-        if all(a is b for a, b in zip(per_token, self.per_token)):
+        """The call with these as :attr:`per_token`. They may have any strides."""
+        # What a forward has found of its selection is unknown to the tape of a backward.
+        if self.selected is None and all(a is b for a, b in zip(per_token, self.per_token)):
             return self
         target, token_scale, ids, offsets = [t if t is None else t.contiguous() for t in per_token]
         selected = self.selected

@@ -204,6 +204,11 @@ class HiddenReduction:
         return self._total
 
 
+def gather_whole(whole: Tensor, own: Tensor, layout: Layout) -> None:
+    """All-gather ``whole [P, n]``, of which this rank has written its row ``own``, and wait for it."""
+    noted(_wait, noted(all_gather, whole.view(-1), own, group=layout.group, async_op=True))
+
+
 @dataclass(frozen=True)
 class Shard:
     """Vocabulary rows ``[start, start + rows)`` of this rank."""

@@ -12,7 +12,7 @@ from parallel_lce.arguments import Arguments
 from parallel_lce.autograd import first_order_only
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call import Call
-from parallel_lce.collectives import HiddenReduction, all_gather, gather_hidden
+from parallel_lce.collectives import HiddenReduction, gather_hidden, gather_whole
 from parallel_lce.memory import device_without_autocast, in_memory
 from parallel_lce.partials import Columns, accumulation_dtype, covered, integer_view
 from parallel_lce.plan import Block
@@ -89,7 +89,8 @@ class _SelectedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         assert call.selected is not None
-        log_probs, logits = _forward(call, hidden, weight, bias)
+        inputs = hidden, weight, bias
+        log_probs, logits = call.run("selected", lambda: _forward(call, *inputs), *inputs, *call.per_token)
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, *call.per_token, log_probs, logits)
         return log_probs
@@ -99,13 +100,26 @@ class _SelectedLogProbs(torch.autograd.Function):
     def backward(ctx: Any, saved: tuple, upstream: Tensor):
         (hidden, weight, bias, *per_token, log_probs, logits), needs = saved, ctx.needs_input_grad
         call = ctx.call.with_tensors(per_token)
-        selected = call.selected
         upstream = in_memory(upstream)
+        inputs = hidden, weight, bias
+
+        def work() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+            values = _gradient_of_logits(call, log_probs, logits, upstream)
+            return _backward(call, *inputs, values, needs)
+
+        kind = "selected backward", needs[:3]
+        return *call.run(kind, work, *inputs, *per_token, log_probs, logits, upstream), None
+
+
+def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream: Tensor) -> Tensor:
+    """Of the projection's output, at the selected entries ``[E]``."""
+    selected = call.selected
+    assert selected is not None
+    with device_without_autocast(logits):
         # A probability of 0 has no gradient, whatever its log-probability has.
-        there = log_probs != -torch.inf
-        upstream = upstream.where(there, 0.0)
+        upstream = upstream.where(log_probs != -torch.inf, 0.0)
         gradient = upstream - log_probs.exp() * selected.spread(selected.sums(upstream))
-        return *_backward(call, hidden, weight, bias, call.before_softcap(gradient, logits), needs), None
+        return call.before_softcap(gradient, logits)
 
 
 def _whole(call: Call) -> Block:
@@ -132,9 +146,7 @@ def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         start.fill_(shard.start)
         rows.fill_(shard.rows)
         if layout.ranks > 1:
-            work = all_gather(packed.view(-1), own, group=layout.group, async_op=True)
-            assert work is not None
-            work.wait()
+            gather_whole(packed, own, layout)
         # All but one are 0.
         logits = packed[:, :count].sum(0)
         starts, sizes = integer_view(packed[:, count:]).long().unbind(1)

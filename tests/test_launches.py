@@ -24,6 +24,7 @@ KERNELS = {
     "lce_backward_place_targets",
     "lce_backward_place_selected",
     "lce_backward_projection",
+    "lce_backward_rewrite",
     "lce_backward_selected_hidden",
     "lce_backward_selected_weight",
     "lce_backward_token_gradients",

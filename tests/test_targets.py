@@ -9,7 +9,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
 from parallel_lce.kernels import targets as kernels
-from parallel_lce.kernels.token_gradients import TokenCoefficients, token_gradients
+from parallel_lce.kernels.rewrite import TokenCoefficients
+from parallel_lce.kernels.token_gradients import token_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

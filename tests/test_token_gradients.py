@@ -11,7 +11,8 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
 from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
-from parallel_lce.kernels.token_gradients import SavedExponentials, TokenCoefficients, token_gradients
+from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
+from parallel_lce.kernels.token_gradients import token_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
 

@@ -30,7 +30,8 @@ def watched(member: Member, case: Case, block: int):
     and from recomputed logits."""
     with shrunk(block), launches() as found:
         results = ours(member, case)
-    saved = sum(each.kernel == "lce_backward_token_gradients" and each.given["maxima"] is not None for each in found)
+    kernels = "lce_backward_token_gradients", "lce_backward_rewrite"
+    saved = sum(each.kernel in kernels and each.given["maxima"] is not None for each in found)
     return results, (saved, sum(each.of_gradient for each in found))
 
 

@@ -23,9 +23,10 @@ from parallel_lce.backends.interface import (
 )
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.relaunch import next_power_of_2
+from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
 from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
-from parallel_lce.kernels.token_gradients import SavedExponentials, TokenCoefficients, TokenGradients, token_gradients
+from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
 from parallel_lce.memory import some_rows
 
 # Leading dimensions of saved exponentials are multiples of this: cuBLAS and TMA want 16 bytes.

@@ -1,0 +1,204 @@
+"""Rows of saved exponentials, rewritten as the gradient of the logits but for the target.
+
+Saved is ``e = exp(z - r)``, with the softmax shift r. With the maximum M and the sum s of a token,
+
+    p = e exp(r - M) / s        z - M = log e + r - M
+
+Where e underflowed, p is 0, and the gradient is -gamma. The rounding of e is an error of z, relative to 1, and of p,
+relative to p.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, finite_base, logit_above, rebased, window_shift
+from parallel_lce.kernels.relaunch import Relaunched
+
+REWRITTEN = 2048
+"""Entries of a row that are rewritten at a time."""
+
+# Entries of a program.
+_SPAN = 8192
+
+
+class SavedExponentials(NamedTuple):
+    """What a block saves of its first C vocabulary entries from forward to backward."""
+
+    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE
+    exponentials: torch.Tensor
+    # [windows, R] fp32, of all windows of the forward
+    maxima: torch.Tensor
+    # [R] fp32, or None where each window is relative to its maximum
+    softmax_shift: torch.Tensor | None = None
+    # [R] uint8: whether all of a token's windows are relative to its softmax shift
+    on_shift: torch.Tensor | None = None
+
+
+class TokenCoefficients(NamedTuple):
+    """Coefficients of the gradient of the logits, fp32, contiguous; None for 0.
+
+    dL/dz_j = factor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma).
+    """
+
+    # [R]
+    alpha: torch.Tensor
+    beta: torch.Tensor | None
+    gamma: torch.Tensor | None
+    delta: torch.Tensor | None
+    epsilon: torch.Tensor | None
+    # [R], or one number for all tokens (a stride of 0); None: 1
+    factor: torch.Tensor | None
+
+
+@triton.jit
+def rewrite_row(
+    saved,
+    maxima,
+    base,
+    shift,
+    alpha_over_sum,
+    scaled_gamma,
+    delta_over_sum,
+    epsilon_over_sums,
+    rows,
+    first,
+    stop,
+    cap,
+    HAS_SHIFT: tl.constexpr,
+    SAVED_SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
+    times the soft-cap's slope."""
+    for start in range(first, stop, BLOCK):
+        c = start + tl.arange(0, BLOCK)
+        inside = c < stop
+        e = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32) * (1.0 / SAVED_SCALE)
+        top = tl.load(maxima + (c // WINDOW).to(tl.int64) * rows, mask=inside, other=0.0)
+        reference = finite_base(top)
+        if HAS_SHIFT:
+            reference = window_shift(top, shift)
+        # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
+        empty = (top == -float("inf")) & (e == 0.0)
+        rebase = rebased(reference, base)
+        g = tl.where(empty, 0.0, e * (alpha_over_sum * rebase))
+        if delta_over_sum is not None:
+            g += tl.where(empty, 0.0, e * rebase) * (delta_over_sum * logit_above(e, reference, base))
+        if epsilon_over_sums is not None:
+            of_max = tl.where(empty, 0.0, e * rebase)
+            g += of_max * (epsilon_over_sums * of_max)
+        if scaled_gamma is not None:
+            g -= scaled_gamma
+        if cap is not None:
+            z = logit_above(e, reference, 0.0)
+            g *= 1.0 - (z / cap) * (z / cap)
+        tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _of_token(coefficient, row, upstream):
+    """A token's coefficient, or None."""
+    if coefficient is None:
+        return None
+    else:
+        return tl.load(coefficient + row) * upstream
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows"])
+def lce_backward_rewrite(
+    gradient,
+    maxima,
+    softmax_shift,
+    token_scale,
+    partial,
+    coefficients,
+    fp16_scale,
+    rows,
+    slice_entries,
+    stride,
+    factor_stride,
+    scale,
+    cap,
+    SAVED_SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    first = tl.program_id(1) * SPAN
+    grad_scale = scale
+    if token_scale is not None:
+        grad_scale *= tl.load(token_scale + row)
+    if fp16_scale is not None:
+        grad_scale *= tl.load(fp16_scale)
+    if coefficients.factor is not None:
+        grad_scale *= tl.load(coefficients.factor + row * factor_stride)
+    base = finite_base(tl.load(partial + row))
+    shift = base
+    if softmax_shift is not None:
+        shift = tl.load(softmax_shift + row)
+    sum_exp = tl.load(partial + rows + row)
+    over_sum = grad_scale / sum_exp
+    rewrite_row(
+        gradient + row.to(tl.int64) * stride,
+        maxima + row,
+        base,
+        shift,
+        tl.load(coefficients.alpha + row) * over_sum,
+        _of_token(coefficients.gamma, row, grad_scale),
+        _of_token(coefficients.delta, row, over_sum),
+        _of_token(coefficients.epsilon, row, over_sum / sum_exp),
+        rows,
+        first,
+        tl.minimum(first + SPAN, slice_entries),
+        cap,
+        softmax_shift is not None,
+        SAVED_SCALE,
+        WINDOW,
+        BLOCK,
+    )
+
+
+def rewrite_rows(
+    gradient: torch.Tensor,
+    saved: SavedExponentials,
+    partial: torch.Tensor,
+    coefficients: TokenCoefficients,
+    fp16_scale: torch.Tensor | None,
+    window: int,
+    scale: float,
+    token_scale: torch.Tensor | None,
+    softcap: float | None,
+) -> None:
+    """Rewrite every row of ``gradient [R, C]``, which holds the exponentials of ``saved``.
+
+    ``window``: entries of a window of the forward. The others: of ``token_gradients.token_gradients``.
+    """
+    (rows, entries), factor = gradient.shape, coefficients.factor
+    lce_backward_rewrite.launch(
+        (rows, -(-entries // _SPAN)),
+        gradient,
+        saved.maxima,
+        saved.softmax_shift,
+        token_scale,
+        partial,
+        coefficients,
+        fp16_scale,
+        rows,
+        entries,
+        gradient.stride(0),
+        0 if factor is None or factor.dim() == 0 else factor.stride(0),
+        float(scale),
+        None if softcap is None else float(softcap),
+        SAVED_SCALE=SAVED_FP16_SCALE if gradient.dtype == torch.float16 else 1.0,
+        WINDOW=window,
+        SPAN=_SPAN,
+        BLOCK=REWRITTEN,
+    )

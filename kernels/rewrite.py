@@ -101,15 +101,6 @@ def rewrite_row(
         tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _of_token(coefficient, row, upstream):
-    """A token's coefficient, or None."""
-    if coefficient is None:
-        return None
-    else:
-        return tl.load(coefficient + row) * upstream
-
-
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def lce_backward_rewrite(
@@ -146,15 +137,23 @@ def lce_backward_rewrite(
         shift = tl.load(softmax_shift + row)
     sum_exp = tl.load(partial + rows + row)
     over_sum = grad_scale / sum_exp
+    # Each a number, or None.
+    gamma, delta, epsilon = coefficients.gamma, coefficients.delta, coefficients.epsilon
+    if gamma is not None:
+        gamma = tl.load(gamma + row) * grad_scale
+    if delta is not None:
+        delta = tl.load(delta + row) * over_sum
+    if epsilon is not None:
+        epsilon = tl.load(epsilon + row) * (over_sum / sum_exp)
     rewrite_row(
         gradient + row.to(tl.int64) * stride,
         maxima + row,
         base,
         shift,
         tl.load(coefficients.alpha + row) * over_sum,
-        _of_token(coefficients.gamma, row, grad_scale),
-        _of_token(coefficients.delta, row, over_sum),
-        _of_token(coefficients.epsilon, row, over_sum / sum_exp),
+        gamma,
+        delta,
+        epsilon,
         rows,
         first,
         tl.minimum(first + SPAN, slice_entries),

@@ -76,27 +76,31 @@ def rewrite_row(
 ):
     """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
     times the soft-cap's slope."""
+    # Some windows at a time: what is the same in a window is computed once.
+    WINDOWS: tl.constexpr = BLOCK // WINDOW
     for start in range(first, stop, BLOCK):
-        c = start + tl.arange(0, BLOCK)
+        c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
         inside = c < stop
         e = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32) * (1.0 / SAVED_SCALE)
-        top = tl.load(maxima + (c // WINDOW).to(tl.int64) * rows, mask=inside, other=0.0)
+        window = start // WINDOW + tl.arange(0, WINDOWS)
+        top = tl.load(maxima + window.to(tl.int64) * rows, mask=window * WINDOW < stop, other=0.0)
         reference = finite_base(top)
         if HAS_SHIFT:
             reference = window_shift(top, shift)
-        # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
-        empty = (top == -float("inf")) & (e == 0.0)
         rebase = rebased(reference, base)
-        g = tl.where(empty, 0.0, e * (alpha_over_sum * rebase))
+        # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
+        empty = (top == -float("inf"))[:, None] & (e == 0.0)
+        g = tl.where(empty, 0.0, e * (alpha_over_sum * rebase)[:, None])
         if delta_over_sum is not None:
-            g += tl.where(empty, 0.0, e * rebase) * (delta_over_sum * logit_above(e, reference, base))
+            of_max = tl.where(empty, 0.0, e * rebase[:, None])
+            g += of_max * (delta_over_sum * logit_above(e, reference[:, None], base))
         if epsilon_over_sums is not None:
-            of_max = tl.where(empty, 0.0, e * rebase)
+            of_max = tl.where(empty, 0.0, e * rebase[:, None])
             g += of_max * (epsilon_over_sums * of_max)
         if scaled_gamma is not None:
             g -= scaled_gamma
         if cap is not None:
-            z = logit_above(e, reference, 0.0)
+            z = logit_above(e, reference[:, None], 0.0)
             g *= 1.0 - (z / cap) * (z / cap)
         tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
 

@@ -102,8 +102,54 @@ def test_policy_gradient(ranks, run, example):
     assert found[-1][0] < found[0][0] - 0.01, "it improves"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_grpo(ranks, run, example):
+    printed = run("grpo", ranks)
+    module = example("grpo")
+    hidden, weight, tokens, rewards = module.build()
+    hidden, weight, rewards = hidden.double(), weight.double().requires_grad_(), rewards.double()
+    optimizer = torch.optim.SGD([weight], lr=5.0)
+    old, expected = None, []
+    for _ in range(module.STEPS):
+        table = (hidden @ weight.t() / module.TEMPERATURE).log_softmax(-1)
+        log_probs = table.gather(-1, tokens[..., None])[..., 0]
+        old = log_probs.detach() if old is None else old
+        loss = module.grpo_loss(log_probs, old, rewards)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append([loss.item(), -(table.exp() * table).sum(-1).mean().item()])
+    found = _steps(printed, "loss", "entropy")
+    assert len(found) == module.STEPS and found[-1][0] < found[0][0] - 0.01, "it improves"
+    for numbers, others in zip(found, expected):
+        assert numbers == pytest.approx(others, abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dpo(ranks, run, example):
+    printed = run("dpo", ranks)
+    module = example("dpo")
+    hidden, tokens, mask, weight = module.build()
+    hidden, weight = hidden.double(), weight.double().requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=5.0)
+    reference, expected = None, []
+    for _ in range(module.STEPS):
+        log_probs = (hidden @ weight.t()).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        log_probs = (log_probs * mask).sum(-1)
+        reference = log_probs.detach() if reference is None else reference
+        loss = module.dpo_loss(log_probs, reference)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append([loss.item()])
+    found = _steps(printed, "loss")
+    assert len(found) == module.STEPS and found[-1][0] < found[0][0] - 0.01, "it improves"
+    for numbers, others in zip(found, expected):
+        assert numbers == pytest.approx(others, abs=1e-5)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists the threads of a process as Linux does")
-@pytest.mark.parametrize("name", ["sequence_parallel", "policy_gradient"])
+@pytest.mark.parametrize("name", ["sequence_parallel", "policy_gradient", "grpo", "dpo"])
 def test_no_thread_of_the_group_outlives_an_example(name):
     """Such a thread may abort the process while Python ends."""
     script = (

@@ -23,7 +23,7 @@ REWRITTEN = 2048
 """Entries of a row that are rewritten at a time."""
 
 # Entries of a program.
-_SPAN = 8192
+_SPAN = 16384
 
 
 class SavedExponentials(NamedTuple):

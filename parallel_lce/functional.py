@@ -183,13 +183,26 @@ def token_statistics(
     names; otherwise they are None. For fp16 an upstream gradient of ``expected_logit`` or ``entropy`` recomputes the
     logits in backward whatever the budget.
 
+    Args:
+        selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
+            where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
+            may come twice. One outside ``[0, V)`` has the log-probability ``-lse``. Offsets that do not begin with 0,
+            end with E or that decrease give NaN.
+        top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
+            projected a second time, in blocks of 64 MiB of fp32 logits.
+        mask: bool, of the tokens' shape: those that count. The others cost nothing; their statistics are 0, their ids
+            -1, and no gradient flows from them.
+        counted_tokens: how many tokens the mask counts, known on the host and the same on all ranks. Given with
+            ``mask`` alone. If it is wrong, statistics are NaN and ids -1. See :func:`linear_cross_entropy`.
+
     Returns:
         :class:`TokenStatistics` of the target's shape, or of the tokens' without a target; fp32 (fp64 for fp64),
         identical on every rank bit for bit.
 
     Collectives: those of :func:`linear_cross_entropy` with ``reduction='none'``. The gather of partials has C * N + 2
     elements per rank: C = 3, plus 1 for each of ``expected_logit``, ``argmax`` and ``sum_p_squared``, plus 2 for
-    ``mean_logit``.
+    ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
+    for ``top_k``.
     """
     ids, offsets = selected if isinstance(selected, (tuple, list)) and len(selected) == 2 else (selected, None)
     arguments = Arguments(

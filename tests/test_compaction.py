@@ -39,6 +39,7 @@ def _loss(member: Member, name: str, sequence_parallel: bool, counted: bool):
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.thinned
 def test_a_loss(name, ranks, sequence_parallel, worlds, backend, device):
     found, expected = (
         everywhere(worlds, device, ranks, _loss, name, sequence_parallel, counted) for counted in (True, False)

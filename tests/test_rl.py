@@ -101,6 +101,7 @@ def _nemo(member: Member, inference_only: bool):
 
 @pytest.mark.parametrize("inference_only", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.thinned
 def test_from_parallel_hidden_states_to_logprobs(ranks, inference_only, worlds, device):
     parts = everywhere(worlds, device, ranks, _nemo, inference_only)
     x, w, labels = tensors(dtype=torch.float64)

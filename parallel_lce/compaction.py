@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.arguments import Arguments, as_number
-from parallel_lce.checks import check_arguments, shortened
+from parallel_lce import debug
+from parallel_lce.arguments import Arguments, LossOptions, as_number
+from parallel_lce.backends import valueless
+from parallel_lce.checks import check_arguments, check_loss_options, check_process_group, shortened
 from parallel_lce.collectives import Layout, gather_hidden
 from parallel_lce.plan import Block
+from parallel_lce.prepare import autocasted
 
 
 class Compaction:
@@ -36,11 +39,13 @@ class Compaction:
         """``values [count, ...]`` at their places among all tokens, and ``others`` elsewhere. -1 or NaN everywhere if
         the count was wrong."""
         whole = values.new_full((self.shape.numel(), *values.shape[1:]), others).index_copy(0, self._kept, values)
-        return self.checked(whole).view(*self.shape, *values.shape[1:])
+        return self.checked(whole).view((*self.shape, *values.shape[1:]))
 
     def checked(self, value: Tensor) -> Tensor:
-        """-1 or NaN if the count was wrong."""
-        return value.masked_fill(self._wrong, torch.nan if value.is_floating_point() else -1)
+        """-1 or NaN if the count was wrong, and then NaN gradients."""
+        if not value.is_floating_point():
+            return value.masked_fill(self._wrong, -1)
+        return value * value.new_ones(()).masked_fill(self._wrong, torch.nan)
 
 
 class _AllTokens(torch.autograd.Function):
@@ -54,7 +59,7 @@ class _AllTokens(torch.autograd.Function):
         ctx.layout, ctx.rows = layout, len(hidden)
         flat = hidden.reshape(len(hidden), hidden[:1].numel())
         gathered = gather_hidden(flat, Block(0, len(flat), 0), layout).wait()
-        return gathered.view(-1, *hidden.shape[1:])
+        return gathered.view(len(hidden) * layout.ranks, *hidden.shape[1:])
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
@@ -62,9 +67,10 @@ class _AllTokens(torch.autograd.Function):
 
 
 def compacted(
-    a: Arguments, mask: Tensor | None, count: Any, ignore_index: int | None = None
+    a: Arguments, mask: Tensor | None, count: Any, options: LossOptions | None = None
 ) -> tuple[Arguments, Compaction]:
-    """The call on the tokens that count alone: those of the ``mask``, or those whose target is not ``ignore_index``.
+    """The call on the tokens that count alone: those of the ``mask``, or, of a loss with ``options``, those
+    that it does not ignore.
 
     It has no sequence parallelism: every rank gathers all hidden states first, since the tokens that count are not
     spread evenly over the ranks. Its dX is all-reduced.
@@ -73,22 +79,18 @@ def compacted(
         ValueError: a count that is no number from 0 to N, or a mask of another shape or dtype than the tokens' bool;
         and for all arguments that are wrong without a count.
     """
-    a = a.with_python_numbers()
+    check_process_group(a.process_group)
+    a = autocasted(a).with_python_numbers()
     layout = Layout.of(a.process_group, a.sequence_parallel is True)
-    tokens = check_arguments(a, layout, needs_target=mask is None)
     count = as_number(count)
-    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= tokens.numel():
-        raise ValueError(
-            f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"
-        )
-    if mask is None:
-        assert a.target is not None
-        mask = a.target != ignore_index
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
-        given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
-        raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")
-    if a.selected_offsets is not None:
-        raise ValueError("selected must be ids [..., K], without offsets, where counted_tokens is given")
+    # A refusal is told to the other ranks. They must not gather hidden states before.
+    try:
+        mask = _mask_of(a, layout, mask, count, options)
+    except Exception as refusal:
+        debug.report_refusal(layout, refusal)
+        raise
+    if debug.enabled() and layout.ranks > 1 and not valueless(a.linear_weight):
+        debug.agree(layout, {"counted_tokens": count}, {}, (0, 0))
     found, hidden = Compaction(mask, count), a.input
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)
@@ -98,3 +100,25 @@ def compacted(
         if isinstance(value := getattr(a, name), Tensor)
     }
     return replace(a, input=found.of(hidden, dims=1), sequence_parallel=False, **per_token), found
+
+
+def _mask_of(a: Arguments, layout: Layout, mask: Tensor | None, count: Any, options: LossOptions | None) -> Tensor:
+    """Which tokens count, of the tokens' shape. Raises what :func:`compacted` says."""
+    if options is not None:
+        check_loss_options(options)
+    tokens = check_arguments(a, layout, needs_target=options is not None)
+    if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= tokens.numel():
+        raise ValueError(
+            f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"
+        )
+    if options is not None:
+        assert a.target is not None
+        mask = a.target != options.ignore_index
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
+        given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")
+    if mask.device != a.input.device:
+        raise ValueError(f"mask is on {mask.device} and input is on {a.input.device}")
+    if a.selected_offsets is not None:
+        raise ValueError("selected must be ids [..., K], without offsets, where counted_tokens is given")
+    return mask

@@ -14,6 +14,7 @@ from parallel_lce.checks import shortened
 from parallel_lce.compaction import compacted
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.prepare import prepare
+from parallel_lce.selection import ids_and_offsets
 from parallel_lce.statistics import StatisticsHead, TokenStatistics, requested_columns
 
 
@@ -144,7 +145,7 @@ def linear_cross_entropy(
     options = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
     extra_check = partial(_refuse_unknown, "linear_cross_entropy", unsupported, _ONLY_TORCH) if unsupported else None
     if counted_tokens is not None:
-        arguments, compaction = compacted(arguments, None, counted_tokens, ignore_index)
+        arguments, compaction = compacted(arguments, None, counted_tokens, options)
         loss = fused_loss(arguments, options, extra_check=extra_check)
         return compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
     return fused_loss(arguments, options, extra_check=extra_check)
@@ -204,7 +205,7 @@ def token_statistics(
     ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
     for ``top_k``.
     """
-    ids, offsets = selected if isinstance(selected, (tuple, list)) and len(selected) == 2 else (selected, None)
+    ids, offsets = ids_and_offsets(selected)
     arguments = Arguments(
         input=input,
         linear_weight=linear_weight,

@@ -57,7 +57,7 @@ def prepare(
     sum or mean over tokens. ``main_grad``: dW is added to it.
     """
     check_process_group(arguments.process_group)
-    arguments = _autocast(arguments)
+    arguments = autocasted(arguments)
     key = signature_of(arguments, columns, options, accumulable, main_grad)
     known = None if key is None else KNOWN.get(key)
     if known is not None:
@@ -274,7 +274,7 @@ def _needs(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def _autocast(a: Arguments) -> Arguments:
+def autocasted(a: Arguments) -> Arguments:
     """fp32 and half operands in autocast's dtype, as for ``F.linear`` under autocast."""
     # Meta tensors have no autocast.
     if not isinstance(a.input, Tensor) or a.input.is_meta:

@@ -28,10 +28,10 @@ def linear_cross_entropy(
     and SkyRL copy, in its signature and meaning.
 
     Args:
-        hidden: ``[..., D]``, all tokens on every rank of the group.
+        hidden: ``[..., D]``, all tokens on every rank of the group. It is flattened, and so are the labels.
         weight: this rank's vocabulary shard ``[V/P, D]``, of equal shards, in the dtype of ``hidden``.
-        labels: ids ``[...]`` of any integer dtype.
-        temperature: a number > 0; or, beyond verl, a tensor ``[...]``, one for each token. None is 1.
+        labels: as many ids, of any integer dtype.
+        temperature: a number > 0; or, beyond verl, a tensor of as many numbers, one for each token. None is 1.
         reduction: of the log-probabilities: 'none', 'sum' or 'mean', in any case of letters. None is 'none'.
         dist_process_group: the tensor-parallel group; None for one rank.
 
@@ -49,14 +49,22 @@ def linear_cross_entropy(
     name = "none" if reduction is None else str(reduction).lower()
     if name not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    if hidden.dim() < 1:
+        raise ValueError(f"hidden must be [..., D], got {list(hidden.shape)}")
+    tokens = hidden.shape[:-1].numel()
     found = token_statistics(
-        hidden, weight, labels, logit_scale=_inverse(temperature), process_group=dist_process_group, expected_logit=True
+        hidden.reshape(tokens, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1),
+        logit_scale=_inverse(temperature, tokens),
+        process_group=dist_process_group,
+        expected_logit=True,
     )
     assert found.target_log_prob is not None and found.entropy is not None
-    log_probs = found.target_log_prob.reshape(-1)
+    log_probs = found.target_log_prob
     if name != "none":
         log_probs = log_probs.sum() if name == "sum" else log_probs.mean()
-    return log_probs, found.entropy.reshape(-1)
+    return log_probs, found.entropy
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -78,7 +86,7 @@ def from_parallel_hidden_states_to_logprobs(
         output_weight_layer: this rank's vocabulary shard ``[V/P, D]``, whose first row is ``vocab_start_index``.
         runtime_gather_output: not used, as there.
         target: token ids ``[B, S]``. Position s is scored with the token at s + 1.
-        vocab_end_index: end of the shard's ids, at most ``vocab_start_index`` plus its rows.
+        vocab_end_index: end of the shard's ids. Further rows of the weight are padding, and left out.
         inference_only: nothing is saved for a backward.
         cp_group: None or a group of one rank, as there.
         chunk_size: not used: no logits are formed.
@@ -101,7 +109,7 @@ def from_parallel_hidden_states_to_logprobs(
     with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
         found = token_statistics(
             tensor_parallel_hidden_states,
-            output_weight_layer,
+            output_weight_layer[:ids],
             target.t(),
             process_group=tp_group,
             sequence_parallel=True,
@@ -112,11 +120,15 @@ def from_parallel_hidden_states_to_logprobs(
     return found.target_log_prob.t().masked_fill(outside, 0.0)[:, :-1].contiguous()
 
 
-def _inverse(temperature: float | Tensor | None) -> float | Tensor:
+def _inverse(temperature: float | Tensor | None, tokens: int) -> float | Tensor:
     if isinstance(temperature, Tensor):
-        return 1 / temperature.double() if temperature.dtype == torch.float64 else 1 / temperature.float()
+        if temperature.numel() != tokens or temperature.is_complex():
+            given = f"{temperature.numel()} of {temperature.dtype}"
+            raise ValueError(f"temperature must be a number > 0, or {tokens} real ones, one per token, got {given}")
+        wide = torch.promote_types(temperature.dtype, torch.float32)
+        return 1 / temperature.reshape(-1).to(wide)
     if temperature is None:
         return 1.0
     if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be a number > 0 or a tensor of the labels' shape, got {temperature!r}")
+        raise ValueError(f"temperature must be a number > 0, or one per token, got {temperature!r}")
     return 1 / float(temperature)

@@ -17,6 +17,7 @@ from parallel_lce.memory import device_without_autocast, in_memory
 from parallel_lce.partials import Columns, accumulation_dtype, covered, integer_view
 from parallel_lce.plan import Block
 from parallel_lce.prepare import prepare
+from parallel_lce.selection import ids_and_offsets
 
 
 def selected_log_probs(
@@ -48,7 +49,7 @@ def selected_log_probs(
     Returns:
         ``[..., K]`` or ``[E]``, fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. NaN
         where shards leave a gap or overlap, and where the offsets are none. dW is dense, 0 in rows that no token
-        selects.
+        selects. A graph of torch.compile breaks at this call.
 
     Collectives, on ``process_group``, in this order. Forward: under sequence parallelism an all-gather of the hidden
     states, N/P * D elements per rank; an all-gather of the logits, E + 2 elements of fp32 per rank. Backward: under
@@ -57,7 +58,7 @@ def selected_log_probs(
     Raises:
         ValueError: as :func:`parallel_lce.token_statistics`, before any collective.
     """
-    ids, offsets = selected if isinstance(selected, (tuple, list)) and len(selected) == 2 else (selected, None)
+    ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
     arguments = Arguments(
@@ -77,6 +78,8 @@ def selected_log_probs(
         selected_offsets=offsets,
     )
     prepared = prepare(arguments, Columns(), function="selected_log_probs")
+    if linear_weight.is_meta:
+        return input.new_empty(ids.shape, dtype=accumulation_dtype(input.dtype))
     found = _SelectedLogProbs.apply(*prepared.inputs, prepared.call)
     return found.view(ids.shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,24 @@ from parallel_lce.partials import NOBODY, integer_view
 from parallel_lce.plan import Block
 
 
+def ids_and_offsets(selected: object) -> tuple[Any, Tensor | None]:
+    """What was selected, which is ids or a pair of ids and offsets. Raises ``ValueError`` for another pair."""
+    if not isinstance(selected, (tuple, list)) or len(selected) != 2:
+        return selected, None
+    ids, offsets = selected
+    if not (isinstance(ids, Tensor) and isinstance(offsets, Tensor)):
+        given = f"{type(ids).__name__} and {type(offsets).__name__}"
+        raise ValueError(f"selected must be a tensor of ids, or a pair of ids and offsets, got {given}")
+    return ids, offsets
+
+
 @dataclass(frozen=True)
 class Selected:
     """The selected entries of a call's N tokens, in compressed sparse rows."""
 
-    # [E] int64 ids in the whole vocabulary
-    ids: Tensor
-    # [N + 1] int64: the entries of token n are ids[offsets[n]:offsets[n + 1]]. None: each token has as many.
+    # int64 ids in the whole vocabulary: [N, K], or [E] with offsets
+    given_ids: Tensor
+    # [N + 1] int64: the entries of token n are ids[offsets[n]:offsets[n + 1]]. None: each token has K.
     given_offsets: Tensor | None
     # N
     tokens: int
@@ -29,22 +41,28 @@ class Selected:
     @classmethod
     def of(cls, ids: Tensor, offsets: Tensor | None, tokens: int) -> Selected:
         """``ids [..., K]``, or ``ids [E]`` with ``offsets [N + 1]``, of any integer dtype."""
-        offsets = None if offsets is None else offsets.long().contiguous()
-        return cls(ids.reshape(-1).long().contiguous(), offsets, tokens)
+        if offsets is not None:
+            return cls(ids.long().contiguous(), offsets.long().contiguous(), tokens)
+        return cls(ids.reshape(tokens, ids.shape[-1]).long().contiguous(), None, tokens)
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor | None]:
-        return self.ids, self.given_offsets
+        return self.given_ids, self.given_offsets
+
+    @cached_property
+    def ids(self) -> Tensor:
+        """``[E]``"""
+        return self.given_ids.flatten()
 
     @property
     def count(self) -> int:
         """E, the selected entries of all tokens."""
-        return self.ids.shape[0]
+        return self.given_ids.numel()
 
     @property
     def per_token(self) -> int | None:
         """K; None where tokens have sets of their own."""
-        return None if self.given_offsets is not None else self.count // max(1, self.tokens)
+        return None if self.given_offsets is not None else self.given_ids.shape[1]
 
     @cached_property
     def offsets(self) -> Tensor:
@@ -76,6 +94,8 @@ class Selected:
 
     def spread(self, per_token: Tensor) -> Tensor:
         """``[E]``: each entry gets its token's value of ``per_token [N]``."""
+        if self.tokens == 0:  # entries of nobody
+            return per_token.new_full((self.count,), torch.nan)
         return per_token.index_select(0, self.owner)
 
     def sums(self, values: Tensor) -> Tensor:

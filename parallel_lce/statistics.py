@@ -73,7 +73,7 @@ class TokenStatistics:
         values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
         for name, value in values.items():
             if value is not None and value.dim() == 2:
-                values[name] = value.view(*shape, value.shape[1])
+                values[name] = value.view((*shape, value.shape[1]))
             elif value is not None and name not in ("selected_log_prob", "vocab_size"):
                 values[name] = value.view(shape)
         return TokenStatistics(**values)

@@ -9,7 +9,7 @@ import parallel_lce
 from blocks import counted_forwards
 from cases import Case, make, normal, part
 from parallel_lce.backends import backend_of
-from tools import everywhere, fields, small
+from tools import debug_mode, everywhere, fields, small
 from world import Member
 
 N, V, D = 48, 120, 16
@@ -85,6 +85,8 @@ def test_a_wrong_number_gives_nan(wrong, device):
     mask = t.target != -100
     found = parallel_lce.token_statistics(t.x, t.weight, None, argmax=True, mask=mask, counted_tokens=count)
     assert found.lse.isnan().all() and (found.argmax == -1).all()
+    for gradient in torch.autograd.grad(found.lse.sum(), [t.x, t.weight]):
+        assert gradient.isnan().any(), "a step of no gradient would be taken"
 
 
 @pytest.mark.parametrize("count", [0, N])
@@ -99,11 +101,53 @@ def test_none_and_all(count, device):
         torch.testing.assert_close(a, b)
 
 
+def test_a_single_token(device):
+    t = small(device, N=1)
+    one = torch.ones((), dtype=torch.bool, device=device)
+    found = parallel_lce.token_statistics(
+        t.x[0], t.weight, t.target[0], mask=one, counted_tokens=1, selected=t.target, top_k=2
+    )
+    assert found.lse.shape == () and found.top_ids.shape == (2,)
+    loss = parallel_lce.linear_cross_entropy(t.x[0], t.weight, t.target[0], reduction="none", counted_tokens=1)
+    torch.testing.assert_close(loss, -found.target_log_prob)
+
+
+def test_autocast(device):
+    t = small(device, N=N, ignored="some")
+    with torch.autocast(torch.device(device).type, torch.bfloat16):
+        count = int((t.target != -100).sum())
+        found = parallel_lce.linear_cross_entropy(t.x.bfloat16(), t.weight, t.target, counted_tokens=count)
+        torch.testing.assert_close(found, parallel_lce.linear_cross_entropy(t.x.bfloat16(), t.weight, t.target))
+
+
+def _told(member: Member, name: str):
+    t = small(member.device, N=N)
+    shard = t.weight.chunk(member.ranks)[member.rank]
+    count = {"refused": -1, "other": N - 1}[name] if member.rank else N
+    with debug_mode(), pytest.raises(ValueError) as raised:
+        parallel_lce.linear_cross_entropy(
+            t.x[: N // 2], shard, t.target, counted_tokens=count, process_group=member.group, sequence_parallel=True
+        )
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["refused", "other"])
+def test_debug_mode_raises_on_every_rank(name, worlds, device):
+    said = everywhere(worlds, device, 2, _told, name)
+    expected = {
+        "refused": "counted_tokens must be a number of tokens",
+        "other": "disagree about counted_tokens: rank 0",
+    }
+    assert all(expected[name] in text for text in said), said
+
+
 BAD = {
     "too many": (dict(counted_tokens=N + 1), "counted_tokens must be a number of tokens from 0 to 48, got 49"),
     "negative": (dict(counted_tokens=-1), "from 0 to 48, got -1"),
     "a float": (dict(counted_tokens=3.0), "from 0 to 48, got 3.0"),
     "a tensor": (dict(counted_tokens=torch.tensor(3)), r"from 0 to 48, got tensor\(3\)"),
+    "no group": (dict(counted_tokens=3, process_group="tp"), "process_group must be .* got str"),
+    "ignore_index": (dict(counted_tokens=3, ignore_index="a"), "ignore_index must be an integer .* got 'a'"),
     "shapes": (dict(counted_tokens=3, target=torch.zeros(5, dtype=torch.int64)), r"target must have shape \[48\]"),
 }
 BAD_STATISTICS = {
@@ -113,6 +157,10 @@ BAD_STATISTICS = {
     "mask's shape": (
         dict(mask=torch.ones(6, 8, dtype=torch.bool), counted_tokens=3),
         r"tokens' shape \[48\], got torch.bool \[6, 8\]",
+    ),
+    "mask's device": (
+        dict(mask=torch.ones(N, dtype=torch.bool, device="meta"), counted_tokens=3),
+        "mask is on meta and input is on cpu",
     ),
     "sets": (
         dict(

@@ -102,7 +102,7 @@ def test_policy_gradient(ranks, run, example):
     assert found[-1][0] < found[0][0] - 0.01, "it improves"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_grpo(ranks, run, example):
     printed = run("grpo", ranks)
     module = example("grpo")
@@ -125,7 +125,7 @@ def test_grpo(ranks, run, example):
         assert numbers == pytest.approx(others, abs=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_dpo(ranks, run, example):
     printed = run("dpo", ranks)
     module = example("dpo")

@@ -65,10 +65,12 @@ def test_linear_cross_entropy(shape, temperature, reduction, by_token, ranks, wo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(temperature=0.0), "temperature must be a number > 0 .* got 0.0"),
-        (dict(temperature=float("nan")), "temperature must be a number > 0 .* got nan"),
-        (dict(temperature="1"), "temperature must be a number > 0 .* got '1'"),
+        (dict(temperature=0.0), "temperature must be a number > 0.* got 0.0"),
+        (dict(temperature=float("nan")), "temperature must be a number > 0.* got nan"),
+        (dict(temperature="1"), "temperature must be a number > 0.* got '1'"),
         (dict(reduction="max"), "reduction must be 'none', 'sum' or 'mean', got 'max'"),
+        (dict(temperature=torch.ones(3)), "or 30 real ones, one per token, got 3 of torch.float32"),
+        (dict(hidden=torch.tensor(1.0)), r"hidden must be \[..., D\], got \[\]"),
         (dict(labels=torch.zeros(3, dtype=torch.int64)), r"target must have shape \[30\]"),
     ],
 )
@@ -99,6 +101,29 @@ def _nemo(member: Member, inference_only: bool):
     return [v.detach().cpu() for v in (found, *torch.autograd.grad(found, [x, shard], upstream))]
 
 
+def _padded(member: Member):
+    """The last rank's shard ends two ids before its rows do, and all shards have two rows more."""
+    x, w, labels = tensors(member.device)
+    x = x.view(S, B, D).chunk(member.ranks)[member.rank]
+    start, ids = 32 * member.rank, 32 - 2 * member.rank
+    shard = torch.cat([w[start : start + ids], w.new_full((4 - ids % 4 + 2, D), 9.0)])
+    labels = labels.view(B, S).clone()
+    labels[0, 1] = 62
+    return rl.from_parallel_hidden_states_to_logprobs(x, shard, None, labels, start, start + ids, member.group).cpu()
+
+
+def test_rows_beyond_the_ids_of_a_shard_are_padding(worlds, device):
+    x, w, labels = tensors(dtype=torch.float64)
+    labels = labels.view(B, S).clone()
+    labels[0, 1] = 62
+    log_p = (x.view(S, B, D).transpose(0, 1) @ w[:62].t()).log_softmax(-1)[:, :-1]
+    inside = labels[:, 1:] < 62
+    expected = torch.where(inside, log_p.gather(-1, labels[:, 1:, None].clamp(max=61)).squeeze(-1), 0.0)
+    for found in everywhere(worlds, device, 2, _padded):
+        assert_near(found, expected, 2e-6)
+        assert (found[~inside] == 0).all()
+
+
 @pytest.mark.parametrize("inference_only", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.thinned
@@ -118,6 +143,13 @@ def test_from_parallel_hidden_states_to_logprobs(ranks, inference_only, worlds, 
     if not inference_only:
         assert_near(torch.cat([p[1] for p in parts]), dx, 2e-6)
         assert_near(torch.cat([p[2] for p in parts]), dw, 2e-6)
+
+
+def test_hidden_states_and_labels_are_flattened():
+    x, w, labels = tensors()
+    found = rl.linear_cross_entropy(x.view(5, 6, D), w, labels.view(3, 10), torch.full((30, 1), 0.5))
+    for a, b in zip(found, rl.linear_cross_entropy(x, w, labels, 0.5)):
+        assert torch.equal(a, b)
 
 
 def test_a_shard_of_fewer_rows_than_ids():

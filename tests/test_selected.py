@@ -223,6 +223,21 @@ def test_nothing_selected(given, backend, device):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("backend", ["torch"], indirect=True)
+def test_no_tokens(backend, device):
+    t = small(device, N=4)
+    ids = torch.zeros(0, 3, dtype=torch.int64, device=device)
+    found = parallel_lce.token_statistics(t.x[:0], t.weight, None, selected=ids, top_k=2)
+    assert found.selected_log_prob.shape == (0, 3) and found.top_ids.shape == (0, 2)
+    ids, nothing = torch.zeros(4, 3, dtype=torch.int64, device=device), torch.zeros(4, dtype=torch.bool, device=device)
+    found = parallel_lce.token_statistics(t.x, t.weight, None, selected=ids, mask=nothing, counted_tokens=0)
+    assert found.selected_log_prob.shape == (4, 3) and (found.selected_log_prob == 0).all()
+    # Entries of nobody.
+    sets = torch.arange(3, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    assert parallel_lce.token_statistics(t.x[:0], t.weight, None, selected=sets).selected_log_prob.isnan().all()
+    assert parallel_lce.selected_log_probs(t.x[:0], t.weight, sets).isnan().all()
+
+
 BAD = {
     "floats": (dict(selected=torch.zeros(4, 2)), "selected must be of an integer dtype, got torch.float32"),
     "shape": (
@@ -232,6 +247,10 @@ BAD = {
     "offsets": (
         dict(selected=(torch.zeros(6, dtype=torch.int64), torch.zeros(4, dtype=torch.int64))),
         r"offsets \[5\], one more than the tokens, got shapes \[6\] and \[4\]",
+    ),
+    "no ids": (
+        dict(selected=(None, torch.zeros(5, dtype=torch.int64))),
+        "selected must be a tensor of ids, or a pair of ids and offsets, got NoneType and Tensor",
     ),
     "no tensor": (dict(selected=[1, 2, 3]), "selected must be a tensor or None, got list"),
     "top_k 0": (dict(top_k=0), "top_k must be None or a number of entries >= 1, got 0"),

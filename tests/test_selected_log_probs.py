@@ -125,6 +125,12 @@ def test_offsets_that_are_none_give_nan(backend, device):
     assert parallel_lce.selected_log_probs(x, w, (ids, offsets + 2**40)).isnan().all()
 
 
+def test_meta_tensors_give_the_shape():
+    x, w, _, ids, offsets, *_ = (v.to("meta") for v in problem(torch.bfloat16, "sets"))
+    found = parallel_lce.selected_log_probs(x, w, (ids, offsets))
+    assert found.is_meta and found.shape == ids.shape and found.dtype == torch.float32
+
+
 def test_an_empty_selection(backend, device):
     x, w, *_ = (v.requires_grad_(v.is_floating_point()) for v in problem(torch.float32, "K", device))
     found = parallel_lce.selected_log_probs(x, w, torch.zeros(N, 0, dtype=torch.int64, device=device))

@@ -22,10 +22,9 @@ import triton.language as tl
 from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, rebased, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.memory import on_device_of
+from parallel_lce.partials import NOBODY
 
-NOBODY = 2**31 - 1
-"""The argmax of a token that has none: with a NaN logit, or with shards that leave a gap or overlap."""
-
+# The argmax of a token that has none: with a NaN logit, or with shards that leave a gap or overlap.
 _NOBODY = tl.constexpr(NOBODY)
 # Tokens and windows of a tile that merges windows: whole 64-byte sectors, and enough programs for few tokens.
 _MERGE_ROWS, _MERGE_WINDOWS = 16, 128

@@ -90,12 +90,11 @@ def rewrite_row(
         rebase = rebased(reference, base)
         # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
         empty = (top == -float("inf"))[:, None] & (e == 0.0)
-        g = tl.where(empty, 0.0, e * (alpha_over_sum * rebase)[:, None])
+        of_max = tl.where(empty, 0.0, e * rebase[:, None])
+        g = of_max * alpha_over_sum
         if delta_over_sum is not None:
-            of_max = tl.where(empty, 0.0, e * rebase[:, None])
             g += of_max * (delta_over_sum * logit_above(e, reference[:, None], base))
         if epsilon_over_sums is not None:
-            of_max = tl.where(empty, 0.0, e * rebase[:, None])
             g += of_max * (epsilon_over_sums * of_max)
         if scaled_gamma is not None:
             g -= scaled_gamma

@@ -27,6 +27,13 @@ _PLACED = 64
 
 
 @triton.jit
+def _columns(ids, e, stop, first, entries):
+    """Of the selected entries e before ``stop``: where their ids lie in ``[first, first + entries)``, -1 for others."""
+    column = tl.load(ids + e, mask=e < stop, other=-1) - first
+    return tl.where((column >= 0) & (column < entries), column, -1)
+
+
+@triton.jit
 def _tile(rows, ids, valid, k, k_size, stride, BLOCK_K: tl.constexpr):
     """``rows[ids, k : k + BLOCK_K]`` in fp32, 0 where not ``valid``."""
     c = k + tl.arange(0, BLOCK_K)
@@ -68,8 +75,8 @@ def lce_forward_selected_logits(
         factor *= tl.load(token_scale + token)
     for first in range(tl.load(begin + token), stop, ENTRIES):
         e = first + tl.arange(0, ENTRIES)
-        wanted = tl.load(ids + e, mask=e < stop, other=-1)
-        hit = (wanted >= 0) & (wanted < entries)
+        wanted = _columns(ids, e, stop, 0, entries)
+        hit = wanted >= 0
         logit = tl.zeros((ENTRIES,), tl.float32)
         for k in range(0, k_size, BLOCK_K):
             row = _hidden(x, token, k, k_size, x_stride, BLOCK_K)
@@ -80,13 +87,6 @@ def lce_forward_selected_logits(
         if cap is not None:
             logit = softcapped(logit, cap)
         tl.store(logits + e, tl.where(hit, logit, 0.0), mask=e < stop)
-
-
-@triton.jit
-def _columns(ids, e, stop, first, slice_entries):
-    """Columns of some entries' ids in a slice of the vocabulary, -1 for those outside."""
-    column = tl.load(ids + e, mask=e < stop, other=-1) - first
-    return tl.where((column >= 0) & (column < slice_entries), column, -1).to(tl.int32)
 
 
 @Relaunched
@@ -102,14 +102,14 @@ def lce_backward_place_selected(
         factor = tl.load(fp16_scale)
     for here in range(start, stop, BLOCK):
         e = here + tl.arange(0, BLOCK)
-        wanted = _columns(ids, e, stop, first, slice_entries)
+        wanted = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
         hit = wanted >= 0
         # An id may be selected twice. The first of its entries adds the values of all.
         total = tl.zeros((BLOCK,), tl.float32)
         earlier = tl.zeros((BLOCK,), tl.float32)
         for there in range(start, stop, BLOCK):
             other = there + tl.arange(0, BLOCK)
-            same = _columns(ids, other, stop, first, slice_entries)[None, :] == wanted[:, None]
+            same = _columns(ids, other, stop, first, slice_entries).to(tl.int32)[None, :] == wanted[:, None]
             value = tl.load(values + other, mask=other < stop, other=0.0)
             total += tl.sum(tl.where(same, value[None, :], 0.0), 1)
             before = same & (other[None, :] < e[:, None])
@@ -140,8 +140,8 @@ def lce_backward_selected_hidden(
     total = tl.zeros((BLOCK_K,), tl.float32)
     for first in range(tl.load(begin + token), stop, ENTRIES):
         e = first + tl.arange(0, ENTRIES)
-        wanted = tl.load(ids + e, mask=e < stop, other=-1)
-        hit = (wanted >= 0) & (wanted < entries)
+        wanted = _columns(ids, e, stop, 0, entries)
+        hit = wanted >= 0
         value = tl.load(values + e, mask=hit, other=0.0)
         total += tl.sum(_tile(weight, wanted, hit, k, k_size, weight_stride, BLOCK_K) * value[:, None], 0)
     c = k + tl.arange(0, BLOCK_K)

@@ -159,13 +159,12 @@ def lce_backward_token_gradients(
             for number in range(TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
                     token = tl.program_id(0) * TOKENS + number
-                    alpha_of_token = _number_of(alpha_over_sum, lane, number)
                     rewrite_row(
                         gradient + token.to(tl.int64) * stride,
                         maxima + token,
                         _number_of(base, lane, number),
                         _number_of(shift, lane, number),
-                        alpha_of_token,
+                        _number_of(alpha_over_sum, lane, number),
                         None,
                         None,
                         None,

@@ -52,17 +52,8 @@ class Arguments:
 
     @property
     def tensors_or_none(self) -> tuple[Tensor | None, ...]:
-        """All that are tensors, or None."""
-        return (
-            self.input,
-            self.linear_weight,
-            self.target,
-            self.linear_bias,
-            self.token_weight,
-            self.token_scale,
-            self.selected,
-            self.selected_offsets,
-        )
+        """All that are tensors, or None, in one order."""
+        return tuple([self.token_scale if name == "logit_scale" else getattr(self, name) for name in _TENSORS])
 
     @property
     def tensors(self) -> dict[str, Tensor]:

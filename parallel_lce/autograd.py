@@ -93,8 +93,8 @@ class _Fused(torch.autograd.Function):
         residuals, saved = others[:number], tuple(others[number:])
         upstream = tuple([u if u is None else in_memory(u) for u in upstream])
         needs, head, main_grad = Needs(*ctx.needs_input_grad[:3]), ctx.head, ctx.call.main_grad
-        if isinstance(head, StatisticsHead) and head.selected is not None:
-            head = replace(head, selected=call.selected)
+        if isinstance(head, StatisticsHead):
+            head = call.statistics()
         consumed, ctx.consumed = ctx.consumed, True
 
         def work() -> Gradients:

@@ -10,13 +10,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, BlockForward, Projection
+from parallel_lce.backends.interface import Backend, BlockForward, Projection, softcap_slope
 from parallel_lce.collectives import IncomingHidden, Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns
 from parallel_lce.plan import Block, Plan
 from parallel_lce.replay import Tapes
 from parallel_lce.selection import Selected
+from parallel_lce.statistics import StatisticsHead
 
 _T = TypeVar("_T")
 
@@ -101,8 +102,12 @@ class Call:
         if self.token_scale is not None and self.selected is not None:
             gradient *= self.selected.spread(self.token_scale)
         if self.softcap is not None:
-            gradient *= 1 - (logits / self.softcap).square()
+            gradient *= softcap_slope(self.softcap, logits)
         return gradient
+
+    def statistics(self) -> StatisticsHead:
+        """The head of all statistics that the call finds."""
+        return StatisticsHead(self.columns, self.target is not None, self.selected, self.top_k)
 
     def local_targets(self) -> Tensor | None:
         """The targets ``[N]`` relative to the shard. Those of other shards, and invalid ones, lie outside it."""
@@ -125,6 +130,13 @@ Inputs = tuple[Tensor, Tensor, Tensor | None]
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """dX, dW (or what ``MainGrad.placeholder`` returns for it) and dbias; None where not asked for."""
+
+
+def flattened(hidden: Tensor) -> Tensor:
+    """``hidden [..., D]`` as ``[N/sp_size, D]``. A size of -1 would be ambiguous for D = 0."""
+    if hidden.dim() == 2:
+        return hidden
+    return hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
 
 
 def token_count(hidden: Tensor, layout: Layout) -> int:

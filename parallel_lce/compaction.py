@@ -19,6 +19,7 @@ from parallel_lce.checks import check_arguments, check_loss_options, check_proce
 from parallel_lce.collectives import Layout, gather_hidden
 from parallel_lce.plan import Block
 from parallel_lce.prepare import autocasted
+from parallel_lce.statistics import NAMES, TokenStatistics
 
 
 class Compaction:
@@ -40,6 +41,14 @@ class Compaction:
         the count was wrong."""
         whole = values.new_full((self.shape.numel(), *values.shape[1:]), others).index_copy(0, self._kept, values)
         return self.checked(whole).view((*self.shape, *values.shape[1:]))
+
+    def spread_all(self, found: TokenStatistics) -> TokenStatistics:
+        """Statistics of all tokens, from the counted ones': 0 for the others, and the id -1."""
+        values: dict[str, Any] = {name: getattr(found, name) for name in NAMES}
+        for name, value in values.items():
+            if value is not None and name != "vocab_size":
+                values[name] = self.spread(value, 0.0 if value.is_floating_point() else -1)
+        return TokenStatistics(**values)
 
     def checked(self, value: Tensor) -> Tensor:
         """-1 or NaN if the count was wrong, and then NaN gradients."""

@@ -15,7 +15,7 @@ from parallel_lce.compaction import compacted
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.prepare import prepare
 from parallel_lce.selection import ids_and_offsets
-from parallel_lce.statistics import StatisticsHead, TokenStatistics, requested_columns
+from parallel_lce.statistics import TokenStatistics, requested_columns
 
 
 def linear_cross_entropy(
@@ -233,9 +233,8 @@ def token_statistics(
     extra_check = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
     prepared = prepare(arguments, columns, function="token_statistics", extra_check=extra_check)
     call = prepared.call
-    head = StatisticsHead(columns, call.target is not None, call.selected, call.top_k)
-    statistics = TokenStatistics(*fused(call, prepared.inputs, head, prepared.differentiable))
-    return statistics.view(prepared.shape) if compaction is None else statistics.spread(compaction)
+    found = TokenStatistics(*fused(call, prepared.inputs, call.statistics(), prepared.differentiable))
+    return found.view(prepared.shape) if compaction is None else compaction.spread_all(found)
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported.

@@ -17,7 +17,6 @@ from parallel_lce.losses import WeightedLoss
 from parallel_lce.partials import Columns
 from parallel_lce.plan import Plan
 from parallel_lce.selection import Selected
-from parallel_lce.statistics import StatisticsHead
 
 CALL = (
     "str backend, str group, bool sequence_parallel, SymInt start, SymInt? vocab_size, "
@@ -150,7 +149,3 @@ def loss_of(operands: Operands, of_loss: OfLoss) -> WeightedLoss:
     assert operands.target is not None
     weight, ignore_index, outside_is_nan = of_loss
     return WeightedLoss(operands.target, weight, ignore_index, label_smoothing, z_loss, outside_is_nan)
-
-
-def statistics_of(call: Call) -> StatisticsHead:
-    return StatisticsHead(call.columns, call.target is not None, call.selected, call.top_k)

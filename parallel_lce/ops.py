@@ -35,7 +35,6 @@ from parallel_lce.operands import (
     numbers_of,
     operands_of,
     split,
-    statistics_of,
 )
 from parallel_lce.partials import Columns, Merged, accumulation_dtype
 from parallel_lce.selection import Selected
@@ -108,7 +107,7 @@ def _forward(*arguments):
     else StatisticsHead."""
     operands, of_loss, losses, save, numbers = split(arguments, Operands, OfLoss)
     call = call_of(operands, numbers)
-    head = loss_of(operands, of_loss) if losses else statistics_of(call)
+    head = loss_of(operands, of_loss) if losses else call.statistics()
     inputs: Inputs = operands.inputs
     merged, saved = schedule.forward(call, *inputs, save)
     outputs, residuals = head.outputs(call.backend, merged)
@@ -134,7 +133,7 @@ def _(*arguments):
         selected = None if call.selected is None else partial.new_empty(call.selected.count)
         top = partial.new_empty(shape[1], call.top_k)
         found = Merged(partial, vocab_size, selected, (top, top.long()) if call.top_k else None)
-        outputs, residuals = statistics_of(call).outputs(call.backend, found)
+        outputs, residuals = call.statistics().outputs(call.backend, found)
         residuals = [r if r is None else r.clone() for r in residuals]
     handle = partial.new_empty(1, dtype=torch.uint8)
     return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, _NUM_RESIDUALS, partial), partial, handle

@@ -14,7 +14,6 @@ Gathers of hidden states are started one block ahead.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ from parallel_lce.backends.interface import (
     SelectedGradient,
     recovers_logits,
 )
-from parallel_lce.call import Call, Gradients, Needs, token_count
+from parallel_lce.call import Call, Gradients, Needs, flattened, token_count
 from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, gather_hidden
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.losses import WeightedLoss
@@ -40,13 +39,6 @@ from parallel_lce.memory import device_without_autocast
 from parallel_lce.partials import Merged, accumulation_dtype
 from parallel_lce.plan import Block
 from parallel_lce.selection import BesidePartials
-
-
-def _flattened(hidden: Tensor) -> Tensor:
-    """``hidden [..., D]`` as ``[N/sp_size, D]``. A size of -1 would be ambiguous for D = 0."""
-    if hidden.dim() == 2:
-        return hidden
-    return hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])
 
 
 class _Gathers:
@@ -76,7 +68,7 @@ def forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, sav
     """
     layout, columns, blocks = call.layout, call.columns, call.plan.forward_blocks
     with device_without_autocast(weight):
-        hidden, projection = _flattened(hidden), call.projection(weight, bias)
+        hidden, projection = flattened(hidden), call.projection(weight, bias)
         targets = call.local_targets()
         entries = BesidePartials(call.selected, call.top_k, token_count(hidden, layout), call.shard, layout)
         partials = PartialsGather(hidden, entries.tokens, call.shard, columns, layout, entries.size)
@@ -215,7 +207,7 @@ def backward(
             gathered, saved = saved[0], saved[1:]
         # Autograd, which saved these tensors, must not see that they are overwritten.
         saved = tuple([t.data.contiguous() for t in saved])
-        shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
+        shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
         scratch_bytes = plan.scratch_bytes if saved else plan.scratch_bytes_unsaved
         selected = None if coefficients.selected is None else call.before_softcap(*coefficients.selected)
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes, selected=selected)
@@ -288,7 +280,7 @@ def accumulate(
     layout, columns, backend, blocks = call.layout, call.columns, call.backend, call.plan.blocks
     dtype = accumulation_dtype(weight.dtype)
     with device_without_autocast(weight):
-        shape, hidden, projection = hidden.shape, _flattened(hidden), call.projection(weight, bias)
+        shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
         sums = _GradientSums(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
         per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
         targets = call.local_targets()

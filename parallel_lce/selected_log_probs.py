@@ -11,7 +11,7 @@ from torch import Tensor
 from parallel_lce.arguments import Arguments
 from parallel_lce.autograd import first_order_only
 from parallel_lce.backends.interface import SelectedGradient
-from parallel_lce.call import Call
+from parallel_lce.call import Call, flattened
 from parallel_lce.collectives import HiddenReduction, gather_hidden, gather_whole
 from parallel_lce.memory import device_without_autocast, in_memory
 from parallel_lce.partials import Columns, accumulation_dtype, covered, integer_view
@@ -129,17 +129,13 @@ def _whole(call: Call) -> Block:
     return Block(0, call.plan.part_rows, 0)
 
 
-def _flat(hidden: Tensor) -> Tensor:
-    return hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1])
-
-
 def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """The log-probabilities ``[E]`` and the logits ``[E]``."""
     layout, shard, selected, whole = call.layout, call.shard, call.selected, _whole(call)
     assert selected is not None
     count, dtype = selected.count, accumulation_dtype(weight.dtype)
     with device_without_autocast(weight):
-        x = gather_hidden(_flat(hidden), whole, layout).wait()
+        x = gather_hidden(flattened(hidden), whole, layout).wait()
         # This rank's logits, 0 for ids of others, and its shard's first id and rows.
         packed = x.new_zeros(layout.ranks, count + 2, dtype=dtype)
         own = packed[layout.rank]
@@ -176,8 +172,8 @@ def _backward(
     assert selected is not None
     dx = dweight = dbias = None
     with device_without_autocast(weight):
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        flat, real = _flat(hidden), shard.real_rows
+        weight = call.projection(weight, bias).weight
+        flat, real = flattened(hidden), shard.real_rows
         gradient = SelectedGradient(selected.of_block(layout, whole, shard.start), values)
         if needs[0]:
             reduction = HiddenReduction(flat, layout, call.reduce_dtype, in_pieces=True)
@@ -187,7 +183,6 @@ def _backward(
             dx = reduction.wait().view(hidden.shape)
         if needs[1] or needs[2]:
             x = gather_hidden(flat, whole, layout).wait()
-            x = x if x.stride(1) == 1 else x.contiguous()
             dweight = torch.zeros_like(weight)
             dbias = None if bias is None else torch.zeros_like(bias)
             of_bias = None if dbias is None else dbias[:real]

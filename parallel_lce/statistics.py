@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, Coefficients
-from parallel_lce.compaction import Compaction
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, Merged, integer_view
 from parallel_lce.selection import Selected
 
@@ -76,14 +75,6 @@ class TokenStatistics:
                 values[name] = value.view((*shape, value.shape[1]))
             elif value is not None and name not in ("selected_log_prob", "vocab_size"):
                 values[name] = value.view(shape)
-        return TokenStatistics(**values)
-
-    def spread(self, compaction: Compaction) -> TokenStatistics:
-        """Those of all tokens, from the counted ones': 0 for the others, and the id -1."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
-        for name, value in values.items():
-            if value is not None and name != "vocab_size":
-                values[name] = compaction.spread(value, 0.0 if value.is_floating_point() else -1)
         return TokenStatistics(**values)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.eager_tiles import logits
+from parallel_lce.backends.eager_tiles import finished, logits
 from parallel_lce.backends.gemm import operand
 from parallel_lce.backends.interface import Projection, SelectedGradient, Selection
 from parallel_lce.partials import NOBODY
@@ -21,26 +21,22 @@ def _pieces(count: int, hidden_size: int, itemsize: int) -> list[slice]:
 
 def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
     row, hit = selection.places()
-    hit &= (selection.ids >= 0) & (selection.ids < projection.real_rows)
+    hit &= selection.inside(0, projection.real_rows)
     ids = selection.ids.where(hit, 0)
     if projection.real_rows == 0 or len(x) == 0:
         return
     for some in _pieces(len(ids), x.shape[1], out.element_size()):
         of_entry, at = row[some], ids[some]
         z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
-        if projection.bias is not None:
-            z += projection.bias[at]
-        z *= projection.scale
-        if projection.token_scale is not None:
-            z *= projection.token_scale[of_entry]
-        if projection.softcap is not None:
-            z.div_(projection.softcap).tanh_().mul_(projection.softcap)
+        bias, token_scale = projection.bias, projection.token_scale
+        bias = None if bias is None else bias[at]
+        finished(z, projection, bias, None if token_scale is None else token_scale[of_entry])
         out[some] = z.where(hit[some], out[some])
 
 
 def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
     row, hit = gradient.selection.places()
-    hit &= (gradient.selection.ids >= 0) & (gradient.selection.ids < len(weight))
+    hit &= gradient.selection.inside(0, len(weight))
     total = dx.new_zeros(dx.shape, dtype=gradient.values.dtype)
     if len(weight) and len(dx):
         ids, values = gradient.selection.ids.where(hit, 0), gradient.values.where(hit, 0.0)
@@ -52,9 +48,8 @@ def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Ten
 def selected_weight_gradient(
     x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
 ) -> None:
-    ids = gradient.selection.ids
-    hit = (ids >= 0) & (ids < len(dweight))
-    ids, values = ids.where(hit, 0), gradient.values.where(hit, 0.0)
+    hit = gradient.selection.inside(0, len(dweight))
+    ids, values = gradient.selection.ids.where(hit, 0), gradient.values.where(hit, 0.0)
     total = dweight.new_zeros(dweight.shape, dtype=values.dtype)
     if len(dweight) and len(x):
         for some in _pieces(len(ids), x.shape[1], total.element_size()):

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import matmul_nt, operand
-from parallel_lce.backends.interface import Coefficients, Projection, Saved, SelectedGradient, power_of_two_scale
+from parallel_lce.backends.interface import (
+    Coefficients,
+    Projection,
+    Saved,
+    SelectedGradient,
+    power_of_two_scale,
+    softcap_slope,
+)
 from parallel_lce.partials import LOWEST_SHIFT, TARGET
 
 # Rows and entries of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.
@@ -45,21 +52,21 @@ def row_tiles(rows: int, device: torch.device) -> list[slice]:
 
 def logits(projection: Projection, x: Tensor, rows: slice, weight: Tensor, window: slice) -> Tensor:
     """A tile ``[entries, rows]`` of z; ``weight`` holds the window's rows as an operand."""
-    z = matmul_nt(weight, x[rows])
-    if projection.bias is not None:
-        z += projection.bias[window, None]
+    bias = None if projection.bias is None else projection.bias[window, None]
+    return finished(matmul_nt(weight, x[rows]), projection, bias, projection.of_rows(rows).token_scale)
+
+
+def finished(z: Tensor, projection: Projection, bias: Tensor | None, token_scale: Tensor | None) -> Tensor:
+    """Logits from products, in place, with what of the bias and of the tokens' scales belongs to each."""
+    if bias is not None:
+        z += bias
     if projection.scale != 1.0:
         z *= projection.scale
-    if projection.token_scale is not None:
-        z *= projection.token_scale[rows]
+    if token_scale is not None:
+        z *= token_scale
     if projection.softcap is not None:
         z.div_(projection.softcap).tanh_().mul_(projection.softcap)
     return z
-
-
-def softcap_slope(cap: float, z: Tensor) -> Tensor:
-    """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
-    return (z / cap).square_().neg_().add_(1.0)
 
 
 def target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
@@ -76,11 +83,10 @@ def target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
 
 def _add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window: slice) -> None:
     """Add the selected entries' values to a ``tile [window, rows]`` of the gradient."""
-    width, height = tile.shape
+    height = tile.shape[1]
     row, hit = selected.of_rows(rows).selection.places()
-    entry = selected.selection.ids - window.start
-    hit &= (entry >= 0) & (entry < width)
-    position = (entry * height + row).where(hit, 0)
+    hit &= selected.selection.inside(window.start, window.stop)
+    position = ((selected.selection.ids - window.start) * height + row).where(hit, 0)
     # Equal positions are summed in a fixed order, on CUDA too.
     tile.view(-1).index_put_((position,), selected.values.where(hit, 0.0), accumulate=True)
 

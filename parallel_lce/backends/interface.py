@@ -126,6 +126,10 @@ class Selection(NamedTuple):
     def of_rows(self, rows: slice) -> Selection:
         return Selection(self.ids, self.begin[rows], self.end[rows])
 
+    def inside(self, start: int, stop: int) -> Tensor:
+        """Which ids lie in ``[start, stop)``, ``[E]``."""
+        return (self.ids >= start) & (self.ids < stop)
+
     def places(self) -> tuple[Tensor, Tensor]:
         """The block's token of each entry ``[E]``, and whether it has one."""
         entry = torch.arange(len(self.ids), device=self.ids.device)
@@ -195,6 +199,11 @@ class Scratch:
             size = max(self.limit, needed)
             self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._memory.narrow(0, 0, needed).view(dtype)
+
+
+def softcap_slope(cap: float, z: Tensor) -> Tensor:
+    """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
+    return (z / cap).square_().neg_().add_(1.0)
 
 
 def recovers_logits(dtype: torch.dtype) -> bool:

@@ -58,8 +58,7 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
 
 def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
     """Write the logits of a block's selected entries to ``out [E]``. Those of other shards become 0."""
-    product = product_of(projection, x if x.stride(1) == 1 else x.contiguous(), 0, projection.real_rows)
-    kernels.selected_logits(product, *selection, out)
+    kernels.selected_logits(product_of(projection, dense(x), 0, projection.real_rows), *selection, out)
 
 
 def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
@@ -72,7 +71,7 @@ def selected_weight_gradient(
 ) -> None:
     """Write the selected rows of ``dweight [V, D]`` and ``dbias [V]``, and no others. ``owner [E]``: the row of
     ``x [R, D]`` of each entry."""
-    kernels.weight_gradient(x, gradient.selection.ids, owner, gradient.values, dweight, dbias)
+    kernels.weight_gradient(dense(x), gradient.selection.ids, owner, gradient.values, dweight, dbias)
 
 
 class BlockForward:

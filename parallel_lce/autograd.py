@@ -176,11 +176,11 @@ class _AccumulatedLoss(torch.autograd.Function):
             assert call.target is not None
             loss = replace(loss, target=call.target, token_weight=token_weight)
             _, *gradients = _accumulate(call, (hidden, weight, bias), loss, divisor, needs)
-        scaled = [
-            g if g is None else _scaled(g, upstream, tensor.dtype)
+        delivered = [
+            g if g is None else scaled(g, upstream, tensor.dtype)
             for g, tensor in zip(gradients, (hidden, weight, bias))
         ]
-        return *scaled, None, None, None
+        return *delivered, None, None, None
 
 
 def _accumulate(
@@ -195,7 +195,7 @@ def _accumulate(
     return call.run(("accumulate", needs), work, *inputs, *call.per_token, loss.token_weight, divisor)
 
 
-def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``gradient * factor`` in ``dtype``, in place where that is its own."""
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     if gradient.dtype == factor.dtype:

@@ -213,7 +213,7 @@ def _plan(
         shared_shard_rows(shard.rows, layout.ranks, a.vocab_start, a.vocab_size),
         hidden.shape[-1],
         itemsize,
-        budget=_budget(a),
+        budget=budget_of(a),
         sp_size=layout.sp_size,
         ranks=layout.ranks,
         gradients=gradients,
@@ -225,7 +225,7 @@ def _plan(
     return planned.limited(shard.real_rows, itemsize, layout.sp_size)
 
 
-def _budget(a: Arguments) -> int:
+def budget_of(a: Arguments) -> int:
     return default_budget(a.linear_weight.device) if a.logits_budget is None else a.logits_budget
 
 
@@ -246,7 +246,7 @@ def _check_together(
             "logit_softcap": a.logit_softcap,
             "vocab_size": a.vocab_size,
             "vocab_start given": a.vocab_start is not None,
-            "logits_budget": _budget(a),
+            "logits_budget": budget_of(a),
             "reduce_dtype": a.reduce_dtype,
             "top_k": a.top_k,
             "token_weight needs a gradient": weight is not None and _needs(weight),

@@ -41,7 +41,7 @@ from parallel_lce.plan import Block
 from parallel_lce.selection import BesidePartials
 
 
-class _Gathers:
+class Gathers:
     """Hidden states of the blocks, in order: :meth:`start` starts the next gather, :meth:`next` gives the oldest."""
 
     def __init__(self, hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> None:
@@ -74,7 +74,7 @@ def forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, sav
         partials = PartialsGather(hidden, entries.tokens, call.shard, columns, layout, entries.size)
         entries.begin(partials.extra)
         saved: Saved = ()
-        gathers = _Gathers(hidden, blocks, layout)
+        gathers = Gathers(hidden, blocks, layout)
         gathers.start()
         for block in blocks:
             x = gathers.next()
@@ -95,7 +95,7 @@ def forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, sav
         return Merged(*merged, *entries.merged(partials.extras)), saved
 
 
-def _project(work: BlockForward, x: IncomingHidden, gathers: _Gathers, first: bool) -> Saved:
+def _project(work: BlockForward, x: IncomingHidden, gathers: Gathers, first: bool) -> Saved:
     """Project a block, and start the next block's gather once this one's hidden states are there.
 
     This rank's own rows of the first block are projected during its gather: no earlier block overlaps that. The
@@ -219,7 +219,7 @@ def backward(
             coefficients = coefficients.folded()
             # All per-token vectors stacked: one copy then extracts a block.
             tokens = torch.cat([partial, torch.stack(coefficients.present)])
-        gathers = _Gathers(hidden, () if gathered is not None else blocks, layout)
+        gathers = Gathers(hidden, () if gathered is not None else blocks, layout)
         gathers.start()
         for block in blocks:
             x = gathers.next() if gathered is None else IncomingHidden(gathered)
@@ -300,7 +300,7 @@ def accumulate(
         entries = max((b.saved for b in blocks), default=0)
         buffers = deque(backend.allocate_saved(projection, rows, entries) for _ in range(ahead + 1))
         waiting: deque[_Waiting] = deque()
-        gathers = _Gathers(hidden, blocks, layout)
+        gathers = Gathers(hidden, blocks, layout)
         gathers.start()
         for block in blocks:
             x = gathers.next()

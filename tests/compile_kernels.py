@@ -62,7 +62,7 @@ from blocks import block_backward, block_forward
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch, SelectedGradient, Selection
 from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.kernels import dense_logits, losses, partials, projection, tuning
+from parallel_lce.kernels import dense_logits, divergence, losses, partials, projection, tuning
 from parallel_lce.partials import Columns, packed_size
 
 tuning._capability = lambda device: CAPABILITY
@@ -131,4 +131,11 @@ for some in (1, 5):
     losses.mean_loss(ones[:some], target[:some], None, -100)
     dense_logits.logits_partial(logits[:some], target[:some], 0, True)
     dense_logits.logits_gradient(logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some])
+    both = torch.ones(2, some, 300), torch.ones(2, 2, some)
+    divergence.row_partials(both[0][0], 0.5, both[1][0])
+    for beta in (0.0, 0.5, 1.0):
+        found, wanted = torch.empty(2, some), (torch.empty(some, 300).bfloat16(), ones[:some], ones[:some])
+        divergence.divergence(*both[0], *both[1], 0.5, beta, found, *wanted)
+        divergence.divergence(*both[0], *both[1], 0.5, beta, found, None, None, None)
+        divergence.divergence(*both[0], *both[1], 0.5, beta, None, *wanted)
 json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)

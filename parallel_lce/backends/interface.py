@@ -229,6 +229,11 @@ def power_of_two_scale(
     largest = sum(others, start=first) * abs(projection.scale)
     if selected is not None and len(selected.values):
         largest = largest + selected.values.abs().nan_to_num(0.0, 0.0).amax()
+    return power_of_two_near(largest)
+
+
+def power_of_two_near(largest: Tensor) -> Tensor:
+    """A power of two that brings a number near 2^10, 0-dimensional, on the device."""
     exponent = 10 - torch.frexp(largest).exponent
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
 

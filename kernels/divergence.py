@@ -1,4 +1,4 @@
-"""Two distributions over the same entries, from fp32 logits: statistics, divergence and its gradient.
+"""The divergence of two distributions over the same entries, from fp32 logits, and its gradient.
 
 The formulas are those of :mod:`parallel_lce.divergence`; the plain torch is :mod:`parallel_lce.backends.divergence`.
 One program reads a row. Rows are addressed in int64: R * V passes 2^31 in ordinary use.
@@ -16,30 +16,9 @@ _BLOCK = 4096
 _WARPS = 8
 
 
-@Relaunched
 @triton.jit
-def lce_forward_row_partials(logits, partial, rows, entries, stride, scale, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    z_row = logits + row * stride
-    maximum = -float("inf")
-    sum_exp = 0.0
-    for first in range(0, entries, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        z = tl.load(z_row + column, mask=column < entries, other=-float("inf")) * scale
-        top = tl.maximum(maximum, tl.max(z, 0))
-        # Nothing but -inf so far: shift by 0, since -inf - -inf is NaN.
-        base = tl.where(top == -float("inf"), 0.0, top)
-        moved = tl.where(maximum == -float("inf"), 0.0, maximum - base)
-        # tl.max drops NaN; it comes back here, through its exponential.
-        sum_exp = sum_exp * tl.exp(moved) + tl.sum(tl.exp(z - base), 0)
-        maximum = top
-    tl.store(partial + row, maximum)
-    tl.store(partial + rows + row, sum_exp)
-
-
-@triton.jit
-def _log_probs(logits, column, valid, scale, normalizer, row, rows):
-    z = tl.load(logits + column, mask=valid, other=-float("inf")) * scale
+def _log_probs(logits, column, valid, normalizer, row, rows):
+    z = tl.load(logits + column, mask=valid, other=-float("inf"))
     return z - tl.load(normalizer + row) - tl.load(normalizer + rows + row)
 
 
@@ -59,7 +38,6 @@ def lce_backward_divergence(
     student_stride,
     teacher_stride,
     gradient_stride,
-    scale,
     beta,
     rest,
     TEACHER: tl.constexpr,
@@ -73,8 +51,8 @@ def lce_backward_divergence(
     for first in range(0, entries, BLOCK):
         column = first + tl.arange(0, BLOCK)
         valid = column < entries
-        log_p = _log_probs(student + row * student_stride, column, valid, scale, student_normalizer, row, rows)
-        log_q = _log_probs(teacher + row * teacher_stride, column, valid, scale, teacher_normalizer, row, rows)
+        log_p = _log_probs(student + row * student_stride, column, valid, student_normalizer, row, rows)
+        log_q = _log_probs(teacher + row * teacher_stride, column, valid, teacher_normalizer, row, rows)
         p = tl.exp(log_p)
         q = tl.exp(log_q)
         # log(q / r) and log(p / r), without the large logarithm of r.
@@ -106,21 +84,11 @@ def lce_backward_divergence(
         tl.store(sums + rows + row, of_student)
 
 
-def row_partials(logits: torch.Tensor, scale: float, partial: torch.Tensor) -> None:
-    """:func:`parallel_lce.backends.divergence.row_partials`"""
-    rows, entries = logits.shape
-    if rows:
-        lce_forward_row_partials.launch(
-            (rows,), logits, partial, rows, entries, logits.stride(0), scale, BLOCK=_BLOCK, num_warps=_WARPS
-        )
-
-
 def divergence(
     student: torch.Tensor,
     teacher: torch.Tensor,
     student_normalizer: torch.Tensor,
     teacher_normalizer: torch.Tensor,
-    scale: float,
     beta: float,
     sums: torch.Tensor | None,
     gradient: torch.Tensor | None,
@@ -145,7 +113,6 @@ def divergence(
             student.stride(0),
             teacher.stride(0),
             0 if gradient is None else gradient.stride(0),
-            scale,
             beta,
             1 - beta,
             TEACHER=beta < 1,

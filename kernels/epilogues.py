@@ -1,7 +1,8 @@
 """Epilogues: what the projection computes from a tile of logits before it leaves registers.
 
-There are two. The forward's stores the tile's partials (:func:`parallel_lce.kernels.partials.store_partials`) and
-returns its exponentials, which the caller may save. The backward's returns the gradient of the logits.
+There are two. The forward's stores the tile's partials (:func:`parallel_lce.kernels.partials.store_partials`), on
+request its logits, and returns its exponentials, which the caller may save. The backward's returns the gradient of the
+logits.
 
 A tile is ``z [BLOCK_M tokens, BLOCK_N vocabulary entries]`` in fp32; ``r`` and ``c`` are its row and column numbers.
 Both mainloops call :func:`tile_rows` before a tile's product, so that its loads overlap the product, and
@@ -22,11 +23,14 @@ from parallel_lce.kernels.partials import PartialColumns, store_partials
 
 
 class ForwardEpilogue(NamedTuple):
-    """Stores partials ``[windows, R]`` of each tile."""
+    """Stores partials ``[windows, R]`` of each tile, and its logits if they are wanted."""
 
     partials: PartialColumns
     # [R] fp32, or None: exponentials are then relative to each window's maximum.
     softmax_shift: torch.Tensor | None
+    # [R, V] fp32, or None: where the logits are stored, and the elements from one row to the next.
+    logits: torch.Tensor | None = None
+    logits_stride: int = 0
 
 
 class BackwardEpilogue(NamedTuple):
@@ -95,6 +99,9 @@ def finish_tile(
     if GRADIENT:
         return _gradient(z, row_values, epilogue, cap)
     else:
+        if epilogue.logits is not None:
+            inside = (r < rows)[:, None] & (c < entries)[None, :]
+            tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         HAS_SOFTMAX_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
         e = store_partials(z, r, c, window, rows, entries, row_values[1], epilogue.partials, MASKED, HAS_SOFTMAX_SHIFT)
         return e * SAVED_SCALE

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from parallel_lce import ops
+from parallel_lce.backends import uses_kernels
 from parallel_lce.backends.interface import Saved
 from parallel_lce.backends.loss import mean_loss
-from parallel_lce.call import Call, Gradients, Inputs, Needs
+from parallel_lce.call import Call, Gradients, Inputs, Needs, flattened
 from parallel_lce.losses import ReducedLoss, WeightedLoss
-from parallel_lce.memory import in_memory
+from parallel_lce.memory import in_memory, on_device_of
 from parallel_lce.schedule import accumulate, backward, forward
 from parallel_lce.statistics import StatisticsHead
 
@@ -198,6 +199,12 @@ def _accumulate(
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """``gradient * factor`` in ``dtype``, in place where that is its own."""
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    if gradient.dim() > 1 and gradient.numel() and gradient.is_contiguous() and uses_kernels(gradient):
+        from parallel_lce.kernels.targets import scale_and_add_targets
+
+        with on_device_of(gradient):
+            scale_and_add_targets(flattened(gradient), factor, None, flattened(result))
+        return result
     if gradient.dtype == factor.dtype:
         return torch.mul(gradient, factor, out=result)
     # torch.mul would round the factor to the gradient's dtype.

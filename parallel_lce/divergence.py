@@ -17,6 +17,7 @@ the backward projects both again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +26,8 @@ from torch import Tensor
 
 from parallel_lce import plan
 from parallel_lce.autograd import first_order_only, scaled
-from parallel_lce.backends.divergence import LogitsGradient, Pair, aligned, divergence, plain_logits, row_partials
+from parallel_lce.backends.divergence import LogitsGradient, Pair, divergence
+from parallel_lce.backends.eager_logits import aligned
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.backends.interface import power_of_two_near
 from parallel_lce.call import Call, Gradients, Inputs, Needs, flattened, token_count
@@ -123,14 +125,16 @@ class _Evaluation:
 
     def _pair(self, block: Block, x: Tensor, y: Tensor) -> Pair:
         """The block's logits, normalized over all ranks."""
-        scale, layout = self.task.student.scale, self.layout
-        logits = plain_logits(self.projection, x), plain_logits(self.teacher, y)
+        task, layout = self.task, self.layout
+        student = task.student.backend.block_logits(self.projection, x)
+        teacher = task.teacher.backend.block_logits(self.teacher, y)
+        logits, partials = zip(student, teacher)
         if self.known:
             numbers = layout.take(self.found.numbers[:4], block).contiguous()
         else:
-            numbers = _normalizers(logits, scale, self.task.student.shard, layout)
+            numbers = _normalizers(partials, task.student.shard, layout)
             layout.put(self.found.numbers[:4], block, numbers)
-        return Pair(*logits, numbers[:2], numbers[2:], scale, self.task.beta)
+        return Pair(*logits, numbers[:2], numbers[2:], task.beta)
 
     def _sum(self, pair: Pair, block: Block, gradient: LogitsGradient | None) -> None:
         """The block's losses and the student's sums."""
@@ -146,14 +150,14 @@ class _Evaluation:
         layout.put(self.found.numbers[4], block, of_student)
 
 
-def _normalizers(logits: tuple[Tensor, Tensor], scale: float, shard: Shard, layout: Layout) -> Tensor:
-    """``[4, R]``: maxima of the scaled logits, and logarithms of the sums of exponentials, over all ranks. NaN where
-    the shards leave a gap or overlap."""
-    rows = len(logits[0])
-    packed = logits[0].new_empty(layout.ranks, 4 * rows + 2)
+def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Tensor:
+    """``[4, R]``: maxima of the logits, and logarithms of the sums of exponentials, over all ranks, from this rank's
+    ``partials [>= 2, R]`` of student and teacher. NaN where the shards leave a gap or overlap."""
+    rows = partials[0].shape[1]
+    packed = partials[0].new_empty(layout.ranks, 4 * rows + 2)
     own = packed[layout.rank]
-    for part, each in zip(own[: 4 * rows].view(2, 2, rows), logits):
-        row_partials(each, scale, part)
+    for part, each in zip(own[: 4 * rows].view(2, 2, rows), partials):
+        part.copy_(each[:2])
     start, size = integer_view(own[4 * rows :]).unbind()
     start.fill_(shard.start)
     size.fill_(shard.rows)

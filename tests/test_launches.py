@@ -19,6 +19,7 @@ from tools import chosen_backend, small
 HERE = Path(__file__).parent
 KERNELS = {
     "lce_backward_add_targets",
+    "lce_backward_divergence",
     "lce_backward_scale_and_add_targets",
     "lce_backward_logits",
     "lce_backward_place_targets",

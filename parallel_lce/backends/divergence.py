@@ -1,5 +1,5 @@
-"""Two distributions over the same vocabulary shard, from fp32 logits of a block of tokens: statistics, divergence and
-its gradient, by kernels where the backend is triton, else in plain torch.
+"""The divergence of two distributions over the same vocabulary shard, from fp32 logits of a block of tokens, and its
+gradient: by kernels where the backend is triton, else in plain torch.
 
 The formulas are in :mod:`parallel_lce.divergence`.
 """
@@ -13,21 +13,15 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import uses_kernels
-from parallel_lce.backends.gemm import accumulate_nt
-from parallel_lce.backends.interface import Projection
-
-# Bytes of a tile of fp32 log-probabilities in plain torch, which has several of them.
-_CPU_BYTES, _CUDA_BYTES = 2 << 20, 64 << 20
-# Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, of half-precision gradients too.
-_ALIGNED = 8
+from parallel_lce.backends.eager_logits import tiles_of_rows
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Student and teacher of R tokens: p = softmax(scale * student), q = softmax(scale * teacher).
+    """Logits of R tokens: p is the softmax of the student's, q of the teacher's.
 
-    A normalizer ``[2, R]`` holds, over the whole vocabulary, the maximum of the scaled logits and the logarithm of the
-    sum of exponentials below it: log p = scale * logit - normalizer[0] - normalizer[1].
+    A normalizer ``[2, R]`` holds, over the whole vocabulary, the maximum of the logits and the logarithm of the sum of
+    exponentials below it: log p = logit - normalizer[0] - normalizer[1].
     """
 
     # [R, V/P], the statistics' dtype, rows contiguous
@@ -35,7 +29,6 @@ class Pair:
     teacher: Tensor
     student_normalizer: Tensor
     teacher_normalizer: Tensor
-    scale: float
     beta: float
 
     @property
@@ -54,31 +47,6 @@ class LogitsGradient(NamedTuple):
     student_mean: Tensor | None
 
 
-def aligned(like: Tensor, rows: int, entries: int, dtype: torch.dtype) -> Tensor:
-    """New memory ``[rows, entries]`` whose rows are 16 bytes aligned."""
-    return like.new_empty(rows, -(-entries // _ALIGNED) * _ALIGNED, dtype=dtype)[:, :entries]
-
-
-def plain_logits(projection: Projection, x: Tensor) -> Tensor:
-    """``x @ weight.T + bias``, ``[R, V/P]`` of the real rows, in the statistics' dtype: not scaled."""
-    real = projection.real_rows
-    out = aligned(x, len(x), real, projection.dtype)
-    accumulate_nt(out, x, projection.weight[:real], overwrite=True)
-    if projection.bias is not None:
-        out += projection.bias[:real]
-    return out
-
-
-def row_partials(logits: Tensor, scale: float, partial: Tensor) -> None:
-    """Write to ``partial [2, R]`` the maximum of ``scale * logits [R, V/P]`` and the sum of exponentials below it."""
-    if uses_kernels(logits):
-        from parallel_lce.kernels import divergence as kernels
-
-        kernels.row_partials(logits, scale, partial)
-    else:
-        torch_row_partials(logits, scale, partial)
-
-
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
     """Write this shard's part of ``sums [2, R]``, and the gradient, where they are given.
 
@@ -90,28 +58,16 @@ def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None)
 
         given = (None, None, None) if gradient is None else gradient
         normalizers = pair.student_normalizer, pair.teacher_normalizer
-        kernels.divergence(pair.student, pair.teacher, *normalizers, pair.scale, pair.beta, sums, *given)
+        kernels.divergence(pair.student, pair.teacher, *normalizers, pair.beta, sums, *given)
     else:
         torch_divergence(pair, sums, gradient)
 
 
-def torch_row_partials(logits: Tensor, scale: float, partial: Tensor) -> None:
-    """:func:`row_partials` in plain torch."""
-    if logits.shape[1] == 0:
-        partial[0], partial[1] = -torch.inf, 0.0
-        return
-    for rows in _tiles(logits):
-        z = logits[rows] * scale
-        maximum = torch.amax(z, 1, out=partial[0, rows])
-        z -= maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(1)
-        torch.sum(z.exp_(), 1, out=partial[1, rows])
-
-
 def torch_divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
     """:func:`divergence` in plain torch."""
-    for rows in _tiles(pair.student):
-        log_p = _log_probs(pair.student, pair.student_normalizer, pair.scale, rows)
-        log_q = _log_probs(pair.teacher, pair.teacher_normalizer, pair.scale, rows)
+    for rows in tiles_of_rows(pair.student):
+        log_p = _log_probs(pair.student, pair.student_normalizer, rows)
+        log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)
         p, q = log_p.exp(), log_q.exp()
         of_p, of_q = _log_ratios(log_p - log_q, pair)
         if sums is not None:
@@ -135,11 +91,5 @@ def _log_ratios(log_ratio: Tensor, pair: Pair) -> tuple[Tensor, Tensor]:
     return log_ratio.where(~up, 0.0) - log_sum, -log_ratio.where(up, 0.0) - log_sum
 
 
-def _log_probs(logits: Tensor, normalizer: Tensor, scale: float, rows: slice) -> Tensor:
-    return logits[rows] * scale - normalizer[0, rows, None] - normalizer[1, rows, None]
-
-
-def _tiles(logits: Tensor) -> list[slice]:
-    row_bytes = max(1, logits.shape[1] * logits.element_size())
-    step = max(1, (_CUDA_BYTES if logits.is_cuda else _CPU_BYTES) // row_bytes)
-    return [slice(a, a + step) for a in range(0, len(logits), step)]
+def _log_probs(logits: Tensor, normalizer: Tensor, rows: slice) -> Tensor:
+    return logits[rows] - normalizer[0, rows, None] - normalizer[1, rows, None]

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.eager_logits import block_logits
 from parallel_lce.backends.eager_selected import (
     selected_hidden_gradient,
     selected_logits,
@@ -54,6 +55,7 @@ __all__ = [
     "BlockBackward",
     "BlockForward",
     "allocate_saved",
+    "block_logits",
     "mean_loss",
     "merge_ranks",
     "savable",

@@ -334,6 +334,11 @@ class Backend(Protocol):
         """
         ...
 
+    def block_logits(self, projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits ``[R, V/P]`` of the real rows, in the statistics' dtype, and their partial ``[3, R]``, its target
+        0. Rows begin at multiples of 16 bytes, in any dtype of that many elements."""
+        ...
+
     def selected_logits(self, projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
         """Write the logits of a block's selected entries to ``out [E]``. Those of other shards become 0."""
         ...

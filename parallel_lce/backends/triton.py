@@ -31,6 +31,7 @@ __all__ = [
     "BlockBackward",
     "BlockForward",
     "allocate_saved",
+    "block_logits",
     "mean_loss",
     "merge_ranks",
     "savable",
@@ -54,6 +55,20 @@ _PARTIAL_BYTES = 32 << 20
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
     return projection.weight.new_empty(rows * stride_of(min(entries, projection.real_rows)))
+
+
+def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits ``[R, V/P]`` of the real rows, and their partial ``[3, R]``, its target 0."""
+    rows, real, columns = x.shape[0], projection.real_rows, Columns()
+    logits = x.new_empty(rows, stride_of(real), dtype=projection.dtype)[:, :real]
+    partial = empty_partial(columns, rows, projection.dtype, x.device)
+    if rows and real:
+        product = product_of(projection, dense(x), 0, real)
+        windows = new_window_partials(product, columns)
+        product.launch(None, ForwardEpilogue(windows, None, logits, logits.stride(0)))
+        width = product.tile.entries
+        merge_windows(windows, partial, None, columns, window=width, entries=real, start=projection.start)
+    return logits, partial
 
 
 def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:

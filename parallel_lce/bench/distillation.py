@@ -56,14 +56,14 @@ def measure(team: Team, shape: Shape, teacher_size: int, dtype: torch.dtype, bet
     y, u, target = teacher.hidden, teacher.weight, student.target
     calls: dict[str, Callable] = {PRODUCTS: _products(x.detach(), w.detach(), y, u)}
     errors: dict[str, tuple[float, float]] = {}
-    checked = slice(0, min(CHECKED, shape.n))
+    checked, count = slice(0, min(CHECKED, shape.n)), int(student.counted.sum())
     for beta in betas:
         truth = None
         if team.alone:
-            exact = [t.detach()[checked].double() if len(t) == shape.n else t.detach().double() for t in (x, w, y, u)]
-            truth = _dense(*exact, target[checked], beta, int(student.counted.sum()), weight_gradient=False)
+            exact = [t.detach().double() for t in (x[checked], w, y[checked], u)]
+            truth = _dense(exact[0], exact[1], exact[2], exact[3], target[checked], beta, count, weight_gradient=False)
             del exact
-            calls[f"{DENSE}, beta {beta:g}"] = partial(_dense, x, w, y, u, target, beta, int(student.counted.sum()))
+            calls[f"{DENSE}, beta {beta:g}"] = partial(_dense, x, w, y, u, target, beta, count)
         for reduction in ALL_OPTIONS:
             loss = partial(divergence, x, w, y, u, beta=beta, target=target, process_group=team.group)
             calls[f"ours, beta {beta:g}, {reduction}"] = partial(_ours, loss, reduction, x, w, student.counted)
@@ -141,7 +141,7 @@ def _table(options, dtype: torch.dtype, team: Team, rows: list):
 
 
 def _parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     cuda = torch.cuda.is_available()
     usual = Shape(8192, 128256, 4096) if cuda else Shape(256, 4096, 256)
     parser.add_argument("--shape", type=parse_shape, default=usual, help="N,V,D of the student")

@@ -1,4 +1,5 @@
-"""The training program behind demo.sh and train.sh: stock Megatron-core with either loss. Not part of the package."""
+"""The training programs: behind demo.sh and train.sh stock Megatron-core with either loss, behind parity.sh a small GPT in
+plain PyTorch. Not part of the package."""
 
 import warnings
 

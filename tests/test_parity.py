@@ -46,12 +46,12 @@ def tensors(n=6, v=10, d=8, dtype=torch.bfloat16, sharpness=1.0) -> dict[str, to
 
 def test_the_measures_of_a_hand_made_case():
     truth = scores([-1.0, -2.0, -3.0, -4.0], [0.5, 0.5, 0.5, 0.5])
-    found = scores([-1.0, -1.75, -3.125, -4.0 + 2**-8], [0.5, 0.75, 0.5, 0.375])
+    found = scores([-1.0, -1.75, -3.5, -4.0 + 2**-8], [0.5, 0.75, 0.5, 0.125])
     its = Deviation.of(found, truth)
-    assert its.mean == (0.25 + 0.125 + 2**-8) / 4 and its.largest == 0.25
-    assert its.smallest_ratio == pytest.approx(math.exp(-0.125)) and its.largest_ratio == pytest.approx(math.exp(0.25))
+    assert its.mean == (0.25 + 0.5 + 2**-8) / 4 and its.largest == 0.5
+    assert its.smallest_ratio == pytest.approx(math.exp(-0.5)) and its.largest_ratio == pytest.approx(math.exp(0.25))
     assert its.outside == 0.5  # exp(2^-8) = 1.0039 is within
-    assert its.entropy_mean == 0.375 / 4 and its.entropy_largest == 0.25
+    assert its.entropy_mean == 0.625 / 4 and its.entropy_largest == 0.375
 
 
 @pytest.mark.parametrize(

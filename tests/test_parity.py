@@ -19,8 +19,8 @@ pytest.importorskip("safetensors", reason="needs the benchmark's packages")
 from safetensors.torch import save_file
 
 from cases import normal
-from parallel_lce.bench import parity
-from parallel_lce.bench.parity import FP32_HEAD, OURS, Case, Deviation, Inputs, Scores, head, measure, random_inputs
+from parallel_lce.bench import exactness, parity
+from parallel_lce.bench.exactness import FP32_HEAD, OURS, Case, Deviation, Inputs, Scores, head, measure, random_inputs
 from parallel_lce.bench.problem import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -111,7 +111,7 @@ def test_the_verdict_says_how_many_times():
 
 @pytest.mark.parametrize("rows", [1, 4, 6])
 def test_the_truth_is_torch_in_float64(rows, monkeypatch):
-    monkeypatch.setattr(parity, "BLOCK_BYTES", 8 * 10 * rows)  # blocks of tokens, the last perhaps a part
+    monkeypatch.setattr(exactness, "BLOCK_BYTES", 8 * 10 * rows)  # blocks of tokens, the last perhaps a part
     inputs = Inputs("", **tensors(sharpness=4.0))
     z = inputs.hidden.double() @ inputs.weight.double().T
     found, largest = head(inputs, torch.float64)
@@ -284,6 +284,6 @@ def test_what_cannot_be_measured_does_not_end_the_report(tmp_path, capsys):
 
 
 def test_a_wrong_result_fails_the_report(monkeypatch, capsys):
-    monkeypatch.setattr(parity, "ours", lambda inputs: head(inputs, torch.bfloat16)[0])
+    monkeypatch.setattr(exactness, "ours", lambda inputs: head(inputs, torch.bfloat16)[0])
     assert parity.main(["--device", "cpu", "--random", "32,64,32"]) == 1
     assert capsys.readouterr().out.count("FAILED: ours is off by") == 3

@@ -2,13 +2,13 @@
 
 from rich.table import Table
 
-from .parity import CLIP, FP32_HEAD, OURS, Case
+from .exactness import BAND, FP32_HEAD, OURS, Case
 from .tables import new_table
 
 CAPTION = (
     "Differences from float64 of the same inputs, in nats: of the target's log-probability and of the entropy. ratio: "
     "exp(difference), the importance ratio that PPO would see of an unchanged policy; outside: share of the tokens "
-    f"whose ratio is not within 1 ± {CLIP:g}."
+    f"whose ratio is not within 1 ± {BAND:g}."
 )
 
 

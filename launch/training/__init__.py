@@ -1,4 +1,5 @@
-"""The training program behind demo.sh and train.sh: stock Megatron-core with either loss. Not part of the package."""
+"""The training programs: stock Megatron-core with either loss (demo.sh, train.sh), a small GPT in plain PyTorch
+(parity.sh). Not part of the package."""
 
 import warnings
 

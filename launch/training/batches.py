@@ -22,16 +22,39 @@ class Batch:
         return (per_token * self.loss_mask).sum()
 
 
-class Batches:
+class Windows:
     """Random windows of a text. (seed, step) determines those of a step, so that there is no state to restore."""
 
-    def __init__(self, text: Text, config: TrainConfig, device: torch.device):
-        self.windows = len(text.tokens) - config.sequence  # start positions of windows of s + 1 tokens
-        self.text, self.config, self.device = text, config, device
+    def __init__(self, text: Text, sequence: int, seed: int, device: torch.device):
+        self.windows = len(text.tokens) - sequence  # start positions of windows of s + 1 tokens
+        self.text, self.sequence, self.seed, self.device = text, sequence, seed, device
 
     def __call__(self, step: int, samples: int) -> Batch:
         """A batch of `samples` samples for step `step`, on the device."""
         return self._batch(self._starts(step, samples))
+
+    def _starts(self, step: int, samples: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
+        return torch.randint(self.windows, (samples,), generator=generator)
+
+    def _batch(self, starts: torch.Tensor) -> Batch:
+        stream = torch.from_numpy(self.text.tokens)
+        samples = stream[starts[:, None] + torch.arange(self.sequence + 1)].to(self.device, torch.int64)  # [b, s + 1]
+        tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+        return Batch(
+            tokens=tokens,
+            labels=labels,
+            loss_mask=(tokens != self.text.end_of_document).float(),
+            position_ids=torch.arange(self.sequence, device=self.device).expand_as(tokens),
+        )
+
+
+class Batches(Windows):
+    """The same, shared out among ranks. The samples of a step do not depend on their number."""
+
+    def __init__(self, text: Text, config: TrainConfig, device: torch.device):
+        super().__init__(text, config.sequence, config.seed, device)
+        self.config = config
 
     def of_rank(self, step: int, data_rank: int, data_size: int) -> list[Batch]:
         """The micro batches of one data-parallel rank: its share of the step's samples."""
@@ -41,19 +64,3 @@ class Batches:
             starts = starts.flip(0)
         mine = starts.view(data_size, config.micro_batches, config.micro_batch)[data_rank]
         return [self._batch(part) for part in mine]
-
-    def _starts(self, step: int, samples: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
-        return torch.randint(self.windows, (samples,), generator=generator)
-
-    def _batch(self, starts: torch.Tensor) -> Batch:
-        config = self.config
-        stream = torch.from_numpy(self.text.tokens)
-        samples = stream[starts[:, None] + torch.arange(config.sequence + 1)].to(self.device, torch.int64)  # [b, s + 1]
-        tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
-        return Batch(
-            tokens=tokens,
-            labels=labels,
-            loss_mask=(tokens != self.text.end_of_document).float(),
-            position_ids=torch.arange(config.sequence, device=self.device).expand_as(tokens),
-        )

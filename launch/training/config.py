@@ -6,9 +6,10 @@ Unknown keys, wrong types, numbers out of range and missing values are errors.
 
 import argparse
 import os
+from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, NoReturn, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -25,6 +26,8 @@ DEFAULT_CONFIG = ROOT / "configs" / "demo.yaml"
 # PyTorch and Megatron compute with integers and floats of 32 bits. The optimizer multiplies two such floats: 1e18 times
 # 1e18 stays below fp32's maximum.
 LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e18
+
+R = TypeVar("R", bound="Run")
 
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST_INT)]
 # Strict: a boolean is not a number. An integer is one, such as a learning rate of 1.
@@ -63,6 +66,7 @@ class Device(Enum):
 
 class TextConfig(Section):
     path: Name | None = None  # a file or a folder; None: the standard library's own sources
+    torch_sources: StrictBool = False  # without a path: the sources of the installed PyTorch too
     # Of the BPE: 256 bytes, one special token and the merges that it learns.
     vocab_size: Annotated[int, Field(strict=True, ge=257, le=LARGEST_INT)]
     max_bytes: Annotated[int, Field(strict=True, ge=1, lt=2**63)]  # read no more text than this
@@ -84,9 +88,9 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> "ModelConfig":
-        _must_divide("model.heads", self.heads, "model.kv_heads", self.kv_heads or self.heads)
+        must_divide("model.heads", self.heads, "model.kv_heads", self.kv_heads or self.heads)
         if self.head_dim is None:
-            _must_divide("model.hidden", self.hidden, "model.heads", self.heads)
+            must_divide("model.hidden", self.hidden, "model.heads", self.heads)
         dim = self.head_dim or self.hidden // self.heads
         if dim % 2:
             raise ValueError(f"rotary embeddings turn pairs of numbers: model.head_dim={dim} is not even")
@@ -142,7 +146,14 @@ class CompareConfig(Section):
     report: Name | None = None  # folder of the report; None: the output folder
 
 
-class Config(Section):
+class Run(Section):
+    """What every training has."""
+
+    text: TextConfig
+    output: Name  # folder of this run's results
+
+
+class Config(Run):
     text: TextConfig
     model: ModelConfig
     train: TrainConfig
@@ -158,18 +169,18 @@ class Config(Section):
         model, tensor = self.model, self.parallel.tensor
         if model.vocab_size is not None and model.vocab_size < self.text.vocab_size:
             raise ValueError(f"model.vocab_size={model.vocab_size} is less than text.vocab_size={self.text.vocab_size}")
-        _must_divide("model.heads", model.heads, "parallel.tensor", tensor)
-        _must_divide("model.kv_heads", model.kv_heads or model.heads, "parallel.tensor", tensor)
-        _must_divide("model.ffn_hidden", model.ffn_hidden, "parallel.tensor", tensor)
-        _must_divide("model.layers", model.layers, "parallel.pipeline", self.parallel.pipeline)
+        must_divide("model.heads", model.heads, "parallel.tensor", tensor)
+        must_divide("model.kv_heads", model.kv_heads or model.heads, "parallel.tensor", tensor)
+        must_divide("model.ffn_hidden", model.ffn_hidden, "parallel.tensor", tensor)
+        must_divide("model.layers", model.layers, "parallel.pipeline", self.parallel.pipeline)
         if self.parallel.sequence:
-            _must_divide("train.sequence", self.train.sequence, "parallel.tensor", tensor)
+            must_divide("train.sequence", self.train.sequence, "parallel.tensor", tensor)
         if self.parallel.device is Device.cpu:
             check_for_cpu(self)
         return self
 
 
-def _must_divide(name: str, size: int, divisor_name: str, divisor: int) -> None:
+def must_divide(name: str, size: int, divisor_name: str, divisor: int) -> None:
     if size % divisor:
         raise ValueError(f"{name}={size} is not a multiple of {divisor_name}={divisor}")
 
@@ -183,27 +194,40 @@ class _Parser(argparse.ArgumentParser):
 
 def parse_command_line(description: str | None, argv: list[str]) -> Config:
     """Reads `[--config FILE] [--text PATH] [key=value ...]`. Raises a Refusal for a configuration that is wrong."""
+    return parse_run(description, argv, DEFAULT_CONFIG, load_config)
+
+
+def parse_run(description: str | None, argv: list[str], default: Path, load: Callable[..., R]) -> R:
+    """The same for any schema: `load(path, overrides, text)` reads the file, which is `default` if none is named."""
     parser = _Parser(description=description)
-    parser.add_argument("--config", type=Path, default=DEFAULT_CONFIG, help="YAML file (default: %(default)s)")
+    parser.add_argument("--config", type=Path, default=default, help="YAML file (default: %(default)s)")
     parser.add_argument("--text", help="train on this file or folder; the same as text.path=PATH")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=20")
     args = parser.parse_intermixed_args(argv)
-    return load_config(args.config, args.overrides, args.text)
+    return load(args.config, args.overrides, args.text)
 
 
 def load_config(path: Path, overrides: list[str], text: str | None = None) -> Config:
+    """The configuration of a training with Megatron-core, as `load_run` reads it."""
+    config = load_run(Config, path, overrides, text)
+    if config.compare.report is not None:
+        config.compare.report = _absolute("compare.report", config.compare.report)
+    return config
+
+
+def load_run(schema: type[R], path: Path, overrides: list[str], text: str | None = None) -> R:
     """The configuration in the file, with the `key=value` overrides and then `text` applied, checked.
 
     `text` and `text.path` are relative to the current folder, the other paths to the repository. Raises a Refusal of
     one line for every mistake.
     """
     try:
-        given = parse_overrides(overrides, Config)
+        given = parse_overrides(overrides, schema)
         merged = OmegaConf.merge(_read(path), given)
         if missing := OmegaConf.missing_keys(given):  # merging ignores them
             raise Refusal(f"{', '.join(sorted(missing))}=???: a value is needed")
         values = OmegaConf.to_container(merged, resolve=True, throw_on_missing=True)
-        config = Config.model_validate(values)
+        config = schema.model_validate(values)
         if text is not None:
             config.text = TextConfig.model_validate({**config.text.model_dump(), "path": text})
     except Refusal:
@@ -218,8 +242,6 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
         config.text.path = _absolute("text.path", config.text.path, Path())
     config.text.cache = _absolute("text.cache", config.text.cache)
     config.output = _absolute("output", config.output)
-    if config.compare.report is not None:
-        config.compare.report = _absolute("compare.report", config.compare.report)
     return config
 
 
@@ -259,7 +281,7 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def save_config(config: Config, path: Path) -> None:
+def save_config(config: Run, path: Path) -> None:
     """Writes the resolved configuration, so that a run can be repeated from its results."""
     values = literal_strings(config.model_dump(mode="json"))
     # safe_dump writes ASCII alone. Unicode's line ends, which YAML would fold, are therefore escaped.

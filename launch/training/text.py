@@ -2,11 +2,12 @@
 
 import codecs
 import hashlib
+import importlib.util
 import json
 import os
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -102,22 +103,35 @@ def _read_tokens(path: Path, entries: int) -> np.ndarray:
 
 
 def read_documents(config: TextConfig) -> tuple[str, list[str]]:
-    """The name of the text's source, and its documents sorted by path, up to `max_bytes` of UTF-8 in all."""
+    """The name of the text's source, and its documents, up to `max_bytes` of UTF-8 in all. Those of a folder are sorted
+    by path."""
     if config.path is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        source, paths = "the Python standard library's sources", root.rglob("*.py")
+        source, roots = "the Python standard library's sources", [Path(sysconfig.get_path("stdlib"))]
+        if config.torch_sources:
+            source, roots = f"{source} and PyTorch's", [*roots, _folder_of("torch")]
+        files = ((root, path) for root in roots for path in sorted(root.rglob("*.py")))
     else:
         root = Path(config.path)
         if not root.exists():
             raise ValueError(f"no such file or folder: {root}")
         if not root.is_file() and not root.is_dir():  # reading a pipe or a device might never end
             raise ValueError(f"{root} is neither a file nor a folder")
-        source, paths = str(root), root.rglob("*") if root.is_dir() else iter([root])
-    return source, list(_read(root, paths, config.max_bytes))
+        source = str(root)
+        files = ((root, path) for path in (sorted(root.rglob("*")) if root.is_dir() else [root]))
+    return source, list(_read(files, config.max_bytes))
 
 
-def _read(root: Path, paths: Iterator[Path], left: int) -> Iterator[str]:
-    for path in sorted(paths):
+def _folder_of(package: str) -> Path:
+    """Without importing the package."""
+    found = importlib.util.find_spec(package)
+    if found is None or found.origin is None:
+        raise ValueError(f"text.torch_sources: there is no package {package} here")
+    return Path(found.origin).parent
+
+
+def _read(files: Iterable[tuple[Path, Path]], left: int) -> Iterator[str]:
+    """The documents in files, each given with the root that it was found under; `left` bytes of them at most."""
+    for root, path in files:
         parts = path.relative_to(root).parts
         if SKIPPED_FOLDERS.intersection(parts) or any(part.startswith(".") for part in parts) or not path.is_file():
             continue

@@ -15,4 +15,5 @@ results.py        what was measured, as numbers and JSON;  tables.py, plot.py  t
 measure.py        accuracy, memory and time of all peers, interleaved
 machine.py        the hardware and software;  run.py  one run of the benchmark;  __main__.py  starts it
 scaling.py        a model of the time over ranks, fitted to JSON;  tune.py  times the kernels' tiles
+exactness.py      log-probabilities against float64;  parity_table.py, parity.py  the report, a command of its own
 """

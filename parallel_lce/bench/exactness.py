@@ -1,0 +1,187 @@
+"""How exact log-probabilities and entropies are: three ways to compute them, each compared with float64.
+
+ours           `token_statistics`
+bf16 logits    the logits in the inputs' dtype, converted to fp32 for the softmax, as trainers do
+fp32 head      hidden states and weight converted to fp32, products in full fp32 (no TF32)
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from .accuracy import BLOCK_BYTES
+from .problem import Shape
+
+BAND = 0.01  # a ratio outside of 1 ± BAND counts
+ROUNDINGS = 4  # of the largest logit in fp32, which ours may be off beside twice the fp32 head's error
+OURS, FP32_HEAD = "ours", "fp32 head"
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What an output layer and its loss see, on one device."""
+
+    name: str
+    hidden: Tensor  # [N, D]
+    weight: Tensor  # [V, D], in the dtype of the hidden states
+    target: Tensor  # [N] int64
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(len(self.hidden), *self.weight.shape)
+
+    @property
+    def dtype_name(self) -> str:
+        return {torch.bfloat16: "bf16", torch.float16: "fp16"}[self.hidden.dtype]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of each token; fp32, or fp64."""
+
+    log_prob: Tensor  # [N], of the target
+    entropy: Tensor  # [N], in nats
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far scores are from the truth, over the tokens. Differences are absolute, in nats. NaN anywhere is NaN."""
+
+    mean: float  # of the log-probabilities
+    largest: float
+    smallest_ratio: float  # of exp(log-probability - truth): the importance ratio that PPO would see
+    largest_ratio: float
+    outside: float  # share of the tokens whose ratio is not within 1 ± BAND
+    entropy_mean: float
+    entropy_largest: float
+
+    @classmethod
+    def of(cls, found: Scores, truth: Scores) -> "Deviation":
+        off = found.log_prob.double() - truth.log_prob
+        entropy_off = (found.entropy.double() - truth.entropy).abs()
+        ratio = off.exp()
+        within = (ratio >= 1 - BAND) & (ratio <= 1 + BAND)  # not where the ratio is NaN
+        return cls(
+            mean=off.abs().mean().item(),
+            largest=off.abs().max().item(),
+            smallest_ratio=ratio.min().item(),
+            largest_ratio=ratio.max().item(),
+            outside=1 - within.double().mean().item(),
+            entropy_mean=entropy_off.mean().item(),
+            entropy_largest=entropy_off.max().item(),
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """The deviations of all ways on one set of inputs."""
+
+    name: str
+    shape: Shape
+    dtype_name: str
+    largest_logit: float  # max |z|
+    mean_log_prob: float  # of the targets, true
+    deviations: dict[str, Deviation]
+
+    @property
+    def limit(self) -> float:
+        """The largest difference that ours may have: twice the fp32 head's, plus a few roundings."""
+        rounding = torch.finfo(torch.float32).eps * max(1.0, self.largest_logit)
+        return 2 * self.deviations[FP32_HEAD].largest + ROUNDINGS * rounding
+
+    @property
+    def holds(self) -> bool:
+        return self.deviations[OURS].largest <= self.limit  # not for NaN
+
+    def times(self, name: str) -> float:
+        """The largest difference of a way relative to that of the fp32 head, or to one rounding if that has none."""
+        smallest = torch.finfo(torch.float32).eps
+        return self.deviations[name].largest / max(self.deviations[FP32_HEAD].largest, smallest)
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        return {
+            "name": self.name,
+            **vars(self.shape),
+            "dtype": self.dtype_name,
+            "max_abs_logit": self.largest_logit,
+            "mean_log_prob": self.mean_log_prob,
+            "allowed_largest": self.limit,
+            "holds": self.holds,
+            "deviations": {name: asdict(deviation) for name, deviation in self.deviations.items()},
+        }
+
+
+def measure(inputs: Inputs) -> Case:
+    """All three ways against float64."""
+    truth, largest_logit = head(inputs, torch.float64)
+    rounded = f"{inputs.dtype_name} logits"
+    ways: dict[str, Callable[[], Scores]] = {
+        OURS: lambda: ours(inputs),
+        rounded: lambda: head(inputs, inputs.hidden.dtype)[0],
+        FP32_HEAD: lambda: head(inputs, torch.float32)[0],
+    }
+    deviations = {name: Deviation.of(way(), truth) for name, way in ways.items()}
+    mean = truth.log_prob.mean().item()
+    return Case(inputs.name, inputs.shape, inputs.dtype_name, largest_logit, mean, deviations)
+
+
+@torch.no_grad()
+def ours(inputs: Inputs) -> Scores:
+    from parallel_lce import token_statistics
+
+    found = token_statistics(inputs.hidden, inputs.weight, inputs.target, expected_logit=True)
+    assert found.target_log_prob is not None and found.entropy is not None
+    return Scores(found.target_log_prob, found.entropy)
+
+
+@torch.no_grad()
+def head(inputs: Inputs, dtype: torch.dtype) -> tuple[Scores, float]:
+    """The scores of logits `[N, V]` in `dtype` that plain torch makes, and max |z|. The softmax is at least in fp32.
+    It goes through blocks of tokens."""
+    weight, parts, largest = inputs.weight.to(dtype), [], 0.0
+    for tokens in _blocks(inputs):
+        with _full_fp32():
+            z = inputs.hidden[tokens].to(dtype) @ weight.T
+        largest = max(largest, z.abs().max().item())
+        log_p = z.to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
+        del z
+        log_prob = log_p.gather(1, inputs.target[tokens, None]).squeeze(1)
+        parts.append((log_prob, -log_p.exp().mul_(log_p).sum(1)))
+    return Scores(*(torch.cat(values) for values in zip(*parts))), largest
+
+
+def _blocks(inputs: Inputs) -> Iterator[slice]:
+    rows = max(1, BLOCK_BYTES // (8 * len(inputs.weight)))
+    return (slice(start, start + rows) for start in range(0, len(inputs.hidden), rows))
+
+
+@contextmanager
+def _full_fp32():
+    """fp32 products without TF32, whatever this process has chosen."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@torch.no_grad()
+def random_inputs(shape: Shape, deviation: float, device: torch.device, seed: int = 0) -> Inputs:
+    """bf16 inputs with normal logits of this standard deviation: x ~ N(0, 1), W ~ N(0, deviation^2 / D). Targets are
+    drawn from the softmax of the logits, as tokens are sampled from a policy."""
+    generator = torch.Generator(device).manual_seed(seed)
+    options = {"generator": generator, "device": device}
+    hidden = torch.randn(shape.n, shape.d, **options).bfloat16()
+    weight = torch.randn(shape.v, shape.d, **options).mul_(deviation * shape.d**-0.5).bfloat16()
+    target = torch.empty(shape.n, dtype=torch.int64, device=device)
+    inputs = Inputs(f"random, std {deviation:g}", hidden, weight, target)
+    for tokens in _blocks(inputs):
+        z = (hidden[tokens] @ weight.T).float()
+        noise = torch.empty_like(z).exponential_(generator=generator)
+        target[tokens] = (z - noise.log_()).argmax(1)  # the Gumbel-max trick
+    return inputs

@@ -1,0 +1,37 @@
+"""The parity report to look at: a table of all inputs, and a line about each."""
+
+from rich.table import Table
+
+from .exactness import BAND, FP32_HEAD, OURS, Case
+from .tables import new_table
+
+CAPTION = (
+    "Differences from float64 of the same inputs, in nats: of the target's log-probability and of the entropy. ratio: "
+    "exp(difference), the importance ratio that PPO would see of an unchanged policy; outside: share of the tokens "
+    f"whose ratio is not within 1 ± {BAND:g}."
+)
+
+
+def parity_table(cases: list[Case]) -> Table:
+    """A row per inputs and way."""
+    columns = ["mean", "largest", "ratio, smallest–largest", "outside", "entropy mean", "entropy largest"]
+    table = new_table("Log-probabilities against float64", CAPTION, ["inputs", "max |z|", "computed by"], columns)
+    for case in cases:
+        about = [f"{case.name}: {case.shape}", f"{case.largest_logit:.1f}"]
+        for name, its in case.deviations.items():
+            ratio = f"{its.smallest_ratio:.6f}–{its.largest_ratio:.6f}"
+            row = [f"{its.mean:.1e}", f"{its.largest:.1e}", ratio, f"{its.outside:.2%}"]
+            row += [f"{its.entropy_mean:.1e}", f"{its.entropy_largest:.1e}"]
+            table.add_row(*about, name, *row, style="bold" if name == OURS else None)
+            about = ["", ""]
+    return table
+
+
+def verdict(case: Case) -> str:
+    """How the largest differences compare, and whether ours is what it should be."""
+    (rounded,) = set(case.deviations) - {OURS, FP32_HEAD}
+    words = f"{case.name}: the largest difference of ours is {case.times(OURS):.2g} times the fp32 head's, "
+    words += f"that of {rounded} {case.times(rounded):.2g} times"
+    if not case.holds:
+        words += f". FAILED: ours is off by {case.deviations[OURS].largest:.1e}, allowed {case.limit:.1e}"
+    return words

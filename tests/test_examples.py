@@ -148,8 +148,30 @@ def test_dpo(ranks, run, example):
         assert numbers == pytest.approx(others, abs=1e-5)
 
 
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_distillation(ranks, run, example):
+    printed = run("distillation", ranks)
+    module = example("distillation")
+    hidden, weight, teacher_hidden, teacher = (t.double() for t in module.build())
+    optimizer, expected = torch.optim.SGD([weight.requires_grad_()], lr=1000.0), []
+    log_q = (teacher_hidden @ teacher.t() / module.TEMPERATURE).log_softmax(-1)
+    for _ in range(module.STEPS):
+        log_p = (hidden @ weight.t() / module.TEMPERATURE).log_softmax(-1)
+        log_m = (module.BETA * log_q.exp() + (1 - module.BETA) * log_p.exp()).log()
+        of_teacher, of_student = ((v.exp() * (v - log_m)).sum(-1).mean() for v in (log_q, log_p))
+        loss = module.BETA * of_teacher + (1 - module.BETA) * of_student
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected.append([loss.item()])
+    found = _steps(printed, "loss")
+    assert len(found) == module.STEPS and found[-1][0] < 0.9 * found[0][0], "it improves"
+    for numbers, others in zip(found, expected):
+        assert numbers == pytest.approx(others, abs=1e-5)
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists the threads of a process as Linux does")
-@pytest.mark.parametrize("name", ["sequence_parallel", "policy_gradient", "grpo", "dpo"])
+@pytest.mark.parametrize("name", ["sequence_parallel", "policy_gradient", "grpo", "dpo", "distillation"])
 def test_no_thread_of_the_group_outlives_an_example(name):
     """Such a thread may abort the process while Python ends."""
     script = (

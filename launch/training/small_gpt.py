@@ -4,9 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-STD = (
-    0.02  # of new parameters; those that end a residual branch have less, so that the sum of all branches does not grow
-)
+# Standard deviation of new parameters. Those that end a residual branch have less, so that the sum of all branches does
+# not grow with their number.
+STD = 0.02
 
 
 class Block(nn.Module):

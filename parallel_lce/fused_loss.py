@@ -63,7 +63,8 @@ def fused_statistics(
     extra_check: Callable[[], None] | None = None,
     main_grad: MainGrad | None = None,
 ) -> TokenStatistics:
-    """The statistics of ``arguments`` that ``columns`` tell, of the tokens' shape. The others: of :func:`fused_loss`."""
+    """The statistics of ``arguments`` that ``columns`` tell, of the tokens' shape. The other arguments are those of
+    :func:`fused_loss`."""
     prepared = prepare(arguments, columns, function=function, extra_check=extra_check, main_grad=main_grad)
     call = prepared.call
     found = TokenStatistics(*fused(call, prepared.inputs, call.statistics(), prepared.differentiable))

@@ -107,7 +107,7 @@ def forward_step(ours: bool, scoring: Scoring, spec: Model, device, done: Traine
             assert (found.entropy is not None) == scoring.entropy
         done.losses += [v.detach().float().cpu() for v in (found[:2] if scoring.entropy else found[:1])]
         total = policy_loss(found, data.labels, scoring.entropy).float()
-        return total, torch.tensor(data.labels.numel(), dtype=torch.int32), {"loss": total.detach()}
+        return total, torch.tensor(data.labels.numel(), dtype=torch.int32, device=device), {"loss": total.detach()}
 
     return output, loss_function
 
@@ -141,7 +141,7 @@ def _pairs(tp: int) -> list:
     two = dict(ranks=2 * tp, sequence_parallel=tp > 1, ddp="fp32")
     return [
         (Model(**two, data=2, tied=True, overlap=True, optimizer="distributed"), Scoring(0.7)),
-        (Model(**two, pipeline=2, tied=True, mtp=1, overlap=True, microbatches=3, steps=1), Scoring("tensor")),
+        (Model(**two, pipeline=2, tied=True, mtp=1, microbatches=3, steps=1), Scoring("tensor")),
         (Model(**two, pipeline=2, chunks=2, overlap=True, steps=1), Scoring(0.7, switched=True)),
         (Model(**two, context=2, mtp=1, steps=1), Scoring("tensor")),
     ]
@@ -342,7 +342,7 @@ def test_torchs_fully_sharded_data_parallel(worlds):
     worlds(2).run(_fully_sharded)
 
 
-def _budgets(member: Member, mtp: int | None) -> list:
+def _budgets(member: Member, mtp: int | None) -> None:
     """The budget of each call, by default and as installed."""
     spec, given = Model(ranks=member.ranks, mtp=mtp), []
     model, data = build(member, spec, {}), batch(0, spec, member.device)
@@ -361,14 +361,13 @@ def _budgets(member: Member, mtp: int | None) -> list:
             of_ours(model, data, Scoring())
         finally:
             parallel_lce.megatron.uninstall()
-    return given
+    default = None if mtp is None else default_budget(member.device) // (1 + mtp)
+    assert given == [(default, None), (345, None), (12345, torch.float32)]
 
 
 @pytest.mark.parametrize("mtp", [None, 1])
 def test_budgets(mtp, worlds):
-    default = None if mtp is None else default_budget(torch.device("cpu")) // 2
-    for given in worlds(2).run(_budgets, mtp):
-        assert given == [(default, None), (345, None), (12345, torch.float32)]
+    worlds(2).run(_budgets, mtp)
 
 
 def _refused(member: Member) -> None:
@@ -397,7 +396,7 @@ def _refused(member: Member) -> None:
     assert f"of labels' shape {shape}, got [{SEQUENCE}]" in error(temperature=torch.ones(SEQUENCE))
     assert "none flows to it" in error(temperature=torch.ones(BATCH, SEQUENCE, requires_grad=True))
     assert "is on meta" in error(temperature=torch.ones(BATCH, SEQUENCE, device="meta"))
-    assert "real ones" in error(temperature=torch.ones(BATCH, SEQUENCE, dtype=torch.complex64))
+    assert "real ones" in error(temperature=torch.ones(BATCH, SEQUENCE, dtype=torch.complex64, device=member.device))
     assert "entropy must be True or False, got 1" in error(entropy=1)
     assert "takes no runtime_gather_output" in error(runtime_gather_output=True)
     assert "takes no inference_context" in error(inference_context=object())
@@ -412,6 +411,7 @@ def _refused(member: Member) -> None:
     with mock.patch.object(output_layer, "_KNOWN", ()):
         assert "does not know the forward of the output layer ColumnParallelLinear" in error()
     guard.remove()
+    assert "unexpected keyword argument 'unknown'" in error(kind=TypeError, unknown=1)
 
     # What would make real logits.
     def use(output):

@@ -64,8 +64,9 @@ def token_log_probs(
             parallelism this rank's part, with packed sequences ``[1, tokens]``, as of the model's forward. A label
             outside the vocabulary (-100) has the log-probability ``-lse``, with its gradient: multiply it by a mask of
             0. May be None on pipeline stages other than the last.
-        temperature: divides the logits: a number > 0; or a tensor of the labels' shape, to which no gradient flows. Its
-            values are not checked, since this would wait for the device: they must be > 0 for all tokens.
+        temperature: divides the logits: a number > 0; or a tensor of the labels' shape and any real dtype, the same on
+            all tensor-parallel ranks, to which no gradient flows. Its values are not checked, since this would wait for
+            the device: they must be > 0 for all tokens.
         entropy: also give the entropy of the divided logits.
         forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params``,
             ``extra_block_kwargs`` and ``loss_mask``. The latter only masks the losses of multi-token prediction.
@@ -84,6 +85,7 @@ def token_log_probs(
 
     Raises:
         ValueError: before the model is called, for a model, labels, a temperature or forward arguments that do not fit.
+        TypeError: the model's forward does not take one of ``forward_arguments``.
         RuntimeError: during the forward, where real logits would be needed: a hook of the output layer computes with
             its result or takes its gradient, or its weight is fully sharded on its own. None are ever made.
     """
@@ -184,10 +186,10 @@ def _scale(labels: object, temperature: float | Tensor, input_ids: Tensor | None
         raise ValueError(
             f"temperature must be a number > 0, or of labels' shape {list(labels.shape)}, got {list(temperature.shape)}"
         )
-    if temperature.device != labels.device:
-        raise ValueError(f"temperature is on {temperature.device} and labels are on {labels.device}")
     if temperature.requires_grad and torch.is_grad_enabled():
         raise ValueError("temperature requires a gradient, and none flows to it: pass temperature.detach()")
+    if temperature.device != labels.device:
+        raise ValueError(f"temperature is on {temperature.device} and labels are on {labels.device}")
     scale = inverse_temperature(temperature, labels.numel())
     assert isinstance(scale, Tensor)
     return scale.view(labels.shape).transpose(0, 1)

@@ -16,7 +16,7 @@ from parallel_lce.dtensor import refuse_dtensor
 from parallel_lce.partials import accumulation_dtype
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
 _SMALLEST = torch.finfo(torch.float32).tiny
 # Ids are exchanged and stored in 32 bits.
 _LARGEST_VOCABULARY = 2**31 - 1
@@ -119,7 +119,7 @@ def _check_tensors(a: Arguments) -> None:
         value = getattr(a, name)
         if value is not None and value.dtype != input.dtype:
             raise ValueError(f"{name} is {value.dtype} and input is {input.dtype}")
-    if a.target is not None and a.target.dtype not in _INTEGERS:
+    if a.target is not None and a.target.dtype not in INTEGERS:
         raise ValueError(
             f"target must hold class indices of an integer dtype, got {a.target.dtype} "
             "(class probabilities are not supported)"
@@ -142,7 +142,7 @@ def _check_token_scale(scale: Tensor, tokens: torch.Size) -> None:
 
 def _check_selected(a: Arguments, tokens: torch.Size) -> None:
     for name, ids in (("selected", a.selected), ("offsets of selected", a.selected_offsets)):
-        if ids is not None and ids.dtype not in _INTEGERS:
+        if ids is not None and ids.dtype not in INTEGERS:
             raise ValueError(f"{name} must be of an integer dtype, got {ids.dtype}")
     if (
         a.selected is not None

@@ -9,11 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.arguments import Arguments, LossOptions
-from parallel_lce.autograd import fused
 from parallel_lce.checks import shortened
 from parallel_lce.compaction import compacted
-from parallel_lce.fused_loss import fused_loss
-from parallel_lce.prepare import prepare
+from parallel_lce.fused_loss import fused_loss, fused_statistics
 from parallel_lce.selection import ids_and_offsets
 from parallel_lce.statistics import TokenStatistics, requested_columns
 
@@ -231,10 +229,8 @@ def token_statistics(
         arguments, compaction = compacted(arguments, mask, counted_tokens)
     columns = requested_columns(mean_logit, expected_logit, argmax, sum_p_squared)
     extra_check = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
-    prepared = prepare(arguments, columns, function="token_statistics", extra_check=extra_check)
-    call = prepared.call
-    found = TokenStatistics(*fused(call, prepared.inputs, call.statistics(), prepared.differentiable))
-    return found.view(prepared.shape) if compaction is None else compaction.spread_all(found)
+    found = fused_statistics(arguments, columns, extra_check=extra_check)
+    return found if compaction is None else compaction.spread_all(found)
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported.

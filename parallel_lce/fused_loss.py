@@ -1,4 +1,5 @@
-"""The one entry of every fused loss: ``linear_cross_entropy``, Megatron's output layer and the benchmark."""
+"""The entries of every fused loss, and of statistics without one: the public functions, Megatron's output layer and
+the benchmark use them."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ from collections.abc import Callable
 from torch import Tensor
 
 from parallel_lce.arguments import Arguments, LossOptions
-from parallel_lce.autograd import accumulated_loss, reduced_loss, token_losses
+from parallel_lce.autograd import accumulated_loss, fused, reduced_loss, token_losses
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.prepare import prepare
+from parallel_lce.statistics import TokenStatistics
 
 
 def fused_loss(
@@ -51,3 +53,19 @@ def fused_loss(
         # A view is a node of the graph, and time of the host.
         return losses if len(prepared.shape) == 1 else losses.view(prepared.shape)
     return reduced_loss(call, inputs, loss, reduction == "mean", prepared.differentiable)
+
+
+def fused_statistics(
+    arguments: Arguments,
+    columns: Columns,
+    *,
+    function: str = "token_statistics",
+    extra_check: Callable[[], None] | None = None,
+    main_grad: MainGrad | None = None,
+) -> TokenStatistics:
+    """The statistics of ``arguments`` that ``columns`` tell, of the tokens' shape. The other arguments are those of
+    :func:`fused_loss`."""
+    prepared = prepare(arguments, columns, function=function, extra_check=extra_check, main_grad=main_grad)
+    call = prepared.call
+    found = TokenStatistics(*fused(call, prepared.inputs, call.statistics(), prepared.differentiable))
+    return found.view(prepared.shape)

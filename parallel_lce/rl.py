@@ -6,13 +6,11 @@ weights. A temperature divides the logits; entropies are those of the divided lo
 
 from __future__ import annotations
 
-import math
-from numbers import Real
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_lce.arguments import inverse_temperature
 from parallel_lce.functional import token_statistics
 
 
@@ -56,7 +54,7 @@ def linear_cross_entropy(
         hidden.reshape(tokens, hidden.shape[-1]),
         weight,
         labels.reshape(-1),
-        logit_scale=_inverse(temperature, tokens),
+        logit_scale=inverse_temperature(temperature, tokens),
         process_group=dist_process_group,
         expected_logit=True,
     )
@@ -118,17 +116,3 @@ def from_parallel_hidden_states_to_logprobs(
     assert found.target_log_prob is not None
     outside = (target < 0) | (target >= found.vocab_size)
     return found.target_log_prob.t().masked_fill(outside, 0.0)[:, :-1].contiguous()
-
-
-def _inverse(temperature: float | Tensor | None, tokens: int) -> float | Tensor:
-    if isinstance(temperature, Tensor):
-        if temperature.numel() != tokens or temperature.is_complex():
-            given = f"{temperature.numel()} of {temperature.dtype}"
-            raise ValueError(f"temperature must be a number > 0, or {tokens} real ones, one per token, got {given}")
-        wide = torch.promote_types(temperature.dtype, torch.float32)
-        return 1 / temperature.reshape(-1).to(wide)
-    if temperature is None:
-        return 1.0
-    if isinstance(temperature, bool) or not isinstance(temperature, Real) or not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be a number > 0, or one per token, got {temperature!r}")
-    return 1 / float(temperature)

@@ -96,7 +96,9 @@ def call(rows, entries, depth, saved, everything, dtype):
     ids, begin = torch.zeros(3 * rows, dtype=torch.int64), torch.arange(rows) * 3
     selection, logits = Selection(ids, begin, begin + 3), torch.ones(3 * rows)
     backend.selected_logits(shape, x, selection, logits)
+    plain = False
     backend.block_logits(shape, x)
+    plain = not everything
     gradient = SelectedGradient(selection, logits)
     backend.selected_hidden_gradient(weight, gradient, torch.empty_like(x))
     backend.selected_weight_gradient(x, begin.repeat_interleave(3) // 3, gradient, torch.empty_like(weight), bias)

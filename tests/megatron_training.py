@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -26,8 +26,11 @@ class Trained:
     sharded: list[list[tuple]] = field(default_factory=list)
 
 
-def train(member: Member, spec: Model, loss_options: dict) -> Trained:
-    """``spec.steps`` steps of ``spec.microbatches`` microbatches, 1F1B under pipeline parallelism."""
+def train(member: Member, spec: Model, loss_options: dict, forward_step: Callable | None = None) -> Trained:
+    """``spec.steps`` steps of ``spec.microbatches`` microbatches, 1F1B under pipeline parallelism.
+
+    ``forward_step(spec, device, done, numbers, model)``: the schedule's, by default of the model's own loss.
+    """
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -56,7 +59,7 @@ def train(member: Member, spec: Model, loss_options: dict) -> Trained:
         numbers = range(step * spec.microbatches, (step + 1) * spec.microbatches)
         iterators = [iter(numbers) for _ in models]
         schedule(
-            forward_step_func=partial(_forward_step, spec, member.device, done),
+            forward_step_func=partial(forward_step or _forward_step, spec, member.device, done),
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=trained,
             num_microbatches=spec.microbatches,

@@ -140,9 +140,10 @@ def choose(logits_budget: int | None, cross_entropy: str | None) -> tuple[str, i
     return chosen, int(text) if text and budget is None else budget
 
 
-def _current_options() -> dict[str, object]:
+def current_options() -> dict[str, object]:
+    """``logits_budget`` and ``reduce_dtype`` as given to :func:`install`, or without it as in the environment."""
     if _installed is None:
-        return {"logits_budget": None}
+        return {"logits_budget": choose(None, None)[1]}
     return {"logits_budget": _installed.logits_budget, "reduce_dtype": _installed.reduce_dtype}
 
 
@@ -170,7 +171,7 @@ def _wrap_setup(original: Callable) -> Callable:
         if not _asked_for(config) or layer is None or not getattr(self, "post_process", True):
             return
         if not _takes_logits():
-            make_lazy(layer, _current_options)
+            make_lazy(layer, current_options)
 
     return setup_embeddings_and_output_layer
 
@@ -184,7 +185,7 @@ def _wrap_loss(original: Callable) -> Callable:
         target = labels.transpose(0, 1).contiguous()
         layer = getattr(self, "output_layer", None)
         real = not isinstance(logits, LazyLogits) and not is_lazy(layer)
-        if real and self.training and not _takes_logits():
+        if real and not _takes_logits():
             warn_of_logits(self, "the model was built before install(), or its output layer was replaced")
         # If the layer has no tp_group, vocab_parallel_cross_entropy uses Megatron's.
         loss = token_losses(logits, target, getattr(layer, "tp_group", None))

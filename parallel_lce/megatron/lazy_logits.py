@@ -98,7 +98,15 @@ class LogitsWarning(RuntimeWarning):
 
 
 def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) -> None:
-    """Warn that training makes the logits: once per module and reason, on one of the ranks that have the module."""
+    """Warn that training makes the logits: once per module and reason, on one of the ranks that have the module.
+
+    Raises:
+        RuntimeError: ``module`` is an output layer called by a function that makes no logits.
+    """
+    if (function := getattr(module, "logits_refused_by", None)) is not None:
+        raise RuntimeError(f"{function} makes no logits: {reason}")
+    if not module.training:
+        return
     said = vars(module).setdefault("_parallel_lce_said", set())
     if reason in said:
         return
@@ -174,10 +182,8 @@ class LazyLogits:
         """
         self.check()
         if self.made is None:
-            if self.layer.training:
-                # stacklevel 5 names the caller's line: frames of this class and of compiler.disable lie between.
-                reason = f"{use} of the output layer's result wants them"
-                warn_of_logits(self.layer, reason, stacklevel=5)
+            # stacklevel 5 names the caller's line: frames of this class and of compiler.disable lie between.
+            warn_of_logits(self.layer, f"{use} of the output layer's result wants them", stacklevel=5)
             before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
             try:
                 with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled):

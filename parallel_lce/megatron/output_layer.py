@@ -1,10 +1,11 @@
-"""Megatron's output layer that returns lazy logits, and the loss of them."""
+"""Megatron's output layer that returns lazy logits, and the loss and the statistics of them."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.budget import default_budget
-from parallel_lce.fused_loss import fused_loss
+from parallel_lce.fused_loss import fused_loss, fused_statistics
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
+from parallel_lce.statistics import TokenStatistics, requested_columns
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
+
+_T = TypeVar("_T")
 
 # Classes whose forward the fused loss can replace. The second is in Megatron's development branch.
 _KNOWN = ("ColumnParallelLinear", "LinearCrossEntropyModule")
@@ -33,24 +37,51 @@ def make_lazy(layer: torch.nn.Module, options: Callable[[], dict[str, object]]) 
     Raises:
         ValueError: the layer computes its logits in a way that the loss does not know.
     """
-    advice = "or choose another cross_entropy_fusion_impl than 'parallel_lce'"
+    if (problem := _unsupported(layer)) is not None:
+        ours = "cross_entropy_fusion_impl='parallel_lce'"
+        raise ValueError(f"{ours} {problem}, or choose another cross_entropy_fusion_impl than 'parallel_lce'")
+    if not is_lazy(layer):
+        layer.__class__ = _lazy_class(type(layer))
+        layer.loss_options = options  # pyright: ignore[reportArgumentType]: modules may have any attribute
+
+
+@contextmanager
+def without_logits(layer: torch.nn.Module, options: Callable[[], dict[str, object]], function: str) -> Iterator[None]:
+    """Within it an output layer returns lazy logits, and whatever would make real ones raises an error that names
+    ``function``. ``options``: of :func:`make_lazy`, for a layer that is not lazy yet.
+
+    Raises:
+        ValueError: as :func:`make_lazy`.
+    """
+    if (problem := _unsupported(layer)) is not None:
+        raise ValueError(f"{function} {problem}")
+    before, attributes = type(layer), {"logits_refused_by": function}
+    if not is_lazy(layer):
+        layer.__class__ = _lazy_class(before)
+        attributes["loss_options"] = options  # pyright: ignore[reportArgumentType]
+    vars(layer).update(attributes)
+    try:
+        yield
+    finally:
+        layer.__class__ = before
+        for name in attributes:
+            vars(layer).pop(name, None)
+
+
+def _unsupported(layer: torch.nn.Module) -> str | None:
+    """What the fused loss does not support, or know, of an output layer, and what to do."""
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
-        raise ValueError(
-            "cross_entropy_fusion_impl='parallel_lce' does not support "
-            "defer_embedding_wgrad_compute=True, which keeps the gradients of whole logits: set it "
-            f"to False, {advice}"
+        return (
+            "does not support defer_embedding_wgrad_compute=True, which keeps the gradients of whole logits: set it "
+            "to False"
         )
-    if is_lazy(layer):
-        return
     owner = next(c for c in type(layer).__mro__ if "forward" in vars(c))
-    if owner.__name__ not in _KNOWN:
-        raise ValueError(
-            "cross_entropy_fusion_impl='parallel_lce' does not know the forward of the output layer "
-            f"{type(layer).__name__}, defined in {owner.__module__}.{owner.__name__}: use Megatron's "
-            f"ColumnParallelLinear (no fp8 output projection), {advice}"
+    if not is_lazy(layer) and owner.__name__ not in _KNOWN:
+        return (
+            f"does not know the forward of the output layer {type(layer).__name__}, defined in "
+            f"{owner.__module__}.{owner.__name__}: use Megatron's ColumnParallelLinear (no fp8 output projection)"
         )
-    layer.__class__ = _lazy_class(type(layer))
-    layer.loss_options = options  # pyright: ignore[reportArgumentType]: modules may have any attribute
+    return None
 
 
 @functools.cache
@@ -93,8 +124,7 @@ def _lazy_class(base: type) -> type:
             if reason is None:
                 logits = LazyLogits(self, input_, weight, self.sequence_parallel, stock)
             else:
-                if self.training:
-                    warn_of_logits(self, reason)
+                warn_of_logits(self, reason)
                 keep_autograd_gradient(used)
                 logits, bias = stock(input_, weight=weight, runtime_gather_output=gather)
             if not output_cross_entropy_loss:
@@ -158,8 +188,34 @@ def token_losses(
     return losses if ignore_index is None else losses.masked_fill(target == ignore_index, 0.0)
 
 
-@torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
 def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) -> Tensor:
+    of_loss = LossOptions(ignore_index=ignore_index, outside_is_nan=False)
+
+    def losses(arguments: Arguments, main_grad: MainGrad | None) -> Tensor:
+        return fused_loss(arguments, of_loss, function="Megatron's output layer", main_grad=main_grad)
+
+    return _called(logits, target, 1.0, losses)
+
+
+def token_statistics(logits: LazyLogits, target: Tensor, scale: float | Tensor, entropy: bool) -> TokenStatistics:
+    """Statistics ``[s, b]`` of lazy logits that are multiplied by ``scale``, a number or ``[s, b]``: log-probabilities
+    of ``target [s, b]``, and with ``entropy`` entropies. Padding rows stay in the softmax.
+
+    Collectives: those of :func:`parallel_lce.token_statistics`.
+    """
+    columns = requested_columns(expected_logit=entropy)
+
+    def statistics(arguments: Arguments, main_grad: MainGrad | None) -> TokenStatistics:
+        return fused_statistics(arguments, columns, function="token_log_probs", main_grad=main_grad)
+
+    return _called(logits, target, scale, statistics)
+
+
+@torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
+def _called(
+    logits: LazyLogits, target: Tensor, scale: float | Tensor, compute: Callable[[Arguments, MainGrad | None], _T]
+) -> _T:
+    """``compute(arguments, main_grad)`` of the output layer's call, in the modes in which it was called."""
     logits.check()
     layer, weight = logits.layer, logits.weight
     options = layer.loss_options()
@@ -172,7 +228,7 @@ def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) 
         linear_weight=weight,
         target=target,
         linear_bias=logits.bias,
-        logit_scale=logits.scale,
+        logit_scale=scale * logits.scale,
         logit_softcap=None,
         process_group=layer.tp_group,
         sequence_parallel=logits.sequence_parallel,
@@ -184,10 +240,9 @@ def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) 
     with torch.set_grad_enabled(grad_enabled), logits.autocast():
         fused = layer.config.gradient_accumulation_fusion and not logits.shared
         main_grad = main_grad_of(weight, fused)
-        of_loss = LossOptions(ignore_index=ignore_index, outside_is_nan=False)
-        losses = fused_loss(arguments, of_loss, function="Megatron's output layer", main_grad=main_grad)
+        found = compute(arguments, main_grad)
     logits.has_loss = True
-    return losses
+    return found
 
 
 def main_grad_of(weight: Tensor, fused: bool) -> MainGrad | None:

@@ -1,0 +1,195 @@
+"""Log-probabilities and entropy of a Megatron model's labels, for RL.
+
+The model's own forward runs, with labels. For that one call its output layer returns lazy logits, and its loss is
+computed by :func:`_answering`: so all that lies before the loss (embedding, MuP's scale, heads for multi-token
+prediction, hooks of the output layer) is the model's own, in every release.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_lce.arguments import inverse_temperature
+from parallel_lce.checks import INTEGERS
+from parallel_lce.megatron.install import current_options
+from parallel_lce.megatron.lazy_logits import LazyLogits
+from parallel_lce.megatron.output_layer import token_losses, token_statistics, without_logits
+
+_FUNCTION = "token_log_probs"
+# Of the model's forward: they ask for logits, or for another output than that of the labels.
+_REFUSED = (
+    "runtime_gather_output",
+    "inference_context",
+    "inference_params",
+    "output_processor",
+    "output_processor_context",
+)
+
+
+class TokenLogProbs(NamedTuple):
+    """What :func:`token_log_probs` gives: fp32 ``[b, s]``, identical on all tensor-parallel ranks bit for bit."""
+
+    log_probs: Tensor
+    # In nats; None unless asked for.
+    entropy: Tensor | None = None
+
+
+def token_log_probs(
+    model: torch.nn.Module,
+    input_ids: Tensor | None,
+    position_ids: Tensor | None,
+    attention_mask: Tensor | None,
+    labels: Tensor | None,
+    *,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+    **forward_arguments: object,
+) -> TokenLogProbs | Tensor:
+    """Log-probabilities of ``labels``, and entropies, without the ``[s, b, V/P]`` logits. Differentiable.
+
+    Calls ``model`` itself, so that all its wrappers and hooks run, those of the output layer included. Neither
+    :func:`parallel_lce.megatron.install` nor ``cross_entropy_fusion_impl="parallel_lce"`` is needed; if ``install``
+    was called, its ``logits_budget`` and ``reduce_dtype`` hold.
+
+    Args:
+        model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as
+            DistributedDataParallel and Float16Module. The output layer must be Megatron's ColumnParallelLinear.
+        input_ids, position_ids, attention_mask: as of the model's forward.
+        labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. Under context
+            parallelism this rank's part, with packed sequences ``[1, tokens]``, as of the model's forward. A label
+            outside the vocabulary (-100) has the log-probability ``-lse``, with its gradient: multiply it by a mask of
+            0. May be None on pipeline stages other than the last.
+        temperature: divides the logits: a number > 0; or a tensor of the labels' shape and any real dtype, the same on
+            all tensor-parallel ranks, to which no gradient flows. Its values are not checked, since this would wait for
+            the device: they must be > 0 for all tokens.
+        entropy: also give the entropy of the divided logits.
+        forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params``,
+            ``extra_block_kwargs`` and ``loss_mask``. The latter only masks the losses of multi-token prediction.
+
+    Returns:
+        On the last pipeline stage :class:`TokenLogProbs`. On another the model's own output, the hidden states for the
+        next stage. As in stock, padding rows of the vocabulary take part in the softmax.
+
+    Losses of heads for multi-token prediction are added as by the model's own forward: their gradients come with any
+    backward through the result, once per call of this function. With the model in evaluation mode and gradients
+    disabled nobody could see them, and they are not computed.
+
+    Collectives: those of the model's forward up to the output layer, then those of
+    :func:`parallel_lce.token_statistics` on the tensor-parallel group, with C = 3, or 4 with ``entropy``. In backward
+    the weight's gradient goes to ``main_grad`` if DistributedDataParallel has made one, else to autograd.
+
+    Raises:
+        ValueError: before the model is called, for a model, labels, a temperature or forward arguments that do not fit.
+        TypeError: the model's forward does not take one of ``forward_arguments``.
+        RuntimeError: during the forward, where real logits would be needed: a hook of the output layer computes with
+            its result or takes its gradient, or its weight is fully sharded on its own. None are ever made.
+    """
+    inner = _language_model(model)
+    for name in _REFUSED:
+        if forward_arguments.get(name) is not None:
+            raise ValueError(f"{_FUNCTION} takes no {name}: it gives no logits")
+    if type(entropy) is not bool:
+        raise ValueError(f"entropy must be True or False, got {entropy!r}")
+    last = bool(getattr(inner, "post_process", True))
+    decoder_input = forward_arguments.get("decoder_input")
+    scale = _scale(labels, temperature, input_ids if decoder_input is None else None, last)
+    # False: the model may have been built to gather its logits (parallel_output=False).
+    arguments = {**forward_arguments, "labels": labels, "runtime_gather_output": False}
+    if not last:
+        return model(input_ids, position_ids, attention_mask, **arguments)
+    assert labels is not None  # _scale has refused it
+    answering = _answering(inner, labels, scale, entropy)
+    own = vars(inner).get("compute_language_model_loss")
+    with without_logits(inner.output_layer, current_options, _FUNCTION):
+        inner.compute_language_model_loss = answering
+        try:
+            found = model(input_ids, position_ids, attention_mask, **arguments)
+        finally:
+            del inner.compute_language_model_loss
+            if own is not None:
+                inner.compute_language_model_loss = own
+    if not (isinstance(found, tuple) and len(found) == 1 + entropy):
+        raise RuntimeError(
+            f"{_FUNCTION}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
+            f"it is given, and returned {type(found).__name__}"
+        )
+    return TokenLogProbs(*found)
+
+
+def _answering(
+    model: torch.nn.Module, labels: Tensor, scale: float | Tensor, entropy: bool
+) -> Callable[[Tensor, object], Tensor | tuple[Tensor, ...]]:
+    """What stands for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
+
+    For ``labels`` themselves it gives the log-probabilities ``[b, s]``, and with ``entropy`` the entropies: a plain
+    tuple, which wrappers of the model know how to walk. For others, those of heads for multi-token prediction, it gives
+    the loss. ``scale``: a number or ``[s, b]``.
+    """
+
+    def compute_language_model_loss(given: Tensor, logits: object) -> Tensor | tuple[Tensor, ...]:
+        if not isinstance(logits, LazyLogits):
+            kind = type(logits).__name__
+            raise RuntimeError(f"{_FUNCTION}: something has replaced the output layer's result, by one of type {kind}")
+        # Megatron's labels are [b, s], its activations [s, b, ...].
+        target = given.transpose(0, 1).contiguous()
+        if given is labels:
+            found = token_statistics(logits, target, scale, entropy)
+            wanted = (found.target_log_prob, found.entropy)
+            return tuple([value.transpose(0, 1).contiguous() for value in wanted if value is not None])
+        if not (model.training or torch.is_grad_enabled()):
+            return torch.zeros(given.shape, device=given.device)
+        return token_losses(logits, target, logits.layer.tp_group).transpose(0, 1).contiguous()
+
+    return compute_language_model_loss
+
+
+def _language_model(model: torch.nn.Module) -> Any:
+    """The LanguageModule in a model's wrappers."""
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
+    inner = model
+    while not isinstance(inner, LanguageModule) and isinstance(getattr(inner, "module", None), torch.nn.Module):
+        inner = inner.module
+    if not isinstance(inner, LanguageModule) or not _takes(inner.forward, "labels", "runtime_gather_output"):
+        raise ValueError(
+            "model must be a Megatron GPTModel, MambaModel or HybridModel, alone or in wrappers, got "
+            f"{type(inner).__name__}"
+        )
+    return inner
+
+
+def _takes(function: Callable, *names: str) -> bool:
+    parameters = inspect.signature(function).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        return True
+    return all(name in parameters for name in names)
+
+
+def _scale(labels: object, temperature: float | Tensor, input_ids: Tensor | None, last: bool) -> float | Tensor:
+    """What multiplies the logits: a number or ``[s, b]``. Refuses labels and temperatures that do not fit."""
+    scale = 1.0 if isinstance(temperature, Tensor) else inverse_temperature(temperature, 0)
+    if labels is None and not last:
+        return scale
+    if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype not in INTEGERS:
+        given = f"{list(labels.shape)} of {labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {given}")
+    if input_ids is not None and input_ids.shape != labels.shape:
+        raise ValueError(f"labels must have input_ids' shape {list(input_ids.shape)}, got {list(labels.shape)}")
+    if not isinstance(temperature, Tensor):
+        return scale
+    if temperature.shape != labels.shape:
+        raise ValueError(
+            f"temperature must be a number > 0, or of labels' shape {list(labels.shape)}, got {list(temperature.shape)}"
+        )
+    if temperature.requires_grad and torch.is_grad_enabled():
+        raise ValueError("temperature requires a gradient, and none flows to it: pass temperature.detach()")
+    if temperature.device != labels.device:
+        raise ValueError(f"temperature is on {temperature.device} and labels are on {labels.device}")
+    scale = inverse_temperature(temperature, labels.numel())
+    assert isinstance(scale, Tensor)
+    return scale.view(labels.shape).transpose(0, 1)

@@ -150,48 +150,39 @@ def lce_backward_selected_hidden(
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["entries", "selected"])
+@triton.jit
 def lce_backward_selected_weight(
-    sorted_ids,
+    starts,
     order,
     owner,
     values,
     x,
     dweight,
     dbias,
-    selected,
-    entries,
     k_size,
     x_stride,
     dweight_stride,
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """``sorted_ids [E]``; ``order``: the selected entry of each; ``owner``: the row of ``x`` of each selected entry."""
-    place, k = tl.program_id(0), tl.program_id(1) * BLOCK_K
-    wanted = tl.load(sorted_ids + place)
-    before = tl.load(sorted_ids + tl.maximum(place - 1, 0))
-    # The first of the entries of one row sums them all.
-    if (wanted >= 0) & (wanted < entries) & ((place == 0) | (before != wanted)):
-        total = tl.zeros((BLOCK_K,), tl.float32)
-        sum_of_values = tl.sum(total, 0)
-        first = place
-        more = place >= 0
-        while more:
-            e = first + tl.arange(0, ENTRIES)
-            same = tl.load(sorted_ids + e, mask=e < selected, other=-1) == wanted
-            at = tl.load(order + e, mask=same, other=0)
-            value = tl.load(values + at, mask=same, other=0.0)
-            token = tl.load(owner + at, mask=same, other=0)
-            total += tl.sum(_tile(x, token, same, k, k_size, x_stride, BLOCK_K) * value[:, None], 0)
-            sum_of_values += tl.sum(value, 0)
-            first += ENTRIES
-            more = tl.sum(same.to(tl.int32), 0) == ENTRIES
-        c = k + tl.arange(0, BLOCK_K)
-        here = dweight + wanted * dweight_stride + c
-        tl.store(here, total.to(dweight.dtype.element_ty), mask=c < k_size)
-        if dbias is not None:
-            tl.store(dbias + wanted, sum_of_values.to(dbias.dtype.element_ty), mask=tl.program_id(1) == 0)
+    """``order``: the selected entries, sorted by id; those of row r are ``order[starts[r]:starts[r + 1]]``. ``owner``:
+    the row of ``x`` of each selected entry."""
+    row, k = tl.program_id(0), tl.program_id(1) * BLOCK_K
+    stop = tl.load(starts + row + 1)
+    total = tl.zeros((BLOCK_K,), tl.float32)
+    sum_of_values = 0.0
+    for first in range(tl.load(starts + row), stop, ENTRIES):
+        e = first + tl.arange(0, ENTRIES)
+        at = tl.load(order + e, mask=e < stop, other=0)
+        value = tl.load(values + at, mask=e < stop, other=0.0)
+        token = tl.load(owner + at, mask=e < stop, other=0)
+        total += tl.sum(_tile(x, token, e < stop, k, k_size, x_stride, BLOCK_K) * value[:, None], 0)
+        sum_of_values += tl.sum(value, 0)
+    c = k + tl.arange(0, BLOCK_K)
+    here = dweight + row.to(tl.int64) * dweight_stride + c
+    tl.store(here, total.to(dweight.dtype.element_ty), mask=c < k_size)
+    if dbias is not None:
+        tl.store(dbias + row, sum_of_values.to(dbias.dtype.element_ty), mask=tl.program_id(1) == 0)
 
 
 def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
@@ -287,24 +278,24 @@ def weight_gradient(
     dweight: torch.Tensor,
     dbias: torch.Tensor | None,
 ) -> None:
-    """Write the rows of ``dweight [V, D]`` that are selected: the sums of ``values [E]`` times ``x[owner]``, in fp32.
+    """Write to ``dweight [V, D]``, of each row, the sum of the ``values [E]`` that select it, times ``x[owner]``, in
+    fp32; and to ``dbias [V]``, if it is given, that of the values.
 
-    And the sums of the values to ``dbias [V]``, if it is given. Other rows are left as they are. ``owner [E]`` int64:
-    the row of ``x [R, D]`` of each selected entry.
+    ``owner [E]`` int64: the row of ``x [R, D]`` of each selected entry.
     """
     sorted_ids, order = ids.sort(stable=True)
+    rows = len(dweight)
+    starts = torch.searchsorted(sorted_ids, torch.arange(rows + 1, device=ids.device))
     tile = _tile_of(_FOR_WEIGHT, x.shape[1])
     lce_backward_selected_weight.launch(
-        (ids.shape[0], -(-x.shape[1] // tile["BLOCK_K"])),
-        sorted_ids,
+        (rows, -(-x.shape[1] // tile["BLOCK_K"])),
+        starts,
         order,
         owner,
         values,
         x,
         dweight,
         dbias,
-        ids.shape[0],
-        dweight.shape[0],
         x.shape[1],
         x.stride(0),
         dweight.stride(0),

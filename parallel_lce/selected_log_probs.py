@@ -10,14 +10,15 @@ from torch import Tensor
 
 from parallel_lce.arguments import Arguments
 from parallel_lce.autograd import first_order_only
+from parallel_lce.backends import uses_kernels
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call import Call, flattened
-from parallel_lce.collectives import HiddenReduction, gather_hidden, gather_whole
+from parallel_lce.collectives import HiddenReduction, Layout, Shard, gather_hidden, gather_whole
 from parallel_lce.memory import device_without_autocast, in_memory
 from parallel_lce.partials import Columns, accumulation_dtype, covered, integer_view
 from parallel_lce.plan import Block
 from parallel_lce.prepare import prepare
-from parallel_lce.selection import ids_and_offsets
+from parallel_lce.selection import Selected, ids_and_offsets
 
 
 def selected_log_probs(
@@ -119,6 +120,11 @@ def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream:
     selected = call.selected
     assert selected is not None
     with device_without_autocast(logits):
+        if selected.tokens and uses_kernels(log_probs):
+            from parallel_lce.kernels.set_log_probs import gradient_of_logits
+
+            upstream, scales = upstream.contiguous(), (call.token_scale, call.scale, call.softcap)
+            return gradient_of_logits(log_probs, logits, upstream, selected.offsets, *scales)
         # A probability of 0 has no gradient, whatever its log-probability has.
         upstream = upstream.where(log_probs != -torch.inf, 0.0)
         gradient = upstream - log_probs.exp() * selected.spread(selected.sums(upstream))
@@ -141,25 +147,41 @@ def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         own = packed[layout.rank]
         projection = call.of_block(call.projection(weight, bias), whole)
         call.backend.selected_logits(projection, x, selected.of_block(layout, whole, shard.start), own[:count])
-        start, rows = integer_view(own[count:]).unbind()
-        start.fill_(shard.start)
-        rows.fill_(shard.rows)
+        vocab_size, broken = shard.real_rows, selected.broken
         if layout.ranks > 1:
-            gather_whole(packed, own, layout)
-        # All but one are 0.
-        logits = packed[:, :count].sum(0)
-        starts, sizes = integer_view(packed[:, count:]).long().unbind(1)
-        vocab_size = sizes.sum() if shard.vocab_size is None else shard.vocab_size
-        outside = (selected.ids < 0) | (selected.ids >= vocab_size)
-        logits.masked_fill_(outside, -torch.inf)
-        maxima = selected.maxima(logits)
-        shifted = logits - selected.spread(maxima.masked_fill(maxima == -torch.inf, 0.0))
-        log_probs = shifted - selected.spread(selected.sums(shifted.exp()).log())
-        # A token without any entry of the vocabulary: -inf - -inf.
-        log_probs.masked_fill_(outside, -torch.inf)
-        broken = ~covered(starts, sizes, shard.vocab_size)
-        if selected.broken is not None:
-            broken = broken | selected.broken
+            vocab_size, wrong = _gather(packed, count, shard, layout)
+            broken = wrong if broken is None else broken | wrong
+        if selected.tokens and uses_kernels(packed):
+            from parallel_lce.kernels.set_log_probs import set_log_probs
+
+            return set_log_probs(packed, selected.ids, selected.offsets, broken, vocab_size)
+        return _log_softmax(packed[:, :count].sum(0), selected, vocab_size, broken)
+
+
+def _gather(packed: Tensor, count: int, shard: Shard, layout: Layout) -> tuple[Tensor | int, Tensor]:
+    """Gather ``packed [P, E + 2]``; V, and whether the shards are no partition of it."""
+    own = packed[layout.rank]
+    start, rows = integer_view(own[count:]).unbind()
+    start.fill_(shard.start)
+    rows.fill_(shard.rows)
+    gather_whole(packed, own, layout)
+    starts, sizes = integer_view(packed[:, count:]).long().unbind(1)
+    vocab_size = sizes.sum() if shard.vocab_size is None else shard.vocab_size
+    return vocab_size, ~covered(starts, sizes, shard.vocab_size)
+
+
+def _log_softmax(
+    logits: Tensor, selected: Selected, vocab_size: Tensor | int, broken: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The log-probabilities ``[E]`` and the logits ``[E]``."""
+    outside = (selected.ids < 0) | (selected.ids >= vocab_size)
+    logits.masked_fill_(outside, -torch.inf)
+    maxima = selected.maxima(logits)
+    shifted = logits - selected.spread(maxima.masked_fill(maxima == -torch.inf, 0.0))
+    log_probs = shifted - selected.spread(selected.sums(shifted.exp()).log())
+    # A token without any entry of the vocabulary: -inf - -inf.
+    log_probs.masked_fill_(outside, -torch.inf)
+    if broken is not None:
         log_probs.masked_fill_(broken, torch.nan)
     return log_probs, logits.masked_fill_(outside, 0.0)
 
@@ -183,8 +205,11 @@ def _backward(
             dx = reduction.wait().view(hidden.shape)
         if needs[1] or needs[2]:
             x = gather_hidden(flat, whole, layout).wait()
-            dweight = torch.zeros_like(weight)
-            dbias = None if bias is None else torch.zeros_like(bias)
+            dweight = torch.empty_like(weight)
+            dbias = None if bias is None else torch.empty_like(bias)
+            for gradient_of in (dweight, dbias):
+                if gradient_of is not None and real < len(weight):
+                    gradient_of[real:].zero_()
             of_bias = None if dbias is None else dbias[:real]
             call.backend.selected_weight_gradient(x, selected.owner, gradient, dweight[:real], of_bias)
     return dx, dweight if needs[1] else None, dbias if needs[2] else None

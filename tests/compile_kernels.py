@@ -62,7 +62,7 @@ from blocks import block_backward, block_forward
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch, SelectedGradient, Selection
 from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.kernels import dense_logits, divergence, losses, partials, projection, tuning
+from parallel_lce.kernels import dense_logits, divergence, losses, partials, projection, set_log_probs, tuning
 from parallel_lce.partials import Columns, packed_size
 
 tuning._capability = lambda device: CAPABILITY
@@ -125,6 +125,13 @@ for ranks, tokens in ((2, 1), (8, 300)):
     for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
         plain, size = columns == Columns(), packed_size(columns, tokens)
         partials.merge_ranks(torch.ones(ranks, size), columns, tokens, None if plain else 77)
+for tokens in (1, 5):
+    packed, offsets = torch.ones(2, 3 * tokens), torch.arange(tokens + 1) * 3
+    ids = torch.zeros(3 * tokens, dtype=torch.int64)
+    found = set_log_probs.set_log_probs(packed, ids, offsets, None, 7)
+    set_log_probs.set_log_probs(packed, ids, offsets, offsets[0] > 0, offsets[0])
+    set_log_probs.gradient_of_logits(*found, packed[0], offsets, None, 1.0, None)
+    set_log_probs.gradient_of_logits(*found, packed[0], offsets, packed[0, :tokens], 1.0, 5.0)
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
 for some in (1, 5):

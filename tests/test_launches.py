@@ -28,6 +28,7 @@ KERNELS = {
     "lce_backward_rewrite",
     "lce_backward_selected_hidden",
     "lce_backward_selected_weight",
+    "lce_backward_set_log_probs",
     "lce_backward_token_gradients",
     "lce_forward_logits_partials",
     "lce_forward_losses",
@@ -36,6 +37,7 @@ KERNELS = {
     "lce_forward_merge_windows",
     "lce_forward_projection",
     "lce_forward_selected_logits",
+    "lce_forward_set_log_probs",
     "lce_forward_token_logits",
 }
 

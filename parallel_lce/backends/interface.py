@@ -350,7 +350,7 @@ class Backend(Protocol):
     def selected_weight_gradient(
         self, x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
     ) -> None:
-        """Write the selected rows of ``dweight [V, D]`` and ``dbias [V]``, and no others. ``owner [E]``: the row of
+        """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not selected. ``owner [E]``: the row of
         ``x [R, D]`` of each entry."""
         ...
 

@@ -84,8 +84,10 @@ def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Ten
 def selected_weight_gradient(
     x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
 ) -> None:
-    """Write the selected rows of ``dweight [V, D]`` and ``dbias [V]``, and no others. ``owner [E]``: the row of
+    """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not selected. ``owner [E]``: the row of
     ``x [R, D]`` of each entry."""
+    if len(dweight) == 0:
+        return
     kernels.weight_gradient(dense(x), gradient.selection.ids, owner, gradient.values, dweight, dbias)
 
 

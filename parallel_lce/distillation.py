@@ -18,7 +18,7 @@ from torch import Tensor
 
 from parallel_lce import debug
 from parallel_lce.arguments import Arguments, LossOptions
-from parallel_lce.checks import check_loss_options, is_number, shortened
+from parallel_lce.checks import INTEGERS, check_loss_options, is_number, shortened
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.divergence import Divergence, summed_divergence, token_divergences
 from parallel_lce.functional import token_statistics
@@ -288,7 +288,7 @@ def _check_stored(ids: object, log_probs: object, tail: object, target: object) 
             f"teacher_ids and teacher_log_probs must both be [..., K], got {list(ids.shape)} and "
             f"{list(log_probs.shape)}"
         )
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if ids.dtype not in INTEGERS:
         raise ValueError(f"teacher_ids must be of an integer dtype, got {ids.dtype}")
     if not log_probs.is_floating_point():
         raise ValueError(f"teacher_log_probs must be floating-point, got {log_probs.dtype}")

@@ -1,8 +1,9 @@
 """Compile, without a GPU, every kernel that calls of the triton backend launch on one: as a program,
-``compile_kernels.py CAPABILITY``, since Triton must not be in its interpreter's mode. Prints, in JSON,
-the version of Triton, which PYTHONPATH may choose, and what each kernel takes: bytes of stack, which
-are registers spilled, and of shared memory. ``plain``: without bias, soft-cap and statistics beside
-those of the loss. ``code``: a hash of its machine code.
+``compile_kernels.py CAPABILITY [few]``, since Triton must not be in its interpreter's mode; ``few`` compiles
+each kernel for some calls. Prints, in JSON, the version of Triton, which PYTHONPATH may choose, and what
+each kernel takes: bytes of stack, which are registers spilled, and of shared memory. ``plain``: without
+bias, soft-cap, logits that are stored, and statistics beside those of the loss. ``code``: a hash of its
+machine code.
 
 Triton makes a number of an argument that is 1, and a kernel of its own for it, which no interpreter
 shows: hence one token, one window, one block.
@@ -26,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-CAPABILITY = int(sys.argv[1])
+CAPABILITY, FEW = int(sys.argv[1]), sys.argv[2:] == ["few"]
 
 driver.set_active(
     SimpleNamespace(
@@ -118,14 +119,15 @@ def call(rows, entries, depth, saved, everything, dtype):
     )
 
 
-for dtype in (torch.bfloat16, torch.float16):
-    for arguments in CALLS if dtype == torch.bfloat16 else CALLS[1:3]:
-        call(*arguments, dtype)
-for ranks, tokens in ((2, 1), (8, 300)):
+for arguments in CALLS[2:4] if FEW else CALLS:
+    call(*arguments, torch.bfloat16)
+for arguments in () if FEW else CALLS[1:3]:
+    call(*arguments, torch.float16)
+for ranks, tokens in ((2, 1), (8, 300))[FEW:]:
     for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
         plain, size = columns == Columns(), packed_size(columns, tokens)
         partials.merge_ranks(torch.ones(ranks, size), columns, tokens, None if plain else 77)
-for tokens in (1, 5):
+for tokens in (1, 5)[FEW:]:
     packed, offsets = torch.ones(2, 3 * tokens), torch.arange(tokens + 1) * 3
     ids = torch.zeros(3 * tokens, dtype=torch.int64)
     found = set_log_probs.set_log_probs(packed, ids, offsets, None, 7)
@@ -134,7 +136,7 @@ for tokens in (1, 5):
     set_log_probs.gradient_of_logits(*found, packed[0], offsets, packed[0, :tokens], 1.0, 5.0)
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
-for some in (1, 5):
+for some in (1, 5)[FEW:]:
     for vocab_size in (ones[0].long(), 300):
         partial = ones[:some].expand(3, -1).contiguous()
         losses.token_losses(partial, vocab_size, target[:some], None, -100, 0.0, 0.0, True)

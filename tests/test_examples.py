@@ -51,7 +51,7 @@ def _steps(printed: str, *names: str) -> list[list[float]]:
     return [[float(number) for number in (step if isinstance(step, tuple) else (step,))] for step in found]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_sequence_parallel(ranks, run, example):
     printed = run("sequence_parallel", ranks)
     (first,) = re.findall(rf"^first loss, {ranks} rank\(s\): {NUMBER}, unsharded: {NUMBER}$", printed, re.MULTILINE)
@@ -75,7 +75,7 @@ def test_sequence_parallel(ranks, run, example):
     assert losses[-1] < losses[0] / 4, "it learns"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_policy_gradient(ranks, run, example):
     printed = run("policy_gradient", ranks)
     module = example("policy_gradient")
@@ -125,7 +125,7 @@ def test_grpo(ranks, run, example):
         assert numbers == pytest.approx(others, abs=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_dpo(ranks, run, example):
     printed = run("dpo", ranks)
     module = example("dpo")
@@ -148,7 +148,7 @@ def test_dpo(ranks, run, example):
         assert numbers == pytest.approx(others, abs=1e-5)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_distillation(ranks, run, example):
     printed = run("distillation", ranks)
     module = example("distillation")
@@ -171,7 +171,13 @@ def test_distillation(ranks, run, example):
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists the threads of a process as Linux does")
-@pytest.mark.parametrize("name", ["sequence_parallel", "policy_gradient", "grpo", "dpo", "distillation"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sequence_parallel",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("policy_gradient", "grpo", "dpo", "distillation")),
+    ],
+)
 def test_no_thread_of_the_group_outlives_an_example(name):
     """Such a thread may abort the process while Python ends."""
     script = (

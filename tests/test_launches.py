@@ -60,7 +60,7 @@ FEW |= {(version, gpu, "lce_backward_token_gradients") for version in ("3.8.0", 
 FEW_BYTES = 16
 
 
-def compiled(capability: int, cache: Path, release: str | None, **variables: str) -> list[dict]:
+def compiled(capability: int, cache: Path, release: str | None, few: bool = False, **variables: str) -> list[dict]:
     """What tests/compile_kernels.py finds with that release of Triton, or with the installed one, and with these
     environment variables."""
     triton = pytest.importorskip("triton", reason="needs triton")
@@ -68,7 +68,7 @@ def compiled(capability: int, cache: Path, release: str | None, **variables: str
     paths = [str(HERE.parent), *([str(folder_of("triton", release))] if release else [])]
     environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)} | variables
     done = subprocess.run(
-        [sys.executable, str(HERE / "compile_kernels.py"), str(capability)],
+        [sys.executable, str(HERE / "compile_kernels.py"), str(capability), *["few"] * few],
         env=environment,
         capture_output=True,
         text=True,
@@ -81,21 +81,20 @@ def compiled(capability: int, cache: Path, release: str | None, **variables: str
 
 
 @pytest.mark.parametrize(
-    ("capability", "release"),
+    ("capability", "release", "few"),
     [
-        (90, None),
+        (90, None, True),
         *(
-            pytest.param(capability, release, marks=pytest.mark.slow)
+            pytest.param(capability, release, False, marks=pytest.mark.slow)
             for release in (None, *(v for v in TRITON if v != installed("triton")))
             for capability in SHARED
-            if (capability, release) != (90, None)
         ),
     ],
 )
-def test_every_launch_compiles(capability, release, tmp_path):
+def test_every_launch_compiles(capability, release, few, tmp_path):
     """With the mainloop of the architecture, within its shared memory and its registers: accumulators that are spilled
     cost many times what they are for."""
-    found = compiled(capability, tmp_path, release)
+    found = compiled(capability, tmp_path, release, few)
     assert {kernel["name"] for kernel in found} == KERNELS
     version = release or installed("triton")
     if capability != 90 or version in TRITON:

@@ -9,7 +9,7 @@ import parallel_lce
 from parallel_lce import prepare
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.losses import WeightedLoss
-from parallel_lce.megatron.output_layer import _fused_losses
+from parallel_lce.megatron.output_layer import _called
 from parallel_lce.operands import numbers_of, operands_of
 from parallel_lce.partials import Columns
 from tools import arguments_of, shrunk, small
@@ -32,7 +32,7 @@ def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
 
 def test_main_grad_is_refused_in_words(device):
     """Megatron's loss is no part of a graph: there only is dW added to a gradient that exists."""
-    assert _fused_losses._torchdynamo_disable
+    assert _called._torchdynamo_disable
     call, _ = _call(problem(device), main_grad=MainGrad(torch.empty(V, D), lambda: None))
     with pytest.raises(RuntimeError, match="main_grad cannot be compiled"):
         numbers_of(call)

@@ -17,9 +17,9 @@ from parallel_lce.kernels.arithmetic import softcapped
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
-# Entries of a tile of rows, its hidden elements at most, and warps. Measured on an H200 with D=4096: 64 entries of each
-# token, or 8 for dW, whose rows are mostly selected once.
-_LOGITS = 32, 256, 4
+# Entries of a tile of rows, its hidden elements at most, and warps. Measured on an H200 with D=4096: 1, 8 and 64 entries
+# of each token, or 8 for dW, whose rows are mostly selected once.
+_LOGITS = 8, 256, 1
 _FOR_HIDDEN = 8, 512, 2
 _FOR_WEIGHT = 4, 2048, 4
 # Entries of one token whose places in G a program finds at a time.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import debug
-from parallel_lce.arguments import Arguments, LossOptions
+from parallel_lce.arguments import Arguments, LossOptions, as_float
 from parallel_lce.checks import check_loss_options, is_number, shortened
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.divergence import Divergence, summed_divergence, token_divergences
@@ -99,6 +99,7 @@ def divergence(
         logits_budget=logits_budget,
         reduce_dtype=reduce_dtype,
     )
+    beta, temperature = as_float(beta), as_float(temperature)
     numbers = partial(_check_numbers, beta, temperature, reduction, ignore_index)
     scale = 1 / temperature if is_number(temperature) and temperature > 0 else 1.0
     name = f"distillation.divergence with beta={beta!r} and reduction={reduction!r}"
@@ -168,6 +169,7 @@ def top_k_divergence(
         ValueError: as :func:`divergence`.
     """
     layout = Layout.of(process_group, sequence_parallel is True)
+    beta, temperature = as_float(beta), as_float(temperature)
     try:
         _check_numbers(beta, temperature, reduction, ignore_index)
         _check_stored(teacher_ids, teacher_log_probs, tail, target)

@@ -203,7 +203,7 @@ def top_k_divergence(
         there = torch.cat([there, torch.ones_like(there[..., :1])], -1)
     # Entries that there are not have probability 0; their logarithms would give gradients of 0 * inf.
     found = _of_classes(*(v.masked_fill(~there, 0.0) for v in (log_p, log_q)), there, float(beta))
-    counted = torch.ones_like(found, dtype=torch.bool) if target is None else target != ignore_index
+    counted = torch.ones_like(found, dtype=torch.bool) if target is None else target.long() != ignore_index
     found = torch.where(counted, found, 0.0)
     if reduction == "mean":
         return found.sum() / counted.sum().clamp(min=1)

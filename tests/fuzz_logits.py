@@ -63,7 +63,7 @@ class Precision:
 class Logits:
     """Logits ``z [N, V]`` of a layer, their softmax ``p``, and the errors of both: ``error`` of z, ``relative`` of p.
 
-    ``from_top``: distance from the ``top [N, 1]``; ``chain``: the soft-cap's slope.
+    ``from_top``: distance from the ``top [N, 1]``; ``gone [1, V]``: -inf; ``chain``: the soft-cap's slope.
     """
 
     def __init__(self, layer: Layer, u: float, low: float) -> None:
@@ -82,7 +82,7 @@ class Logits:
             self.z = softcap * torch.tanh(v / softcap)
             self.chain = 1 - torch.tanh(v / softcap).square()
             error = error * (self.chain + error / softcap).clamp(max=1.0)
-        gone = layer.masked[None, :] & torch.tensor(softcap is None)
+        self.gone = gone = layer.masked[None, :] & torch.tensor(softcap is None)
         # What -inf adds to sums of magnitudes is nobody's error.
         self.reach = self.z.abs().masked_fill(gone, 0.0)
         self.top = self.z.amax(1, keepdim=True) if len(x) else self.z[:, :1]
@@ -145,16 +145,17 @@ class Gradients:
             total += (G[:, mine] @ weight[mine]).abs()
         return total
 
-    def _alike(self, dimension: int) -> bool:
-        """Whether the logits of all tokens, or of all entries, are within 16 roundings of each other or repeated."""
-        z = self.logits.z
-        if z.shape[dimension] < 2 or self.c.layouts[dimension] == "expanded":
-            return True
-        spread = z.amax(dimension) - z.amin(dimension)
-        return bool((spread < 16 * self.precision.low).all())
+    def _alike(self, dimension: int) -> Tensor:
+        """For which rows of a gradient the exponentials of all tokens, or of all entries, are within 16 roundings of
+        each other or repeated."""
+        below, gone = self.logits.from_top, self.logits.gone
+        if below.shape[dimension] < 2 or self.c.layouts[dimension] == "expanded":
+            return torch.ones(below.shape[1 - dimension], dtype=torch.bool)
+        spread = below.amax(dimension) - below.masked_fill(gone, torch.inf).amin(dimension)
+        return spread < 16 * self.precision.low
 
-    def _product(self, terms: Tensor, error: Tensor, other: Tensor, truth: Tensor, alike: bool) -> Tensor:
-        """Of ``G @ other``; ``alike``: what is summed is rounded alike."""
+    def _product(self, terms: Tensor, error: Tensor, other: Tensor, truth: Tensor, alike: Tensor) -> Tensor:
+        """Of ``G @ other``; ``alike``: of which rows what is summed is rounded alike."""
         precision, roundings = self.precision, self.roundings
         size = terms @ other.abs()
         bound = error @ other.abs() + (sum_of(max(terms.shape[1], self.longest)) * precision.u) * size
@@ -162,7 +163,7 @@ class Gradients:
         if precision.low:
             spread = (terms.square() @ other.square()).sqrt()
             deviations = _deviations(other.shape[1], roundings) * spread
-            bound += precision.low * torch.minimum(roundings * size, deviations + alike * size)
+            bound += precision.low * torch.minimum(roundings * size, deviations + column(alike) * size)
         if precision.any_fp16:
             bound += (self.c.ranks + 1) * FP16_SMALLEST
             bound = bound.masked_fill(size > FP16_REACH, torch.inf)

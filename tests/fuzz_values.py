@@ -97,7 +97,7 @@ def make(c: Configuration) -> Whole:
     ids, offsets = _selected(m, of_bias, target) if c.selected else (None, None)
     mask = counted = None
     if c.counted:
-        mask = m.repeated(_mask(m), "mask") if c.kind == "statistics" else target != ignore_index(c)
+        mask = m.repeated(_mask(m), "mask") if c.kind == "statistics" else target.long() != ignore_index(c)
         counted = int(mask.sum())
         if c.counted == "wrong":
             counted = (counted + 1 + c.values % c.N) % (c.N + 1)

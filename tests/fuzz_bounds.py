@@ -5,7 +5,8 @@
 entries of the logits' gradient are rounded three times at most, kept exponential, slope and result, each time on
 its own, and once more where selected entries are added; their sums are given seven standard deviations of that, and
 one rounding of the sum of their magnitudes where all logits are so near each other that their exponentials are rounded
-alike. The square of a probability moves twice as far as the probability.
+alike. The square of a probability moves twice as far as the probability. Logits that a backward takes from saved
+exponentials, as their logarithm, are off by one rounding of 1, however near the largest they lie.
 
 The K-th largest of some numbers moves no further than one of them does, so the largest logits have the error of the
 largest one.
@@ -22,6 +23,7 @@ from fuzz_draw import FIELDS, Configuration
 from fuzz_logits import FP16_REACH, FP16_SMALLEST, Gradients, Logits, Precision, column, half_spacing, sum_of
 from fuzz_truth import Operands
 from fuzz_values import Whole
+from parallel_lce.backends.interface import recovers_logits
 from parallel_lce.partials import accumulation_dtype
 
 
@@ -125,8 +127,9 @@ class Analysis:
     def _terms(self) -> tuple[Tensor, Tensor]:
         """Sums of the magnitudes of the terms of G ``[N, V]``, and G's error in the statistics' dtype."""
         z, scale = self.logits, self.logits.scale.abs()
-        level = column(self._alpha) + column(self._delta) * self._slope_reach
-        # As p moves: the derivative of epsilon p (p - Q) by p.
+        # As p moves: the derivatives of p log p, where the logarithm is taken of a saved one, and of epsilon p (p - Q).
+        recovered = float(recovers_logits(DTYPES[self._c.computed]))
+        level = column(self._alpha) + column(self._delta) * (self._slope_reach + recovered)
         level = level + column(self._epsilon) * (2 * z.p + column(self._squared))
         raw = z.p * level + column(self._beta) * self._own + column(self._gamma) + self._points
         error = z.p * (

@@ -122,7 +122,8 @@ def _mask_of(a: Arguments, layout: Layout, mask: Tensor | None, count: Any, opti
         )
     if options is not None:
         assert a.target is not None
-        mask = a.target != options.ignore_index
+        # In a narrow dtype a number beyond it would wrap.
+        mask = a.target.long() != options.ignore_index
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")

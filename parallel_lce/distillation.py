@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import debug
-from parallel_lce.arguments import Arguments, LossOptions
+from parallel_lce.arguments import Arguments, LossOptions, as_float
 from parallel_lce.checks import INTEGERS, check_loss_options, is_number, shortened
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.divergence import Divergence, summed_divergence, token_divergences
@@ -99,6 +99,7 @@ def divergence(
         logits_budget=logits_budget,
         reduce_dtype=reduce_dtype,
     )
+    beta, temperature = as_float(beta), as_float(temperature)
     numbers = partial(_check_numbers, beta, temperature, reduction, ignore_index)
     scale = 1 / temperature if is_number(temperature) and temperature > 0 else 1.0
     name = f"distillation.divergence with beta={beta!r} and reduction={reduction!r}"
@@ -168,6 +169,7 @@ def top_k_divergence(
         ValueError: as :func:`divergence`.
     """
     layout = Layout.of(process_group, sequence_parallel is True)
+    beta, temperature = as_float(beta), as_float(temperature)
     try:
         _check_numbers(beta, temperature, reduction, ignore_index)
         _check_stored(teacher_ids, teacher_log_probs, tail, target)
@@ -201,7 +203,7 @@ def top_k_divergence(
         there = torch.cat([there, torch.ones_like(there[..., :1])], -1)
     # Entries that there are not have probability 0; their logarithms would give gradients of 0 * inf.
     found = _of_classes(*(v.masked_fill(~there, 0.0) for v in (log_p, log_q)), there, float(beta))
-    counted = torch.ones_like(found, dtype=torch.bool) if target is None else target != ignore_index
+    counted = torch.ones_like(found, dtype=torch.bool) if target is None else target.long() != ignore_index
     found = torch.where(counted, found, 0.0)
     if reduction == "mean":
         return found.sum() / counted.sum().clamp(min=1)

@@ -109,7 +109,7 @@ class Selected:
         if self.given_offsets is None:
             if not self.per_token:
                 return values.new_full((self.tokens,), -torch.inf)
-            return values.view(self.tokens, -1).amax(1)
+            return values.view(self.tokens, self.per_token).amax(1)
         return torch.segment_reduce(values, "max", offsets=self.offsets, unsafe=True, initial=-torch.inf)
 
 

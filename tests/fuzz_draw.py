@@ -9,23 +9,55 @@ import math
 from dataclasses import dataclass, fields
 from random import Random
 
-FIELDS = ("lse", "target_logit", "target_log_prob", "mean_logit", "mean_log_prob", "expected_logit", "entropy")
+FIELDS = (
+    "lse",
+    "target_logit",
+    "target_log_prob",
+    "mean_logit",
+    "mean_log_prob",
+    "expected_logit",
+    "entropy",
+    "sum_p_squared",
+    "selected_log_prob",
+)
 """The differentiable fields of ``TokenStatistics``."""
 
 ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 LARGEST_TARGET = {"uint8": 255, "int8": 127, "int16": 2**15 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}
 _LAYOUTS = ("wide", "gaps", "rows", "transposed", "offset", "expanded")
+LAID = (
+    "input",
+    "weight",
+    "bias",
+    "target",
+    "token_weight",
+    "logit_scale",
+    "selected",
+    "offsets",
+    "mask",
+    "teacher_input",
+    "teacher_weight",
+    "teacher_bias",
+)
+"""The tensors of a call, in the order of ``Configuration.layouts``."""
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """A call of ``kind`` loss, statistics or logits (``vocab_parallel_cross_entropy``).
+    """A call of ``kind`` loss, statistics, logits (``vocab_parallel_cross_entropy``), selected
+    (``selected_log_probs``) or divergence (``distillation.divergence``).
 
     ``shape``: of the target. ``shards``: (first id, rows) of each rank. ``bias``: '', plain or masked, some
-    entries of which are -inf. ``targets``: inside the vocabulary, or some outside. ``layouts``: strides of
-    input, weight, bias, target and token_weight. ``fields`` of a statistics' mixture and those that were
-    asked for. ``mode``: train, no_grad or inference. ``walk``: how the graph is made and walked.
-    ``block_bytes`` and ``tile`` are those of ``tools.shrunk``.
+    entries of which are -inf. ``targets``: inside the vocabulary, or some outside. ``layouts``: strides of the
+    tensors :data:`LAID`. ``fields`` of a statistics' mixture and those that were asked for. ``mode``: train, no_grad or
+    inference. ``walk``: how the graph is made and walked. ``block_bytes`` and ``tile`` are those of ``tools.shrunk``.
+
+    ``scale``: the logits'; with a ``scale_dtype`` the size of a tensor of each token. ``selected``: '', ids
+    ``[..., K]`` or sets of up to K each. ``counted``: '', or whether the number of tokens that count is given right or
+    wrong; of a loss they are those that it does not ignore, and ``ignored`` tells a statistics' mask, too.
+
+    A divergence has ``scale`` 1 / ``temperature``. The teacher's hidden size is ``E``; its last shard has
+    ``teacher_padding`` rows behind the vocabulary, or, if that is None, as many as the student's.
     """
 
     kind: str
@@ -49,6 +81,7 @@ class Configuration:
     offset: float = 0.0
     bias: str = ""
     scale: float = 1.0
+    scale_dtype: str = ""
     softcap: float | None = None
     target_dtype: str = "int64"
     targets: str = "inside"
@@ -62,10 +95,23 @@ class Configuration:
     weight_dtype: str = "float32"
     weight_learns: bool = False
     asked: tuple[str, ...] = ()
+    selected: str = ""
+    K: int = 0
+    id_dtype: str = "int64"
+    ids: str = "inside"
+    top_k: int | None = None
+    counted: str = ""
+    beta: float = 0.0
+    temperature: float = 1.0
+    E: int = 0
+    teacher_dtype: str = "fp32"
+    teacher_bias: str = ""
+    teacher_padding: int | None = None
+    teacher_equal: bool = False
     mixture: tuple[str, ...] = ()
     upstream: str = "random"
     frozen: tuple[str, ...] = ()
-    layouts: tuple[str, ...] = ("plain",) * 5
+    layouts: tuple[str, ...] = ("plain",) * len(LAID)
     numpy: bool = False
     mode: str = "train"
     walk: str = "backward"
@@ -79,7 +125,19 @@ class Configuration:
     @property
     def computed(self) -> str:
         """The dtype of the projection."""
-        return self.autocast if self.autocast and self.dtype != "fp64" else self.dtype
+        return self._cast(self.dtype)
+
+    @property
+    def teacher_computed(self) -> str:
+        """The dtype of the teacher's projection."""
+        return self._cast(self.teacher_dtype)
+
+    def _cast(self, dtype: str) -> str:
+        return self.autocast if self.autocast and dtype != "fp64" else dtype
+
+    def layout(self, name: str) -> str:
+        """Of one of :data:`LAID`."""
+        return self.layouts[LAID.index(name)]
 
     def __str__(self) -> str:
         """What differs from the defaults, as the arguments of a call."""
@@ -89,17 +147,12 @@ class Configuration:
 
 def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
     """The next configuration over ``ranks``; ``small`` ones have few logits, for an interpreter."""
-    kind = random.choices(("loss", "statistics", "logits"), (60, 30, 10))[0]
+    kind = random.choices([*_OF_KIND], (40, 28, 7, 10, 15))[0]
     d = _tensors(random, ranks, small, kind)
-    if kind == "logits":
-        d |= _logits(random, d)
-    else:
+    if kind != "logits":
         d |= _vocabulary(random, ranks, d["V"]) | _projection(random, d)
-    d |= _targets(random, d)
-    if kind == "loss":
-        d |= _loss(random, d)
-    if kind == "statistics":
-        d |= _statistics(random, d)
+    for part in _OF_KIND[kind]:
+        d |= part(random, d)
     return Configuration(**(d | _walk(random, d)))
 
 
@@ -210,7 +263,7 @@ def _targets(random: Random, d: dict) -> dict:
     return {
         "target_dtype": random.choice(("int64",) * 5 + ("int32", "int16", "int8", "uint8")),
         "targets": "outside" if outside else "inside",
-        "no_target": kind == "statistics" and random.random() < 0.15,
+        "no_target": kind in ("statistics", "divergence") and random.random() < 0.15,
         "ignored": random.choice(("none", "some", "some", "all" if random.random() < 0.3 else "some")),
         "ignore_index": random.choice((None, -100, -100, -100, 0, d["V"] // 2, d["V"] + 3, -1, 255, 2**40, -(2**63))),
     }
@@ -237,22 +290,92 @@ def _loss(random: Random, d: dict) -> dict:
         "token_weight": token_weight,
         "weight_dtype": weight_dtype,
         "weight_learns": token_weight not in ("", "mask") and random.random() < 0.3,
+        "counted": _counted(random, d),
+    }
+
+
+def _counted(random: Random, d: dict) -> str:
+    """Whether the number of tokens that count is given, and whether it is the right one."""
+    wrong = "wrong" if random.random() < 0.1 and math.prod(d["shape"]) else "right"
+    return wrong if random.random() < 0.25 else ""
+
+
+def _token_scale(random: Random, d: dict) -> dict:
+    dtypes = ("float32", "float32", "float64", "bfloat16", "float16")
+    return {"scale_dtype": random.choice(dtypes) if random.random() < 0.25 else ""}
+
+
+def _selected(random: Random, d: dict) -> dict:
+    tokens, masked = math.prod(d["shape"]), d["bias"] == "masked"
+    K = random.choice((0, 1, 2, _upto(random, 9), _upto(random, 9), _upto(random, 80)))
+    return {
+        "selected": random.choice(("ids", "sets")),
+        "K": min(K, 4000 // max(1, tokens)),
+        # What a masked bias leaves may lie beyond 8 bits.
+        "id_dtype": random.choice(("int64", "int64", "int32", "int16", "int8", "uint8")[: -2 if masked else None]),
+        "ids": random.choice(("inside", "outside")),
+        "reduction": "none",
     }
 
 
 def _statistics(random: Random, d: dict) -> dict:
-    asked = tuple(name for name in ("mean_logit", "expected_logit", "argmax") if random.random() < 0.5)
+    asked = ("mean_logit", "expected_logit", "argmax", "sum_p_squared")
+    asked = tuple(name for name in asked if random.random() < 0.5)
+    found = _selected(random, d) if random.random() < 0.5 else {"selected": ""}
+    found["counted"] = "" if found["selected"] == "sets" else _counted(random, d)
     there = ["lse"]
     there += [] if d["no_target"] else ["target_logit", "target_log_prob"]
     there += ["mean_logit", "mean_log_prob"] if "mean_logit" in asked else []
     there += ["expected_logit", "entropy"] if "expected_logit" in asked else []
+    there += ["sum_p_squared"] if "sum_p_squared" in asked else []
+    there += ["selected_log_prob"] if found["selected"] else []
     mixture = random.sample(there, random.randint(1, len(there)))
-    return {"asked": asked, "mixture": tuple(sorted(mixture, key=FIELDS.index))}
+    top_k = random.choice((1, _upto(random, d["V"]), d["V"])) if random.random() < 0.25 else None
+    return found | {
+        "asked": asked,
+        "mixture": tuple(sorted(mixture, key=FIELDS.index)),
+        "top_k": top_k,
+        "reduction": "none",
+    }
+
+
+def _divergence(random: Random, d: dict) -> dict:
+    beta = random.choice((0.0, 0.0, 1.0, 1.0, 0.5, 0.1, 0.9, 1e-3, random.random()))
+    temperature = random.choice((1.0, 1.0, 1.0, 0.7, 3.0, 0.05, 30.0, 1e4))
+    dtypes = ("fp64",) if d["dtype"] == "fp64" else (d["dtype"], d["dtype"], "fp32", "bf16", "fp16")
+    bias, teacher_bias = (random.choice(("", "plain", "masked") if d["V"] > 1 else ("", "plain")) for _ in range(2))
+    # Else infinite: an entry that only the other excludes.
+    if beta == 0 and bias == "masked" or beta == 1 and teacher_bias == "masked":
+        bias = teacher_bias = "masked"
+    equal = random.random() < 0.1
+    padded = d["size_given"] and (d["ranks"] == 1 or d["starts_given"]) and random.random() < 0.3
+    return {
+        "beta": beta,
+        "temperature": temperature,
+        "scale": 1 / temperature,
+        "softcap": None,
+        "reduction": random.choice(("none", "mean", "sum")),
+        "bias": bias,
+        "E": d["D"] if equal else 0 if random.random() < 0.02 else _upto(random, 48),
+        "teacher_dtype": d["dtype"] if equal else random.choice(dtypes),
+        "teacher_bias": bias if equal else teacher_bias,
+        "teacher_padding": _upto(random, 9) if padded else None,
+        "teacher_equal": equal,
+    }
+
+
+_OF_KIND = {
+    "loss": (_token_scale, _targets, _loss),
+    "statistics": (_token_scale, _targets, _statistics),
+    "logits": (_logits, _targets),
+    "selected": (_token_scale, _selected, lambda random, d: {"no_target": True}),
+    "divergence": (_targets, _divergence),
+}
 
 
 def _walk(random: Random, d: dict) -> dict:
     kind, projected = d["kind"], d["kind"] != "logits"
-    layouts = [random.choice(_LAYOUTS) if random.random() < 0.2 else "plain" for _ in range(5)]
+    layouts = {name: random.choice(_LAYOUTS) if random.random() < 0.2 else "plain" for name in LAID}
     walks = (
         ("backward",) * 8
         + (
@@ -270,19 +393,24 @@ def _walk(random: Random, d: dict) -> dict:
     frozen: tuple[str, ...] = ()
     if projected and random.random() < 0.25:
         frozen = tuple(name for name in ("input", "weight", "bias") if random.random() < 0.5)
-    rows = sum(n for _, n in d["shards"])
-    if "expanded" in layouts[1:3] and rows != d["V"]:
+    repeats = {"offsets"}
+    if sum(n for _, n in d["shards"]) != d["V"]:
         # What is behind the vocabulary differs from what is in it.
-        layouts[1:3] = ["plain" if layout == "expanded" else layout for layout in layouts[1:3]]
-    if d.get("bias") == "masked":
-        layouts[2] = "gaps" if layouts[2] == "expanded" else layouts[2]
+        repeats |= {"weight", "bias"}
+    if d.get("teacher_padding") is not None:
+        repeats |= {"teacher_weight", "teacher_bias"}
+    repeats |= {name for name in ("bias", "teacher_bias") if d.get(name) == "masked"}
+    if d.get("teacher_equal"):
+        repeats |= {"input", "weight", "bias", "teacher_input", "teacher_weight", "teacher_bias"}
+    for name in repeats:
+        layouts[name] = "gaps" if layouts[name] == "expanded" else layouts[name]
     upstreams = ("random",) * 4 + ("ones", "some zeros", "zero", "large", "tiny")
     if kind == "logits":
         upstreams = ("random", "random", "ones", "some zeros", "zero", "large", "tiny")
     return {
         "upstream": random.choice(upstreams),
         "frozen": frozen,
-        "layouts": tuple(layouts),
+        "layouts": tuple(layouts.values()),
         "mode": random.choices(("train", "no_grad", "inference"), (88, 6, 6))[0],
         "walk": random.choice(walks),
     }

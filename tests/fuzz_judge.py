@@ -9,22 +9,24 @@ is how the package is described.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 import fuzz_bounds
 from cases import DTYPES
+from fuzz_distributions import DivergenceAnalysis, SelectedAnalysis
 from fuzz_draw import Configuration
-from fuzz_run import Wrong, assemble, real_rows
-from fuzz_values import MASKED, Whole, ignore_index, make
-from parallel_lce import reference
+from fuzz_logits import Logits
+from fuzz_run import Wrong, assemble
+from fuzz_truth import INFINITE, Operands, dense, kept, operands, per_result
+from fuzz_values import Whole, make
 from parallel_lce.partials import accumulation_dtype
 
-INFINITE = 1e15
-"""Truths beyond this stand for infinity (:data:`fuzz_values.MASKED`)."""
+_ANALYSES = {"selected": SelectedAnalysis, "divergence": DivergenceAnalysis}
+_GRADIENTS = ("dinput", "dweight", "dbias", "dtoken_weight")
 
 
 @dataclass(frozen=True)
@@ -53,100 +55,6 @@ class Verdict:
         )
 
 
-@dataclass
-class Operands:
-    """Flattened: ``x [N, D]``, ``weight [V, D]``, ``bias [V]``, ``target [N]``, ``token_weight [N]``, each exact in
-    the computed dtype; ``outside [N]``: tokens whose loss is NaN, here with upstream gradient 0."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    target: Tensor | None
-    token_weight: Tensor | None
-    upstream: dict[str, Tensor]
-    masked: Tensor
-    outside: Tensor
-
-
-def operands(c: Configuration, whole: Whole) -> Operands:
-    dtype = DTYPES[c.computed]
-    target = None if whole.target is None else whole.target.reshape(-1).long()
-    outside = torch.zeros(c.N, dtype=torch.bool)
-    reduced = c.kind == "loss" and c.reduction != "none"
-    upstream = {n: v if reduced else v.reshape(-1) for n, v in whole.upstream.items()}
-    if c.kind == "loss":
-        outside = ((target < 0) | (target >= c.V)) & (target != ignore_index(c))
-        # Any other with a finite loss.
-        target = target.masked_fill(outside, int(whole.masked.int().argmin()))
-        if not reduced:
-            upstream["loss"] = upstream["loss"].masked_fill(outside, 0.0)
-    return Operands(
-        whole.x.reshape(c.N, c.D).to(dtype),
-        whole.weight.to(dtype),
-        None if whole.bias is None else whole.bias.to(dtype),
-        target,
-        None if whole.token_weight is None else whole.token_weight.reshape(-1),
-        upstream,
-        whole.masked,
-        outside,
-    )
-
-
-def dense(c: Configuration, o: Operands, dtype: torch.dtype, wide: torch.dtype) -> dict[str, Tensor]:
-    """Every result and gradient with all logits, projected in ``dtype``, the rest in ``wide``; ``G [N, V]``: the
-    gradient of the projection."""
-    leaves = {"input": o.x.to(dtype), "weight": o.weight.to(dtype)}
-    if o.bias is not None:
-        lowest = -6e4 if dtype == torch.float16 else MASKED
-        leaves["bias"] = o.bias.double().masked_fill(o.masked, lowest).to(dtype)
-    leaves = {name: value.detach().requires_grad_() for name, value in leaves.items()}
-    if o.token_weight is not None:
-        leaves["token_weight"] = o.token_weight.to(wide).detach().requires_grad_()
-    product = linear(leaves["input"], leaves["weight"], leaves.get("bias"))
-    z = product.to(wide) * c.scale
-    if c.softcap is not None:
-        z = c.softcap * torch.tanh(z / c.softcap)
-    if c.kind == "loss":
-        found = {
-            "loss": reference.loss(
-                z,
-                o.target,
-                reduction=c.reduction,
-                ignore_index=ignore_index(c),
-                label_smoothing=c.label_smoothing,
-                z_loss=c.z_loss,
-                token_weight=leaves.get("token_weight"),
-            )
-        }
-    else:
-        found = reference.statistics(z, o.target)
-    names = [*o.upstream]
-    gradients = torch.autograd.grad(
-        [found[n] for n in names],
-        [*leaves.values(), product],
-        [o.upstream[n].to(wide) for n in names],
-        allow_unused=True,
-    )
-    results = {name: value.detach() for name, value in found.items()}
-    for name, leaf, gradient in zip([*leaves, None], [*leaves.values(), product], gradients):
-        gradient = torch.zeros_like(leaf) if gradient is None else gradient
-        results["G" if name is None else f"d{name}"] = gradient
-    return results
-
-
-def kept(c: Configuration, o: Operands, truth: dict[str, Tensor], b: fuzz_bounds.Analysis) -> dict[str, Tensor]:
-    """Gradients from G whose exponentials and whose entries are rounded once."""
-    dtype = DTYPES[c.computed]
-    exact = torch.exp(b.z - b.top)
-    factor = 2.0**15 if dtype == torch.float16 else 1.0
-    stored = (exact * factor).to(dtype).double() / factor
-    moved = truth["G"] + (stored - exact) / exact.sum(1, keepdim=True) * (b.alpha * c.scale)[:, None] * b.chain
-    largest = moved.abs().amax().clamp(min=1e-300) if moved.numel() else torch.ones(())
-    power = 2.0 ** (10 - torch.frexp(largest).exponent.double()) if dtype == torch.float16 else torch.ones(())
-    rounded = (moved * power).to(dtype).double() / power
-    return {"dinput": rounded @ o.weight.double(), "dweight": rounded.t() @ o.x.double(), "dbias": rounded.sum(0)}
-
-
 def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
     """The verdict on each result of the ranks; :class:`Wrong` where they disagree or have another form."""
     found, whole = assemble(c, parts), make(c)
@@ -154,62 +62,106 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
         truth, bounds = fuzz_bounds.of_logits(c, whole)
         return [_worst(c, name, value, truth[name], bounds[name], []) for name, value in found.items()]
     o = operands(c, whole)
+    for name, value in found.items():
+        _check_form(c, whole, name, value)
+    found.pop("vocab_size", None)
+    if c.counted == "wrong":
+        for name, value in found.items():
+            if name.removesuffix(" again") not in _GRADIENTS:
+                _require(_is_nothing(value).all(), f"{name} is a number, but the count of tokens is wrong")
+        return []
     dtype = DTYPES[c.computed]
-    wide = accumulation_dtype(dtype)
     truth = dense(c, o, torch.float64, torch.float64)
-    analysis = fuzz_bounds.Analysis(c, o, truth)
-    bounds = analysis.bounds(_partial_sums(c, o, truth["G"]))
+    analysis = _ANALYSES.get(c.kind, fuzz_bounds.Analysis)(c, o, truth)
+    bounds = analysis.bounds()
     yardsticks = []
     if dtype == torch.float32:
         yardsticks = [dense(c, o, dtype, dtype)]
-    elif dtype != torch.float64:
-        yardsticks = [kept(c, o, truth, analysis)]
+    elif dtype != torch.float64 and (moved := analysis.moved()) is not None:
+        yardsticks = [kept(c, o, moved)]
     if c.reduction == "mean" and c.kind == "loss" and analysis.nothing_counts:
         # Documented; to the reference a weight matters even then.
         truth["dtoken_weight"] = torch.zeros(c.N)
     verdicts = []
     for name, value in found.items():
         base = name.removesuffix(" again")
-        if base == "vocab_size":
-            _require(value.item() == c.V and value.dtype == torch.int64 and value.dim() == 0, f"vocab_size is {value}")
-            continue
         if base in ("dweight", "dbias") and o.outside.any():
             continue
-        per_token = base not in ("dinput", "dweight", "dbias") and (base != "loss" or c.reduction == "none")
-        if base == "loss" or not base.startswith("d"):
-            expected = torch.int64 if base == "argmax" else wide
-            _require(value.dtype == expected, f"{name} is {value.dtype}")
-            shape = c.shape if per_token else ()
-            _require(tuple(value.shape) == tuple(shape), f"{name} is {list(value.shape)}")
-        if base == "argmax":
-            chosen = value.reshape(-1)
-            _require(((chosen >= 0) & (chosen < c.V)).all(), "argmax is outside the vocabulary")
-            value, base = analysis.z.gather(1, chosen[:, None])[:, 0], "max_logit"
-            verdicts.append(_worst(c, name, value, truth[base], 2 * bounds[base], []))
+        if base in ("argmax", "top_logits", "top_ids"):
             continue
         yard = [y[base] for y in yardsticks if base in y]
         value, exact = value.reshape(truth[base].shape), truth[base]
-        if base in ("loss", "dinput", "dtoken_weight") and o.outside.any():
-            bad = value[o.outside].isnan()
-            _require(bad.all(), f"{name} of a token with a target outside is no NaN")
-            value, exact = (v.double().index_fill(0, o.outside.nonzero()[:, 0], 0.0) for v in (value, exact))
-            yard = [torch.where(o.outside.view(-1, *[1] * (y.dim() - 1)), 0.0, y) for y in yard]
+        for tokens, is_right in _settled(c, o, base):
+            rows = per_result(base, tokens, o.entries)
+            _require(is_right(value[rows]).all(), f"{name} of a token that does not count or has no loss")
+            value, exact = (v.double().index_fill(0, rows.nonzero()[:, 0], 0.0) for v in (value, exact))
+            yard = [torch.where(rows.view(-1, *[1] * (y.dim() - 1)), 0.0, y) for y in yard]
         verdicts.append(_worst(c, name, value, exact, bounds[base], yard))
+    return verdicts + _of_ids(c, o, found, analysis.logits)
+
+
+def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> None:
+    """Whether a result that is no gradient has its dtype and shape."""
+    if name == "vocab_size":
+        _require(value.item() == c.V and value.dtype == torch.int64 and value.dim() == 0, f"vocab_size is {value}")
+    elif name.removesuffix(" again") not in _GRADIENTS:
+        expected = torch.int64 if name in ("argmax", "top_ids") else accumulation_dtype(DTYPES[c.computed])
+        _require(value.dtype == expected, f"{name} is {value.dtype}")
+        shape = c.shape
+        if name == "loss" and c.reduction != "none":
+            shape = ()
+        elif name in ("selected_log_prob", "log_probs"):
+            shape = whole.ids.shape
+        elif name in ("top_logits", "top_ids"):
+            shape = (*shape, c.top_k)
+        _require(tuple(value.shape) == tuple(shape), f"{name} is {list(value.shape)}")
+
+
+def _is_nothing(value: Tensor) -> Tensor:
+    return value.isnan() if value.is_floating_point() else value == -1
+
+
+def _settled(c: Configuration, o: Operands, base: str) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
+    """Tokens whose rows of a result are not a matter of precision, and what these must be."""
+    if base in ("dweight", "dbias") or (base == "loss" and c.reduction != "none"):
+        return []
+    return [(o.outside, torch.isnan), (o.quiet, lambda value: value == 0)]
+
+
+def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], logits: Logits) -> list[Verdict]:
+    """On the largest logits, and on the logits of the ids that are said to be those."""
+    verdicts, counts = [], ~o.quiet
+    z, error = logits.z[counts], logits.error[counts]
+    widths = {"argmax": 1, "top_logits": c.top_k, "top_ids": c.top_k}
+    rows = {name: found[name].reshape(c.N, width) for name, width in widths.items() if name in found}
+    for name, value in rows.items():
+        nothing = 0 if value.is_floating_point() else -1
+        _require((value[o.quiet] == nothing).all(), f"{name} of a token that does not count")
+    rows = {name: value[counts] for name, value in rows.items()}
+    for name in ("argmax", "top_ids"):
+        if name in rows:
+            _require(((rows[name] >= 0) & (rows[name] < c.V)).all(), f"{name} is outside the vocabulary")
+    if "argmax" in rows:
+        chosen = z.gather(1, rows["argmax"])[:, 0]
+        verdicts.append(_worst(c, "argmax", chosen, z.amax(1), 2 * error.amax(1), []))
+    if "top_ids" in rows:
+        top, ids = rows["top_logits"], rows["top_ids"]
+        _require((ids.sort(1).values.diff(dim=1) > 0).all(), "top_ids has an id twice")
+        ordered = (top.diff(dim=1) < 0) | ((top[:, 1:] == top[:, :-1]) & (ids.diff(dim=1) > 0))
+        _require(ordered.all(), "top_logits do not fall, or equal ones are not in the order of their ids")
+        largest = z.topk(c.top_k, 1).values
+        bound = error.amax(1, keepdim=True).expand(largest.shape)
+        for name, truth, allowed in (
+            ("top_logits", largest, bound),
+            ("top_ids", z.gather(1, ids), error.gather(1, ids)),
+        ):
+            verdicts.append(_worst(c, name, *(v.reshape(-1) for v in (top, truth, allowed)), []))
     return verdicts
 
 
 def _require(condition: object, message: str) -> None:
     if not condition:
         raise Wrong(message)
-
-
-def _partial_sums(c: Configuration, o: Operands, G: Tensor) -> Tensor:
-    """Sum over the ranks of the magnitude of their part of dX ``[N, D]``."""
-    total = torch.zeros(c.N, c.D, dtype=torch.float64)
-    for rank, (start, _) in enumerate(c.shards):
-        mine = slice(start, start + real_rows(c, rank))
-        total += (G[:, mine] @ o.weight[mine].double()).abs()
-    return total
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from unittest import mock
 
 import numpy as np
 import torch
@@ -14,7 +15,9 @@ from torch.utils.checkpoint import checkpoint
 import parallel_lce
 from cases import DTYPES
 from fuzz_draw import FIELDS, Configuration
-from fuzz_values import Whole, laid, make
+from fuzz_values import Whole, ignore_index, laid, make
+from parallel_lce import divergence as divergences
+from parallel_lce.distillation import divergence
 from parallel_lce.partials import accumulation_dtype
 from tools import chosen_backend, debug_mode, shrunk
 from world import Member
@@ -29,6 +32,8 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
     with ExitStack() as stack:
         stack.enter_context(chosen_backend(backend))
         stack.enter_context(shrunk(c.block_bytes, c.tile))
+        if c.block_bytes is not None:
+            stack.enter_context(mock.patch.object(divergences, "_FEWEST_TOKENS", 1))
         if c.debug:
             stack.enter_context(debug_mode())
         found = _once(member, c)
@@ -54,10 +59,20 @@ def real_rows(c: Configuration, rank: int) -> int:
     return max(0, min(rows, c.V - start))
 
 
+def teacher_rows(c: Configuration, rank: int) -> int:
+    """Rows of a rank's shard of the teacher."""
+    last = max((start + rows, rank) for rank, (start, rows) in enumerate(c.shards) if rows)[1]
+    if c.teacher_padding is None or rank != last:
+        return c.shards[rank][1]
+    return real_rows(c, rank) + c.teacher_padding
+
+
 @dataclass
 class _Arguments:
+    """``leaves`` may need gradients, ``given`` are the other tensors, each by its name in ``fuzz_draw.LAID``."""
+
     leaves: dict[str, Tensor]
-    target: Tensor | None
+    given: dict[str, Tensor]
     options: dict
     upstream: dict[str, Tensor]
 
@@ -65,52 +80,75 @@ class _Arguments:
 def _arguments(member: Member, c: Configuration, whole: Whole) -> _Arguments:
     (start, rows), real = c.shards[member.rank], real_rows(c, member.rank)
 
-    def shard(value: Tensor) -> Tensor:
-        # Padding must never matter.
-        padded = value.new_full((rows, *value.shape[1:]), torch.nan)
-        padded[:real] = value[start : start + real]
-        return padded
+    def layer(prefix: str, rows: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor | None]:
+        found: dict[str, Tensor | None] = {f"{prefix}input": x, f"{prefix}weight": weight, f"{prefix}bias": bias}
+        if c.sequence_parallel and c.ranks > 1:
+            found[f"{prefix}input"] = x.chunk(c.ranks)[member.rank]
+        for name, value in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
+            if value is not None:
+                # Padding must never matter.
+                found[name] = value.new_full((rows, *value.shape[1:]), torch.nan)
+                found[name][:real] = value[start : start + real]
+        return found
 
     if c.kind == "logits":
-        tensors = {"input": whole.logits[..., start : start + rows]}
+        tensors: dict[str, Tensor | None] = {"input": whole.logits[..., start : start + rows]}
     else:
-        parts = c.ranks if c.sequence_parallel else 1
-        x = whole.x.chunk(parts)[member.rank] if parts > 1 else whole.x
-        tensors = {"input": x, "weight": shard(whole.weight)}
-        tensors |= {} if whole.bias is None else {"bias": shard(whole.bias)}
-    tensors |= {} if whole.token_weight is None else {"token_weight": whole.token_weight}
-    layouts = dict(zip(("input", "weight", "bias", "target", "token_weight"), c.layouts))
-    leaves = {}
-    for name, value in tensors.items():
-        leaves[name] = laid(value.to(member.device), layouts[name]).detach()
+        tensors = layer("", rows, whole.x, whole.weight, whole.bias)
+    tensors["token_weight"] = whole.token_weight
+    others: dict[str, Tensor | None] = {
+        "target": whole.target,
+        "logit_scale": whole.scale,
+        "selected": whole.ids,
+        "offsets": whole.offsets,
+        "mask": whole.mask if c.kind == "statistics" else None,
+    }
+    if whole.teacher is not None:
+        others |= layer("teacher_", teacher_rows(c, member.rank), *whole.teacher[:3])
+    leaves, given = (
+        {name: laid(v.to(member.device), c.layout(name)).detach() for name, v in some.items() if v is not None}
+        for some in (tensors, others)
+    )
+    for name, leaf in leaves.items():
         learns = c.weight_learns if name == "token_weight" else name not in c.frozen
-        leaves[name].requires_grad_(learns and c.mode == "train")
-    target = None if whole.target is None else laid(whole.target.to(member.device), layouts["target"])
+        leaf.requires_grad_(learns and c.mode == "train")
     upstream = {name: value.to(member.device) for name, value in whole.upstream.items()}
-    return _Arguments(leaves, target, _options(member, c), upstream)
+    return _Arguments(leaves, given, _options(member, c, whole, given), upstream)
 
 
-def _options(member: Member, c: Configuration) -> dict:
+def _options(member: Member, c: Configuration, whole: Whole, given: dict[str, Tensor]) -> dict:
+    """All but the tensors that :func:`_call` hands over itself."""
     group = member.group if c.ranks > 1 or c.group_given else None
     if c.kind == "logits":
         return {"label_smoothing": _number(c, c.label_smoothing), "tp_group": group}
     start, _ = c.shards[member.rank]
     wide = accumulation_dtype(DTYPES[c.computed])
     reduce = {"": None, "wide": wide, "same": DTYPES[c.computed]}[c.reduce_dtype]
-    options = {
-        "logit_scale": c.scale,
-        "logit_softcap": c.softcap,
-        "vocab_start": start if c.starts_given else None,
-        "vocab_size": c.V if c.size_given else None,
-        "logits_budget": c.budget,
-    }
+    numbers: dict = {"vocab_start": start if c.starts_given else None, "vocab_size": c.V if c.size_given else None}
+    if c.kind != "selected":
+        numbers["logits_budget"] = c.budget
+    if c.kind == "divergence":
+        numbers |= {"ignore_index": ignore_index(c), "beta": c.beta, "temperature": c.temperature}
+    else:
+        numbers |= {"logit_scale": c.scale, "logit_softcap": c.softcap}
     if c.kind == "loss":
-        options |= {"ignore_index": c.ignore_index, "label_smoothing": c.label_smoothing, "z_loss": c.z_loss}
-    options = {name: _number(c, value) for name, value in options.items()}
-    if c.kind == "loss":
+        numbers |= {"ignore_index": c.ignore_index, "label_smoothing": c.label_smoothing, "z_loss": c.z_loss}
+    if c.counted:
+        numbers["counted_tokens"] = whole.counted
+    if c.top_k is not None:
+        numbers["top_k"] = c.top_k
+    options = {name: _number(c, value) for name, value in numbers.items()}
+    if c.kind in ("loss", "divergence"):
         options["reduction"] = c.reduction
     options |= {name: True for name in c.asked}
+    options |= {name: given[name] for name in ("logit_scale", "mask") if name in given}
+    if c.kind == "statistics" and c.selected:
+        options["selected"] = _selected(given)
     return options | {"process_group": group, "sequence_parallel": c.sequence_parallel, "reduce_dtype": reduce}
+
+
+def _selected(given: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+    return (given["selected"], given["offsets"]) if "offsets" in given else given["selected"]
 
 
 def _number(c: Configuration, value):
@@ -124,20 +162,28 @@ def _number(c: Configuration, value):
 
 def _call(c: Configuration, a: _Arguments, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is returned, by name."""
+    given, options = a.given, a.options
     if c.kind == "logits":
-        return {"loss": parallel_lce.vocab_parallel_cross_entropy(tensors["input"], a.target, **a.options)}
-    positional = tensors["input"], tensors["weight"], a.target
-    options = a.options | {"linear_bias": tensors.get("bias")}
+        return {"loss": parallel_lce.vocab_parallel_cross_entropy(tensors["input"], given["target"], **options)}
+    x, weight, bias = tensors["input"], tensors["weight"], tensors.get("bias")
+    if c.kind == "divergence":
+        teacher = given["teacher_input"], given["teacher_weight"]
+        options = options | {"student_bias": bias, "teacher_bias": given.get("teacher_bias")}
+        return {"loss": divergence(x, weight, *teacher, target=given.get("target"), **options)}
+    options = options | {"linear_bias": bias}
+    if c.kind == "selected":
+        return {"log_probs": parallel_lce.selected_log_probs(x, weight, _selected(given), **options)}
+    target = given.get("target")
     if c.kind == "loss":
         options["token_weight"] = tensors.get("token_weight")
-        return {"loss": parallel_lce.linear_cross_entropy(*positional, **options)}
-    found = parallel_lce.token_statistics(*positional, **options)
+        return {"loss": parallel_lce.linear_cross_entropy(x, weight, target, **options)}
+    found = parallel_lce.token_statistics(x, weight, target, **options)
     return {name: value for name, value in vars(found).items() if value is not None}
 
 
 def _once(member: Member, c: Configuration) -> dict[str, Tensor]:
     a = _arguments(member, c, make(c))
-    before = {name: value.detach().clone() for name, value in a.leaves.items()}
+    before = {name: value.detach().clone() for name, value in (a.leaves | a.given).items()}
     modes = {"train": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     casting = nullcontext()
     if c.autocast:
@@ -148,7 +194,7 @@ def _once(member: Member, c: Configuration) -> dict[str, Tensor]:
     if any(value.requires_grad for value in a.leaves.values()):
         found |= _gradients(member, c, a, results)
     for name, value in before.items():
-        if not same_bits(value, a.leaves[name].detach()):
+        if not same_bits(value, (a.leaves | a.given)[name].detach()):
             raise Wrong(f"{name} was written to")
     return found
 
@@ -227,7 +273,7 @@ def _checked(member: Member, c: Configuration, name: str, leaf: Tensor, gradient
     gradient = gradient.detach().cpu()
     if name in ("weight", "bias"):
         real = real_rows(c, member.rank)
-        if torch.count_nonzero(gradient[real:]):
+        if c.counted != "wrong" and torch.count_nonzero(gradient[real:]):
             raise Wrong(f"d{name} of padding is not 0")
         gradient = gradient[:real]
     return gradient.contiguous()
@@ -250,7 +296,7 @@ def assemble(c: Configuration, parts: list[dict[str, Tensor]]) -> dict[str, Tens
                 if not same_bits(value, part[name]):
                     raise Wrong(f"bits: {name} of rank {rank} differs from rank 0's")
             whole[name] = value
-    expected = set(FIELDS) | {"max_logit", "argmax", "vocab_size", "loss"}
+    expected = {*FIELDS, "max_logit", "argmax", "top_logits", "top_ids", "vocab_size", "loss", "log_probs"}
     if unknown := [name for name in whole if not name.startswith("d") and name not in expected]:
         raise Wrong(f"unknown results {unknown}")
     return whole

@@ -16,61 +16,148 @@ MASKED = -1e34
 
 @dataclass
 class Whole:
-    """``x [*shape, D]``, ``weight [V, D]`` and ``bias [V]`` without padding, ``target`` and ``token_weight
-    [*shape]``; ``logits [*shape, V]`` where these are given; ``upstream``: of the loss, or of each field of the
-    mixture; ``masked [V]``: where the bias is -inf."""
+    """``x [*shape, D]``, ``weight [V, D]`` and ``bias [V]`` without padding, ``target``, ``token_weight`` and ``scale
+    [*shape]``; ``logits [*shape, V]`` where these are given; ``ids`` that are selected, ``[*shape, K]`` or ``[E]`` with
+    ``offsets [N + 1]``; ``mask [*shape]``: the tokens that count, if ``counted``, their number as it is given, is;
+    ``upstream``: of the loss, of the log-probabilities or of each field of the mixture; ``masked [V]``: where the bias
+    is -inf; ``teacher``: x, weight, bias and where that is -inf."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     target: Tensor | None
     token_weight: Tensor | None
+    scale: Tensor | None
     logits: Tensor | None
+    ids: Tensor | None
+    offsets: Tensor | None
+    mask: Tensor | None
+    counted: int | None
     upstream: dict[str, Tensor]
     masked: Tensor
+    teacher: tuple[Tensor, Tensor, Tensor | None, Tensor] | None
 
 
 def ignore_index(c: Configuration) -> int:
     return -100 if c.ignore_index is None else c.ignore_index
 
 
-def make(c: Configuration) -> Whole:
-    """The whole tensors of ``c``, on the CPU."""
-    generator = torch.Generator().manual_seed(c.values)
-    dtype = DTYPES[c.dtype]
+class _Maker:
+    """Draws the tensors of a configuration one after another."""
 
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    def __init__(self, c: Configuration) -> None:
+        self.c, self.generator = c, torch.Generator().manual_seed(c.values)
 
-    def repeated(value: Tensor, place: int) -> Tensor:
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def below(self, end: int, *shape: int) -> Tensor:
+        return torch.randint(end, shape, generator=self.generator)
+
+    def repeated(self, value: Tensor, name: str) -> Tensor:
         """All along the first dimension the same, if this is to be laid out in one place."""
-        if c.layouts[place] != "expanded" or value.dim() == 0 or len(value) == 0:
+        if self.c.layout(name) != "expanded" or value.dim() == 0 or len(value) == 0:
             return value
         return value[:1].expand_as(value).clone()
 
-    x = weight = bias = logits = None
+    def layer(self, dtype: str, D: int, bias: str, masked: Tensor, prefix: str = "") -> tuple[Tensor, Tensor, Tensor]:
+        """``x [*shape, D]``, ``weight [V, D]`` and ``bias [V]``, None for ''."""
+        c = self.c
+        x = self.repeated(self.normal(*c.shape, D), f"{prefix}input")
+        weight = self.repeated(self.normal(c.V, D) * (c.sharpness / max(1, D) ** 0.5), f"{prefix}weight")
+        made = None
+        if bias:
+            made = self.repeated(self.normal(c.V) + c.offset, f"{prefix}bias").to(DTYPES[dtype])
+        if bias == "masked":
+            made[masked] = -torch.inf
+        return x.to(DTYPES[dtype]), weight.to(DTYPES[dtype]), made
+
+
+def make(c: Configuration) -> Whole:
+    """The whole tensors of ``c``, on the CPU."""
+    m = _Maker(c)
     masked = torch.zeros(c.V, dtype=torch.bool)
+    if "masked" in (c.bias, c.teacher_bias):
+        masked = torch.rand(c.V, generator=m.generator) < 0.3
+        masked[m.below(c.V)] = False
+    of_bias, of_teacher = (masked & (bias == "masked") for bias in (c.bias, c.teacher_bias))
+    logits = teacher = None
     if c.kind == "logits":
-        x, weight = normal(*c.shape, 0), normal(c.V, 0)
-        logits = repeated(normal(*c.shape, c.V) * (3 * c.sharpness) + c.offset, 0).to(dtype)
+        x, weight, bias = m.normal(*c.shape, 0), m.normal(c.V, 0), None
+        logits = m.repeated(m.normal(*c.shape, c.V) * (3 * c.sharpness) + c.offset, "input").to(DTYPES[c.dtype])
     else:
-        x = repeated(normal(*c.shape, c.D), 0)
-        weight = repeated(normal(c.V, c.D) * (c.sharpness / max(1, c.D) ** 0.5), 1)
-    if c.bias:
-        bias = repeated(normal(c.V) + c.offset, 2).to(dtype)
+        x, weight, bias = m.layer(c.dtype, c.D, c.bias, of_bias)
+    if c.kind == "divergence":
+        teacher = x, weight, bias, of_bias
+        if not c.teacher_equal:
+            teacher = *m.layer(c.teacher_dtype, c.E, c.teacher_bias, of_teacher, "teacher_"), of_teacher
+    target = None if c.no_target else m.repeated(_targets(m, of_bias), "target")
+    token_weight = m.repeated(_token_weight(c, m.normal(*c.shape)), "token_weight") if c.token_weight else None
+    scale = m.repeated(_scale(m), "logit_scale") if c.scale_dtype else None
+    ids, offsets = _selected(m, of_bias, target) if c.selected else (None, None)
+    mask = counted = None
+    if c.counted:
+        mask = m.repeated(_mask(m), "mask") if c.kind == "statistics" else target.long() != ignore_index(c)
+        counted = int(mask.sum())
+        if c.counted == "wrong":
+            counted = (counted + 1 + c.values % c.N) % (c.N + 1)
+    upstream = _upstream(c, m.normal, ids)
+    given = target, token_weight, scale, logits, ids, offsets, mask, counted, upstream
+    return Whole(x, weight, bias, *given, of_bias, teacher)
+
+
+def _scale(m: _Maker) -> Tensor:
+    """Of each token; of any sign, and 0 now and then, where no product with -inf is NaN."""
+    c = m.c
+    scale = (m.normal(*c.shape).abs() + 0.1) * c.scale
     if c.bias == "masked":
-        masked = torch.rand(c.V, generator=generator) < 0.3
-        masked[int(torch.randint(c.V, (), generator=generator))] = False
-        bias[masked] = -torch.inf
-    target = None if c.no_target else repeated(_targets(c, generator, masked), 3)
-    token_weight = None
-    if c.token_weight:
-        token_weight = repeated(_token_weight(c, normal(*c.shape)), 4)
-    upstream = _upstream(c, normal)
-    return Whole(x.to(dtype), weight.to(dtype), bias, target, token_weight, logits, upstream, masked)
+        scale = scale.clamp(min=1e-3)
+    else:
+        scale *= m.normal(*c.shape).sign()
+        scale.view(-1)[3::7] = 0
+    return scale.to(getattr(torch, c.scale_dtype))
 
 
-def _targets(c: Configuration, generator: torch.Generator, masked: Tensor) -> Tensor:
+def _selected(m: _Maker, masked: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """``[*shape, K]`` ids; or ``[E]`` and offsets, for sets of up to K. Some come twice, some are targets."""
+    c = m.c
+    counts = m.below(c.K + 1, c.N) if c.selected == "sets" else torch.full((c.N,), c.K)
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    owner = torch.repeat_interleave(torch.arange(c.N), counts)
+    smallest, largest = (0 if c.id_dtype == "uint8" else -LARGEST_TARGET[c.id_dtype] - 1), LARGEST_TARGET[c.id_dtype]
+    ids = m.below(min(c.V, largest + 1), len(owner))
+    ids[4::11] = ids[3::11][: len(ids[4::11])]
+    if target is not None:
+        wanted = target.reshape(-1)[owner].long()
+        here = (m.below(5, len(owner)) == 0) & (wanted >= smallest) & (wanted <= largest)
+        ids = torch.where(here, wanted, ids)
+    if c.ids == "outside":
+        others = torch.tensor([o for o in outside(c.V) if smallest <= o <= largest] or [0])
+        ids[1::4] = others.repeat(len(ids))[: len(ids[1::4])]
+    if c.kind == "selected" and masked.any():
+        # A set of which nothing can be has no distribution.
+        firsts = offsets[:-1][counts > 0]
+        ids[firsts] = int(masked.int().argmin())
+    ids = ids.to(getattr(torch, c.id_dtype))
+    if c.selected == "sets":
+        return m.repeated(ids, "selected"), offsets.to(torch.int32 if c.id_dtype == "int32" else torch.int64)
+    return m.repeated(ids.view(*c.shape, c.K), "selected"), None
+
+
+def _mask(m: _Maker) -> Tensor:
+    """The tokens that count."""
+    if m.c.ignored == "some":
+        return m.normal(*m.c.shape) > -0.5
+    return torch.full(m.c.shape, m.c.ignored == "none")
+
+
+def outside(V: int) -> list[int]:
+    """Ids outside the vocabulary."""
+    return [V, V + 3, -1, -7, -(2**63), 2**62]
+
+
+def _targets(m: _Maker, masked: Tensor) -> Tensor:
+    c = m.c
     largest = LARGEST_TARGET[c.target_dtype]
     candidates = torch.arange(min(c.V, largest + 1))
     # A target of -inf has an infinite loss: no other can be added to it, and no 0 be a factor of it.
@@ -78,16 +165,15 @@ def _targets(c: Configuration, generator: torch.Generator, masked: Tensor) -> Te
     allowed = candidates[~masked[: len(candidates)]]
     if not plain and len(allowed):
         candidates = allowed
-    target = candidates[torch.randint(len(candidates), c.shape, generator=generator)]
+    target = candidates[m.below(len(candidates), *c.shape)]
     flat = target.view(-1)
     signed = c.target_dtype != "uint8"
     if c.targets == "outside":
-        others = [c.V, c.V + 3, -1, -7, -(2**63), 2**62]
-        others = [o for o in others if (-largest - 1 if signed else 0) <= o <= largest]
+        others = [o for o in outside(c.V) if (-largest - 1 if signed else 0) <= o <= largest]
         if others:
             flat[1::3] = torch.tensor(others).repeat(len(flat))[: len(flat[1::3])]
     index = ignore_index(c)
-    if c.kind == "loss" and (-largest - 1 if signed else 0) <= index <= largest:
+    if c.kind in ("loss", "divergence") and (-largest - 1 if signed else 0) <= index <= largest:
         if c.ignored != "none":
             flat[slice(None) if c.ignored == "all" else slice(0, None, 3)] = index
     return target.to(getattr(torch, c.target_dtype))
@@ -107,13 +193,13 @@ def _token_weight(c: Configuration, normal: Tensor) -> Tensor:
     return weight.to(getattr(torch, c.weight_dtype))
 
 
-def _upstream(c: Configuration, normal) -> dict[str, Tensor]:
-    names = c.mixture if c.kind == "statistics" else ("loss",)
-    shape = c.shape if c.reduction == "none" or c.kind == "statistics" else ()
+def _upstream(c: Configuration, normal, ids: Tensor | None) -> dict[str, Tensor]:
+    names = {"statistics": c.mixture, "selected": ("log_probs",)}.get(c.kind, ("loss",))
+    shape = c.shape if c.reduction == "none" else ()
     wide = torch.float64 if c.dtype == "fp64" else torch.float32
     found = {}
     for name in names:
-        value = normal(*shape)
+        value = normal(*(ids.shape if name in ("selected_log_prob", "log_probs") else shape))
         if c.upstream == "ones":
             value = torch.ones_like(value)
         elif c.upstream == "some zeros":

@@ -89,6 +89,17 @@ def test_a_wrong_number_gives_nan(wrong, device):
         assert gradient.isnan().any(), "a step of no gradient would be taken"
 
 
+def test_an_ignore_index_that_the_targets_dtype_does_not_hold(device):
+    t = small(device, N=N)
+    target = t.target.clamp(max=100).to(torch.int8)
+    target[::5] = 0  # 2^40 in 8 bits
+    found, expected = (
+        parallel_lce.linear_cross_entropy(t.x, t.weight, target, ignore_index=2**40, counted_tokens=count)
+        for count in (N, None)
+    )
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("count", [0, N])
 def test_none_and_all(count, device):
     t = small(device, N=N)

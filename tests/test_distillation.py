@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +13,7 @@ from cases import DTYPES, normal
 from measures import assert_no_worse, size, smallest_steps
 from parallel_lce import divergence as schedule
 from parallel_lce import prepare
+from parallel_lce.backends import gemm
 from parallel_lce.distillation import divergence
 from tools import alone, chosen_backend, debug_mode, everywhere, shrunk
 from world import Member
@@ -126,6 +128,14 @@ def test_on_one_rank(name, beta, reduction, backend, device):
     check(parts, name, beta, reduction, False, 1.3)
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_products_that_are_not_small(name, reduction, device, monkeypatch):
+    """CPUs have another product for those."""
+    monkeypatch.setattr(gemm, "_SMALL", 1)
+    check([_found(alone(device), name, 0.3, reduction, "torch", False, {})], name, 0.3, reduction, False, 1.3)
+
+
 @pytest.mark.parametrize(
     ("ranks", "name", "beta", "reduction", "sequence_parallel", "backend", "more"),
     [
@@ -209,6 +219,12 @@ def test_no_token_counts(backend, device):
         found = divergence(x[:tokens], w, y[:tokens], u, target=target)
         assert found.item() == 0
         assert not any(g.any() for g in torch.autograd.grad(found, leaves))
+
+
+def test_numbers_of_numpy():
+    x, w, _, y, u, *_ = problem(torch.float32)
+    found = divergence(x, w, y, u, beta=np.float32(0.5), temperature=np.int64(2))
+    assert torch.equal(found, divergence(x, w, y, u, beta=0.5, temperature=2))
 
 
 def test_frozen_tensors_and_no_gradient(backend, device):

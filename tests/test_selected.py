@@ -229,6 +229,7 @@ def test_no_tokens(backend, device):
     ids = torch.zeros(0, 3, dtype=torch.int64, device=device)
     found = parallel_lce.token_statistics(t.x[:0], t.weight, None, selected=ids, top_k=2)
     assert found.selected_log_prob.shape == (0, 3) and found.top_ids.shape == (0, 2)
+    assert parallel_lce.selected_log_probs(t.x[:0], t.weight, ids).shape == (0, 3)
     ids, nothing = torch.zeros(4, 3, dtype=torch.int64, device=device), torch.zeros(4, dtype=torch.bool, device=device)
     found = parallel_lce.token_statistics(t.x, t.weight, None, selected=ids, mask=nothing, counted_tokens=0)
     assert found.selected_log_prob.shape == (4, 3) and (found.selected_log_prob == 0).all()

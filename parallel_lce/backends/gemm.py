@@ -92,13 +92,12 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     dtype = accumulation_dtype(a.dtype)
     if 0 in (*a.shape, b.shape[0]):
         return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
-    if _onednn(a, b):
-        return _onednn_nt(a, b)
     if a.is_cuda:
         product = a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
         _cuda_nt(product, a, b, True)
         return product
-    return torch.mm(a.to(dtype), b.t().to(dtype))
+    a, b = operand(a), operand(b)
+    return _onednn_nt(a, b) if _onednn(a, b) else torch.mm(a, b.t())
 
 
 def accumulate_nt(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: Tensor | None = None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from dataclasses import dataclass, replace
 from typing import Any
@@ -134,6 +133,7 @@ def inverse_temperature(temperature: float | Tensor | None, tokens: int) -> floa
         return 1 / temperature.reshape(-1).to(wide)
     if temperature is None:
         return 1.0
-    if isinstance(temperature, bool) or not isinstance(temperature, numbers.Real) or not 0 < temperature < math.inf:
+    number = as_float(temperature)
+    if type(number) is not float or not 1 / LARGEST <= number <= LARGEST:
         raise ValueError(f"temperature must be a number > 0, or one per token, got {temperature!r}")
-    return 1 / float(temperature)
+    return 1 / number

@@ -76,7 +76,7 @@ class Found(NamedTuple):
 
     # [N]
     losses: Tensor
-    # [5, N]: with them a backward needs no sum over the vocabulary.
+    # [5, N]: with these numbers a backward needs no sum over the vocabulary.
     numbers: Tensor
 
 
@@ -85,13 +85,13 @@ class _Evaluation:
 
     def __init__(self, task: Divergence, student: Inputs, teacher: Inputs, numbers: Tensor | None = None) -> None:
         self.task, self.layout, self.shape = task, task.student.layout, student[0].shape
-        self.hidden, self.others = flattened(student[0]), flattened(teacher[0])
-        self.projection = task.student.projection(*student[1:])
-        self.teacher = task.teacher.projection(*teacher[1:])
+        self.hidden, self.projection = flattened(student[0]), task.student.projection(*student[1:])
+        self.teacher_hidden, self.teacher = flattened(teacher[0]), task.teacher.projection(*teacher[1:])
         tokens, dtype = token_count(self.hidden, self.layout), self.projection.dtype
-        self.known = numbers is not None
+        # None: nothing is known.
+        self.known = numbers
         self.found = Found(
-            self.hidden.new_empty(tokens, dtype=dtype),
+            self.hidden.new_empty(tokens if numbers is None else 0, dtype=dtype),
             self.hidden.new_empty(_NUMBERS, tokens, dtype=dtype) if numbers is None else numbers,
         )
 
@@ -99,29 +99,34 @@ class _Evaluation:
         """Find losses and numbers where they are not known; and add the gradients of the sum of ``factor [N]`` times
         divergence."""
         blocks, layout = self.task.blocks, self.layout
-        gathers = Gathers(self.hidden, blocks, layout), Gathers(self.others, blocks, layout)
+        gathers = Gathers(self.hidden, blocks, layout), Gathers(self.teacher_hidden, blocks, layout)
         for each in gathers:
             each.start()
         for block in blocks:
-            x, y = [each.next() for each in gathers]
-            pair = self._pair(block, x.wait(), y.wait())
+            x, y = [each.next().wait() for each in gathers]
             for each in gathers:
                 each.start()
-            of_block = None
-            if factor is not None and gradients is not None:
-                out = aligned(x.tensor, len(x.tensor), self.projection.real_rows, gradients.dtype)
-                of_block = LogitsGradient(out, layout.take(factor, block).contiguous(), None)
-            if not self.known:
-                # KL(teacher || student) has a gradient that needs no sum: both are found in one pass.
-                self._sum(pair, block, of_block if self.task.beta == 0 else None)
-            if of_block is not None and gradients is not None:
-                if self.known or self.task.beta > 0:
-                    mean = layout.take(self.found.numbers[4:], block)[0].contiguous() if self.task.beta > 0 else None
-                    divergence(pair, None, of_block._replace(student_mean=mean))
-                del pair  # before products are allocated
-                gradients.add(block, x.tensor, of_block.out)
-                del of_block  # before the next block's logits are allocated
+            if factor is None or gradients is None:
+                self._evaluate(block, x, y, None)
+            else:
+                gradients.add(block, x, self._gradient(block, x, y, factor, gradients.dtype))
         return self.found
+
+    def _gradient(self, block: Block, x: Tensor, y: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The gradient of the block's output ``[R, V/P]``. The logits are freed when this returns."""
+        out = aligned(x, len(x), self.projection.real_rows, dtype)
+        self._evaluate(block, x, y, LogitsGradient(out, self.layout.take(factor, block).contiguous(), None))
+        return out
+
+    def _evaluate(self, block: Block, x: Tensor, y: Tensor, gradient: LogitsGradient | None) -> None:
+        """Find the block's losses and numbers where they are not known, and write its gradient."""
+        beta, pair = self.task.beta, self._pair(block, x, y)
+        if self.known is None:
+            # KL(teacher || student) has a gradient that needs no sum: both are found in one pass.
+            self._sum(pair, block, gradient if beta == 0 else None)
+        if gradient is not None and (self.known is not None or beta > 0):
+            mean = self.layout.take(self.found.numbers[4], block).contiguous() if beta > 0 else None
+            divergence(pair, None, gradient._replace(student_mean=mean))
 
     def _pair(self, block: Block, x: Tensor, y: Tensor) -> Pair:
         """The block's logits, normalized over all ranks."""
@@ -129,8 +134,8 @@ class _Evaluation:
         student = task.student.backend.block_logits(self.projection, x)
         teacher = task.teacher.backend.block_logits(self.teacher, y)
         logits, partials = zip(student, teacher)
-        if self.known:
-            numbers = layout.take(self.found.numbers[:4], block).contiguous()
+        if self.known is not None:
+            numbers = layout.take(self.known[:4], block).contiguous()
         else:
             numbers = _normalizers(partials, task.student.shard, layout)
             layout.put(self.found.numbers[:4], block, numbers)
@@ -165,9 +170,7 @@ def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Te
         gather_whole(packed, own, layout)
     maxima, sums = packed[:, : 4 * rows].view(layout.ranks, 2, 2, rows).unbind(2)
     largest = maxima.amax(0)
-    # A shard without a finite logit adds nothing: -inf - -inf is NaN.
-    factors = (maxima - largest).exp().masked_fill(maxima == -torch.inf, 0.0)
-    numbers = torch.stack([largest, (sums * factors).sum(0).log()], 1).view(4, rows)
+    numbers = torch.stack([largest, (sums * (maxima - largest).exp()).sum(0).log()], 1).view(4, rows)
     starts, sizes = integer_view(packed[:, 4 * rows :]).long().unbind(1)
     return numbers.masked_fill_(~covered(starts, sizes, shard.vocab_size), torch.nan)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from cases import DTYPES, normal
 from measures import assert_no_worse, size, smallest_steps
 from parallel_lce import divergence as schedule
 from parallel_lce import prepare
-from parallel_lce.backends import gemm
+from parallel_lce.backends import eager_logits, gemm
+from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.distillation import divergence
-from tools import alone, chosen_backend, debug_mode, everywhere, shrunk
+from tools import alone, chosen_backend, debug_mode, everywhere, shrunk, started
 from world import Member
 
 N, V, D, E = 12, 90, 24, 16
@@ -281,6 +283,149 @@ def test_leading_dimensions_autocast_and_meta(backend, device):
     assert divergence(x, w, y, u).shape == ()
 
 
+def given(device, dtype=torch.float32):
+    """``x, w, y, u`` on a device; the first two need gradients."""
+    x, w, _, y, u, *_ = (v.to(device) for v in problem(dtype))
+    return x.requires_grad_(), w.requires_grad_(), y, u
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_the_teacher_of_ignored_tokens_may_be_anything(reduction, beta, value, backend, device):
+    x, w, y, u = given(device)
+    target = problem(torch.float32)[6].to(device)
+    options = dict(beta=beta, reduction=reduction, target=target)
+    upstream = torch.ones(N, device=device) if reduction == "none" else None
+    expected = divergence(x, w, y, u, **options)
+    expected = expected, *torch.autograd.grad(expected, [x, w], upstream)
+    y[list(IGNORED)] = value
+    found = divergence(x, w, y, u, **options)
+    for ours, other in zip((found, *torch.autograd.grad(found, [x, w], upstream)), expected):
+        assert torch.equal(ours, other)
+
+
+def test_no_gradient_flows_to_the_teacher():
+    x, w, y, u = given("cpu")
+    walked = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            walked.append(upstream)
+            return upstream
+
+    for reduction in ("none", "mean"):
+        teacher = Watched.apply(y.clone().requires_grad_())
+        divergence(x, w, teacher, u, reduction=reduction).sum().backward()
+        frozen = divergence(x.detach(), w.detach(), teacher, u, reduction=reduction)
+        assert not walked and not frozen.requires_grad
+
+
+def test_a_teacher_made_in_inference_mode(backend, device):
+    x, w, y, u = given(device)
+    expected = torch.autograd.grad(divergence(x, w, y, u), [x, w])
+    with torch.inference_mode():
+        teacher = y.clone(), u.clone()
+    assert all(map(torch.equal, torch.autograd.grad(divergence(x, w, *teacher), [x, w]), expected))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_hooks_that_save_at_other_strides(reduction, backend, device):
+    x, w, y, u = given(device)
+
+    def gradients():
+        return torch.autograd.grad(divergence(x, w, y, u, beta=0.5, reduction=reduction).sum(), [x, w])
+
+    expected = gradients()
+    strided = lambda t: t.t().contiguous().t() if t.dim() == 2 else t.clone()  # noqa: E731
+    with torch.autograd.graph.saved_tensors_hooks(strided, strided):
+        assert all(map(torch.equal, gradients(), expected))
+
+
+def test_other_target_dtypes_and_no_ignore_index():
+    x, w, y, u = given("cpu")
+    target = torch.full((N,), 156, dtype=torch.uint8)  # -100 in eight bits
+    assert divergence(x, w, y, u, reduction="none", target=target).all()
+    target = torch.full((N,), -100)
+    assert not divergence(x, w, y, u, reduction="none", target=target, ignore_index=None).any()
+
+
+def test_the_upstream_gradient_is_not_rounded(device):
+    """To the gradients' dtype."""
+    x, w, y, u = given(device, torch.bfloat16)
+    upstream = torch.tensor(1 + 2**-9, device=device)
+    ones, scaled = (torch.autograd.grad(divergence(x, w, y, u), w, v)[0] for v in (torch.ones_like(upstream), upstream))
+    assert not torch.equal(ones, scaled)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", ""])
+def test_memory_is_that_of_one_block(reduction):
+    """``reduction`` '': no gradients."""
+    tokens, entries, block = 512, 2000, 1 << 20
+    x, w, y, u = (normal(*s).float() for s in ((tokens, 4), (entries, 4), (tokens, 4), (entries, 4)))
+    x.requires_grad_(bool(reduction))
+
+    def call():
+        found = divergence(x, w, y, u, reduction=reduction or "mean", logits_budget=0)
+        return torch.autograd.grad(found.sum(), x) if reduction else found
+
+    with shrunk(block):
+        call()
+        # What is exponentiated at a time has a bound of its own.
+        with mock.patch.object(eager_logits, "_CPU_BYTES", 1 << 14):
+            assert 0.5 * block < peak_memory(call, "cpu")[0] < 1.2 * block
+
+
+def _collectives(member: Member, reduction, sequence_parallel):
+    x, w, _, y, u, *_ = problem(torch.float32)
+    w, u = (v.chunk(2)[member.rank] for v in (w, u))
+    if sequence_parallel:
+        x, y = (v.chunk(2)[member.rank] for v in (x, y))
+    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduction=reduction)
+    with started() as found:
+        loss = divergence(x.requires_grad_(), w.requires_grad_(), y, u, **options)
+        forward = [*found]
+        loss.sum().backward()
+    return tuple([(each.kind, each.size) for each in some] for some in (forward, found[len(forward) :]))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_collectives_are_those_of_the_docstring(sequence_parallel, worlds):
+    gathers = [("all_gather", N // 2 * D), ("all_gather", N // 2 * E)] if sequence_parallel else []
+    reduction = [("reduce_scatter" if sequence_parallel else "all_reduce", N * D)]
+    sums = [("all_gather", 4 * N + 2), ("all_gather", 2 * N)]
+    for found in worlds(2).run(_collectives, "mean", sequence_parallel):
+        assert found == (gathers + sums + reduction, [])
+    for found in worlds(2).run(_collectives, "none", sequence_parallel):
+        assert found == (gathers + sums, gathers + reduction)
+
+
+def _padded(member: Member):
+    """Student and teacher with other padding, of which rank 1 has nothing else."""
+    x, w, _, y, u, *_ = problem(torch.float32)
+    size = 20
+    whole = divergence(x, w[:size], y, u[:size], reduction="none")
+    w, u = (
+        torch.cat([v[:size], v.new_full((rows * 2 - size, v.shape[1]), torch.nan)]) for v, rows in ((w, 25), (u, 24))
+    )
+    w, u = (v.chunk(2)[member.rank].clone() for v in (w, u))
+    found = divergence(x, w, y, u, reduction="none", process_group=member.group, vocab_size=size)
+    torch.testing.assert_close(found, whole)
+    return True
+
+
+def test_other_padding_of_the_teacher(worlds):
+    x, w, _, y, u, *_ = problem(torch.float32)
+    expected = divergence(x, w[:REAL], y, u[:REAL])
+    torch.testing.assert_close(divergence(x, w, y, u[: REAL + 3], vocab_size=REAL), expected)
+    assert all(worlds(2).run(_padded))
+
+
 BAD = {
     "teacher_hidden .* other tokens": dict(teacher_hidden=normal(N - 1, E).float()),
     r"\[0, 89\).*\[0, 90\)": dict(teacher_weight=normal(V - 1, E).float()),
@@ -289,6 +434,8 @@ BAD = {
     "both or none must be float64": dict(teacher_hidden=normal(N, E).double(), teacher_weight=normal(V, E).double()),
     "teacher_bias must have shape": dict(teacher_bias=normal(V - 1).float()),
     "beta must be": dict(beta=1.5),
+    "beta must be 0, 1": dict(beta=1e-9),
+    "target must hold": dict(target=torch.zeros(N)),
     "temperature must be": dict(temperature=0),
     "reduction must be": dict(reduction="batchmean"),
     "target must have shape": dict(target=torch.zeros(N + 1, dtype=torch.int64)),

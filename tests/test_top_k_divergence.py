@@ -9,7 +9,7 @@ from cases import DTYPES, normal
 from measures import assert_no_worse, size, smallest_steps
 from parallel_lce.distillation import divergence, top_k_divergence
 from test_distillation import of_logits
-from tools import alone, chosen_backend, everywhere
+from tools import alone, chosen_backend, debug_mode, everywhere
 from world import Member
 
 N, V, D, K = 12, 90, 24, 6
@@ -137,12 +137,73 @@ def test_gradcheck(tail):
     assert torch.autograd.gradcheck(found, (x.requires_grad_(), w.requires_grad_()))
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1000.0])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("tail", ["class", "renormalize"])
+def test_what_is_stored_of_ignored_tokens_may_be_anything(tail, beta, value):
+    x, w, ids, log_probs, target = problem(torch.float32)
+    found = []
+    for stored in (log_probs, log_probs.index_fill(0, torch.tensor([3]), value)):
+        leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
+        loss = top_k_divergence(*leaves, ids, stored, tail=tail, beta=beta, target=target)
+        found.append([loss, *torch.autograd.grad(loss, leaves)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+@pytest.mark.parametrize("tail", ["class", "renormalize"])
+def test_an_entry_that_the_student_excludes(tail, beta):
+    """Its probability is 0, not its divergence NaN."""
+    x, w, ids, log_probs, _ = (v[:1] if len(v) == N else v for v in problem(torch.float64))
+    excluded = torch.zeros(V, dtype=torch.float64)
+    excluded[ids[0, 0].long()] = -torch.inf
+    x.requires_grad_()
+
+    def found(bias, beta):
+        return top_k_divergence(x, w, ids, log_probs.double(), tail=tail, beta=beta, student_bias=bias)
+
+    ours, lowest = found(excluded, beta), found(excluded.clamp(min=-700), beta)
+    torch.testing.assert_close(ours, lowest)
+    torch.testing.assert_close(torch.autograd.grad(ours, x), torch.autograd.grad(lowest, x))
+    assert found(excluded, 0.0).item() == torch.inf
+
+
+def test_other_target_dtypes_and_no_ignore_index():
+    x, w, ids, log_probs, _ = problem(torch.float32)
+    target = torch.full((N,), 156, dtype=torch.uint8)  # -100 in eight bits
+    options = dict(reduction="none")
+    assert top_k_divergence(x, w, ids, log_probs, target=target, **options).all()
+    target = torch.full((N,), -100)
+    assert not top_k_divergence(x, w, ids, log_probs, target=target, ignore_index=None, **options).any()
+
+
+def _disagreeing(member: Member, what):
+    x, w, ids, log_probs, _ = problem(torch.float32)
+    beta = 0.5 * member.rank if what == "beta" else 0.0
+    stored = log_probs - member.rank if what == "teacher_log_probs" else log_probs
+    hidden = None if what == "student_hidden" and member.rank else x
+    with debug_mode(), pytest.raises(ValueError, match=what):
+        top_k_divergence(hidden, w.chunk(2)[member.rank], ids, stored, beta=beta, process_group=member.group)
+    return True
+
+
+@pytest.mark.parametrize("what", ["beta", "teacher_log_probs", "student_hidden"])
+def test_debug_mode_tells_all_ranks(what, worlds):
+    assert all(worlds(2).run(_disagreeing, what))
+
+
 BAD = {
     "tail must be": dict(tail="none"),
+    "student_hidden must be a tensor": dict(student_hidden=None),
+    "student_weight .* two dimensions": dict(student_weight=torch.zeros(V)),
+    "teacher_ids must be ids of shape": dict(student_hidden=torch.zeros(N - 1, D)),
+    "logits_budget must be": dict(logits_budget="x"),
+    "process_group must be": dict(process_group=5),
     r"both be \[..., K\]": dict(teacher_ids=torch.zeros(N, K + 1, dtype=torch.int64)),
     "must be tensors": dict(teacher_ids=None),
     "must be floating-point": dict(teacher_log_probs=torch.zeros(N, K, dtype=torch.int64)),
     "teacher_ids must be of an integer dtype": dict(teacher_ids=torch.zeros(N, K)),
+    "target must be None or ids": dict(target=torch.zeros(N)),
     "target must be": dict(target=torch.zeros(N, K, dtype=torch.int64)),
     "beta must be": dict(beta=-1),
     "temperature must be": dict(temperature=float("inf")),

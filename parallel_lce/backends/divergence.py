@@ -69,7 +69,7 @@ def torch_divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient |
         log_p = _log_probs(pair.student, pair.student_normalizer, rows)
         log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)
         p, q = log_p.exp(), log_q.exp()
-        of_p, of_q = _log_ratios(log_p - log_q, pair)
+        of_p, of_q = log_ratios(log_p - log_q, pair.beta)
         if sums is not None:
             sums[0, rows] = (q * of_q).masked_fill_(q == 0, 0.0).sum(1) if pair.beta < 1 else 0.0
             sums[1, rows] = (p * of_p).masked_fill_(p == 0, 0.0).sum(1) if pair.beta > 0 else 0.0
@@ -82,13 +82,28 @@ def torch_divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient |
             gradient.out[rows] = g.mul_(factor).masked_fill_(factor == 0, 0.0)
 
 
-def _log_ratios(log_ratio: Tensor, pair: Pair) -> tuple[Tensor, Tensor]:
-    """log(p / r) and log(q / r) from log(p / q), without the large logarithm of r."""
-    if not pair.mixed:
+def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log(p / r) and log(q / r) from log(p / q), without the large logarithm of r. Differentiable."""
+    if beta in (0, 1):
         return log_ratio, -log_ratio
-    smaller, up, beta, rest = log_ratio.abs().neg_().exp_(), log_ratio > 0, pair.beta, 1 - pair.beta
-    log_sum = torch.where(up, rest + beta * smaller, beta + rest * smaller).log_()
+    up, rest = log_ratio > 0, 1 - beta
+    smaller = torch.where(up, -log_ratio, log_ratio).exp()
+    log_sum = torch.where(up, rest + beta * smaller, beta + rest * smaller).log()
     return log_ratio.where(~up, 0.0) - log_sum, -log_ratio.where(up, 0.0) - log_sum
+
+
+def of_classes(log_p: Tensor, log_q: Tensor, there: Tensor, beta: float) -> Tensor:
+    """The divergence of ``[..., C]`` log-probabilities of the classes that are ``there``, differentiable. Those of the
+    teacher, q, are finite."""
+    # Masked first: gradients of what is masked at the end would be 0 * inf.
+    log_p, log_q = log_p.masked_fill(~there, 0.0), log_q.masked_fill(~there, 0.0)
+    p, q = (torch.where(there, v.exp(), 0.0) for v in (log_p, log_q))
+    excluded = log_p == -torch.inf
+    _, of_q = log_ratios(log_p - log_q, beta)
+    of_p, _ = log_ratios(log_p.masked_fill(excluded, 0.0) - log_q, beta)
+    if beta in (0, 1):
+        return (q * of_q).sum(-1) if beta == 0 else (p * of_p).sum(-1)
+    return (beta * q * of_q + (1 - beta) * p * of_p).sum(-1)
 
 
 def _log_probs(logits: Tensor, normalizer: Tensor, rows: slice) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.eager_tiles import finished
-from parallel_lce.backends.gemm import accumulate_nt
+from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.backends.interface import Projection
 from parallel_lce.partials import MAX, SUM_EXP, Columns, empty_partial
 
@@ -18,11 +18,14 @@ _ALIGNED = 8
 
 def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     real, bias = projection.real_rows, projection.bias
-    logits = aligned(x, len(x), real, projection.dtype)
     partial = empty_partial(Columns(), len(x), projection.dtype, x.device)
+    if x.is_cuda:
+        logits = aligned(x, len(x), real, projection.dtype)
+        accumulate_nt(logits, x, projection.weight[:real], overwrite=True)
+    else:
+        logits = matmul_nt(x, projection.weight[:real])
     if real == 0:
         return logits, partial
-    accumulate_nt(logits, x, projection.weight[:real], overwrite=True)
     scale = projection.token_scale
     finished(logits, projection, None if bias is None else bias[:real], None if scale is None else scale[:, None])
     for rows in tiles_of_rows(logits):

@@ -67,7 +67,7 @@ def measure(team: Team, shape: Shape, teacher_size: int, dtype: torch.dtype, bet
         for reduction in ALL_OPTIONS:
             loss = partial(divergence, x, w, y, u, beta=beta, target=target, process_group=team.group)
             calls[f"ours, beta {beta:g}, {reduction}"] = partial(_ours, loss, reduction, x, w, student.counted)
-        for name in [name for name in calls if f"beta {beta:g}" in name]:
+        for name in [name for name in calls if name not in errors and name != PRODUCTS]:
             if truth is not None:
                 found = calls[name]()
                 errors[name] = _errors(found, truth, checked)
@@ -150,7 +150,12 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"))
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.device == "cuda" and not cuda:
+        parser.error("--device cuda needs a GPU, found none")
+    if wrong := [beta for beta in options.beta if not 0 <= beta <= 1]:
+        parser.error(f"--beta must lie in [0, 1], got {wrong[0]:g}")
+    return options
 
 
 if __name__ == "__main__":

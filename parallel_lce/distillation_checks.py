@@ -1,0 +1,85 @@
+"""Refusals of :mod:`parallel_lce.distillation`, in the names of its arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from parallel_lce.arguments import Arguments, LossOptions
+from parallel_lce.checks import INTEGERS, check_loss_options, is_number, shortened
+from parallel_lce.collectives import Shard
+from parallel_lce.partials import accumulation_dtype
+from parallel_lce.prepare import Prepared
+
+_NEAREST = 1e-6  # of a beta to 0 and 1: the mixture's logarithm is less exact the nearer it is
+
+
+@contextmanager
+def naming(who: str, **others: str) -> Iterator[None]:
+    """Refusals within it name the arguments of the student or teacher, and the ``others``, instead of those of
+    :func:`parallel_lce.linear_cross_entropy`."""
+    names = {"input": f"{who}_hidden", "linear_weight": f"{who}_weight", "linear_bias": f"{who}_bias"} | others
+    try:
+        yield
+    except ValueError as refusal:
+        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(refusal))
+        raise ValueError(text) from None
+
+
+def check_numbers(beta: object, temperature: object, reduction: str, ignore_index: int) -> None:
+    if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
+        between = f"0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}"
+        raise ValueError(f"beta must be {between}, got {shortened(beta)}")
+    if not (is_number(temperature) and temperature > 0 and is_number(1 / temperature)):
+        raise ValueError(f"temperature must be a number > 0, got {shortened(temperature)}")
+    check_loss_options(LossOptions.given(reduction, ignore_index, 0.0, 0.0))
+
+
+def check_pair(student: Prepared, teacher: Arguments) -> None:
+    """The teacher has the student's tokens, vocabulary entries, device and dtype of statistics."""
+    x, weight = teacher.input, teacher.linear_weight
+    if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and x.dim() and weight.dim() == 2):
+        return  # refused by what follows
+    own, shard = student.inputs[0], student.call.shard
+    if x.shape[:-1] != own.shape[:-1]:
+        raise ValueError(f"teacher_hidden {list(x.shape)} has other tokens than student_hidden {list(own.shape)}")
+    if x.device != own.device:
+        raise ValueError(f"teacher_hidden is on {x.device} and student_hidden is on {own.device}")
+    if x.is_floating_point() and accumulation_dtype(x.dtype) != accumulation_dtype(own.dtype):
+        raise ValueError(f"teacher_hidden is {x.dtype} and student_hidden is {own.dtype}: both or none must be float64")
+    start = student.call.layout.rank * len(weight) if teacher.vocab_start is None else teacher.vocab_start
+    other = Shard(start, len(weight), teacher.vocab_size)
+    # Where a shard that has no entry starts does not matter.
+    if other.real_rows != shard.real_rows or (shard.real_rows and other.start != shard.start):
+        raise ValueError(
+            f"teacher_weight {list(weight.shape)} has the vocabulary entries [{other.start}, "
+            f"{other.start + other.real_rows}) and student_weight {list(student.inputs[1].shape)} has "
+            f"[{shard.start}, {shard.start + shard.real_rows})"
+        )
+
+
+def check_stored(ids: object, log_probs: object, tail: object, target: object) -> None:
+    if tail not in ("class", "renormalize"):
+        raise ValueError(f"tail must be 'class' or 'renormalize', got {shortened(tail)}")
+    if not (isinstance(ids, Tensor) and isinstance(log_probs, Tensor)):
+        given = f"{type(ids).__name__} and {type(log_probs).__name__}"
+        raise ValueError(f"teacher_ids and teacher_log_probs must be tensors, got {given}")
+    if ids.dim() < 1 or ids.shape != log_probs.shape:
+        raise ValueError(
+            f"teacher_ids and teacher_log_probs must both be [..., K], got {list(ids.shape)} and "
+            f"{list(log_probs.shape)}"
+        )
+    if ids.dtype not in INTEGERS:
+        raise ValueError(f"teacher_ids must be of an integer dtype, got {ids.dtype}")
+    if not log_probs.is_floating_point():
+        raise ValueError(f"teacher_log_probs must be floating-point, got {log_probs.dtype}")
+    if log_probs.device != ids.device:
+        raise ValueError(f"teacher_log_probs is on {log_probs.device} and teacher_ids is on {ids.device}")
+    if target is None:
+        return
+    if not isinstance(target, Tensor) or target.shape != ids.shape[:-1] or target.dtype not in INTEGERS:
+        given = f"{list(target.shape)} of {target.dtype}" if isinstance(target, Tensor) else type(target).__name__
+        raise ValueError(f"target must be None or ids of shape {list(ids.shape[:-1])}, got {given}")

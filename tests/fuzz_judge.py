@@ -148,7 +148,7 @@ def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], logits: Log
         top, ids = rows["top_logits"], rows["top_ids"]
         _require((ids.sort(1).values.diff(dim=1) > 0).all(), "top_ids has an id twice")
         ordered = (top.diff(dim=1) < 0) | ((top[:, 1:] == top[:, :-1]) & (ids.diff(dim=1) > 0))
-        _require(ordered.all(), "top_logits do not fall, or equal ones are not in the order of their ids")
+        _require(ordered.all(), "top_logits do not fall, or top_ids of equal ones do not rise")
         largest = z.topk(c.top_k, 1).values
         bound = error.amax(1, keepdim=True).expand(largest.shape)
         for name, truth, allowed in (

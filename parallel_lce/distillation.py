@@ -37,7 +37,7 @@ def divergence(
     beta: float = 0.0,
     temperature: float = 1.0,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     target: Tensor | None = None,
     student_bias: Tensor | None = None,
     teacher_bias: Tensor | None = None,
@@ -67,7 +67,7 @@ def divergence(
         temperature: a number > 0.
         reduction: 'none': divergences of the tokens' shape. 'sum'. 'mean': the sum over the number of tokens that are
             not ignored; 0 if there are none.
-        ignore_index: tokens with this target have divergence 0 and gradient 0.
+        ignore_index: tokens with this target have divergence 0 and gradient 0. None means -100.
         target: ids ``[...]`` of any integer dtype, for ``ignore_index`` alone: the whole sequence ``[S, ...]`` under
             sequence parallelism, the same on all ranks. None: no token is ignored.
         student_bias, teacher_bias: ``[V/P]`` or None.
@@ -100,6 +100,7 @@ def divergence(
         reduce_dtype=reduce_dtype,
     )
     beta, temperature = as_float(beta), as_float(temperature)
+    ignore_index = -100 if ignore_index is None else ignore_index
     numbers = partial(_check_numbers, beta, temperature, reduction, ignore_index)
     scale = 1 / temperature if is_number(temperature) and temperature > 0 else 1.0
     name = f"distillation.divergence with beta={beta!r} and reduction={reduction!r}"
@@ -135,7 +136,7 @@ def top_k_divergence(
     beta: float = 0.0,
     temperature: float = 1.0,
     reduction: str = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     target: Tensor | None = None,
     student_bias: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -170,6 +171,7 @@ def top_k_divergence(
     """
     layout = Layout.of(process_group, sequence_parallel is True)
     beta, temperature = as_float(beta), as_float(temperature)
+    ignore_index = -100 if ignore_index is None else ignore_index
     try:
         _check_numbers(beta, temperature, reduction, ignore_index)
         _check_stored(teacher_ids, teacher_log_probs, tail, target)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import fuzz_bounds
 from cases import DTYPES
+from fuzz_configuration import Configuration
 from fuzz_distributions import DivergenceAnalysis, SelectedAnalysis
-from fuzz_draw import Configuration
 from fuzz_logits import Logits
 from fuzz_run import Wrong, assemble
 from fuzz_truth import INFINITE, Operands, dense, kept, operands, per_result
@@ -67,8 +67,11 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
     found.pop("vocab_size", None)
     if c.counted == "wrong":
         for name, value in found.items():
+            nothing = _is_nothing(value)
             if name.removesuffix(" again") not in _GRADIENTS:
-                _require(_is_nothing(value).all(), f"{name} is a number, but the count of tokens is wrong")
+                _require(nothing.all(), f"{name} is a number, but the count of tokens is wrong")
+            elif min(whole.counted, int(whole.mask.sum())) and value.numel():
+                _require(nothing.any(), f"{name} has no NaN, but the count of tokens is wrong")
         return []
     dtype = DTYPES[c.computed]
     truth = dense(c, o, torch.float64, torch.float64)

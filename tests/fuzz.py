@@ -30,10 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 if __name__ == "__main__":
     sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 
-from fuzz_draw import Configuration, draw  # noqa: E402
+from fuzz_configuration import Configuration  # noqa: E402
+from fuzz_draw import draw  # noqa: E402
 
 # What the index of a configuration means depends on these.
-_DRAWS = ("fuzz_draw.py", "fuzz_values.py")
+_DRAWS = ("fuzz_configuration.py", "fuzz_draw.py", "fuzz_values.py")
 _LINES = 6
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from cases import DTYPES
-from fuzz_draw import FIELDS, Configuration
+from fuzz_configuration import FIELDS, Configuration
 from fuzz_logits import FP16_REACH, FP16_SMALLEST, Gradients, Logits, Precision, column, half_spacing, sum_of
 from fuzz_truth import Operands
 from fuzz_values import Whole

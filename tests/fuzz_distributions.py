@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fuzz_draw import Configuration
+from fuzz_configuration import Configuration
 from fuzz_logits import Gradients, Logits, Precision, column, sum_of
 from fuzz_truth import INFINITE, Operands, log_ratios
 

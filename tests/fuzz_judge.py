@@ -17,8 +17,8 @@ from torch import Tensor
 
 import fuzz_bounds
 from cases import DTYPES
+from fuzz_configuration import Configuration
 from fuzz_distributions import DivergenceAnalysis, SelectedAnalysis
-from fuzz_draw import Configuration
 from fuzz_logits import Logits
 from fuzz_run import Wrong, assemble
 from fuzz_truth import INFINITE, Operands, dense, kept, operands, per_result
@@ -67,8 +67,11 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
     found.pop("vocab_size", None)
     if c.counted == "wrong":
         for name, value in found.items():
+            nothing = _is_nothing(value)
             if name.removesuffix(" again") not in _GRADIENTS:
-                _require(_is_nothing(value).all(), f"{name} is a number, but the count of tokens is wrong")
+                _require(nothing.all(), f"{name} is a number, but the count of tokens is wrong")
+            elif min(whole.counted, int(whole.mask.sum())) and value.numel():
+                _require(nothing.any(), f"{name} has no NaN, but the count of tokens is wrong")
         return []
     dtype = DTYPES[c.computed]
     truth = dense(c, o, torch.float64, torch.float64)
@@ -148,7 +151,7 @@ def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], logits: Log
         top, ids = rows["top_logits"], rows["top_ids"]
         _require((ids.sort(1).values.diff(dim=1) > 0).all(), "top_ids has an id twice")
         ordered = (top.diff(dim=1) < 0) | ((top[:, 1:] == top[:, :-1]) & (ids.diff(dim=1) > 0))
-        _require(ordered.all(), "top_logits do not fall, or equal ones are not in the order of their ids")
+        _require(ordered.all(), "top_logits do not fall, or top_ids of equal ones do not rise")
         largest = z.topk(c.top_k, 1).values
         bound = error.amax(1, keepdim=True).expand(largest.shape)
         for name, truth, allowed in (

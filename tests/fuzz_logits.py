@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cases import DTYPES
-from fuzz_draw import Configuration
+from fuzz_configuration import Configuration
 from fuzz_run import real_rows
 from fuzz_truth import Layer, Operands
 from fuzz_values import MASKED

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
 from cases import DTYPES
-from fuzz_draw import FIELDS, Configuration
-from fuzz_values import Whole, ignore_index, laid, make
+from fuzz_configuration import FIELDS, Configuration
+from fuzz_values import Whole, laid, make
 from parallel_lce import divergence as divergences
 from parallel_lce.distillation import divergence
 from parallel_lce.partials import accumulation_dtype
@@ -69,7 +69,7 @@ def teacher_rows(c: Configuration, rank: int) -> int:
 
 @dataclass
 class _Arguments:
-    """``leaves`` may need gradients, ``given`` are the other tensors, each by its name in ``fuzz_draw.LAID``."""
+    """``leaves`` may need gradients, ``given`` are the other tensors: each by its name in ``LAID``."""
 
     leaves: dict[str, Tensor]
     given: dict[str, Tensor]
@@ -128,7 +128,7 @@ def _options(member: Member, c: Configuration, whole: Whole, given: dict[str, Te
     if c.kind != "selected":
         numbers["logits_budget"] = c.budget
     if c.kind == "divergence":
-        numbers |= {"ignore_index": ignore_index(c), "beta": c.beta, "temperature": c.temperature}
+        numbers |= {"ignore_index": c.ignore_index, "beta": c.beta, "temperature": c.temperature}
     else:
         numbers |= {"logit_scale": c.scale, "logit_softcap": c.softcap}
     if c.kind == "loss":

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from cases import DTYPES
-from fuzz_draw import Configuration
+from fuzz_configuration import Configuration
 from fuzz_values import MASKED, Whole, ignore_index
 from parallel_lce import reference
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cases import DTYPES
-from fuzz_draw import LARGEST_TARGET, Configuration
+from fuzz_configuration import LARGEST_TARGET, Configuration
 
 MASKED = -1e34
 """Stands for a bias of -inf where a product with 0 must be 0."""

@@ -223,10 +223,10 @@ def test_no_token_counts(backend, device):
         assert not any(g.any() for g in torch.autograd.grad(found, leaves))
 
 
-def test_numbers_of_numpy():
-    x, w, _, y, u, *_ = problem(torch.float32)
-    found = divergence(x, w, y, u, beta=np.float32(0.5), temperature=np.int64(2))
-    assert torch.equal(found, divergence(x, w, y, u, beta=0.5, temperature=2))
+def test_numbers_of_numpy_and_no_ignore_index():
+    x, w, _, y, u, _, target, _ = problem(torch.float32)
+    found = divergence(x, w, y, u, beta=np.float32(0.5), temperature=np.int64(2), target=target, ignore_index=None)
+    assert torch.equal(found, divergence(x, w, y, u, beta=0.5, temperature=2, target=target))
 
 
 def test_frozen_tensors_and_no_gradient(backend, device):

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -287,3 +288,13 @@ def test_a_wrong_result_fails_the_report(monkeypatch, capsys):
     monkeypatch.setattr(exactness, "ours", lambda inputs: head(inputs, torch.bfloat16)[0])
     assert parity.main(["--device", "cpu", "--random", "32,64,32"]) == 1
     assert capsys.readouterr().out.count("FAILED: ours is off by") == 3
+
+
+def test_wrong_entropies_fail_the_report(monkeypatch, capsys, tmp_path):
+    right = exactness.ours
+    monkeypatch.setattr(exactness, "ours", lambda inputs: replace(right(inputs), entropy=torch.full((32,), torch.nan)))
+    path = tmp_path / "figures.json"
+    assert parity.main(["--device", "cpu", "--random", "32,64,32", "--json", str(path)]) == 1
+    assert capsys.readouterr().out.count("FAILED") == 3
+    found = json.loads(path.read_text(), parse_constant=pytest.fail)  # NaN is no JSON
+    assert found["cases"][0]["deviations"]["ours"]["entropy_largest"] is None

@@ -258,3 +258,12 @@ def test_a_new_training_removes_the_snapshots_of_the_last(tiny, tmp_path):
     run(tiny("train.steps=3", "snapshots.steps=[]"))
     assert [path.name for path in snapshots_in(str(tmp_path / "out"))] == ["step-3.safetensors"]
     assert (tmp_path / "out" / "step-last.safetensors").exists()
+
+
+def test_files_of_others_are_not_removed(tiny, tmp_path):
+    other = tmp_path / "out" / "step-5.safetensors"
+    other.parent.mkdir()
+    other.touch()
+    with pytest.raises(Refusal, match=r"step-5.safetensors is of no training that this program knows of"):
+        run(tiny("train.steps=1", "snapshots.steps=[]"))
+    assert other.exists()

@@ -52,14 +52,18 @@ def run(config: SnapshotConfig) -> None:
     cannot be read or is too short."""
     console = Console(soft_wrap=True, highlight=False)
     check_folder("output", config.output)
-    for path in (Path(config.output, "metrics.json"), *snapshots_in(config.output)):
-        path.unlink(missing_ok=True)
+    configuration, others = Path(config.output, "config.yaml"), snapshots_in(config.output)
+    if others and not configuration.exists():
+        raise Refusal(f"{others[0]} is of no training that this program knows of: give another output=, or remove it")
     on_gpu = torch.cuda.is_available() if config.train.device is Device.auto else config.train.device is Device.cuda
     device = torch.device("cuda" if on_gpu else "cpu")
     text = _text(config, console)
     size = f"{len(text.tokens):,} tokens; {text.entries:,} of the {config.vocab_size:,} entries of the vocabulary"
     console.print(f"{text.source}: {size} stand for text", markup=False)
     training = Training(config, text, device)
+    for path in (Path(config.output, "metrics.json"), *others):
+        path.unlink(missing_ok=True)
+    save_config(config, configuration)  # before the first snapshot, which without it would be somebody else's
     training.run(console)
     missed = [step for step in config.snapshots.steps if step > training.steps]
     if missed:
@@ -76,7 +80,6 @@ def run(config: SnapshotConfig) -> None:
         seconds=training.seconds,
         held_out_losses=training.held_out_losses,
     )
-    save_config(config, Path(config.output, "config.yaml"))
     Path(config.output, "metrics.json").write_text(json.dumps(metrics.model_dump(mode="json"), indent=1) + "\n")
 
 

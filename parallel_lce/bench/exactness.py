@@ -5,6 +5,7 @@ bf16 logits    the logits in the inputs' dtype, converted to fp32 for the softma
 fp32 head      hidden states and weight converted to fp32, products in full fp32 (no TF32)
 """
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -89,12 +90,20 @@ class Case:
     @property
     def limit(self) -> float:
         """The largest difference that ours may have: twice the fp32 head's, plus a few roundings."""
-        rounding = torch.finfo(torch.float32).eps * max(1.0, self.largest_logit)
-        return 2 * self.deviations[FP32_HEAD].largest + ROUNDINGS * rounding
+        return self._limit(self.deviations[FP32_HEAD].largest)
+
+    @property
+    def entropy_limit(self) -> float:
+        """The same of the entropies."""
+        return self._limit(self.deviations[FP32_HEAD].entropy_largest)
+
+    def _limit(self, of_head: float) -> float:
+        return 2 * of_head + ROUNDINGS * torch.finfo(torch.float32).eps * max(1.0, self.largest_logit)
 
     @property
     def holds(self) -> bool:
-        return self.deviations[OURS].largest <= self.limit  # not for NaN
+        found = self.deviations[OURS]
+        return found.largest <= self.limit and found.entropy_largest <= self.entropy_limit  # not for NaN
 
     def times(self, name: str) -> float:
         """The largest difference of a way relative to that of the fp32 head, or to one rounding if that has none."""
@@ -102,17 +111,19 @@ class Case:
         return self.deviations[name].largest / max(self.deviations[FP32_HEAD].largest, smallest)
 
     def as_dict(self) -> dict:
-        """For JSON."""
-        return {
+        """For JSON, which has no NaN: null."""
+        content = {
             "name": self.name,
             **vars(self.shape),
             "dtype": self.dtype_name,
             "max_abs_logit": self.largest_logit,
             "mean_log_prob": self.mean_log_prob,
             "allowed_largest": self.limit,
+            "allowed_entropy_largest": self.entropy_limit,
             "holds": self.holds,
             "deviations": {name: asdict(deviation) for name, deviation in self.deviations.items()},
         }
+        return json.loads(json.dumps(content), parse_constant=lambda _: None)
 
 
 def measure(inputs: Inputs) -> Case:

@@ -11,7 +11,9 @@ A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16 or fp16, and `t
 launch/snapshots.py writes them. Random inputs have normal logits of three standard deviations, and targets that are
 drawn from their softmax. `./launch/parity.sh` trains a model, then runs this on its snapshots.
 
-Exit status: 0 if ours is as near to the truth as the fp32 head, 1 if not anywhere, 2 for input that cannot be measured.
+Exit status: 0 if ours is everywhere as near to the truth as the fp32 head, or within twice its largest difference and
+four fp32 roundings of the largest logit, in log-probabilities and in entropies; else 1; 2 for input that cannot be
+measured.
 """
 
 import argparse
@@ -90,6 +92,8 @@ def parse_arguments(arguments: list[str] | None, program: str = PROGRAM) -> argp
     missing = [path for path in options.files if not Path(path).is_file()]
     if missing:
         parser.error(f"no such file: {', '.join(missing)}")
+    if options.json and Path(options.json).is_dir():
+        parser.error(f"--json: {options.json} is a folder")
     options.random = options.random or [DEFAULT_SHAPE[options.device]]
     return options
 

@@ -33,5 +33,7 @@ def verdict(case: Case) -> str:
     words = f"{case.name}: the largest difference of ours is {case.times(OURS):.2g} times the fp32 head's, "
     words += f"that of {rounded} {case.times(rounded):.2g} times"
     if not case.holds:
-        words += f". FAILED: ours is off by {case.deviations[OURS].largest:.1e}, allowed {case.limit:.1e}"
+        found = case.deviations[OURS]
+        words += f". FAILED: ours is off by {found.largest:.1e}, allowed {case.limit:.1e}; its entropies by "
+        words += f"{found.entropy_largest:.1e}, allowed {case.entropy_limit:.1e}"
     return words

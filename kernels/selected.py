@@ -17,8 +17,8 @@ from parallel_lce.kernels.arithmetic import softcapped
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
-# Entries of a tile of rows, its hidden elements at most, and warps. Measured on an H200 with D=4096: 1, 8 and 64 entries
-# of each token, or 8 for dW, whose rows are mostly selected once.
+# Entries of a tile of rows, its hidden elements at most, and warps. Measured on an H200 with D=4096: 1, 8 and 64
+# entries of each token, or 8 for dW, whose rows are mostly selected once.
 _LOGITS = 8, 256, 1
 _FOR_HIDDEN = 8, 512, 2
 _FOR_WEIGHT = 4, 2048, 4

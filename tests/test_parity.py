@@ -75,27 +75,27 @@ def test_differences_are_of_fp64():
     assert Deviation.of(found, truth).largest == 2**-30
 
 
-def case(ours: float, fp32: float, rounded: float = 0.1, largest_logit: float = 0.5) -> Case:
+def case(ours: float, fp32: float, rounded: float = 0.1, largest_sum: float = 0.5) -> Case:
     off = {OURS: ours, BF16: rounded, FP32_HEAD: fp32}
     deviations = {name: Deviation(value, value, 1, 1, 0, 0, 0) for name, value in off.items()}
-    return Case("made up", Shape(1, 2, 3), "bf16", largest_logit, -1.0, deviations)
+    return Case("made up", Shape(1, 2, 3), "bf16", 0.5, largest_sum, -1.0, deviations)
 
 
 @pytest.mark.parametrize(
-    ("ours", "fp32", "largest_logit", "holds"),
+    ("ours", "fp32", "largest_sum", "holds"),
     [
         (2e-3, 1e-3, 0.5, True),
         (2.1e-3, 1e-3, 0.5, False),
         (4 * EPS, 0.0, 0.5, True),  # a few roundings of 1
         (5 * EPS, 0.0, 0.5, False),
-        (256 * EPS, 0.0, 64.0, True),  # and of the largest logit
+        (256 * EPS, 0.0, 64.0, True),  # and of the largest sum
         (300 * EPS, 0.0, 64.0, False),
         (NAN, 1e-3, 0.5, False),
         (1e-3, NAN, 0.5, False),
     ],
 )
-def test_what_is_equal_to_an_fp32_head(ours, fp32, largest_logit, holds):
-    assert case(ours, fp32, largest_logit=largest_logit).holds is holds
+def test_what_is_equal_to_an_fp32_head(ours, fp32, largest_sum, holds):
+    assert case(ours, fp32, largest_sum=largest_sum).holds is holds
 
 
 def test_the_verdict_says_how_many_times():
@@ -224,12 +224,12 @@ def test_other_files_are_refused(tmp_path, capsys):
 
 def assert_parity(measured: Case) -> None:
     off = {name: its.largest for name, its in measured.deviations.items()}
-    assert off[OURS] <= 2 * off[FP32_HEAD] + 4 * EPS * max(1.0, measured.largest_logit), off
+    assert off[OURS] <= 2 * off[FP32_HEAD] + 4 * EPS * max(1.0, measured.largest_sum), off
     assert 100 * off[OURS] < off[BF16], off
     its, rounded = measured.deviations[OURS], measured.deviations[BF16]
     assert its.outside == 0 and 0.999 < its.smallest_ratio <= its.largest_ratio < 1.001
     assert 100 * its.mean < rounded.mean
-    assert its.entropy_largest <= 2 * measured.deviations[FP32_HEAD].entropy_largest + 4 * EPS
+    assert its.entropy_largest <= measured.entropy_limit
     assert 10 * its.entropy_largest < rounded.entropy_largest
 
 
@@ -267,7 +267,8 @@ def test_the_whole_command_on_a_trained_model(large, tmp_path):
     for each in content["cases"]:
         deviations = {name: Deviation(**its) for name, its in each["deviations"].items()}
         shape = Shape(each["n"], each["v"], each["d"])
-        found = Case(each["name"], shape, each["dtype"], each["max_abs_logit"], each["mean_log_prob"], deviations)
+        numbers = each["max_abs_logit"], each["max_sum_of_magnitudes"], each["mean_log_prob"]
+        found = Case(each["name"], shape, each["dtype"], *numbers, deviations)
         assert each["holds"] and found.as_dict() == each
         assert_parity(found)
         rows = [line for line in done.stdout.splitlines() if line.startswith(f"| {found.name}: {shape} ")]

@@ -17,7 +17,9 @@ from .accuracy import BLOCK_BYTES
 from .problem import Shape
 
 BAND = 0.01  # a ratio outside of 1 ± BAND counts
-ROUNDINGS = 4  # of the largest logit in fp32, which ours may be off beside twice the fp32 head's error
+# fp32 roundings of the largest sum of magnitudes, of which ours may be off beside twice the fp32 head's error. Tensor
+# cores cut off what they add to a sum, where an fp32 product rounds it.
+ROUNDINGS = 4
 OURS, FP32_HEAD = "ours", "fp32 head"
 
 
@@ -84,12 +86,13 @@ class Case:
     shape: Shape
     dtype_name: str
     largest_logit: float  # max |z|
+    largest_sum: float  # max of sum |x_k w_k| over the targets' logits: what their roundings are relative to
     mean_log_prob: float  # of the targets, true
     deviations: dict[str, Deviation]
 
     @property
     def limit(self) -> float:
-        """The largest difference that ours may have: twice the fp32 head's, plus a few roundings."""
+        """The largest difference that ours may have: twice the fp32 head's, plus a few roundings of the sums."""
         return self._limit(self.deviations[FP32_HEAD].largest)
 
     @property
@@ -98,7 +101,7 @@ class Case:
         return self._limit(self.deviations[FP32_HEAD].entropy_largest)
 
     def _limit(self, of_head: float) -> float:
-        return 2 * of_head + ROUNDINGS * torch.finfo(torch.float32).eps * max(1.0, self.largest_logit)
+        return 2 * of_head + ROUNDINGS * torch.finfo(torch.float32).eps * max(1.0, self.largest_sum)
 
     @property
     def holds(self) -> bool:
@@ -117,6 +120,7 @@ class Case:
             **vars(self.shape),
             "dtype": self.dtype_name,
             "max_abs_logit": self.largest_logit,
+            "max_sum_of_magnitudes": self.largest_sum,
             "mean_log_prob": self.mean_log_prob,
             "allowed_largest": self.limit,
             "allowed_entropy_largest": self.entropy_limit,
@@ -137,7 +141,15 @@ def measure(inputs: Inputs) -> Case:
     }
     deviations = {name: Deviation.of(way(), truth) for name, way in ways.items()}
     mean = truth.log_prob.mean().item()
-    return Case(inputs.name, inputs.shape, inputs.dtype_name, largest_logit, mean, deviations)
+    largest_sum = max(_sums_of_magnitudes(inputs))
+    return Case(inputs.name, inputs.shape, inputs.dtype_name, largest_logit, largest_sum, mean, deviations)
+
+
+def _sums_of_magnitudes(inputs: Inputs) -> Iterator[float]:
+    """Of blocks of tokens the largest sum |x_k w_k| of a target's logit."""
+    for tokens in _blocks(inputs):
+        products = inputs.hidden[tokens].float() * inputs.weight[inputs.target[tokens]].float()
+        yield products.abs().sum(1).max().item()
 
 
 @torch.no_grad()

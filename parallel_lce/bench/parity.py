@@ -11,9 +11,9 @@ A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16 or fp16, and `t
 launch/snapshots.py writes them. Random inputs have normal logits of three standard deviations, and targets that are
 drawn from their softmax. `./launch/parity.sh` trains a model, then runs this on its snapshots.
 
-Exit status: 0 if ours is everywhere as near to the truth as the fp32 head, or within twice its largest difference and
-four fp32 roundings of the largest logit, in log-probabilities and in entropies; else 1; 2 for input that cannot be
-measured.
+Exit status: 0 if the largest differences of ours, in log-probabilities and in entropies, are at most twice the fp32
+head's plus four fp32 roundings of the largest sum |x_k w_k| that is a target's logit; else 1; 2 for input that cannot
+be measured.
 """
 
 import argparse

@@ -85,8 +85,9 @@ class _Evaluation:
 
     def __init__(self, task: Divergence, student: Inputs, teacher: Inputs, numbers: Tensor | None = None) -> None:
         self.task, self.layout, self.shape = task, task.student.layout, student[0].shape
-        self.hidden, self.projection = flattened(student[0]), task.student.projection(*student[1:])
-        self.teacher_hidden, self.teacher = flattened(teacher[0]), task.teacher.projection(*teacher[1:])
+        # Hooks for saved tensors may have returned other strides.
+        self.hidden, self.teacher_hidden = (flattened(each[0]).contiguous() for each in (student, teacher))
+        self.projection, self.teacher = task.student.projection(*student[1:]), task.teacher.projection(*teacher[1:])
         tokens, dtype = token_count(self.hidden, self.layout), self.projection.dtype
         # None: nothing is known.
         self.known = numbers

@@ -382,7 +382,7 @@ def test_memory_is_that_of_one_block(reduction):
 
 
 def _collectives(member: Member, reduction, sequence_parallel):
-    x, w, _, y, u, *_ = problem(torch.float32)
+    x, w, _, y, u, *_ = (v.to(member.device) for v in problem(torch.float32))
     w, u = (v.chunk(2)[member.rank] for v in (w, u))
     if sequence_parallel:
         x, y = (v.chunk(2)[member.rank] for v in (x, y))
@@ -407,7 +407,7 @@ def test_collectives_are_those_of_the_docstring(sequence_parallel, worlds):
 
 def _padded(member: Member):
     """Student and teacher with other padding, of which rank 1 has nothing else."""
-    x, w, _, y, u, *_ = problem(torch.float32)
+    x, w, _, y, u, *_ = (v.to(member.device) for v in problem(torch.float32))
     size = 20
     whole = divergence(x, w[:size], y, u[:size], reduction="none")
     w, u = (
@@ -453,7 +453,7 @@ def test_bad_input_is_refused(message):
 
 
 def _disagreeing(member: Member, what):
-    x, w, _, y, u, *_ = problem(torch.float32)
+    x, w, _, y, u, *_ = (v.to(member.device) for v in problem(torch.float32))
     w, u = (v.chunk(2)[member.rank] for v in (w, u))
     more = dict(beta=0.1 * member.rank) if what == "beta" else {}
     if what == "refused" and member.rank == 1:
@@ -470,7 +470,7 @@ def test_debug_mode_tells_all_ranks(what, worlds):
 
 
 def _broken(member: Member):
-    x, w, _, y, u, *_ = problem(torch.float32)
+    x, w, _, y, u, *_ = (v.to(member.device) for v in problem(torch.float32))
     start = 46 * member.rank  # a gap of one
     options = dict(process_group=member.group, vocab_start=start, reduction="none")
     return divergence(x, w[:45], y, u[:45], **options).isnan().all().item()

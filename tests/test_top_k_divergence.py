@@ -178,7 +178,7 @@ def test_other_target_dtypes_and_no_ignore_index():
 
 
 def _disagreeing(member: Member, what):
-    x, w, ids, log_probs, _ = problem(torch.float32)
+    x, w, ids, log_probs, _ = (v.to(member.device) for v in problem(torch.float32))
     beta = 0.5 * member.rank if what == "beta" else 0.0
     stored = log_probs - member.rank if what == "teacher_log_probs" else log_probs
     hidden = None if what == "student_hidden" and member.rank else x

@@ -51,7 +51,7 @@ SHARED = {80: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 SPILLS = {
     80: set(),
     90: {"lce_backward_projection", "lce_forward_projection"},
-    100: {"lce_forward_merge_ranks", "lce_forward_projection"},
+    100: {"lce_backward_projection", "lce_forward_merge_ranks", "lce_forward_projection"},
 }
 # What else is spilled, a few registers of releases beside the usual ones. For the windows of a single token, which lie
 # side by side, Triton lets a thread load 16 at once.

@@ -145,15 +145,15 @@ def _parent(loss):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", WALKED)
 @pytest.mark.thinned
-def test_second_backward(name, ranks, worlds, backend, device):
-    for dtype in ("fp32", "bf16", "fp16"):
-        parts = everywhere(worlds, device, ranks, _walked, name, dtype)
-        reduction = "sum" if WALKED[name]["reduction"] == "none" else "mean"
-        truth = dense_loss(small(**WALKED_SIZE, dtype=dtype), reduction=reduction)
-        assert_near(parts[0][0], truth["dx"], ROUNDED[dtype])
-        assert_near(torch.cat([p[1] for p in parts]), truth["dweight"], ROUNDED[dtype])
+def test_second_backward(name, dtype, ranks, worlds, backend, device):
+    parts = everywhere(worlds, device, ranks, _walked, name, dtype)
+    reduction = "sum" if WALKED[name]["reduction"] == "none" else "mean"
+    truth = dense_loss(small(**WALKED_SIZE, dtype=dtype), reduction=reduction)
+    assert_near(parts[0][0], truth["dx"], ROUNDED[dtype])
+    assert_near(torch.cat([p[1] for p in parts]), truth["dweight"], ROUNDED[dtype])
 
 
 @pytest.mark.parametrize(

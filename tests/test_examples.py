@@ -102,7 +102,7 @@ def test_policy_gradient(ranks, run, example):
     assert found[-1][0] < found[0][0] - 0.01, "it improves"
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_grpo(ranks, run, example):
     printed = run("grpo", ranks)
     module = example("grpo")

@@ -130,6 +130,7 @@ def test_a_token_without_an_entry(tail):
 @pytest.mark.parametrize("tail", ["class", "renormalize"])
 def test_gradcheck(tail):
     x, w, ids, log_probs, target = problem(torch.float64)
+    x, w = x[:, :6].contiguous(), w[:, :6].contiguous()
 
     def found(*student):
         return top_k_divergence(*student, ids, log_probs.double(), tail=tail, beta=0.4, target=target)

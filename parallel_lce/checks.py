@@ -208,8 +208,7 @@ def _check_shard(a: Arguments, layout: Layout) -> None:
     first = layout.rank * rows if start is None else start
     if first + rows > _LARGEST_VOCABULARY:
         raise ValueError(f"linear_weight's {rows} rows from id {first} on exceed the largest id, 2^31 - 2")
-    # Shards without vocab_size may have any number of rows on other ranks.
-    known = size if size is not None else rows * layout.ranks if start is None or layout.ranks == 1 else None
+    known = known_vocab_size(rows, layout, start, size)
     if a.top_k is not None and known is not None and a.top_k > known:
         raise ValueError(f"top_k={a.top_k} exceeds the {known} entries of the vocabulary")
     if layout.ranks == 1 and start:
@@ -224,6 +223,13 @@ def _check_shard(a: Arguments, layout: Layout) -> None:
         )
     if layout.ranks > 1 and not a.input.is_cuda and dist.get_backend(a.process_group) == "nccl":
         raise ValueError(f"process_group communicates through nccl, but input is on {a.input.device}")
+
+
+def known_vocab_size(rows: int, layout: Layout, vocab_start: int | None, vocab_size: int | None) -> int | None:
+    """V, if the host knows it; None where only the other ranks' shards tell."""
+    if vocab_size is not None:
+        return vocab_size
+    return rows * layout.ranks if vocab_start is None or layout.ranks == 1 else None
 
 
 def check_loss_options(options: LossOptions) -> None:

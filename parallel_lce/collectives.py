@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.memory import some_rows
-from parallel_lce.partials import Columns, accumulation_dtype, bounds_of, packed_size
+from parallel_lce.partials import Columns, accumulation_dtype, bounds_of, covered, integer_view, packed_size
 from parallel_lce.plan import PIECE_ROWS, Block
 from parallel_lce.recording import noted
 
@@ -226,6 +226,29 @@ class Shard:
         return min(max(self.vocab_size - self.start, 0), self.rows)
 
 
+def _write_bounds(bounds: Tensor, shard: Shard) -> None:
+    """Write the shard's first id and its rows to ``bounds [2]``, integers."""
+    start, rows = bounds.unbind()
+    start.fill_(shard.start)
+    rows.fill_(shard.rows)
+
+
+def gather_with_bounds(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Tensor | int, Tensor | None]:
+    """All-gather ``packed [P, n + 2]``, of which this rank has written the first n elements of its row, and wait for
+    it. The last two are the shards' bounds.
+
+    Returns V, and whether the shards are no partition of it, 0-dimensional. A single rank gathers nothing, and knows V.
+    """
+    if layout.ranks == 1:
+        return shard.real_rows, None
+    own = packed[layout.rank]
+    _write_bounds(integer_view(own[-2:]), shard)
+    gather_whole(packed, own, layout)
+    starts, sizes = integer_view(packed[:, -2:]).long().unbind(1)
+    vocab_size = sizes.sum() if shard.vocab_size is None else shard.vocab_size
+    return vocab_size, ~covered(starts, sizes, shard.vocab_size)
+
+
 class PartialsGather:
     """Merging partials ``[C, R]`` over the ranks.
 
@@ -257,9 +280,7 @@ class PartialsGather:
     def start(self) -> None:
         if self._layout.ranks == 1:
             return
-        start, rows = bounds_of(self._own, self._columns, self._rows).unbind()
-        start.fill_(self._shard.start)
-        rows.fill_(self._shard.rows)
+        _write_bounds(bounds_of(self._own, self._columns, self._rows), self._shard)
         self._work = noted(all_gather, self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
     def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor | int]:

@@ -17,7 +17,7 @@ from parallel_lce import debug
 from parallel_lce.arguments import Arguments, as_float
 from parallel_lce.backends import valueless
 from parallel_lce.backends.divergence import of_classes
-from parallel_lce.checks import check_budget, check_process_group, is_number
+from parallel_lce.checks import check_budget, check_process_group, is_number, known_vocab_size
 from parallel_lce.collectives import Layout
 from parallel_lce.distillation_checks import check_numbers, check_pair, check_stored, naming
 from parallel_lce.divergence import Divergence, summed_divergence, token_divergences
@@ -217,7 +217,7 @@ def top_k_divergence(
     with naming("student", selected="teacher_ids"):
         if tail == "renormalize":
             log_p = selected_log_probs(student_hidden, student_weight, ids, **options)
-            size = _vocab_size(student_weight, layout, vocab_start, vocab_size)
+            size = known_vocab_size(len(student_weight), layout, vocab_start, vocab_size)
             there &= log_p != -torch.inf if size is None else ids < size
         else:
             found = token_statistics(
@@ -237,13 +237,6 @@ def top_k_divergence(
     if reduction == "mean":
         return found.sum() / counted.sum().clamp(min=1)
     return found.sum() if reduction == "sum" else found
-
-
-def _vocab_size(weight: Tensor, layout: Layout, vocab_start: int | None, vocab_size: int | None) -> int | None:
-    """V; None where only the other ranks' shards tell."""
-    if vocab_size is not None:
-        return vocab_size
-    return len(weight) * layout.ranks if vocab_start is None or layout.ranks == 1 else None
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:

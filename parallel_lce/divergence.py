@@ -31,10 +31,10 @@ from parallel_lce.backends.eager_logits import aligned
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.backends.interface import power_of_two_near
 from parallel_lce.call import Call, Gradients, Inputs, Needs, flattened, token_count
-from parallel_lce.collectives import HiddenReduction, Layout, Shard, gather_whole
+from parallel_lce.collectives import HiddenReduction, Layout, Shard, gather_whole, gather_with_bounds
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.memory import device_without_autocast, in_memory
-from parallel_lce.partials import accumulation_dtype, covered, integer_view
+from parallel_lce.partials import accumulation_dtype
 from parallel_lce.plan import Block, balanced
 from parallel_lce.schedule import Gathers
 
@@ -164,16 +164,11 @@ def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Te
     own = packed[layout.rank]
     for part, each in zip(own[: 4 * rows].view(2, 2, rows), partials):
         part.copy_(each[:2])
-    start, size = integer_view(own[4 * rows :]).unbind()
-    start.fill_(shard.start)
-    size.fill_(shard.rows)
-    if layout.ranks > 1:
-        gather_whole(packed, own, layout)
+    _, broken = gather_with_bounds(packed, shard, layout)
     maxima, sums = packed[:, : 4 * rows].view(layout.ranks, 2, 2, rows).unbind(2)
     largest = maxima.amax(0)
     numbers = torch.stack([largest, (sums * (maxima - largest).exp()).sum(0).log()], 1).view(4, rows)
-    starts, sizes = integer_view(packed[:, 4 * rows :]).long().unbind(1)
-    return numbers.masked_fill_(~covered(starts, sizes, shard.vocab_size), torch.nan)
+    return numbers if broken is None else numbers.masked_fill_(broken, torch.nan)
 
 
 class _StudentGradients:

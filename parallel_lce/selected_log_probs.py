@@ -13,9 +13,9 @@ from parallel_lce.autograd import first_order_only
 from parallel_lce.backends import uses_kernels
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call import Call, flattened
-from parallel_lce.collectives import HiddenReduction, Layout, Shard, gather_hidden, gather_whole
+from parallel_lce.collectives import HiddenReduction, gather_hidden, gather_with_bounds
 from parallel_lce.memory import device_without_autocast, in_memory
-from parallel_lce.partials import Columns, accumulation_dtype, covered, integer_view
+from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Block
 from parallel_lce.prepare import prepare
 from parallel_lce.selection import Selected, ids_and_offsets
@@ -147,27 +147,15 @@ def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         own = packed[layout.rank]
         projection = call.of_block(call.projection(weight, bias), whole)
         call.backend.selected_logits(projection, x, selected.of_block(layout, whole, shard.start), own[:count])
-        vocab_size, broken = shard.real_rows, selected.broken
-        if layout.ranks > 1:
-            vocab_size, wrong = _gather(packed, count, shard, layout)
+        vocab_size, wrong = gather_with_bounds(packed, shard, layout)
+        broken = selected.broken
+        if wrong is not None:
             broken = wrong if broken is None else broken | wrong
         if selected.tokens and uses_kernels(packed):
             from parallel_lce.kernels.set_log_probs import set_log_probs
 
             return set_log_probs(packed, selected.ids, selected.offsets, broken, vocab_size)
         return _log_softmax(packed[:, :count].sum(0), selected, vocab_size, broken)
-
-
-def _gather(packed: Tensor, count: int, shard: Shard, layout: Layout) -> tuple[Tensor | int, Tensor]:
-    """Gather ``packed [P, E + 2]``; V, and whether the shards are no partition of it."""
-    own = packed[layout.rank]
-    start, rows = integer_view(own[count:]).unbind()
-    start.fill_(shard.start)
-    rows.fill_(shard.rows)
-    gather_whole(packed, own, layout)
-    starts, sizes = integer_view(packed[:, count:]).long().unbind(1)
-    vocab_size = sizes.sum() if shard.vocab_size is None else shard.vocab_size
-    return vocab_size, ~covered(starts, sizes, shard.vocab_size)
 
 
 def _log_softmax(

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -75,77 +76,77 @@ def test_sequence_parallel(ranks, run, example):
     assert losses[-1] < losses[0] / 4, "it learns"
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_policy_gradient(ranks, run, example):
-    printed = run("policy_gradient", ranks)
-    module = example("policy_gradient")
-    hidden, weight, tokens, advantage = module.build()
-    hidden, weight, advantage = hidden.double(), weight.double().requires_grad_(), advantage.double()
-    optimizer = torch.optim.SGD([weight], lr=5.0)
-    old, expected = None, []
-    for _ in range(module.STEPS):
-        table = (hidden @ weight.t()).log_softmax(-1)  # [N, V]
-        log_prob = table.gather(1, tokens[:, None])[:, 0]
-        entropy = -(table.exp() * table).sum(-1)
-        old = log_prob.detach() if old is None else old
-        ratio = torch.exp(log_prob - old)
-        clipped = ratio.clamp(0.8, 1.2)
-        loss = -torch.minimum(ratio * advantage, clipped * advantage).mean() - 0.01 * entropy.mean()
+def _descended(weight: torch.Tensor, rate: float, steps: int, numbers: Callable) -> list[list[float]]:
+    """``numbers()``, the loss first, at each step of gradient descent on the weight."""
+    optimizer, found = torch.optim.SGD([weight], lr=rate), []
+    for _ in range(steps):
+        loss, *others = numbers()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        expected.append([loss.item(), log_prob.mean().item(), entropy.mean().item()])
-    found = _steps(printed, "loss", "log-probability", "entropy")
-    assert len(found) == module.STEPS
+        found.append([loss.item(), *(other.item() for other in others)])
+    return found
+
+
+def _check(found: list[list[float]], expected: list[list[float]], improved: float) -> None:
+    """Of each step the same numbers, and in the end a loss below ``improved``."""
+    assert len(found) == len(expected)
     for numbers, others in zip(found, expected):
         assert numbers == pytest.approx(others, abs=1e-5)
-    assert found[-1][0] < found[0][0] - 0.01, "it improves"
+    assert found[-1][0] < improved, "it improves"
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_policy_gradient(ranks, run, example):
+    printed = run("policy_gradient", ranks)
+    module, first = example("policy_gradient"), {}
+    hidden, weight, tokens, advantage = module.build()
+    hidden, weight, advantage = hidden.double(), weight.double().requires_grad_(), advantage.double()
+
+    def numbers():
+        table = (hidden @ weight.t()).log_softmax(-1)  # [N, V]
+        log_prob = table.gather(1, tokens[:, None])[:, 0]
+        entropy = -(table.exp() * table).sum(-1)
+        ratio = torch.exp(log_prob - first.setdefault("old", log_prob.detach()))
+        clipped = ratio.clamp(0.8, 1.2)
+        loss = -torch.minimum(ratio * advantage, clipped * advantage).mean() - 0.01 * entropy.mean()
+        return loss, log_prob.mean(), entropy.mean()
+
+    found = _steps(printed, "loss", "log-probability", "entropy")
+    _check(found, _descended(weight, 5.0, module.STEPS, numbers), found[0][0] - 0.01)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_grpo(ranks, run, example):
     printed = run("grpo", ranks)
-    module = example("grpo")
+    module, first = example("grpo"), {}
     hidden, weight, tokens, rewards = module.build()
     hidden, weight, rewards = hidden.double(), weight.double().requires_grad_(), rewards.double()
-    optimizer = torch.optim.SGD([weight], lr=5.0)
-    old, expected = None, []
-    for _ in range(module.STEPS):
+
+    def numbers():
         table = (hidden @ weight.t() / module.TEMPERATURE).log_softmax(-1)
         log_probs = table.gather(-1, tokens[..., None])[..., 0]
-        old = log_probs.detach() if old is None else old
-        loss = module.grpo_loss(log_probs, old, rewards)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append([loss.item(), -(table.exp() * table).sum(-1).mean().item()])
+        loss = module.grpo_loss(log_probs, first.setdefault("old", log_probs.detach()), rewards)
+        return loss, -(table.exp() * table).sum(-1).mean()
+
     found = _steps(printed, "loss", "entropy")
-    assert len(found) == module.STEPS and found[-1][0] < found[0][0] - 0.01, "it improves"
-    for numbers, others in zip(found, expected):
-        assert numbers == pytest.approx(others, abs=1e-5)
+    _check(found, _descended(weight, 5.0, module.STEPS, numbers), found[0][0] - 0.01)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_dpo(ranks, run, example):
     printed = run("dpo", ranks)
-    module = example("dpo")
+    module, first = example("dpo"), {}
     hidden, tokens, mask, weight = module.build()
     hidden, weight = hidden.double(), weight.double().requires_grad_()
-    optimizer = torch.optim.SGD([weight], lr=5.0)
-    reference, expected = None, []
-    for _ in range(module.STEPS):
+
+    def numbers():
         log_probs = (hidden @ weight.t()).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
         log_probs = (log_probs * mask).sum(-1)
-        reference = log_probs.detach() if reference is None else reference
-        loss = module.dpo_loss(log_probs, reference)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append([loss.item()])
+        return (module.dpo_loss(log_probs, first.setdefault("reference", log_probs.detach())),)
+
     found = _steps(printed, "loss")
-    assert len(found) == module.STEPS and found[-1][0] < found[0][0] - 0.01, "it improves"
-    for numbers, others in zip(found, expected):
-        assert numbers == pytest.approx(others, abs=1e-5)
+    _check(found, _descended(weight, 5.0, module.STEPS, numbers), found[0][0] - 0.01)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -153,21 +154,16 @@ def test_distillation(ranks, run, example):
     printed = run("distillation", ranks)
     module = example("distillation")
     hidden, weight, teacher_hidden, teacher = (t.double() for t in module.build())
-    optimizer, expected = torch.optim.SGD([weight.requires_grad_()], lr=1000.0), []
     log_q = (teacher_hidden @ teacher.t() / module.TEMPERATURE).log_softmax(-1)
-    for _ in range(module.STEPS):
+
+    def numbers():
         log_p = (hidden @ weight.t() / module.TEMPERATURE).log_softmax(-1)
         log_m = (module.BETA * log_q.exp() + (1 - module.BETA) * log_p.exp()).log()
         of_teacher, of_student = ((v.exp() * (v - log_m)).sum(-1).mean() for v in (log_q, log_p))
-        loss = module.BETA * of_teacher + (1 - module.BETA) * of_student
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append([loss.item()])
+        return (module.BETA * of_teacher + (1 - module.BETA) * of_student,)
+
     found = _steps(printed, "loss")
-    assert len(found) == module.STEPS and found[-1][0] < 0.9 * found[0][0], "it improves"
-    for numbers, others in zip(found, expected):
-        assert numbers == pytest.approx(others, abs=1e-5)
+    _check(found, _descended(weight.requires_grad_(), 1000.0, module.STEPS, numbers), 0.9 * found[0][0])
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists the threads of a process as Linux does")

@@ -258,7 +258,7 @@ class _TokenDivergences(torch.autograd.Function):
         needs = Needs(*ctx.needs_input_grad[:3])
         with device_without_autocast(inputs[1]):
             factor, unscale = _output_factor(ctx.task, in_memory(upstream), inputs[0].dtype)
-            work = _Evaluation(ctx.task, tuple(inputs[:3]), tuple(inputs[3:]), numbers.contiguous())
+            work = _Evaluation(ctx.task, tuple(inputs[:3]), tuple(inputs[3:]), numbers)
             gradients = _StudentGradients(work, needs, unscale)
             work.run(factor, gradients)
             return *gradients.deliver(), None, None, None, None
@@ -281,7 +281,7 @@ class _SummedDivergence(torch.autograd.Function):
         # The first backward scales them in place. A later one through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = _with_gradients(ctx.task, tuple(inputs), factor.contiguous(), ctx.needs)
+            _, gradients = _with_gradients(ctx.task, tuple(inputs), factor, ctx.needs)
         delivered = [g if g is None else scaled(g, upstream, tensor.dtype) for g, tensor in zip(gradients, inputs[:3])]
         return *delivered, None, None, None, None, None
 

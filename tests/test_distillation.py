@@ -355,7 +355,23 @@ def test_other_target_dtypes_and_no_ignore_index():
     assert not divergence(x, w, y, u, reduction="none", target=target, ignore_index=None).any()
 
 
-def test_the_upstream_gradient_is_not_rounded(device):
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_gradients_under_autocast(reduction, backend, device):
+    """Are those of operands in its dtype: nothing else is rounded."""
+    x, w, y, u = given(device, torch.bfloat16)
+
+    def gradients():
+        found = divergence(x, w, y, u, beta=0.5, reduction=reduction).sum()
+        # The second backward of a mean forms them again.
+        return [torch.autograd.grad(found, [x, w], retain_graph=True) for _ in range(2)]
+
+    expected = gradients()
+    with torch.autocast(device, torch.bfloat16):
+        for ours, others in zip(gradients(), expected):
+            assert all(map(torch.equal, ours, others))
+
+
+def test_the_upstream_gradient_is_not_rounded(backend, device):
     """To the gradients' dtype."""
     x, w, y, u = given(device, torch.bfloat16)
     upstream = torch.tensor(1 + 2**-9, device=device)

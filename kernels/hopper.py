@@ -38,8 +38,8 @@ from parallel_lce.kernels.relaunch import Relaunched
 _WARPS = gl.constexpr(8)
 _PRODUCER_REGISTERS = gl.constexpr(40)
 # Triton 3.8 renamed both; 3.9 has no others.
-_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-_async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -57,8 +57,8 @@ def _produce(x, weight, ring, sizes, STAGES: gl.constexpr):
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             arrived = full.index(slot)
             mbarrier.expect(arrived, x.block_type.nbytes + weight.block_type.nbytes)
-            _async_load(x, [row, k], arrived, x_slots.index(slot))
-            _async_load(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
+            async_load(x, [row, k], arrived, x_slots.index(slot))
+            async_load(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
             count += 1
 
 
@@ -140,7 +140,7 @@ def _consume(
             tma.store_wait(0)
             staged.store(z.to(out.dtype))
             fence_async_shared()
-            _async_store(out, [row, first], staged)
+            async_store(out, [row, first], staged)
     if STORES:
         tma.store_wait(0)
 

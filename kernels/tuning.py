@@ -62,12 +62,17 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
     major = _capability(weight.device) // 10
     if _forced is not None:
         return _forced[0]
-    if tma and major == 9 and weight.element_size() == 2 and _has_gluon():
+    if tma and runs_gluon(weight):
         return _WARP_SPECIALIZED
     for (majors, with_tma, itemsize), tile in _TABLE.items():
         if major in majors and tma == with_tma and weight.element_size() == itemsize:
             return tile
     return _MODEST[weight.element_size()]
+
+
+def runs_gluon(operand: torch.Tensor) -> bool:
+    """Whether products of operands like this one, if TMA can address them, run a mainloop for Hopper."""
+    return _capability(operand.device) // 10 == 9 and operand.element_size() == 2 and _has_gluon()
 
 
 @contextmanager

@@ -21,7 +21,10 @@ _TENSORS = (
     "selected",
     "selected_offsets",
 )
-_COUNTS, _REALS = ("vocab_start", "vocab_size", "logits_budget", "top_k"), ("logit_scale", "logit_softcap")
+_COUNTS, _REALS = (
+    ("vocab_start", "vocab_size", "logits_budget", "top_k"),
+    ("logit_scale", "logit_softcap", "gradient_filter"),
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ class Arguments:
     selected: Tensor | None = None
     selected_offsets: Tensor | None = None
     top_k: int | None = None
+    gradient_filter: float | None = None
 
     @property
     def token_scale(self) -> Tensor | None:

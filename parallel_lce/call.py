@@ -46,6 +46,8 @@ class Call:
     main_grad: MainGrad | None = None
     # dtype of dX's reduction over the ranks; None: that of the hidden states.
     reduce_dtype: torch.dtype | None = None
+    # Largest probability of a tile of the gradient that is approximated; None: the gradient is exact.
+    gradient_filter: float | None = None
     # Of calls of the same signature, where their runs can be replayed.
     tapes: Tapes | None = None
 

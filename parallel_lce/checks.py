@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from parallel_lce.arguments import LARGEST, Arguments, LossOptions
 from parallel_lce.collectives import Layout
 from parallel_lce.dtensor import refuse_dtensor
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.partials import Columns, accumulation_dtype
 
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
@@ -66,6 +66,7 @@ def check_arguments(a: Arguments, layout: Layout, needs_target: bool) -> torch.S
     _check_selected(a, tokens)
     check_logit_options(1.0 if a.token_scale is not None else a.logit_scale, a.logit_softcap)
     check_budget(a.logits_budget)
+    check_gradient_filter(a.gradient_filter)
     sums = accumulation_dtype(a.input.dtype)
     if a.reduce_dtype not in (None, a.input.dtype, sums):
         raise ValueError(f"reduce_dtype must be None, {sums} or the input's {a.input.dtype}, got {a.reduce_dtype!r}")
@@ -174,6 +175,31 @@ def check_logit_options(logit_scale: object, logit_softcap: object) -> None:
 def check_budget(logits_budget: object) -> None:
     if logits_budget is not None and not (_is_count(logits_budget) and logits_budget >= 0):
         raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {logits_budget!r}")
+
+
+def check_gradient_filter(gradient_filter: object) -> None:
+    if gradient_filter is not None and not (is_number(gradient_filter) and 0 < gradient_filter < 1):
+        raise ValueError(
+            f"gradient_filter must be None or a probability between 0 and 1, got {shortened(gradient_filter)}"
+        )
+
+
+def check_filtered(a: Arguments, columns: Columns, options: LossOptions | None) -> None:
+    """Raise if the gradient is filtered, and not the probabilities times one number per token."""
+    if a.gradient_filter is None:
+        return
+    asked = {
+        "mean_logit" if options is None else "label_smoothing": columns.shifted,
+        "expected_logit": columns.weighted,
+        "sum_p_squared": columns.squared,
+        "selected": a.selected is not None,
+    }
+    for name, wanted in asked.items():
+        if wanted:
+            raise ValueError(
+                f"gradient_filter={a.gradient_filter} cannot be combined with {name}, whose gradient is large where "
+                "probabilities are small"
+            )
 
 
 def check_sequence_parallel(sequence_parallel: object) -> None:

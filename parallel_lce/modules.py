@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from parallel_lce.arguments import LossOptions, as_bool, as_float, as_number
 from parallel_lce.checks import (
     check_budget,
+    check_gradient_filter,
     check_logit_options,
     check_loss_options,
     check_process_group,
@@ -53,6 +54,7 @@ class LinearCrossEntropy(nn.Module):
         vocab_size: int | None = None,
         logits_budget: int | None = None,
         reduce_dtype: torch.dtype | None = None,
+        gradient_filter: float | None = None,
     ) -> None:
         super().__init__()
         # Converted here: torch.compile turns NumPy scalars into tensors.
@@ -65,6 +67,8 @@ class LinearCrossEntropy(nn.Module):
         check_vocabulary(vocab_start, vocab_size)
         check_budget(logits_budget)
         check_reduce_dtype(reduce_dtype)
+        gradient_filter = as_float(gradient_filter)
+        check_gradient_filter(gradient_filter)
         check_process_group(process_group)
         check_sequence_parallel(sequence_parallel)
         self.options = {
@@ -79,6 +83,7 @@ class LinearCrossEntropy(nn.Module):
             "vocab_size": vocab_size,
             "logits_budget": logits_budget,
             "reduce_dtype": reduce_dtype,
+            "gradient_filter": gradient_filter,
         }
         self.process_group = process_group
 

@@ -20,7 +20,7 @@ from parallel_lce.selection import Selected
 
 CALL = (
     "str backend, str group, bool sequence_parallel, SymInt start, SymInt? vocab_size, "
-    "bool[] columns, int top_k, bool capped, SymInt[] plan, ScalarType? reduce_dtype"
+    "bool[] columns, int top_k, bool capped, bool filtered, SymInt[] plan, ScalarType? reduce_dtype"
 )
 OPERANDS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor? token_scale, Tensor? selected, "
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
     token_scale: Tensor | None
     selected: Tensor | None
     offsets: Tensor | None
-    # [4] fp64, on the CPU: logit_scale, logit_softcap, label_smoothing, z_loss
+    # [5] fp64, on the CPU: logit_scale, logit_softcap, gradient_filter, label_smoothing, z_loss
     factors: Tensor
 
     @property
@@ -57,9 +57,9 @@ class OfLoss(NamedTuple):
 
 def operands_of(call: Call, inputs: Inputs, loss: WeightedLoss | None = None) -> Operands:
     """A Python number passed to an operator is compiled in as a constant; in a tensor it may change."""
-    numbers = [call.scale, 0.0 if call.softcap is None else call.softcap, 0.0, 0.0]
+    numbers = [call.scale, call.softcap or 0.0, call.gradient_filter or 0.0, 0.0, 0.0]
     if loss is not None:
-        numbers[2:] = loss.label_smoothing, loss.z_loss
+        numbers[3:] = loss.label_smoothing, loss.z_loss
     zero = inputs[1].new_zeros((), dtype=torch.float64, device="cpu")
     factors = torch.stack([zero + number for number in numbers])
     target, token_scale, selected, offsets = call.per_token
@@ -78,6 +78,7 @@ class Numbers(NamedTuple):
     columns: list[bool]
     top_k: int
     capped: bool
+    filtered: bool
     # One per field of Plan.
     plan: list[int]
     reduce_dtype: torch.dtype | None
@@ -96,6 +97,7 @@ def numbers_of(call: Call) -> Numbers:
         [getattr(columns, field) for field in _COLUMN_FIELDS],
         call.top_k,
         call.softcap is not None,
+        call.gradient_filter is not None,
         [int(getattr(plan, field)) for field in _PLAN_FIELDS],
         call.reduce_dtype,
     )
@@ -127,7 +129,7 @@ def call_of(operands: Operands, numbers: Numbers) -> Call:
     # While a graph is traced the factors have no values. The results' shapes do not depend on them.
     factors, ids = operands.factors, operands.selected
     selected = None if ids is None else Selected(ids, operands.offsets, token_count(operands.hidden, layout))
-    scale, softcap = (1.0, 1.0) if valueless(factors) else factors.tolist()[:2]
+    scale, softcap, gradient_filter = (1.0, 1.0, 1.0) if valueless(factors) else factors.tolist()[:3]
     return Call(
         named(numbers.backend),
         layout,
@@ -141,11 +143,12 @@ def call_of(operands: Operands, numbers: Numbers) -> Call:
         scale,
         softcap if numbers.capped else None,
         reduce_dtype=numbers.reduce_dtype,
+        gradient_filter=gradient_filter if numbers.filtered else None,
     )
 
 
 def loss_of(operands: Operands, of_loss: OfLoss) -> WeightedLoss:
-    label_smoothing, z_loss = operands.factors.tolist()[2:]
+    label_smoothing, z_loss = operands.factors.tolist()[3:]
     assert operands.target is not None
     weight, ignore_index, outside_is_nan = of_loss
     return WeightedLoss(operands.target, weight, ignore_index, label_smoothing, z_loss, outside_is_nan)

@@ -16,7 +16,7 @@ from parallel_lce.backends import backend_of, valueless
 from parallel_lce.backends.interface import Backend
 from parallel_lce.budget import default_budget
 from parallel_lce.call import Call, Inputs, token_count
-from parallel_lce.checks import check_arguments, check_loss_options, check_process_group, token_shape
+from parallel_lce.checks import check_arguments, check_filtered, check_loss_options, check_process_group, token_shape
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.memory import in_memory
@@ -76,6 +76,7 @@ def prepare(
         if options is not None:
             check_loss_options(options)
         shape = check_arguments(a, layout, needs_target=options is not None)
+        check_filtered(a, columns, options)
         if main_grad is not None and main_grad.tensor.shape != a.linear_weight.shape:
             raise ValueError(
                 f"main_grad must have linear_weight's shape {list(a.linear_weight.shape)}, got "
@@ -157,6 +158,7 @@ def _prepared(a: Arguments, known: _Known, layout: Layout, columns: Columns, mai
         a.logit_softcap,
         main_grad,
         a.reduce_dtype,
+        a.gradient_filter,
         known.tapes,
     )
     # hidden is not reshaped here: under torch.compile a second derivative is refused by an input of the graph, not by
@@ -248,6 +250,7 @@ def _check_together(
             "vocab_start given": a.vocab_start is not None,
             "logits_budget": budget_of(a),
             "reduce_dtype": a.reduce_dtype,
+            "gradient_filter": a.gradient_filter,
             "top_k": a.top_k,
             "token_weight needs a gradient": weight is not None and _needs(weight),
             **agreed,

@@ -157,6 +157,7 @@ class _GradientSums:
             GradBuffers(dx, self._dweight, self._dbias, call.layout.ranks > 1, x.arrived),
             self.scratch,
             self._selected_of(block),
+            call.gradient_filter,
         )
         if work.reads_hidden_first:
             x.wait()

@@ -50,6 +50,7 @@ def signature_of(
         a.vocab_size,
         a.logits_budget,
         a.top_k,
+        a.gradient_filter,
     )
     if options is not None:
         key.append(options.reduction)

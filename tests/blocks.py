@@ -30,9 +30,12 @@ def block_backward(
     scratch,
     announce=lambda rows: None,
     selected=None,
+    gradient_filter=None,
 ):
     """Gradients of the block; ``announce(rows)`` when the first rows of dX are complete."""
-    work = backend.BlockBackward(projection, x, target, partial, coefficients, saved, grads, scratch, selected)
+    work = backend.BlockBackward(
+        projection, x, target, partial, coefficients, saved, grads, scratch, selected, gradient_filter
+    )
     for rows in work.hidden_grad():
         announce(rows)
     work.weight_grad()

@@ -103,20 +103,24 @@ def call(rows, entries, depth, saved, everything, dtype):
     gradient = SelectedGradient(selection, logits)
     backend.selected_hidden_gradient(weight, gradient, torch.empty_like(x))
     backend.selected_weight_gradient(x, begin.repeat_interleave(3) // 3, gradient, torch.empty_like(weight), bias)
-    block_backward(
-        backend,
-        shape,
-        x,
-        target,
-        torch.ones_like(partial),
-        coefficients,
-        exponentials,
-        GradBuffers(
-            torch.empty_like(x), GradBuffer(weight, entries, 1), None if bias is None else GradBuffer(bias, entries, 1)
-        ),
-        Scratch(1 << 20),
-        selected=gradient if everything else None,
-    )
+    for gradient_filter in (None, 0.001)[: 2 - everything]:
+        block_backward(
+            backend,
+            shape,
+            x,
+            target,
+            torch.ones_like(partial),
+            coefficients,
+            exponentials,
+            GradBuffers(
+                torch.empty_like(x),
+                GradBuffer(weight, entries, 1),
+                None if bias is None else GradBuffer(bias, entries, 1),
+            ),
+            Scratch(1 << 20),
+            selected=gradient if everything else None,
+            gradient_filter=gradient_filter,
+        )
 
 
 for arguments in CALLS[2:4] if FEW else CALLS:

@@ -115,6 +115,7 @@ class TrainConfig(Section):
 class LossConfig(Section):
     impl: LossImpl
     logits_budget_mib: Number | None = None  # passed to install(); None: its default
+    gradient_filter: Annotated[float, Field(gt=0, lt=1)] | None = None  # passed to install(); None: exact gradients
 
 
 class ParallelConfig(Section):

@@ -185,8 +185,10 @@ class BlockBackward:
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
+        gradient_filter: float | None = None,
     ) -> None:
         self._projection, self._target, self._x_given, self._selected = projection, target, x, selected
+        self._gradient_filter = gradient_filter
         self._partial, self._coefficients, self._saved = partial, coefficients.folded(), saved
         self._grads, self._scratch = grads, scratch
         # Windows whose dW is still to come, each with its tiles, or None if they are to be produced again.
@@ -202,6 +204,7 @@ class BlockBackward:
             self._coefficients,
             self._saved,
             self._selected,
+            self._gradient_filter,
         )
         cut, saved = windows(self._projection, self._producer.saved), self._producer.saved
         return [w for w in cut if w.start >= saved] + [w for w in cut if w.start < saved]

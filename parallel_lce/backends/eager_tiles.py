@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.eager_filter import replace_inactive
 from parallel_lce.backends.gemm import matmul_nt, operand
 from parallel_lce.backends.interface import (
     Coefficients,
@@ -103,6 +104,7 @@ class LogitGradient:
         coefficients: Coefficients,
         saved: Saved,
         selected: SelectedGradient | None = None,
+        gradient_filter: float | None = None,
     ) -> None:
         self.x = operand(x)
         self._projection, self._target, self._saved = projection, target, saved
@@ -121,6 +123,8 @@ class LogitGradient:
             if selected is not None:
                 selected = selected._replace(values=selected.values * power)
         self._selected = selected
+        # Up to these numbers entries of a token are approximated, where all of their tile are. [R]
+        self._limits = None if gradient_filter is None else (coefficients.alpha * factor).abs() * gradient_filter
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
         self._alpha = coefficients.alpha / sum_exp * factor
         self._beta, self._gamma, self._delta, self._epsilon = (
@@ -155,6 +159,8 @@ class LogitGradient:
                 gradient.view(-1).scatter_add_(0, position, self._beta[rows] * -hit.to(gradient.dtype))
             if self._selected is not None:
                 _add_selected(gradient, self._selected, rows, window)
+            if self._limits is not None:
+                gradient = replace_inactive(gradient, self._limits[rows])
             yield rows, gradient.to(self.x.dtype)
             del gradient
 

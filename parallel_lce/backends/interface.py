@@ -319,6 +319,7 @@ class Backend(Protocol):
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
+        gradient_filter: float | None = None,
     ) -> BlockBackward:
         """The backward of a block, not started yet.
 
@@ -331,6 +332,9 @@ class Backend(Protocol):
             grads: where the gradients go.
             scratch: working memory, shared by the blocks of the call.
             selected: added to the gradient of the projection's output.
+            gradient_filter: tiles of 128 tokens by 128 entries without a larger probability may be replaced by
+                products of sums of them (:mod:`parallel_lce.kernels.active_tiles`). Without gamma, delta, epsilon and
+                ``selected`` alone.
         """
         ...
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
+from parallel_lce.backends.gemm import put
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, SelectedGradient
 from parallel_lce.backends.triton_slices import Piece, Slice, dense, tiling
 from parallel_lce.grad_buffers import GradBuffer
@@ -50,8 +50,10 @@ class BlockBackward:
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
+        gradient_filter: float | None = None,
     ) -> None:
         self._projection, self._grads, self._selected = projection, grads, selected
+        self._gradient_filter = gradient_filter
         # The last slice, whose dW is still to come.
         self._last: tuple[Piece, Slice] | None = None
         # c x of a slice, formed beside its dX.
@@ -92,6 +94,7 @@ class BlockBackward:
                 rewrite=grads.dbias is not None,
                 find_shared=grads.dweight is not None or grads.dbias is not None,
                 selected=None if self._selected is None else self._selected.of_rows(rows),
+                gradient_filter=self._gradient_filter,
             )
             pieces.append(piece)
         return [(0, self._saved_entries), *ranges] if saved else ranges, pieces
@@ -137,8 +140,9 @@ class BlockBackward:
         weight = self._weight_of(part)
         self._dx_written = True
         first, dx = piece.rows.start, dx[piece.rows] if len(self._pieces) > 1 else dx
-        if part.dx_factor is None and piece.fp16_unscale is None and not piece.has_targets:
-            accumulate_nt(dx, part.gradient, weight, overwrite=True)
+        plain = part.dx_factor is None and piece.fp16_unscale is None and not piece.has_targets
+        if plain and part.filtered is None:
+            part.add_hidden(dx, weight, slice(0, len(dx)), overwrite=True)
             yield first + len(dx)
             return
         scaled = None
@@ -149,7 +153,8 @@ class BlockBackward:
         rows = _PRODUCT_BYTES // (4 * dx.shape[1]) // PIECE_ROWS * PIECE_ROWS or PIECE_ROWS
         for start in range(0, len(dx), rows):
             stop = min(start + rows, len(dx))
-            product = matmul_nt(some_rows(part.gradient, start, stop), weight)
+            product = dx.new_empty(stop - start, dx.shape[1], dtype=self._projection.dtype)
+            part.add_hidden(product, weight, slice(start, stop), overwrite=True)
             piece.finish_rows(product, part.dx_factor, (start, stop), some_rows(dx, start, stop), scaled)
             del product  # before the next one is allocated
             yield first + stop
@@ -161,13 +166,13 @@ class BlockBackward:
             total = dx if dx.dtype == dtype else dx.new_empty(dx.shape, dtype=dtype)
             self._dx_written = total is dx
         rows = total[piece.rows]
-        accumulate_nt(rows, part.gradient, self._weight_of(part), overwrite=part.start == 0)
+        part.add_hidden(rows, self._weight_of(part), slice(0, len(rows)), overwrite=part.start == 0)
         if part.dx_factor is not None:
             scale_and_add_targets(rows, part.dx_factor, None, rows)
         return total
 
     def _weight_of(self, part: Slice) -> Tensor:
-        return some_rows(self._projection.weight, part.start, part.stop).t()
+        return some_rows(self._projection.weight, part.start, part.stop)
 
     def _add_weight(self, piece: Piece, part: Slice) -> None:
         """``dW[start:stop] += G.T @ (c x)``, and its row sums to dbias."""
@@ -206,13 +211,15 @@ class BlockBackward:
             step = max(256, _PRODUCT_BYTES // (4 * x.shape[1]) // 256 * 256)
         for start in range(part.start, part.stop, step):
             stop = min(start + step, part.stop)
-            gradient = some_rows(part.gradient.t(), start - part.start, stop - part.start)
+            entries = slice(start - part.start, stop - part.start)
             total, empty = self._open(dweight, piece, start, stop, whole=single)
             if piece.fp16_unscale is None:
-                accumulate_nt(total, gradient, x.t(), overwrite=empty)
+                part.add_weight(total, x, entries, overwrite=empty)
                 piece.add_targets(total, piece.x, start)
             else:
-                product = matmul_nt(gradient, x.t()).mul_(piece.fp16_unscale)
+                product = x.new_empty(stop - start, x.shape[1], dtype=self._projection.dtype)
+                part.add_weight(product, x, entries, overwrite=True)
+                product.mul_(piece.fp16_unscale)
                 piece.add_targets(product, piece.x, start)
                 put(total, product, empty)
                 del product  # before the next one is allocated

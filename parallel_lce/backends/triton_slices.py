@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import (
     Coefficients,
     Projection,
@@ -21,6 +22,7 @@ from parallel_lce.backends.interface import (
     SelectedGradient,
     power_of_two_scale,
 )
+from parallel_lce.backends.triton_filter import FilteredGradient, inverse_limits
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
@@ -98,6 +100,26 @@ class Slice:
     dx_factor: Tensor | None
     # [R] factors of the rows of x in gradient.T @ x; None: 1
     dw_factor: Tensor | None
+    # Of which the products take the active tiles; None: they take all of ``gradient``.
+    filtered: FilteredGradient | None = None
+
+    def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
+        """``total += gradient[rows] @ weight``, or ``=``.
+
+        ``weight [stop - start, D]``: the slice's. ``total``: fp32, or of lower precision with ``overwrite``.
+        """
+        if self.filtered is None:
+            accumulate_nt(total, some_rows(self.gradient, rows.start, rows.stop), weight.t(), overwrite=overwrite)
+        else:
+            self.filtered.add_hidden(total, weight, rows, overwrite)
+
+    def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
+        """``total += gradient[:, entries].T @ x``, or ``=``. ``total``: as for :meth:`add_hidden`."""
+        if self.filtered is None:
+            gradient = some_rows(self.gradient.t(), entries.start, entries.stop)
+            accumulate_nt(total, gradient, x.t(), overwrite=overwrite)
+        else:
+            self.filtered.add_weight(total, x, entries, overwrite)
 
 
 class Piece:
@@ -119,8 +141,9 @@ class Piece:
         rewrite: bool,
         find_shared: bool,
         selected: SelectedGradient | None = None,
+        gradient_filter: float | None = None,
     ) -> None:
-        self.rows, self.x = rows, x
+        self.rows, self.x, self._gradient_filter = rows, x, gradient_filter
         self._projection, self._target, self._scratch = projection, target, scratch
         self._partial, self._saved = partial.contiguous(), SavedExponentials(*saved) if saved else None
         # ``rewrite`` every row of saved exponentials, so that there are no row factors. Selected entries are added to
@@ -148,6 +171,11 @@ class Piece:
         if self._selected is not None:
             selection, values = self._selected
             place_selected(part.gradient, start, *selection, values, self._fp16_scale)
+        if self._gradient_filter is not None:
+            inverse = inverse_limits(
+                self._gradient_filter, self._coefficients, self._projection, part.dx_factor, self._fp16_scale
+            )
+            part.filtered = FilteredGradient(part.gradient, inverse)
         return part
 
     def _formed(self, start: int, stop: int) -> Slice:

@@ -7,6 +7,7 @@
 anywhere; everything else goes to the script. Each option sets the environment variable beside it:
 
     --parallel-lce-logits-budget BYTES            PARALLEL_LCE_LOGITS_BUDGET
+    --parallel-lce-gradient-filter PROBABILITY    PARALLEL_LCE_GRADIENT_FILTER
     --parallel-lce-cross-entropy output_layer     PARALLEL_LCE_CROSS_ENTROPY  (or logits)
     --parallel-lce-backend torch                  PARALLEL_LCE_BACKEND        (or triton)
     --parallel-lce-debug 1                        PARALLEL_LCE_DEBUG
@@ -32,6 +33,7 @@ from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, choos
 
 _OPTIONS = {
     "logits-budget": {"metavar": "BYTES"},
+    "gradient-filter": {"metavar": "PROBABILITY"},
     "cross-entropy": {"choices": CROSS_ENTROPIES},
     "backend": {"choices": ("torch", "triton")},
     "debug": {"choices": ("0", "1")},
@@ -48,7 +50,7 @@ def main(arguments: list[str]) -> None:
             del sys.path[0]
         sys.path.insert(0, str(Path(target).resolve().parent))
     try:  # before anything is imported
-        choose(None, None)
+        choose()
         check_choice()
     except ValueError as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host

@@ -12,6 +12,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from parallel_lce.checks import check_gradient_filter
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
@@ -27,6 +28,7 @@ class _Installed:
 
     cross_entropy: str
     logits_budget: int | None
+    gradient_filter: float | None = None
     reduce_dtype: torch.dtype | None = None
     # Each replaced attribute: its owner, its name, ours, and the original.
     replaced: list[tuple[type | ModuleType, str, object, object]] = field(default_factory=list)
@@ -54,7 +56,11 @@ _installed: _Installed | None = None
 
 
 def install(
-    logits_budget: int | None = None, *, cross_entropy: str | None = None, reduce_dtype: torch.dtype | None = None
+    logits_budget: int | None = None,
+    *,
+    cross_entropy: str | None = None,
+    reduce_dtype: torch.dtype | None = None,
+    gradient_filter: float | None = None,
 ) -> None:
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True,
     cross_entropy_fusion_impl="parallel_lce")`` choose this package's loss.
@@ -77,14 +83,16 @@ def install(
             ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
         reduce_dtype: dtype in which dX is summed over the ranks, as in
             :func:`parallel_lce.linear_cross_entropy`; by default that of the hidden states, as in stock.
+        gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; by default the environment's
+            ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact. With ``"output_layer"`` alone.
 
     Raises:
         ImportError: megatron-core is missing.
-        ValueError: a budget, a cross-entropy or a dtype that does not exist; later, when a model is built with
-            settings that the switch does not support.
+        ValueError: a budget, a cross-entropy, a dtype or a filter that does not exist; later, when a model is
+            built with settings that the switch does not support.
     """
     global _installed
-    chosen, budget = choose(logits_budget, cross_entropy)
+    chosen, budget, filtered = choose(logits_budget, cross_entropy, gradient_filter)
     if reduce_dtype not in (None, torch.float32):
         raise ValueError(f"reduce_dtype must be None or torch.float32, got {reduce_dtype!r}")
     try:
@@ -103,7 +111,7 @@ def install(
         _installed = _Installed(chosen, budget)
         for name, wrap in wrappers.items():
             _installed.replace(LanguageModule, name, wrap(getattr(LanguageModule, name)))
-    _installed.cross_entropy, _installed.logits_budget = chosen, budget
+    _installed.cross_entropy, _installed.logits_budget, _installed.gradient_filter = chosen, budget, filtered
     _installed.reduce_dtype = reduce_dtype or _installed.reduce_dtype
     replaced = len(_installed.replaced) > len(wrappers)
     if replaced and chosen != "logits":
@@ -125,8 +133,10 @@ def uninstall() -> None:
         _installed = None
 
 
-def choose(logits_budget: int | None, cross_entropy: str | None) -> tuple[str, int | None]:
-    """The cross-entropy and the budget: what is given, else installed, else in the environment."""
+def choose(
+    logits_budget: int | None = None, cross_entropy: str | None = None, gradient_filter: float | None = None
+) -> tuple[str, int | None, float | None]:
+    """The cross-entropy, the budget and the filter: what is given, else installed, else in the environment."""
     before = _installed or _Installed(os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer", None)
     chosen = cross_entropy or before.cross_entropy
     if chosen not in CROSS_ENTROPIES:
@@ -137,14 +147,33 @@ def choose(logits_budget: int | None, cross_entropy: str | None) -> tuple[str, i
     text = os.environ.get("PARALLEL_LCE_LOGITS_BUDGET", "")
     if text and not (text.isascii() and text.isdigit()):
         raise ValueError(f"PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got {text!r}")
-    return chosen, int(text) if text and budget is None else budget
+    filtered = before.gradient_filter if gradient_filter is None else gradient_filter
+    if filtered is None:
+        filtered = _filter_of_environment()
+    check_gradient_filter(filtered)
+    if filtered is not None and chosen == "logits":
+        raise ValueError(f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'")
+    return chosen, int(text) if text and budget is None else budget, filtered
+
+
+def _filter_of_environment() -> float | None:
+    text = os.environ.get("PARALLEL_LCE_GRADIENT_FILTER", "")
+    try:
+        number = float(text) if text else None
+        check_gradient_filter(number)
+    except ValueError:
+        raise ValueError(f"PARALLEL_LCE_GRADIENT_FILTER must be a probability between 0 and 1, got {text!r}") from None
+    return number
 
 
 def current_options() -> dict[str, object]:
-    """``logits_budget`` and ``reduce_dtype`` as given to :func:`install`, or without it as in the environment."""
+    """``logits_budget``, ``gradient_filter`` and ``reduce_dtype`` as given to :func:`install`, or without it as in the
+    environment."""
     if _installed is None:
-        return {"logits_budget": choose(None, None)[1]}
-    return {"logits_budget": _installed.logits_budget, "reduce_dtype": _installed.reduce_dtype}
+        _, budget, filtered = choose()
+        return {"logits_budget": budget, "gradient_filter": filtered}
+    names = "logits_budget", "gradient_filter", "reduce_dtype"
+    return {name: getattr(_installed, name) for name in names}
 
 
 def _takes_logits() -> bool:

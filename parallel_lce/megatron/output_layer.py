@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -31,8 +32,8 @@ def is_lazy(layer: object) -> bool:
 
 
 def make_lazy(layer: torch.nn.Module, options: Callable[[], dict[str, object]]) -> None:
-    """Have an output layer return lazy logits. ``options`` gives ``logits_budget`` and ``reduce_dtype`` of
-    each loss.
+    """Have an output layer return lazy logits. ``options`` gives ``logits_budget``,
+    ``gradient_filter`` and ``reduce_dtype`` of each loss.
 
     Raises:
         ValueError: the layer computes its logits in a way that the loss does not know.
@@ -206,6 +207,9 @@ def token_statistics(logits: LazyLogits, target: Tensor, scale: float | Tensor, 
     columns = requested_columns(expected_logit=entropy)
 
     def statistics(arguments: Arguments, main_grad: MainGrad | None) -> TokenStatistics:
+        if entropy:
+            # The entropy's gradient is large where probabilities are small.
+            arguments = replace(arguments, gradient_filter=None)
         return fused_statistics(arguments, columns, function="token_log_probs", main_grad=main_grad)
 
     return _called(logits, target, scale, statistics)

@@ -1,0 +1,218 @@
+"""The mainloop of :mod:`parallel_lce.kernels.sparse_product` for Hopper.
+
+As in :mod:`parallel_lce.kernels.hopper`, one warp loads by TMA, ahead across tiles of the result, and two warpgroups
+multiply.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from parallel_lce.kernels.active_tiles import TILE
+from parallel_lce.kernels.hopper import async_load, async_store
+from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.sparse_product import result_tile
+
+_TILE = gl.constexpr(TILE)
+# Warps of the consumers, and registers of a thread of the producer.
+_WARPS = gl.constexpr(8)
+_PRODUCER_REGISTERS = gl.constexpr(40)
+
+
+@gluon.jit
+def _turn(first):
+    """The program's next result. Every other round goes backwards: results come by their lengths, and no program may
+    always get the longest of a round."""
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    number = first + program
+    if first // programs % 2 == 1:
+        number = first + programs - 1 - program
+    return number
+
+
+@gluon.jit
+def _produce(
+    gradient, other, ring, lists, sizes, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr
+):
+    gradient_slots, other_slots, full, empty = ring
+    numbers, counts, order = lists
+    rows, hidden_size, blocks, places = sizes
+    BLOCK_K: gl.constexpr = other.block_type.shape[0]
+    BLOCK_N: gl.constexpr = other.block_type.shape[1]
+    hidden_blocks = gl.cdiv(hidden_size, BLOCK_N)
+    count = 0
+    results = blocks * hidden_blocks
+    for first_of_round in range(0, results, gl.num_programs(0)):
+        result = _turn(first_of_round)
+        if result < results:
+            block, hidden_block = result_tile(result, order, blocks, hidden_blocks, TOGETHER)
+            listed = numbers + block * places
+            number = gl.load(listed)
+            for place in range(0, gl.load(counts + block)):
+                first = number * _TILE
+                # Ahead, while this warp waits for slots.
+                number = gl.load(listed + gl.minimum(place + 1, places - 1))
+                for k in gl.static_range(0, _TILE, BLOCK_K):
+                    slot = count % STAGES
+                    mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
+                    arrived = full.index(slot)
+                    mbarrier.expect(arrived, gradient.block_type.nbytes + other.block_type.nbytes)
+                    if TRANSPOSED:
+                        async_load(gradient, [first + k, block * _TILE], arrived, gradient_slots.index(slot))
+                    else:
+                        async_load(gradient, [block * _TILE, first + k], arrived, gradient_slots.index(slot))
+                    async_load(other, [first + k, hidden_block * BLOCK_N], arrived, other_slots.index(slot))
+                    count += 1
+
+
+@gluon.jit
+def _multiply(z, ring, count, steps, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
+    """``z`` plus a product from ``steps`` slots of the ring, ``count`` being the first."""
+    gradient_slots, other_slots, full, empty = ring
+    last = count % STAGES
+    for k in range(0, steps):
+        slot = count % STAGES
+        mbarrier.wait(full.index(slot), (count // STAGES) & 1)
+        a = gradient_slots.index(slot)
+        if TRANSPOSED:
+            a = a.permute((1, 0))
+        token = warpgroup_mma(a, other_slots.index(slot), z, is_async=True)
+        z = warpgroup_mma_wait(1, deps=[token])
+        mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
+        last = slot
+        count += 1
+    z = warpgroup_mma_wait(0, deps=[z])
+    mbarrier.arrive(empty.index(last), count=1, pred=steps > 0)
+    return z
+
+
+@gluon.jit
+def _consume(
+    ring,
+    lists,
+    sizes,
+    total,
+    staged,
+    rank_one,
+    total_stride,
+    TRANSPOSED: gl.constexpr,
+    ADD: gl.constexpr,
+    STAGED: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOGETHER: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+):
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
+    numbers, counts, order = lists
+    rows, hidden_size, blocks, places = sizes
+    shares, spread = rank_one
+    hidden_blocks = gl.cdiv(hidden_size, BLOCK_N)
+    results = blocks * hidden_blocks
+    count = 0
+    for first_of_round in range(0, results, gl.num_programs(0)):
+        result = _turn(first_of_round)
+        if result < results:
+            block, hidden_block = result_tile(result, order, blocks, hidden_blocks, TOGETHER)
+            r = block * _TILE + gl.arange(0, _TILE, gl.SliceLayout(1, layout))
+            h = hidden_block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+            # The sum starts from what is there, in the product's own registers.
+            z = gl.zeros((_TILE, BLOCK_N), gl.float32, layout)
+            if ADD:
+                inside = (r < rows)[:, None] & (h < hidden_size)[None, :]
+                z = gl.load(total + r.to(gl.int64)[:, None] * total_stride + h[None, :], mask=inside, other=0.0)
+            if shares is not None:
+                share = gl.load(shares + r, mask=r < rows, other=0.0)
+                of_block = gl.load(spread + block * hidden_size + h, mask=h < hidden_size, other=0.0)
+                z += share[:, None] * of_block[None, :]
+            steps = gl.load(counts + block) * (_TILE // BLOCK_K)
+            z = _multiply(z, ring, count, steps, TRANSPOSED, STAGES)
+            count += steps
+            if STAGED:
+                tma.store_wait(0)
+                staged.store(z.to(total.dtype))
+                fence_async_shared()
+                async_store(total, [block * _TILE, hidden_block * BLOCK_N], staged)
+            else:
+                inside = (r < rows)[:, None] & (h < hidden_size)[None, :]
+                pointers = total + r.to(gl.int64)[:, None] * total_stride + h[None, :]
+                gl.store(pointers, z.to(total.dtype.element_ty), mask=inside)
+    if STAGED:
+        tma.store_wait(0)
+
+
+@Relaunched
+@gluon.jit(do_not_specialize=["rows", "blocks", "places"])
+def lce_backward_sparse_product(
+    gradient,
+    other,
+    total,
+    numbers,
+    counts,
+    order,
+    shares,
+    spread,
+    rows,
+    hidden_size,
+    blocks,
+    places,
+    total_stride,
+    TRANSPOSED: gl.constexpr,
+    ADD: gl.constexpr,
+    STAGED: gl.constexpr,
+    STAGES: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):
+    """``gradient`` and ``other`` are TMA descriptors, and so is ``total`` if ``STAGED``."""
+    BLOCK_K: gl.constexpr = other.block_type.shape[0]
+    BLOCK_N: gl.constexpr = other.block_type.shape[1]
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    SHAPE: gl.constexpr = [STAGES] + gradient.block_type.shape
+    gradient_slots = gl.allocate_shared_memory(gradient.dtype, SHAPE, gradient.layout)
+    other_slots = gl.allocate_shared_memory(gradient.dtype, [STAGES, BLOCK_K, BLOCK_N], other.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    staged = other_slots.index(0)
+    if STAGED:
+        staged = gl.allocate_shared_memory(gradient.dtype, [_TILE, BLOCK_N], total.layout)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    ring = (gradient_slots, other_slots, full, empty)
+    lists = (numbers, counts, order)
+    sizes = (rows, hidden_size, blocks, places)
+    gl.warp_specialize(
+        [
+            (
+                _consume,
+                (
+                    ring,
+                    lists,
+                    sizes,
+                    total,
+                    staged,
+                    (shares, spread),
+                    total_stride,
+                    TRANSPOSED,
+                    ADD,
+                    STAGED,
+                    STAGES,
+                    TOGETHER,
+                    BLOCK_N,
+                    BLOCK_K,
+                ),
+            ),
+            (_produce, (gradient, other, ring, lists, sizes, TRANSPOSED, STAGES, TOGETHER)),
+        ],
+        [1],
+        [_PRODUCER_REGISTERS],
+    )

@@ -1,0 +1,173 @@
+"""Products with the active tiles of the gradient of the logits: ``G @ weight`` and ``G.T @ x``.
+
+G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.active_tiles` lists its active tiles. A program forms one
+tile of the result from its list. Results whose lists are long come first, so that the programs end together.
+
+The mainloop is :mod:`parallel_lce.kernels.hopper_sparse` on Hopper where TMA can address the operands, and the plain
+Triton one below elsewhere.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel_lce.kernels.active_tiles import TILE, TileLists
+from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.tuning import addressable, descriptor, interpreted, num_sms, runs_gluon
+
+# Hidden elements of a program's result in the plain mainloop, and elements of the sum per step.
+_HIDDEN, _STEP = 128, 32
+# The same for Hopper, and the stages of its ring. A low-precision result is staged in the memory of one of them.
+_HOPPER_HIDDEN, _HOPPER_STEP, _HOPPER_STAGES = 256, 64, 4
+# Blocks of hidden elements that are worked on together: what they share then stays in the L2 cache.
+_HIDDEN_BLOCKS = 4
+
+# Arguments that vary between launches. They are not specialized, so no value compiles a new kernel.
+CHANGING = ["rows", "summed", "blocks", "places"]
+
+
+@triton.jit
+def result_tile(number, order, blocks, hidden_blocks, TOGETHER: tl.constexpr):
+    """Of the result's tile of this number: its block of rows, and its block of hidden elements."""
+    first = number // (blocks * TOGETHER) * TOGETHER
+    width = tl.minimum(hidden_blocks - first, TOGETHER)
+    within = number % (blocks * TOGETHER)
+    return tl.load(order + within // width).to(tl.int32), first + within % width
+
+
+@Relaunched
+@triton.jit(do_not_specialize=CHANGING)
+def lce_backward_sparse_product(
+    gradient,
+    other,
+    total,
+    numbers,
+    counts,
+    order,
+    shares,
+    spread,
+    rows,
+    summed,
+    hidden_size,
+    blocks,
+    places,
+    gradient_stride,
+    other_stride,
+    total_stride,
+    TRANSPOSED: tl.constexpr,
+    ADD: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """``rows``: of the result; ``summed``: terms of the full sums."""
+    block, hidden_block = result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N), TOGETHER)
+    r = block * TILE + tl.arange(0, TILE)
+    h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]
+    pointers = total + r.to(tl.int64)[:, None] * total_stride + h[None, :]
+    z = tl.zeros((TILE, BLOCK_N), tl.float32)
+    if ADD:
+        z += tl.load(pointers, mask=in_result, other=0.0)
+    if shares is not None:
+        share = tl.load(shares + r, mask=r < rows, other=0.0)
+        z += share[:, None] * tl.load(spread + block * hidden_size + h, mask=h < hidden_size, other=0.0)[None, :]
+    PERTILE: tl.constexpr = TILE // BLOCK_K
+    for step in range(0, tl.load(counts + block) * PERTILE):
+        tile = tl.load(numbers + block * places + step // PERTILE)
+        k = tile * TILE + step % PERTILE * BLOCK_K + tl.arange(0, BLOCK_K)
+        inside = (r < rows)[:, None] & (k < summed)[None, :]
+        if TRANSPOSED:
+            offsets = k.to(tl.int64)[None, :] * gradient_stride + r[:, None]
+        else:
+            offsets = r.to(tl.int64)[:, None] * gradient_stride + k[None, :]
+        a = tl.load(gradient + offsets, mask=inside, other=0.0)
+        inside = (k < summed)[:, None] & (h < hidden_size)[None, :]
+        b = tl.load(other + k.to(tl.int64)[:, None] * other_stride + h[None, :], mask=inside, other=0.0)
+        if UPCAST:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
+        # fp32 operands must not be rounded to tf32.
+        z = tl.dot(a, b, z, input_precision="ieee")
+    tl.store(pointers, z.to(total.dtype.element_ty), mask=in_result)
+
+
+def sparse_product(
+    total: torch.Tensor,
+    gradient: torch.Tensor,
+    other: torch.Tensor,
+    lists: TileLists,
+    *,
+    transposed: bool,
+    add: bool,
+    rank_one: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> None:
+    """``total [M, D] = gradient @ other``, or ``gradient.T @ other`` if ``transposed``, over the active tiles.
+
+    ``gradient [R, C]``, rows 16 bytes aligned. ``other [C, D]``, or ``[R, D]``. ``lists``: of the blocks of 128 rows of
+    the result. ``add`` to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[blocks, D]``, fp32; row j of
+    block t also gets its share of the block's sum.
+    """
+    (rows, hidden_size), blocks, places = total.shape, *lists.numbers.shape
+    # Without a wait for the host. Equal ones stay in order, so that the same call gives the same bits.
+    order = lists.counts.argsort(descending=True, stable=True)
+    shares, spread = (None, None) if rank_one is None else rank_one
+    shared = total, *lists, order, shares, spread, rows, hidden_size, blocks, places
+    if runs_gluon(gradient) and addressable(gradient, other):
+        _launch_hopper(shared, gradient, other, transposed, add)
+        return
+    lce_backward_sparse_product.launch(
+        (blocks * -(-hidden_size // _HIDDEN),),
+        gradient,
+        other,
+        *shared[:6],
+        rows,
+        other.shape[0],
+        hidden_size,
+        blocks,
+        places,
+        gradient.stride(0),
+        other.stride(0),
+        total.stride(0),
+        TRANSPOSED=transposed,
+        ADD=add,
+        TOGETHER=_HIDDEN_BLOCKS,
+        TILE=TILE,
+        BLOCK_N=_HIDDEN,
+        BLOCK_K=_STEP,
+        # Triton's interpreter multiplies bf16 wrongly.
+        UPCAST=interpreted() and gradient.dtype == torch.bfloat16,
+        num_warps=8,
+        num_stages=3 if gradient.element_size() == 2 else 2,
+    )
+
+
+def _launch_hopper(shared: tuple, gradient: torch.Tensor, other: torch.Tensor, transposed: bool, add: bool) -> None:
+    from parallel_lce.kernels.hopper_sparse import lce_backward_sparse_product as kernel
+
+    total, *others, hidden_size, blocks, places = shared
+    shape = (_HOPPER_STEP, TILE) if transposed else (TILE, _HOPPER_STEP)
+    staged = not add and total.dtype == gradient.dtype and addressable(total)
+    destination = descriptor(total, TILE, _HOPPER_HIDDEN, True) if staged else total
+    number = blocks * -(-hidden_size // _HOPPER_HIDDEN)
+    kernel.launch(
+        (min(number, num_sms(gradient.device)),),
+        descriptor(gradient, *shape, True),
+        descriptor(other, _HOPPER_STEP, _HOPPER_HIDDEN, True),
+        destination,
+        *others,
+        hidden_size,
+        blocks,
+        places,
+        total.stride(0),
+        TRANSPOSED=transposed,
+        ADD=add,
+        STAGED=staged,
+        STAGES=_HOPPER_STAGES - staged,
+        TOGETHER=_HIDDEN_BLOCKS,
+        num_warps=8,
+    )

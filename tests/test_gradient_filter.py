@@ -1,0 +1,296 @@
+"""Gradients of which only tiles of large probabilities are exact, beside their definition in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import one_hot
+
+import parallel_lce
+from cases import DTYPES, normal
+from measures import assert_close, relative_error
+from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
+from tools import chosen_backend, everywhere, shrunk, small
+from world import Member
+
+TILE = 128
+EPS = 2**-7
+
+
+def problem(N=150, V=400, D=16, dtype="fp32", device="cpu"):
+    """Hidden states, a weight whose first rows are the likely ones, and targets drawn from the softmax."""
+    x, weight = normal(N, D), 0.4 * normal(V, D, seed=1)
+    x[:, 0] = 3.0
+    weight[:, 0] = torch.linspace(2.5, -2.5, V)
+    x, weight = x.to(DTYPES[dtype]), weight.to(DTYPES[dtype])
+    p = (x.double() @ weight.double().T).softmax(1)
+    target = p.multinomial(1, generator=torch.Generator().manual_seed(2)).squeeze(1)
+    target[::9] = -100
+    target[1::17] = V - 1
+    return [x.to(device).requires_grad_(), weight.to(device).requires_grad_(), target.to(device)]
+
+
+def gradients(x, weight, target, upstream=1.0, **options):
+    """dX and dW, and dbias if there is one."""
+    loss = linear_cross_entropy(x, weight, target, **options)
+    leaves = [t for t in (x, weight, options.get("linear_bias")) if t is not None]
+    return torch.autograd.grad(loss.sum() * upstream, leaves)
+
+
+def filtered(g: torch.Tensor, p: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: ``g [N, V]`` filtered, and which of its tiles are active."""
+    result, active = g.clone(), torch.zeros(-(-g.shape[0] // TILE), -(-g.shape[1] // TILE), dtype=torch.bool)
+    for b, c in enumerate(range(0, g.shape[1], TILE)):
+        columns = slice(c, c + TILE)
+        rows = [slice(a, a + TILE) for a in range(0, g.shape[0], TILE)]
+        active[:, b] = torch.tensor([bool((p[r, columns].abs() > eps).any()) for r in rows])
+        others = [r for r, is_active in zip(rows, active[:, b]) if not is_active]
+        share = sum((p[r, columns].abs().sum(0) for r in others), torch.zeros(g[:, columns].shape[1]).double())
+        share = share / share.sum() if share.sum() else share
+        for r in others:
+            result[r, columns] = g[r, columns].sum(1, keepdim=True) * share
+    return result, active
+
+
+def expected(x, weight, target, backend, eps=EPS):
+    """dX and dW of the mean, and the share of active tiles."""
+    x, weight = x.detach().double().cpu(), weight.detach().double().cpu()
+    target = target.cpu()
+    counted = target >= 0
+    p = (x @ weight.T).softmax(1) * counted[:, None]
+    hit = one_hot(target.clamp(min=0), len(weight)).double() * counted[:, None]
+    outside = torch.zeros_like(p)
+    if backend == "triton":
+        # The gradient of a target that no other token has is formed beside G, in which it is 0.
+        alone = hit * (hit.sum(0) == 1)
+        outside = (p - 1) * alone
+        p, hit = p * (1 - alone), hit - alone
+    g, active = filtered(p - hit, p - hit, eps)
+    g = (g + outside) / counted.sum()
+    return g @ weight, g.T @ x, active.double().mean().item()
+
+
+def test_the_gradients_are_those_of_the_definition(backend, device):
+    if device == "cuda" and backend == "triton":
+        pytest.skip("fp32 is the torch backend's on a GPU, unless it is asked not to be")
+    t = problem(device=device)
+    dx, dw, active = expected(*t, backend)
+    assert 0.2 < active < 0.8
+    found = gradients(*t, gradient_filter=EPS)
+    assert_close(found[0].cpu(), dx, 3e-6)
+    assert_close(found[1].cpu(), dw, 3e-6)
+    exact = gradients(*t)
+    assert not torch.allclose(found[0], exact[0], rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_low_precision_is_as_near_to_the_definition_as_without_a_filter_to_the_truth(dtype, backend, device):
+    t = problem(dtype=dtype, device=device)
+    dx, dw, _ = expected(*t, backend)
+    found = gradients(*t, gradient_filter=EPS)
+    assert_close(found[0].cpu(), dx, 8e-3)
+    assert_close(found[1].cpu(), dw, 8e-3)
+
+
+def test_the_loss_is_the_same_bit_for_bit(backend, device):
+    t = problem(device=device, dtype="bf16")
+    losses = [linear_cross_entropy(*t, reduction="none", gradient_filter=eps) for eps in (None, EPS)]
+    assert torch.equal(*losses)
+
+
+def test_sums_over_tokens_and_over_entries_are_kept(backend, device):
+    """With hidden states of one number 1, dW is the sums over tokens; with a weight of one number each, dX of the
+    masses. The tokens have the same coefficient."""
+    x, weight, target = problem(dtype="bf16", device=device)
+    target = target.clamp(min=0)
+    bias = (x.detach() @ weight.detach().T).float().mean(0).to(x.dtype).requires_grad_()
+    one, zero = torch.ones_like(x[:, :8]).requires_grad_(), (0 * weight[:, :8]).detach().requires_grad_()
+    exact, found = (gradients(one, zero, target, linear_bias=bias, gradient_filter=eps) for eps in (None, EPS))
+    assert_close(found[1], exact[1].double(), 1e-2)
+    assert torch.equal(found[2], exact[2])  # the bias's is not filtered
+
+
+OPTIONS = {
+    "none": dict(reduction="none"),
+    "sum": dict(reduction="sum"),
+    "recomputed": dict(logits_budget=0, reduction="none"),
+    "accumulated": dict(logits_budget=0),
+    "partly saved": dict(logits_budget=70_000, reduction="none"),
+    "softcap": dict(logit_softcap=20.0),
+    "scale": dict(logit_scale=0.9),
+    "z_loss": dict(z_loss=1e-3),
+}
+
+
+@pytest.mark.thinned("name", "backend")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_filter_below_every_probability_changes_nothing(name, backend, device):
+    t = problem(dtype="bf16", device=device)
+    with shrunk(40_000 if "logits_budget" in OPTIONS[name] else None):
+        exact = gradients(*t, **OPTIONS[name])
+        found = gradients(*t, gradient_filter=1e-30, **OPTIONS[name])
+    for a, b in zip(found, exact):
+        assert_close(a, b.double(), 6e-3)
+
+
+@pytest.mark.thinned("name", "backend")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_whoever_scales_the_loss_scales_its_gradient(name, backend, device):
+    """The limit is a probability, whatever the gradient is multiplied by."""
+    t = problem(device=device, dtype="bf16")
+    with shrunk(40_000 if "logits_budget" in OPTIONS[name] else None):
+        once, scaled = (gradients(*t, factor, gradient_filter=EPS, **OPTIONS[name]) for factor in (1.0, -(2.0**12)))
+    for a, b in zip(once, scaled):
+        torch.testing.assert_close(a * -(2.0**12), b, rtol=1e-2, atol=0.1)
+    exact = gradients(*t, **OPTIONS[name])
+    assert_close(once[0], exact[0].double(), 0.2)
+    assert_close(once[1], exact[1].double(), 0.2)
+
+
+def test_tokens_of_weight_zero_activate_no_tile(backend, device):
+    x, weight, target = problem(dtype="bf16", device=device)
+    token_weight = torch.ones(len(x), device=device)
+    # These alone have large probabilities.
+    with torch.no_grad():
+        x[:100:2] *= 5.0
+        token_weight[:100:2] = 0.0
+    found = gradients(x, weight, target, token_weight=token_weight, gradient_filter=0.9)
+    ignoring = target.clone()
+    ignoring[:100:2] = -100
+    same = gradients(x, weight, ignoring, token_weight=token_weight, gradient_filter=0.9)
+    for a, b in zip(found, same):
+        assert_close(a, b.double(), 1e-2)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("options", [{}, {"logit_softcap": 30.0}], ids=["", "softcap"])
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_nan_reaches_what_it_would_reach_without_a_filter(reduction, options, backend, device):
+    x, weight, target = problem(dtype="bf16", device=device)
+    options = dict(reduction=reduction, **options)
+    truth, near = (gradients(x, weight, target, gradient_filter=eps, **options)[0] for eps in (None, EPS))
+    target[5] = 10_000
+    exact, found = (gradients(x, weight, target, gradient_filter=eps, **options) for eps in (None, EPS))
+    for a, b in zip(found, exact):
+        assert torch.equal(a.isnan(), b.isnan())
+    if reduction == "none":
+        others = torch.arange(len(x)) != 5
+        allowed = 1.1 * relative_error(near[others], truth[others].double())
+        assert relative_error(found[0][others], truth[others].double()) <= allowed
+
+
+def test_statistics_with_gradients_of_probabilities(backend, device):
+    t = problem(dtype="bf16", device=device)
+    with torch.no_grad():
+        t[2].clamp_(min=0)
+    found = token_statistics(*t, argmax=True, gradient_filter=EPS)
+    statistics = torch.autograd.grad(found.target_log_prob.sum(), t[:2])
+    losses = gradients(*t, -1.0, reduction="none", gradient_filter=EPS)
+    for a, b in zip(statistics, losses):
+        assert_close(a, b.double(), 1e-5)
+
+
+@pytest.mark.parametrize("value", [0, 1, -0.1, 2.0, float("nan"), True, "auto", [0.1]])
+def test_a_filter_that_is_no_probability_is_refused(value):
+    t = small()
+    with pytest.raises(ValueError, match="gradient_filter must be None or a probability between 0 and 1"):
+        linear_cross_entropy(t.x, t.weight, t.target, gradient_filter=value)
+    with pytest.raises(ValueError, match="gradient_filter must be"):
+        LinearCrossEntropy(gradient_filter=value)
+
+
+@pytest.mark.parametrize("name", ["mean_logit", "expected_logit", "sum_p_squared", "selected"])
+def test_statistics_of_other_gradients_are_refused(name):
+    t = small()
+    asked = t.target[:, None] if name == "selected" else True
+    with pytest.raises(ValueError, match=f"gradient_filter=0.01 cannot be combined with {name}"):
+        token_statistics(t.x, t.weight, t.target, gradient_filter=0.01, **{name: asked})
+
+
+def test_label_smoothing_is_refused():
+    t = small()
+    with pytest.raises(ValueError, match="cannot be combined with label_smoothing"):
+        linear_cross_entropy(t.x, t.weight, t.target, gradient_filter=0.01, label_smoothing=0.1)
+
+
+def test_the_module_passes_it_on(backend, device):
+    t = problem(dtype="bf16", device=device)
+    module = LinearCrossEntropy(gradient_filter=EPS)
+    assert "gradient_filter=0.0078125" in repr(module)
+    found = torch.autograd.grad(module(*t), t[:2])
+    for a, b in zip(found, gradients(*t, gradient_filter=EPS)):
+        assert torch.equal(a, b)
+
+
+def _on_ranks(member: Member, sequence_parallel: bool):
+    x, weight, target = problem(N=256, V=1024, dtype="bf16", device=member.device)
+    rows, tokens = 1024 // member.ranks, 256 // member.ranks
+    part = slice(member.rank * tokens, (member.rank + 1) * tokens) if sequence_parallel else slice(None)
+    x = x.detach()[part].requires_grad_()
+    weight = weight.detach()[member.rank * rows : (member.rank + 1) * rows].requires_grad_()
+    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=EPS)
+    return [g.cpu() for g in gradients(x, weight, target, **options)]
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_each_rank_filters_its_shard(sequence_parallel, backend, device, worlds):
+    """Shards of whole tiles have the tiles of the whole."""
+    found = everywhere(worlds, device, 2, _on_ranks, sequence_parallel)
+    dx, dw = gradients(*problem(N=256, V=1024, dtype="bf16", device=device), gradient_filter=EPS)
+    assert_close(torch.cat([weight for _, weight in found]), dw.cpu().double(), 1e-2)
+    parts = torch.cat([x for x, _ in found]) if sequence_parallel else found[0][0]
+    assert_close(parts, dx.cpu().double(), 1e-2)
+
+
+def test_second_backward_filters_too(backend, device):
+    t = problem(dtype="bf16", device=device)
+    loss = linear_cross_entropy(*t, reduction="none", gradient_filter=EPS).sum()
+    first = torch.autograd.grad(loss, t[:2], retain_graph=True)
+    second = torch.autograd.grad(loss, t[:2])
+    exact = gradients(*t, reduction="none")
+    for a, b, c in zip(first, second, exact):
+        assert_close(b, a.double(), 1e-2)
+        assert not torch.equal(b, c)
+
+
+@pytest.mark.slow
+def test_compiled(device):
+    t = problem(dtype="bf16", device=device)
+    with chosen_backend("torch"):
+        compiled = torch.compile(lambda *t, eps: linear_cross_entropy(*t, gradient_filter=eps))
+        for eps in (EPS, EPS / 8):
+            found = torch.autograd.grad(compiled(*t, eps=eps), t[:2])
+            for a, b in zip(found, gradients(*t, gradient_filter=eps)):
+                assert_close(a, b.double(), 1e-3)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("shape", [(0, 700), (1, 1), (1, 700), (129, 257), (256, 256)])
+def test_odd_shapes(shape, backend, device):
+    t = problem(*shape, dtype="bf16", device=device)
+    t[2].clamp_(max=shape[1] - 1)
+    for a, b in zip(gradients(*t, gradient_filter=EPS), gradients(*t)):
+        assert a.shape == b.shape and a.isfinite().all()
+        assert_close(a, b.double(), 0.3, floor=1e-3)
+
+
+def test_megatron_takes_it_from_install_or_the_environment(monkeypatch):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    from parallel_lce.megatron.install import current_options
+
+    assert current_options()["gradient_filter"] is None
+    monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "0.001")
+    assert current_options()["gradient_filter"] == 0.001
+    monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "a little")
+    with pytest.raises(ValueError, match="PARALLEL_LCE_GRADIENT_FILTER must be a probability .* got 'a little'"):
+        current_options()
+    monkeypatch.delenv("PARALLEL_LCE_GRADIENT_FILTER")
+    try:
+        parallel_lce.megatron.install(gradient_filter=0.01)
+        assert current_options()["gradient_filter"] == 0.01
+        with pytest.raises(ValueError, match="gradient_filter=0.01 needs cross_entropy='output_layer'"):
+            parallel_lce.megatron.install(cross_entropy="logits")
+        with pytest.raises(ValueError, match="gradient_filter must be None or a probability"):
+            parallel_lce.megatron.install(gradient_filter=3)
+    finally:
+        parallel_lce.megatron.uninstall()

@@ -89,6 +89,7 @@ class Configuration:
     weight_dtype: str = "float32"
     weight_learns: bool = False
     asked: tuple[str, ...] = ()
+    filtered: bool = False
     selected: str = ""
     K: int = 0
     id_dtype: str = "int64"

@@ -160,6 +160,7 @@ def _loss(random: Random, d: dict) -> dict:
         "weight_dtype": weight_dtype,
         "weight_learns": token_weight not in ("", "mask") and random.random() < 0.3,
         "counted": _counted(random, d),
+        "filtered": not smoothing and random.random() < 0.3,
     }
 
 
@@ -205,6 +206,7 @@ def _statistics(random: Random, d: dict) -> dict:
         "mixture": tuple(sorted(mixture, key=FIELDS.index)),
         "top_k": top_k,
         "reduction": "none",
+        "filtered": not found["selected"] and {*asked} <= {"argmax"} and random.random() < 0.6,
     }
 
 

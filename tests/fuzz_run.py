@@ -133,6 +133,9 @@ def _options(member: Member, c: Configuration, whole: Whole, given: dict[str, Te
         numbers |= {"logit_scale": c.scale, "logit_softcap": c.softcap}
     if c.kind == "loss":
         numbers |= {"ignore_index": c.ignore_index, "label_smoothing": c.label_smoothing, "z_loss": c.z_loss}
+    if c.filtered:
+        # Below every probability but those that underflow: gradients are the same.
+        numbers["gradient_filter"] = 1e-300 if c.computed == "fp64" else 1e-38
     if c.counted:
         numbers["counted_tokens"] = whole.counted
     if c.top_k is not None:

@@ -170,3 +170,21 @@ def test_refused(selected, message):
     x, w, *_ = problem(torch.float32, "K")
     with pytest.raises(ValueError, match=message):
         parallel_lce.selected_log_probs(x, w, selected)
+
+
+def test_hooks_for_saved_tensors_may_return_gaps(backend, device):
+    def gapped(tensor):
+        return tensor.new_full((*tensor.shape, 2), 7)[..., 0].copy_(tensor)
+
+    x, w, _, ids, offsets, *_ = problem(torch.bfloat16, "sets", device)
+    leaves = [x.requires_grad_(), w.requires_grad_()]
+
+    def gradients():
+        found = parallel_lce.selected_log_probs(*leaves, (ids, offsets), logit_softcap=3.0)
+        return torch.autograd.grad(found.square().sum(), leaves)
+
+    expected = gradients()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, gapped):
+        found = gradients()
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b)

@@ -1,0 +1,213 @@
+"""An order of the vocabulary in which a ``gradient_filter`` skips many tiles.
+
+Which row of the weight is which token's is free to choose when a model is made. A tokenizer's own order spreads
+frequent tokens over all rows, so that most tiles of 128 neighbouring rows have a large probability. In descending order
+of frequency most tiles hold rare tokens alone. And what is left to compute is split evenly among tensor-parallel ranks
+if each rank's shard has its share of frequent tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from parallel_lce.checks import INTEGERS
+
+
+class VocabularyOrder:
+    """A permutation of the vocabulary. No method runs a collective: every rank computes or loads the same order.
+
+    Ids and rows of the tokenizer's order are old, those of the model are new. Ids and weights may be on any device:
+    each call copies ``new_id`` to theirs, unless it is there (:meth:`to`).
+
+    Args:
+        new_id: int64 ``[V]``: the new id of each old one.
+        rows: rows of the whole weight, of which those from V on are padding. None: V.
+
+    Raises:
+        ValueError: ``new_id`` is no such tensor or no permutation, or ``rows`` is less than V.
+    """
+
+    new_id: Final[Tensor]
+    rows: Final[int]
+
+    def __init__(self, new_id: Tensor, rows: int | None = None) -> None:
+        if not isinstance(new_id, Tensor) or new_id.dtype != torch.int64 or new_id.dim() != 1 or not len(new_id):
+            raise ValueError(f"new_id must be an int64 tensor [V] with V > 0, got {_described(new_id)}")
+        V = len(new_id)
+        rows = V if rows is None else rows
+        if not isinstance(rows, int) or rows < V:
+            raise ValueError(f"rows must be a whole number of at least V={V}, got {rows!r}")
+        # [V] int64: the old id of each new one
+        ascending, self._old_id = new_id.sort()
+        if not torch.equal(ascending, torch.arange(V, device=new_id.device)):
+            found = f"{len(ascending.unique())} different ones from {ascending[0]} to {ascending[-1]}"
+            raise ValueError(f"new_id must hold each of the {V} numbers from 0 to {V - 1} once, got {found}")
+        self.new_id, self.rows = new_id, rows
+
+    @classmethod
+    def by_frequency(cls, counts: Tensor, *, ranks: int = 1, rows: int | None = None) -> VocabularyOrder:
+        """The order in which every rank's shard is in descending order of frequency.
+
+        Ids are dealt to the ranks in turn: the most frequent one gets the first row of rank 0's shard, the next one the
+        first row of rank 1's. Ids of the same count are dealt in ascending order. Padding stays at the end of the whole
+        weight, as the ``vocab_size`` of a loss wants it; a rank whose shard has padding is dealt fewer ids.
+
+        Args:
+            counts: ``[V]``, integers or floating-point numbers: how often each id occurs in the training text, or
+                in a sample of it.
+            ranks: tensor-parallel size P. Rank r has the r-th block of ``rows / P`` rows.
+            rows: rows of the whole weight, a multiple of ``ranks``. None: V.
+
+        Returns:
+            The order, on the device of ``counts``.
+
+        Raises:
+            ValueError: ``counts`` is no such tensor or has a NaN or negative number; ``ranks`` is less than 1; ``rows``
+            is less than V or no multiple of ``ranks``.
+        """
+        if not isinstance(counts, Tensor) or counts.dim() != 1 or not len(counts):
+            raise ValueError(f"counts must be a tensor [V] with V > 0, got {_described(counts)}")
+        if counts.dtype not in INTEGERS and not counts.is_floating_point():
+            raise ValueError(f"counts must be integers or floating-point numbers, got {counts.dtype}")
+        if not isinstance(ranks, int) or ranks < 1:
+            raise ValueError(f"ranks must be a whole number of at least 1, got {ranks!r}")
+        V = len(counts)
+        rows = V if rows is None else rows
+        if not isinstance(rows, int) or rows < V or rows % ranks:
+            raise ValueError(f"rows must be at least V={V} and a multiple of ranks={ranks}, got {rows!r}")
+        counts = counts.double() if counts.is_floating_point() else counts.long()
+        if not (counts >= 0).all():
+            raise ValueError("counts must be at least 0, got a negative number or NaN")
+        new_ids = torch.arange(V, device=counts.device)
+        # First all ranks' first rows, in the order of ranks, then their second rows.
+        dealt = torch.argsort(new_ids % (rows // ranks), stable=True)
+        by_count = torch.argsort(counts, descending=True, stable=True)
+        return cls(torch.empty_like(dealt).scatter_(0, by_count, dealt), rows)
+
+    def to(self, device: torch.device | str) -> VocabularyOrder:
+        """The same order on a device."""
+        return VocabularyOrder(self.new_id.to(device), self.rows)
+
+    def apply(self, ids: Tensor) -> Tensor:
+        """New ids of old ones: of inputs and targets, in the shape and dtype of ``ids``.
+
+        Numbers outside [0, V) stay as they are, such as ``ignore_index``. Nothing waits for the device.
+
+        Args:
+            ids: any shape, any integer dtype that can hold V - 1.
+
+        Raises:
+            ValueError: ``ids`` is no such tensor.
+        """
+        return _mapped(ids, self.new_id)
+
+    def undo(self, ids: Tensor) -> Tensor:
+        """Old ids of new ones: of sampled tokens, or of the largest logits. The inverse of :meth:`apply`."""
+        return _mapped(ids, self._old_id)
+
+    def apply_rows(self, weight: Tensor) -> Tensor:
+        """The rows of a whole weight, embedding or bias from the old to the new order, as a new tensor.
+
+        Padding stays where it is. With ``n = rows // P``, the shard of rank r is
+        ``apply_rows(weight)[r * n : (r + 1) * n]``. Differentiable.
+
+        Args:
+            weight: ``[rows, ...]``, or ``[V, ...]`` without padding, of any dtype.
+
+        Raises:
+            ValueError: ``weight`` has another number of rows.
+        """
+        self._check_rows("weight", weight)
+        return _moved(weight, self._old_id)
+
+    def undo_rows(self, weight: Tensor) -> Tensor:
+        """The rows from the new to the old order. The inverse of :meth:`apply_rows`."""
+        self._check_rows("weight", weight)
+        return _moved(weight, self.new_id)
+
+    def apply_checkpoint(self, state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """A checkpoint from the old to the new order.
+
+        Args:
+            state: whole tensors by name, as a model without shards saves them.
+            names: of the tensors whose rows are vocabulary entries: the embedding, the output layer's weight and bias.
+                Of a tied weight all names under which it is saved.
+
+        Returns:
+            A new dict. The named tensors are new ones, as :meth:`apply_rows` makes them; all else is that of ``state``.
+
+        Raises:
+            ValueError: a name is missing, or its tensor has another number of rows.
+        """
+        return self._moved_checkpoint(state, names, self._old_id)
+
+    def undo_checkpoint(self, state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
+        """A checkpoint from the new to the old order. The inverse of :meth:`apply_checkpoint`."""
+        return self._moved_checkpoint(state, names, self.new_id)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the order to a safetensors file. Needs the package safetensors, as :meth:`load` does."""
+        from safetensors.torch import save_file
+
+        save_file({"new_id": self.new_id.contiguous(), "rows": torch.tensor(self.rows)}, path)
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> VocabularyOrder:
+        """The order in a file of :meth:`save`, on the CPU.
+
+        Raises:
+            ValueError: the file cannot be read or holds no order; the message has the path and what is wrong.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            tensors = load_file(path)
+            if tensors.keys() != {"new_id", "rows"}:
+                raise ValueError(f"expected the tensors new_id and rows, got {sorted(tensors)}")
+            rows: Any = tensors["rows"].tolist()  # what is no number is refused
+            return cls(tensors["new_id"], rows)
+        except (OSError, SafetensorError, ValueError) as error:
+            raise ValueError(f"{path} holds no order of a vocabulary: {error}") from None
+
+    def _check_rows(self, name: str, value: Any) -> None:
+        V = len(self.new_id)
+        if not isinstance(value, Tensor) or value.dim() < 1 or len(value) not in (V, self.rows):
+            padded = f", or {self.rows} with padding" if self.rows > V else ""
+            raise ValueError(f"{name} must be a tensor of {V} rows{padded}, got {_described(value)}")
+
+    def _moved_checkpoint(self, state: Mapping[str, Any], names: Iterable[str], sources: Tensor) -> dict[str, Any]:
+        names = [*names]
+        missing = [name for name in names if name not in state]
+        if missing:
+            raise ValueError(f"the checkpoint has no {', '.join(map(repr, missing))}")
+        for name in names:
+            self._check_rows(name, state[name])
+        return {**state, **{name: _moved(state[name], sources) for name in names}}
+
+
+def _mapped(ids: Tensor, table: Tensor) -> Tensor:
+    last = len(table) - 1
+    if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
+        raise ValueError(f"ids must be a tensor of integers, got {_described(ids)}")
+    if torch.iinfo(ids.dtype).max < last:
+        raise ValueError(f"ids must be of a dtype that can hold {last}, the largest id, got {ids.dtype}")
+    # The uint64 that wrap become negative here, and what they were by the last conversion.
+    wide = ids.long()
+    inside = (wide >= 0) & (wide <= last)
+    return torch.where(inside, table.to(ids.device)[wide.clamp(0, last)], wide).to(ids.dtype)
+
+
+def _moved(value: Tensor, sources: Tensor) -> Tensor:
+    """``value`` with row ``sources[i]`` at place i, and its padding where it was."""
+    padding = torch.arange(len(sources), len(value), device=sources.device)
+    return value.index_select(0, torch.cat([sources, padding]).to(value.device))
+
+
+def _described(value: object) -> str:
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,304 @@
+"""An order of the vocabulary: how ids are dealt to ranks, what is permuted, and that a model stays the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import parallel_lce
+from cases import normal
+from measures import assert_near
+from parallel_lce.checks import INTEGERS
+from parallel_lce.vocabulary import VocabularyOrder
+from tools import everywhere
+from world import Member
+
+V, ROWS, D, N = 37, 40, 16, 48
+
+
+def drawn_order(seed: int = 3, rows: int = ROWS, ranks: int = 2) -> VocabularyOrder:
+    return VocabularyOrder.by_frequency(normal(V, seed=seed).abs(), ranks=ranks, rows=rows)
+
+
+# --- dealing -----------------------------------------------------------------------------------------
+
+
+def dealt_by_hand(counts: list, ranks: int, rows: int) -> list[int]:
+    """Each rank in turn gives the next id its next free row, if it still has one that is no padding."""
+    shard = rows // ranks
+    free = [list(range(rank * shard, min((rank + 1) * shard, len(counts)))) for rank in range(ranks)]
+    turns = [turn for place in range(shard) for turn in (f[place : place + 1] for f in free) if turn]
+    new_id = [-1] * len(counts)
+    for id, (row,) in zip(sorted(range(len(counts)), key=lambda i: (-counts[i], i)), turns):
+        new_id[id] = row
+    return new_id
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "expected"),
+    [
+        (1, None, [2, 5, 0, 1, 4, 3]),
+        (2, None, [1, 5, 0, 3, 2, 4]),
+        (2, 8, [1, 3, 0, 4, 2, 5]),
+        (4, 8, [4, 5, 0, 2, 3, 1]),  # the last rank has padding alone
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.uint64])
+def test_ids_are_dealt_to_the_ranks_in_turn(ranks, rows, expected, dtype):
+    counts = torch.tensor([5, 1, 9, 8, 3, 5]).to(dtype)  # most frequent first: 2, 3, 0, 5, 4, 1
+    order = VocabularyOrder.by_frequency(counts, ranks=ranks, rows=rows)
+    assert order.new_id.tolist() == expected and order.new_id.dtype == torch.int64
+    assert order.rows == (rows or 6)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=60), st.sampled_from([1, 2, 3, 4, 8]), st.integers(0, 3), st.data()
+)
+def test_any_vocabulary_is_dealt_so(counts, ranks, more, data):
+    rows = (-(-len(counts) // ranks) + more) * ranks
+    order = VocabularyOrder.by_frequency(torch.tensor(counts), ranks=ranks, rows=rows)
+    assert order.new_id.tolist() == dealt_by_hand(counts, ranks, rows)
+    ids = torch.tensor(data.draw(st.lists(st.integers(-100, rows), max_size=9)), dtype=torch.int16)
+    assert torch.equal(order.undo(order.apply(ids)), ids) and torch.equal(order.apply(order.undo(ids)), ids)
+    weight = torch.arange(2 * rows).view(rows, 2)
+    assert torch.equal(order.undo_rows(order.apply_rows(weight)), weight)
+    assert torch.equal(order.apply_rows(order.undo_rows(weight)), weight)
+    assert torch.equal(order.apply_rows(weight)[order.new_id], weight[: len(counts)])
+    assert torch.equal(order.apply_rows(weight)[len(counts) :], weight[len(counts) :])
+
+
+def test_ranks_share_the_active_tiles():
+    """Of a softmax that is Zipf's law times noise, in tiles of 128 x 128."""
+    vocabulary, tokens, ranks = 8192, 256, 4
+    shuffled = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))
+    frequency = (1 / torch.arange(1.0, vocabulary + 1))[shuffled]
+    p = (frequency.log() + 0.5 * normal(tokens, vocabulary).float()).softmax(-1)
+
+    def active(order: VocabularyOrder) -> torch.Tensor:
+        """The share of active tiles, by rank."""
+        tiles = order.apply_rows(p.t()).view(vocabulary // 128, 128, tokens // 128, 128).amax((1, 3)) > 2**-12
+        return tiles.float().view(ranks, -1).mean(1)
+
+    old = active(VocabularyOrder(torch.arange(vocabulary)))
+    alone = active(VocabularyOrder.by_frequency(frequency))
+    dealt = active(VocabularyOrder.by_frequency(frequency, ranks=ranks))
+    assert old.min() == 1
+    assert alone.mean() < 0.4 and alone.max() == 1 and alone.min() == 0
+    assert dealt.mean() < 0.4 and dealt.max() - dealt.min() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "message"),
+    [
+        (torch.ones(7), dict(ranks=2), r"rows must be at least V=7 and a multiple of ranks=2, got 7"),
+        (torch.ones(7), dict(ranks=2, rows=6), r"at least V=7 and a multiple of ranks=2, got 6"),
+        (torch.ones(7), dict(ranks=2, rows=9), r"at least V=7 and a multiple of ranks=2, got 9"),
+        (torch.ones(7), dict(rows=8.0), r"at least V=7 and a multiple of ranks=1, got 8.0"),
+        (torch.ones(7), dict(ranks=0), "ranks must be a whole number of at least 1, got 0"),
+        (torch.ones(7), dict(ranks="1"), "ranks must be a whole number of at least 1, got '1'"),
+        (torch.ones(7, 1), {}, r"counts must be a tensor \[V\] with V > 0, got \[7, 1\] of torch.float32"),
+        (torch.ones(0), {}, r"with V > 0, got \[0\] of torch.float32"),
+        ([1, 2], {}, r"counts must be a tensor \[V\] with V > 0, got list"),
+        (torch.ones(7, dtype=torch.bool), {}, "integers or floating-point numbers, got torch.bool"),
+        (torch.tensor([1, -1]), {}, "counts must be at least 0, got a negative number or NaN"),
+        (torch.tensor([1, float("nan")]), {}, "counts must be at least 0, got a negative number or NaN"),
+    ],
+)
+def test_counts_that_are_refused(counts, options, message):
+    with pytest.raises(ValueError, match=message):
+        VocabularyOrder.by_frequency(counts, **options)
+
+
+NO_PERMUTATIONS = [
+    (torch.tensor([0, 2, 2]), None, "each of the 3 numbers from 0 to 2 once, got 2 different ones from 0 to 2"),
+    (torch.tensor([3, 1, 2]), None, "from 0 to 2 once, got 3 different ones from 1 to 3"),
+    (torch.tensor([0, -1, 1]), None, "from 0 to 2 once, got 3 different ones from -1 to 1"),
+    (torch.tensor([1, 0], dtype=torch.int32), None, r"an int64 tensor \[V\] with V > 0, got \[2\] of torch.int32"),
+    (torch.tensor([[1, 0]]), None, r"an int64 tensor \[V\] with V > 0, got \[1, 2\] of torch.int64"),
+    (torch.empty(0, dtype=torch.int64), None, r"with V > 0, got \[0\] of torch.int64"),
+    (torch.tensor([1, 0, 2]), 2, "rows must be a whole number of at least V=3, got 2"),
+    (torch.tensor([1, 0, 2]), 3.5, "rows must be a whole number of at least V=3, got 3.5"),
+]
+
+
+@pytest.mark.parametrize(("new_id", "rows", "message"), NO_PERMUTATIONS)
+def test_what_is_no_permutation_is_refused(new_id, rows, message):
+    with pytest.raises(ValueError, match=message):
+        VocabularyOrder(new_id, rows)
+
+
+# --- ids and rows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
+def test_ids_keep_their_dtype_and_those_outside_their_value(dtype, device):
+    order = drawn_order()
+    outside = [V, V + 1, torch.iinfo(dtype).max] + [-1, -100, torch.iinfo(dtype).min] * dtype.is_signed
+    ids = torch.tensor([[0, V - 1, 5], [5, 6, 7]]).to(dtype)
+    for placed in (order, order.to(device)):
+        found = placed.apply(ids.to(device))
+        assert found.dtype == dtype and found.device.type == device
+        assert found.cpu().long().tolist() == order.new_id[ids.long()].tolist()
+        assert torch.equal(placed.undo(found).cpu(), ids)
+        odd = torch.tensor(outside, dtype=dtype, device=device)
+        assert torch.equal(placed.apply(odd), odd) and torch.equal(placed.undo(odd), odd)
+
+
+def test_ids_that_are_refused():
+    order = VocabularyOrder(torch.arange(300).flip(0))
+    for dtype in (torch.uint8, torch.int8):
+        with pytest.raises(ValueError, match=f"a dtype that can hold 299, the largest id, got {dtype}"):
+            order.apply(torch.zeros(2, dtype=dtype))
+    with pytest.raises(ValueError, match=r"ids must be a tensor of integers, got \[2\] of torch.float32"):
+        order.undo(torch.zeros(2))
+    with pytest.raises(ValueError, match="ids must be a tensor of integers, got list"):
+        order.apply([1, 2])
+    order = VocabularyOrder(torch.arange(256).flip(0))
+    assert order.apply(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [255, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int32], ids=str)
+@pytest.mark.parametrize("shape", [(V,), (ROWS,), (V, 3), (ROWS, 2, 3)], ids=str)
+def test_rows_of_any_tensor(shape, dtype, device):
+    order, value = drawn_order(), (8 * normal(*shape)).to(dtype)
+    found = order.apply_rows(value.to(device)).cpu()
+    assert found.dtype == dtype and found.shape == shape
+    bits = torch.uint8 if dtype == torch.float8_e4m3fn else dtype
+    for old, new in enumerate(order.new_id.tolist()):
+        assert torch.equal(found[new].view(bits), value[old].view(bits))
+    assert torch.equal(found[V:].view(bits), value[V:].view(bits))
+    assert torch.equal(order.undo_rows(found).view(bits), value.view(bits))
+
+
+def test_rows_that_are_refused():
+    for rows in (V - 1, V + 1, ROWS + 1):
+        with pytest.raises(ValueError, match=rf"a tensor of 37 rows, or 40 with padding, got \[{rows}, 2\] of"):
+            drawn_order().apply_rows(torch.zeros(rows, 2))
+    with pytest.raises(ValueError, match=r"weight must be a tensor of 37 rows, got \[40\] of torch.float32"):
+        drawn_order(rows=V, ranks=1).undo_rows(torch.zeros(40))
+    with pytest.raises(ValueError, match=r"got \[\] of torch.float32"):
+        drawn_order().apply_rows(torch.tensor(1.0))
+
+
+def test_checkpoints_both_ways():
+    order, weight, layer = drawn_order(), normal(ROWS, 3), normal(V, 3)
+    state = {"embedding": weight, "output": weight, "bias": normal(V), "layer": layer, "extra": None}
+    before = {name: value.clone() for name, value in state.items() if value is not None}
+    names = ["embedding", "output", "bias"]
+    found = order.apply_checkpoint(state, iter(names))
+    assert [*found] == [*state] and found["layer"] is layer and found["extra"] is None
+    for name in names:
+        assert torch.equal(found[name], order.apply_rows(before[name])) and not torch.equal(found[name], before[name])
+        assert torch.equal(order.undo_checkpoint(found, names)[name], before[name])
+    assert all(torch.equal(state[name], value) for name, value in before.items())
+
+
+def test_checkpoints_that_are_refused():
+    state = {"a": torch.zeros(V), "layer": torch.zeros(3, 3), "extra": None}
+    for function in (drawn_order().apply_checkpoint, drawn_order().undo_checkpoint):
+        with pytest.raises(ValueError, match=r"the checkpoint has no 'b', 'c'$"):
+            function(state, ["a", "b", "c"])
+        with pytest.raises(ValueError, match=r"layer must be a tensor of 37 rows, or 40 .*, got \[3, 3\]"):
+            function(state, ["a", "layer"])
+        with pytest.raises(ValueError, match="extra must be a tensor of 37 rows.* got NoneType"):
+            function(state, ["extra"])
+
+
+# --- files ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def safetensors():
+    return pytest.importorskip("safetensors.torch", reason="needs safetensors")
+
+
+def test_save_and_load(safetensors, tmp_path, device):
+    order = drawn_order()
+    order.to(device).save(tmp_path / "order.safetensors")
+    found = VocabularyOrder.load(tmp_path / "order.safetensors")
+    assert torch.equal(found.new_id, order.new_id) and found.rows == ROWS
+    ids = torch.arange(V)
+    assert torch.equal(found.undo(order.apply(ids)), ids)
+
+
+@pytest.mark.parametrize(("new_id", "rows", "message"), NO_PERMUTATIONS)
+def test_a_file_of_no_permutation_is_refused(new_id, rows, message, safetensors, tmp_path):
+    path = tmp_path / "order.safetensors"
+    rows = len(new_id) if rows is None else rows
+    safetensors.save_file({"new_id": new_id, "rows": torch.tensor(rows)}, path)
+    with pytest.raises(ValueError, match=rf"order.safetensors holds no order of a vocabulary: .*{message}"):
+        VocabularyOrder.load(path)
+
+
+def test_files_that_are_refused(safetensors, tmp_path):
+    path = tmp_path / "order.safetensors"
+
+    def refused(message):
+        with pytest.raises(ValueError, match=rf"order.safetensors holds no order of a vocabulary: {message}"):
+            VocabularyOrder.load(path)
+
+    refused("No such file")
+    drawn_order().save(path)
+    whole = path.read_bytes()
+    for corrupted in (b"", b"a" * 100, whole[:-1], whole[:20]):
+        path.write_bytes(corrupted)
+        refused("Error while deserializing header")
+    safetensors.save_file({"new_id": torch.arange(3)}, path)
+    refused(r"expected the tensors new_id and rows, got \['new_id'\]")
+    safetensors.save_file({"new_id": torch.arange(3), "rows": torch.tensor([3, 3])}, path)
+    refused(r"rows must be a whole number of at least V=3, got \[3, 3\]")
+
+
+# --- a model -------------------------------------------------------------------------------------------
+
+
+def _model():
+    """Embedding, output weight, bias, input ids and targets in the tokenizer's order."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, targets = torch.randint(V, (2, N), generator=generator)
+    targets[::5] = -100
+    embedding, weight, bias = (normal(ROWS, *shape, seed=i).float() for i, shape in enumerate([(D,), (D,), ()]))
+    return embedding, weight, bias, inputs, targets
+
+
+def _step(embedding, weight, bias, inputs, targets, **options):
+    """Hidden states, loss, the gradients of all parameters, and each token's most likely ids."""
+    leaves = [value.clone().requires_grad_() for value in (embedding, weight, bias)]
+    x = F.embedding(inputs, leaves[0])
+    loss = parallel_lce.linear_cross_entropy(
+        x, leaves[1], targets, linear_bias=leaves[2], vocab_size=V, z_loss=1e-2, **options
+    )
+    loss.backward()
+    found = parallel_lce.token_statistics(
+        x.detach(), weight, targets, linear_bias=bias, vocab_size=V, top_k=3, **options
+    )
+    return [value.detach().cpu() for value in (x, loss, *(leaf.grad for leaf in leaves), found.top_ids)]
+
+
+def _in_new_order(member: Member):
+    order = drawn_order(ranks=member.ranks)
+    embedding, weight, bias, inputs, targets = (value.to(member.device) for value in _model())
+    n = ROWS // member.ranks
+    shard = slice(member.rank * n, (member.rank + 1) * n)
+    weight, bias = order.apply_rows(weight)[shard], order.apply_rows(bias)[shard]
+    return _step(
+        order.apply_rows(embedding), weight, bias, order.apply(inputs), order.apply(targets), process_group=member.group
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_is_the_same_in_any_order(ranks, worlds, device):
+    parts = everywhere(worlds, device, ranks, _in_new_order)
+    x, loss, d_embedding, d_weight, d_bias, top_ids = _step(*_model())
+    order = drawn_order(ranks=ranks)
+    for part in parts:
+        assert torch.equal(part[0], x)
+        assert_near(part[1], loss, 1e-6)
+        assert_near(order.undo_rows(part[2]), d_embedding, 2e-6)
+        assert torch.equal(order.undo(part[5]), top_ids) and not torch.equal(part[5], top_ids)
+    assert_near(order.undo_rows(torch.cat([part[3] for part in parts])), d_weight, 2e-6)
+    assert_near(order.undo_rows(torch.cat([part[4] for part in parts])), d_bias, 2e-6)

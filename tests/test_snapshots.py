@@ -18,11 +18,12 @@ pytest.importorskip("safetensors", reason="needs the training program's packages
 from safetensors.torch import load_file
 
 from training import snapshot_run
+from training.batches import split
 from training.config import ROOT, TextConfig
 from training.refusal import Refusal
 from training.small_gpt import SmallGPT
 from training.snapshot_config import load_snapshots, parse_snapshots
-from training.snapshot_run import Metrics, is_trained, learning_rate, run, share_done, snapshots_in, split
+from training.snapshot_run import Metrics, is_trained, learning_rate, run, share_done, snapshots_in
 from training.text import Text, load_text, read_documents
 
 CONFIGS = sorted((ROOT / "configs").glob("snapshots*.yaml"))

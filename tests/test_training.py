@@ -21,6 +21,7 @@ from training.comparison import compare
 from training.config import DEFAULT_CONFIG, ROOT, Config, TrainConfig, describe, load_config
 from training.refusal import Refusal
 from training.runs import remove_results
+from training.text import Text, by_frequency
 
 # Those of snapshots.py are of another schema: tests/test_snapshots.py
 CONFIGS = [path for path in sorted((ROOT / "configs").glob("*.yaml")) if not path.stem.startswith("snapshots")]
@@ -41,6 +42,8 @@ def test_every_configuration_loads(path):
         (["parallel.pipeline=4"], "model.layers=2 is not a multiple of parallel.pipeline=4"),
         (["model.vocab_size=1000"], "model.vocab_size=1000 is less than text.vocab_size=16384"),
         (["train.micro_batches=0"], "^train.micro_batches=0: input should be greater than or equal to 1$"),
+        (["train.held_out_samples=7"], "train.held_out_samples=7 is not a multiple of train.micro_batch=8"),
+        (["loss.gradient_filter=1"], "^loss.gradient_filter=1: input should be less than 1$"),
         (["parallel.data=0"], "^parallel.data=0: input should be greater than or equal to 1$"),
         (["train.clip_grad=-1"], "^train.clip_grad=-1: input should be greater than or equal to 0$"),
         (["parallel.device=cpu", "train.clip_grad=1"], "train.clip_grad=1.0 needs GPUs"),
@@ -154,7 +157,7 @@ def train(tmp_path_factory):
         "save_weights=false",
     ]
 
-    def run(name: str, *overrides: str, nodes: int = 1, own: bool = False) -> list[float]:
+    def run(name: str, *overrides: str, nodes: int = 1, own: bool = False, report: Path | None = None) -> list[float]:
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=1"] if own else []
         program = [sys.executable, *torchrun, str(ROOT / "launch" / "train.py")]
         arguments = ["--text", str(text), *settings, f"output={folder / name}", *overrides]
@@ -172,7 +175,7 @@ def train(tmp_path_factory):
             for process in processes:
                 process.kill()
         assert [process.returncode for process in processes] == [0] * nodes, "\n".join(outputs)
-        return json.loads((folder / name / "metrics.json").read_text())["losses"]
+        return json.loads(((report or folder / name) / "metrics.json").read_text())["losses"]
 
     return run
 
@@ -203,6 +206,28 @@ def alone(train) -> list[float]:
 def test_losses_are_those_of_one_process_with_the_stock_loss(train, alone, nodes, overrides):
     losses = train(f"{nodes}-nodes", *overrides, "model.tie_embeddings=true", nodes=nodes)
     assert losses == pytest.approx(alone, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_an_ordered_vocabulary_with_filtered_gradients_learns(train, tmp_path):
+    overrides = ["train.micro_batches=4", "model.tie_embeddings=true", "train.held_out_samples=4"]
+    overrides += ["model.order_vocabulary=true", "parallel.tensor=2", "loss.gradient_filter=0.0001"]
+    losses = train("ordered", *overrides, f"output={tmp_path}", report=tmp_path)
+    assert losses[-1] < losses[0] - 0.5
+    held_out = json.loads((tmp_path / "metrics.json").read_text())["held_out_loss"]
+    assert held_out == pytest.approx(losses[-1], abs=0.3)
+
+
+def test_a_text_by_frequency():
+    tokens = torch.randint(2, 9, (500,), generator=torch.Generator().manual_seed(0)).int()
+    tokens[:100], tokens[100:160] = 8, 3
+    text = Text(tokens.numpy(), 4, "somewhere", 10)
+    found = by_frequency(text, rows=12, ranks=2)
+    assert len(found.tokens) == 500 and found.tokens.dtype == text.tokens.dtype
+    # Each id became one other: the most frequent two the first rows of the two shards.
+    assert len({*zip(text.tokens, found.tokens)}) == 7
+    assert (found.tokens[:100] == 0).all() and (found.tokens[100:160] == 6).all()
+    assert (found.tokens[text.tokens == 4] == found.end_of_document).all()
 
 
 METRICS = {

@@ -1,7 +1,8 @@
 """Batches from a token stream. They depend on the seed and the step, but not on the number of ranks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from training.config import TrainConfig
@@ -39,7 +40,11 @@ class Windows:
 
     def _batch(self, starts: torch.Tensor) -> Batch:
         stream = torch.from_numpy(self.text.tokens)
-        samples = stream[starts[:, None] + torch.arange(self.sequence + 1)].to(self.device, torch.int64)  # [b, s + 1]
+        return self.batch_of(stream[starts[:, None] + torch.arange(self.sequence + 1)])
+
+    def batch_of(self, samples: torch.Tensor) -> Batch:
+        """The batch of samples [b, s + 1], on the device."""
+        samples = samples.to(self.device, torch.int64)
         tokens, labels = samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
         return Batch(
             tokens=tokens,
@@ -64,3 +69,14 @@ class Batches(Windows):
             starts = starts.flip(0)
         mine = starts.view(data_size, config.micro_batches, config.micro_batch)[data_rank]
         return [self._batch(part) for part in mine]
+
+
+def split(text: Text, sequence: int, samples: int) -> tuple[torch.Tensor, Text]:
+    """Held-out samples [samples, sequence + 1] int64, spread evenly over the text, and the text without them.
+
+    The text has at least `(samples + 1) * (sequence + 1)` tokens: they do not overlap, and a window is left.
+    """
+    starts = np.linspace(0, len(text.tokens) - sequence - 1, samples).astype(np.int64)
+    places = starts[:, None] + np.arange(sequence + 1)
+    held_out = torch.from_numpy(text.tokens[places]).long()
+    return held_out, replace(text, tokens=np.delete(text.tokens, places))

@@ -81,6 +81,7 @@ class ModelConfig(Section):
     kv_heads: Count | None = None  # groups of heads that share keys and values; None: every head has its own
     head_dim: Count | None = None  # None: hidden / heads
     vocab_size: Count | None = None  # None: that of the text; otherwise no less than that
+    order_vocabulary: StrictBool = False  # rows by frequency in the text, dealt to the tensor-parallel ranks in turn
     rotary_base: Count
     tie_embeddings: StrictBool
     initialize_on_cpu: StrictBool  # equal parameters whatever the device and layout, and slow for large models
@@ -110,6 +111,7 @@ class TrainConfig(Section):
     weight_decay: Number
     clip_grad: Number  # largest norm of the gradient; 0: no limit
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+    held_out_samples: Count | None = None  # not trained on: their loss is computed after the training
 
 
 class LossConfig(Section):
@@ -174,6 +176,9 @@ class Config(Run):
         must_divide("model.kv_heads", model.kv_heads or model.heads, "parallel.tensor", tensor)
         must_divide("model.ffn_hidden", model.ffn_hidden, "parallel.tensor", tensor)
         must_divide("model.layers", model.layers, "parallel.pipeline", self.parallel.pipeline)
+        must_divide(
+            "train.held_out_samples", self.train.held_out_samples or 0, "train.micro_batch", self.train.micro_batch
+        )
         if self.parallel.sequence:
             must_divide("train.sequence", self.train.sequence, "parallel.tensor", tensor)
         if self.parallel.device is Device.cpu:

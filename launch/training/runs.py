@@ -45,6 +45,7 @@ class Metrics(BaseModel):
     step_peak_bytes: Bytes | None  # largest of all ranks, after the warm-up; None on a CPU
     loss_peak_bytes: Bytes | None  # largest of all ranks, of the output layer and the loss; None: not measured
     loss_peak_tokens: int | None  # of the step in which loss_peak_bytes was measured
+    held_out_loss: Measured | None = None  # mean over train.held_out_samples after the training; None: not asked for
 
 
 def runs_of(config: Config) -> dict[str, list[str]]:

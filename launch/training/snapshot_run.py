@@ -9,10 +9,8 @@ import json
 import os
 import time
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
@@ -21,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from parallel_lce import linear_cross_entropy
-from training.batches import Batch, Windows
+from training.batches import Batch, Windows, split
 from training.config import Device, save_config
 from training.refusal import Refusal, check_folder
 from training.small_gpt import SmallGPT
@@ -194,17 +192,6 @@ class Training:
         unfinished = path.with_suffix(".unfinished")
         save_file({name: tensor.cpu() for name, tensor in tensors.items()}, unfinished)
         os.replace(unfinished, path)
-
-
-def split(text: Text, sequence: int, samples: int) -> tuple[Tensor, Text]:
-    """Held-out samples [samples, sequence + 1] int64, spread evenly over the text, and the text without them.
-
-    The text has at least `(samples + 1) * (sequence + 1)` tokens: they do not overlap, and a window is left.
-    """
-    starts = np.linspace(0, len(text.tokens) - sequence - 1, samples).astype(np.int64)
-    places = starts[:, None] + np.arange(sequence + 1)
-    held_out = torch.from_numpy(text.tokens[places]).long()
-    return held_out, replace(text, tokens=np.delete(text.tokens, places))
 
 
 def share_done(train: SmallTraining, steps: int, seconds: float) -> float:

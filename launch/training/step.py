@@ -42,17 +42,26 @@ class Stepper:
         """Trains on this rank's micro batches. The last pipeline stage returns each one's [sum of losses, tokens]."""
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        reports = self.forward_backward(
+        reports = self._run(batches, forward_only=False)
+        self.optimizer.step()
+        self.schedule.step(increment=1)
+        return reports
+
+    def evaluate(self, batches: list[Batch]) -> list[torch.Tensor]:
+        """As a call, without training."""
+        with torch.no_grad():
+            return self._run(batches, forward_only=True)
+
+    def _run(self, batches: list[Batch], forward_only: bool) -> list[torch.Tensor]:
+        return self.forward_backward(
             forward_step_func=_forward,
             data_iterator=iter(batches),
             model=[self.model],
             num_microbatches=len(batches),
             seq_length=self.config.train.sequence,
             micro_batch_size=self.config.train.micro_batch,
+            forward_only=forward_only,
         )
-        self.optimizer.step()
-        self.schedule.step(increment=1)
-        return reports
 
 
 def mean_loss(reports: list[torch.Tensor], device: torch.device) -> float:

@@ -8,12 +8,13 @@ import os
 import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 import tokenizers
+import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from training.config import TextConfig
@@ -72,6 +73,16 @@ def load_text(config: TextConfig, at_least: int, say: Callable[[str], None] = la
     if len(tokens) < at_least:
         raise ValueError(f"{source} has {len(tokens)} tokens, fewer than the {at_least} of one sample")
     return Text(tokens, end, source, tokenizer.get_vocab_size())
+
+
+def by_frequency(text: Text, rows: int, ranks: int) -> Text:
+    """The text in the ids of a vocabulary of so many rows that is ordered by frequency, for tensor-parallel ranks."""
+    from parallel_lce.vocabulary import VocabularyOrder
+
+    tokens = torch.from_numpy(text.tokens)
+    order = VocabularyOrder.by_frequency(torch.bincount(tokens, minlength=rows), ranks=ranks)
+    end_of_document = int(order.new_id[text.end_of_document])
+    return replace(text, tokens=order.apply(tokens).numpy(), end_of_document=end_of_document)
 
 
 def _cached(path: Path, read: Callable[[Path], T]) -> T | None:

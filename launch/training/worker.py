@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from training.batches import Batches
+from training.batches import Batches, split
 from training.config import Config, save_config
 from training.host import check_processes, uses_cuda
 from training.loss_memory import loss_peak_bytes
@@ -23,7 +23,7 @@ from training.model import padded_vocab_size
 from training.refusal import Refusal, check_folder
 from training.runs import Metrics, remove_results, write_metrics
 from training.step import Stepper, mean_loss
-from training.text import load_text
+from training.text import Text, by_frequency, load_text
 
 WARM_UP_STEPS = 2  # not in the median step time and the peak memory
 
@@ -36,6 +36,7 @@ class Measured:
     seconds: list[float]  # of each step
     step_peak_bytes: int | None  # largest of all ranks, in the steps after the warm-up; None on a CPU
     loss_peak_bytes: int | None  # largest of all ranks, of the output layer and the loss; None if not asked for
+    held_out_loss: float | None  # after the training; None if not asked for
 
 
 def run(config: Config) -> None:
@@ -50,12 +51,9 @@ def run(config: Config) -> None:
         remove_results(config.output)
     device = _join(config, use_cuda)
     rank = torch.distributed.get_rank()
-    try:
-        text = load_text(config.text, config.train.sequence + 1)
-    except (OSError, ValueError) as error:
-        raise Refusal(str(error)) from None
+    held_out, text = _text(config)
     stepper = Stepper(config, device)
-    measured = _train(config, stepper, Batches(text, config.train, device))
+    measured = _train(config, stepper, Batches(text, config.train, device), held_out)
     if config.save_weights:
         weights = {name: p.detach().cpu() for name, p in stepper.gpt.named_parameters()}
         torch.save(weights, Path(config.output, f"weights-{rank}.pt"))
@@ -64,6 +62,18 @@ def run(config: Config) -> None:
         save_config(config, Path(config.output, "config.yaml"))
     torch.distributed.barrier()  # no rank leaves while another still needs the store or the group
     torch.distributed.destroy_process_group()
+
+
+def _text(config: Config) -> tuple[torch.Tensor, Text]:
+    """Held-out samples [samples, s + 1], none if they are not asked for, and the text to train on."""
+    length, samples = config.train.sequence + 1, config.train.held_out_samples or 0
+    try:
+        text = load_text(config.text, (samples + 1) * length)
+    except (OSError, ValueError) as error:
+        raise Refusal(str(error)) from None
+    if config.model.order_vocabulary:
+        text = by_frequency(text, padded_vocab_size(config), config.parallel.tensor)
+    return split(text, config.train.sequence, samples)
 
 
 def _join(config: Config, use_cuda: bool) -> torch.device:
@@ -96,8 +106,9 @@ def _join(config: Config, use_cuda: bool) -> torch.device:
     return device
 
 
-def _train(config: Config, stepper: Stepper, batches: Batches) -> Measured:
-    """Trains `train.steps` steps, then measures the memory of the loss. Rank 0 shows a progress bar."""
+def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.Tensor) -> Measured:
+    """Trains `train.steps` steps, then measures the loss's memory, and the loss of held-out samples [samples, s + 1].
+    Rank 0 shows a progress bar."""
     device, steps = batches.device, config.train.steps
     on_gpu = device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else nullcontext
@@ -123,7 +134,11 @@ def _train(config: Config, stepper: Stepper, batches: Batches) -> Measured:
     if samples := _memory_samples(config):
         with stepper.model.no_sync():  # the gradients of this step are not used
             loss_peak = _largest(loss_peak_bytes(stepper.gpt, batches(steps, samples)), device)
-    return Measured(losses, seconds, step_peak, loss_peak)
+    held_out_loss = None
+    if len(held_out):
+        reports = stepper.evaluate([batches.batch_of(part) for part in held_out.split(config.train.micro_batch)])
+        held_out_loss = mean_loss(reports, device)
+    return Measured(losses, seconds, step_peak, loss_peak, held_out_loss)
 
 
 def _memory_samples(config: Config) -> int | None:
@@ -163,4 +178,5 @@ def _metrics(config: Config, source: str, measured: Measured) -> Metrics:
         step_peak_bytes=measured.step_peak_bytes,
         loss_peak_bytes=measured.loss_peak_bytes,
         loss_peak_tokens=None if samples is None else samples * train.sequence,
+        held_out_loss=measured.held_out_loss,
     )

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "launch"
-SCRIPTS = ["bench", "demo", "parity", "test", "train"]
+SCRIPTS = ["bench", "demo", "gradient_filter", "parity", "test", "train"]
 TIMEOUT = 120
 
 

@@ -15,5 +15,8 @@ results.py        what was measured, as numbers and JSON;  tables.py, plot.py  t
 measure.py        accuracy, memory and time of all peers, interleaved
 machine.py        the hardware and software;  run.py  one run of the benchmark;  __main__.py  starts it
 scaling.py        a model of the time over ranks, fitted to JSON;  tune.py  times the kernels' tiles
-exactness.py      log-probabilities against float64;  parity_table.py, parity.py  the report, a command of its own
+exactness.py      log-probabilities against float64;  snapshots.py  what reports on snapshots share
+parity_table.py, parity.py  the report on log-probabilities, a command of its own
+sparsity.py       active tiles;  filtered.py  what gradient_filter gains and costs on a snapshot
+filter_table.py, filter_plot.py, gradient_filter.py  the report on it, a command of its own
 """

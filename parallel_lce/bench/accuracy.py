@@ -91,10 +91,17 @@ class Judge:
         return errors
 
 
-def answers(problem: Problem, dtype: torch.dtype, gradients: bool = True) -> Answers:
+def answers(
+    problem: Problem,
+    dtype: torch.dtype,
+    gradients: bool = True,
+    logits: torch.dtype | None = None,
+    dlogits: torch.dtype | None = None,
+) -> Answers:
     """What plain torch answers in a dtype, or over ranks Megatron's output layer and native loss: products in `dtype`,
     sums and the softmax at least in float32. In float64 it is the truth. It goes through blocks of tokens, whose dW are
-    summed before they are rounded."""
+    summed before they are rounded. `logits` and `dlogits` are narrower dtypes, to which the logits and their gradient
+    are rounded on the way."""
     team, hidden, weight = problem.team, problem.hidden, problem.weight.to(dtype)
     sums = torch.promote_types(dtype, torch.float32)
     count = problem.counted.sum()
@@ -105,17 +112,22 @@ def answers(problem: Problem, dtype: torch.dtype, gradients: bool = True) -> Ans
     for start in range(0, len(hidden), rows):
         tokens = slice(start, start + rows)
         x, counted = hidden[tokens].to(dtype), problem.counted[tokens].unsqueeze(1)
-        z = (x @ weight.T).to(sums)
+        z = _rounded(x @ weight.T, logits).to(sums)
         largest = torch.maximum(largest, z.abs().amax())
         loss += (_cross_entropy_(z, problem, tokens) * counted).sum() / count
         if grad_x is not None and grad_weight is not None:
-            dlogits = z.mul_(counted).div_(count).to(dtype)
-            grad_x[tokens] = dlogits @ weight
-            grad_weight += dlogits.T.to(sums) @ x.to(sums)
+            gradient = _rounded(z.mul_(counted).div_(count).to(dtype), dlogits)
+            grad_x[tokens] = gradient @ weight
+            grad_weight += gradient.T.to(sums) @ x.to(sums)
     largest = team.reduce(largest, dist.ReduceOp.MAX).item()
     if grad_x is None or grad_weight is None:
         return Answers(loss, None, None, largest)
     return Answers(loss, team.reduce(grad_x), grad_weight.to(dtype), largest)
+
+
+def _rounded(values: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The values, rounded to a narrower dtype."""
+    return values if dtype is None else values.to(dtype).to(values.dtype)
 
 
 def _cross_entropy_(z: Tensor, problem: Problem, tokens: slice) -> Tensor:

@@ -114,7 +114,7 @@ class Case:
         return self.deviations[name].largest / max(self.deviations[FP32_HEAD].largest, smallest)
 
     def as_dict(self) -> dict:
-        """For JSON, which has no NaN: null."""
+        """For JSON."""
         content = {
             "name": self.name,
             **vars(self.shape),
@@ -127,7 +127,12 @@ class Case:
             "holds": self.holds,
             "deviations": {name: asdict(deviation) for name, deviation in self.deviations.items()},
         }
-        return json.loads(json.dumps(content), parse_constant=lambda _: None)
+        return without_nan(content)
+
+
+def without_nan(content: dict) -> dict:
+    """For JSON, which has neither NaN nor infinities: null."""
+    return json.loads(json.dumps(content), parse_constant=lambda _: None)
 
 
 def measure(inputs: Inputs) -> Case:
@@ -163,18 +168,27 @@ def ours(inputs: Inputs) -> Scores:
 
 @torch.no_grad()
 def head(inputs: Inputs, dtype: torch.dtype) -> tuple[Scores, float]:
-    """The scores of logits `[N, V]` in `dtype` that plain torch makes, and max |z|. The softmax is at least in fp32.
-    It goes through blocks of tokens."""
-    weight, parts, largest = inputs.weight.to(dtype), [], 0.0
-    for tokens in _blocks(inputs):
-        with _full_fp32():
-            z = inputs.hidden[tokens].to(dtype) @ weight.T
-        largest = max(largest, z.abs().max().item())
-        log_p = z.to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
-        del z
+    """The scores of logits `[N, V]` in `dtype` that plain torch makes, and max |z|."""
+    parts, largest = [], 0.0
+    for tokens, log_p, in_block in log_softmax(inputs, dtype):
+        largest = max(largest, in_block)
         log_prob = log_p.gather(1, inputs.target[tokens, None]).squeeze(1)
         parts.append((log_prob, -log_p.exp().mul_(log_p).sum(1)))
     return Scores(*(torch.cat(values) for values in zip(*parts))), largest
+
+
+@torch.no_grad()
+def log_softmax(inputs: Inputs, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, float]]:
+    """Of each block of R tokens: which they are, their log-probabilities `[R, V]`, and max |z|. The logits are in
+    `dtype`, the softmax is at least in fp32."""
+    weight = inputs.weight.to(dtype)
+    for tokens in _blocks(inputs):
+        with _full_fp32():
+            z = inputs.hidden[tokens].to(dtype) @ weight.T
+        largest = z.abs().max().item()
+        log_p = z.to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
+        del z
+        yield tokens, log_p, largest
 
 
 def _blocks(inputs: Inputs) -> Iterator[slice]:

@@ -71,6 +71,11 @@ def _style(axis, sizes: list[int]) -> None:
     axis.yaxis.set_minor_formatter(NullFormatter())
     axis.set_xlabel("tensor-parallel ranks")
     axis.set_ylabel("forward + backward, ms")
+    plain(axis)
+
+
+def plain(axis) -> None:
+    """What all pictures look like."""
     axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, frameon=False)
+    axis.legend(fontsize=7, frameon=False, handlelength=3)
     axis.spines[["top", "right"]].set_visible(False)

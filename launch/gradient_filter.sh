@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# What does gradient_filter gain and cost as a model is trained? Trains a small GPT, unless that is done, and measures
+# speed and errors on what the model's output layer sees, with the vocabulary in two orders.
+#   ./launch/gradient_filter.sh [--rounds N] [--json PATH] [--plot PATH] [--device DEVICE] [FILE ...]
+# The arguments of the training, those of snapshots.py, go in front of a --:
+#   ./launch/gradient_filter.sh train.minutes=10 output=outputs/longer -- --plot outputs/filter.png
+set -euo pipefail
+source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/env.sh" # a link to this script starts it too
+exec "$python" "$root/launch/gradient_filter.py" "$@"

@@ -1,0 +1,160 @@
+"""What gradient_filter gains and costs on one set of inputs: speed, active tiles, and errors of the gradients."""
+
+import gc
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from math import log2
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .accuracy import Answers, answers
+from .exactness import Inputs, without_nan
+from .measure import release
+from .passes import calls_of
+from .peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, ONE, named
+from .problem import Problem, Shape
+from .results import spread
+from .sparsity import by_probability, reordered, tile_maxima
+from .team import Team
+from .timing import timer
+
+FILTERS = (None, 2**-13, 2**-12, 2**-11, 2**-10)
+SAVED, UNSAVED = "saved", "budget 0"
+BUDGETS = {SAVED: ALL, UNSAVED: 0}  # logits_budget
+NATURAL, BY_PROBABILITY = "natural", "by probability"
+ROUNDED_LOGITS, ROUNDED_GRADIENT, EXACT = "bf16 logits", "bf16 gradient of the logits", "exact gradients"
+UNROUNDED = ", results not rounded"
+ROUNDINGS = {ROUNDED_LOGITS: {"logits": torch.bfloat16}, ROUNDED_GRADIENT: {"dlogits": torch.bfloat16}}
+
+Errors = dict[str, float]  # {'dX', 'dW': relative error}
+
+
+@dataclass(frozen=True)
+class Way:
+    """One value of gradient_filter with one logits_budget."""
+
+    errors: Errors
+    seconds: list[float] = field(default_factory=list)  # of forward + backward, one per round
+
+
+@dataclass(frozen=True)
+class Filtered:
+    """One value of gradient_filter in one order of the vocabulary."""
+
+    order: str
+    gradient_filter: float | None
+    active: float  # share of the tiles
+    ways: dict[str, Way]  # by the names of BUDGETS
+    gemm_seconds: list[float]  # of the three bare products, one per round
+
+    def of_gemm_only(self, way: str) -> tuple[float, float, float]:
+        """(median, min, max) over the rounds of the speed relative to the bare products'."""
+        return spread([gemm / ours for gemm, ours in zip(self.gemm_seconds, self.ways[way].seconds)])
+
+    def as_dict(self) -> dict:
+        content = {"order": self.order, "gradient_filter": self.gradient_filter, "active_tiles": self.active}
+        content["gemm_only_seconds"] = self.gemm_seconds
+        for name, way in self.ways.items():
+            ratio = self.of_gemm_only(name)
+            content[name] = {"seconds": way.seconds, "of_gemm_only": ratio, "errors": way.errors}
+        return content
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that was measured of one snapshot."""
+
+    name: str
+    step: int | None  # of the training; None if the file's name has none
+    shape: Shape
+    dtype_name: str
+    loss: float
+    references: dict[str, Errors]
+    results: list[Filtered]
+
+    def as_dict(self) -> dict:
+        """For JSON."""
+        content = {
+            "name": self.name,
+            "step": self.step,
+            **vars(self.shape),
+            "dtype": self.dtype_name,
+            "loss": self.loss,
+            "reference_errors": self.references,
+            "results": [each.as_dict() for each in self.results],
+        }
+        return without_nan(content)
+
+
+def measure(inputs: Inputs, rounds: int) -> Case:
+    """Errors first, then the times of all ways, interleaved round by round."""
+    problem, dtype = _problem(inputs), inputs.hidden.dtype
+    truth = answers(problem, torch.float64)
+    references = {EXACT: _errors([gradient.to(dtype) for gradient in _gradients(truth)], truth)}
+    for name, rounding in ROUNDINGS.items():
+        found = _gradients(answers(problem, torch.float64, **rounding))
+        references[name + UNROUNDED] = _errors(found, truth)
+        references[name] = _errors([gradient.to(dtype) for gradient in found], truth)
+        del found
+    identity = torch.arange(len(inputs.weight), device=inputs.weight.device)
+    results = []
+    for name, order in ((NATURAL, identity), (BY_PROBABILITY, by_probability(inputs))):
+        results += _in_order(name, reordered(inputs, order), partial(_errors, truth=truth, order=order), rounds)
+    step, loss = step_of(inputs.name), truth.loss.item()
+    return Case(inputs.name, step, inputs.shape, inputs.dtype_name, loss, references, results)
+
+
+def _in_order(name: str, inputs: Inputs, errors_of: Callable[..., Errors], rounds: int) -> list[Filtered]:
+    """A result per value of gradient_filter, of inputs whose vocabulary is in its order."""
+    from parallel_lce import linear_cross_entropy
+
+    problem, maxima, gemm_seconds, results = _problem(inputs), tile_maxima(inputs), [], []
+    bare = calls_of(named(GEMM_ONLY, ONE), problem)[FORWARD_BACKWARD]
+    readers = [(gemm_seconds, timer(bare, problem.team))]
+    for gradient_filter in FILTERS:
+        ways = {}
+        for memory, budget in BUDGETS.items():
+            loss = partial(linear_cross_entropy, gradient_filter=gradient_filter, logits_budget=budget)
+            call = calls_of(named("ours", ONE), problem, loss)[FORWARD_BACKWARD]
+            ways[memory] = Way(errors_of(call()[1:]))
+            readers.append((ways[memory].seconds, timer(call, problem.team)))
+        active = 1.0 if gradient_filter is None else (maxima > gradient_filter).double().mean().item()
+        results.append(Filtered(name, gradient_filter, active, ways, gemm_seconds))
+    release(problem.team.device)
+    for _ in range(rounds):
+        gc.collect()
+        for seconds, read in readers:
+            seconds.append(read())
+    return results
+
+
+def _problem(inputs: Inputs) -> Problem:
+    return Problem(inputs.shape, Team(inputs.hidden.device), inputs.hidden, inputs.weight, inputs.target)
+
+
+def _gradients(found: Answers) -> tuple[Tensor, Tensor]:
+    assert found.grad_x is not None and found.grad_weight is not None  # as they are if asked for
+    return found.grad_x, found.grad_weight
+
+
+def _errors(found, truth: Answers, order: Tensor | None = None) -> Errors:
+    """Of dX and dW. `order [V]`: the ids of the found dW's rows."""
+    grad_x, grad_weight = _gradients(truth)
+    truths = grad_x, grad_weight if order is None else grad_weight[order]
+    norm = torch.linalg.vector_norm
+    return {name: (norm(f - t) / norm(t)).item() for name, f, t in zip(("dX", "dW"), found, truths)}
+
+
+def step_of(name: str) -> int | None:
+    """The training step in the name of a snapshot's file."""
+    match = re.fullmatch(r"step-(\d+)\.safetensors", Path(name).name)
+    return int(match[1]) if match else None
+
+
+def power_of_two(gradient_filter: float | None) -> str:
+    """'2^-12', or 'none'."""
+    return "none" if gradient_filter is None else f"2^{log2(gradient_filter):g}"

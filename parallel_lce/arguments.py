@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,7 @@ class Arguments:
     selected: Tensor | None = None
     selected_offsets: Tensor | None = None
     top_k: int | None = None
-    gradient_filter: float | None = None
+    gradient_filter: float | Literal["auto"] | None = None
 
     @property
     def token_scale(self) -> Tensor | None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, BlockForward, Projection, softcap_slope
+from parallel_lce.backends.interface import Backend, BlockForward, GradientFilter, Projection, softcap_slope
 from parallel_lce.collectives import IncomingHidden, Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns
@@ -46,8 +46,8 @@ class Call:
     main_grad: MainGrad | None = None
     # dtype of dX's reduction over the ranks; None: that of the hidden states.
     reduce_dtype: torch.dtype | None = None
-    # Largest probability of a tile of the gradient that is approximated; None: the gradient is exact.
-    gradient_filter: float | None = None
+    # Largest probability of a tile of the gradient that is approximated, or AUTO; None: the gradient is exact.
+    gradient_filter: GradientFilter = None
     # Of calls of the same signature, where their runs can be replayed.
     tapes: Tapes | None = None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from parallel_lce.arguments import LARGEST, Arguments, LossOptions
+from parallel_lce.backends.interface import AUTO
 from parallel_lce.collectives import Layout
 from parallel_lce.dtensor import refuse_dtensor
 from parallel_lce.partials import Columns, accumulation_dtype
@@ -178,9 +179,12 @@ def check_budget(logits_budget: object) -> None:
 
 
 def check_gradient_filter(gradient_filter: object) -> None:
-    if gradient_filter is not None and not (is_number(gradient_filter) and 0 < gradient_filter < 1):
+    # Of a tensor or an array a comparison is no bool.
+    if gradient_filter is None or (isinstance(gradient_filter, str) and gradient_filter == AUTO):
+        return
+    if not (is_number(gradient_filter) and 0 < gradient_filter < 1):
         raise ValueError(
-            f"gradient_filter must be None or a probability between 0 and 1, got {shortened(gradient_filter)}"
+            f'gradient_filter must be None, "auto" or a probability between 0 and 1, got {shortened(gradient_filter)}'
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -54,7 +55,7 @@ class LinearCrossEntropy(nn.Module):
         vocab_size: int | None = None,
         logits_budget: int | None = None,
         reduce_dtype: torch.dtype | None = None,
-        gradient_filter: float | None = None,
+        gradient_filter: float | Literal["auto"] | None = None,
     ) -> None:
         super().__init__()
         # Converted here: torch.compile turns NumPy scalars into tensors.

@@ -8,12 +8,12 @@ from torch.nn.functional import one_hot
 
 import parallel_lce
 from cases import DTYPES, normal
+from filters import filtered
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
 from tools import chosen_backend, everywhere, shrunk, small
 from world import Member
 
-TILE = 128
 EPS = 2**-7
 
 
@@ -35,21 +35,6 @@ def gradients(x, weight, target, upstream=1.0, **options):
     loss = linear_cross_entropy(x, weight, target, **options)
     leaves = [t for t in (x, weight, options.get("linear_bias")) if t is not None]
     return torch.autograd.grad(loss.sum() * upstream, leaves)
-
-
-def filtered(g: torch.Tensor, p: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition: ``g [N, V]`` filtered, and which of its tiles are active."""
-    result, active = g.clone(), torch.zeros(-(-g.shape[0] // TILE), -(-g.shape[1] // TILE), dtype=torch.bool)
-    for b, c in enumerate(range(0, g.shape[1], TILE)):
-        columns = slice(c, c + TILE)
-        rows = [slice(a, a + TILE) for a in range(0, g.shape[0], TILE)]
-        active[:, b] = torch.tensor([bool((p[r, columns].abs() > eps).any()) for r in rows])
-        others = [r for r, is_active in zip(rows, active[:, b]) if not is_active]
-        share = sum((p[r, columns].abs().sum(0) for r in others), torch.zeros(g[:, columns].shape[1]).double())
-        share = share / share.sum() if share.sum() else share
-        for r in others:
-            result[r, columns] = g[r, columns].sum(1, keepdim=True) * share
-    return result, active
 
 
 def expected(x, weight, target, backend, eps=EPS):
@@ -190,10 +175,10 @@ def test_statistics_with_gradients_of_probabilities(backend, device):
         assert_close(a, b.double(), 1e-5)
 
 
-@pytest.mark.parametrize("value", [0, 1, -0.1, 2.0, float("nan"), True, "auto", [0.1]])
+@pytest.mark.parametrize("value", [0, 1, -0.1, 2.0, float("nan"), True, "", "Auto", "0.1", [0.1], torch.tensor(0.1)])
 def test_a_filter_that_is_no_probability_is_refused(value):
     t = small()
-    with pytest.raises(ValueError, match="gradient_filter must be None or a probability between 0 and 1"):
+    with pytest.raises(ValueError, match='gradient_filter must be None, "auto" or a probability between 0 and 1'):
         linear_cross_entropy(t.x, t.weight, t.target, gradient_filter=value)
     with pytest.raises(ValueError, match="gradient_filter must be"):
         LinearCrossEntropy(gradient_filter=value)
@@ -281,16 +266,20 @@ def test_megatron_takes_it_from_install_or_the_environment(monkeypatch):
     assert current_options()["gradient_filter"] is None
     monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "0.001")
     assert current_options()["gradient_filter"] == 0.001
+    monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "auto")
+    assert current_options()["gradient_filter"] == "auto"
     monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "a little")
-    with pytest.raises(ValueError, match="PARALLEL_LCE_GRADIENT_FILTER must be a probability .* got 'a little'"):
+    with pytest.raises(ValueError, match="PARALLEL_LCE_GRADIENT_FILTER must be 'auto' or a .* got 'a little'"):
         current_options()
     monkeypatch.delenv("PARALLEL_LCE_GRADIENT_FILTER")
     try:
         parallel_lce.megatron.install(gradient_filter=0.01)
         assert current_options()["gradient_filter"] == 0.01
-        with pytest.raises(ValueError, match="gradient_filter=0.01 needs cross_entropy='output_layer'"):
+        parallel_lce.megatron.install(gradient_filter="auto")
+        assert current_options()["gradient_filter"] == "auto"
+        with pytest.raises(ValueError, match="gradient_filter=auto needs cross_entropy='output_layer'"):
             parallel_lce.megatron.install(cross_entropy="logits")
-        with pytest.raises(ValueError, match="gradient_filter must be None or a probability"):
+        with pytest.raises(ValueError, match="gradient_filter must be None, .* or a probability"):
             parallel_lce.megatron.install(gradient_filter=3)
     finally:
         parallel_lce.megatron.uninstall()

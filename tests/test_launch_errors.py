@@ -48,6 +48,8 @@ SETTINGS = {
     "loss.logits_budget_mib=-5": "loss.logits_budget_mib=-5: input should be greater than or equal to 0",
     "loss.logits_budget_mib=.nan": "loss.logits_budget_mib=nan: input should be",
     "loss.logits_budget_mib=nan": "loss.logits_budget_mib='nan': input should be a valid number",
+    "loss.gradient_filter=2": "loss.gradient_filter=2: expected null, auto or a probability between 0 and 1",
+    "loss.gradient_filter=Auto": "loss.gradient_filter='Auto': expected null, auto or a probability",
     "loss.impl=theirs": "loss.impl='theirs': input should be 'stock' or 'parallel_lce'",
     "train.learning_rate=nan": "train.learning_rate='nan': input should be a valid number",
     "train.learning_rate=fast": "train.learning_rate='fast': input should be a valid number",

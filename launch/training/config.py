@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, Literal, NoReturn, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from training.overrides import literal_strings, parse_overrides
@@ -114,10 +114,17 @@ class TrainConfig(Section):
     held_out_samples: Count | None = None  # not trained on: their loss is computed after the training
 
 
+def _checked_filter(value: object) -> object:
+    if value is None or value == "auto" or (isinstance(value, float) and 0 < value < 1):
+        return value
+    raise ValueError(f"loss.gradient_filter={value!r}: expected null, auto or a probability between 0 and 1")
+
+
 class LossConfig(Section):
     impl: LossImpl
     logits_budget_mib: Number | None = None  # passed to install(); None: its default
-    gradient_filter: Annotated[float, Field(gt=0, lt=1)] | None = None  # passed to install(); None: exact gradients
+    # Passed to install(). None: gradients are exact.
+    gradient_filter: Annotated[float | Literal["auto"] | None, BeforeValidator(_checked_filter)] = None
 
 
 class ParallelConfig(Section):

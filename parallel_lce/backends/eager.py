@@ -39,6 +39,7 @@ from parallel_lce.backends.gemm import accumulate_nt, operand, put
 from parallel_lce.backends.interface import (
     Coefficients,
     GradBuffers,
+    GradientFilter,
     Projection,
     Saved,
     Scratch,
@@ -185,7 +186,7 @@ class BlockBackward:
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
-        gradient_filter: float | None = None,
+        gradient_filter: GradientFilter = None,
     ) -> None:
         self._projection, self._target, self._x_given, self._selected = projection, target, x, selected
         self._gradient_filter = gradient_filter

@@ -19,7 +19,9 @@ from torch import Tensor
 from parallel_lce.backends.eager_filter import replace_inactive
 from parallel_lce.backends.gemm import matmul_nt, operand
 from parallel_lce.backends.interface import (
+    AUTO,
     Coefficients,
+    GradientFilter,
     Projection,
     Saved,
     SelectedGradient,
@@ -104,7 +106,7 @@ class LogitGradient:
         coefficients: Coefficients,
         saved: Saved,
         selected: SelectedGradient | None = None,
-        gradient_filter: float | None = None,
+        gradient_filter: GradientFilter = None,
     ) -> None:
         self.x = operand(x)
         self._projection, self._target, self._saved = projection, target, saved
@@ -124,7 +126,10 @@ class LogitGradient:
                 selected = selected._replace(values=selected.values * power)
         self._selected = selected
         # Up to these numbers entries of a token are approximated, where all of their tile are. [R]
-        self._limits = None if gradient_filter is None else (coefficients.alpha * factor).abs() * gradient_filter
+        self._limits: Tensor | None = None
+        # A filter saves no time here, so that "auto" is exact.
+        if gradient_filter is not None and gradient_filter != AUTO:
+            self._limits = (coefficients.alpha * factor).abs() * gradient_filter
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
         self._alpha = coefficients.alpha / sum_exp * factor
         self._beta, self._gamma, self._delta, self._epsilon = (

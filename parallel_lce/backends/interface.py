@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -46,6 +46,10 @@ class Projection:
         """The projection of some tokens."""
         return self if self.token_scale is None else replace(self, token_scale=self.token_scale[rows])
 
+
+AUTO = "auto"
+GradientFilter = float | Literal["auto"] | None
+"""A probability, ``AUTO`` or None, as in :func:`parallel_lce.linear_cross_entropy`."""
 
 Saved = tuple[Tensor, ...]
 """Tensors that a block saves for its backward; the exponentials are the first. ``()`` if it saves nothing. Only the
@@ -319,7 +323,7 @@ class Backend(Protocol):
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
-        gradient_filter: float | None = None,
+        gradient_filter: GradientFilter = None,
     ) -> BlockBackward:
         """The backward of a block, not started yet.
 
@@ -333,8 +337,8 @@ class Backend(Protocol):
             scratch: working memory, shared by the blocks of the call.
             selected: added to the gradient of the projection's output.
             gradient_filter: tiles of 128 tokens by 128 entries without a larger probability may be replaced by
-                products of sums of them (:mod:`parallel_lce.kernels.active_tiles`). Without gamma, delta, epsilon and
-                ``selected`` alone.
+                products of sums of them (:mod:`parallel_lce.kernels.active_tiles`). ``AUTO``: where little is lost.
+                Without gamma, delta, epsilon and ``selected`` alone.
         """
         ...
 

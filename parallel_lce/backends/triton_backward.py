@@ -18,7 +18,16 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import put
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, SelectedGradient
+from parallel_lce.backends.interface import (
+    AUTO,
+    Coefficients,
+    GradBuffers,
+    GradientFilter,
+    Projection,
+    Saved,
+    Scratch,
+    SelectedGradient,
+)
 from parallel_lce.backends.triton_slices import Piece, Slice, dense, tiling
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels.targets import scale_and_add_targets
@@ -50,7 +59,7 @@ class BlockBackward:
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
-        gradient_filter: float | None = None,
+        gradient_filter: GradientFilter = None,
     ) -> None:
         self._projection, self._grads, self._selected = projection, grads, selected
         self._gradient_filter = gradient_filter
@@ -69,7 +78,8 @@ class BlockBackward:
         # Saved rows may be padded.
         self._saved_entries = min(saved[0].shape[1], projection.real_rows) if saved else 0
         self._empty = x.shape[0] == 0 or projection.real_rows == 0
-        self.reads_hidden_first = not self._empty and self._saved_entries < projection.real_rows
+        recomputes = self._saved_entries < projection.real_rows
+        self.reads_hidden_first = not self._empty and (recomputes or gradient_filter == AUTO)
 
     def _cut(self) -> tuple[list[tuple[int, int]], list[Piece]]:
         """The ranges of vocabulary entries and the pieces of rows. Every piece goes through all ranges."""

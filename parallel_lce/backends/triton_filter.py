@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
-from parallel_lce.backends.interface import Projection
-from parallel_lce.kernels.active_tiles import TILE, centroids, entry_shares, find_active_tiles
+from parallel_lce.backends.interface import AUTO, Projection
+from parallel_lce.kernels.active_tiles import TILE, ScannedTiles, centroids, find_active_tiles, scan_tiles
+from parallel_lce.kernels.filter_estimates import LEVELS, SIGNS, RowFactors, choose_level, level_products, signs
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.sparse_product import sparse_product
 
+AUTO_ERROR = 2.0**-9
+"""Largest estimate of the relative errors that a filter of ``"auto"`` adds: about the rounding of a bf16 gradient."""
+
+
+class UnfilteredSlice(NamedTuple):
+    """A slice of the gradient of the logits and what its products take beside it."""
+
+    # [R, C]
+    gradient: Tensor
+    # [C, D]: the slice's rows
+    weight: Tensor
+    # [R, D]
+    x: Tensor
+    factors: RowFactors
+    # id of the slice's first entry
+    first: int
+
+
+class Estimates(NamedTuple):
+    """Relative errors, in Frobenius norms, that filters add to what a slice adds to dX and to dW."""
+
+    # fp32 [1]: the largest filter of which both are at most AUTO_ERROR, or 0
+    eps: Tensor
+    # fp32 [2, LEVELS]: of dX and of dW, at the filters 2^-8, 2^-9, ...
+    errors: Tensor
+
 
 def inverse_limits(
-    gradient_filter: float,
-    coefficients: TokenCoefficients,
-    projection: Projection,
-    dx_factor: Tensor | None,
-    fp16_scale: Tensor | None,
+    coefficients: TokenCoefficients, projection: Projection, dx_factor: Tensor | None, fp16_scale: Tensor | None
 ) -> Tensor:
-    """``1 / limit [R]`` fp32, where a token's limit is what its row of G holds where the probability is
-    ``gradient_filter``.
+    """``1 / limit [R]`` fp32, where a token's limit is what its row of G holds where the probability is 1.
 
     ``dx_factor``: what the rows of G are still to be multiplied by. A row whose factor is 0 has no limit. In a row
     without probabilities every number but 0 lies beyond the limit.
     """
-    limits = coefficients.alpha.abs() * (gradient_filter * abs(projection.scale))
+    limits = coefficients.alpha.abs() * abs(projection.scale)
     for more in (coefficients.factor, projection.token_scale, fp16_scale):
         if more is not None:
             limits = limits * more.abs()
@@ -33,20 +57,47 @@ def inverse_limits(
     return inverse.nan_to_num_(nan=0.0)
 
 
-class FilteredGradient:
-    """A slice ``gradient [R, C]`` of the gradient of the logits, filtered."""
+def sketch_of(weight: Tensor) -> Tensor:
+    """``[8, C]``: the rows of ``weight [C, D]`` times random signs, then random signs."""
+    entries, hidden_size = weight.shape
+    # Rows begin at multiples of 16 bytes.
+    sketch = weight.new_empty(2 * SIGNS, -(-entries // 8) * 8)[:, :entries]
+    of_hidden = signs(weight.new_empty(SIGNS, hidden_size), seed=0)
+    accumulate_nt(sketch[:SIGNS], of_hidden, weight, overwrite=True)
+    signs(sketch[SIGNS:], seed=1)
+    return sketch
 
-    def __init__(self, gradient: Tensor, inverse: Tensor) -> None:
-        self._gradient = gradient
-        self._found = find_active_tiles(gradient, inverse)
-        self._shares = entry_shares(self._found.column_sums)
+
+def estimated(given: UnfilteredSlice, scanned: ScannedTiles, sketch: Tensor) -> Estimates:
+    """``scanned``: with the products of ``sketch``."""
+    hidden_norms, signed = level_products(scanned, sketch, given.factors, given.first)
+    product = signed.new_empty(len(signed), given.x.shape[1], dtype=torch.float32)
+    accumulate_nt(product, signed, given.x.t(), overwrite=True)
+    weight_norms = torch.linalg.vector_norm(product.view(LEVELS + 1, -1), dim=1)
+    return Estimates(*choose_level(hidden_norms, weight_norms, AUTO_ERROR))
+
+
+class FilteredGradient:
+    """A slice, filtered by a probability or, with ``"auto"``, by the one that is chosen for it."""
+
+    def __init__(self, given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str) -> None:
+        self._gradient = given.gradient
+        # Of "auto".
+        self.estimates: Estimates | None = None
+        if gradient_filter == AUTO:
+            sketch = sketch_of(given.weight)
+            scanned = scan_tiles(given.gradient, inverse, sketch)
+            self.estimates = estimated(given, scanned, sketch)
+            self._found = find_active_tiles(scanned, self.estimates.eps)
+        else:
+            self._found = find_active_tiles(scan_tiles(given.gradient, inverse), float(gradient_filter))
         # S [T, D] fp32, and the x of which they are sums.
         self._spread: tuple[Tensor, Tensor] | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """As :meth:`parallel_lce.backends.triton_slices.Slice.add_hidden`; ``total`` is fp32, and ``rows`` begin at a
         multiple of 128."""
-        means = centroids(weight, self._shares)
+        means = centroids(weight, self._found.shares)
         accumulate_nt(total, self._found.masses[:, rows].t(), means.t(), overwrite=overwrite)
         lists = self._found.of_rows.of_blocks(rows.start // TILE, -(-rows.stop // TILE))
         sparse_product(total, self._gradient[rows], weight, lists, transposed=False, add=True)
@@ -59,7 +110,7 @@ class FilteredGradient:
             self._spread = sums, x
         first, last = entries.start // TILE, -(-entries.stop // TILE)
         lists = self._found.of_entries.of_blocks(first, last)
-        rank_one = self._shares[entries], self._spread[0][first:last]
+        rank_one = self._found.shares[entries], self._spread[0][first:last]
         sparse_product(
             total, self._gradient[:, entries], x, lists, transposed=True, add=not overwrite, rank_one=rank_one
         )

@@ -16,13 +16,15 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import (
     Coefficients,
+    GradientFilter,
     Projection,
     Saved,
     Scratch,
     SelectedGradient,
     power_of_two_scale,
 )
-from parallel_lce.backends.triton_filter import FilteredGradient, inverse_limits
+from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlice, inverse_limits
+from parallel_lce.kernels.filter_estimates import RowFactors
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
@@ -141,7 +143,7 @@ class Piece:
         rewrite: bool,
         find_shared: bool,
         selected: SelectedGradient | None = None,
-        gradient_filter: float | None = None,
+        gradient_filter: GradientFilter = None,
     ) -> None:
         self.rows, self.x, self._gradient_filter = rows, x, gradient_filter
         self._projection, self._target, self._scratch = projection, target, scratch
@@ -172,11 +174,15 @@ class Piece:
             selection, values = self._selected
             place_selected(part.gradient, start, *selection, values, self._fp16_scale)
         if self._gradient_filter is not None:
-            inverse = inverse_limits(
-                self._gradient_filter, self._coefficients, self._projection, part.dx_factor, self._fp16_scale
-            )
-            part.filtered = FilteredGradient(part.gradient, inverse)
+            inverse = inverse_limits(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
+            part.filtered = FilteredGradient(self._unfiltered(part), inverse, self._gradient_filter)
         return part
+
+    def _unfiltered(self, part: Slice) -> UnfilteredSlice:
+        targets = self._placed or (None, None, None)
+        factors = RowFactors(part.dx_factor, part.dw_factor, self._fp16_scale, *targets)
+        weight = some_rows(self._projection.weight, part.start, part.stop)
+        return UnfilteredSlice(part.gradient, weight, self.x, factors, part.start)
 
     def _formed(self, start: int, stop: int) -> Slice:
         """The slice without the selected entries."""

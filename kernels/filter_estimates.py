@@ -1,0 +1,270 @@
+"""The errors that filtering the gradient of the logits adds to dX and dW, estimated before the products.
+
+Let R be what a filter takes from G: 0 in active tiles, ``G_ij - m_it q_j`` in the others
+(:mod:`parallel_lce.kernels.active_tiles`). For random signs O ``[D, 4]`` and S ``[C, 4]``
+
+    E |R (W O)|^2 = 4 |R W|^2        E |(R S).T x|^2 = 4 |R.T x|^2
+
+in Frobenius norms. So the errors of both products need R times one *sketch* ``[W O | S]`` of 8 columns. A tile's part
+of that is ``A_t - m_t (q_t.T B_t)``, with ``A_t`` the tile of G times the rows ``B_t`` of the sketch that are the
+tile's. It needs G no more once the ``A_t`` of all tiles are known, whatever the filter.
+
+The errors are estimated at ``LEVELS`` filters: 2^-8, and each half of the one before. What is not finite is an error
+too large. Norms from four signs vary: the worst case is an error of rank 1, whose estimate has a standard deviation of
+a third.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel_lce.kernels.active_tiles import TILE, ScannedTiles
+from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.tuning import interpreted
+
+LEVELS = 8
+"""Filters at which the errors are estimated."""
+SIGNS = 4
+"""Columns of O, and of S."""
+
+_TILE, _LEVELS, _SIGNS = tl.constexpr(TILE), tl.constexpr(LEVELS), tl.constexpr(SIGNS)
+_COLUMNS = tl.constexpr(2 * SIGNS)
+# Columns of a product: one per level, one for G unfiltered. A product has 16 at least.
+_SLOTS = tl.constexpr(16)
+# Numbers of the signs of a program, row blocks that are summed at a time.
+_DRAWN, _SUMMED = 1024, 8
+# Tokens of a program, and blocks of entries per step.
+_TOKENS, _STEP = 16, 32
+# A norm below which fp32 does not hold the squares of its small parts.
+_SMALLEST = tl.constexpr(2.0**-50)
+
+
+class RowFactors(NamedTuple):
+    """What the rows of a gradient ``[R, C]`` lack that is added beside the products.
+
+    ``dx_factor [R]`` and ``dw_factor [R]``: they are still to be multiplied by these; None: 1. ``fp16_scale``,
+    0-dimensional: they are still to be divided by it; None: 1. ``target [R]``, ``residual [R]`` and ``unshared [R]``:
+    of :func:`parallel_lce.kernels.targets.add_targets`, or None.
+    """
+
+    dx_factor: torch.Tensor | None
+    dw_factor: torch.Tensor | None
+    fp16_scale: torch.Tensor | None
+    target: torch.Tensor | None
+    residual: torch.Tensor | None
+    unshared: torch.Tensor | None
+
+
+@triton.jit
+def _filter_of(level):
+    """2^(-8 - level), from the bits of its exponent."""
+    return ((127 - 8 - level) << 23).to(tl.float32, bitcast=True)
+
+
+@Relaunched
+@triton.jit
+def lce_backward_signs(signs, columns, stride, SEED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.randint(SEED, c)
+    for row in tl.static_range(COUNT):
+        sign = 1.0 - 2.0 * ((bits >> row) & 1).to(tl.float32)
+        tl.store(signs + row * stride + c, sign.to(signs.dtype.element_ty), mask=c < columns)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["row_blocks"])
+def lce_backward_level_means(
+    largest, column_sums, sketch, means, row_blocks, entries, sketch_stride, BLOCK: tl.constexpr
+):
+    """The means of a block of rows of the sketch by the shares of each level: ``q_t.T B_t``."""
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    c = tile * _TILE + tl.arange(0, _TILE)
+    level, column = tl.arange(0, _LEVELS), tl.arange(0, _COLUMNS)
+    sums = tl.zeros((_LEVELS, _TILE), tl.float32)
+    for start in range(0, row_blocks, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        valid = block < row_blocks
+        found = tl.load(largest + block * tiles + tile, mask=valid, other=float("inf"))
+        skipped = found[:, None] <= _filter_of(level)[None, :]
+        offsets = block.to(tl.int64)[:, None] * (tiles * _TILE) + c[None, :]
+        values = tl.load(column_sums + offsets, mask=valid[:, None], other=0.0)
+        sums += tl.sum(tl.where(skipped[:, :, None], values[:, None, :], 0.0), 0)
+    total = tl.sum(sums, 1)[:, None]
+    shares = tl.where(total > 0.0, sums / total, 0.0)
+    b = tl.load(sketch + column[:, None] * sketch_stride + c[None, :], mask=(c < entries)[None, :], other=0.0)
+    mean = tl.sum(shares[:, None, :] * b.to(tl.float32)[None, :, :], 2)
+    places = (tile * _LEVELS + level)[:, None] * _COLUMNS + column[None, :]
+    tl.store(means + places, mean)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "tiles", "first"])
+def lce_backward_level_errors(
+    largest,
+    masses,
+    sketched,
+    means,
+    sketch,
+    factors,
+    hidden_norms,
+    signed,
+    rows,
+    tiles,
+    entries,
+    first,
+    masses_stride,
+    sketch_stride,
+    signed_stride,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Some tokens' R times the sketch at each level, and G times it: norms of the columns that are for dX, and the
+    columns that are for dW."""
+    program = tl.program_id(0)
+    block = program * TOKENS // _TILE
+    r = program * TOKENS + tl.arange(0, TOKENS)
+    flat = program * (TOKENS * _COLUMNS) + tl.arange(0, TOKENS * _COLUMNS)
+    slot, place = tl.arange(0, _SLOTS), tl.arange(0, _SLOTS * _COLUMNS)
+    level = place // _COLUMNS
+    parts = tl.zeros((TOKENS * _COLUMNS, _SLOTS), tl.float32)
+    replaced = tl.zeros((TOKENS, _SLOTS * _COLUMNS), tl.float32)
+    for start in range(0, tiles, STEP):
+        t = start + tl.arange(0, STEP)
+        found = tl.load(largest + block * tiles + t, mask=t < tiles, other=float("inf"))
+        skipped = (slot < _LEVELS)[None, :] & (found[:, None] <= _filter_of(slot)[None, :])
+        taken = (skipped | (slot == _LEVELS)[None, :]).to(tl.float32)
+        tile_offsets = t.to(tl.int64)[None, :] * (rows * _COLUMNS)
+        inside = (flat < rows * _COLUMNS)[:, None] & (t < tiles)[None, :]
+        a = tl.load(sketched + tile_offsets + flat[:, None], mask=inside, other=0.0)
+        inside = (level < _LEVELS)[None, :] & (found[:, None] <= _filter_of(level)[None, :])
+        u = tl.load(means + t[:, None] * (_LEVELS * _COLUMNS) + place[None, :], mask=inside, other=0.0)
+        inside = (r < rows)[:, None] & (t < tiles)[None, :]
+        m = tl.load(masses + t.to(tl.int64)[None, :] * masses_stride + r[:, None], mask=inside, other=0.0)
+        if UPCAST:
+            a = a.to(tl.float32)
+            m = m.to(tl.float32)
+        parts = tl.dot(a, taken.to(a.dtype), parts)
+        replaced = tl.dot(m, u.to(m.dtype), replaced)
+    # Tokens, columns of the sketch, slots.
+    replaced = tl.permute(tl.reshape(replaced, (TOKENS, _SLOTS, _COLUMNS)), (0, 2, 1))
+    z = tl.reshape(parts, (TOKENS, _COLUMNS, _SLOTS)) - replaced
+    column = tl.arange(0, _COLUMNS)
+    of_hidden = (column < _SIGNS)[None, :]
+    ones = tl.full((TOKENS,), 1.0, tl.float32)
+    dx_factor, dw_factor = ones, ones
+    if factors.dx_factor is not None:
+        dx_factor = tl.load(factors.dx_factor + r, mask=r < rows, other=0.0)
+    if factors.dw_factor is not None:
+        dw_factor = tl.load(factors.dw_factor + r, mask=r < rows, other=0.0)
+    z *= tl.where(of_hidden, dx_factor[:, None], dw_factor[:, None])[:, :, None]
+    if factors.target is not None:
+        entry = tl.load(factors.target + r, mask=r < rows, other=-1) - first
+        hit = (entry >= 0) & (entry < entries)
+        left = tl.load(factors.residual + r, mask=hit, other=0.0)
+        if factors.fp16_scale is not None:
+            left *= tl.load(factors.fp16_scale)
+        unshared = tl.load(factors.unshared + r, mask=hit, other=0) != 0
+        b = tl.load(sketch + column[None, :] * sketch_stride + entry[:, None], mask=hit[:, None], other=0.0)
+        target = tl.where(of_hidden | unshared[:, None], left[:, None] * b.to(tl.float32), 0.0)
+        z += tl.where((slot == _LEVELS)[None, None, :], target[:, :, None], 0.0)
+    squares = tl.sum(tl.sum(tl.where(of_hidden[:, :, None], z * z, 0.0), 1), 0)
+    tl.store(hidden_norms + program * _SLOTS + slot, tl.sqrt(squares))
+    row = slot[None, :] * _SIGNS + column[:, None] - _SIGNS
+    inside = (slot <= _LEVELS)[None, :] & (column >= _SIGNS)[:, None]
+    pointers = signed + row[None, :, :] * signed_stride + r[:, None, None]
+    tl.store(pointers, z.to(signed.dtype.element_ty), mask=inside[None, :, :] & (r < rows)[:, None, None])
+
+
+@triton.jit
+def _relative(norms, level):
+    total = tl.load(norms + _LEVELS)
+    known = (total > _SMALLEST) & (total < float("inf"))
+    return tl.where(known, tl.load(norms + level) / total, float("inf"))
+
+
+@Relaunched
+@triton.jit
+def lce_backward_choose_level(hidden_norms, weight_norms, chosen, errors, limit):
+    level = tl.arange(0, _LEVELS)
+    of_hidden, of_weight = _relative(hidden_norms, level), _relative(weight_norms, level)
+    tl.store(errors + level, of_hidden)
+    tl.store(errors + _LEVELS + level, of_weight)
+    # NaN is not below the limit.
+    number = tl.min(tl.where((of_hidden <= limit) & (of_weight <= limit), level, _LEVELS), 0)
+    tl.store(chosen, tl.where(number < _LEVELS, _filter_of(number), 0.0))
+
+
+def signs(result: torch.Tensor, seed: int) -> torch.Tensor:
+    """Fill ``result [4, n]`` with signs: the same for the same seed, without a state of a generator."""
+    count, columns = result.shape
+    lce_backward_signs.launch(
+        (-(-columns // _DRAWN),), result, columns, result.stride(0), SEED=seed, COUNT=count, BLOCK=_DRAWN
+    )
+    return result
+
+
+def level_products(
+    scanned: ScannedTiles, sketch: torch.Tensor, factors: RowFactors, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every level, and at last of G itself: norms ``[9]`` of dX's part of R times the sketch, and dW's part
+    ``[9 * 4, R]``, which is still to be multiplied by x.
+
+    ``sketch [8, C]``, of which ``scanned`` holds the products. ``first``: the id of the first entry of ``factors``'
+    targets.
+    """
+    assert scanned.sketched is not None
+    (row_blocks, tiles), rows, entries = scanned.largest.shape, scanned.masses.shape[1], sketch.shape[1]
+    means = sketch.new_empty(tiles, LEVELS, 2 * SIGNS, dtype=torch.float32)
+    lce_backward_level_means.launch(
+        (tiles,),
+        scanned.largest,
+        scanned.column_sums,
+        sketch,
+        means,
+        row_blocks,
+        entries,
+        sketch.stride(0),
+        BLOCK=min(_SUMMED, next_power_of_2(row_blocks)),
+    )
+    programs = -(-rows // _TOKENS)
+    norms = means.new_empty(programs, _SLOTS.value)
+    signed = sketch.new_empty((LEVELS + 1) * SIGNS, -(-rows // 8) * 8)[:, :rows]
+    lce_backward_level_errors.launch(
+        (programs,),
+        scanned.largest,
+        scanned.masses,
+        scanned.sketched,
+        means,
+        sketch,
+        factors,
+        norms,
+        signed,
+        rows,
+        tiles,
+        entries,
+        first,
+        scanned.masses.stride(0),
+        sketch.stride(0),
+        signed.stride(0),
+        TOKENS=_TOKENS,
+        STEP=_STEP,
+        # Triton's interpreter multiplies bf16 wrongly.
+        UPCAST=interpreted() and sketch.element_size() == 2,
+        num_warps=4,
+    )
+    return torch.linalg.vector_norm(norms[:, : LEVELS + 1], dim=0), signed
+
+
+def choose_level(
+    hidden_norms: torch.Tensor, weight_norms: torch.Tensor, limit: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest filter whose relative errors are at most ``limit``, else 0: fp32 ``[1]``; and the errors of dX and dW
+    ``[2, 8]``. Both norms ``[9]``: of the levels, and of G's product."""
+    chosen, errors = hidden_norms.new_empty(1), hidden_norms.new_empty(2, LEVELS)
+    lce_backward_choose_level.launch((1,), hidden_norms, weight_norms, chosen, errors, limit, num_warps=1)
+    return chosen, errors

@@ -1,0 +1,334 @@
+"""Filters that are chosen on the device: the errors that they are chosen by, beside those of the definition."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import one_hot
+
+from cases import DTYPES, normal
+from filters import TILE, filtered
+from measures import assert_close, relative_error
+from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
+from parallel_lce.operands import call_of, numbers_of, operands_of
+from parallel_lce.partials import Columns
+from parallel_lce.prepare import prepare
+from tools import arguments_of, chosen_backend, shrunk
+
+pytest.importorskip("triton", reason="needs triton")
+
+from parallel_lce.backends import triton as backend
+from parallel_lce.backends import triton_filter
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
+from parallel_lce.kernels.active_tiles import find_active_tiles, scan_tiles
+from parallel_lce.kernels.filter_estimates import LEVELS, RowFactors, choose_level, level_products, signs
+
+LIMIT = triton_filter.AUTO_ERROR
+FILTERS = [2.0 ** -(8 + level) for level in range(LEVELS)]
+
+
+def inputs_of(kind: str, N: int, V: int):
+    """Hidden states and a weight. The first entry has most of the softmax. The rest is in the first tiles, or ``even``
+    in all tiles. ``mixed``: some tokens have much less of the first entry, and like others of the rest."""
+    x, weight = normal(N, 16), 0.15 * normal(V, 16, seed=1)
+    x[:, 0] = 4.0
+    x[TILE:, 0] = 3.0 if kind == "mixed" else 3.6
+    if kind == "mixed":
+        x[TILE:, 1] = 3.0
+    offsets = torch.zeros(4) if kind == "even" else torch.tensor([0.0, 0.0, -0.9, -1.1])
+    weight[:, 0] = offsets.repeat_interleave(TILE)[:V]
+    weight[0, 0] = 3.8 if kind == "even" else 3.0
+    return x, weight
+
+
+def draw(kind: str, N: int = 150, V: int = 500, dtype: str = "bf16", device: str = "cpu"):
+    """x, weight and targets drawn from the softmax, outside the first tile once each."""
+    x, weight = (t.to(DTYPES[dtype]) for t in inputs_of(kind, N, V))
+    p = (x.double() @ weight.double().T).softmax(1)
+    target = p.multinomial(1, generator=torch.Generator().manual_seed(2)).squeeze(1)
+    for i, y in enumerate(target.tolist()):
+        if y >= TILE and y in target[:i]:
+            target[i] = -100
+    return [x.to(device).requires_grad_(), weight.to(device).requires_grad_(), target.to(device)]
+
+
+def gradients(x, weight, target, upstream=1.0, **options):
+    loss = linear_cross_entropy(x, weight, target, **options)
+    return torch.autograd.grad(loss.sum() * upstream, (x, weight))
+
+
+@pytest.fixture
+def choices(monkeypatch):
+    """What has been estimated of each slice since."""
+    found, original = [], triton_filter.estimated
+
+    def noted(*given):
+        found.append(original(*given))
+        return found[-1]
+
+    monkeypatch.setattr(triton_filter, "estimated", noted)
+    with chosen_backend("triton"):
+        yield found
+
+
+class Slice:
+    """A slice of G as the backward has it, in float64 and on a device. ``placed``: with factors and targets."""
+
+    def __init__(self, kind: str, dtype: str, placed: bool, device: str) -> None:
+        N, V, first = 150, 500, 1000
+        x, weight = (t.to(DTYPES[dtype]) for t in inputs_of(kind, N, V))
+        token, ones = torch.arange(N), torch.ones(N).double()
+        self.scale, alpha, self.dx_factor, self.dw_factor = 1.0, ones, ones, ones
+        # A third of the targets have 0 in G, of a third a little is left beside it, and a third is in another slice.
+        self.unshared = token % 3 == 0
+        target = first + torch.where(token % 3 < 2, (7 * token) % V, V + token)
+        residual = 0.0 * alpha
+        if placed:
+            alpha, self.dx_factor, self.dw_factor = (0.5 + normal(N, seed=s).sigmoid() for s in (3, 4, 5))
+            self.scale, residual = 8.0, -alpha * torch.where(self.unshared, 0.9, 0.05)
+        p = (x.double() @ weight.double().T).softmax(1)
+        p[:, 0] -= 1.0
+        # What follows a row is never read as a number.
+        memory = torch.full((N, 504), torch.nan, dtype=DTYPES[dtype], device=device)
+        memory[:, :V] = (p * (alpha / self.dx_factor * self.scale)[:, None]).to(device)
+        self.g, self.inverse = memory[:, :V].cpu().double(), self.dx_factor / (alpha * self.scale)
+        self.x, self.weight = x.double(), weight.double()
+        self.beside = one_hot((target - first) % V, V) * (target < first + V)[:, None] * residual[:, None]
+        # What each filter takes away.
+        p = self.g * self.inverse[:, None]
+        self.removed = [self.g - filtered(self.g, p, eps)[0] for eps in FILTERS]
+
+        rows = [t.float().to(device) for t in (self.dx_factor, self.dw_factor, torch.tensor(self.scale))]
+        targets = target.to(device), residual.float().to(device), self.unshared.to(torch.uint8).to(device)
+        factors = RowFactors(*rows, *targets)
+        self.given = triton_filter.UnfilteredSlice(memory[:, :V], weight.to(device), x.to(device), factors, first)
+        self.sketch = triton_filter.sketch_of(self.given.weight)
+        self.scanned = scan_tiles(self.given.gradient, self.inverse.float().to(device), self.sketch)
+
+    def of_hidden(self, g: torch.Tensor, beside: torch.Tensor | float = 0.0) -> torch.Tensor:
+        """``g`` as it counts for dX, ``beside``: the targets."""
+        return g * (self.dx_factor / self.scale)[:, None] + beside
+
+    def of_weight(self, g: torch.Tensor, beside: torch.Tensor | float = 0.0) -> torch.Tensor:
+        return g * (self.dw_factor / self.scale)[:, None] + beside * self.unshared[:, None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "placed"),
+    [("first", "bf16", False), ("first", "fp16", True), ("mixed", "bf16", True), ("even", "bf16", False)],
+)
+def test_estimates_are_near_the_errors_of_the_definition(kind, dtype, placed, device):
+    t = Slice(kind, dtype, placed, device)
+    eps, errors = triton_filter.estimated(t.given, t.scanned, t.sketch)
+    dx, dw = t.of_hidden(t.g, t.beside) @ t.weight, t.of_weight(t.g, t.beside).T @ t.x
+    true = [
+        ((t.of_hidden(r) @ t.weight).norm() / dx.norm(), (t.of_weight(r).T @ t.x).norm() / dw.norm()) for r in t.removed
+    ]
+    assert max(true[0]) > LIMIT / 8
+    for level, (found, expected) in enumerate(zip(errors.T.tolist(), true)):
+        for a, b in zip(found, expected):
+            # What is rounded on the way has norms of that order.
+            assert b / 2 - 2**-13 <= a <= 2 * b + 2**-13, (level, a, b)
+    passing = [eps for eps, found in zip(FILTERS, errors.T.tolist()) if max(found) <= LIMIT]
+    assert eps.item() == (passing or [0.0])[0]
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [("fp32", 4e-3), ("fp16", 4e-2)])
+def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
+    """The signs of the sketch being given, nothing is left to chance. Rounding is relative to G's product, and R's is
+    smaller."""
+    t = Slice("mixed", dtype, True, device)
+    norms, signed = level_products(t.scanned, t.sketch, t.given.factors, t.given.first)
+    sketch = t.sketch.cpu().double().T
+    for level, r in enumerate([*t.removed, t.g]):
+        beside = t.beside if level == LEVELS else 0.0
+        hidden = t.scale * (t.of_hidden(r, beside) @ sketch[:, :4]).norm()
+        assert abs(norms[level].item() - hidden) <= rtol * hidden, level
+        expected = t.scale * (t.of_weight(r, beside) @ sketch[:, 4:])
+        assert_close(signed[4 * level : 4 * level + 4].T, expected, rtol, name=level)
+
+
+def test_the_choice_is_that_of_the_definition(choices, device):
+    """Beyond rounding, the gradients differ from the exact ones by what the filter may add."""
+    x, weight, target = draw("first", device=device)
+    found, (estimates,) = gradients(x, weight, target, gradient_filter="auto"), choices
+    eps = estimates.eps.item()
+    assert 0 < eps < FILTERS[0]
+    exact = gradients(x, weight, target)
+    same = gradients(x, weight, target, gradient_filter=eps)
+    for a, b, c in zip(found, exact, same):
+        assert torch.equal(a, c)
+        assert not torch.equal(a, b)
+        assert relative_error(a, b) <= 2 * LIMIT + 2**-9
+
+
+def test_gradients_are_exact_where_every_filter_would_add_too_much(choices, device):
+    t = draw("even", device=device)
+    found, (estimates,) = gradients(*t, gradient_filter="auto"), choices
+    assert estimates.eps.item() == 0.0
+    for a, b, c in zip(found, gradients(*t), gradients(*t, gradient_filter=FILTERS[-1])):
+        assert_close(a, b.double(), 6e-3)
+        assert relative_error(c, b) > 2 * LIMIT
+
+
+@pytest.mark.parametrize("upstream", [2.0**-40, -(2.0**20)])
+def test_the_choice_does_not_depend_on_the_scale_of_the_loss(upstream, choices, device):
+    t = draw("first", 40, 300, device=device)
+    for factor in (1.0, upstream):
+        gradients(*t, factor, gradient_filter="auto", reduction="none")
+    once, scaled = choices
+    assert once.eps.item() == scaled.eps.item() > 0
+    torch.testing.assert_close(once.errors, scaled.errors, rtol=1e-2, atol=1e-5)
+
+
+def test_equal_calls_give_equal_bits_and_draw_no_random_numbers(choices, device):
+    """The third call of a signature and later ones are replayed."""
+    t, state = draw("first", 40, 300, device=device), torch.random.get_rng_state()
+    first, *others = (gradients(*t, gradient_filter="auto", reduction="sum") for _ in range(4))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_every_slice_has_its_own_choice(choices, device):
+    t = draw("mixed", device=device)
+    with shrunk(40_000):
+        found = gradients(*t, gradient_filter="auto", logits_budget=70_000, reduction="none")
+        exact = gradients(*t, logits_budget=70_000, reduction="none")
+    assert len({estimates.eps.item() for estimates in choices}) > 1
+    for a, b in zip(found, exact):
+        assert relative_error(a, b) <= 2 * LIMIT + 2**-9
+
+
+@pytest.mark.parametrize("where", ["hidden", "target"])
+def test_nan_reaches_what_it_would_reach_without_a_filter(where, choices, device):
+    x, weight, target = draw("first", 40, 300, device=device)
+    with torch.no_grad():
+        if where == "hidden":
+            x[5] = torch.nan
+        else:
+            target[5] = 10_000
+    found, exact = (gradients(x, weight, target, gradient_filter=f, reduction="none") for f in ("auto", None))
+    assert choices[0].eps.item() == 0.0
+    for a, b in zip(found, exact):
+        assert torch.equal(a.isnan(), b.isnan()) and b.isnan().any()
+        assert_close(a.nan_to_num(), b.nan_to_num().double(), 6e-3)
+
+
+def test_the_largest_level_with_both_errors_within_the_limit_is_chosen(device):
+    def chosen(hidden: list[float], weight: list[float], whole: float = 1.0) -> float:
+        norms = (torch.tensor([*errors, 1.0], device=device) * whole for errors in (hidden, weight))
+        return choose_level(*norms, limit=0.25)[0].item()
+
+    small = [0.1] * LEVELS
+    assert chosen(small, small) == FILTERS[0]
+    assert chosen([0.5, 0.3, *small[2:]], [0.3, *small[1:]]) == FILTERS[2]
+    assert chosen([0.3, *small[1:]], [0.5, 0.3, 0.25, *small[3:]]) == FILTERS[2]
+    # A level is taken if it passes, even if a smaller one does not.
+    assert chosen([0.5, 0.1, 0.5, *small[3:]], small) == FILTERS[1]
+    assert chosen([0.5] * 7 + [0.1], small) == FILTERS[7]
+    nan = torch.nan
+    assert chosen([nan] * LEVELS, small) == chosen(small, [0.3] * LEVELS) == 0.0
+    for whole in (0.0, 2.0**-60, torch.inf, nan):
+        assert chosen(small, small, whole) == 0.0
+
+
+def test_of_a_limit_on_the_device_the_same_tiles_are_active(device):
+    gradient = normal(300, 384).to(torch.bfloat16).to(device)
+    ones = torch.ones(300, device=device)
+    number, tensor = (find_active_tiles(scan_tiles(gradient, ones), eps) for eps in (4.0, ones[:1] * 4.0))
+    counts = number.of_rows.counts
+    assert 0 < counts.sum() < 9 and torch.equal(counts, tensor.of_rows.counts)
+    assert torch.equal(number.masses, tensor.masses) and torch.equal(number.shares, tensor.shares)
+
+
+def test_a_tile_with_nan_is_active_at_every_limit(device):
+    gradient = torch.zeros(300, 384, dtype=torch.bfloat16, device=device)
+    gradient[130, 300] = torch.nan
+    scanned = scan_tiles(gradient, torch.ones(300, device=device))
+    assert scanned.largest[1, 2] == torch.inf and scanned.largest.count_nonzero() == 1
+
+
+def test_signs_are_balanced_and_independent(device):
+    found = signs(torch.empty(4, 5000, dtype=torch.bfloat16, device=device), seed=0).cpu().float()
+    assert set(found.unique().tolist()) == {-1.0, 1.0}
+    other = signs(torch.empty(4, 5000, dtype=torch.bfloat16, device=device), seed=1).cpu().float()
+    both = torch.cat([found, other])
+    # Standard deviation: 1 / sqrt(5000), 0.014.
+    assert ((both @ both.T) / 5000 - torch.eye(8)).abs().max() < 0.05
+    assert both.mean(1).abs().max() < 0.05
+    assert (both[:, 1:] * both[:, :-1]).mean(1).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("gradient_filter", [2**-8, "auto"])
+def test_auto_reads_hidden_states_before_dx(gradient_filter, device):
+    """They may arrive later else, if all exponentials are saved."""
+    x, weight, target = (t.detach() for t in draw("first", 40, 70, device=device))
+    ones, partial = torch.ones(40, device=device), torch.ones(3, 40, device=device)
+    saved = tuple(backend.BlockForward(Projection(weight, None, 0, 70), x, target, Columns(), 70).project_rest())
+    coefficients, grads = Coefficients(ones, ones, None), GradBuffers(torch.empty_like(x), None, None)
+    work = backend.BlockBackward(
+        Projection(weight, None, 0, 70),
+        x,
+        target,
+        partial,
+        coefficients,
+        saved,
+        grads,
+        Scratch(0, device),
+        None,
+        gradient_filter,
+    )
+    assert work.reads_hidden_first == (gradient_filter == "auto")
+
+
+def test_the_torch_backend_is_exact(device):
+    t = draw("first", 40, 300, device=device)
+    with chosen_backend("torch"):
+        for a, b in zip(gradients(*t, gradient_filter="auto"), gradients(*t)):
+            assert torch.equal(a, b)
+
+
+def test_statistics_and_the_module_take_it(choices, device):
+    x, weight, target = draw("first", 40, 300, device=device)
+    target.clamp_(min=0)
+    module = copy.copy(LinearCrossEntropy(gradient_filter="auto", reduction="sum"))
+    assert "gradient_filter='auto'" in repr(module)
+    of_loss = torch.autograd.grad(module(x, weight, target), (x, weight))
+    found = token_statistics(x, weight, target, gradient_filter="auto")
+    of_statistics = torch.autograd.grad(-found.target_log_prob.sum(), (x, weight))
+    assert len(choices) == 2
+    for a, b in zip(of_statistics, of_loss):
+        assert_close(a, b.double(), 1e-2)
+
+
+@pytest.mark.parametrize("name", ["label_smoothing", "expected_logit"])
+def test_other_gradients_are_refused(name):
+    x, weight, target = draw("first", 4, 8)
+    function, value = (linear_cross_entropy, 0.1) if name == "label_smoothing" else (token_statistics, True)
+    with pytest.raises(ValueError, match=f"gradient_filter=auto cannot be combined with {name}"):
+        function(x, weight, target, gradient_filter="auto", **{name: value})
+
+
+@pytest.mark.slow
+def test_graphs_take_it(choices, device):
+    t = draw("first", 40, 300, device=device)
+    expected = gradients(*t, gradient_filter="auto")
+    compiled = torch.compile(
+        lambda *t: linear_cross_entropy(*t, gradient_filter="auto"), fullgraph=True, backend="aot_eager"
+    )
+    found = torch.autograd.grad(compiled(*t), t[:2])
+    first, second = choices
+    assert first.eps.item() == second.eps.item() > 0
+    for a, b in zip(found, expected):
+        assert_close(a, b.double(), 1e-6)
+
+
+@pytest.mark.parametrize("value", [None, 2**-9, "auto"])
+def test_operators_are_told_of_it(value):
+    arguments = arguments_of(*draw("even", 4, 8), gradient_filter=value)
+    prepared = prepare(arguments, Columns(), function="a test")
+    operands, numbers = operands_of(prepared.call, prepared.inputs), numbers_of(prepared.call)
+    assert call_of(operands, numbers).gradient_filter == value

@@ -60,7 +60,8 @@ class ScannedTiles(NamedTuple):
     masses: torch.Tensor
     # [row blocks, 128 T] fp32: sums of |G| u over the tokens of a row block
     column_sums: torch.Tensor
-    # [T, R, 8], of which tile t holds its own terms of the gradient's product with a sketch; None: there is no sketch
+    # [T, R, 8], of which tile t holds its own terms of the gradient's product with a sketch, whose rows are
+    # relative to their mean in the tile; None: there is no sketch
     sketched: torch.Tensor | None
 
 
@@ -113,7 +114,10 @@ def lce_backward_scan(
         # A product has 16 columns at least.
         k = tl.arange(0, 16)
         inside = (c < entries)[:, None] & (k < COLUMNS)[None, :]
-        s = tl.load(sketch + k[None, :] * sketch_stride + c[:, None], mask=inside, other=0.0)
+        s = tl.load(sketch + k[None, :] * sketch_stride + c[:, None], mask=inside, other=0.0).to(tl.float32)
+        # Without the mean, which the masses stand for: the rounding of a large mean would hide what filters change.
+        mean = tl.sum(s, 0) / tl.minimum(entries - tile * _TILE, _TILE)
+        s = tl.where(inside, s - mean[None, :], 0.0).to(stored.dtype)
         if UPCAST:
             stored = stored.to(tl.float32)
             s = s.to(tl.float32)

@@ -7,7 +7,8 @@ Let R be what a filter takes from G: 0 in active tiles, ``G_ij - m_it q_j`` in t
 
 in Frobenius norms. So the errors of both products need R times one *sketch* ``[W O | S]`` of 8 columns. A tile's part
 of that is ``A_t - m_t (q_t.T B_t)``, with ``A_t`` the tile of G times the rows ``B_t`` of the sketch that are the
-tile's. It needs G no more once the ``A_t`` of all tiles are known, whatever the filter.
+tile's. It needs G no more once the ``A_t`` of all tiles are known, whatever the filter. ``B_t`` is taken relative to
+its mean. That changes nothing in R, whose rows sum to 0 in every tile; G's own product gets the masses times the means.
 
 The errors are estimated at ``LEVELS`` filters: 2^-8, and each half of the one before. What is not finite is an error
 too large. Norms from four signs vary: the worst case is an error of rank 1, whose estimate has a standard deviation of
@@ -80,7 +81,8 @@ def lce_backward_signs(signs, columns, stride, SEED: tl.constexpr, COUNT: tl.con
 def lce_backward_level_means(
     largest, column_sums, sketch, means, row_blocks, entries, sketch_stride, BLOCK: tl.constexpr
 ):
-    """The means of a block of rows of the sketch by the shares of each level: ``q_t.T B_t``."""
+    """The means of a block of rows of the sketch by the shares of each level, ``q_t.T B_t``, relative to the plain
+    mean; and at last what the plain mean takes from G's own product."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
     level, column = tl.arange(0, _LEVELS), tl.arange(0, _COLUMNS)
@@ -96,9 +98,13 @@ def lce_backward_level_means(
     total = tl.sum(sums, 1)[:, None]
     shares = tl.where(total > 0.0, sums / total, 0.0)
     b = tl.load(sketch + column[:, None] * sketch_stride + c[None, :], mask=(c < entries)[None, :], other=0.0)
-    mean = tl.sum(shares[:, None, :] * b.to(tl.float32)[None, :, :], 2)
-    places = (tile * _LEVELS + level)[:, None] * _COLUMNS + column[None, :]
-    tl.store(means + places, mean)
+    b = b.to(tl.float32)
+    plain = tl.sum(b, 1) / tl.minimum(entries - tile * _TILE, _TILE)
+    b = tl.where((c < entries)[None, :], b - plain[:, None], 0.0)
+    mean = tl.sum(shares[:, None, :] * b[None, :, :], 2)
+    of_tile = means + tile * ((_LEVELS + 1) * _COLUMNS)
+    tl.store(of_tile + level[:, None] * _COLUMNS + column[None, :], mean)
+    tl.store(of_tile + _LEVELS * _COLUMNS + column, -plain)
 
 
 @Relaunched
@@ -142,14 +148,17 @@ def lce_backward_level_errors(
         inside = (flat < rows * _COLUMNS)[:, None] & (t < tiles)[None, :]
         a = tl.load(sketched + tile_offsets + flat[:, None], mask=inside, other=0.0)
         inside = (level < _LEVELS)[None, :] & (found[:, None] <= _filter_of(level)[None, :])
-        u = tl.load(means + t[:, None] * (_LEVELS * _COLUMNS) + place[None, :], mask=inside, other=0.0)
+        inside |= (level == _LEVELS)[None, :] & (t < tiles)[:, None]
+        u = tl.load(means + t[:, None] * ((_LEVELS + 1) * _COLUMNS) + place[None, :], mask=inside, other=0.0)
         inside = (r < rows)[:, None] & (t < tiles)[None, :]
         m = tl.load(masses + t.to(tl.int64)[None, :] * masses_stride + r[:, None], mask=inside, other=0.0)
+        u = u.to(m.dtype)
         if UPCAST:
             a = a.to(tl.float32)
             m = m.to(tl.float32)
+            u = u.to(tl.float32)
         parts = tl.dot(a, taken.to(a.dtype), parts)
-        replaced = tl.dot(m, u.to(m.dtype), replaced)
+        replaced = tl.dot(m, u, replaced)
     # Tokens, columns of the sketch, slots.
     replaced = tl.permute(tl.reshape(replaced, (TOKENS, _SLOTS, _COLUMNS)), (0, 2, 1))
     z = tl.reshape(parts, (TOKENS, _COLUMNS, _SLOTS)) - replaced
@@ -219,7 +228,7 @@ def level_products(
     """
     assert scanned.sketched is not None
     (row_blocks, tiles), rows, entries = scanned.largest.shape, scanned.masses.shape[1], sketch.shape[1]
-    means = sketch.new_empty(tiles, LEVELS, 2 * SIGNS, dtype=torch.float32)
+    means = sketch.new_empty(tiles, LEVELS + 1, 2 * SIGNS, dtype=torch.float32)
     lce_backward_level_means.launch(
         (tiles,),
         scanned.largest,

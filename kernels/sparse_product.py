@@ -18,7 +18,7 @@ from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import addressable, descriptor, interpreted, num_sms, runs_gluon
 
 # Hidden elements of a program's result in the plain mainloop, and elements of the sum per step.
-_HIDDEN, _STEP = 128, 32
+_HIDDEN, _STEP = 64, 32
 # The same for Hopper, and the stages of its ring. A low-precision result is staged in the memory of one of them.
 _HOPPER_HIDDEN, _HOPPER_STEP, _HOPPER_STAGES = 256, 64, 4
 # Blocks of hidden elements that are worked on together: what they share then stays in the L2 cache.
@@ -117,7 +117,8 @@ def sparse_product(
     order = lists.counts.argsort(descending=True, stable=True)
     shares, spread = (None, None) if rank_one is None else rank_one
     shared = total, *lists, order, shares, spread, rows, hidden_size, blocks, places
-    if runs_gluon(gradient) and addressable(gradient, other):
+    # Other hidden sizes would need more registers: addresses of single elements.
+    if runs_gluon(gradient) and addressable(gradient, other) and hidden_size % 16 == 0:
         _launch_hopper(shared, gradient, other, transposed, add)
         return
     lce_backward_sparse_product.launch(

@@ -160,7 +160,7 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(reduction, options, ba
         assert torch.equal(a.isnan(), b.isnan())
     if reduction == "none":
         others = torch.arange(len(x)) != 5
-        allowed = 1.1 * relative_error(near[others], truth[others].double())
+        allowed = 1.5 * relative_error(near[others], truth[others].double())
         assert relative_error(found[0][others], truth[others].double()) <= allowed
 
 

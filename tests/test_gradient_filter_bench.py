@@ -163,7 +163,7 @@ def test_both_budgets_and_every_filter_are_asked_for(short, monkeypatch):
 
     monkeypatch.setattr(parallel_lce, "linear_cross_entropy", recorded)
     measure(Inputs("", **tensors(20, 30, 8)), rounds=1)
-    values = None, 2**-13, 2**-12, 2**-11, 2**-10
+    values = None, "auto", 2**-13, 2**-12, 2**-11, 2**-10
     assert set(asked) == {(value, budget, "mean") for value in values for budget in (1 << 40, 0)}
 
 
@@ -201,16 +201,21 @@ def test_the_report_writes_tables_json_and_a_picture(short, tmp_path, capsys):
         assert f"{case['name']}: N=40, V=60, D=16, bf16, loss {case['loss']:.4f}" in said
         assert set(case["reference_errors"]) == {EXACT, *ROUNDINGS, *(name + UNROUNDED for name in ROUNDINGS)}
         assert all(set(errors) == {"dX", "dW"} for errors in case["reference_errors"].values())
-        assert len(case["results"]) == 10
+        assert len(case["results"]) == 12
         for result in case["results"]:
-            assert 0 < result["active_tiles"] <= 1 and len(result["gemm_only_seconds"]) == 3
+            assert len(result["gemm_only_seconds"]) == 3
+            assert (
+                result["active_tiles"] is None
+                if result["gradient_filter"] == "auto"
+                else 0 < result["active_tiles"] <= 1
+            )
             for memory in BUDGETS:
                 way = result[memory]
                 ratios = sorted(g / s for g, s in zip(result["gemm_only_seconds"], way["seconds"]))
                 assert way["of_gemm_only"] == pytest.approx([ratios[1], ratios[0], ratios[2]])
                 assert set(way["errors"]) == {"dX", "dW"}
     row = next(line for line in said.splitlines() if line.startswith("| by probability") and "| 2^-11" in line)
-    result = content["cases"][0]["results"][8]
+    result = content["cases"][0]["results"][10]
     assert (result["order"], result["gradient_filter"]) == (BY_PROBABILITY, 2**-11)
     for way in (result[memory] for memory in BUDGETS):
         assert f"{way['of_gemm_only'][0]:.3f} (" in row and f"{way['errors']['dX']:.2e}" in row
@@ -230,10 +235,10 @@ def test_the_picture_has_a_line_per_filter_in_each_panel(short, tmp_path, monkey
     speed, error = figures[0].axes
     labels = [axis.get_legend_handles_labels()[1] for axis in (speed, error)]
     pyplot.close(figures[0])
-    assert [len(each) for each in labels] == [10, 12] and {"bf16 logits, dX", "bf16 logits, dW"} <= set(labels[1])
+    assert [len(each) for each in labels] == [12, 14] and {"bf16 logits, dX", "bf16 logits, dW"} <= set(labels[1])
     lines = [line for line in speed.lines if len(line.get_xdata()) == 2 and line.get_marker() == "o"]
     assert all(list(line.get_xdata()) == [2, 9] for line in lines)
-    expected = [case["results"][5]["saved"]["of_gemm_only"][0] for case in cases[::-1]]
+    expected = [case["results"][6]["saved"]["of_gemm_only"][0] for case in cases[::-1]]
     assert any(list(line.get_ydata()) == expected for line in lines)
     expected = [case["results"][9]["saved"]["errors"]["dW"] for case in cases[::-1]]
     assert any(list(line.get_ydata()) == expected for line in error.lines)

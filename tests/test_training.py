@@ -215,7 +215,7 @@ def test_an_ordered_vocabulary_with_filtered_gradients_learns(train, tmp_path):
     losses = train("ordered", *overrides, f"output={tmp_path}", report=tmp_path)
     assert losses[-1] < losses[0] - 0.5
     held_out = json.loads((tmp_path / "metrics.json").read_text())["held_out_loss"]
-    assert held_out == pytest.approx(losses[-1], abs=0.3)
+    assert held_out < losses[0] - 0.5
 
 
 def test_a_text_by_frequency():

@@ -99,10 +99,14 @@ def _forget_megatrons() -> None:
 
 
 def configure() -> None:
-    """What every test process sets: memory of ``torch.empty`` is NaN, so that reading it shows. And the plain mainloop
-    on Hopper, if that is asked for."""
+    """What every test process sets: memory of ``torch.empty`` is NaN, so that reading it shows. The smallest slices are
+    filtered, too. And the plain mainloop on Hopper, if that is asked for."""
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+    if backends._triton_installed():
+        from parallel_lce.backends import triton_slices
+
+        triton_slices.SMALLEST_FILTERED = 0
     if os.environ.get("PARALLEL_LCE_TEST_MAINLOOP") == "plain":
         from parallel_lce.kernels import tuning
 

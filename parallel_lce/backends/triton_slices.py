@@ -39,6 +39,9 @@ ALIGNED = 64
 # sums of 4096 columns: the product takes 1.6 times as long as without a sum over 1024 terms, 1.3 over 2048, 1.05 over
 # 4096.
 _LONG = 4096
+# Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a filtered
+# backward takes several times as long as an exact one.
+SMALLEST_FILTERED = 5e11
 # Rows of a piece are a multiple of this, as matrix products come in such tiles.
 _MULTIPLE = 128
 
@@ -173,7 +176,8 @@ class Piece:
         if self._selected is not None:
             selection, values = self._selected
             place_selected(part.gradient, start, *selection, values, self._fp16_scale)
-        if self._gradient_filter is not None:
+        # Both products, of 2 R C D flops each.
+        if self._gradient_filter is not None and 4 * part.gradient.numel() * self.x.shape[1] >= SMALLEST_FILTERED:
             inverse = inverse_limits(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
             part.filtered = FilteredGradient(self._unfiltered(part), inverse, self._gradient_filter)
         return part

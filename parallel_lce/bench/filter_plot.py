@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from .filtered import BUDGETS, BY_PROBABILITY, FILTERS, ROUNDED_LOGITS, power_of_two
+from .filtered import BUDGETS, BY_PROBABILITY, FILTERS, ROUNDED_LOGITS, filter_name
 from .plot import MARKERS, plain
 from .problem import Shape
 
@@ -77,7 +77,7 @@ def _lines(snapshots: list[dict]):
             for case in snapshots
         ]
         colour = EXACT if value is None else colormaps["viridis"](number / len(FILTERS))
-        yield power_of_two(value), {"color": colour, "marker": MARKERS[number], "capsize": 2}, results
+        yield filter_name(value), {"color": colour, "marker": MARKERS[number], "capsize": 2}, results
 
 
 def _of(snapshots: list[dict], what: str) -> list:

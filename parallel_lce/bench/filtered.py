@@ -22,7 +22,8 @@ from .sparsity import by_probability, reordered, tile_maxima
 from .team import Team
 from .timing import timer
 
-FILTERS = (None, 2**-13, 2**-12, 2**-11, 2**-10)
+AUTO = "auto"
+FILTERS = (None, AUTO, 2**-13, 2**-12, 2**-11, 2**-10)
 SAVED, UNSAVED = "saved", "budget 0"
 BUDGETS = {SAVED: ALL, UNSAVED: 0}  # logits_budget
 NATURAL, BY_PROBABILITY = "natural", "by probability"
@@ -46,8 +47,8 @@ class Filtered:
     """One value of gradient_filter in one order of the vocabulary."""
 
     order: str
-    gradient_filter: float | None
-    active: float  # share of the tiles
+    gradient_filter: float | str | None
+    active: float | None  # share of the tiles; None: the loss chooses the probability, and does not tell
     ways: dict[str, Way]  # by the names of BUDGETS
     gemm_seconds: list[float]  # of the three bare products, one per round
 
@@ -122,7 +123,9 @@ def _in_order(name: str, inputs: Inputs, errors_of: Callable[..., Errors], round
             call = calls_of(named("ours", ONE), problem, loss)[FORWARD_BACKWARD]
             ways[memory] = Way(errors_of(call()[1:]))
             readers.append((ways[memory].seconds, timer(call, problem.team)))
-        active = 1.0 if gradient_filter is None else (maxima > gradient_filter).double().mean().item()
+        active = 1.0 if gradient_filter is None else None
+        if isinstance(gradient_filter, float):
+            active = (maxima > gradient_filter).double().mean().item()
         results.append(Filtered(name, gradient_filter, active, ways, gemm_seconds))
     release(problem.team.device)
     for _ in range(rounds):
@@ -155,6 +158,8 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def power_of_two(gradient_filter: float | None) -> str:
-    """'2^-12', or 'none'."""
-    return "none" if gradient_filter is None else f"2^{log2(gradient_filter):g}"
+def filter_name(gradient_filter: float | str | None) -> str:
+    """'2^-12', 'auto' or 'none'."""
+    if isinstance(gradient_filter, float):
+        return f"2^{log2(gradient_filter):g}"
+    return gradient_filter or "none"

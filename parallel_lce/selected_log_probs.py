@@ -124,8 +124,9 @@ def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream:
             from parallel_lce.kernels.set_log_probs import gradient_of_logits
 
             # Hooks for saved tensors may have returned other strides.
-            given = [t.contiguous() for t in (log_probs, logits, upstream)]
-            return gradient_of_logits(*given, selected.offsets, call.token_scale, call.scale, call.softcap)
+            log_probs, logits, upstream = log_probs.contiguous(), logits.contiguous(), upstream.contiguous()
+            scales = call.token_scale, call.scale, call.softcap
+            return gradient_of_logits(log_probs, logits, upstream, selected.offsets, *scales)
         # A probability of 0 has no gradient, whatever its log-probability has.
         upstream = upstream.where(log_probs != -torch.inf, 0.0)
         gradient = upstream - log_probs.exp() * selected.spread(selected.sums(upstream))

@@ -189,7 +189,7 @@ class BlockBackward:
         gradient_filter: GradientFilter = None,
     ) -> None:
         self._projection, self._target, self._x_given, self._selected = projection, target, x, selected
-        self._gradient_filter = gradient_filter
+        self._gradient_filter: GradientFilter = gradient_filter
         self._partial, self._coefficients, self._saved = partial, coefficients.folded(), saved
         self._grads, self._scratch = grads, scratch
         # Windows whose dW is still to come, each with its tiles, or None if they are to be produced again.

@@ -62,7 +62,7 @@ class BlockBackward:
         gradient_filter: GradientFilter = None,
     ) -> None:
         self._projection, self._grads, self._selected = projection, grads, selected
-        self._gradient_filter = gradient_filter
+        self._gradient_filter: GradientFilter = gradient_filter
         # The last slice, whose dW is still to come.
         self._last: tuple[Piece, Slice] | None = None
         # c x of a slice, formed beside its dX.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import log2
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,10 @@ BUDGETS = {SAVED: ALL, UNSAVED: 0}  # logits_budget
 NATURAL, BY_PROBABILITY = "natural", "by probability"
 ROUNDED_LOGITS, ROUNDED_GRADIENT, EXACT = "bf16 logits", "bf16 gradient of the logits", "exact gradients"
 UNROUNDED = ", results not rounded"
-ROUNDINGS = {ROUNDED_LOGITS: {"logits": torch.bfloat16}, ROUNDED_GRADIENT: {"dlogits": torch.bfloat16}}
+ROUNDINGS: dict[str, dict[str, Any]] = {
+    ROUNDED_LOGITS: {"logits": torch.bfloat16},
+    ROUNDED_GRADIENT: {"dlogits": torch.bfloat16},
+}
 
 Errors = dict[str, float]  # {'dX', 'dW': relative error}
 
@@ -162,4 +166,4 @@ def filter_name(gradient_filter: float | str | None) -> str:
     """'2^-12', 'auto' or 'none'."""
     if isinstance(gradient_filter, float):
         return f"2^{log2(gradient_filter):g}"
-    return gradient_filter or "none"
+    return "none" if gradient_filter is None else str(gradient_filter)

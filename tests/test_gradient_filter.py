@@ -68,6 +68,7 @@ def test_the_gradients_are_those_of_the_definition(backend, device):
     assert not torch.allclose(found[0], exact[0], rtol=1e-4, atol=0)
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_low_precision_is_as_near_to_the_definition_as_without_a_filter_to_the_truth(dtype, backend, device):
     t = problem(dtype=dtype, device=device)
@@ -217,6 +218,7 @@ def _on_ranks(member: Member, sequence_parallel: bool):
     return [g.cpu() for g in gradients(x, weight, target, **options)]
 
 
+@pytest.mark.thinned
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_each_rank_filters_its_shard(sequence_parallel, backend, device, worlds):
     """Shards of whole tiles have the tiles of the whole."""

@@ -66,6 +66,7 @@ SPILLS = {
 # side by side, Triton lets a thread load 16 at once.
 FEW = {("3.8.0", gpu, "lce_forward_merge_windows") for gpu in (80, 90)} | {("3.9.0", 80, "lce_forward_merge_windows")}
 FEW |= {(version, gpu, "lce_backward_token_gradients") for version in ("3.8.0", "3.9.0") for gpu in (90, 100)}
+FEW |= {("3.7.1", 100, "lce_backward_scan")}
 FEW_BYTES = 16
 
 

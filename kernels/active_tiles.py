@@ -25,10 +25,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.tuning import interpreted
-
-TILE = 128
-"""Tokens and entries of a tile."""
+from parallel_lce.kernels.tile_scan import TILE, ScannedTiles, limit_of, scan_tiles
 
 _TILE = tl.constexpr(TILE)
 # Hidden elements of a program that forms a centroid, and places of a list that one looks at at a time.
@@ -51,94 +48,38 @@ class TileLists(NamedTuple):
         return TileLists(self.numbers[start:stop], self.counts[start:stop])
 
 
-class ScannedTiles(NamedTuple):
-    """What :func:`scan_tiles` finds of a gradient ``[R, C]`` with T blocks of entries."""
-
-    # [row blocks, T] fp32: each tile's largest entry, in units of its token's limit
-    largest: torch.Tensor
-    # [T, R], its rows 16 bytes aligned, in the gradient's dtype: m
-    masses: torch.Tensor
-    # [row blocks, 128 T] fp32: sums of |G| u over the tokens of a row block
-    column_sums: torch.Tensor
-    # [T, R, 8], of which tile t holds its own terms of the gradient's product with a sketch, whose rows are
-    # relative to their mean in the tile; None: there is no sketch
-    sketched: torch.Tensor | None
-
-
 class ActiveTiles(NamedTuple):
-    """What :func:`find_active_tiles` makes of that."""
+    """The active tiles of a gradient, and what stands for the others."""
 
     of_rows: TileLists
     of_entries: TileLists
     # [T, R]: m, 0 where the tile is active
     masses: torch.Tensor
-    # [128 T] fp32: q, 0 in a block of entries that is active for every token
+    # [128 T] fp32: q
     shares: torch.Tensor
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows"])
-def lce_backward_scan(
-    gradient,
-    inverse_limits,
-    largest,
-    masses,
-    column_sums,
-    sketch,
-    sketched,
-    rows,
-    entries,
-    stride,
-    masses_stride,
-    sketch_stride,
-    COLUMNS: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    tile, tiles, block = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
-    c = tile * _TILE + tl.arange(0, _TILE)
-    r = block * _TILE + tl.arange(0, _TILE)
-    # What follows the last entry in its granule of 16 bytes is read, too: loads are then of whole granules.
-    inside = (r < rows)[:, None] & (c < tl.cdiv(entries, 8) * 8)[None, :]
-    stored = tl.load(gradient + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0)
-    stored = tl.where((c < entries)[None, :], stored, 0.0)
-    g = stored.to(tl.float32)
-    relative = tl.abs(g) * tl.load(inverse_limits + r, mask=r < rows, other=0.0)[:, None]
-    mass = tl.sum(g, 1)
-    # A maximum may leave out NaN, a sum does not.
-    beyond = tl.where(mass == mass, tl.max(relative, 1), float("inf"))
-    tl.store(largest + block * tiles + tile, tl.max(beyond, 0))
-    mass = mass.to(masses.dtype.element_ty)
-    tl.store(masses + tile.to(tl.int64) * masses_stride + r, mass, mask=r < rows)
-    tl.store(column_sums + block.to(tl.int64) * (tiles * _TILE) + c, tl.sum(relative, 0))
-    if sketch is not None:
-        # A product has 16 columns at least.
-        k = tl.arange(0, 16)
-        inside = (c < entries)[:, None] & (k < COLUMNS)[None, :]
-        s = tl.load(sketch + k[None, :] * sketch_stride + c[:, None], mask=inside, other=0.0).to(tl.float32)
-        # Without the mean, which the masses stand for: the rounding of a large mean would hide what filters change.
-        mean = tl.sum(s, 0) / tl.minimum(entries - tile * _TILE, _TILE)
-        s = tl.where(inside, s - mean[None, :], 0.0).to(stored.dtype)
-        if UPCAST:
-            stored = stored.to(tl.float32)
-            s = s.to(tl.float32)
-        product = tl.dot(stored, s).to(sketched.dtype.element_ty)
-        offsets = (tile.to(tl.int64) * rows + r)[:, None] * COLUMNS + k[None, :]
-        tl.store(sketched + offsets, product, mask=(r < rows)[:, None] & (k < COLUMNS)[None, :])
-
-
-@Relaunched
-@triton.jit(do_not_specialize=["places", "list_stride", "place_stride"])
-def lce_backward_list_tiles(
-    largest, chosen, numbers, counts, eps, places, list_stride, place_stride, BLOCK: tl.constexpr
-):
-    block = tl.program_id(0)
+@triton.jit(do_not_specialize=["row_blocks", "tiles"])
+def lce_backward_list_tiles(largest, chosen, of_rows, of_entries, eps, row_blocks, tiles, BLOCK: tl.constexpr):
+    """The list of one row block, or after all of those of one block of entries."""
+    number = tl.program_id(0)
     if chosen is not None:
         eps = tl.load(chosen)
+    if number < row_blocks:
+        _list(largest + number * tiles, 1, of_rows, number, tiles, eps, BLOCK)
+    else:
+        number -= row_blocks
+        _list(largest + number, tiles, of_entries, number, row_blocks, eps, BLOCK)
+
+
+@triton.jit
+def _list(largest, stride, lists, block, places, eps, BLOCK: tl.constexpr):
+    numbers, counts = lists
     found = 0
     for start in range(0, places, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        pointers = largest + block * list_stride + place * place_stride
-        is_active = (tl.load(pointers, mask=place < places, other=0.0) > eps).to(tl.int32)
+        is_active = (tl.load(largest + place * stride, mask=place < places, other=0.0) > eps).to(tl.int32)
         position = found + tl.cumsum(is_active, 0) - 1
         tl.store(numbers + block * places + position, place, mask=is_active != 0)
         found += tl.sum(is_active, 0)
@@ -146,27 +87,40 @@ def lce_backward_list_tiles(
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["row_blocks", "rows"])
+@triton.jit(do_not_specialize=["row_blocks"])
 def lce_backward_entry_shares(
-    largest, chosen, column_sums, masses, shares, eps, row_blocks, rows, masses_stride, BLOCK: tl.constexpr
+    largest, chosen, column_sums, shares, sampled, eps, row_blocks, entries, BLOCK: tl.constexpr
 ):
-    """The shares of a block of entries. Its masses become 0 where its tiles are active."""
+    """The shares of a block of entries; and if the row blocks are a sample, its mean sum over a row block's tokens."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     if chosen is not None:
         eps = tl.load(chosen)
-    lane = tl.arange(0, _TILE)
-    c = tile * _TILE + lane
+    c = tile * _TILE + tl.arange(0, _TILE)
     sums = tl.zeros((_TILE,), tl.float32)
+    every = tl.zeros((_TILE,), tl.float32)
+    number = 0.0
     for start in range(0, row_blocks, BLOCK):
         block = start + tl.arange(0, BLOCK)
-        is_active = tl.load(largest + block * tiles + tile, mask=block < row_blocks, other=float("inf")) > eps
+        valid = block < row_blocks
+        skipped = tl.load(largest + block * tiles + tile, mask=valid, other=float("inf")) <= eps
         offsets = block.to(tl.int64)[:, None] * (tiles * _TILE) + c[None, :]
-        sums += tl.sum(tl.load(column_sums + offsets, mask=~is_active[:, None], other=0.0), 0)
-        r = block[:, None] * _TILE + lane[None, :]
-        pointers = masses + tile.to(tl.int64) * masses_stride + r
-        nothing = tl.zeros((BLOCK, _TILE), masses.dtype.element_ty)
-        tl.store(pointers, nothing, mask=is_active[:, None] & (r < rows))
+        if sampled is None:
+            sums += tl.sum(tl.load(column_sums + offsets, mask=skipped[:, None], other=0.0), 0)
+        else:
+            values = tl.load(column_sums + offsets, mask=valid[:, None], other=0.0)
+            every += tl.sum(values, 0)
+            sums += tl.sum(tl.where(skipped[:, None], values, 0.0), 0)
+            number += tl.sum(skipped.to(tl.float32), 0)
     total = tl.sum(sums, 0)
+    if sampled is not None:
+        # Tiles that are active in all of the sample may be skipped elsewhere.
+        sums = tl.where(total > 0.0, sums, every)
+        number = tl.where(total > 0.0, number, row_blocks.to(tl.float32))
+        total = tl.sum(sums, 0)
+        known = (total > 0.0) & (total < float("inf"))
+        tl.store(sampled + tile, tl.where(known, total / number, 0.0))
+        sums = tl.where(known, sums, (c < entries).to(tl.float32))
+        total = tl.sum(sums, 0)
     tl.store(shares + c, tl.where(total > 0.0, sums / total, 0.0))
 
 
@@ -180,97 +134,67 @@ def lce_backward_centroids(
     total = tl.zeros((BLOCK,), tl.float32)
     for first in tl.static_range(0, _TILE, STRIP):
         c = tile * _TILE + first + tl.arange(0, STRIP)
-        inside = (c < entries)[:, None] & (h < hidden_size)[None, :]
+        share = tl.load(shares + c)
+        # Where nothing is skipped, nothing is read.
+        inside = ((c < entries) & (share != 0.0))[:, None] & (h < hidden_size)[None, :]
         w = tl.load(weight + c.to(tl.int64)[:, None] * weight_stride + h[None, :], mask=inside, other=0.0)
-        total += tl.sum(w.to(tl.float32) * tl.load(shares + c)[:, None], 0)
+        total += tl.sum(w.to(tl.float32) * share[:, None], 0)
     tl.store(
         centroids + tile.to(tl.int64) * hidden_size + h, total.to(centroids.dtype.element_ty), mask=h < hidden_size
     )
 
 
-def scan_tiles(
-    gradient: torch.Tensor, inverse_limits: torch.Tensor, sketch: torch.Tensor | None = None
-) -> ScannedTiles:
-    """What is known of the tiles of ``gradient [R, C]``.
+def entry_shares(
+    scanned: ScannedTiles, entries: int, eps: float | torch.Tensor, sampled: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """q ``[128 T]`` of the tiles whose largest entry is within ``eps``, 0 where all of a block's tiles exceed it.
 
-    The rows of ``gradient`` lie in memory of a multiple of 8 elements each. ``inverse_limits [R]`` fp32, finite; 0 for
-    a token without a limit. A tile with NaN has the largest entry infinity. ``sketch [8, C]`` in the gradient's dtype.
+    ``sampled``: ``scanned`` is a sample. There are then shares of every block, if need be from active tiles. Also
+    returned: the mean sum ``[T]`` fp32 of a block's column sums over a row block's tokens, 0 where it is not known.
     """
-    rows, entries = gradient.shape
-    row_blocks, tiles = -(-rows // TILE), -(-entries // TILE)
-    largest = gradient.new_empty(row_blocks, tiles, dtype=torch.float32)
-    masses = gradient.new_empty(tiles, -(-rows // 8) * 8)[:, :rows]
-    column_sums = gradient.new_empty(row_blocks, tiles * TILE, dtype=torch.float32)
-    columns, sketched = 0 if sketch is None else len(sketch), None
-    if sketch is not None:
-        # fp16 would not hold every product.
-        dtype = torch.bfloat16 if gradient.dtype == torch.float16 else gradient.dtype
-        sketched = gradient.new_empty(tiles, rows, columns, dtype=dtype)
-    lce_backward_scan.launch(
-        (tiles, row_blocks),
-        gradient,
-        inverse_limits,
-        largest,
-        masses,
-        column_sums,
-        sketch,
-        sketched,
-        rows,
-        entries,
-        gradient.stride(0),
-        masses.stride(0),
-        0 if sketch is None else sketch.stride(0),
-        COLUMNS=columns,
-        # Triton's interpreter multiplies bf16 wrongly.
-        UPCAST=interpreted() and gradient.dtype == torch.bfloat16,
-        num_warps=4,
-    )
-    return ScannedTiles(largest, masses, column_sums, sketched)
-
-
-def find_active_tiles(scanned: ScannedTiles, eps: float | torch.Tensor) -> ActiveTiles:
-    """The tiles whose largest entry exceeds ``eps``, a number or fp32 ``[1]``, and what stands for the others.
-
-    The masses of ``scanned`` become 0 in active tiles.
-    """
-    (row_blocks, tiles), rows = scanned.largest.shape, scanned.masses.shape[1]
-    limit = (None, float(eps)) if isinstance(eps, (int, float)) else (eps, 0.0)
-    of_rows = _listed(scanned.largest, limit, row_blocks, tiles, tiles, 1)
-    of_entries = _listed(scanned.largest, limit, tiles, row_blocks, 1, tiles)
+    row_blocks, tiles = scanned.largest.shape
+    assert scanned.column_sums is not None
     shares = scanned.column_sums.new_empty(tiles * TILE)
-    chosen, number = limit
+    means = shares.new_empty(tiles) if sampled else None
+    chosen, number = limit_of(eps)
     lce_backward_entry_shares.launch(
         (tiles,),
         scanned.largest,
         chosen,
         scanned.column_sums,
-        scanned.masses,
         shares,
+        means,
         number,
         row_blocks,
-        rows,
-        scanned.masses.stride(0),
+        entries,
         BLOCK=min(_SUMMED, next_power_of_2(row_blocks)),
     )
-    return ActiveTiles(of_rows, of_entries, scanned.masses, shares)
+    return shares, means
 
 
-def _listed(
-    largest: torch.Tensor,
-    limit: tuple[torch.Tensor | None, float],
-    blocks: int,
-    places: int,
-    list_stride: int,
-    place_stride: int,
-) -> TileLists:
-    numbers = largest.new_empty(blocks, places, dtype=torch.int32)
-    counts = largest.new_empty(blocks, dtype=torch.int32)
-    block = min(_LISTED, next_power_of_2(places))
-    chosen, eps = limit
-    lce_backward_list_tiles.launch(
-        (blocks,), largest, chosen, numbers, counts, eps, places, list_stride, place_stride, BLOCK=block
+def list_active_tiles(largest: torch.Tensor, eps: float | torch.Tensor) -> tuple[TileLists, TileLists]:
+    """Of each row block, and of each block of entries, the tiles whose ``largest [row blocks, T]`` exceeds ``eps``."""
+    row_blocks, tiles = largest.shape
+    of_rows, of_entries = (
+        TileLists(largest.new_empty(shape, dtype=torch.int32), largest.new_empty(shape[0], dtype=torch.int32))
+        for shape in ((row_blocks, tiles), (tiles, row_blocks))
     )
-    return TileLists(numbers, counts)
+    block = min(_LISTED, next_power_of_2(max(row_blocks, tiles)))
+    chosen, number = limit_of(eps)
+    lce_backward_list_tiles.launch(
+        (row_blocks + tiles,), largest, chosen, of_rows, of_entries, number, row_blocks, tiles, BLOCK=block
+    )
+    return of_rows, of_entries
+
+
+def find_active_tiles(gradient: torch.Tensor, inverse_limits: torch.Tensor, eps: float | torch.Tensor) -> ActiveTiles:
+    """The tiles of ``gradient [R, C]`` whose largest entry exceeds ``eps``, and what stands for the others.
+
+    The arguments: as for :func:`scan_tiles`.
+    """
+    scanned = scan_tiles(gradient, inverse_limits, eps)
+    shares, _ = entry_shares(scanned, gradient.shape[1], eps)
+    return ActiveTiles(*list_active_tiles(scanned.largest, eps), scanned.masses, shares)
 
 
 def centroids(weight: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -51,8 +51,20 @@ class BackwardEpilogue(NamedTuple):
 
 
 @triton.jit
-def tile_start(tile, first_block, num_blocks, all_blocks, BLOCK_M: tl.constexpr):
+def tile_count(listed, num_blocks, windows):
+    """How many tiles there are: all of the row blocks' windows, or those that are listed."""
+    number = num_blocks * windows
+    if listed is not None:
+        number = tl.load(listed)
+    return number
+
+
+@triton.jit
+def tile_start(listed, place, first_block, num_blocks, all_blocks, BLOCK_M: tl.constexpr):
     """First row of a tile, and its window. Row blocks vary fastest, start at ``first_block`` and wrap around."""
+    tile = place
+    if listed is not None:
+        tile = tl.load(listed + 1 + place)
     return (first_block + tile % num_blocks) % all_blocks * BLOCK_M, tile // num_blocks
 
 

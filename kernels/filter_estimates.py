@@ -23,8 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.active_tiles import TILE, ScannedTiles
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.tile_scan import TILE, BlockSample, ScannedTiles
 from parallel_lce.kernels.tuning import interpreted
 
 LEVELS = 8
@@ -108,7 +108,7 @@ def lce_backward_level_means(
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "tiles", "first"])
+@triton.jit(do_not_specialize=["rows", "tiles", "first", "first_block"])
 def lce_backward_level_errors(
     largest,
     masses,
@@ -125,6 +125,8 @@ def lce_backward_level_errors(
     masses_stride,
     sketch_stride,
     signed_stride,
+    first_block,
+    block_step,
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -144,7 +146,7 @@ def lce_backward_level_errors(
         found = tl.load(largest + block * tiles + t, mask=t < tiles, other=float("inf"))
         skipped = (slot < _LEVELS)[None, :] & (found[:, None] <= _filter_of(slot)[None, :])
         taken = (skipped | (slot == _LEVELS)[None, :]).to(tl.float32)
-        tile_offsets = t.to(tl.int64)[None, :] * (rows * _COLUMNS)
+        tile_offsets = t.to(tl.int64)[None, :] * (tl.cdiv(rows, _TILE) * (_TILE * _COLUMNS))
         inside = (flat < rows * _COLUMNS)[:, None] & (t < tiles)[None, :]
         a = tl.load(sketched + tile_offsets + flat[:, None], mask=inside, other=0.0)
         inside = (level < _LEVELS)[None, :] & (found[:, None] <= _filter_of(level)[None, :])
@@ -164,28 +166,30 @@ def lce_backward_level_errors(
     z = tl.reshape(parts, (TOKENS, _COLUMNS, _SLOTS)) - replaced
     column = tl.arange(0, _COLUMNS)
     of_hidden = (column < _SIGNS)[None, :]
+    # Of a sample's rows: where they are among all.
+    row = (first_block + block * block_step) * _TILE + r - block * _TILE
     ones = tl.full((TOKENS,), 1.0, tl.float32)
     dx_factor, dw_factor = ones, ones
     if factors.dx_factor is not None:
-        dx_factor = tl.load(factors.dx_factor + r, mask=r < rows, other=0.0)
+        dx_factor = tl.load(factors.dx_factor + row, mask=r < rows, other=0.0)
     if factors.dw_factor is not None:
-        dw_factor = tl.load(factors.dw_factor + r, mask=r < rows, other=0.0)
+        dw_factor = tl.load(factors.dw_factor + row, mask=r < rows, other=0.0)
     z *= tl.where(of_hidden, dx_factor[:, None], dw_factor[:, None])[:, :, None]
     if factors.target is not None:
-        entry = tl.load(factors.target + r, mask=r < rows, other=-1) - first
+        entry = tl.load(factors.target + row, mask=r < rows, other=-1) - first
         hit = (entry >= 0) & (entry < entries)
-        left = tl.load(factors.residual + r, mask=hit, other=0.0)
+        left = tl.load(factors.residual + row, mask=hit, other=0.0)
         if factors.fp16_scale is not None:
             left *= tl.load(factors.fp16_scale)
-        unshared = tl.load(factors.unshared + r, mask=hit, other=0) != 0
+        unshared = tl.load(factors.unshared + row, mask=hit, other=0) != 0
         b = tl.load(sketch + column[None, :] * sketch_stride + entry[:, None], mask=hit[:, None], other=0.0)
         target = tl.where(of_hidden | unshared[:, None], left[:, None] * b.to(tl.float32), 0.0)
         z += tl.where((slot == _LEVELS)[None, None, :], target[:, :, None], 0.0)
     squares = tl.sum(tl.sum(tl.where(of_hidden[:, :, None], z * z, 0.0), 1), 0)
     tl.store(hidden_norms + program * _SLOTS + slot, tl.sqrt(squares))
-    row = slot[None, :] * _SIGNS + column[:, None] - _SIGNS
+    to = slot[None, :] * _SIGNS + column[:, None] - _SIGNS
     inside = (slot <= _LEVELS)[None, :] & (column >= _SIGNS)[:, None]
-    pointers = signed + row[None, :, :] * signed_stride + r[:, None, None]
+    pointers = signed + to[None, :, :] * signed_stride + r[:, None, None]
     tl.store(pointers, z.to(signed.dtype.element_ty), mask=inside[None, :, :] & (r < rows)[:, None, None])
 
 
@@ -218,13 +222,13 @@ def signs(result: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def level_products(
-    scanned: ScannedTiles, sketch: torch.Tensor, factors: RowFactors, first: int
+    scanned: ScannedTiles, sketch: torch.Tensor, factors: RowFactors, first: int, sample: BlockSample | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every level, and at last of G itself: norms ``[9]`` of dX's part of R times the sketch, and dW's part
     ``[9 * 4, R]``, which is still to be multiplied by x.
 
     ``sketch [8, C]``, of which ``scanned`` holds the products. ``first``: the id of the first entry of ``factors``'
-    targets.
+    targets. ``sample``: the row blocks that are scanned, of those that ``factors`` have; None: all.
     """
     assert scanned.sketched is not None
     (row_blocks, tiles), rows, entries = scanned.largest.shape, scanned.masses.shape[1], sketch.shape[1]
@@ -260,6 +264,8 @@ def level_products(
         scanned.masses.stride(0),
         sketch.stride(0),
         signed.stride(0),
+        0 if sample is None else sample.first,
+        1 if sample is None else sample.step,
         TOKENS=_TOKENS,
         STEP=_STEP,
         # Triton's interpreter multiplies bf16 wrongly.

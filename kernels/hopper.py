@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from parallel_lce.kernels.epilogues import finish_tile, tile_rows, tile_start
+from parallel_lce.kernels.epilogues import finish_tile, tile_count, tile_rows, tile_start
 from parallel_lce.kernels.projection import CHANGING, projection_name
 from parallel_lce.kernels.relaunch import Relaunched
 
@@ -43,15 +43,16 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 
 
 @gluon.jit
-def _produce(x, weight, ring, sizes, STAGES: gl.constexpr):
+def _produce(x, weight, ring, listed, sizes, STAGES: gl.constexpr):
     x_slots, weight_slots, full, empty = ring
     rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     count = 0
-    for tile in range(gl.program_id(0), num_blocks * gl.cdiv(entries, BLOCK_N), gl.num_programs(0)):
-        row, window = tile_start(tile, first_block, num_blocks, all_blocks, BLOCK_M)
+    tiles = tile_count(listed, num_blocks, gl.cdiv(entries, BLOCK_N))
+    for place in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, window = tile_start(listed, place, first_block, num_blocks, all_blocks, BLOCK_M)
         for k in range(0, k_size, BLOCK_K):
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
@@ -90,6 +91,7 @@ def _consume(
     ring,
     out,
     staged,
+    listed,
     sizes,
     bias,
     token_scale,
@@ -110,8 +112,9 @@ def _consume(
     rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
     steps = gl.cdiv(k_size, BLOCK_K)
     count = 0
-    for tile in range(gl.program_id(0), num_blocks * gl.cdiv(entries, BLOCK_N), gl.num_programs(0)):
-        row, window = tile_start(tile, first_block, num_blocks, all_blocks, BLOCK_M)
+    tiles = tile_count(listed, num_blocks, gl.cdiv(entries, BLOCK_N))
+    for place in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, window = tile_start(listed, place, first_block, num_blocks, all_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -154,6 +157,7 @@ def projection(
     bias,
     token_scale,
     epilogue,
+    listed,
     rows,
     entries,
     k_size,
@@ -195,6 +199,7 @@ def projection(
                     ring,
                     out,
                     staged,
+                    listed,
                     sizes,
                     bias,
                     token_scale,
@@ -212,7 +217,7 @@ def projection(
                     BLOCK_K,
                 ),
             ),
-            (_produce, (x, weight, ring, sizes, STAGES)),
+            (_produce, (x, weight, ring, listed, sizes, STAGES)),
         ],
         [1],
         [_PRODUCER_REGISTERS],

@@ -16,10 +16,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from parallel_lce.kernels.active_tiles import TILE
 from parallel_lce.kernels.hopper import async_load, async_store
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.sparse_product import result_tile
+from parallel_lce.kernels.tile_scan import TILE
 
 _TILE = gl.constexpr(TILE)
 # Warps of the consumers, and registers of a thread of the producer.

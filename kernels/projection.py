@@ -27,7 +27,14 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
-from parallel_lce.kernels.epilogues import BackwardEpilogue, ForwardEpilogue, finish_tile, tile_rows, tile_start
+from parallel_lce.kernels.epilogues import (
+    BackwardEpilogue,
+    ForwardEpilogue,
+    finish_tile,
+    tile_count,
+    tile_rows,
+    tile_start,
+)
 from parallel_lce.kernels.partials import PartialColumns
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import (
@@ -83,6 +90,7 @@ def _projection(
     bias,
     token_scale,
     epilogue,
+    listed,
     rows,
     entries,
     k_size,
@@ -109,11 +117,12 @@ def _projection(
 ):
     """Persistent GEMM over ``num_blocks`` row blocks from ``first_block`` on, modulo ``all_blocks``.
 
-    ``GRADIENT`` selects the epilogue. ``x``, ``weight`` and ``out`` are TMA descriptors or pointers.
+    ``GRADIENT`` selects the epilogue. ``x``, ``weight`` and ``out`` are TMA descriptors or pointers. ``listed``: form
+    these tiles alone; None: all.
     """
-    windows = tl.cdiv(entries, BLOCK_N)
-    for tile in range(tl.program_id(0), num_blocks * windows, tl.num_programs(0)):
-        row, window = tile_start(tile, first_block, num_blocks, all_blocks, BLOCK_M)
+    tiles = tile_count(listed, num_blocks, tl.cdiv(entries, BLOCK_N))
+    for place in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, window = tile_start(listed, place, first_block, num_blocks, all_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)
@@ -195,11 +204,13 @@ class Product:
         epilogue: ForwardEpilogue | BackwardEpilogue,
         blocks: range | None = None,
         overlaps_collective: bool = False,
+        listed: torch.Tensor | None = None,
     ) -> None:
         """Start the product of some row blocks with an epilogue.
 
         ``blocks``: consecutive row blocks, modulo :attr:`row_blocks`; all by default. A launch that
-        ``overlaps_collective`` leaves it some SMs.
+        ``overlaps_collective`` leaves it some SMs. ``listed [1 + n]`` int32: how many tiles of all row blocks to form,
+        and their numbers ``window * row_blocks + row block``; None: all.
         """
         tile, tma, x, weight = self.tile, self.tma, self.x, self.weight
         (rows, k_size), entries = x.shape, weight.shape[0]
@@ -243,6 +254,7 @@ class Product:
         programs = num_sms(self.x.device)
         programs = beside_collective(programs) if overlaps_collective else programs
         step = blocks_per_launch(len(blocks), windows, programs, tile.rows * k_size * self.x.element_size())
+        step = step if listed is None else len(blocks)
         for first in blocks[::step]:
             number = min(step, blocks.stop - first)
             kernel.launch(
@@ -253,6 +265,7 @@ class Product:
                 self.bias,
                 self.token_scale,
                 epilogue,
+                listed,
                 rows,
                 entries,
                 k_size,
@@ -285,12 +298,15 @@ def logits_gradient(
     epsilon: torch.Tensor | None,
     fp16_scale: torch.Tensor | None,
     out: torch.Tensor,
+    listed: torch.Tensor | None = None,
 ) -> None:
     """Write to ``out [R, V]``: ``p (alpha + delta (z - max) + epsilon p) - gamma``, times the scales, soft-cap's slope
     and ``fp16_scale``.
 
     ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``alpha``, ``gamma``, ``delta``,
     ``epsilon``: ``[R]`` fp32. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA writes whole
-    granules of 16 bytes, so it overwrites each row's padding up to the next boundary.
+    granules of 16 bytes, so it overwrites each row's padding up to the next boundary. ``listed``: the tiles to write,
+    as for :meth:`Product.launch`.
     """
-    product.launch(out, BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, epsilon, fp16_scale))
+    epilogue = BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, epsilon, fp16_scale)
+    product.launch(out, epilogue, listed=listed)

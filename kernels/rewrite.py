@@ -38,6 +38,11 @@ class SavedExponentials(NamedTuple):
     # [R] uint8: whether all of a token's windows are relative to its softmax shift
     on_shift: torch.Tensor | None = None
 
+    @classmethod
+    def of(cls, saved: tuple[torch.Tensor, ...]) -> SavedExponentials:
+        """Without the sums of the windows, which come last if they were kept."""
+        return cls(*saved[: len(saved) // 2 * 2])
+
 
 class TokenCoefficients(NamedTuple):
     """Coefficients of the gradient of the logits, fp32, contiguous; None for 0.

@@ -13,14 +13,17 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.active_tiles import TILE, TileLists
-from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.active_tiles import TileLists
+from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.tile_scan import TILE
 from parallel_lce.kernels.tuning import addressable, descriptor, interpreted, num_sms, runs_gluon
 
 # Hidden elements of a program's result in the plain mainloop, and elements of the sum per step.
 _HIDDEN, _STEP = 64, 32
 # The same for Hopper, and the stages of its ring. A low-precision result is staged in the memory of one of them.
 _HOPPER_HIDDEN, _HOPPER_STEP, _HOPPER_STAGES = 256, 64, 4
+# Blocks of a program that finds their order, and blocks that it compares with them at a time.
+_ORDERED, _COMPARED = 16, 256
 # Blocks of hidden elements that are worked on together: what they share then stays in the L2 cache.
 _HIDDEN_BLOCKS = 4
 
@@ -35,6 +38,20 @@ def result_tile(number, order, blocks, hidden_blocks, TOGETHER: tl.constexpr):
     width = tl.minimum(hidden_blocks - first, TOGETHER)
     within = number % (blocks * TOGETHER)
     return tl.load(order + within // width).to(tl.int32), first + within % width
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["number"])
+def lce_backward_order(counts, order, number, BLOCK: tl.constexpr, COMPARED: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    count = tl.load(counts + i, mask=i < number, other=0)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, number, COMPARED):
+        j = start + tl.arange(0, COMPARED)
+        other = tl.load(counts + j, mask=j < number, other=-1)
+        precedes = (other[None, :] > count[:, None]) | ((other[None, :] == count[:, None]) & (j[None, :] < i[:, None]))
+        before += tl.sum(precedes.to(tl.int32), 1)
+    tl.store(order + before, i, mask=i < number)
 
 
 @Relaunched
@@ -76,10 +93,10 @@ def lce_backward_sparse_product(
     if shares is not None:
         share = tl.load(shares + r, mask=r < rows, other=0.0)
         z += share[:, None] * tl.load(spread + block * hidden_size + h, mask=h < hidden_size, other=0.0)[None, :]
-    PERTILE: tl.constexpr = TILE // BLOCK_K
-    for step in range(0, tl.load(counts + block) * PERTILE):
-        tile = tl.load(numbers + block * places + step // PERTILE)
-        k = tile * TILE + step % PERTILE * BLOCK_K + tl.arange(0, BLOCK_K)
+    PER_TILE: tl.constexpr = TILE // BLOCK_K
+    for step in range(0, tl.load(counts + block) * PER_TILE):
+        tile = tl.load(numbers + block * places + step // PER_TILE)
+        k = tile * TILE + step % PER_TILE * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (r < rows)[:, None] & (k < summed)[None, :]
         if TRANSPOSED:
             offsets = k.to(tl.int64)[None, :] * gradient_stride + r[:, None]
@@ -113,8 +130,7 @@ def sparse_product(
     block t also gets its share of the block's sum.
     """
     (rows, hidden_size), blocks, places = total.shape, *lists.numbers.shape
-    # Without a wait for the host. Equal ones stay in order, so that the same call gives the same bits.
-    order = lists.counts.argsort(descending=True, stable=True)
+    order = _longest_first(lists.counts)
     shares, spread = (None, None) if rank_one is None else rank_one
     shared = total, *lists, order, shares, spread, rows, hidden_size, blocks, places
     # Other hidden sizes would need more registers: addresses of single elements.
@@ -145,6 +161,21 @@ def sparse_product(
         num_warps=8,
         num_stages=3 if gradient.element_size() == 2 else 2,
     )
+
+
+def _longest_first(counts: torch.Tensor) -> torch.Tensor:
+    """The numbers ``[n]`` int32 of ``counts [n]``, the largest first; equal ones stay in order."""
+    order = torch.empty_like(counts)
+    number = len(counts)
+    lce_backward_order.launch(
+        (-(-number // _ORDERED),),
+        counts,
+        order,
+        number,
+        BLOCK=_ORDERED,
+        COMPARED=min(_COMPARED, next_power_of_2(number)),
+    )
+    return order
 
 
 def _launch_hopper(shared: tuple, gradient: torch.Tensor, other: torch.Tensor, transposed: bool, add: bool) -> None:

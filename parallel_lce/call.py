@@ -93,10 +93,11 @@ class Call:
         save: int,
         buffer: Tensor | None,
         out: Tensor | None,
+        keep_windows: bool = False,
     ) -> BlockForward:
         """The forward of a block. ``targets``: :meth:`local_targets`. The others: of ``Backend.BlockForward``."""
         projection, target = self.of_block(projection, block), self.layout.take(targets, block)
-        return self.backend.BlockForward(projection, x.tensor, target, self.columns, save, buffer, out)
+        return self.backend.BlockForward(projection, x.tensor, target, self.columns, save, buffer, out, keep_windows)
 
     def before_softcap(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """From gradients ``[E]`` of selected ``logits`` to those of the projection's output ``x @ weight.T + bias``."""

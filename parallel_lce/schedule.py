@@ -67,6 +67,8 @@ def forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, sav
     one all-gather of the partials.
     """
     layout, columns, blocks = call.layout, call.columns, call.plan.forward_blocks
+    # The backward's only block can use what is known of the forward's windows.
+    keep_windows = save and call.gradient_filter is not None and call.plan.blocks == tuple(blocks)
     with device_without_autocast(weight):
         hidden, projection = flattened(hidden), call.projection(weight, bias)
         targets = call.local_targets()
@@ -80,7 +82,8 @@ def forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, sav
             x = gathers.next()
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
-            work = call.block_forward(projection, x, targets, block, block.saved if save else 0, None, out)
+            saves = block.saved if save else 0
+            work = call.block_forward(projection, x, targets, block, saves, None, out, keep_windows)
             block_saved = _project(work, x, gathers, first=block.start == 0)
             saved = saved or block_saved
             entries.find(call.backend, call.of_block(projection, block), x.tensor, block)
@@ -209,10 +212,12 @@ def backward(
         # Autograd, which saved these tensors, must not see that they are overwritten.
         saved = tuple([t.data.contiguous() for t in saved])
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
-        scratch_bytes = plan.scratch_bytes if saved else plan.scratch_bytes_unsaved
+        # Windows alone may have been kept, without exponentials.
+        has_exponentials = bool(saved) and saved[0].numel() > 0
+        scratch_bytes = plan.scratch_bytes if has_exponentials else plan.scratch_bytes_unsaved
         selected = None if coefficients.selected is None else call.before_softcap(*coefficients.selected)
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes, selected=selected)
-        if saved and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
+        if has_exponentials and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
             sums.scratch.adopt(saved[0])
             saved = ()
         tokens = None

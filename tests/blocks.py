@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from unittest import mock
 
 
-def block_forward(backend, projection, x, target, columns, save, buffer=None, out=None, local=None, arrive=None):
+def block_forward(
+    backend, projection, x, target, columns, save, buffer=None, out=None, local=None, arrive=None, keep_windows=False
+):
     """The block's partial and what it saves. ``local``: rows of x that are there before ``arrive()``."""
-    work = backend.BlockForward(projection, x, target, columns, save, buffer, out)
+    work = backend.BlockForward(projection, x, target, columns, save, buffer, out, keep_windows)
     if local is not None:
         work.project_local(local)
         arrive()

@@ -61,15 +61,26 @@ JITFunction.run = _compile_alone
 
 from blocks import block_backward, block_forward
 from parallel_lce.backends import triton as backend
-from parallel_lce.backends import triton_slices
+from parallel_lce.backends import triton_slices, triton_windows
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch, SelectedGradient, Selection
 from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.kernels import dense_logits, divergence, losses, partials, projection, set_log_probs, tuning
+from parallel_lce.kernels import (
+    dense_logits,
+    divergence,
+    losses,
+    partials,
+    projection,
+    set_log_probs,
+    tile_scan,
+    tuning,
+)
 from parallel_lce.partials import Columns, packed_size
 
 tuning._capability = lambda device: CAPABILITY
 projection.num_sms = lambda device: 132
 triton_slices.SMALLEST_FILTERED = 0
+# Of two row blocks one is a sample.
+tile_scan.FEWEST_SAMPLED, triton_windows._FEWEST_STEP = 1, 2
 
 # Tokens, vocabulary rows, hidden size; saved vocabulary rows; everything asked for, or nothing.
 CALLS = [
@@ -92,7 +103,7 @@ def call(rows, entries, depth, saved, everything, dtype):
     shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, softcap, token_scale)
     target = torch.zeros(rows, dtype=torch.int64)
     columns = Columns(*[everything] * len(dataclasses.fields(Columns)))
-    partial, exponentials = block_forward(backend, shape, x, target, columns, saved)
+    partial, exponentials = block_forward(backend, shape, x, target, columns, saved, keep_windows=not everything)
     ones = torch.ones(rows)
     more = ones if everything else None
     coefficients = Coefficients(ones, ones, more, more, more)

@@ -22,8 +22,9 @@ pytest.importorskip("triton", reason="needs triton")
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
-from parallel_lce.kernels.active_tiles import find_active_tiles, scan_tiles
+from parallel_lce.kernels.active_tiles import find_active_tiles
 from parallel_lce.kernels.filter_estimates import LEVELS, RowFactors, choose_level, level_products, signs
+from parallel_lce.kernels.tile_scan import scan_tiles
 
 LIMIT = triton_filter.AUTO_ERROR
 FILTERS = [2.0 ** -(8 + level) for level in range(LEVELS)]
@@ -105,7 +106,7 @@ class Slice:
         factors = RowFactors(*rows, *targets)
         self.given = triton_filter.UnfilteredSlice(memory[:, :V], weight.to(device), x.to(device), factors, first)
         self.sketch = triton_filter.sketch_of(self.given.weight)
-        self.scanned = scan_tiles(self.given.gradient, self.inverse.float().to(device), self.sketch)
+        self.scanned = scan_tiles(self.given.gradient, self.inverse.float().to(device), sketch=self.sketch)
 
     def of_hidden(self, g: torch.Tensor, beside: torch.Tensor | float = 0.0) -> torch.Tensor:
         """``g`` as it counts for dX, ``beside``: the targets."""
@@ -238,7 +239,7 @@ def test_the_largest_level_with_both_errors_within_the_limit_is_chosen(device):
 def test_of_a_limit_on_the_device_the_same_tiles_are_active(device):
     gradient = normal(300, 384).to(torch.bfloat16).to(device)
     ones = torch.ones(300, device=device)
-    number, tensor = (find_active_tiles(scan_tiles(gradient, ones), eps) for eps in (4.0, ones[:1] * 4.0))
+    number, tensor = (find_active_tiles(gradient, ones, eps) for eps in (4.0, ones[:1] * 4.0))
     counts = number.of_rows.counts
     assert 0 < counts.sum() < 9 and torch.equal(counts, tensor.of_rows.counts)
     assert torch.equal(number.masses, tensor.masses) and torch.equal(number.shares, tensor.shares)

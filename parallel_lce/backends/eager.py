@@ -96,7 +96,7 @@ class BlockForward:
 
     Saved are the exponentials ``exp(z - maxima) [save, R]`` in the weight's dtype, in ``buffer``, and the maxima
     ``[windows, R]`` of each window. ``target [R]``: ids relative to the shard; one outside ``[0, real_rows)`` has no
-    logit here. ``out [C, R]``: where the partial is written.
+    logit here. ``out [C, R]``: where the partial is written. ``keep_windows`` has no effect.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class BlockForward:
         save: int,
         buffer: Tensor | None = None,
         out: Tensor | None = None,
+        keep_windows: bool = False,
     ) -> None:
         self._projection, self._x, self._target, self._columns = projection, x, target, columns
         self._save = min(save, projection.real_rows)

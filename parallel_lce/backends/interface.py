@@ -299,6 +299,7 @@ class Backend(Protocol):
         save: int,
         buffer: Tensor | None = None,
         out: Tensor | None = None,
+        keep_windows: bool = False,
     ) -> BlockForward:
         """The forward of a block, not started yet.
 
@@ -309,6 +310,7 @@ class Backend(Protocol):
             save: vocabulary rows, the shard's first, whose exponentials are saved.
             buffer: where the exponentials go, from :meth:`allocate_saved`; None: new memory.
             out: where the partial ``[C, R]`` is written; None: new memory.
+            keep_windows: save also what tells a filtered backward which entries need not be projected again.
         """
         ...
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from parallel_lce.backends.eager_selected import top_k
 from parallel_lce.backends.interface import Projection, Saved, SelectedGradient, Selection, savable
 from parallel_lce.backends.triton_backward import BlockBackward
-from parallel_lce.backends.triton_slices import ALIGNED, dense, product_of, stride_of
+from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
+from parallel_lce.backends.triton_windows import keeps_windows
 from parallel_lce.kernels import selected as kernels
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
@@ -95,9 +96,10 @@ class BlockForward:
     """Partials of a block of ``x [R, D]`` over the shard, and the exponentials of its first ``save`` vocabulary rows.
 
     Saved is a ``kernels.token_gradients.SavedExponentials`` of ``save`` entries, rounded down to whole windows, its
-    exponentials in ``buffer``. fp16 has no softmax shift: its exponentials are relative to each window's maximum.
-    ``target [R]``: ids relative to the shard; one outside ``[0, real_rows)`` has no logit here. ``out [C, R]``: where
-    the partial is written.
+    exponentials in ``buffer``. Behind it come, with ``keep_windows``, the windows' sums of exponentials, if a filtered
+    backward can do without some of the other entries. fp16 has no softmax shift: its exponentials are relative to each
+    window's maximum. ``target [R]``: ids relative to the shard; one outside ``[0, real_rows)`` has no logit here.
+    ``out [C, R]``: where the partial is written.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class BlockForward:
         save: int,
         buffer: Tensor | None = None,
         out: Tensor | None = None,
+        keep_windows: bool = False,
     ) -> None:
         rows, real = x.shape[0], projection.real_rows
         self._projection, self._target, self._columns = projection, target, columns
@@ -125,6 +128,7 @@ class BlockForward:
         width = product.tile.entries
         assert width % ALIGNED == 0
         save = real if save >= real else save // width * width
+        self._keeps_windows = keep_windows and save < real and keeps_windows(projection, product.tile)
         self._stored: Tensor | None = None
         self._exponentials: Tensor | None = None
         self._shift: Tensor | None = None
@@ -136,9 +140,9 @@ class BlockForward:
                 self._stored = buffer[: rows * stride].view(rows, stride)
             self._exponentials = self._stored if stride == save else self._stored[:, :save]
             self._shift = _new_softmax_shift(product)
-        # Rows per piece: whole tiles; all rows if exponentials are saved.
+        # Rows per piece: whole tiles; all rows if something is saved.
         row_bytes = 4 * product.windows * (columns.count - 1)
-        fitting = rows if save else max(1, _PARTIAL_BYTES // row_bytes)
+        fitting = rows if save or self._keeps_windows else max(1, _PARTIAL_BYTES // row_bytes)
         pieces, height = -(-rows // fitting), product.tile.rows
         self._piece_rows = -(-rows // (pieces * height)) * height
         if rows <= self._piece_rows:
@@ -188,6 +192,10 @@ class BlockForward:
                 saved = self._stored, self._partials.max
                 if self._shift is not None and on_shift is not None:
                     saved = *saved, self._shift, on_shift
+            elif self._keeps_windows:
+                saved = product.x.new_empty(len(product.x), 0), self._partials.max
+            if self._keeps_windows:
+                saved = *saved, self._partials.sum_exp
         else:
             self._project_in_pieces(product)
         return saved

@@ -28,8 +28,11 @@ from parallel_lce.backends.interface import (
     Scratch,
     SelectedGradient,
 )
-from parallel_lce.backends.triton_slices import Piece, Slice, dense, tiling
+from parallel_lce.backends.triton_operands import dense, product_of
+from parallel_lce.backends.triton_slices import Piece, Slice, tiling
+from parallel_lce.backends.triton_windows import WINDOWED_BYTES, fills_sample, kept_windows
 from parallel_lce.grad_buffers import GradBuffer
+from parallel_lce.kernels.active_windows import WindowPartials
 from parallel_lce.kernels.targets import scale_and_add_targets
 from parallel_lce.memory import some_rows
 from parallel_lce.plan import PIECE_ROWS
@@ -45,7 +48,8 @@ class BlockBackward:
 
     The saved exponentials are overwritten, and what is recomputed reuses their memory. dX is complete before the last
     slice's dW product starts. Beside what is saved and ``scratch``, memory is needed for fp32 products of at most
-    128 MiB, or of dX's size where several slices add to it, and for a copy of x.
+    128 MiB, or of dX's size where several slices add to it, and for a copy of x. ``scratch`` becomes
+    ``WINDOWED_BYTES`` where only active windows are projected again.
     """
 
     def __init__(
@@ -86,6 +90,9 @@ class BlockBackward:
         x, target, partial, coefficients = self._given
         x, projection, grads, saved = dense(x), self._projection, self._grads, self._saved
         capacity = max(saved[0].numel() if saved else 0, self._scratch.capacity(x.dtype))
+        windows = self._active_windows(x)
+        if windows is not None:
+            capacity = max(capacity, WINDOWED_BYTES // x.element_size())
         widest = max(1, _PRODUCT_BYTES // (4 * x.shape[1]))
         ranges, cut = tiling(projection, x, self._saved_entries, capacity, widest)
         pieces = []
@@ -105,9 +112,19 @@ class BlockBackward:
                 find_shared=grads.dweight is not None or grads.dbias is not None,
                 selected=None if self._selected is None else self._selected.of_rows(rows),
                 gradient_filter=self._gradient_filter,
+                windows=None if windows is None or not fills_sample(len(given[0])) else windows.of_rows(rows),
             )
             pieces.append(piece)
-        return [(0, self._saved_entries), *ranges] if saved else ranges, pieces
+        return [(0, self._saved_entries), *ranges] if self._saved_entries else ranges, pieces
+
+    def _active_windows(self, x: Tensor) -> WindowPartials | None:
+        """The forward's windows, if only the active ones are to be projected again. The bias's gradient needs all, and
+        saved-tensor hooks may have changed the operands' alignment, and so their tile."""
+        windows, projection = kept_windows(self._saved), self._projection
+        if windows is None or self._gradient_filter is None or self._grads.dbias is not None:
+            return None
+        same = len(windows.max) == product_of(projection, x, 0, projection.real_rows).windows
+        return windows if same and fills_sample(len(x)) else None
 
     def hidden_grad(self) -> Iterator[int]:
         """Form dX, and dW of all slices but the last; yields how many of dX's first rows are complete."""

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import AUTO, Projection
-from parallel_lce.kernels.active_tiles import TILE, ScannedTiles, centroids, find_active_tiles, scan_tiles
+from parallel_lce.kernels.active_tiles import ActiveTiles, centroids, find_active_tiles
 from parallel_lce.kernels.filter_estimates import LEVELS, SIGNS, RowFactors, choose_level, level_products, signs
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.sparse_product import sparse_product
+from parallel_lce.kernels.tile_scan import TILE, BlockSample, ScannedTiles, sample_blocks, scan_tiles
 
 AUTO_ERROR = 2.0**-9
 """Largest estimate of the relative errors that a filter of ``"auto"`` adds: about the rounding of a bf16 gradient."""
@@ -68,29 +69,35 @@ def sketch_of(weight: Tensor) -> Tensor:
     return sketch
 
 
-def estimated(given: UnfilteredSlice, scanned: ScannedTiles, sketch: Tensor) -> Estimates:
-    """``scanned``: with the products of ``sketch``."""
-    hidden_norms, signed = level_products(scanned, sketch, given.factors, given.first)
-    product = signed.new_empty(len(signed), given.x.shape[1], dtype=torch.float32)
-    accumulate_nt(product, signed, given.x.t(), overwrite=True)
+def estimated(
+    given: UnfilteredSlice, scanned: ScannedTiles, sketch: Tensor, sample: BlockSample | None = None
+) -> Estimates:
+    """``scanned``: with the products of ``sketch``, of all row blocks or of the ``sample``."""
+    hidden_norms, signed = level_products(scanned, sketch, given.factors, given.first, sample)
+    x = given.x if sample is None else sample.of(given.x)
+    product = signed.new_empty(len(signed), x.shape[1], dtype=torch.float32)
+    accumulate_nt(product, signed, x.t(), overwrite=True)
     weight_norms = torch.linalg.vector_norm(product.view(LEVELS + 1, -1), dim=1)
     return Estimates(*choose_level(hidden_norms, weight_norms, AUTO_ERROR))
 
 
-class FilteredGradient:
-    """A slice, filtered by a probability or, with ``"auto"``, by the one that is chosen for it."""
+def filtered(given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str) -> FilteredGradient:
+    """A slice filtered by a probability or, with ``"auto"``, by the one that is chosen for it. ``inverse [R]``: of
+    :func:`inverse_limits`."""
+    eps = gradient_filter
+    if isinstance(eps, str):
+        assert eps == AUTO
+        sketch, sample = sketch_of(given.weight), sample_blocks(len(given.gradient))
+        scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
+        eps = estimated(given, scanned, sketch, sample).eps
+    return FilteredGradient(given.gradient, find_active_tiles(given.gradient, inverse, eps))
 
-    def __init__(self, given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str) -> None:
-        self._gradient = given.gradient
-        # Of "auto".
-        self.estimates: Estimates | None = None
-        if gradient_filter == AUTO:
-            sketch = sketch_of(given.weight)
-            scanned = scan_tiles(given.gradient, inverse, sketch)
-            self.estimates = estimated(given, scanned, sketch)
-            self._found = find_active_tiles(scanned, self.estimates.eps)
-        else:
-            self._found = find_active_tiles(scan_tiles(given.gradient, inverse), float(gradient_filter))
+
+class FilteredGradient:
+    """The products of a slice's gradient of the logits ``[R, C]``, of which the active tiles alone are read."""
+
+    def __init__(self, gradient: Tensor, found: ActiveTiles) -> None:
+        self._gradient, self._found = gradient, found
         # S [T, D] fp32, and the x of which they are sums.
         self._spread: tuple[Tensor, Tensor] | None = None
 

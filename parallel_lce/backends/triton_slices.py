@@ -23,9 +23,12 @@ from parallel_lce.backends.interface import (
     SelectedGradient,
     power_of_two_scale,
 )
-from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlice, inverse_limits
+from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlice, filtered, inverse_limits
+from parallel_lce.backends.triton_operands import product_of, stride_of
+from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
+from parallel_lce.kernels.active_windows import WindowPartials
 from parallel_lce.kernels.filter_estimates import RowFactors
-from parallel_lce.kernels.projection import Product, logits_gradient
+from parallel_lce.kernels.projection import logits_gradient
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
 from parallel_lce.kernels.selected import place_selected
@@ -33,35 +36,15 @@ from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_a
 from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
 from parallel_lce.memory import some_rows
 
-# Leading dimensions of saved exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
-ALIGNED = 64
 # Terms of a product over which the time to add it to a sum in memory is hidden. Measured on an H200, in bf16 and fp32
 # sums of 4096 columns: the product takes 1.6 times as long as without a sum over 1024 terms, 1.3 over 2048, 1.05 over
 # 4096.
 _LONG = 4096
 # Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a filtered
-# backward takes several times as long as an exact one.
-SMALLEST_FILTERED = 5e11
+# backward takes the host longer than an exact one takes the GPU.
+SMALLEST_FILTERED = 1e12
 # Rows of a piece are a multiple of this, as matrix products come in such tiles.
 _MULTIPLE = 128
-
-
-def stride_of(entries: int) -> int:
-    """Elements from one token's saved exponentials to the next one's."""
-    return -(-entries // ALIGNED) * ALIGNED
-
-
-def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Product:
-    """The product of ``x`` with the shard's rows ``[start, stop)``."""
-    bias = None if projection.bias is None else some_rows(projection.bias, start, stop)
-    weight = some_rows(projection.weight, start, stop)
-    return Product(x, weight, bias, projection.scale, projection.softcap, projection.token_scale)
-
-
-def dense(x: Tensor) -> Tensor:
-    """``x`` contiguous and 16 bytes aligned. A copy of this size costs little."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def tiling(
@@ -147,10 +130,13 @@ class Piece:
         find_shared: bool,
         selected: SelectedGradient | None = None,
         gradient_filter: GradientFilter = None,
+        windows: WindowPartials | None = None,
     ) -> None:
         self.rows, self.x, self._gradient_filter = rows, x, gradient_filter
         self._projection, self._target, self._scratch = projection, target, scratch
-        self._partial, self._saved = partial.contiguous(), SavedExponentials(*saved) if saved else None
+        self._partial, self._saved = partial.contiguous(), SavedExponentials.of(saved) if saved else None
+        # Of which the active ones alone are projected, and what does so; None: all are.
+        self._windows, self._active = windows, None
         # ``rewrite`` every row of saved exponentials, so that there are no row factors. Selected entries are added to
         # such rows alone.
         self._rewrite, self._find_shared = rewrite or selected is not None, find_shared
@@ -172,15 +158,34 @@ class Piece:
         self._coefficients = TokenCoefficients(coefficients.alpha.contiguous(), *others, factor=coefficients.factor)
 
     def form(self, start: int, stop: int) -> Slice:
+        # Both products, of 2 R C D flops each.
+        filters = self._gradient_filter is not None and 4 * self.x.numel() * (stop - start) >= SMALLEST_FILTERED
+        if filters and self._windows is not None and self._is_recomputed(start):
+            return self._form_active(self._windows, start, stop)
         part = self._formed(start, stop)
         if self._selected is not None:
             selection, values = self._selected
             place_selected(part.gradient, start, *selection, values, self._fp16_scale)
-        # Both products, of 2 R C D flops each.
-        if self._gradient_filter is not None and 4 * part.gradient.numel() * self.x.shape[1] >= SMALLEST_FILTERED:
+        if filters and self._gradient_filter is not None:
             inverse = inverse_limits(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
-            part.filtered = FilteredGradient(self._unfiltered(part), inverse, self._gradient_filter)
+            part.filtered = filtered(self._unfiltered(part), inverse, self._gradient_filter)
         return part
+
+    def _is_recomputed(self, start: int) -> bool:
+        return self._saved is None or start >= self._saved.exponentials.shape[1]
+
+    def _form_active(self, windows: WindowPartials, start: int, stop: int) -> Slice:
+        gradient = self._memory(start, stop)
+        if self._active is None:
+            if self._tokens is None and self.has_targets:
+                # Without entries: nothing is placed.
+                self._tokens = self._find_tokens(gradient[:, :0], None, start)
+            placed, c = self._placed, self._coefficients
+            targets = None if placed is None else Targets(*placed)
+            rows = Rows(self.x, self._projection, self._partial, c, self._fp16_scale, targets)
+            assert self._gradient_filter is not None
+            self._active = ActiveWindows(rows, windows, self._gradient_filter)
+        return Slice(start, stop, gradient, None, None, self._active.form(start, stop, gradient))
 
     def _unfiltered(self, part: Slice) -> UnfilteredSlice:
         targets = self._placed or (None, None, None)
@@ -190,9 +195,7 @@ class Piece:
 
     def _formed(self, start: int, stop: int) -> Slice:
         """The slice without the selected entries."""
-        saved = self._saved
-        if saved is not None and start >= saved.exponentials.shape[1]:
-            saved = None
+        saved = None if self._is_recomputed(start) else self._saved
         if saved is None:
             gradient = self._recompute(start, stop)
         else:
@@ -230,16 +233,20 @@ class Piece:
         )
 
     def _recompute(self, start: int, stop: int) -> Tensor:
+        gradient = self._memory(start, stop)
+        product, c = product_of(self._projection, self.x, start, stop), self._coefficients
+        logits_gradient(product, self._partial, c.alpha, c.gamma, c.delta, c.epsilon, self._fp16_scale, gradient)
+        return gradient
+
+    def _memory(self, start: int, stop: int) -> Tensor:
+        """Uninitialised memory for a recomputed slice."""
         shape = self.x.shape[0], stride_of(stop - start)
         elements = shape[0] * shape[1]
         # The saved slice comes first. Recomputed slices overwrite its memory.
         memory = None if self._saved is None else self._saved.exponentials.view(-1)[:elements]
         if memory is None or memory.numel() < elements:
             memory = self._scratch.borrow(elements, self.x.dtype)
-        gradient = memory.view(shape)[:, : stop - start]
-        product, c = product_of(self._projection, self.x, start, stop), self._coefficients
-        logits_gradient(product, self._partial, c.alpha, c.gamma, c.delta, c.epsilon, self._fp16_scale, gradient)
-        return gradient
+        return memory.view(shape)[:, : stop - start]
 
     @property
     def _placed(self) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -1,0 +1,284 @@
+"""What one pass over the gradient of the logits tells of its tiles: :func:`scan_tiles`.
+
+:mod:`parallel_lce.kernels.active_tiles` has what is made of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.tuning import interpreted
+
+TILE = 128
+"""Tokens and entries of a tile."""
+ONE_IN, FEWEST_SAMPLED = 16, 4
+"""A sample has one row block in so many, and at least so many if there are."""
+
+_TILE = tl.constexpr(TILE)
+# Row blocks that a program scans one after the other, and its warps. More warps tell each other more, and take longer.
+_SCANNED, _WARPS = 4, 2
+# Rows that it looks at at a time, and stages of its loads: without a sketch, and with one.
+_CHUNKS = (16, 3), (32, 1)
+
+
+class BlockSample(NamedTuple):
+    """Some of a gradient's row blocks: ``count``, from ``first`` on, each ``step`` after the one before."""
+
+    first: int
+    step: int
+    count: int
+
+    def of(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        """Their rows of a tensor whose dimension ``dim`` has all rows."""
+        if self.step == 1:
+            return rows
+        blocks = rows.narrow(dim, 0, rows.shape[dim] // TILE * TILE).unflatten(dim, (-1, TILE))
+        return blocks[(slice(None),) * dim + (slice(self.first, None, self.step),)].flatten(dim, dim + 1)
+
+
+def sample_blocks(rows: int) -> BlockSample:
+    """A sample of the blocks of so many rows."""
+    step = max(1, min(ONE_IN, rows // TILE // FEWEST_SAMPLED))
+    first = step // 2 if step > 1 else 0
+    blocks = -(-rows // TILE) if step == 1 else rows // TILE
+    return BlockSample(first, step, -(-(blocks - first) // step))
+
+
+class ScannedTiles(NamedTuple):
+    """What is found of a gradient ``[R, C]`` with T blocks of entries. ``R``: of the sample, if some were scanned."""
+
+    # [row blocks, T] fp32: each tile's largest entry, in units of its token's limit
+    largest: torch.Tensor
+    # [T, R], its rows 16 bytes aligned, in the gradient's dtype: m
+    masses: torch.Tensor
+    # [row blocks, 128 T] fp32: sums of |G| u over the tokens of a row block; None: not known
+    column_sums: torch.Tensor | None
+    # [T, R, 8], of which tile t holds its own terms of the gradient's product with a sketch, whose rows are
+    # relative to their mean in the tile; None: there is no sketch
+    sketched: torch.Tensor | None
+
+
+@triton.jit
+def _scan_tile(
+    gradient,
+    inverse_limits,
+    found,
+    s,
+    eps,
+    sizes,
+    first_row,
+    tile,
+    block,
+    LIMITED: tl.constexpr,
+    MASKED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``s``: the tile's rows of the sketch, if ``COLUMNS``. ``block``: of the ``found`` row blocks."""
+    rows, entries, stride, masses_stride, blocks = sizes
+    tiles = tl.num_programs(0)
+    c = tile * _TILE + tl.arange(0, _TILE)
+    masses = found.masses + tile.to(tl.int64) * masses_stride + block * _TILE
+    # Elementwise over some rows at a time: threads have less to tell each other.
+    largest = tl.zeros((CHUNK, _TILE), tl.float32)
+    sums = tl.zeros((CHUNK, _TILE), tl.float32)
+    for start in tl.range(0, _TILE, CHUNK, num_stages=STAGES):
+        lane = start + tl.arange(0, CHUNK)
+        r = first_row + lane
+        # What follows the last entry in its granule of 16 bytes is read, too: loads are then of whole granules.
+        inside = (r < rows)[:, None] & (c < tl.cdiv(entries, 8) * 8)[None, :]
+        stored = tl.load(gradient + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0)
+        if MASKED:
+            stored = tl.where((c < entries)[None, :], stored, 0.0)
+        g = stored.to(tl.float32)
+        relative = tl.abs(g) * tl.load(inverse_limits + r, mask=r < rows, other=0.0)[:, None]
+        sums += relative
+        largest = tl.maximum(largest, relative)
+        tl.store(masses + lane, tl.sum(g, 1).to(found.masses.dtype.element_ty), mask=r < rows)
+        if COLUMNS:
+            if UPCAST:
+                stored = stored.to(tl.float32)
+            k = tl.arange(0, 16)
+            row = block * _TILE + lane
+            pointers = found.sketched + tile.to(tl.int64) * (blocks * _TILE * COLUMNS)
+            pointers += row[:, None] * COLUMNS + k[None, :]
+            product = tl.dot(stored, s).to(found.sketched.dtype.element_ty)
+            tl.store(pointers, product, mask=(r < rows)[:, None] & (k < COLUMNS)[None, :])
+    column_sums = tl.sum(sums, 0)
+    # A maximum may leave out NaN, a sum does not.
+    total = tl.sum(column_sums, 0)
+    top = tl.where(total == total, tl.max(tl.max(largest, 0), 0), float("inf"))
+    tl.store(found.largest + block * tiles + tile, top)
+    if found.column_sums is not None:
+        tl.store(found.column_sums + block * (tiles.to(tl.int64) * _TILE) + c, column_sums)
+    if LIMITED:
+        if top > eps:
+            tl.debug_barrier()
+            _clear(masses, found, first_row, rows)
+
+
+@triton.jit
+def _clear(masses, found, first_row, rows):
+    lane = tl.arange(0, _TILE)
+    tl.store(masses + lane, tl.zeros((_TILE,), found.masses.dtype.element_ty), mask=first_row + lane < rows)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "blocks", "first_block"])
+def lce_backward_scan(
+    gradient,
+    inverse_limits,
+    chosen,
+    found,
+    sketch,
+    eps,
+    rows,
+    entries,
+    stride,
+    masses_stride,
+    sketch_stride,
+    blocks,
+    first_block,
+    block_step,
+    LIMITED: tl.constexpr,
+    BOUNDED: tl.constexpr,
+    MASKED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    UPCAST: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """``LIMITED``: masses of active tiles are not wanted. ``BOUNDED``: a tile whose bound in ``found.largest`` is
+    within the limit is not read, and keeps what is there."""
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    first = tl.program_id(1) * BLOCKS
+    stop = tl.minimum(first + BLOCKS, blocks)
+    sizes = (rows, entries, stride, masses_stride, blocks)
+    is_read = eps >= 0.0
+    if chosen is not None:
+        eps = tl.load(chosen)
+        is_read = eps > 0.0
+    if is_read:
+        s = tile  # Not read without a sketch.
+        if COLUMNS:
+            # A product has 16 columns at least.
+            k, c = tl.arange(0, 16), tile * _TILE + tl.arange(0, _TILE)
+            inside = (c < entries)[:, None] & (k < COLUMNS)[None, :]
+            s = tl.load(sketch + k[None, :] * sketch_stride + c[:, None], mask=inside, other=0.0).to(tl.float32)
+            # Without the mean, which the masses stand for: the rounding of a large mean would hide what filters change.
+            mean = tl.sum(s, 0) / tl.minimum(entries - tile * _TILE, _TILE)
+            s = tl.where(inside, s - mean[None, :], 0.0)
+            if not UPCAST:
+                s = s.to(gradient.dtype.element_ty)
+        for block in range(first, stop):
+            wanted = True
+            if BOUNDED:
+                wanted = tl.load(found.largest + block * tiles + tile) > eps
+            if wanted:
+                _scan_tile(
+                    gradient,
+                    inverse_limits,
+                    found,
+                    s,
+                    eps,
+                    sizes,
+                    (first_block + block * block_step) * _TILE,
+                    tile,
+                    block,
+                    LIMITED,
+                    MASKED,
+                    COLUMNS,
+                    UPCAST,
+                    CHUNK,
+                    STAGES,
+                )
+    elif not BOUNDED:
+        # Every tile is active.
+        for block in range(first, stop):
+            tl.store(found.largest + block * tiles + tile, float("inf"))
+            masses = found.masses + tile.to(tl.int64) * masses_stride + block * _TILE
+            _clear(masses, found, (first_block + block * block_step) * _TILE, rows)
+
+
+def scan_tiles(
+    gradient: torch.Tensor,
+    inverse_limits: torch.Tensor,
+    eps: float | torch.Tensor | None = None,
+    *,
+    sketch: torch.Tensor | None = None,
+    sample: BlockSample | None = None,
+    bounds: ScannedTiles | None = None,
+) -> ScannedTiles:
+    """What is known of the tiles of ``gradient [R, C]``.
+
+    The rows of ``gradient`` lie in memory of a multiple of 8 elements each. ``inverse_limits [R]`` fp32, finite; 0 for
+    a token without a limit. A tile with NaN has the largest entry infinity.
+
+    ``eps``: a number or fp32 ``[1]``. The masses are then 0 in tiles whose largest entry exceeds it, and a tensor of 0
+    stands for a filter that keeps everything: nothing is read, and every tile has the largest entry infinity.
+    ``sketch [8, C]`` in the gradient's dtype. ``sample``: scan these row blocks alone. ``bounds``: upper bounds of the
+    largest entries, and masses; tiles whose bound exceeds ``eps`` are read, and take the place of the bounds.
+    """
+    (rows, entries), tiles = gradient.shape, -(-gradient.shape[1] // TILE)
+    sample = sample or BlockSample(0, 1, -(-rows // TILE))
+    scanned_rows = rows if sample.step == 1 else sample.count * TILE
+    columns, sketched = 0 if sketch is None else len(sketch), None
+    if sketch is not None:
+        # fp16 would not hold every product. Whole row blocks, whatever the last one has.
+        dtype = torch.bfloat16 if gradient.dtype == torch.float16 else gradient.dtype
+        sketched = gradient.new_empty(tiles, sample.count * TILE, columns, dtype=dtype)
+    if bounds is None:
+        largest = gradient.new_empty(sample.count, tiles, dtype=torch.float32)
+        masses = new_masses(gradient, scanned_rows)
+        column_sums = gradient.new_empty(sample.count, tiles * TILE, dtype=torch.float32)
+        result = ScannedTiles(largest, masses, column_sums, sketched)
+    else:
+        result = bounds
+    chosen, number = limit_of(0.0 if eps is None else eps)
+    chunk, stages = _CHUNKS[sketch is not None]
+    lce_backward_scan.launch(
+        (tiles, -(-sample.count // _SCANNED)),
+        gradient,
+        inverse_limits,
+        chosen,
+        result,
+        sketch,
+        number,
+        rows,
+        entries,
+        gradient.stride(0),
+        result.masses.stride(0),
+        0 if sketch is None else sketch.stride(0),
+        sample.count,
+        sample.first,
+        sample.step,
+        LIMITED=eps is not None,
+        BOUNDED=bounds is not None,
+        MASKED=entries % TILE != 0,
+        COLUMNS=columns,
+        # Triton's interpreter multiplies bf16 wrongly.
+        UPCAST=interpreted() and gradient.dtype == torch.bfloat16,
+        BLOCKS=_SCANNED,
+        CHUNK=chunk,
+        STAGES=stages,
+        num_warps=_WARPS,
+    )
+    return result
+
+
+def new_masses(gradient: torch.Tensor, rows: int) -> torch.Tensor:
+    """Uninitialised masses ``[T, rows]`` of the tiles of ``gradient [R, C]``."""
+    return gradient.new_empty(-(-gradient.shape[1] // TILE), -(-rows // 8) * 8)[:, :rows]
+
+
+def limit_of(eps: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
+    """How a kernel is given a limit: fp32 ``[1]`` on the device, or None and a number."""
+    return (None, float(eps)) if isinstance(eps, (int, float)) else (eps, 0.0)

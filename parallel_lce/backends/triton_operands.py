@@ -1,0 +1,30 @@
+"""Operands of the kernels as they take them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from parallel_lce.backends.interface import Projection
+from parallel_lce.kernels.projection import Product
+from parallel_lce.memory import some_rows
+
+# Leading dimensions of saved exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
+ALIGNED = 64
+
+
+def stride_of(entries: int) -> int:
+    """Elements from one token's saved exponentials to the next one's."""
+    return -(-entries // ALIGNED) * ALIGNED
+
+
+def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Product:
+    """The product of ``x`` with the shard's rows ``[start, stop)``."""
+    bias = None if projection.bias is None else some_rows(projection.bias, start, stop)
+    weight = some_rows(projection.weight, start, stop)
+    return Product(x, weight, bias, projection.scale, projection.softcap, projection.token_scale)
+
+
+def dense(x: Tensor) -> Tensor:
+    """``x`` contiguous and 16 bytes aligned. A copy of this size costs little."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()

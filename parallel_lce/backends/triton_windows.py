@@ -1,0 +1,138 @@
+"""Recomputed slices of G of which only the windows with a large probability are projected.
+
+The forward keeps the partials of its windows. A sample of the row blocks is projected in full: its sums over tokens
+stand for those of all tokens (:mod:`parallel_lce.kernels.active_windows`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from parallel_lce.backends.interface import AUTO, Projection, Saved
+from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlice, estimated, inverse_limits, sketch_of
+from parallel_lce.backends.triton_operands import product_of, stride_of
+from parallel_lce.kernels.active_tiles import ActiveTiles, entry_shares, list_active_tiles
+from parallel_lce.kernels.active_windows import RowTerms, WindowPartials, list_active_windows, window_bounds
+from parallel_lce.kernels.filter_estimates import RowFactors
+from parallel_lce.kernels.projection import logits_gradient
+from parallel_lce.kernels.rewrite import TokenCoefficients
+from parallel_lce.kernels.targets import place_targets
+from parallel_lce.kernels.tile_scan import TILE, sample_blocks, scan_tiles
+from parallel_lce.kernels.tuning import Tile
+
+WINDOWED_BYTES = 256 << 20
+"""Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU."""
+
+# Of a sample of more than one row block in so many, all row blocks are projected in full.
+_FEWEST_STEP = 4
+
+
+class Targets(NamedTuple):
+    """Of :func:`parallel_lce.kernels.targets.place_targets`, ``[R]`` each."""
+
+    target: Tensor
+    residual: Tensor
+    unshared: Tensor
+
+
+class Rows(NamedTuple):
+    """Some tokens, and what their rows of G are formed from."""
+
+    # [R, D]
+    x: Tensor
+    projection: Projection
+    # [>= 3, R], contiguous
+    partial: Tensor
+    # alpha alone, without a factor
+    coefficients: TokenCoefficients
+    # 0-dimensional, or None
+    fp16_scale: Tensor | None
+    # None without a gradient of targets
+    targets: Targets | None
+
+    def form(self, start: int, stop: int, gradient: Tensor, listed: Tensor | None = None) -> None:
+        """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``: all tiles, or those
+        ``listed``."""
+        product, alpha = product_of(self.projection, self.x, start, stop), self.coefficients.alpha
+        logits_gradient(product, self.partial, alpha, None, None, None, self.fp16_scale, gradient, listed)
+        if self.targets is not None:
+            place_targets(gradient, start, *self.targets, self.fp16_scale)
+
+
+def keeps_windows(projection: Projection, tile: Tile) -> bool:
+    """Whether partials of windows of this tile tell what :class:`ActiveWindows` needs. Under a soft-cap the mass of a
+    window is not that of its gradient."""
+    return projection.softcap is None and tile.rows == TILE and tile.entries % TILE == 0
+
+
+def kept_windows(saved: Saved) -> WindowPartials | None:
+    """The partials of the windows, if they are part of what a forward saved."""
+    if len(saved) % 2 == 0:
+        return None
+    _, maxima, *shift, sums = saved
+    return WindowPartials(maxima, sums, shift[0] if shift else None)
+
+
+def fills_sample(rows: int) -> bool:
+    """Whether a sample of so many rows is much less than all of them."""
+    return sample_blocks(rows).step >= _FEWEST_STEP
+
+
+class ActiveWindows:
+    """Forms slices of the gradient of some ``rows`` by projecting their active windows."""
+
+    def __init__(self, rows: Rows, windows: WindowPartials, gradient_filter: float | str) -> None:
+        self._rows, self._windows, self._filter = rows, windows, gradient_filter
+        projection, alpha = rows.projection, rows.coefficients.alpha
+        self._inverse = inverse_limits(rows.coefficients, projection, None, rows.fp16_scale)
+        target, _, unshared = rows.targets or (None, None, None)
+        self._terms = RowTerms(
+            rows.partial, alpha, projection.token_scale, rows.fp16_scale, self._inverse, target, unshared
+        )
+        sample, targets = sample_blocks(len(rows.x)), None
+        if rows.targets is not None:
+            target, residual, unshared = map(sample.of, rows.targets)
+            # Placing a target changes what is left of it.
+            targets = Targets(target, residual.clone(), unshared)
+        if projection.token_scale is not None:
+            projection = replace(projection, token_scale=sample.of(projection.token_scale))
+        self._sampled = Rows(
+            sample.of(rows.x),
+            projection,
+            sample.of(rows.partial, 1),
+            TokenCoefficients(sample.of(alpha), None, None, None, None, None),
+            rows.fp16_scale,
+            targets,
+        )
+        self._sampled_inverse = sample.of(self._inverse)
+
+    def form(self, start: int, stop: int, gradient: Tensor) -> FilteredGradient:
+        """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
+        eps, shares, sums = self._sample(start, stop)
+        projection = self._rows.projection
+        window = product_of(projection, self._rows.x, start, stop).tile.entries
+        tiles = window_bounds(
+            self._windows, self._terms, gradient, start // window, window, eps, sums, projection.scale
+        )
+        self._rows.form(start, stop, gradient, list_active_windows(tiles, window, eps))
+        scan_tiles(gradient, self._inverse, eps, bounds=tiles)
+        return FilteredGradient(gradient, ActiveTiles(*list_active_tiles(tiles.largest, eps), tiles.masses, shares))
+
+    def _sample(self, start: int, stop: int) -> tuple[float | Tensor, Tensor, Tensor]:
+        """The filter, and what :func:`parallel_lce.kernels.active_tiles.entry_shares` finds in the sample."""
+        rows, eps = self._sampled, self._filter
+        gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
+        rows.form(start, stop, gradient)
+        weight = rows.projection.weight[start:stop]
+        sketch = sketch_of(weight) if eps == AUTO else None
+        scanned = scan_tiles(gradient, self._sampled_inverse, sketch=sketch)
+        if sketch is not None:
+            factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None, None)))
+            eps = estimated(UnfilteredSlice(gradient, weight, rows.x, factors, start), scanned, sketch).eps
+        assert not isinstance(eps, str)
+        shares, sums = entry_shares(scanned, stop - start, eps, sampled=True)
+        assert sums is not None
+        return eps, shares, sums

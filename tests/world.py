@@ -99,7 +99,9 @@ def _forget_megatrons() -> None:
 
 def configure() -> None:
     """What every test process sets: memory of ``torch.empty`` is NaN, so that reading it shows. The smallest slices are
-    filtered, too. And the plain mainloop on Hopper, if that is asked for."""
+    filtered, too. Garbage is collected less often. And the plain mainloop on Hopper, if that is asked for."""
+    # New objects between two collections. Interpreted kernels make many, and few that refer to themselves.
+    gc.set_threshold(50_000)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     if backends._triton_installed():

@@ -52,8 +52,10 @@ def pytest_collection_modifyitems(config, items: list[pytest.Item]) -> None:
         config.workeroutput["left_out"] = _left_out
 
 
-def pytest_collection_finish() -> None:
-    # PyTorch's modules are hundreds of thousands of objects, and pytest collects garbage five times when it ends.
+@pytest.fixture(autouse=True, scope="module")
+def _nothing_old_is_collected() -> None:
+    """PyTorch's modules are hundreds of thousands of objects. Tests collect garbage, of which none is theirs."""
+    gc.collect()
     gc.freeze()
 
 

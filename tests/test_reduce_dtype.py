@@ -70,6 +70,7 @@ def whole(found: list, sequence_parallel: bool) -> torch.Tensor:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.thinned
 def test_a_sum_that_cancels_keeps_its_digits(ranks, strategy, sequence_parallel, worlds, device):
     given = "bf16", strategy, sequence_parallel
     low, wide = (everywhere(worlds, device, ranks, _gradient, *given, d, 8.0) for d in (None, torch.float32))
@@ -86,6 +87,7 @@ def test_a_sum_that_cancels_keeps_its_digits(ranks, strategy, sequence_parallel,
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.thinned
 def test_ordinary_errors_are_no_larger(ranks, dtype, worlds, device):
     """Nor is anything lost where there is nothing to gain."""
     wide = torch.float64 if dtype == "fp64" else torch.float32

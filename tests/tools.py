@@ -24,9 +24,10 @@ from world import Member
 
 _TRITON = backends._triton_installed()
 if _TRITON and os.environ.get("TRITON_INTERPRET") == "1":
-    from interpreter import round_as_gpus_do
+    from interpreter import round_as_gpus_do, spare_work
 
     round_as_gpus_do()
+    spare_work()
 
 
 def alone(device: str = "cpu") -> Member:

@@ -47,6 +47,7 @@ def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None
     # CUDA asks for this before its first use if cuBLAS is to be deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before
     configure()
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device("cpu")
     if device_type == "cuda":
@@ -62,6 +63,10 @@ def _serve(rank: int, ranks: int, device_type: str, store: str, path: str | None
     while (job := jobs.get()) is not None:
         if job == _TIDY_UP:
             _destroy_subgroups()
+            # Models refer to themselves, and to their groups. A collection of what a test made is fast; one of
+            # everything that was ever imported takes a second.
+            gc.collect()
+            gc.freeze()
             continue
         body, arguments = job
         try:
@@ -76,14 +81,8 @@ def _destroy_subgroups() -> None:
     """Those that a test made: each keeps threads of its own awake, megatron-core alone makes dozens."""
     _forget_megatrons()
     groups = [group for group in distributed_c10d._world.pg_map if group is not dist.group.WORLD]
-    if not groups:
-        return
     while groups:
         dist.destroy_process_group(groups.pop())
-    # Models refer to themselves, and to their groups. A collection of what a test made is fast; one of everything that
-    # was ever imported takes a second.
-    gc.collect()
-    gc.freeze()
 
 
 def _forget_megatrons() -> None:
@@ -100,7 +99,9 @@ def _forget_megatrons() -> None:
 
 def configure() -> None:
     """What every test process sets: memory of ``torch.empty`` is NaN, so that reading it shows. The smallest slices are
-    filtered, too. And the plain mainloop on Hopper, if that is asked for."""
+    filtered, too. Garbage is collected less often. And the plain mainloop on Hopper, if that is asked for."""
+    # New objects between two collections. Interpreted kernels make many, and few that refer to themselves.
+    gc.set_threshold(50_000)
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     if backends._triton_installed():

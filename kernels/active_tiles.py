@@ -88,39 +88,18 @@ def _list(largest, stride, lists, block, places, eps, BLOCK: tl.constexpr):
 
 @Relaunched
 @triton.jit(do_not_specialize=["row_blocks"])
-def lce_backward_entry_shares(
-    largest, chosen, column_sums, shares, sampled, eps, row_blocks, entries, BLOCK: tl.constexpr
-):
-    """The shares of a block of entries; and if the row blocks are a sample, its mean sum over a row block's tokens."""
+def lce_backward_entry_shares(largest, chosen, column_sums, shares, eps, row_blocks, BLOCK: tl.constexpr):
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     if chosen is not None:
         eps = tl.load(chosen)
     c = tile * _TILE + tl.arange(0, _TILE)
     sums = tl.zeros((_TILE,), tl.float32)
-    every = tl.zeros((_TILE,), tl.float32)
-    number = 0.0
     for start in range(0, row_blocks, BLOCK):
         block = start + tl.arange(0, BLOCK)
-        valid = block < row_blocks
-        skipped = tl.load(largest + block * tiles + tile, mask=valid, other=float("inf")) <= eps
+        is_active = tl.load(largest + block * tiles + tile, mask=block < row_blocks, other=float("inf")) > eps
         offsets = block.to(tl.int64)[:, None] * (tiles * _TILE) + c[None, :]
-        if sampled is None:
-            sums += tl.sum(tl.load(column_sums + offsets, mask=skipped[:, None], other=0.0), 0)
-        else:
-            values = tl.load(column_sums + offsets, mask=valid[:, None], other=0.0)
-            every += tl.sum(values, 0)
-            sums += tl.sum(tl.where(skipped[:, None], values, 0.0), 0)
-            number += tl.sum(skipped.to(tl.float32), 0)
+        sums += tl.sum(tl.load(column_sums + offsets, mask=~is_active[:, None], other=0.0), 0)
     total = tl.sum(sums, 0)
-    if sampled is not None:
-        # Tiles that are active in all of the sample may be skipped elsewhere.
-        sums = tl.where(total > 0.0, sums, every)
-        number = tl.where(total > 0.0, number, row_blocks.to(tl.float32))
-        total = tl.sum(sums, 0)
-        known = (total > 0.0) & (total < float("inf"))
-        tl.store(sampled + tile, tl.where(known, total / number, 0.0))
-        sums = tl.where(known, sums, (c < entries).to(tl.float32))
-        total = tl.sum(sums, 0)
     tl.store(shares + c, tl.where(total > 0.0, sums / total, 0.0))
 
 
@@ -144,18 +123,11 @@ def lce_backward_centroids(
     )
 
 
-def entry_shares(
-    scanned: ScannedTiles, entries: int, eps: float | torch.Tensor, sampled: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """q ``[128 T]`` of the tiles whose largest entry is within ``eps``, 0 where all of a block's tiles exceed it.
-
-    ``sampled``: ``scanned`` is a sample. There are then shares of every block, if need be from active tiles. Also
-    returned: the mean sum ``[T]`` fp32 of a block's column sums over a row block's tokens, 0 where it is not known.
-    """
+def _entry_shares(scanned: ScannedTiles, eps: float | torch.Tensor) -> torch.Tensor:
+    """q ``[128 T]`` of the tiles whose largest entry is within ``eps``, 0 where all of a block's tiles exceed it."""
     row_blocks, tiles = scanned.largest.shape
     assert scanned.column_sums is not None
     shares = scanned.column_sums.new_empty(tiles * TILE)
-    means = shares.new_empty(tiles) if sampled else None
     chosen, number = limit_of(eps)
     lce_backward_entry_shares.launch(
         (tiles,),
@@ -163,13 +135,11 @@ def entry_shares(
         chosen,
         scanned.column_sums,
         shares,
-        means,
         number,
         row_blocks,
-        entries,
         BLOCK=min(_SUMMED, next_power_of_2(row_blocks)),
     )
-    return shares, means
+    return shares
 
 
 def list_active_tiles(largest: torch.Tensor, eps: float | torch.Tensor) -> tuple[TileLists, TileLists]:
@@ -193,8 +163,7 @@ def find_active_tiles(gradient: torch.Tensor, inverse_limits: torch.Tensor, eps:
     The arguments: as for :func:`scan_tiles`.
     """
     scanned = scan_tiles(gradient, inverse_limits, eps)
-    shares, _ = entry_shares(scanned, gradient.shape[1], eps)
-    return ActiveTiles(*list_active_tiles(scanned.largest, eps), scanned.masses, shares)
+    return ActiveTiles(*list_active_tiles(scanned.largest, eps), scanned.masses, _entry_shares(scanned, eps))
 
 
 def centroids(weight: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,16 @@
 """Which windows of the gradient of the logits matter, before they are projected again.
 
 The forward keeps the maximum and the sum of exponentials of each token's windows. So the largest probability of a
-window and its mass are known, and a window without a large one is not projected. Its mass is shared among its tiles,
-and among their entries, as in a sample of the row blocks (:mod:`parallel_lce.kernels.active_tiles`).
+window and its mass are known, and a window without a large one is not projected. Its mass is shared among its tiles
+and their entries (:mod:`parallel_lce.kernels.active_tiles`) by two estimates of the mean probability of an entry, where
+it is within the limit:
+
+    a_j    the mean over a sample of the row blocks, which are projected in full
+    b_j    exp of the mean logit of all tokens, which is exact, times what gives a tile the sum of a
+
+b leaves out how the logits vary over the tokens, and a has the noise of a sample. A tile's shares are in proportion to
+``w a_j + (1 - w) b_j``, where w is what James and Stein give: 1 less the variance of a, found from the row blocks' own
+means, over ``sum_j (a_j - b_j)^2``.
 """
 
 from __future__ import annotations
@@ -21,6 +29,8 @@ _TILE = tl.constexpr(TILE)
 # Row blocks that are projected together, so that what they share stays in the L2 cache; windows of a list that one
 # looks at at a time.
 _TOGETHER, _LISTED = 16, 1024
+# Row blocks whose sums are added at a time.
+_SUMMED = 4
 
 
 class WindowPartials(NamedTuple):
@@ -52,6 +62,49 @@ class RowTerms(NamedTuple):
     # [R] int64, [R] uint8; None without targets
     target: torch.Tensor | None
     unshared: torch.Tensor | None
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["row_blocks"])
+def lce_backward_sampled_shares(
+    column_sums, chosen, logits, bias, shares, sampled, row_blocks, entries, scale, BLOCK: tl.constexpr
+):
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    c = tile * _TILE + tl.arange(0, _TILE)
+    inside = c < entries
+    summed = row_blocks
+    if chosen is not None:
+        # Without a filter there are no sums.
+        summed = tl.where(tl.load(chosen) > 0.0, row_blocks, 0)
+    sums = tl.zeros((_TILE,), tl.float32)
+    squares = tl.zeros((_TILE,), tl.float32)
+    for start in range(0, row_blocks, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        offsets = block.to(tl.int64)[:, None] * (tiles * _TILE) + c[None, :]
+        values = tl.load(column_sums + offsets, mask=(block < summed)[:, None], other=0.0)
+        sums += tl.sum(values, 0)
+        squares += tl.sum(values * values, 0)
+    count = row_blocks.to(tl.float32)
+    means = sums / count
+    variance = tl.sum(tl.maximum(squares / count - means * means, 0.0), 0) / tl.maximum(count - 1.0, 1.0)
+    total = tl.sum(means, 0)
+    known = (total > 0.0) & (total < float("inf"))
+    tl.store(sampled + tile, tl.where(known, total, 0.0))
+    z = tl.load(logits + c, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        z += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
+    z = tl.where(inside, z * scale, -float("inf"))
+    expected = tl.exp(z - tl.max(z, 0))
+    whole = tl.sum(expected, 0)
+    # Not so with NaN in a token.
+    is_usable = (whole > 0.0) & (whole < float("inf"))
+    expected = tl.where(is_usable, expected / whole, inside.to(tl.float32) / tl.minimum(entries - tile * _TILE, _TILE))
+    off = tl.where(known, means - total * expected, 0.0)
+    distance = tl.sum(off * off, 0)
+    weight = tl.where(distance > variance, 1.0 - variance / distance, 0.0)
+    # One row block does not tell its variance.
+    weight = tl.where(known & (count > 1.0), weight, 0.0)
+    tl.store(shares + c, expected + tl.where(weight > 0.0, weight * off / total, 0.0))
 
 
 @Relaunched
@@ -147,6 +200,38 @@ def lce_backward_list_windows(
     tl.store(listed, found)
 
 
+def sampled_shares(
+    column_sums: torch.Tensor,
+    eps: float | torch.Tensor,
+    mean_logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q ``[128 T]`` fp32, and the mean ``[T]`` of the sums over a row block's tokens and a tile's entries, 0 where it
+    is not known.
+
+    ``column_sums [row blocks, 128 T]``: of the scan of a sample with this limit. ``mean_logits [C]``: still to be
+    increased by ``bias [C]`` and multiplied by ``scale``.
+    """
+    row_blocks, tiles = column_sums.shape[0], column_sums.shape[1] // TILE
+    shares, sums = column_sums.new_empty(tiles * TILE), column_sums.new_empty(tiles)
+    chosen, _ = limit_of(eps)
+    lce_backward_sampled_shares.launch(
+        (tiles,),
+        column_sums,
+        chosen,
+        mean_logits,
+        bias,
+        shares,
+        sums,
+        row_blocks,
+        len(mean_logits),
+        float(scale),
+        BLOCK=min(_SUMMED, next_power_of_2(row_blocks)),
+    )
+    return shares, sums
+
+
 def window_bounds(
     windows: WindowPartials,
     terms: RowTerms,
@@ -161,7 +246,7 @@ def window_bounds(
     ``eps``. Nothing of ``gradient`` is read; there are no column sums.
 
     ``first``: the number of its first window, of ``window`` entries each, a multiple of 128. ``sampled [T]``: of
-    :func:`parallel_lce.kernels.active_tiles.entry_shares`.
+    :func:`sampled_shares`.
     """
     (rows, entries), tiles, row_blocks = gradient.shape, len(sampled), -(-gradient.shape[0] // TILE)
     largest = sampled.new_empty(row_blocks, tiles)

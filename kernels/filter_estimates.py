@@ -12,7 +12,7 @@ its mean. That changes nothing in R, whose rows sum to 0 in every tile; G's own 
 
 The errors are estimated at ``LEVELS`` filters: 2^-8, and each half of the one before. What is not finite is an error
 too large. Norms from four signs vary: the worst case is an error of rank 1, whose estimate has a standard deviation of
-a third.
+a third. A slice may add to the errors what the slices before it have left of the limit.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _SLOTS = tl.constexpr(16)
 _DRAWN, _SUMMED = 1024, 8
 # Tokens of a program, and blocks of entries per step.
 _TOKENS, _STEP = 16, 32
-# A norm below which fp32 does not hold the squares of its small parts.
-_SMALLEST = tl.constexpr(2.0**-50)
+# Norms below and above which fp32 does not hold their squares, and those of small parts.
+_SMALLEST, _LARGEST = tl.constexpr(2.0**-50), tl.constexpr(2.0**60)
 
 
 class RowFactors(NamedTuple):
@@ -194,22 +194,35 @@ def lce_backward_level_errors(
 
 
 @triton.jit
-def _relative(norms, level):
-    total = tl.load(norms + _LEVELS)
-    known = (total > _SMALLEST) & (total < float("inf"))
-    return tl.where(known, tl.load(norms + level) / total, float("inf"))
+def _allowed(norms, added, level, errors, limit):
+    """Which levels a product allows, and the squares of the errors that they add. Stores the relative errors."""
+    error, whole = tl.load(norms + level), tl.load(norms + _LEVELS)
+    known = (whole > _SMALLEST) & (whole < _LARGEST)
+    tl.store(errors + level, tl.where(known, error / whole, float("inf")))
+    square = error * error
+    # What is not known adds nothing: the slice is formed exactly. NaN is not below the limit.
+    whole = tl.where(known, whole * whole, 0.0)
+    most = tl.where(known, limit * limit * (tl.load(added + 1) + whole), -1.0)
+    return tl.load(added) + square <= most, square, whole
+
+
+@triton.jit
+def _add(added, square, whole, taken):
+    tl.store(added, tl.load(added) + tl.sum(tl.where(taken, square, 0.0), 0))
+    tl.store(added + 1, tl.load(added + 1) + whole)
 
 
 @Relaunched
 @triton.jit
-def lce_backward_choose_level(hidden_norms, weight_norms, chosen, errors, limit):
+def lce_backward_choose_level(hidden_norms, weight_norms, added, chosen, errors, limit):
     level = tl.arange(0, _LEVELS)
-    of_hidden, of_weight = _relative(hidden_norms, level), _relative(weight_norms, level)
-    tl.store(errors + level, of_hidden)
-    tl.store(errors + _LEVELS + level, of_weight)
-    # NaN is not below the limit.
-    number = tl.min(tl.where((of_hidden <= limit) & (of_weight <= limit), level, _LEVELS), 0)
+    of_hidden, hidden_square, hidden = _allowed(hidden_norms, added, level, errors, limit)
+    of_weight, weight_square, weight = _allowed(weight_norms, added + 2, level, errors + _LEVELS, limit)
+    number = tl.min(tl.where(of_hidden & of_weight, level, _LEVELS), 0)
     tl.store(chosen, tl.where(number < _LEVELS, _filter_of(number), 0.0))
+    tl.debug_barrier()
+    _add(added, hidden_square, hidden, level == number)
+    _add(added + 2, weight_square, weight, level == number)
 
 
 def signs(result: torch.Tensor, seed: int) -> torch.Tensor:
@@ -276,10 +289,15 @@ def level_products(
 
 
 def choose_level(
-    hidden_norms: torch.Tensor, weight_norms: torch.Tensor, limit: float
+    hidden_norms: torch.Tensor, weight_norms: torch.Tensor, added: torch.Tensor, limit: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest filter whose relative errors are at most ``limit``, else 0: fp32 ``[1]``; and the errors of dX and dW
-    ``[2, 8]``. Both norms ``[9]``: of the levels, and of G's product."""
+    """The largest filter with which the relative errors of all slices so far are at most ``limit``, else 0: fp32
+    ``[1]``; and the errors ``[2, 8]`` of dX and dW, relative to this slice's part.
+
+    Both norms ``[9]``: of the levels, and of G's product. ``added [4]`` fp32: for dX and dW, the sums over the slices
+    of the squares of the chosen filters' errors, and of the norms; this slice's are added. The parts of slices count as
+    orthogonal. Those of dW are, being different rows.
+    """
     chosen, errors = hidden_norms.new_empty(1), hidden_norms.new_empty(2, LEVELS)
-    lce_backward_choose_level.launch((1,), hidden_norms, weight_norms, chosen, errors, limit, num_warps=1)
+    lce_backward_choose_level.launch((1,), hidden_norms, weight_norms, added, chosen, errors, limit, num_warps=1)
     return chosen, errors

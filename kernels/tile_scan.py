@@ -56,7 +56,8 @@ class ScannedTiles(NamedTuple):
     largest: torch.Tensor
     # [T, R], its rows 16 bytes aligned, in the gradient's dtype: m
     masses: torch.Tensor
-    # [row blocks, 128 T] fp32: sums of |G| u over the tokens of a row block; None: not known
+    # [row blocks, 128 T] fp32: sums of |G| u over the tokens of a row block, without what exceeds the limit of the
+    # scan; None: not known
     column_sums: torch.Tensor | None
     # [T, R, 8], of which tile t holds its own terms of the gradient's product with a sketch, whose rows are
     # relative to their mean in the tile; None: there is no sketch
@@ -99,8 +100,11 @@ def _scan_tile(
             stored = tl.where((c < entries)[None, :], stored, 0.0)
         g = stored.to(tl.float32)
         relative = tl.abs(g) * tl.load(inverse_limits + r, mask=r < rows, other=0.0)[:, None]
-        sums += relative
         largest = tl.maximum(largest, relative)
+        if LIMITED:
+            # NaN stays.
+            relative = tl.where(relative > eps, 0.0, relative)
+        sums += relative
         tl.store(masses + lane, tl.sum(g, 1).to(found.masses.dtype.element_ty), mask=r < rows)
         if COLUMNS:
             if UPCAST:
@@ -156,7 +160,7 @@ def lce_backward_scan(
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``LIMITED``: masses of active tiles are not wanted. ``BOUNDED``: a tile whose bound in ``found.largest`` is
+    """``LIMITED`` to ``eps``. ``BOUNDED``: a tile whose bound in ``found.largest`` is
     within the limit is not read, and keeps what is there."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     first = tl.program_id(1) * BLOCKS
@@ -222,10 +226,11 @@ def scan_tiles(
     The rows of ``gradient`` lie in memory of a multiple of 8 elements each. ``inverse_limits [R]`` fp32, finite; 0 for
     a token without a limit. A tile with NaN has the largest entry infinity.
 
-    ``eps``: a number or fp32 ``[1]``. The masses are then 0 in tiles whose largest entry exceeds it, and a tensor of 0
-    stands for a filter that keeps everything: nothing is read, and every tile has the largest entry infinity.
-    ``sketch [8, C]`` in the gradient's dtype. ``sample``: scan these row blocks alone. ``bounds``: upper bounds of the
-    largest entries, and masses; tiles whose bound exceeds ``eps`` are read, and take the place of the bounds.
+    ``eps``: the limit, a number or fp32 ``[1]``. The masses are 0 in tiles whose largest entry exceeds it, and the
+    column sums leave out such entries. A tensor of 0 stands for a filter that keeps everything: nothing is read, every
+    tile has the largest entry infinity, and there are no column sums. ``sketch [8, C]`` in the gradient's dtype.
+    ``sample``: scan these row blocks alone. ``bounds``: upper bounds of the largest entries, and masses; tiles whose
+    bound exceeds ``eps`` are read, and take the place of the bounds.
     """
     (rows, entries), tiles = gradient.shape, -(-gradient.shape[1] // TILE)
     sample = sample or BlockSample(0, 1, -(-rows // TILE))

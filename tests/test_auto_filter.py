@@ -122,7 +122,7 @@ class Slice:
 )
 def test_estimates_are_near_the_errors_of_the_definition(kind, dtype, placed, device):
     t = Slice(kind, dtype, placed, device)
-    eps, errors = triton_filter.estimated(t.given, t.scanned, t.sketch)
+    eps, errors = triton_filter.estimated(t.given, t.scanned, t.sketch, torch.zeros(4, device=device))
     dx, dw = t.of_hidden(t.g, t.beside) @ t.weight, t.of_weight(t.g, t.beside).T @ t.x
     true = [
         ((t.of_hidden(r) @ t.weight).norm() / dx.norm(), (t.of_weight(r).T @ t.x).norm() / dw.norm()) for r in t.removed
@@ -193,12 +193,14 @@ def test_equal_calls_give_equal_bits_and_draw_no_random_numbers(choices, device)
         assert all(map(torch.equal, first, other))
 
 
-def test_every_slice_has_its_own_choice(choices, device):
+def test_slices_share_what_may_be_added(choices, device):
+    """A slice takes a filter that it could not take alone; all of them keep the promise."""
     t = draw("mixed", device=device)
     with shrunk(40_000):
         found = gradients(*t, gradient_filter="auto", logits_budget=70_000, reduction="none")
         exact = gradients(*t, logits_budget=70_000, reduction="none")
-    assert len({estimates.eps.item() for estimates in choices}) > 1
+    taken = [(FILTERS.index(eps.item()), errors) for eps, errors in choices if eps.item()]
+    assert len(choices) > 1 and max(errors[:, level].max().item() for level, errors in taken) > LIMIT
     for a, b in zip(found, exact):
         assert relative_error(a, b) <= 2 * LIMIT + 2**-9
 
@@ -218,22 +220,42 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(where, choices, device
         assert_close(a.nan_to_num(), b.nan_to_num().double(), 6e-3)
 
 
-def test_the_largest_level_with_both_errors_within_the_limit_is_chosen(device):
-    def chosen(hidden: list[float], weight: list[float], whole: float = 1.0) -> float:
-        norms = (torch.tensor([*errors, 1.0], device=device) * whole for errors in (hidden, weight))
-        return choose_level(*norms, limit=0.25)[0].item()
+def chosen(device, hidden: list[float], weight: list[float], whole: float = 1.0, added=None) -> float:
+    norms = (torch.tensor([*errors, 1.0], device=device) * whole for errors in (hidden, weight))
+    added = torch.zeros(4, device=device) if added is None else added
+    return choose_level(*norms, added, limit=0.25)[0].item()
 
+
+def test_the_largest_level_with_both_errors_within_the_limit_is_chosen(device):
     small = [0.1] * LEVELS
-    assert chosen(small, small) == FILTERS[0]
-    assert chosen([0.5, 0.3, *small[2:]], [0.3, *small[1:]]) == FILTERS[2]
-    assert chosen([0.3, *small[1:]], [0.5, 0.3, 0.25, *small[3:]]) == FILTERS[2]
+    assert chosen(device, small, small) == FILTERS[0]
+    assert chosen(device, [0.5, 0.3, *small[2:]], [0.3, *small[1:]]) == FILTERS[2]
+    assert chosen(device, [0.3, *small[1:]], [0.5, 0.3, 0.25, *small[3:]]) == FILTERS[2]
     # A level is taken if it passes, even if a smaller one does not.
-    assert chosen([0.5, 0.1, 0.5, *small[3:]], small) == FILTERS[1]
-    assert chosen([0.5] * 7 + [0.1], small) == FILTERS[7]
+    assert chosen(device, [0.5, 0.1, 0.5, *small[3:]], small) == FILTERS[1]
+    assert chosen(device, [0.5] * 7 + [0.1], small) == FILTERS[7]
     nan = torch.nan
-    assert chosen([nan] * LEVELS, small) == chosen(small, [0.3] * LEVELS) == 0.0
-    for whole in (0.0, 2.0**-60, torch.inf, nan):
-        assert chosen(small, small, whole) == 0.0
+    assert chosen(device, [nan] * LEVELS, small) == chosen(device, small, [0.3] * LEVELS) == 0.0
+    for whole in (0.0, 2.0**-60, 2.0**70, torch.inf, nan):
+        assert chosen(device, small, small, whole) == 0.0
+
+
+def test_a_slice_may_add_what_those_before_it_have_left(device):
+    added, small, halves = torch.zeros(4, device=device), [0.0] * LEVELS, [0.5**level for level in range(LEVELS)]
+    # 1 and 0 are what is known after a slice of norm 1 without an error: 0.25 allows 1/4 of the root of 2.
+    assert chosen(device, small, small, added=added) == FILTERS[0]
+    assert added.tolist() == [0.0, 1.0, 0.0, 1.0]
+    assert chosen(device, [0.35, *small[1:]], small, added=added.clone()) == FILTERS[0]
+    assert chosen(device, [0.36, *small[1:]], small, added=added.clone()) == FILTERS[1]
+    assert chosen(device, small, halves, added=added) == FILTERS[2]
+    torch.testing.assert_close(added.tolist(), [0.0, 2.0, 1 / 16, 2.0])
+    # Little is left: (1 + 2) / 16 - 1 / 16.
+    assert chosen(device, small, [0.36, 0.34, *small[2:]], added=added.clone()) == FILTERS[1]
+    # A slice that is formed exactly adds no error, and raises what is allowed.
+    assert chosen(device, [1.0] * LEVELS, small, added=added) == 0.0
+    torch.testing.assert_close(added.tolist(), [0.0, 3.0, 1 / 16, 3.0])
+    assert chosen(device, small, small, torch.inf, added=added) == 0.0
+    torch.testing.assert_close(added.tolist(), [0.0, 3.0, 1 / 16, 3.0])
 
 
 def test_of_a_limit_on_the_device_the_same_tiles_are_active(device):

@@ -16,7 +16,7 @@ from parallel_lce.kernels.sparse_product import sparse_product
 from parallel_lce.kernels.tile_scan import TILE, BlockSample, ScannedTiles, sample_blocks, scan_tiles
 
 AUTO_ERROR = 2.0**-9
-"""Largest estimate of the relative errors that a filter of ``"auto"`` adds: about the rounding of a bf16 gradient."""
+"""Largest estimate of the relative errors that filters of ``"auto"`` add: about the rounding of a bf16 gradient."""
 
 
 class UnfilteredSlice(NamedTuple):
@@ -36,7 +36,7 @@ class UnfilteredSlice(NamedTuple):
 class Estimates(NamedTuple):
     """Relative errors, in Frobenius norms, that filters add to what a slice adds to dX and to dW."""
 
-    # fp32 [1]: the largest filter of which both are at most AUTO_ERROR, or 0
+    # fp32 [1]: the largest filter with which both stay within AUTO_ERROR over the slices so far, or 0
     eps: Tensor
     # fp32 [2, LEVELS]: of dX and of dW, at the filters 2^-8, 2^-9, ...
     errors: Tensor
@@ -70,26 +70,29 @@ def sketch_of(weight: Tensor) -> Tensor:
 
 
 def estimated(
-    given: UnfilteredSlice, scanned: ScannedTiles, sketch: Tensor, sample: BlockSample | None = None
+    given: UnfilteredSlice, scanned: ScannedTiles, sketch: Tensor, added: Tensor, sample: BlockSample | None = None
 ) -> Estimates:
-    """``scanned``: with the products of ``sketch``, of all row blocks or of the ``sample``."""
+    """``scanned``: with the products of ``sketch``, of all row blocks or of the ``sample``. ``added [4]`` fp32: what is
+    known of the slices so far, 0 before the first one."""
     hidden_norms, signed = level_products(scanned, sketch, given.factors, given.first, sample)
     x = given.x if sample is None else sample.of(given.x)
     product = signed.new_empty(len(signed), x.shape[1], dtype=torch.float32)
     accumulate_nt(product, signed, x.t(), overwrite=True)
     weight_norms = torch.linalg.vector_norm(product.view(LEVELS + 1, -1), dim=1)
-    return Estimates(*choose_level(hidden_norms, weight_norms, AUTO_ERROR))
+    return Estimates(*choose_level(hidden_norms, weight_norms, added, AUTO_ERROR))
 
 
-def filtered(given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str) -> FilteredGradient:
+def filtered(
+    given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str, added: Tensor | None
+) -> FilteredGradient:
     """A slice filtered by a probability or, with ``"auto"``, by the one that is chosen for it. ``inverse [R]``: of
-    :func:`inverse_limits`."""
+    :func:`inverse_limits`. ``added``: of :func:`estimated`, for ``"auto"``."""
     eps = gradient_filter
     if isinstance(eps, str):
-        assert eps == AUTO
+        assert eps == AUTO and added is not None
         sketch, sample = sketch_of(given.weight), sample_blocks(len(given.gradient))
         scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
-        eps = estimated(given, scanned, sketch, sample).eps
+        eps = estimated(given, scanned, sketch, added, sample).eps
     return FilteredGradient(given.gradient, find_active_tiles(given.gradient, inverse, eps))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import (
+    AUTO,
     Coefficients,
     GradientFilter,
     Projection,
@@ -137,6 +138,8 @@ class Piece:
         self._partial, self._saved = partial.contiguous(), SavedExponentials.of(saved) if saved else None
         # Of which the active ones alone are projected, and what does so; None: all are.
         self._windows, self._active = windows, None
+        # What filters that are chosen have added in the slices so far.
+        self._added = x.new_zeros(4, dtype=torch.float32) if gradient_filter == AUTO else None
         # ``rewrite`` every row of saved exponentials, so that there are no row factors. Selected entries are added to
         # such rows alone.
         self._rewrite, self._find_shared = rewrite or selected is not None, find_shared
@@ -168,7 +171,7 @@ class Piece:
             place_selected(part.gradient, start, *selection, values, self._fp16_scale)
         if filters and self._gradient_filter is not None:
             inverse = inverse_limits(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
-            part.filtered = filtered(self._unfiltered(part), inverse, self._gradient_filter)
+            part.filtered = filtered(self._unfiltered(part), inverse, self._gradient_filter, self._added)
         return part
 
     def _is_recomputed(self, start: int) -> bool:
@@ -184,7 +187,7 @@ class Piece:
             targets = None if placed is None else Targets(*placed)
             rows = Rows(self.x, self._projection, self._partial, c, self._fp16_scale, targets)
             assert self._gradient_filter is not None
-            self._active = ActiveWindows(rows, windows, self._gradient_filter)
+            self._active = ActiveWindows(rows, windows, self._gradient_filter, self._added)
         return Slice(start, stop, gradient, None, None, self._active.form(start, stop, gradient))
 
     def _unfiltered(self, part: Slice) -> UnfilteredSlice:

@@ -1,7 +1,7 @@
 """Recomputed slices of G of which only the windows with a large probability are projected.
 
 The forward keeps the partials of its windows. A sample of the row blocks is projected in full: its sums over tokens
-stand for those of all tokens (:mod:`parallel_lce.kernels.active_windows`).
+stand for those of all tokens (:mod:`parallel_lce.kernels.active_windows`), and ``"auto"`` is chosen by it.
 """
 
 from __future__ import annotations
@@ -9,19 +9,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import AUTO, Projection, Saved
 from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlice, estimated, inverse_limits, sketch_of
 from parallel_lce.backends.triton_operands import product_of, stride_of
-from parallel_lce.kernels.active_tiles import ActiveTiles, entry_shares, list_active_tiles
-from parallel_lce.kernels.active_windows import RowTerms, WindowPartials, list_active_windows, window_bounds
+from parallel_lce.kernels.active_tiles import ActiveTiles, list_active_tiles
+from parallel_lce.kernels.active_windows import (
+    RowTerms,
+    WindowPartials,
+    list_active_windows,
+    sampled_shares,
+    window_bounds,
+)
 from parallel_lce.kernels.filter_estimates import RowFactors
 from parallel_lce.kernels.projection import logits_gradient
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.targets import place_targets
 from parallel_lce.kernels.tile_scan import TILE, sample_blocks, scan_tiles
 from parallel_lce.kernels.tuning import Tile
+from parallel_lce.memory import some_rows
 
 WINDOWED_BYTES = 256 << 20
 """Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU."""
@@ -82,10 +90,13 @@ def fills_sample(rows: int) -> bool:
 
 
 class ActiveWindows:
-    """Forms slices of the gradient of some ``rows`` by projecting their active windows."""
+    """Forms slices of the gradient of some ``rows`` by projecting their active windows.
 
-    def __init__(self, rows: Rows, windows: WindowPartials, gradient_filter: float | str) -> None:
-        self._rows, self._windows, self._filter = rows, windows, gradient_filter
+    ``added``: of :func:`parallel_lce.backends.triton_filter.estimated`, for ``"auto"``.
+    """
+
+    def __init__(self, rows: Rows, windows: WindowPartials, gradient_filter: float | str, added: Tensor | None) -> None:
+        self._rows, self._windows, self._filter, self._added = rows, windows, gradient_filter, added
         projection, alpha = rows.projection, rows.coefficients.alpha
         self._inverse = inverse_limits(rows.coefficients, projection, None, rows.fp16_scale)
         target, _, unshared = rows.targets or (None, None, None)
@@ -108,6 +119,8 @@ class ActiveWindows:
             targets,
         )
         self._sampled_inverse = sample.of(self._inverse)
+        # [D], of the tokens that have a gradient
+        self._mean = _mean_of(rows)
 
     def form(self, start: int, stop: int, gradient: Tensor) -> FilteredGradient:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
@@ -122,17 +135,30 @@ class ActiveWindows:
         return FilteredGradient(gradient, ActiveTiles(*list_active_tiles(tiles.largest, eps), tiles.masses, shares))
 
     def _sample(self, start: int, stop: int) -> tuple[float | Tensor, Tensor, Tensor]:
-        """The filter, and what :func:`parallel_lce.kernels.active_tiles.entry_shares` finds in the sample."""
-        rows, eps = self._sampled, self._filter
+        """The filter, and what :func:`parallel_lce.kernels.active_windows.sampled_shares` finds."""
+        rows, eps, inverse = self._sampled, self._filter, self._sampled_inverse
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)
-        weight = rows.projection.weight[start:stop]
-        sketch = sketch_of(weight) if eps == AUTO else None
-        scanned = scan_tiles(gradient, self._sampled_inverse, sketch=sketch)
-        if sketch is not None:
+        projection = rows.projection
+        weight = some_rows(projection.weight, start, stop)
+        if isinstance(eps, str):
+            assert eps == AUTO
+            sketch = sketch_of(weight)
             factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None, None)))
-            eps = estimated(UnfilteredSlice(gradient, weight, rows.x, factors, start), scanned, sketch).eps
-        assert not isinstance(eps, str)
-        shares, sums = entry_shares(scanned, stop - start, eps, sampled=True)
+            scanned = scan_tiles(gradient, inverse, sketch=sketch)
+            assert self._added is not None
+            given = UnfilteredSlice(gradient, weight, rows.x, factors, start)
+            eps = estimated(given, scanned, sketch, self._added).eps
+        sums = scan_tiles(gradient, inverse, eps).column_sums
         assert sums is not None
-        return eps, shares, sums
+        bias = None if projection.bias is None else some_rows(projection.bias, start, stop)
+        return eps, *sampled_shares(sums, eps, torch.mv(weight, self._mean), bias, projection.scale)
+
+
+def _mean_of(rows: Rows) -> Tensor:
+    """The mean ``[D]`` of the hidden states, times their scales, of the tokens whose gradient is not 0."""
+    counted = rows.coefficients.alpha != 0
+    weights = counted / counted.sum().clamp_(min=1)
+    if rows.projection.token_scale is not None:
+        weights = weights * rows.projection.token_scale
+    return torch.mv(rows.x.t(), weights.to(rows.x.dtype))

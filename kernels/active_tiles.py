@@ -55,8 +55,9 @@ class ActiveTiles(NamedTuple):
     of_entries: TileLists
     # [T, R]: m, 0 where the tile is active
     masses: torch.Tensor
-    # [128 T] fp32: q
-    shares: torch.Tensor
+    # [128 T] fp32: q for dX, and for dW
+    of_hidden: torch.Tensor
+    of_weight: torch.Tensor
 
 
 @Relaunched
@@ -115,9 +116,10 @@ def lce_backward_centroids(
         c = tile * _TILE + first + tl.arange(0, STRIP)
         share = tl.load(shares + c)
         # Where nothing is skipped, nothing is read.
-        inside = ((c < entries) & (share != 0.0))[:, None] & (h < hidden_size)[None, :]
-        w = tl.load(weight + c.to(tl.int64)[:, None] * weight_stride + h[None, :], mask=inside, other=0.0)
-        total += tl.sum(w.to(tl.float32) * share[:, None], 0)
+        if tl.sum(share, 0) != 0.0:
+            inside = (c < entries)[:, None] & (h < hidden_size)[None, :]
+            w = tl.load(weight + c.to(tl.int64)[:, None] * weight_stride + h[None, :], mask=inside, other=0.0)
+            total += tl.sum(w.to(tl.float32) * share[:, None], 0)
     tl.store(
         centroids + tile.to(tl.int64) * hidden_size + h, total.to(centroids.dtype.element_ty), mask=h < hidden_size
     )
@@ -163,7 +165,8 @@ def find_active_tiles(gradient: torch.Tensor, inverse_limits: torch.Tensor, eps:
     The arguments: as for :func:`scan_tiles`.
     """
     scanned = scan_tiles(gradient, inverse_limits, eps)
-    return ActiveTiles(*list_active_tiles(scanned.largest, eps), scanned.masses, _entry_shares(scanned, eps))
+    shares = _entry_shares(scanned, eps)
+    return ActiveTiles(*list_active_tiles(scanned.largest, eps), scanned.masses, shares, shares)
 
 
 def centroids(weight: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

@@ -1,16 +1,11 @@
 """Which windows of the gradient of the logits matter, before they are projected again.
 
 The forward keeps the maximum and the sum of exponentials of each token's windows. So the largest probability of a
-window and its mass are known, and a window without a large one is not projected. Its mass is shared among its tiles
-and their entries (:mod:`parallel_lce.kernels.active_tiles`) by two estimates of the mean probability of an entry, where
-it is within the limit:
-
-    a_j    the mean over a sample of the row blocks, which are projected in full
-    b_j    exp of the mean logit of all tokens, which is exact, times what gives a tile the sum of a
-
-b leaves out how the logits vary over the tokens, and a has the noise of a sample. A tile's shares are in proportion to
-``w a_j + (1 - w) b_j``, where w is what James and Stein give: 1 less the variance of a, found from the row blocks' own
-means, over ``sum_j (a_j - b_j)^2``.
+window and its mass are known, and a window without a large one is not projected. A sample of the row blocks is
+projected in full. It tells how a window's mass is shared among its tiles, and how a tile's is among its entries
+(:mod:`parallel_lce.kernels.active_tiles`): for dX in proportion to the sums over the sample of the entries within the
+limit. In dW the error of an entry's share adds up over all tokens, and the noise of a sample would be too large. There
+the shares are in proportion to exp of the mean logit of all tokens, which is exact.
 """
 
 from __future__ import annotations
@@ -67,7 +62,7 @@ class RowTerms(NamedTuple):
 @Relaunched
 @triton.jit(do_not_specialize=["row_blocks"])
 def lce_backward_sampled_shares(
-    column_sums, chosen, logits, bias, shares, sampled, row_blocks, entries, scale, BLOCK: tl.constexpr
+    column_sums, chosen, logits, bias, of_hidden, of_weight, sampled, row_blocks, entries, scale, BLOCK: tl.constexpr
 ):
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
@@ -77,34 +72,25 @@ def lce_backward_sampled_shares(
         # Without a filter there are no sums.
         summed = tl.where(tl.load(chosen) > 0.0, row_blocks, 0)
     sums = tl.zeros((_TILE,), tl.float32)
-    squares = tl.zeros((_TILE,), tl.float32)
     for start in range(0, row_blocks, BLOCK):
         block = start + tl.arange(0, BLOCK)
         offsets = block.to(tl.int64)[:, None] * (tiles * _TILE) + c[None, :]
-        values = tl.load(column_sums + offsets, mask=(block < summed)[:, None], other=0.0)
-        sums += tl.sum(values, 0)
-        squares += tl.sum(values * values, 0)
-    count = row_blocks.to(tl.float32)
-    means = sums / count
-    variance = tl.sum(tl.maximum(squares / count - means * means, 0.0), 0) / tl.maximum(count - 1.0, 1.0)
-    total = tl.sum(means, 0)
-    known = (total > 0.0) & (total < float("inf"))
-    tl.store(sampled + tile, tl.where(known, total, 0.0))
+        sums += tl.sum(tl.load(column_sums + offsets, mask=(block < summed)[:, None], other=0.0), 0)
+    total = tl.sum(sums, 0)
+    is_known = (total > 0.0) & (total < float("inf"))
+    tl.store(sampled + tile, tl.where(is_known, total, 0.0))
     z = tl.load(logits + c, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         z += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
     z = tl.where(inside, z * scale, -float("inf"))
     expected = tl.exp(z - tl.max(z, 0))
     whole = tl.sum(expected, 0)
-    # Not so with NaN in a token.
+    # A token with NaN must not reach others.
     is_usable = (whole > 0.0) & (whole < float("inf"))
-    expected = tl.where(is_usable, expected / whole, inside.to(tl.float32) / tl.minimum(entries - tile * _TILE, _TILE))
-    off = tl.where(known, means - total * expected, 0.0)
-    distance = tl.sum(off * off, 0)
-    weight = tl.where(distance > variance, 1.0 - variance / distance, 0.0)
-    # One row block does not tell its variance.
-    weight = tl.where(known & (count > 1.0), weight, 0.0)
-    tl.store(shares + c, expected + tl.where(weight > 0.0, weight * off / total, 0.0))
+    even = inside.to(tl.float32) / tl.minimum(entries - tile * _TILE, _TILE)
+    expected = tl.where(is_usable, expected / whole, even)
+    tl.store(of_weight + c, expected)
+    tl.store(of_hidden + c, tl.where(is_known, sums / total, expected))
 
 
 @Relaunched
@@ -200,21 +186,28 @@ def lce_backward_list_windows(
     tl.store(listed, found)
 
 
+class SampledShares(NamedTuple):
+    """What a sample, and the mean logits, tell of T tiles. fp32."""
+
+    # [128 T]: q for dX, and for dW
+    of_hidden: torch.Tensor
+    of_weight: torch.Tensor
+    # [T]: sums over the sample, 0 where they are not known
+    sums: torch.Tensor
+
+
 def sampled_shares(
     column_sums: torch.Tensor,
     eps: float | torch.Tensor,
     mean_logits: torch.Tensor,
     bias: torch.Tensor | None,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q ``[128 T]`` fp32, and the mean ``[T]`` of the sums over a row block's tokens and a tile's entries, 0 where it
-    is not known.
-
-    ``column_sums [row blocks, 128 T]``: of the scan of a sample with this limit. ``mean_logits [C]``: still to be
-    increased by ``bias [C]`` and multiplied by ``scale``.
-    """
+) -> SampledShares:
+    """``column_sums [row blocks, 128 T]``: of the scan of a sample with this limit. ``mean_logits [C]``: still to be
+    increased by ``bias [C]`` and multiplied by ``scale``."""
     row_blocks, tiles = column_sums.shape[0], column_sums.shape[1] // TILE
-    shares, sums = column_sums.new_empty(tiles * TILE), column_sums.new_empty(tiles)
+    of_hidden, of_weight = column_sums.new_empty(2, tiles * TILE).unbind()
+    found = SampledShares(of_hidden, of_weight, column_sums.new_empty(tiles))
     chosen, _ = limit_of(eps)
     lce_backward_sampled_shares.launch(
         (tiles,),
@@ -222,14 +215,13 @@ def sampled_shares(
         chosen,
         mean_logits,
         bias,
-        shares,
-        sums,
+        *found,
         row_blocks,
         len(mean_logits),
         float(scale),
         BLOCK=min(_SUMMED, next_power_of_2(row_blocks)),
     )
-    return shares, sums
+    return found
 
 
 def window_bounds(
@@ -245,8 +237,8 @@ def window_bounds(
     """Bounds of the largest entries of the tiles of ``gradient [R, C]``, and their masses, 0 where a bound exceeds
     ``eps``. Nothing of ``gradient`` is read; there are no column sums.
 
-    ``first``: the number of its first window, of ``window`` entries each, a multiple of 128. ``sampled [T]``: of
-    :func:`sampled_shares`.
+    ``first``: the number of its first window, of ``window`` entries each, a multiple of 128. ``sampled [T]``: the
+    sums of :func:`sampled_shares`.
     """
     (rows, entries), tiles, row_blocks = gradient.shape, len(sampled), -(-gradient.shape[0] // TILE)
     largest = sampled.new_empty(row_blocks, tiles)

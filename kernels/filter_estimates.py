@@ -237,8 +237,8 @@ def signs(result: torch.Tensor, seed: int) -> torch.Tensor:
 def level_products(
     scanned: ScannedTiles, sketch: torch.Tensor, factors: RowFactors, first: int, sample: BlockSample | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every level, and at last of G itself: norms ``[9]`` of dX's part of R times the sketch, and dW's part
-    ``[9 * 4, R]``, which is still to be multiplied by x.
+    """Of every level, and at last of G itself: norms ``[n, 9]`` of dX's part of R times the sketch, of some tokens
+    each, and dW's part ``[9 * 4, R]``, which is still to be multiplied by x.
 
     ``sketch [8, C]``, of which ``scanned`` holds the products. ``first``: the id of the first entry of ``factors``'
     targets. ``sample``: the row blocks that are scanned, of those that ``factors`` have; None: all.
@@ -285,7 +285,7 @@ def level_products(
         UPCAST=interpreted() and sketch.element_size() == 2,
         num_warps=4,
     )
-    return torch.linalg.vector_norm(norms[:, : LEVELS + 1], dim=0), signed
+    return norms[:, : LEVELS + 1], signed
 
 
 def choose_level(

@@ -16,8 +16,8 @@ from parallel_lce.kernels.tuning import interpreted
 
 TILE = 128
 """Tokens and entries of a tile."""
-ONE_IN, FEWEST_SAMPLED = 16, 4
-"""A sample has one row block in so many, and at least so many if there are."""
+FEWEST_SAMPLED = 4
+"""Row blocks of a sample at least, if there are so many."""
 
 _TILE = tl.constexpr(TILE)
 # Row blocks that a program scans one after the other, and its warps. More warps tell each other more, and take longer.
@@ -41,9 +41,9 @@ class BlockSample(NamedTuple):
         return blocks[(slice(None),) * dim + (slice(self.first, None, self.step),)].flatten(dim, dim + 1)
 
 
-def sample_blocks(rows: int) -> BlockSample:
-    """A sample of the blocks of so many rows."""
-    step = max(1, min(ONE_IN, rows // TILE // FEWEST_SAMPLED))
+def sample_blocks(rows: int, one_in: int) -> BlockSample:
+    """One in so many of the blocks of ``rows`` rows, or more of them where they would be too few."""
+    step = max(1, min(one_in, rows // TILE // FEWEST_SAMPLED))
     first = step // 2 if step > 1 else 0
     blocks = -(-rows // TILE) if step == 1 else rows // TILE
     return BlockSample(first, step, -(-(blocks - first) // step))

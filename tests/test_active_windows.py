@@ -189,9 +189,10 @@ def test_auto_keeps_its_promise(placed, slope, listed, device, monkeypatch):
     t = problem(device=device, slope=slope)
     chosen, original = [], triton_filter.estimated
 
-    def noted(*given):
-        chosen.append(original(*given).eps)
-        return original(*given)
+    def noted(*given, **options):
+        found = original(*given, **options)
+        chosen.append(found.eps)
+        return found
 
     monkeypatch.setattr(triton_windows, "estimated", noted)
     if not placed:

@@ -146,7 +146,7 @@ def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
     for level, r in enumerate([*t.removed, t.g]):
         beside = t.beside if level == LEVELS else 0.0
         hidden = t.scale * (t.of_hidden(r, beside) @ sketch[:, :4]).norm()
-        assert abs(norms[level].item() - hidden) <= rtol * hidden, level
+        assert abs(norms[:, level].norm().item() - hidden) <= rtol * hidden, level
         expected = t.scale * (t.of_weight(r, beside) @ sketch[:, 4:])
         assert_close(signed[4 * level : 4 * level + 4].T, expected, rtol, name=level)
 
@@ -264,7 +264,7 @@ def test_of_a_limit_on_the_device_the_same_tiles_are_active(device):
     number, tensor = (find_active_tiles(gradient, ones, eps) for eps in (4.0, ones[:1] * 4.0))
     counts = number.of_rows.counts
     assert 0 < counts.sum() < 9 and torch.equal(counts, tensor.of_rows.counts)
-    assert torch.equal(number.masses, tensor.masses) and torch.equal(number.shares, tensor.shares)
+    assert torch.equal(number.masses, tensor.masses) and torch.equal(number.of_hidden, tensor.of_hidden)
 
 
 def test_a_tile_with_nan_is_active_at_every_limit(device):

@@ -19,6 +19,10 @@ AUTO_ERROR = 2.0**-9
 """Largest estimate of the relative errors that filters of ``"auto"`` add: about the rounding of a bf16 gradient."""
 
 
+# Row blocks that are looked at to choose a filter: one in so many.
+_ONE_IN = 4
+
+
 class UnfilteredSlice(NamedTuple):
     """A slice of the gradient of the logits and what its products take beside it."""
 
@@ -36,7 +40,7 @@ class UnfilteredSlice(NamedTuple):
 class Estimates(NamedTuple):
     """Relative errors, in Frobenius norms, that filters add to what a slice adds to dX and to dW."""
 
-    # fp32 [1]: the largest filter with which both stay within AUTO_ERROR over the slices so far, or 0
+    # fp32 [1]: the largest filter with which both stay within the limit over the slices so far, or 0
     eps: Tensor
     # fp32 [2, LEVELS]: of dX and of dW, at the filters 2^-8, 2^-9, ...
     errors: Tensor
@@ -70,16 +74,31 @@ def sketch_of(weight: Tensor) -> Tensor:
 
 
 def estimated(
-    given: UnfilteredSlice, scanned: ScannedTiles, sketch: Tensor, added: Tensor, sample: BlockSample | None = None
+    given: UnfilteredSlice,
+    scanned: ScannedTiles,
+    sketch: Tensor,
+    added: Tensor,
+    sample: BlockSample | None = None,
+    limit: float = AUTO_ERROR,
 ) -> Estimates:
     """``scanned``: with the products of ``sketch``, of all row blocks or of the ``sample``. ``added [4]`` fp32: what is
-    known of the slices so far, 0 before the first one."""
-    hidden_norms, signed = level_products(scanned, sketch, given.factors, given.first, sample)
+    known of the slices so far, 0 before the first one. ``limit``: of the relative errors."""
+    norms, signed = level_products(scanned, sketch, given.factors, given.first, sample)
     x = given.x if sample is None else sample.of(given.x)
     product = signed.new_empty(len(signed), x.shape[1], dtype=torch.float32)
     accumulate_nt(product, signed, x.t(), overwrite=True)
     weight_norms = torch.linalg.vector_norm(product.view(LEVELS + 1, -1), dim=1)
-    return Estimates(*choose_level(hidden_norms, weight_norms, added, AUTO_ERROR))
+    return Estimates(*choose_level(_upper_norms(norms), weight_norms, added, limit))
+
+
+def _upper_norms(norms: Tensor) -> Tensor:
+    """The norms ``[9]`` of all tokens, from those of some tokens each, ``norms [n, 9]``: those of the levels increased
+    by twice the standard error of their squares' sum. Few tokens may have most of the error."""
+    squares, count = norms.double().square_(), len(norms)
+    total = squares.sum(0)
+    if count > 1:
+        total[:LEVELS] += 2 * (squares[:, :LEVELS].var(0) * count).sqrt_()
+    return total.sqrt_().float()
 
 
 def filtered(
@@ -90,7 +109,7 @@ def filtered(
     eps = gradient_filter
     if isinstance(eps, str):
         assert eps == AUTO and added is not None
-        sketch, sample = sketch_of(given.weight), sample_blocks(len(given.gradient))
+        sketch, sample = sketch_of(given.weight), sample_blocks(len(given.gradient), _ONE_IN)
         scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
         eps = estimated(given, scanned, sketch, added, sample).eps
     return FilteredGradient(given.gradient, find_active_tiles(given.gradient, inverse, eps))
@@ -107,7 +126,7 @@ class FilteredGradient:
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """As :meth:`parallel_lce.backends.triton_slices.Slice.add_hidden`; ``total`` is fp32, and ``rows`` begin at a
         multiple of 128."""
-        means = centroids(weight, self._found.shares)
+        means = centroids(weight, self._found.of_hidden)
         accumulate_nt(total, self._found.masses[:, rows].t(), means.t(), overwrite=overwrite)
         lists = self._found.of_rows.of_blocks(rows.start // TILE, -(-rows.stop // TILE))
         sparse_product(total, self._gradient[rows], weight, lists, transposed=False, add=True)
@@ -120,7 +139,7 @@ class FilteredGradient:
             self._spread = sums, x
         first, last = entries.start // TILE, -(-entries.stop // TILE)
         lists = self._found.of_entries.of_blocks(first, last)
-        rank_one = self._found.shares[entries], self._spread[0][first:last]
+        rank_one = self._found.of_weight[entries], self._spread[0][first:last]
         sparse_product(
             total, self._gradient[:, entries], x, lists, transposed=True, add=not overwrite, rank_one=rank_one
         )

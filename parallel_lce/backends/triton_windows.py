@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import AUTO, Projection, Saved
-from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlice, estimated, inverse_limits, sketch_of
+from parallel_lce.backends.triton_filter import (
+    AUTO_ERROR,
+    FilteredGradient,
+    UnfilteredSlice,
+    estimated,
+    inverse_limits,
+    sketch_of,
+)
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.kernels.active_tiles import ActiveTiles, list_active_tiles
 from parallel_lce.kernels.active_windows import (
     RowTerms,
+    SampledShares,
     WindowPartials,
     list_active_windows,
     sampled_shares,
@@ -34,8 +42,10 @@ from parallel_lce.memory import some_rows
 WINDOWED_BYTES = 256 << 20
 """Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU."""
 
-# Of a sample of more than one row block in so many, all row blocks are projected in full.
-_FEWEST_STEP = 4
+# Row blocks that are projected in full: one in so many. If it would be more than one in FEWEST_STEP, all are.
+_ONE_IN, _FEWEST_STEP = 16, 4
+# The share of the error of "auto" that so small a sample may find.
+_AUTO_ERROR = AUTO_ERROR / 2
 
 
 class Targets(NamedTuple):
@@ -86,7 +96,7 @@ def kept_windows(saved: Saved) -> WindowPartials | None:
 
 def fills_sample(rows: int) -> bool:
     """Whether a sample of so many rows is much less than all of them."""
-    return sample_blocks(rows).step >= _FEWEST_STEP
+    return sample_blocks(rows, _ONE_IN).step >= _FEWEST_STEP
 
 
 class ActiveWindows:
@@ -103,7 +113,7 @@ class ActiveWindows:
         self._terms = RowTerms(
             rows.partial, alpha, projection.token_scale, rows.fp16_scale, self._inverse, target, unshared
         )
-        sample, targets = sample_blocks(len(rows.x)), None
+        sample, targets = sample_blocks(len(rows.x), _ONE_IN), None
         if rows.targets is not None:
             target, residual, unshared = map(sample.of, rows.targets)
             # Placing a target changes what is left of it.
@@ -124,18 +134,17 @@ class ActiveWindows:
 
     def form(self, start: int, stop: int, gradient: Tensor) -> FilteredGradient:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
-        eps, shares, sums = self._sample(start, stop)
-        projection = self._rows.projection
-        window = product_of(projection, self._rows.x, start, stop).tile.entries
-        tiles = window_bounds(
-            self._windows, self._terms, gradient, start // window, window, eps, sums, projection.scale
-        )
+        eps, shares = self._sample(start, stop)
+        scale, x = self._rows.projection.scale, self._rows.x
+        window = product_of(self._rows.projection, x, start, stop).tile.entries
+        tiles = window_bounds(self._windows, self._terms, gradient, start // window, window, eps, shares.sums, scale)
         self._rows.form(start, stop, gradient, list_active_windows(tiles, window, eps))
         scan_tiles(gradient, self._inverse, eps, bounds=tiles)
-        return FilteredGradient(gradient, ActiveTiles(*list_active_tiles(tiles.largest, eps), tiles.masses, shares))
+        lists = list_active_tiles(tiles.largest, eps)
+        return FilteredGradient(gradient, ActiveTiles(*lists, tiles.masses, shares.of_hidden, shares.of_weight))
 
-    def _sample(self, start: int, stop: int) -> tuple[float | Tensor, Tensor, Tensor]:
-        """The filter, and what :func:`parallel_lce.kernels.active_windows.sampled_shares` finds."""
+    def _sample(self, start: int, stop: int) -> tuple[float | Tensor, SampledShares]:
+        """The filter, and what stands for the entries of a tile that is skipped."""
         rows, eps, inverse = self._sampled, self._filter, self._sampled_inverse
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)
@@ -148,11 +157,11 @@ class ActiveWindows:
             scanned = scan_tiles(gradient, inverse, sketch=sketch)
             assert self._added is not None
             given = UnfilteredSlice(gradient, weight, rows.x, factors, start)
-            eps = estimated(given, scanned, sketch, self._added).eps
+            eps = estimated(given, scanned, sketch, self._added, limit=_AUTO_ERROR).eps
         sums = scan_tiles(gradient, inverse, eps).column_sums
         assert sums is not None
         bias = None if projection.bias is None else some_rows(projection.bias, start, stop)
-        return eps, *sampled_shares(sums, eps, torch.mv(weight, self._mean), bias, projection.scale)
+        return eps, sampled_shares(sums, eps, torch.mv(weight, self._mean), bias, projection.scale)
 
 
 def _mean_of(rows: Rows) -> Tensor:

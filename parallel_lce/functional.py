@@ -85,13 +85,14 @@ def linear_cross_entropy(
             these tokens alone, and the others cost nothing. The host does not wait for the device; if the number is
             wrong, the loss is NaN. Under sequence parallelism every rank gathers all hidden states, and dX is
             all-reduced.
-        gradient_filter: a probability, such as 2**-12. Backward then forms exactly only what tiles of 128 tokens by 128
-            vocabulary rows contribute that have an entry of a larger probability, or a target; of every other tile it
-            takes the products of sums (:mod:`parallel_lce.kernels.active_tiles`). The loss is not affected. None: dX
-            and dW are exact. On a CPU it saves no time. Not with ``label_smoothing``. ``"auto"``: the largest of 2**-8,
-            2**-9, ..., 2**-15 whose relative errors of dX and of dW, in Frobenius norms, are at most 2**-9 by the
-            Triton backend's estimate; if there is none, gradients are exact. Each slice of the vocabulary that the
-            backward works on has its own choice. The torch backend's gradients are then exact.
+        gradient_filter: a probability, such as 2**-12. Backward then forms exactly only the target's part, and what
+            tiles of 128 tokens by 128 vocabulary rows contribute that have an entry of a larger probability; of every
+            other tile it takes the products of sums (:mod:`parallel_lce.kernels.active_tiles`). The loss is not
+            affected. None: dX and dW are exact. On a CPU it saves no time. Not with ``label_smoothing``. ``"auto"``:
+            the largest of 2**-8, 2**-9, ..., 2**-15 whose relative errors of dX and of dW, in Frobenius norms, are at
+            most 2**-9 by the Triton backend's estimate, from a sample of the tokens; if there is none, gradients are
+            exact. Of the slices of the vocabulary that the backward works on each has its own choice, and together
+            they keep that limit. The torch backend's gradients are then exact.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.

@@ -23,7 +23,7 @@ def plot_over_steps(path, facts: dict[str, str], cases: list[dict]) -> bool:
         trainings.setdefault(Path(case["name"]).parent, []).append(case)
     if not trainings:
         return False
-    size = 13, 4.5 * len(trainings) + 0.5
+    size = 16, 4.5 * len(trainings) + 0.5
     figure, axes = pyplot.subplots(len(trainings), 2, figsize=size, squeeze=False, layout="constrained")
     for (speed, error), snapshots in zip(axes, trainings.values()):
         _draw_speed(speed, snapshots)
@@ -37,6 +37,8 @@ def plot_over_steps(path, facts: dict[str, str], cases: list[dict]) -> bool:
             axis.set_xticks([], minor=True)
             axis.set_xlabel("training step")
             plain(axis)
+            # Beside the panel: there are too many lines for one that hides none.
+            axis.legend(fontsize=7, frameon=False, handlelength=3, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(f"{facts['device']}, torch {facts['torch']}; vocabulary ordered by probability", fontsize=10)
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

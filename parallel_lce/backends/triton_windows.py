@@ -44,7 +44,7 @@ WINDOWED_BYTES = 256 << 20
 
 # Row blocks that are projected in full: one in so many. If it would be more than one in FEWEST_STEP, all are.
 _ONE_IN, _FEWEST_STEP = 16, 4
-# The share of the error of "auto" that so small a sample may find.
+# What "auto" may add by the estimates of so small a sample.
 _AUTO_ERROR = AUTO_ERROR / 2
 
 

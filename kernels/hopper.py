@@ -64,25 +64,55 @@ def _produce(x, weight, ring, listed, sizes, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(
-    ring, count, steps, STAGES: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, layout: gl.constexpr
+def new_ring(first, second, STAGES: gl.constexpr):
+    """``STAGES`` slots for a block of each of two TMA descriptors, and of each slot whether it is full, and empty."""
+    FIRST: gl.constexpr = [STAGES] + first.block_type.shape
+    SECOND: gl.constexpr = [STAGES] + second.block_type.shape
+    barriers: gl.constexpr = mbarrier.MBarrierLayout()
+    first_slots = gl.allocate_shared_memory(first.dtype, FIRST, first.layout)
+    second_slots = gl.allocate_shared_memory(first.dtype, SECOND, second.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    return (first_slots, second_slots, full, empty)
+
+
+@gluon.jit
+def multiply(
+    z,
+    ring,
+    count,
+    steps,
+    FIRST_TRANSPOSED: gl.constexpr,
+    SECOND_TRANSPOSED: gl.constexpr,
+    ADD: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
-    """One tile's product, from ``steps`` slots of the ring, ``count`` being the first."""
-    x_slots, weight_slots, full, empty = ring
-    z = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+    """A product from ``steps`` slots of the ring, ``count`` being the first; plus ``z`` if ``ADD``."""
+    first_slots, second_slots, full, empty = ring
     last = count % STAGES
     for k in range(0, steps):
         slot = count % STAGES
         mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-        token = warpgroup_mma(
-            x_slots.index(slot), weight_slots.index(slot).permute((1, 0)), z, use_acc=k > 0, is_async=True
-        )
+        a, b = first_slots.index(slot), second_slots.index(slot)
+        if FIRST_TRANSPOSED:
+            a = a.permute((1, 0))
+        if SECOND_TRANSPOSED:
+            b = b.permute((1, 0))
+        token = warpgroup_mma(a, b, z, use_acc=ADD or k > 0, is_async=True)
         z = warpgroup_mma_wait(1, deps=[token])
         mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
         last = slot
         count += 1
     z = warpgroup_mma_wait(0, deps=[z])
-    mbarrier.arrive(empty.index(last), count=1)
+    if ADD:
+        # There may be no steps.
+        mbarrier.arrive(empty.index(last), count=1, pred=steps > 0)
+    else:
+        mbarrier.arrive(empty.index(last), count=1)
     return z
 
 
@@ -119,7 +149,8 @@ def _consume(
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         row_values = tile_rows(epilogue, token_scale, r, rows, scale, GRADIENT)
-        z = _multiply(ring, count, steps, STAGES, BLOCK_M, BLOCK_N, layout)
+        z = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
+        z = multiply(z, ring, count, steps, False, True, False, STAGES)
         count += steps
         z = finish_tile(
             z,
@@ -177,19 +208,10 @@ def projection(
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    x_slots = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_M, BLOCK_K], x.layout)
-    weight_slots = gl.allocate_shared_memory(x.dtype, [STAGES, BLOCK_N, BLOCK_K], weight.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    staged = x_slots.index(0)
+    ring = new_ring(x, weight, STAGES)
+    staged = ring[0].index(0)
     if STORES:
         staged = gl.allocate_shared_memory(x.dtype, [BLOCK_M, BLOCK_N], out.layout)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    ring = (x_slots, weight_slots, full, empty)
     sizes = (rows, entries, k_size, first_block, num_blocks, all_blocks)
     gl.warp_specialize(
         [

@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from parallel_lce.kernels.hopper import async_load, async_store
+from parallel_lce.kernels.hopper import async_load, async_store, multiply, new_ring
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.sparse_product import result_tile
 from parallel_lce.kernels.tile_scan import TILE
@@ -74,27 +68,6 @@ def _produce(
 
 
 @gluon.jit
-def _multiply(z, ring, count, steps, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
-    """``z`` plus a product from ``steps`` slots of the ring, ``count`` being the first."""
-    gradient_slots, other_slots, full, empty = ring
-    last = count % STAGES
-    for k in range(0, steps):
-        slot = count % STAGES
-        mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-        a = gradient_slots.index(slot)
-        if TRANSPOSED:
-            a = a.permute((1, 0))
-        token = warpgroup_mma(a, other_slots.index(slot), z, is_async=True)
-        z = warpgroup_mma_wait(1, deps=[token])
-        mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
-        last = slot
-        count += 1
-    z = warpgroup_mma_wait(0, deps=[z])
-    mbarrier.arrive(empty.index(last), count=1, pred=steps > 0)
-    return z
-
-
-@gluon.jit
 def _consume(
     ring,
     lists,
@@ -134,7 +107,7 @@ def _consume(
                 of_block = gl.load(spread + block * hidden_size + h, mask=h < hidden_size, other=0.0)
                 z += share[:, None] * of_block[None, :]
             steps = gl.load(counts + block) * (_TILE // BLOCK_K)
-            z = _multiply(z, ring, count, steps, TRANSPOSED, STAGES)
+            z = multiply(z, ring, count, steps, TRANSPOSED, False, True, STAGES)
             count += steps
             if STAGED:
                 tma.store_wait(0)
@@ -174,20 +147,10 @@ def lce_backward_sparse_product(
     """``gradient`` and ``other`` are TMA descriptors, and so is ``total`` if ``STAGED``."""
     BLOCK_K: gl.constexpr = other.block_type.shape[0]
     BLOCK_N: gl.constexpr = other.block_type.shape[1]
-    barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    SHAPE: gl.constexpr = [STAGES] + gradient.block_type.shape
-    gradient_slots = gl.allocate_shared_memory(gradient.dtype, SHAPE, gradient.layout)
-    other_slots = gl.allocate_shared_memory(gradient.dtype, [STAGES, BLOCK_K, BLOCK_N], other.layout)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
-    staged = other_slots.index(0)
+    ring = new_ring(gradient, other, STAGES)
+    staged = ring[1].index(0)
     if STAGED:
         staged = gl.allocate_shared_memory(gradient.dtype, [_TILE, BLOCK_N], total.layout)
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
-    fence_async_shared()
-    ring = (gradient_slots, other_slots, full, empty)
     lists = (numbers, counts, order)
     sizes = (rows, hidden_size, blocks, places)
     gl.warp_specialize(

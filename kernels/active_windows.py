@@ -4,8 +4,8 @@ The forward keeps the maximum and the sum of exponentials of each token's window
 window and its mass are known, and a window without a large one is not projected. A sample of the row blocks is
 projected in full. It tells how a window's mass is shared among its tiles, and how a tile's is among its entries
 (:mod:`parallel_lce.kernels.active_tiles`): for dX in proportion to the sums over the sample of the entries within the
-limit. In dW the error of an entry's share adds up over all tokens, and the noise of a sample would be too large. There
-the shares are in proportion to exp of the mean logit of all tokens, which is exact.
+limit. In dW the error of an entry's share adds up over all tokens, and a sample's noise is larger than what exp of the
+mean logit of all tokens is off. There the shares are in proportion to that.
 """
 
 from __future__ import annotations
@@ -54,19 +54,33 @@ class RowTerms(NamedTuple):
     fp16_scale: torch.Tensor | None
     # [R] fp32: 1 / limit
     inverse_limits: torch.Tensor
-    # [R] int64, [R] uint8; None without targets
+    # [R] int64, fp32 and uint8; None without targets
     target: torch.Tensor | None
+    residual: torch.Tensor | None
     unshared: torch.Tensor | None
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["row_blocks"])
-def lce_backward_sampled_shares(
-    column_sums, chosen, logits, bias, of_hidden, of_weight, sampled, row_blocks, entries, scale, BLOCK: tl.constexpr
-):
-    tile, tiles = tl.program_id(0), tl.num_programs(0)
+@triton.jit
+def lce_backward_mean_shares(logits, shares, entries, scale):
+    tile = tl.program_id(0)
     c = tile * _TILE + tl.arange(0, _TILE)
     inside = c < entries
+    z = tl.where(inside, tl.load(logits + c, mask=inside, other=0.0) * scale, -float("inf"))
+    expected = tl.exp(z - finite_base(tl.max(z, 0)))
+    whole = tl.sum(expected, 0)
+    # A token with NaN must not reach others.
+    is_usable = (whole > 0.0) & (whole < float("inf"))
+    even = inside.to(tl.float32) / tl.minimum(entries - tile * _TILE, _TILE)
+    tl.store(shares + c, tl.where(is_usable, expected / whole, even))
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["row_blocks"])
+def lce_backward_sampled_shares(column_sums, chosen, of_weight, of_hidden, sampled, row_blocks, BLOCK: tl.constexpr):
+    """``of_weight`` where the sample tells nothing."""
+    tile, tiles = tl.program_id(0), tl.num_programs(0)
+    c = tile * _TILE + tl.arange(0, _TILE)
     summed = row_blocks
     if chosen is not None:
         # Without a filter there are no sums.
@@ -79,22 +93,11 @@ def lce_backward_sampled_shares(
     total = tl.sum(sums, 0)
     is_known = (total > 0.0) & (total < float("inf"))
     tl.store(sampled + tile, tl.where(is_known, total, 0.0))
-    z = tl.load(logits + c, mask=inside, other=0.0).to(tl.float32)
-    if bias is not None:
-        z += tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
-    z = tl.where(inside, z * scale, -float("inf"))
-    expected = tl.exp(z - tl.max(z, 0))
-    whole = tl.sum(expected, 0)
-    # A token with NaN must not reach others.
-    is_usable = (whole > 0.0) & (whole < float("inf"))
-    even = inside.to(tl.float32) / tl.minimum(entries - tile * _TILE, _TILE)
-    expected = tl.where(is_usable, expected / whole, even)
-    tl.store(of_weight + c, expected)
-    tl.store(of_hidden + c, tl.where(is_known, sums / total, expected))
+    tl.store(of_hidden + c, tl.where(is_known, sums / total, tl.load(of_weight + c)))
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "first_window"])
+@triton.jit(do_not_specialize=["rows", "first_window", "stop"])
 def lce_backward_window_bounds(
     maxima,
     sums,
@@ -111,8 +114,10 @@ def lce_backward_window_bounds(
     stride,
     masses_stride,
     scale,
+    stop,
     WINDOW: tl.constexpr,
 ):
+    """``stop``: after the last real entry of the last window."""
     window, block = tl.program_id(0), tl.program_id(1)
     if chosen is not None:
         eps = tl.load(chosen)
@@ -125,24 +130,28 @@ def lce_backward_window_bounds(
     reference = finite_base(top)
     if shift is not None:
         reference = window_shift(top, tl.load(shift + r, mask=valid, other=0.0))
-    p = tl.load(sums + here, mask=valid, other=0.0) * rebased(reference, base) / sum_exp
+    p = tl.load(sums + here, mask=valid, other=0.0)
+    # A window of -inf alone adds nothing, but NaN beside -inf must get through.
+    p = tl.where(p == 0.0, 0.0, p * rebased(reference, base) / sum_exp)
     # A maximum may leave out NaN, a sum does not.
     bound = tl.where(p == p, rebased(top, base) / sum_exp, float("inf"))
     if terms.target is not None:
-        # An unshared target has 0 in G. The entry of a shared one is large.
+        # An unshared target has 0 in G. A shared one's gradient is in G, whatever the others are.
         begin = (first_window + window) * WINDOW
         wanted = tl.load(terms.target + r, mask=valid, other=-1)
-        hit = (wanted >= begin) & (wanted < begin + WINDOW)
+        hit = (wanted >= begin) & (wanted < begin + WINDOW) & (wanted < stop)
         logit = tl.load(terms.partial + 2 * rows + r, mask=hit, other=0.0)
         p = tl.where(hit, tl.maximum(p - rebased(logit, base) / sum_exp, 0.0), p)
-        unshared = tl.load(terms.unshared + r, mask=hit, other=1) != 0
-        bound = tl.where(hit & (unshared == 0), 1.0, bound)
+        is_shared = tl.load(terms.unshared + r, mask=hit, other=1) == 0
+        in_gradient = hit & is_shared & (tl.load(terms.residual + r, mask=hit, other=0.0) != 0.0)
     factor = tl.load(terms.alpha + r, mask=valid, other=0.0) * scale
     if terms.token_scale is not None:
         factor *= tl.load(terms.token_scale + r, mask=valid, other=0.0)
     if terms.fp16_scale is not None:
         factor *= tl.load(terms.fp16_scale)
     bound *= tl.abs(factor) * tl.load(terms.inverse_limits + r, mask=valid, other=0.0)
+    if terms.target is not None:
+        bound = tl.where(in_gradient, float("inf"), bound)
     found = tl.max(tl.where(bound == bound, bound, float("inf")), 0)
     mass = tl.where(found > eps, 0.0, p * factor)
     TILES: tl.constexpr = WINDOW // _TILE
@@ -186,42 +195,36 @@ def lce_backward_list_windows(
     tl.store(listed, found)
 
 
-class SampledShares(NamedTuple):
-    """What a sample, and the mean logits, tell of T tiles. fp32."""
-
-    # [128 T]: q for dX, and for dW
-    of_hidden: torch.Tensor
-    of_weight: torch.Tensor
-    # [T]: sums over the sample, 0 where they are not known
-    sums: torch.Tensor
+def mean_shares(mean_logits: torch.Tensor, scale: float) -> torch.Tensor:
+    """q ``[128 T]`` fp32 for dW: each tile's softmax of ``scale * mean_logits [C]``, fp32."""
+    entries = len(mean_logits)
+    shares = mean_logits.new_empty(-(-entries // TILE) * TILE)
+    lce_backward_mean_shares.launch((len(shares) // TILE,), mean_logits, shares, entries, float(scale))
+    return shares
 
 
 def sampled_shares(
-    column_sums: torch.Tensor,
-    eps: float | torch.Tensor,
-    mean_logits: torch.Tensor,
-    bias: torch.Tensor | None,
-    scale: float,
-) -> SampledShares:
-    """``column_sums [row blocks, 128 T]``: of the scan of a sample with this limit. ``mean_logits [C]``: still to be
-    increased by ``bias [C]`` and multiplied by ``scale``."""
+    column_sums: torch.Tensor, eps: float | torch.Tensor, of_weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q ``[128 T]`` fp32 for dX, and the sums ``[T]`` over the sample, 0 where they are not known.
+
+    ``column_sums [row blocks, 128 T]``: of the scan of a sample with this limit. ``of_weight``: of
+    :func:`mean_shares`.
+    """
     row_blocks, tiles = column_sums.shape[0], column_sums.shape[1] // TILE
-    of_hidden, of_weight = column_sums.new_empty(2, tiles * TILE).unbind()
-    found = SampledShares(of_hidden, of_weight, column_sums.new_empty(tiles))
+    of_hidden, sums = torch.empty_like(of_weight), column_sums.new_empty(tiles)
     chosen, _ = limit_of(eps)
     lce_backward_sampled_shares.launch(
         (tiles,),
         column_sums,
         chosen,
-        mean_logits,
-        bias,
-        *found,
+        of_weight,
+        of_hidden,
+        sums,
         row_blocks,
-        len(mean_logits),
-        float(scale),
         BLOCK=min(_SUMMED, next_power_of_2(row_blocks)),
     )
-    return found
+    return of_hidden, sums
 
 
 def window_bounds(
@@ -261,6 +264,7 @@ def window_bounds(
         windows.max.stride(0),
         masses.stride(0),
         float(scale),
+        first * window + entries,
         WINDOW=window,
     )
     return ScannedTiles(largest, masses, None, None)

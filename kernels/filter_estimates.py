@@ -9,6 +9,7 @@ in Frobenius norms. So the errors of both products need R times one *sketch* ``[
 of that is ``A_t - m_t (q_t.T B_t)``, with ``A_t`` the tile of G times the rows ``B_t`` of the sketch that are the
 tile's. It needs G no more once the ``A_t`` of all tiles are known, whatever the filter. ``B_t`` is taken relative to
 its mean. That changes nothing in R, whose rows sum to 0 in every tile; G's own product gets the masses times the means.
+The shares q may be others for dW than for dX.
 
 The errors are estimated at ``LEVELS`` filters: 2^-8, and each half of the one before. What is not finite is an error
 too large. Norms from four signs vary: the worst case is an error of rank 1, whose estimate has a standard deviation of
@@ -79,10 +80,11 @@ def lce_backward_signs(signs, columns, stride, SEED: tl.constexpr, COUNT: tl.con
 @Relaunched
 @triton.jit(do_not_specialize=["row_blocks"])
 def lce_backward_level_means(
-    largest, column_sums, sketch, means, row_blocks, entries, sketch_stride, BLOCK: tl.constexpr
+    largest, column_sums, of_weight, sketch, means, row_blocks, entries, sketch_stride, BLOCK: tl.constexpr
 ):
     """The means of a block of rows of the sketch by the shares of each level, ``q_t.T B_t``, relative to the plain
-    mean; and at last what the plain mean takes from G's own product."""
+    mean; and at last what the plain mean takes from G's own product. ``of_weight``: the shares of dW, else each
+    level's."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
     level, column = tl.arange(0, _LEVELS), tl.arange(0, _COLUMNS)
@@ -102,6 +104,9 @@ def lce_backward_level_means(
     plain = tl.sum(b, 1) / tl.minimum(entries - tile * _TILE, _TILE)
     b = tl.where((c < entries)[None, :], b - plain[:, None], 0.0)
     mean = tl.sum(shares[:, None, :] * b[None, :, :], 2)
+    if of_weight is not None:
+        given = tl.sum(tl.load(of_weight + c)[None, :] * b, 1)
+        mean = tl.where((column >= _SIGNS)[None, :], given[None, :], mean)
     of_tile = means + tile * ((_LEVELS + 1) * _COLUMNS)
     tl.store(of_tile + level[:, None] * _COLUMNS + column[None, :], mean)
     tl.store(of_tile + _LEVELS * _COLUMNS + column, -plain)
@@ -235,13 +240,19 @@ def signs(result: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def level_products(
-    scanned: ScannedTiles, sketch: torch.Tensor, factors: RowFactors, first: int, sample: BlockSample | None = None
+    scanned: ScannedTiles,
+    sketch: torch.Tensor,
+    factors: RowFactors,
+    first: int,
+    sample: BlockSample | None = None,
+    of_weight: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of every level, and at last of G itself: norms ``[n, 9]`` of dX's part of R times the sketch, of some tokens
     each, and dW's part ``[9 * 4, R]``, which is still to be multiplied by x.
 
     ``sketch [8, C]``, of which ``scanned`` holds the products. ``first``: the id of the first entry of ``factors``'
     targets. ``sample``: the row blocks that are scanned, of those that ``factors`` have; None: all.
+    ``of_weight [128 T]``: the shares of dW; None: those of the column sums, as for dX.
     """
     assert scanned.sketched is not None
     (row_blocks, tiles), rows, entries = scanned.largest.shape, scanned.masses.shape[1], sketch.shape[1]
@@ -250,6 +261,7 @@ def level_products(
         (tiles,),
         scanned.largest,
         scanned.column_sums,
+        of_weight,
         sketch,
         means,
         row_blocks,

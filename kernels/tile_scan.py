@@ -42,8 +42,9 @@ class BlockSample(NamedTuple):
 
 
 def sample_blocks(rows: int, one_in: int) -> BlockSample:
-    """One in so many of the blocks of ``rows`` rows, or more of them where they would be too few."""
-    step = max(1, min(one_in, rows // TILE // FEWEST_SAMPLED))
+    """One in so many of the blocks of ``rows`` rows, or more of them where they would be too few. Steps are odd: even
+    ones would meet sequences of 2^n tokens at the same few places."""
+    step = max(1, min(one_in, rows // TILE // FEWEST_SAMPLED)) - 1 | 1
     first = step // 2 if step > 1 else 0
     blocks = -(-rows // TILE) if step == 1 else rows // TILE
     return BlockSample(first, step, -(-(blocks - first) // step))

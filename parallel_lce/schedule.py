@@ -67,8 +67,9 @@ def forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, sav
     one all-gather of the partials.
     """
     layout, columns, blocks = call.layout, call.columns, call.plan.forward_blocks
-    # The backward's only block can use what is known of the forward's windows.
-    keep_windows = save and call.gradient_filter is not None and call.plan.blocks == tuple(blocks)
+    # The backward's only block can use what is known of the forward's windows, but for the gradient of the bias.
+    keep_windows = save and call.gradient_filter is not None and len(blocks) == 1 and call.plan.blocks == blocks
+    keep_windows = keep_windows and (bias is None or not bias.requires_grad)
     with device_without_autocast(weight):
         hidden, projection = flattened(hidden), call.projection(weight, bias)
         targets = call.local_targets()

@@ -61,7 +61,7 @@ JITFunction.run = _compile_alone
 
 from blocks import block_backward, block_forward
 from parallel_lce.backends import triton as backend
-from parallel_lce.backends import triton_slices, triton_windows
+from parallel_lce.backends import triton_filter
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch, SelectedGradient, Selection
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels import (
@@ -78,16 +78,16 @@ from parallel_lce.partials import Columns, packed_size
 
 tuning._capability = lambda device: CAPABILITY
 projection.num_sms = lambda device: 132
-triton_slices.SMALLEST_FILTERED = 0
-# Of two row blocks one is a sample.
-tile_scan.FEWEST_SAMPLED, triton_windows._FEWEST_STEP = 1, 2
+triton_filter.SMALLEST_FILTERED = 0
+# Of three row blocks one is a sample.
+tile_scan.FEWEST_SAMPLED = 1
 
 # Tokens, vocabulary rows, hidden size; saved vocabulary rows; everything asked for, or nothing.
 CALLS = [
     (1, 7, 8, 0, False),
     (1, 7, 8, 7, False),
     (80, 125, 64, 125, True),
-    (300, 1000, 64, 256, False),
+    (400, 1000, 64, 256, False),
     (300, 1000, 64, 1000, False),
     (300, 1000, 64, 0, True),
     (33, 300, 15, 300, False),

@@ -28,6 +28,7 @@ KERNELS = {
     "lce_backward_list_tiles",
     "lce_backward_list_windows",
     "lce_backward_logits",
+    "lce_backward_mean_shares",
     "lce_backward_order",
     "lce_backward_place_selected",
     "lce_backward_place_targets",

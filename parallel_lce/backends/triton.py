@@ -128,7 +128,7 @@ class BlockForward:
         width = product.tile.entries
         assert width % ALIGNED == 0
         save = real if save >= real else save // width * width
-        self._keeps_windows = keep_windows and save < real and keeps_windows(projection, product.tile)
+        self._keeps_windows = keep_windows and keeps_windows(projection, product, real - save)
         self._stored: Tensor | None = None
         self._exponentials: Tensor | None = None
         self._shift: Tensor | None = None

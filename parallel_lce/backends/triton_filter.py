@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,8 +20,11 @@ AUTO_ERROR = 2.0**-9
 """Largest estimate of the relative errors that filters of ``"auto"`` add: about the rounding of a bf16 gradient."""
 
 
+# Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a filtered
+# backward takes the host longer than an exact one takes the GPU.
+SMALLEST_FILTERED = 1e12
 # Row blocks that are looked at to choose a filter: one in so many.
-_ONE_IN = 4
+_ONE_IN = 5
 
 
 class UnfilteredSlice(NamedTuple):
@@ -40,10 +44,16 @@ class UnfilteredSlice(NamedTuple):
 class Estimates(NamedTuple):
     """Relative errors, in Frobenius norms, that filters add to what a slice adds to dX and to dW."""
 
-    # fp32 [1]: the largest filter with which both stay within the limit over the slices so far, or 0
+    # fp32 [1]: the largest filter with which both stay within AUTO_ERROR over the slices so far, or 0
     eps: Tensor
     # fp32 [2, LEVELS]: of dX and of dW, at the filters 2^-8, 2^-9, ...
     errors: Tensor
+
+
+def worth_filtering(multiplications: int) -> bool:
+    """Whether the products of a slice take longer than finding its active tiles: dX and dW, of so many multiplications
+    each."""
+    return 4 * multiplications >= SMALLEST_FILTERED
 
 
 def inverse_limits(
@@ -78,17 +88,21 @@ def estimated(
     scanned: ScannedTiles,
     sketch: Tensor,
     added: Tensor,
+    step: int,
     sample: BlockSample | None = None,
-    limit: float = AUTO_ERROR,
+    of_weight: Tensor | None = None,
 ) -> Estimates:
-    """``scanned``: with the products of ``sketch``, of all row blocks or of the ``sample``. ``added [4]`` fp32: what is
-    known of the slices so far, 0 before the first one. ``limit``: of the relative errors."""
-    norms, signed = level_products(scanned, sketch, given.factors, given.first, sample)
+    """``scanned``: one row block in ``step``, with the products of ``sketch``. ``sample``: which they are of those that
+    ``given`` has; None: all. ``added [4]`` fp32: what is known of the slices so far, 0 before the first one.
+    ``of_weight``: the shares of dW; None: those of the column sums."""
+    norms, signed = level_products(scanned, sketch, given.factors, given.first, sample, of_weight)
     x = given.x if sample is None else sample.of(given.x)
     product = signed.new_empty(len(signed), x.shape[1], dtype=torch.float32)
     accumulate_nt(product, signed, x.t(), overwrite=True)
     weight_norms = torch.linalg.vector_norm(product.view(LEVELS + 1, -1), dim=1)
-    return Estimates(*choose_level(_upper_norms(norms), weight_norms, added, limit))
+    # Errors of shares grow with the number of tokens, dW at the least with its root.
+    weight_norms[:LEVELS] *= math.sqrt(step)
+    return Estimates(*choose_level(_upper_norms(norms), weight_norms, added, AUTO_ERROR))
 
 
 def _upper_norms(norms: Tensor) -> Tensor:
@@ -111,7 +125,7 @@ def filtered(
         assert eps == AUTO and added is not None
         sketch, sample = sketch_of(given.weight), sample_blocks(len(given.gradient), _ONE_IN)
         scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
-        eps = estimated(given, scanned, sketch, added, sample).eps
+        eps = estimated(given, scanned, sketch, added, sample.step, sample).eps
     return FilteredGradient(given.gradient, find_active_tiles(given.gradient, inverse, eps))
 
 

@@ -24,7 +24,13 @@ from parallel_lce.backends.interface import (
     SelectedGradient,
     power_of_two_scale,
 )
-from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlice, filtered, inverse_limits
+from parallel_lce.backends.triton_filter import (
+    FilteredGradient,
+    UnfilteredSlice,
+    filtered,
+    inverse_limits,
+    worth_filtering,
+)
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
 from parallel_lce.kernels.active_windows import WindowPartials
@@ -41,9 +47,6 @@ from parallel_lce.memory import some_rows
 # sums of 4096 columns: the product takes 1.6 times as long as without a sum over 1024 terms, 1.3 over 2048, 1.05 over
 # 4096.
 _LONG = 4096
-# Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a filtered
-# backward takes the host longer than an exact one takes the GPU.
-SMALLEST_FILTERED = 1e12
 # Rows of a piece are a multiple of this, as matrix products come in such tiles.
 _MULTIPLE = 128
 
@@ -161,8 +164,7 @@ class Piece:
         self._coefficients = TokenCoefficients(coefficients.alpha.contiguous(), *others, factor=coefficients.factor)
 
     def form(self, start: int, stop: int) -> Slice:
-        # Both products, of 2 R C D flops each.
-        filters = self._gradient_filter is not None and 4 * self.x.numel() * (stop - start) >= SMALLEST_FILTERED
+        filters = self._gradient_filter is not None and worth_filtering(self.x.numel() * (stop - start))
         if filters and self._windows is not None and self._is_recomputed(start):
             return self._form_active(self._windows, start, stop)
         part = self._formed(start, stop)

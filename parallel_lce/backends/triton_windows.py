@@ -12,40 +12,39 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.gemm import matmul_nt
 from parallel_lce.backends.interface import AUTO, Projection, Saved
 from parallel_lce.backends.triton_filter import (
-    AUTO_ERROR,
     FilteredGradient,
     UnfilteredSlice,
     estimated,
     inverse_limits,
     sketch_of,
+    worth_filtering,
 )
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.kernels.active_tiles import ActiveTiles, list_active_tiles
 from parallel_lce.kernels.active_windows import (
     RowTerms,
-    SampledShares,
     WindowPartials,
     list_active_windows,
+    mean_shares,
     sampled_shares,
     window_bounds,
 )
 from parallel_lce.kernels.filter_estimates import RowFactors
-from parallel_lce.kernels.projection import logits_gradient
+from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.targets import place_targets
 from parallel_lce.kernels.tile_scan import TILE, sample_blocks, scan_tiles
-from parallel_lce.kernels.tuning import Tile
 from parallel_lce.memory import some_rows
 
 WINDOWED_BYTES = 256 << 20
 """Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU."""
 
-# Row blocks that are projected in full: one in so many. If it would be more than one in FEWEST_STEP, all are.
-_ONE_IN, _FEWEST_STEP = 16, 4
-# What "auto" may add by the estimates of so small a sample.
-_AUTO_ERROR = AUTO_ERROR / 2
+# Row blocks that are projected in full: one in so many. With so few rows that it would be more than one in FEWEST_STEP,
+# everything is projected.
+_ONE_IN, _FEWEST_STEP = 15, 3
 
 
 class Targets(NamedTuple):
@@ -80,10 +79,13 @@ class Rows(NamedTuple):
             place_targets(gradient, start, *self.targets, self.fp16_scale)
 
 
-def keeps_windows(projection: Projection, tile: Tile) -> bool:
-    """Whether partials of windows of this tile tell what :class:`ActiveWindows` needs. Under a soft-cap the mass of a
-    window is not that of its gradient."""
-    return projection.softcap is None and tile.rows == TILE and tile.entries % TILE == 0
+def keeps_windows(projection: Projection, product: Product, entries: int) -> bool:
+    """Whether the partials of a ``product``'s windows are worth keeping, where so many of its entries are recomputed.
+    Under a soft-cap the mass of a window is not that of its gradient."""
+    (rows, hidden_size), tile = product.x.shape, product.tile
+    at_once = min(rows * entries, WINDOWED_BYTES // product.x.element_size())
+    is_useful = fills_sample(rows) and worth_filtering(at_once * hidden_size)
+    return is_useful and projection.softcap is None and tile.rows == TILE and tile.entries % TILE == 0
 
 
 def kept_windows(saved: Saved) -> WindowPartials | None:
@@ -109,11 +111,10 @@ class ActiveWindows:
         self._rows, self._windows, self._filter, self._added = rows, windows, gradient_filter, added
         projection, alpha = rows.projection, rows.coefficients.alpha
         self._inverse = inverse_limits(rows.coefficients, projection, None, rows.fp16_scale)
-        target, _, unshared = rows.targets or (None, None, None)
-        self._terms = RowTerms(
-            rows.partial, alpha, projection.token_scale, rows.fp16_scale, self._inverse, target, unshared
-        )
+        targets = rows.targets or (None, None, None)
+        self._terms = RowTerms(rows.partial, alpha, projection.token_scale, rows.fp16_scale, self._inverse, *targets)
         sample, targets = sample_blocks(len(rows.x), _ONE_IN), None
+        self._step = sample.step
         if rows.targets is not None:
             target, residual, unshared = map(sample.of, rows.targets)
             # Placing a target changes what is left of it.
@@ -129,45 +130,53 @@ class ActiveWindows:
             targets,
         )
         self._sampled_inverse = sample.of(self._inverse)
-        # [D], of the tokens that have a gradient
-        self._mean = _mean_of(rows)
+        # [D] and 0-dimensional: what the tokens' mean logit is of a row of the weight, and of its bias
+        self._mean, self._mean_scale = _mean_of(rows)
 
     def form(self, start: int, stop: int, gradient: Tensor) -> FilteredGradient:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
-        eps, shares = self._sample(start, stop)
-        scale, x = self._rows.projection.scale, self._rows.x
-        window = product_of(self._rows.projection, x, start, stop).tile.entries
-        tiles = window_bounds(self._windows, self._terms, gradient, start // window, window, eps, shares.sums, scale)
+        projection = self._rows.projection
+        of_weight = mean_shares(self._mean_logits(start, stop), projection.scale)
+        eps, sums = self._sampled_sums(start, stop, of_weight)
+        of_hidden, sums = sampled_shares(sums, eps, of_weight)
+        window = product_of(projection, self._rows.x, start, stop).tile.entries
+        first = start // window
+        tiles = window_bounds(self._windows, self._terms, gradient, first, window, eps, sums, projection.scale)
         self._rows.form(start, stop, gradient, list_active_windows(tiles, window, eps))
         scan_tiles(gradient, self._inverse, eps, bounds=tiles)
         lists = list_active_tiles(tiles.largest, eps)
-        return FilteredGradient(gradient, ActiveTiles(*lists, tiles.masses, shares.of_hidden, shares.of_weight))
+        return FilteredGradient(gradient, ActiveTiles(*lists, tiles.masses, of_hidden, of_weight))
 
-    def _sample(self, start: int, stop: int) -> tuple[float | Tensor, SampledShares]:
-        """The filter, and what stands for the entries of a tile that is skipped."""
+    def _mean_logits(self, start: int, stop: int) -> Tensor:
+        """``[stop - start]`` fp32, without the projection's scale."""
+        projection = self._rows.projection
+        logits = matmul_nt(self._mean[None], some_rows(projection.weight, start, stop))
+        if projection.bias is not None:
+            logits += some_rows(projection.bias, start, stop) * self._mean_scale
+        return logits[0]
+
+    def _sampled_sums(self, start: int, stop: int, of_weight: Tensor) -> tuple[float | Tensor, Tensor]:
+        """The filter, and the column sums of a scan of the sample with it."""
         rows, eps, inverse = self._sampled, self._filter, self._sampled_inverse
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)
-        projection = rows.projection
-        weight = some_rows(projection.weight, start, stop)
         if isinstance(eps, str):
-            assert eps == AUTO
+            assert eps == AUTO and self._added is not None
+            weight = some_rows(rows.projection.weight, start, stop)
             sketch = sketch_of(weight)
             factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None, None)))
-            scanned = scan_tiles(gradient, inverse, sketch=sketch)
-            assert self._added is not None
             given = UnfilteredSlice(gradient, weight, rows.x, factors, start)
-            eps = estimated(given, scanned, sketch, self._added, limit=_AUTO_ERROR).eps
+            scanned = scan_tiles(gradient, inverse, sketch=sketch)
+            eps = estimated(given, scanned, sketch, self._added, self._step, of_weight=of_weight).eps
         sums = scan_tiles(gradient, inverse, eps).column_sums
         assert sums is not None
-        bias = None if projection.bias is None else some_rows(projection.bias, start, stop)
-        return eps, sampled_shares(sums, eps, torch.mv(weight, self._mean), bias, projection.scale)
+        return eps, sums
 
 
-def _mean_of(rows: Rows) -> Tensor:
-    """The mean ``[D]`` of the hidden states, times their scales, of the tokens whose gradient is not 0."""
+def _mean_of(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Over the tokens whose gradient is not 0, the means of the hidden states ``[D]`` and of 1, times their scales."""
     counted = rows.coefficients.alpha != 0
     weights = counted / counted.sum().clamp_(min=1)
     if rows.projection.token_scale is not None:
         weights = weights * rows.projection.token_scale
-    return torch.mv(rows.x.t(), weights.to(rows.x.dtype))
+    return torch.mv(rows.x.t(), weights.to(rows.x.dtype)), weights.sum()

@@ -185,9 +185,8 @@ class Piece:
             if self._tokens is None and self.has_targets:
                 # Without entries: nothing is placed.
                 self._tokens = self._find_tokens(gradient[:, :0], None, start)
-            placed, c = self._placed, self._coefficients
-            targets = None if placed is None else Targets(*placed)
-            rows = Rows(self.x, self._projection, self._partial, c, self._fp16_scale, targets)
+            c, scale = self._coefficients, self._fp16_scale
+            rows = Rows(self.x, self._projection, self._partial, c, scale, self._placed)
             assert self._gradient_filter is not None
             self._active = ActiveWindows(rows, windows, self._gradient_filter, self._added)
         return Slice(start, stop, gradient, None, None, self._active.form(start, stop, gradient))
@@ -254,13 +253,13 @@ class Piece:
         return memory.view(shape)[:, : stop - start]
 
     @property
-    def _placed(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Each token's target, what is left of its gradient, and whether it is unshared; None without targets."""
+    def _placed(self) -> Targets | None:
+        """None without targets, or before they are found."""
         found = self._tokens
         if found is None or found.residual is None or found.unshared is None:
             return None
         assert self._target is not None
-        return self._target, found.residual, found.unshared
+        return Targets(self._target, found.residual, found.unshared)
 
     def finish_rows(
         self,

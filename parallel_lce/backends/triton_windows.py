@@ -42,7 +42,7 @@ from parallel_lce.memory import some_rows
 WINDOWED_BYTES = 256 << 20
 """Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU."""
 
-# Row blocks that are projected in full: one in so many. With so few rows that it would be more than one in FEWEST_STEP,
+# Row blocks that are projected in full: one in so many. Of few rows, where it would be more than one in _FEWEST_STEP,
 # everything is projected.
 _ONE_IN, _FEWEST_STEP = 15, 3
 

@@ -72,8 +72,8 @@ SPILLS = {
 FEW = {("3.8.0", gpu, "lce_forward_merge_windows") for gpu in (80, 90)} | {("3.9.0", 80, "lce_forward_merge_windows")}
 FEW |= {(version, gpu, "lce_backward_token_gradients") for version in ("3.8.0", "3.9.0") for gpu in (90, 100)}
 FEW_BYTES = 16
-# A scan with a sketch keeps addresses there. Fewer rows at a time, which would fit, take it longer.
-SCAN_BYTES = 128
+# A scan with a sketch keeps addresses there, with Triton 3.9 most. Fewer rows at a time, which fit, take it longer.
+SCAN_BYTES = 256
 
 
 def compiled(capability: int, cache: Path, release: str | None, few: bool = False, **variables: str) -> list[dict]:

@@ -234,7 +234,7 @@ def scan_tiles(
     bound exceeds ``eps`` are read, and take the place of the bounds.
     """
     (rows, entries), tiles = gradient.shape, -(-gradient.shape[1] // TILE)
-    sample = sample or BlockSample(0, 1, -(-rows // TILE))
+    sample = sample or sample_blocks(rows, 1)
     scanned_rows = rows if sample.step == 1 else sample.count * TILE
     columns, sketched = 0 if sketch is None else len(sketch), None
     if sketch is not None:

@@ -8,7 +8,7 @@ import torch
 from cases import DTYPES, normal
 from measures import assert_close, relative_error
 from parallel_lce import linear_cross_entropy, token_statistics
-from tools import chosen_backend, everywhere, shrunk
+from tools import chosen_backend, everywhere, results_of, shrunk
 from world import Member
 
 pytest.importorskip("triton", reason="needs triton")
@@ -32,16 +32,10 @@ def small_slices(monkeypatch):
 
 
 @pytest.fixture
-def listed(monkeypatch):
+def listed():
     """The lists of windows that were projected since, ``[1 + n]`` each."""
-    found, original = [], triton_windows.list_active_windows
-
-    def noted(*given):
-        found.append(original(*given))
-        return found[-1]
-
-    monkeypatch.setattr(triton_windows, "list_active_windows", noted)
-    return found
+    with results_of(triton_windows, "list_active_windows") as found:
+        yield found
 
 
 def problem(dtype="bf16", device="cpu", N=N, V=V, slope=1.5):
@@ -233,18 +227,11 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(device):
 def test_auto_keeps_its_promise(placed, slope, listed, device, monkeypatch):
     """The choice is made by the sample. On an even softmax everything is formed."""
     t = problem(device=device, slope=slope)
-    chosen, original = [], triton_filter.estimated
-
-    def noted(*given, **options):
-        found = original(*given, **options)
-        chosen.append(found.eps)
-        return found
-
-    monkeypatch.setattr(triton_windows, "estimated", noted)
     if not placed:
         t[2].fill_(-100)
         t[2][::7] = 0
-    found, exact = gradients(*t, gradient_filter="auto"), gradients(*t)
+    with results_of(triton_windows, "estimated") as chosen:
+        found, exact = gradients(*t, gradient_filter="auto"), gradients(*t)
     assert len(chosen) == len(listed) == 2
     for a, b in zip(found, exact):
         # Both results are rounded.
@@ -305,13 +292,11 @@ def _on_ranks(member: Member, sequence_parallel: bool):
     x = x.detach()[part].requires_grad_()
     weight = weight.detach()[member.rank * rows : (member.rank + 1) * rows].requires_grad_()
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=EPS)
-    lists, original = [], triton_windows.list_active_windows
-    triton_windows.list_active_windows = lambda *given: lists.append(original(*given)) or lists[-1]
     try:
-        with chosen_backend("triton"):
+        with chosen_backend("triton"), results_of(triton_windows, "list_active_windows") as lists:
             found = [g.cpu() for g in gradients(x, weight, target, **options)]
     finally:
-        triton_windows.list_active_windows, tile_scan.FEWEST_SAMPLED = original, 4
+        tile_scan.FEWEST_SAMPLED = 4
     assert sum(n[0].item() for n in lists) > 0
     return found
 

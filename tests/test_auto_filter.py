@@ -15,7 +15,7 @@ from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statist
 from parallel_lce.operands import call_of, numbers_of, operands_of
 from parallel_lce.partials import Columns
 from parallel_lce.prepare import prepare
-from tools import arguments_of, chosen_backend, shrunk
+from tools import arguments_of, chosen_backend, results_of, shrunk
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -61,16 +61,9 @@ def gradients(x, weight, target, upstream=1.0, **options):
 
 
 @pytest.fixture
-def choices(monkeypatch):
+def choices():
     """What has been estimated of each slice since."""
-    found, original = [], triton_filter.estimated
-
-    def noted(*given):
-        found.append(original(*given))
-        return found[-1]
-
-    monkeypatch.setattr(triton_filter, "estimated", noted)
-    with chosen_backend("triton"):
+    with chosen_backend("triton"), results_of(triton_filter, "estimated") as found:
         yield found
 
 

@@ -4,6 +4,7 @@ collectives."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from dataclasses import fields as fields_of
@@ -238,3 +239,19 @@ def words_of_error(use) -> str:
     except RuntimeError as error:
         return str(error)
     return "no error"
+
+
+@contextmanager
+def results_of(module, name: str) -> Iterator[list]:
+    """What the function of this name gives whenever the module calls it."""
+    found, original = [], getattr(module, name)
+
+    def noted(*arguments, **options):
+        found.append(original(*arguments, **options))
+        return found[-1]
+
+    setattr(module, name, noted)
+    try:
+        yield found
+    finally:
+        setattr(module, name, original)

@@ -35,7 +35,6 @@ from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
 from parallel_lce.kernels.active_windows import WindowPartials
 from parallel_lce.kernels.filter_estimates import RowFactors
-from parallel_lce.kernels.projection import logits_gradient
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
 from parallel_lce.kernels.selected import place_selected
@@ -185,11 +184,12 @@ class Piece:
             if self._tokens is None and self.has_targets:
                 # Without entries: nothing is placed.
                 self._tokens = self._find_tokens(gradient[:, :0], None, start)
-            c, scale = self._coefficients, self._fp16_scale
-            rows = Rows(self.x, self._projection, self._partial, c, scale, self._placed)
             assert self._gradient_filter is not None
-            self._active = ActiveWindows(rows, windows, self._gradient_filter, self._added)
+            self._active = ActiveWindows(self._rows(self._placed), windows, self._gradient_filter, self._added)
         return Slice(start, stop, gradient, None, None, self._active.form(start, stop, gradient))
+
+    def _rows(self, targets: Targets | None) -> Rows:
+        return Rows(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale, targets)
 
     def _unfiltered(self, part: Slice) -> UnfilteredSlice:
         targets = self._placed or (None, None, None)
@@ -238,8 +238,7 @@ class Piece:
 
     def _recompute(self, start: int, stop: int) -> Tensor:
         gradient = self._memory(start, stop)
-        product, c = product_of(self._projection, self.x, start, stop), self._coefficients
-        logits_gradient(product, self._partial, c.alpha, c.gamma, c.delta, c.epsilon, self._fp16_scale, gradient)
+        self._rows(None).form(start, stop, gradient)
         return gradient
 
     def _memory(self, start: int, stop: int) -> Tensor:

@@ -63,18 +63,19 @@ class Rows(NamedTuple):
     projection: Projection
     # [>= 3, R], contiguous
     partial: Tensor
-    # alpha alone, without a factor
+    # without a factor
     coefficients: TokenCoefficients
     # 0-dimensional, or None
     fp16_scale: Tensor | None
-    # None without a gradient of targets
+    # None: their entries are not placed
     targets: Targets | None
 
     def form(self, start: int, stop: int, gradient: Tensor, listed: Tensor | None = None) -> None:
         """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``: all tiles, or those
         ``listed``."""
-        product, alpha = product_of(self.projection, self.x, start, stop), self.coefficients.alpha
-        logits_gradient(product, self.partial, alpha, None, None, None, self.fp16_scale, gradient, listed)
+        product, c = product_of(self.projection, self.x, start, stop), self.coefficients
+        others = c.gamma, c.delta, c.epsilon
+        logits_gradient(product, self.partial, c.alpha, *others, self.fp16_scale, gradient, listed)
         if self.targets is not None:
             place_targets(gradient, start, *self.targets, self.fp16_scale)
 

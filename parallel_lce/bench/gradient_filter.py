@@ -19,6 +19,7 @@ Exit status: 0; 2 for input that cannot be measured.
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ import torch
 from .filtered import measure
 from .machine import machine
 from .options import picture
-from .snapshots import check_options, read_inputs, report_parser, write_json
+from .snapshots import attempted, check_options, read_inputs, report_parser, write_json
 
 PROGRAM = "python -m parallel_lce.bench.gradient_filter"
 
@@ -56,10 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     facts, console, cases, status = machine(device), new_console(), [], 0
     say(console, "; ".join(f"{name}: {text}" for name, text in facts.items()))
     for path in options.files:
-        try:
-            inputs = read_inputs(path, device)
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
+        inputs = attempted(partial(read_inputs, path, device))
+        if inputs is None:
             status = 2
             continue
         case = measure(inputs, options.rounds)

@@ -27,7 +27,7 @@ from .exactness import Inputs, measure, random_inputs
 from .machine import machine
 from .options import parse_shape
 from .problem import Shape
-from .snapshots import check_options, read_inputs, report_parser, write_json
+from .snapshots import attempted, check_options, read_inputs, report_parser, write_json
 
 PROGRAM = "python -m parallel_lce.bench.parity"
 DEVIATIONS = (1.0, 5.0, 20.0)  # standard deviations of random logits
@@ -54,13 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
     facts, console, cases, status = machine(device), new_console(), [], 0
     say(console, "; ".join(f"{name}: {text}" for name, text in facts.items()))
     for source in _sources(options, device):
-        try:
-            cases.append(measure(source()))
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
+        case = attempted(lambda source=source: measure(source()))
+        if case is None:
             status = 2
             continue
-        print(f"measured {cases[-1].name}, {cases[-1].shape}", file=sys.stderr, flush=True)
+        cases.append(case)
+        print(f"measured {case.name}, {case.shape}", file=sys.stderr, flush=True)
         if options.json:
             write_json(options.json, {"machine": facts, "cases": [case.as_dict() for case in cases]})
     say(console, parity_table(cases))

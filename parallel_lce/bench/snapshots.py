@@ -7,12 +7,17 @@ A snapshot is a safetensors file of what an output layer sees, as launch/snapsho
 import argparse
 import importlib.util
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from .exactness import Inputs
+
+Found = TypeVar("Found")
 
 TENSORS = ("hidden", "weight", "target")
 
@@ -76,6 +81,15 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"no such file: {', '.join(missing)}")
     if options.json and Path(options.json).is_dir():
         parser.error(f"--json: {options.json} is a folder")
+
+
+def attempted(work: Callable[[], Found]) -> Found | None:
+    """What `work` gives; None for input that cannot be measured, which is reported."""
+    try:
+        return work()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return None
 
 
 def write_json(path: str, content: dict) -> None:

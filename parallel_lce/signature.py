@@ -20,7 +20,7 @@ from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns
 
 _TENSORS = (Tensor, torch.nn.Parameter)
-_NUMBERS = frozenset((int, float, bool, type(None)))
+_PLAIN = frozenset((int, float, bool, str, type(None)))
 
 
 def signature_of(
@@ -28,7 +28,7 @@ def signature_of(
 ) -> tuple | None:
     """The signature, or None for a call that must be checked in full.
 
-    Plain tensors and Python's own numbers have a signature, outside of compilation, debug mode and forward-mode
+    Plain tensors and Python's own numbers and strings have a signature, outside of compilation, debug mode and forward-mode
     differentiation. The values of the tensors do not matter to checks and plan.
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or debug.enabled():
@@ -57,7 +57,7 @@ def signature_of(
         numbers += options.ignore_index, options.label_smoothing, options.z_loss, options.outside_is_nan
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, numbers))
-    if kinds[0] is not bool or not _NUMBERS.issuperset(kinds):
+    if kinds[0] is not bool or not _PLAIN.issuperset(kinds):
         return None
     key += kinds, numbers
     if main_grad is not None:

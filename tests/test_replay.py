@@ -133,6 +133,27 @@ def test_statistics_are_replayed(device):
     assert len(found) == 4
 
 
+def filtered(gradient_filter: float | str, device: str, seed: int) -> list[torch.Tensor]:
+    """Loss and gradients of some tokens of a softmax of which most lies in the first of three tiles."""
+    t = make(Case(**SMALL | dict(V=300), seed=seed), device)
+    with torch.no_grad():
+        t.x[:, 0], t.weight[:, 0] = 4.0, 0.0
+        t.weight[:128, 0] = 2.0
+    inputs = t.x.requires_grad_(), t.weight.requires_grad_()
+    loss = parallel_lce.linear_cross_entropy(*inputs, t.target, gradient_filter=gradient_filter)
+    return [loss.detach(), *torch.autograd.grad(loss, inputs)]
+
+
+@pytest.mark.parametrize("gradient_filter", [2**-9, "auto"])
+def test_filters_are_replayed(gradient_filter, device):
+    with never_replayed():
+        expected = [filtered(gradient_filter, device, seed) for seed in range(4)]
+    with replays() as found:
+        for seed in range(4):
+            assert same(filtered(gradient_filter, device, seed), expected[seed]), seed
+    assert len(found) == 4
+
+
 def post_training(kind: str, device: str, seed: int) -> list[torch.Tensor]:
     """Results and gradients of selected entries, with another seed's values, ids and scales."""
     t = make(Case(N=20, V=50, D=16, dtype="bf16", seed=seed), device)

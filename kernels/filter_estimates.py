@@ -41,8 +41,6 @@ _SLOTS = tl.constexpr(16)
 _DRAWN, _SUMMED = 1024, 8
 # Tokens of a program, and blocks of entries per step.
 _TOKENS, _STEP = 16, 32
-# Norms below and above which fp32 does not hold their squares, and those of small parts.
-_SMALLEST, _LARGEST = tl.constexpr(2.0**-50), tl.constexpr(2.0**60)
 
 
 class RowFactors(NamedTuple):
@@ -61,8 +59,19 @@ class RowFactors(NamedTuple):
     unshared: torch.Tensor | None
 
 
+class LevelProducts(NamedTuple):
+    """R of every level, and at last G itself, times the sketch."""
+
+    # [n, 16] fp32, of which 9 are written: norms of dX's part, of some tokens each
+    norms: torch.Tensor
+    # [9 * 4, R]: dW's part, which is still to be multiplied by x
+    signed: torch.Tensor
+    # [T, 8] fp32: how many tiles of a block of entries each level skips
+    skipped: torch.Tensor
+
+
 @triton.jit
-def _filter_of(level):
+def filter_of(level):
     """2^(-8 - level), from the bits of its exponent."""
     return ((127 - 8 - level) << 23).to(tl.float32, bitcast=True)
 
@@ -80,23 +89,26 @@ def lce_backward_signs(signs, columns, stride, SEED: tl.constexpr, COUNT: tl.con
 @Relaunched
 @triton.jit(do_not_specialize=["row_blocks"])
 def lce_backward_level_means(
-    largest, column_sums, of_weight, sketch, means, row_blocks, entries, sketch_stride, BLOCK: tl.constexpr
+    largest, column_sums, of_weight, sketch, means, skipped, row_blocks, entries, sketch_stride, BLOCK: tl.constexpr
 ):
     """The means of a block of rows of the sketch by the shares of each level, ``q_t.T B_t``, relative to the plain
     mean; and at last what the plain mean takes from G's own product. ``of_weight``: the shares of dW, else each
-    level's."""
+    level's. ``skipped [T, 8]``: how many of the block's tiles each level skips."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
     level, column = tl.arange(0, _LEVELS), tl.arange(0, _COLUMNS)
     sums = tl.zeros((_LEVELS, _TILE), tl.float32)
+    count = tl.zeros((_LEVELS,), tl.float32)
     for start in range(0, row_blocks, BLOCK):
         block = start + tl.arange(0, BLOCK)
         valid = block < row_blocks
         found = tl.load(largest + block * tiles + tile, mask=valid, other=float("inf"))
-        skipped = found[:, None] <= _filter_of(level)[None, :]
+        is_skipped = found[:, None] <= filter_of(level)[None, :]
+        count += tl.sum(is_skipped.to(tl.float32), 0)
         offsets = block.to(tl.int64)[:, None] * (tiles * _TILE) + c[None, :]
         values = tl.load(column_sums + offsets, mask=valid[:, None], other=0.0)
-        sums += tl.sum(tl.where(skipped[:, :, None], values[:, None, :], 0.0), 0)
+        sums += tl.sum(tl.where(is_skipped[:, :, None], values[:, None, :], 0.0), 0)
+    tl.store(skipped + tile * _LEVELS + level, count)
     total = tl.sum(sums, 1)[:, None]
     shares = tl.where(total > 0.0, sums / total, 0.0)
     b = tl.load(sketch + column[:, None] * sketch_stride + c[None, :], mask=(c < entries)[None, :], other=0.0)
@@ -149,12 +161,12 @@ def lce_backward_level_errors(
     for start in range(0, tiles, STEP):
         t = start + tl.arange(0, STEP)
         found = tl.load(largest + block * tiles + t, mask=t < tiles, other=float("inf"))
-        skipped = (slot < _LEVELS)[None, :] & (found[:, None] <= _filter_of(slot)[None, :])
+        skipped = (slot < _LEVELS)[None, :] & (found[:, None] <= filter_of(slot)[None, :])
         taken = (skipped | (slot == _LEVELS)[None, :]).to(tl.float32)
         tile_offsets = t.to(tl.int64)[None, :] * (tl.cdiv(rows, _TILE) * (_TILE * _COLUMNS))
         inside = (flat < rows * _COLUMNS)[:, None] & (t < tiles)[None, :]
         a = tl.load(sketched + tile_offsets + flat[:, None], mask=inside, other=0.0)
-        inside = (level < _LEVELS)[None, :] & (found[:, None] <= _filter_of(level)[None, :])
+        inside = (level < _LEVELS)[None, :] & (found[:, None] <= filter_of(level)[None, :])
         inside |= (level == _LEVELS)[None, :] & (t < tiles)[:, None]
         u = tl.load(means + t[:, None] * ((_LEVELS + 1) * _COLUMNS) + place[None, :], mask=inside, other=0.0)
         inside = (r < rows)[:, None] & (t < tiles)[None, :]
@@ -198,38 +210,6 @@ def lce_backward_level_errors(
     tl.store(pointers, z.to(signed.dtype.element_ty), mask=inside[None, :, :] & (r < rows)[:, None, None])
 
 
-@triton.jit
-def _allowed(norms, added, level, errors, limit):
-    """Which levels a product allows, and the squares of the errors that they add. Stores the relative errors."""
-    error, whole = tl.load(norms + level), tl.load(norms + _LEVELS)
-    known = (whole > _SMALLEST) & (whole < _LARGEST)
-    tl.store(errors + level, tl.where(known, error / whole, float("inf")))
-    square = error * error
-    # What is not known adds nothing: the slice is formed exactly. NaN is not below the limit.
-    whole = tl.where(known, whole * whole, 0.0)
-    most = tl.where(known, limit * limit * (tl.load(added + 1) + whole), -1.0)
-    return tl.load(added) + square <= most, square, whole
-
-
-@triton.jit
-def _add(added, square, whole, taken):
-    tl.store(added, tl.load(added) + tl.sum(tl.where(taken, square, 0.0), 0))
-    tl.store(added + 1, tl.load(added + 1) + whole)
-
-
-@Relaunched
-@triton.jit
-def lce_backward_choose_level(hidden_norms, weight_norms, added, chosen, errors, limit):
-    level = tl.arange(0, _LEVELS)
-    of_hidden, hidden_square, hidden = _allowed(hidden_norms, added, level, errors, limit)
-    of_weight, weight_square, weight = _allowed(weight_norms, added + 2, level, errors + _LEVELS, limit)
-    number = tl.min(tl.where(of_hidden & of_weight, level, _LEVELS), 0)
-    tl.store(chosen, tl.where(number < _LEVELS, _filter_of(number), 0.0))
-    tl.debug_barrier()
-    _add(added, hidden_square, hidden, level == number)
-    _add(added + 2, weight_square, weight, level == number)
-
-
 def signs(result: torch.Tensor, seed: int) -> torch.Tensor:
     """Fill ``result [4, n]`` with signs: the same for the same seed, without a state of a generator."""
     count, columns = result.shape
@@ -246,17 +226,14 @@ def level_products(
     first: int,
     sample: BlockSample | None = None,
     of_weight: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every level, and at last of G itself: norms ``[n, 9]`` of dX's part of R times the sketch, of some tokens
-    each, and dW's part ``[9 * 4, R]``, which is still to be multiplied by x.
-
-    ``sketch [8, C]``, of which ``scanned`` holds the products. ``first``: the id of the first entry of ``factors``'
-    targets. ``sample``: the row blocks that are scanned, of those that ``factors`` have; None: all.
+) -> LevelProducts:
+    """``sketch [8, C]`` fp32, of which ``scanned`` holds the products. ``first``: the id of the first entry of
+    ``factors``' targets. ``sample``: the row blocks that are scanned, of those that ``factors`` have; None: all.
     ``of_weight [128 T]``: the shares of dW; None: those of the column sums, as for dX.
     """
     assert scanned.sketched is not None
     (row_blocks, tiles), rows, entries = scanned.largest.shape, scanned.masses.shape[1], sketch.shape[1]
-    means = sketch.new_empty(tiles, LEVELS + 1, 2 * SIGNS, dtype=torch.float32)
+    means, skipped = sketch.new_empty(tiles, LEVELS + 1, 2 * SIGNS), sketch.new_empty(tiles, LEVELS)
     lce_backward_level_means.launch(
         (tiles,),
         scanned.largest,
@@ -264,6 +241,7 @@ def level_products(
         of_weight,
         sketch,
         means,
+        skipped,
         row_blocks,
         entries,
         sketch.stride(0),
@@ -271,7 +249,7 @@ def level_products(
     )
     programs = -(-rows // _TOKENS)
     norms = means.new_empty(programs, _SLOTS.value)
-    signed = sketch.new_empty((LEVELS + 1) * SIGNS, -(-rows // 8) * 8)[:, :rows]
+    signed = scanned.masses.new_empty((LEVELS + 1) * SIGNS, -(-rows // 8) * 8)[:, :rows]
     lce_backward_level_errors.launch(
         (programs,),
         scanned.largest,
@@ -294,22 +272,7 @@ def level_products(
         TOKENS=_TOKENS,
         STEP=_STEP,
         # Triton's interpreter multiplies bf16 wrongly.
-        UPCAST=interpreted() and sketch.element_size() == 2,
+        UPCAST=interpreted() and signed.element_size() == 2,
         num_warps=4,
     )
-    return norms[:, : LEVELS + 1], signed
-
-
-def choose_level(
-    hidden_norms: torch.Tensor, weight_norms: torch.Tensor, added: torch.Tensor, limit: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest filter with which the relative errors of all slices so far are at most ``limit``, else 0: fp32
-    ``[1]``; and the errors ``[2, 8]`` of dX and dW, relative to this slice's part.
-
-    Both norms ``[9]``: of the levels, and of G's product. ``added [4]`` fp32: for dX and dW, the sums over the slices
-    of the squares of the chosen filters' errors, and of the norms; this slice's are added. The parts of slices count as
-    orthogonal. Those of dW are, being different rows.
-    """
-    chosen, errors = hidden_norms.new_empty(1), hidden_norms.new_empty(2, LEVELS)
-    lce_backward_choose_level.launch((1,), hidden_norms, weight_norms, added, chosen, errors, limit, num_warps=1)
-    return chosen, errors
+    return LevelProducts(norms, signed, skipped)

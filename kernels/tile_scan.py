@@ -22,6 +22,8 @@ FEWEST_SAMPLED = 4
 _TILE = tl.constexpr(TILE)
 # Row blocks that a program scans one after the other, and its warps. More warps tell each other more, and take longer.
 _SCANNED, _WARPS = 4, 2
+# Rows of a program that finds limits, and the largest number.
+_ROWS, _FINITE = 1024, tl.constexpr(3.4028234663852886e38)
 # Rows that it looks at at a time, and stages of its loads: without a sketch, and with one.
 _CHUNKS = (16, 3), (32, 1)
 
@@ -63,6 +65,58 @@ class ScannedTiles(NamedTuple):
     # [T, R, 8], of which tile t holds its own terms of the gradient's product with a sketch, whose rows are
     # relative to their mean in the tile; None: there is no sketch
     sketched: torch.Tensor | None
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows"])
+def lce_backward_inverse_limits(
+    alpha, factor, token_scale, fp16_scale, dx_factor, result, scale, rows, factor_stride, BLOCK: tl.constexpr
+):
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < rows
+    limit = tl.abs(tl.load(alpha + r, mask=inside, other=0.0) * scale)
+    if factor is not None:
+        limit *= tl.abs(tl.load(factor + r * factor_stride, mask=inside, other=0.0))
+    if token_scale is not None:
+        limit *= tl.abs(tl.load(token_scale + r, mask=inside, other=0.0))
+    if fp16_scale is not None:
+        limit *= tl.load(fp16_scale)
+    inverse = 1.0 / limit
+    if dx_factor is not None:
+        inverse = tl.abs(tl.load(dx_factor + r, mask=inside, other=0.0)) / limit
+    # Finite, so that 0 times it is 0.
+    inverse = tl.where(inverse == inverse, tl.minimum(inverse, _FINITE), 0.0)
+    tl.store(result + r, inverse, mask=inside)
+
+
+def inverse_limits(
+    alpha: torch.Tensor,
+    scale: float,
+    factors: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    dx_factor: torch.Tensor | None,
+) -> torch.Tensor:
+    """``|dx_factor| / |scale alpha factors| [R]`` fp32, as :func:`scan_tiles` takes it.
+
+    ``alpha [R]``, ``dx_factor [R]`` and the factors are fp32; None: 1. Of the factors the first is ``[R]`` or one
+    number for all tokens, the second ``[R]``, and the third 0-dimensional and positive. A row whose ``dx_factor`` is 0
+    has no limit. In a row without probabilities every number but 0 lies beyond the limit.
+    """
+    factor, token_scale, fp16_scale = factors
+    rows, result = len(alpha), torch.empty_like(alpha)
+    lce_backward_inverse_limits.launch(
+        (-(-rows // _ROWS),),
+        alpha,
+        factor,
+        token_scale,
+        fp16_scale,
+        dx_factor,
+        result,
+        float(scale),
+        rows,
+        0 if factor is None or factor.dim() == 0 else factor.stride(0),
+        BLOCK=_ROWS,
+    )
+    return result
 
 
 @triton.jit
@@ -229,7 +283,7 @@ def scan_tiles(
 
     ``eps``: the limit, a number or fp32 ``[1]``. The masses are 0 in tiles whose largest entry exceeds it, and the
     column sums leave out such entries. A tensor of 0 stands for a filter that keeps everything: nothing is read, every
-    tile has the largest entry infinity, and there are no column sums. ``sketch [8, C]`` in the gradient's dtype.
+    tile has the largest entry infinity, and there are no column sums. ``sketch [8, C]`` fp32.
     ``sample``: scan these row blocks alone. ``bounds``: upper bounds of the largest entries, and masses; tiles whose
     bound exceeds ``eps`` are read, and take the place of the bounds.
     """

@@ -28,8 +28,8 @@ def signature_of(
 ) -> tuple | None:
     """The signature, or None for a call that must be checked in full.
 
-    Plain tensors and Python's own numbers and strings have a signature, outside of compilation, debug mode and forward-mode
-    differentiation. The values of the tensors do not matter to checks and plan.
+    Plain tensors and Python's own numbers and strings have a signature, outside of compilation, debug mode and
+    forward-mode differentiation. The values of the tensors do not matter to checks and plan.
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or debug.enabled():
         return None

@@ -78,7 +78,7 @@ from parallel_lce.partials import Columns, packed_size
 
 tuning._capability = lambda device: CAPABILITY
 projection.num_sms = lambda device: 132
-triton_filter.SMALLEST_FILTERED = 0
+triton_filter.SMALLEST_FILTERED = triton_filter.HIDDEN_PER_SCAN = 0
 # Of three row blocks one is a sample.
 tile_scan.FEWEST_SAMPLED = 1
 

@@ -11,10 +11,9 @@ from torch.nn.functional import one_hot
 from cases import DTYPES, normal
 from filters import TILE, filtered
 from measures import assert_close, relative_error
-from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
+from parallel_lce import LinearCrossEntropy, linear_cross_entropy, prepare, token_statistics
 from parallel_lce.operands import call_of, numbers_of, operands_of
 from parallel_lce.partials import Columns
-from parallel_lce.prepare import prepare
 from tools import arguments_of, chosen_backend, results_of, shrunk
 
 pytest.importorskip("triton", reason="needs triton")
@@ -23,8 +22,9 @@ from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
 from parallel_lce.kernels.active_tiles import find_active_tiles
-from parallel_lce.kernels.filter_estimates import LEVELS, RowFactors, choose_level, level_products, signs
-from parallel_lce.kernels.tile_scan import scan_tiles
+from parallel_lce.kernels.filter_choice import choose_level
+from parallel_lce.kernels.filter_estimates import LEVELS, LevelProducts, RowFactors, level_products, signs
+from parallel_lce.kernels.tile_scan import inverse_limits, scan_tiles
 
 LIMIT = triton_filter.AUTO_ERROR
 FILTERS = [2.0 ** -(8 + level) for level in range(LEVELS)]
@@ -62,7 +62,8 @@ def gradients(x, weight, target, upstream=1.0, **options):
 
 @pytest.fixture
 def choices():
-    """What has been estimated of each slice since."""
+    """What has been estimated of each slice since, but by replays."""
+    prepare.KNOWN.clear()
     with chosen_backend("triton"), results_of(triton_filter, "estimated") as found:
         yield found
 
@@ -134,12 +135,14 @@ def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
     """The signs of the sketch being given, nothing is left to chance. Rounding is relative to G's product, and R's is
     smaller."""
     t = Slice("mixed", dtype, True, device)
-    norms, signed = level_products(t.scanned, t.sketch, t.given.factors, t.given.first)
+    norms, signed, skipped = level_products(t.scanned, t.sketch, t.given.factors, t.given.first)
     sketch = t.sketch.cpu().double().T
     for level, r in enumerate([*t.removed, t.g]):
         beside = t.beside if level == LEVELS else 0.0
         hidden = t.scale * (t.of_hidden(r, beside) @ sketch[:, :4]).norm()
         assert abs(norms[:, level].norm().item() - hidden) <= rtol * hidden, level
+        if level < LEVELS:
+            assert skipped[:, level].sum() == (t.scanned.largest <= FILTERS[level]).sum(), level
         expected = t.scale * (t.of_weight(r, beside) @ sketch[:, 4:])
         assert_close(signed[4 * level : 4 * level + 4].T, expected, rtol, name=level)
 
@@ -213,10 +216,16 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(where, choices, device
         assert_close(a.nan_to_num(), b.nan_to_num().double(), 6e-3)
 
 
-def chosen(device, hidden: list[float], weight: list[float], whole: float = 1.0, added=None) -> float:
-    norms = (torch.tensor([*errors, 1.0], device=device) * whole for errors in (hidden, weight))
+def chosen(device, hidden, weight, whole: float = 1.0, added=None, **options) -> float:
+    """``hidden``: the errors of dX, or rows of such, which are those of some tokens each."""
+    hidden, weight = (torch.tensor(errors, device=device) for errors in (hidden, weight))
+    rows = torch.full((hidden[..., 0].numel(), 16), torch.nan, device=device)
+    rows[:, :LEVELS], rows[:, LEVELS] = hidden, len(rows) ** -0.5
+    skipped = torch.tensor([[4.0 - level / 2 for level in range(LEVELS)]] * 3, device=device)
     added = torch.zeros(4, device=device) if added is None else added
-    return choose_level(*norms, added, limit=0.25)[0].item()
+    norms = torch.cat([weight, weight.new_ones(1)]) * whole
+    products = LevelProducts(rows * whole, rows[:, :0], skipped)
+    return choose_level(products, norms, added, limit=0.25, **options)[0].item()
 
 
 def test_the_largest_level_with_both_errors_within_the_limit_is_chosen(device):
@@ -231,6 +240,39 @@ def test_the_largest_level_with_both_errors_within_the_limit_is_chosen(device):
     assert chosen(device, [nan] * LEVELS, small) == chosen(device, small, [0.3] * LEVELS) == 0.0
     for whole in (0.0, 2.0**-60, 2.0**70, torch.inf, nan):
         assert chosen(device, small, small, whole) == 0.0
+
+
+def test_a_filter_that_skips_few_tiles_is_not_chosen(device):
+    """Of three blocks of entries the levels skip 12, 10.5, 9, ... tiles."""
+    small = [0.1] * LEVELS
+    passes_from_third = [0.5, 0.5, *small[2:]]
+    assert chosen(device, small, passes_from_third, fewest=9.0) == FILTERS[2]
+    added = torch.zeros(4, device=device)
+    assert chosen(device, small, passes_from_third, fewest=9.1, added=added) == 0.0
+    # It adds no error.
+    torch.testing.assert_close(added.tolist(), [0.0, 1.0, 0.0, 1.0])
+
+
+def test_errors_of_few_tokens_count_as_larger(device):
+    """One of a hundred parts has all of the error: the standard error of the sum of squares is as large as the sum."""
+    errors = [[0.0] * LEVELS] * 99 + [[0.2] * LEVELS]
+    none = [0.0] * LEVELS
+    assert chosen(device, none, none) == chosen(device, [[0.2] * LEVELS], none) == FILTERS[0]
+    assert chosen(device, errors, none) == 0.0
+    assert chosen(device, [[0.14 / 10] * LEVELS] * 100, none) == FILTERS[0]
+    # The root of 3 times as large.
+    assert chosen(device, [[e * 0.7 for e in row] for row in errors], none) == FILTERS[0]
+    assert chosen(device, [[e * 0.74 for e in row] for row in errors], none) == 0.0
+    # Norms of which fp32 does not hold the squares.
+    for whole in (2.0**-49, 2.0**59):
+        assert chosen(device, [[0.01] * LEVELS] * 100, none, whole) == FILTERS[0]
+
+
+def test_growth_is_that_of_the_weights_errors(device):
+    small = [0.1] * LEVELS
+    assert chosen(device, small, small, growth=2.4) == FILTERS[0]
+    assert chosen(device, small, small, growth=2.6) == 0.0
+    assert chosen(device, small, [0.2, *small[1:]], growth=2.0) == FILTERS[1]
 
 
 def test_a_slice_may_add_what_those_before_it_have_left(device):
@@ -258,6 +300,19 @@ def test_of_a_limit_on_the_device_the_same_tiles_are_active(device):
     counts = number.of_rows.counts
     assert 0 < counts.sum() < 9 and torch.equal(counts, tensor.of_rows.counts)
     assert torch.equal(number.masses, tensor.masses) and torch.equal(number.of_hidden, tensor.of_hidden)
+
+
+def test_the_limits_of_rows(device):
+    alpha, factor, scales, dx = (normal(5, seed=s).float().to(device) for s in range(4))
+    alpha[1], dx[2], alpha[3], dx[3] = 0.0, 0.0, 0.0, 0.0
+    fp16 = torch.tensor(8.0, device=device)
+    found = inverse_limits(alpha, -0.5, (factor, scales, fp16), dx)
+    expected = dx.double().abs() / (0.5 * alpha * factor * scales * fp16).double().abs()
+    expected[1], expected[3] = torch.finfo(torch.float32).max, 0.0
+    assert_close(found, expected, 1e-6)
+    ones = torch.ones(5, device=device)
+    for one in (torch.tensor(2.0, device=device), torch.tensor([2.0], device=device).expand(5)):
+        assert inverse_limits(ones, 0.25, (one, None, None), None).tolist() == [2.0] * 5
 
 
 def test_a_tile_with_nan_is_active_at_every_limit(device):
@@ -345,6 +400,6 @@ def test_graphs_take_it(choices, device):
 @pytest.mark.parametrize("value", [None, 2**-9, "auto"])
 def test_operators_are_told_of_it(value):
     arguments = arguments_of(*draw("even", 4, 8), gradient_filter=value)
-    prepared = prepare(arguments, Columns(), function="a test")
+    prepared = prepare.prepare(arguments, Columns(), function="a test")
     operands, numbers = operands_of(prepared.call, prepared.inputs), numbers_of(prepared.call)
     assert call_of(operands, numbers).gradient_filter == value

@@ -11,10 +11,11 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import AUTO, Projection
 from parallel_lce.kernels.active_tiles import ActiveTiles, centroids, find_active_tiles
-from parallel_lce.kernels.filter_estimates import LEVELS, SIGNS, RowFactors, choose_level, level_products, signs
+from parallel_lce.kernels.filter_choice import choose_level
+from parallel_lce.kernels.filter_estimates import LEVELS, SIGNS, RowFactors, level_products, signs
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.sparse_product import sparse_product
-from parallel_lce.kernels.tile_scan import TILE, BlockSample, ScannedTiles, sample_blocks, scan_tiles
+from parallel_lce.kernels.tile_scan import TILE, BlockSample, ScannedTiles, inverse_limits, sample_blocks, scan_tiles
 
 AUTO_ERROR = 2.0**-9
 """Largest estimate of the relative errors that filters of ``"auto"`` add: about the rounding of a bf16 gradient."""
@@ -23,6 +24,9 @@ AUTO_ERROR = 2.0**-9
 # Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a filtered
 # backward takes the host longer than an exact one takes the GPU.
 SMALLEST_FILTERED = 1e12
+# Hidden elements with which the products of a tile take as long as reading it to see whether it is active. Where a
+# filter skips a smaller share of the tiles than this is of the hidden size, it does not pay.
+HIDDEN_PER_SCAN = 144
 # Row blocks that are looked at to choose a filter: one in so many.
 _ONE_IN = 5
 
@@ -56,31 +60,28 @@ def worth_filtering(multiplications: int) -> bool:
     return 4 * multiplications >= SMALLEST_FILTERED
 
 
-def inverse_limits(
+def limits_of(
     coefficients: TokenCoefficients, projection: Projection, dx_factor: Tensor | None, fp16_scale: Tensor | None
 ) -> Tensor:
     """``1 / limit [R]`` fp32, where a token's limit is what its row of G holds where the probability is 1.
-
-    ``dx_factor``: what the rows of G are still to be multiplied by. A row whose factor is 0 has no limit. In a row
-    without probabilities every number but 0 lies beyond the limit.
-    """
-    limits = coefficients.alpha.abs() * abs(projection.scale)
-    for more in (coefficients.factor, projection.token_scale, fp16_scale):
-        if more is not None:
-            limits = limits * more.abs()
-    inverse = limits.reciprocal() if dx_factor is None else dx_factor.abs() / limits
-    return inverse.nan_to_num_(nan=0.0)
+    ``dx_factor [R]``: what the rows of G are still to be multiplied by."""
+    factors = coefficients.factor, projection.token_scale, fp16_scale
+    return inverse_limits(coefficients.alpha, projection.scale, factors, dx_factor)
 
 
-def sketch_of(weight: Tensor) -> Tensor:
-    """``[8, C]``: the rows of ``weight [C, D]`` times random signs, then random signs."""
-    entries, hidden_size = weight.shape
+def sketch_of(weight: Tensor, mean: Tensor | None = None) -> Tensor:
+    """``[8, C]`` fp32: the rows of ``weight [C, D]`` times random signs, then random signs. Before them, with
+    ``mean [D]``, the rows times that."""
+    (entries, hidden_size), first = weight.shape, 0 if mean is None else 1
     # Rows begin at multiples of 16 bytes.
-    sketch = weight.new_empty(2 * SIGNS, -(-entries // 8) * 8)[:, :entries]
-    of_hidden = signs(weight.new_empty(SIGNS, hidden_size), seed=0)
-    accumulate_nt(sketch[:SIGNS], of_hidden, weight, overwrite=True)
-    signs(sketch[SIGNS:], seed=1)
-    return sketch
+    rows = weight.new_empty(first + 2 * SIGNS, -(-entries // 8) * 8, dtype=torch.float32)[:, :entries]
+    factors = weight.new_empty(first + SIGNS, hidden_size)
+    if mean is not None:
+        factors[0] = mean
+    signs(factors[first:], seed=0)
+    accumulate_nt(rows[: first + SIGNS], factors, weight, overwrite=True)
+    signs(rows[first + SIGNS :], seed=1)
+    return rows
 
 
 def estimated(
@@ -95,31 +96,22 @@ def estimated(
     """``scanned``: one row block in ``step``, with the products of ``sketch``. ``sample``: which they are of those that
     ``given`` has; None: all. ``added [4]`` fp32: what is known of the slices so far, 0 before the first one.
     ``of_weight``: the shares of dW; None: those of the column sums."""
-    norms, signed = level_products(scanned, sketch, given.factors, given.first, sample, of_weight)
+    products = level_products(scanned, sketch, given.factors, given.first, sample, of_weight)
     x = given.x if sample is None else sample.of(given.x)
-    product = signed.new_empty(len(signed), x.shape[1], dtype=torch.float32)
-    accumulate_nt(product, signed, x.t(), overwrite=True)
+    product = added.new_empty(len(products.signed), x.shape[1])
+    accumulate_nt(product, products.signed, x.t(), overwrite=True)
     weight_norms = torch.linalg.vector_norm(product.view(LEVELS + 1, -1), dim=1)
+    fewest = scanned.largest.numel() * HIDDEN_PER_SCAN / x.shape[1]
     # Errors of shares grow with the number of tokens, dW at the least with its root.
-    weight_norms[:LEVELS] *= math.sqrt(step)
-    return Estimates(*choose_level(_upper_norms(norms), weight_norms, added, AUTO_ERROR))
-
-
-def _upper_norms(norms: Tensor) -> Tensor:
-    """The norms ``[9]`` of all tokens, from those of some tokens each, ``norms [n, 9]``: those of the levels increased
-    by twice the standard error of their squares' sum. Few tokens may have most of the error."""
-    squares, count = norms.double().square_(), len(norms)
-    total = squares.sum(0)
-    if count > 1:
-        total[:LEVELS] += 2 * (squares[:, :LEVELS].var(0) * count).sqrt_()
-    return total.sqrt_().float()
+    found = choose_level(products, weight_norms, added, AUTO_ERROR, growth=math.sqrt(step), fewest=fewest)
+    return Estimates(*found)
 
 
 def filtered(
     given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str, added: Tensor | None
 ) -> FilteredGradient:
     """A slice filtered by a probability or, with ``"auto"``, by the one that is chosen for it. ``inverse [R]``: of
-    :func:`inverse_limits`. ``added``: of :func:`estimated`, for ``"auto"``."""
+    :func:`limits_of`. ``added``: of :func:`estimated`, for ``"auto"``."""
     eps = gradient_filter
     if isinstance(eps, str):
         assert eps == AUTO and added is not None

@@ -24,13 +24,7 @@ from parallel_lce.backends.interface import (
     SelectedGradient,
     power_of_two_scale,
 )
-from parallel_lce.backends.triton_filter import (
-    FilteredGradient,
-    UnfilteredSlice,
-    filtered,
-    inverse_limits,
-    worth_filtering,
-)
+from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlice, filtered, limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
 from parallel_lce.kernels.active_windows import WindowPartials
@@ -171,7 +165,7 @@ class Piece:
             selection, values = self._selected
             place_selected(part.gradient, start, *selection, values, self._fp16_scale)
         if filters and self._gradient_filter is not None:
-            inverse = inverse_limits(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
+            inverse = limits_of(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
             part.filtered = filtered(self._unfiltered(part), inverse, self._gradient_filter, self._added)
         return part
 

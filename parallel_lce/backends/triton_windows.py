@@ -18,7 +18,7 @@ from parallel_lce.backends.triton_filter import (
     FilteredGradient,
     UnfilteredSlice,
     estimated,
-    inverse_limits,
+    limits_of,
     sketch_of,
     worth_filtering,
 )
@@ -111,7 +111,7 @@ class ActiveWindows:
     def __init__(self, rows: Rows, windows: WindowPartials, gradient_filter: float | str, added: Tensor | None) -> None:
         self._rows, self._windows, self._filter, self._added = rows, windows, gradient_filter, added
         projection, alpha = rows.projection, rows.coefficients.alpha
-        self._inverse = inverse_limits(rows.coefficients, projection, None, rows.fp16_scale)
+        self._inverse = limits_of(rows.coefficients, projection, None, rows.fp16_scale)
         targets = rows.targets or (None, None, None)
         self._terms = RowTerms(rows.partial, alpha, projection.token_scale, rows.fp16_scale, self._inverse, *targets)
         sample, targets = sample_blocks(len(rows.x), _ONE_IN), None
@@ -137,8 +137,9 @@ class ActiveWindows:
     def form(self, start: int, stop: int, gradient: Tensor) -> FilteredGradient:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
         projection = self._rows.projection
-        of_weight = mean_shares(self._mean_logits(start, stop), projection.scale)
-        eps, sums = self._sampled_sums(start, stop, of_weight)
+        mean_logits, sketch = self._sketched(start, stop)
+        of_weight = mean_shares(mean_logits, projection.scale)
+        eps, sums = self._sampled_sums(start, stop, sketch, of_weight)
         of_hidden, sums = sampled_shares(sums, eps, of_weight)
         window = product_of(projection, self._rows.x, start, stop).tile.entries
         first = start // window
@@ -148,23 +149,29 @@ class ActiveWindows:
         lists = list_active_tiles(tiles.largest, eps)
         return FilteredGradient(gradient, ActiveTiles(*lists, tiles.masses, of_hidden, of_weight))
 
-    def _mean_logits(self, start: int, stop: int) -> Tensor:
-        """``[stop - start]`` fp32, without the projection's scale."""
-        projection = self._rows.projection
-        logits = matmul_nt(self._mean[None], some_rows(projection.weight, start, stop))
+    def _sketched(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """The mean logits ``[stop - start]`` fp32, without the projection's scale, and for ``"auto"`` a sketch."""
+        projection, sketch = self._rows.projection, None
+        weight = some_rows(projection.weight, start, stop)
+        if self._filter == AUTO:
+            products = sketch_of(weight, self._mean)
+            mean_logits, sketch = products[0], products[1:]
+        else:
+            mean_logits = matmul_nt(self._mean[None], weight)[0]
         if projection.bias is not None:
-            logits += some_rows(projection.bias, start, stop) * self._mean_scale
-        return logits[0]
+            mean_logits += some_rows(projection.bias, start, stop) * self._mean_scale
+        return mean_logits, sketch
 
-    def _sampled_sums(self, start: int, stop: int, of_weight: Tensor) -> tuple[float | Tensor, Tensor]:
+    def _sampled_sums(
+        self, start: int, stop: int, sketch: Tensor | None, of_weight: Tensor
+    ) -> tuple[float | Tensor, Tensor]:
         """The filter, and the column sums of a scan of the sample with it."""
         rows, eps, inverse = self._sampled, self._filter, self._sampled_inverse
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)
         if isinstance(eps, str):
-            assert eps == AUTO and self._added is not None
+            assert sketch is not None and self._added is not None
             weight = some_rows(rows.projection.weight, start, stop)
-            sketch = sketch_of(weight)
             factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None, None)))
             given = UnfilteredSlice(gradient, weight, rows.x, factors, start)
             scanned = scan_tiles(gradient, inverse, sketch=sketch)

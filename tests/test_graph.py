@@ -12,8 +12,9 @@ import parallel_lce
 from blocks import watched, watched_backwards
 from cases import DTYPES, Case, make, part
 from measures import ROUNDED, assert_close
+from parallel_lce import prepare
 from parallel_lce.backends import backend_of
-from tools import chosen_backend, recorded, shrunk
+from tools import chosen_backend, recorded, results_of, shrunk
 from world import Member
 
 N, V, D = 2048, 3000, 256
@@ -26,6 +27,13 @@ STRATEGIES = {
     "some rows saved": (dict(reduction="none", logits_budget=BLOCK + 4_000_000), True, {True, False}),
     "recomputed": (dict(reduction="none", logits_budget=0), False, {False}),
     "accumulated": (dict(logits_budget=0, label_smoothing=0.1, z_loss=1e-3), False, {True}),
+}
+# In one block.
+FILTERED = {
+    "filtered": (dict(reduction="none", gradient_filter=2**-7), False, {True}),
+    "auto": (dict(gradient_filter="auto"), False, {True}),
+    "windows": (dict(reduction="none", gradient_filter=2**-7, logits_budget=0), False, {True}),
+    "windows, auto": (dict(gradient_filter="auto", logits_budget=0), False, {True}),
 }
 BACKENDS = [("torch", "fp32"), ("torch", "bf16"), ("triton", "bf16"), ("triton", "fp16")]
 
@@ -56,7 +64,7 @@ class Step:
             pytest.skip("gradients of fp16 are not formed in forward")
         if name == "some rows saved" and dtype == "fp32":
             pytest.skip("fp32 sums are the gradients themselves: columns are saved, not rows")
-        options, frozen, self.expected = STRATEGIES[name]
+        options, frozen, self.expected = (STRATEGIES | FILTERED)[name]
         self.saved: set[bool] = set()
         self.case = Case(N, V, D, dtype)
         self.x, self.weight, self.target = self._fresh(0)
@@ -118,20 +126,43 @@ def captured_and_replayed(step, dtype: str) -> tuple[torch.cuda.CUDAGraph, list[
     return graph, found
 
 
+@contextlib.contextmanager
+def never_waiting():
+    """Whatever waits for the device raises."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 @every_step
 def test_a_captured_step_replays_on_other_data(name, backend, dtype, device, monkeypatch):
     captured_and_replayed(Step(name, backend, dtype, monkeypatch), dtype)
+
+
+@pytest.mark.parametrize("name", FILTERED)
+def test_filtered_steps_are_captured_and_never_wait(name, device, monkeypatch):
+    from parallel_lce.backends import triton_windows
+    from parallel_lce.kernels import tile_scan
+
+    # Fewer row blocks are a sample, so that windows are kept of as few tokens.
+    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
+    prepare.KNOWN.clear()
+    step = Step(name, "triton", "bf16", monkeypatch)
+    with results_of(triton_windows, "list_active_windows") as listed:
+        captured_and_replayed(step, "bf16")
+    assert bool(listed) == name.startswith("windows")
+    with never_waiting():
+        step()
 
 
 @every_step
 def test_no_step_waits_for_the_device(name, backend, dtype, device, monkeypatch):
     step = Step(name, backend, dtype, monkeypatch)
     step.warm_up()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with never_waiting():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @every_step
@@ -229,16 +260,6 @@ class RankStep:
                 self()
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def never_waiting():
-    """Whatever waits for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _capture(member: Member, name: str, sequence_parallel: bool, backend: str, dtype: str):

@@ -64,7 +64,7 @@ class LevelProducts(NamedTuple):
 
     # [n, 16] fp32, of which 9 are written: norms of dX's part, of some tokens each
     norms: torch.Tensor
-    # [9 * 4, R]: dW's part, which is still to be multiplied by x
+    # [2 * 9 * 4, R]: dW's part, which is still to be multiplied by x; then the same, negative in every other row block
     signed: torch.Tensor
     # [T, 8] fp32: how many tiles of a block of entries each level skips
     skipped: torch.Tensor
@@ -149,7 +149,7 @@ def lce_backward_level_errors(
     UPCAST: tl.constexpr,
 ):
     """Some tokens' R times the sketch at each level, and G times it: norms of the columns that are for dX, and the
-    columns that are for dW."""
+    columns that are for dW, twice."""
     program = tl.program_id(0)
     block = program * TOKENS // _TILE
     r = program * TOKENS + tl.arange(0, TOKENS)
@@ -206,8 +206,11 @@ def lce_backward_level_errors(
     tl.store(hidden_norms + program * _SLOTS + slot, tl.sqrt(squares))
     to = slot[None, :] * _SIGNS + column[:, None] - _SIGNS
     inside = (slot <= _LEVELS)[None, :] & (column >= _SIGNS)[:, None]
+    inside = inside[None, :, :] & (r < rows)[:, None, None]
     pointers = signed + to[None, :, :] * signed_stride + r[:, None, None]
-    tl.store(pointers, z.to(signed.dtype.element_ty), mask=inside[None, :, :] & (r < rows)[:, None, None])
+    tl.store(pointers, z.to(signed.dtype.element_ty), mask=inside)
+    z *= 1.0 - 2.0 * (block % 2)
+    tl.store(pointers + (_LEVELS + 1) * _SIGNS * signed_stride, z.to(signed.dtype.element_ty), mask=inside)
 
 
 def signs(result: torch.Tensor, seed: int) -> torch.Tensor:
@@ -249,7 +252,7 @@ def level_products(
     )
     programs = -(-rows // _TOKENS)
     norms = means.new_empty(programs, _SLOTS.value)
-    signed = scanned.masses.new_empty((LEVELS + 1) * SIGNS, -(-rows // 8) * 8)[:, :rows]
+    signed = scanned.masses.new_empty(2 * (LEVELS + 1) * SIGNS, -(-rows // 8) * 8)[:, :rows]
     lce_backward_level_errors.launch(
         (programs,),
         scanned.largest,

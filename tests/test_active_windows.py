@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="needs triton")
 from parallel_lce.backends import triton_backward, triton_filter, triton_windows
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.kernels import tile_scan
+from parallel_lce.kernels.filter_choice import LARGEST_ERROR
 
 EPS = 2**-6
 # Tokens, entries, and those of a window in the tests' dtypes. A slice has two windows.
@@ -236,7 +237,7 @@ def test_auto_keeps_its_promise(placed, slope, listed, device, monkeypatch):
     assert len(chosen) == len(listed) == 2
     for a, b in zip(found, exact):
         # Both results are rounded.
-        assert relative_error(a, b.double()) <= 1.25 * triton_filter.AUTO_ERROR + 2**-9
+        assert relative_error(a, b.double()) <= 1.25 * LARGEST_ERROR + 2**-9
 
 
 def test_gradients_are_exact_where_every_filter_would_add_too_much(listed, device):
@@ -249,7 +250,7 @@ def test_gradients_are_exact_where_every_filter_would_add_too_much(listed, devic
     assert sum(n[0] for n in listed) == 3 * 5
     for a, b, c in zip(found, exact, gradients(x, weight, target, gradient_filter=2**-15)):
         assert_close(a, b.double(), 6e-3)
-        assert relative_error(c, b.double()) > 2 * triton_filter.AUTO_ERROR
+        assert relative_error(c, b.double()) > 2 * LARGEST_ERROR
 
 
 @pytest.mark.parametrize("name", ["none", "partly saved"])

@@ -22,11 +22,11 @@ from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
 from parallel_lce.kernels.active_tiles import find_active_tiles
-from parallel_lce.kernels.filter_choice import choose_level
+from parallel_lce.kernels.filter_choice import LARGEST_ERROR, choose_level, error_budget
 from parallel_lce.kernels.filter_estimates import LEVELS, LevelProducts, RowFactors, level_products, signs
 from parallel_lce.kernels.tile_scan import inverse_limits, scan_tiles
 
-LIMIT = triton_filter.AUTO_ERROR
+LIMIT = LARGEST_ERROR
 FILTERS = [2.0 ** -(8 + level) for level in range(LEVELS)]
 
 
@@ -66,6 +66,11 @@ def choices():
     prepare.KNOWN.clear()
     with chosen_backend("triton"), results_of(triton_filter, "estimated") as found:
         yield found
+
+
+def budget_of(device: str, limit: float) -> torch.Tensor:
+    """Of dX and dW: a limit, and nothing added."""
+    return torch.tensor([[limit, 0.0, 0.0]] * 2, device=device)
 
 
 class Slice:
@@ -116,7 +121,7 @@ class Slice:
 )
 def test_estimates_are_near_the_errors_of_the_definition(kind, dtype, placed, device):
     t = Slice(kind, dtype, placed, device)
-    eps, errors = triton_filter.estimated(t.given, t.scanned, t.sketch, torch.zeros(4, device=device), step=1)
+    eps, errors = triton_filter.estimated(t.given, t.scanned, t.sketch, budget_of(device, LIMIT), step=1)
     dx, dw = t.of_hidden(t.g, t.beside) @ t.weight, t.of_weight(t.g, t.beside).T @ t.x
     true = [
         ((t.of_hidden(r) @ t.weight).norm() / dx.norm(), (t.of_weight(r).T @ t.x).norm() / dw.norm()) for r in t.removed
@@ -145,6 +150,10 @@ def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
             assert skipped[:, level].sum() == (t.scanned.largest <= FILTERS[level]).sum(), level
         expected = t.scale * (t.of_weight(r, beside) @ sketch[:, 4:])
         assert_close(signed[4 * level : 4 * level + 4].T, expected, rtol, name=level)
+    half = len(signed) // 2
+    sign = torch.ones(150, device=device, dtype=signed.dtype)
+    sign[TILE:] = -1
+    assert torch.equal(signed[half:], signed[:half] * sign)
 
 
 def test_the_choice_is_that_of_the_definition(choices, device):
@@ -216,16 +225,18 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(where, choices, device
         assert_close(a.nan_to_num(), b.nan_to_num().double(), 6e-3)
 
 
-def chosen(device, hidden, weight, whole: float = 1.0, added=None, **options) -> float:
-    """``hidden``: the errors of dX, or rows of such, which are those of some tokens each."""
+def chosen(device, hidden, weight, whole: float = 1.0, budget=None, own=None, **options) -> float:
+    """``hidden``: the errors of dX, or rows of such, which are those of some tokens each. ``weight``: those of dW.
+    ``own``: the norms of A - B, of the levels and of all; None: 0."""
     hidden, weight = (torch.tensor(errors, device=device) for errors in (hidden, weight))
     rows = torch.full((hidden[..., 0].numel(), 16), torch.nan, device=device)
     rows[:, :LEVELS], rows[:, LEVELS] = hidden, len(rows) ** -0.5
     skipped = torch.tensor([[4.0 - level / 2 for level in range(LEVELS)]] * 3, device=device)
-    added = torch.zeros(4, device=device) if added is None else added
-    norms = torch.cat([weight, weight.new_ones(1)]) * whole
+    budget = budget_of(device, 0.25) if budget is None else budget
+    norms = torch.cat([weight, weight.new_ones(1)])
+    norms = torch.stack([norms, torch.zeros_like(norms) if own is None else torch.tensor(own, device=device)]) * whole
     products = LevelProducts(rows * whole, rows[:, :0], skipped)
-    return choose_level(products, norms, added, limit=0.25, **options)[0].item()
+    return choose_level(products, norms.flatten(), budget, **options)[0].item()
 
 
 def test_the_largest_level_with_both_errors_within_the_limit_is_chosen(device):
@@ -247,10 +258,10 @@ def test_a_filter_that_skips_few_tiles_is_not_chosen(device):
     small = [0.1] * LEVELS
     passes_from_third = [0.5, 0.5, *small[2:]]
     assert chosen(device, small, passes_from_third, fewest=9.0) == FILTERS[2]
-    added = torch.zeros(4, device=device)
-    assert chosen(device, small, passes_from_third, fewest=9.1, added=added) == 0.0
+    budget = budget_of(device, 0.25)
+    assert chosen(device, small, passes_from_third, fewest=9.1, budget=budget) == 0.0
     # It adds no error.
-    torch.testing.assert_close(added.tolist(), [0.0, 1.0, 0.0, 1.0])
+    torch.testing.assert_close(budget[:, 1:].tolist(), [[0.0, 1.0]] * 2)
 
 
 def test_errors_of_few_tokens_count_as_larger(device):
@@ -268,29 +279,70 @@ def test_errors_of_few_tokens_count_as_larger(device):
         assert chosen(device, [[0.01] * LEVELS] * 100, none, whole) == FILTERS[0]
 
 
-def test_growth_is_that_of_the_weights_errors(device):
-    small = [0.1] * LEVELS
-    assert chosen(device, small, small, growth=2.4) == FILTERS[0]
-    assert chosen(device, small, small, growth=2.6) == 0.0
-    assert chosen(device, small, [0.2, *small[1:]], growth=2.0) == FILTERS[1]
+@pytest.mark.parametrize("whole", [1.0, 2.0**-48, 2.0**56])
+def test_what_tokens_have_in_common_grows_faster(whole, device):
+    """Of four times as many tokens it is four times as large, and what they do not have in common twice."""
+    none, small, of_all = [0.0] * LEVELS, [0.1] * LEVELS, [1.0]
+    assert chosen(device, none, small, whole, step=4) == FILTERS[0]
+    common = {"own": none + of_all, "step": 4}
+    assert chosen(device, none, [0.124] * LEVELS, whole, **common) == FILTERS[0]
+    assert chosen(device, none, [0.126] * LEVELS, whole, **common) == 0.0
+    assert chosen(device, none, [0.2] * LEVELS, whole, own=[0.2] * LEVELS + of_all, step=4) == FILTERS[0]
+    # The halves take from each other: that may be chance.
+    assert chosen(device, none, none, whole, own=[0.24] * LEVELS + of_all, step=4) == FILTERS[0]
+    assert chosen(device, none, none, whole, own=[0.26] * LEVELS + of_all, step=4) == 0.0
 
 
 def test_a_slice_may_add_what_those_before_it_have_left(device):
-    added, small, halves = torch.zeros(4, device=device), [0.0] * LEVELS, [0.5**level for level in range(LEVELS)]
-    # 1 and 0 are what is known after a slice of norm 1 without an error: 0.25 allows 1/4 of the root of 2.
-    assert chosen(device, small, small, added=added) == FILTERS[0]
-    assert added.tolist() == [0.0, 1.0, 0.0, 1.0]
-    assert chosen(device, [0.35, *small[1:]], small, added=added.clone()) == FILTERS[0]
-    assert chosen(device, [0.36, *small[1:]], small, added=added.clone()) == FILTERS[1]
-    assert chosen(device, small, halves, added=added) == FILTERS[2]
-    torch.testing.assert_close(added.tolist(), [0.0, 2.0, 1 / 16, 2.0])
+    small, halves = [0.0] * LEVELS, [0.5**level for level in range(LEVELS)]
+    budget = budget_of(device, 0.25)
+    # 0 and 1 are what is known after a slice of norm 1 without an error: 0.25 allows 1/4 of the root of 2.
+    assert chosen(device, small, small, budget=budget) == FILTERS[0]
+    assert budget[:, 1:].tolist() == [[0.0, 1.0]] * 2
+    assert chosen(device, [0.35, *small[1:]], small, budget=budget.clone()) == FILTERS[0]
+    assert chosen(device, [0.36, *small[1:]], small, budget=budget.clone()) == FILTERS[1]
+    assert chosen(device, small, halves, budget=budget) == FILTERS[2]
+    torch.testing.assert_close(budget[:, 1:].tolist(), [[0.0, 2.0], [1 / 16, 2.0]])
     # Little is left: (1 + 2) / 16 - 1 / 16.
-    assert chosen(device, small, [0.36, 0.34, *small[2:]], added=added.clone()) == FILTERS[1]
+    assert chosen(device, small, [0.36, 0.34, *small[2:]], budget=budget.clone()) == FILTERS[1]
     # A slice that is formed exactly adds no error, and raises what is allowed.
-    assert chosen(device, [1.0] * LEVELS, small, added=added) == 0.0
-    torch.testing.assert_close(added.tolist(), [0.0, 3.0, 1 / 16, 3.0])
-    assert chosen(device, small, small, torch.inf, added=added) == 0.0
-    torch.testing.assert_close(added.tolist(), [0.0, 3.0, 1 / 16, 3.0])
+    assert chosen(device, [1.0] * LEVELS, small, budget=budget) == 0.0
+    torch.testing.assert_close(budget[:, 1:].tolist(), [[0.0, 3.0], [1 / 16, 3.0]])
+    assert chosen(device, small, small, torch.inf, budget=budget) == 0.0
+    torch.testing.assert_close(budget[:, 1:].tolist(), [[0.0, 3.0], [1 / 16, 3.0]])
+
+
+def test_limits_are_of_each_product(device):
+    budget, tenth = budget_of(device, 0.25), [0.1] * LEVELS
+    budget[1, 0] = 0.05
+    assert chosen(device, tenth, [0.1, 0.04, *tenth[2:]], budget=budget) == FILTERS[1]
+
+
+def test_dw_may_be_as_far_off_as_rounded_logits_would_make_it(device):
+    """The limit is in proportion to the root of the targets' mean probability, and never above that of dX."""
+    N, V = 1500, 50
+    logits = normal(N, V).float()
+    target, alpha = torch.arange(N) % V, torch.ones(N)
+    alpha[::3] = 0
+    maximum = logits.amax(1)
+    partial = torch.stack([maximum, (logits - maximum[:, None]).exp().sum(1), logits[torch.arange(N), target]])
+    # What does not count is not read.
+    partial[:, ::3] = torch.nan
+    mean = logits.double().softmax(1)[torch.arange(N), target][alpha != 0].mean()
+
+    def limits(partial, has_targets=True):
+        found = error_budget(partial.contiguous().to(device), alpha.to(device), has_targets)
+        assert found[:, 1:].count_nonzero() == 0
+        return found[:, 0].tolist()
+
+    of_hidden, of_weight = limits(partial)
+    assert of_hidden == LIMIT and of_weight == pytest.approx(2**-8.5 * mean.sqrt().item(), rel=1e-5)
+    assert of_weight < LIMIT
+    partial[2] = partial[0] + partial[1].log()
+    assert limits(partial) == [LIMIT, LIMIT]
+    assert limits(partial, has_targets=False) == [LIMIT, LIMIT]
+    partial[2, 1] = torch.nan
+    assert limits(partial) == [LIMIT, 0.0]
 
 
 def test_of_a_limit_on_the_device_the_same_tiles_are_active(device):

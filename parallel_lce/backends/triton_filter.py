@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -16,10 +15,6 @@ from parallel_lce.kernels.filter_estimates import LEVELS, SIGNS, RowFactors, lev
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.sparse_product import sparse_product
 from parallel_lce.kernels.tile_scan import TILE, BlockSample, ScannedTiles, inverse_limits, sample_blocks, scan_tiles
-
-AUTO_ERROR = 2.0**-9
-"""Largest estimate of the relative errors that filters of ``"auto"`` add: about the rounding of a bf16 gradient."""
-
 
 # Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a filtered
 # backward takes the host longer than an exact one takes the GPU.
@@ -48,7 +43,7 @@ class UnfilteredSlice(NamedTuple):
 class Estimates(NamedTuple):
     """Relative errors, in Frobenius norms, that filters add to what a slice adds to dX and to dW."""
 
-    # fp32 [1]: the largest filter with which both stay within AUTO_ERROR over the slices so far, or 0
+    # fp32 [1]: the largest filter with which both stay within the budget over the slices so far, or 0
     eps: Tensor
     # fp32 [2, LEVELS]: of dX and of dW, at the filters 2^-8, 2^-9, ...
     errors: Tensor
@@ -88,36 +83,34 @@ def estimated(
     given: UnfilteredSlice,
     scanned: ScannedTiles,
     sketch: Tensor,
-    added: Tensor,
+    budget: Tensor,
     step: int,
     sample: BlockSample | None = None,
     of_weight: Tensor | None = None,
 ) -> Estimates:
     """``scanned``: one row block in ``step``, with the products of ``sketch``. ``sample``: which they are of those that
-    ``given`` has; None: all. ``added [4]`` fp32: what is known of the slices so far, 0 before the first one.
+    ``given`` has; None: all. ``budget``: of :func:`parallel_lce.kernels.filter_choice.error_budget`, for all slices.
     ``of_weight``: the shares of dW; None: those of the column sums."""
     products = level_products(scanned, sketch, given.factors, given.first, sample, of_weight)
     x = given.x if sample is None else sample.of(given.x)
-    product = added.new_empty(len(products.signed), x.shape[1])
+    product = budget.new_empty(len(products.signed), x.shape[1])
     accumulate_nt(product, products.signed, x.t(), overwrite=True)
-    weight_norms = torch.linalg.vector_norm(product.view(LEVELS + 1, -1), dim=1)
+    weight_norms = torch.linalg.vector_norm(product.view(2 * (LEVELS + 1), -1), dim=1)
     fewest = scanned.largest.numel() * HIDDEN_PER_SCAN / x.shape[1]
-    # Errors of shares grow with the number of tokens, dW at the least with its root.
-    found = choose_level(products, weight_norms, added, AUTO_ERROR, growth=math.sqrt(step), fewest=fewest)
-    return Estimates(*found)
+    return Estimates(*choose_level(products, weight_norms, budget, step, fewest))
 
 
 def filtered(
-    given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str, added: Tensor | None
+    given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str, budget: Tensor | None
 ) -> FilteredGradient:
     """A slice filtered by a probability or, with ``"auto"``, by the one that is chosen for it. ``inverse [R]``: of
-    :func:`limits_of`. ``added``: of :func:`estimated`, for ``"auto"``."""
+    :func:`limits_of`. ``budget``: of :func:`estimated`, for ``"auto"``."""
     eps = gradient_filter
     if isinstance(eps, str):
-        assert eps == AUTO and added is not None
+        assert eps == AUTO and budget is not None
         sketch, sample = sketch_of(given.weight), sample_blocks(len(given.gradient), _ONE_IN)
         scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
-        eps = estimated(given, scanned, sketch, added, sample.step, sample).eps
+        eps = estimated(given, scanned, sketch, budget, sample.step, sample).eps
     return FilteredGradient(given.gradient, find_active_tiles(given.gradient, inverse, eps))
 
 

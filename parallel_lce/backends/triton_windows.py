@@ -105,11 +105,13 @@ def fills_sample(rows: int) -> bool:
 class ActiveWindows:
     """Forms slices of the gradient of some ``rows`` by projecting their active windows.
 
-    ``added``: of :func:`parallel_lce.backends.triton_filter.estimated`, for ``"auto"``.
+    ``budget``: of :func:`parallel_lce.backends.triton_filter.estimated`, for ``"auto"``.
     """
 
-    def __init__(self, rows: Rows, windows: WindowPartials, gradient_filter: float | str, added: Tensor | None) -> None:
-        self._rows, self._windows, self._filter, self._added = rows, windows, gradient_filter, added
+    def __init__(
+        self, rows: Rows, windows: WindowPartials, gradient_filter: float | str, budget: Tensor | None
+    ) -> None:
+        self._rows, self._windows, self._filter, self._budget = rows, windows, gradient_filter, budget
         projection, alpha = rows.projection, rows.coefficients.alpha
         self._inverse = limits_of(rows.coefficients, projection, None, rows.fp16_scale)
         targets = rows.targets or (None, None, None)
@@ -170,12 +172,12 @@ class ActiveWindows:
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)
         if isinstance(eps, str):
-            assert sketch is not None and self._added is not None
+            assert sketch is not None and self._budget is not None
             weight = some_rows(rows.projection.weight, start, stop)
             factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None, None)))
             given = UnfilteredSlice(gradient, weight, rows.x, factors, start)
             scanned = scan_tiles(gradient, inverse, sketch=sketch)
-            eps = estimated(given, scanned, sketch, self._added, self._step, of_weight=of_weight).eps
+            eps = estimated(given, scanned, sketch, self._budget, self._step, of_weight=of_weight).eps
         sums = scan_tiles(gradient, inverse, eps).column_sums
         assert sums is not None
         return eps, sums

@@ -1,12 +1,14 @@
 """The choice of a filter by its estimated errors (:mod:`parallel_lce.kernels.filter_estimates`).
 
-They are estimated from a sample, a whole of ``step`` times as many tokens having
+They are estimated from a sample. Of ``step`` times as many tokens dW's error is
 
-    |sum over all|^2 = step I + step^2 C        C = |A + B|^2 - |A - B|^2        I = |A - B|^2
+    |error|^2 = step I + step^2 C        C = |A + B|^2 - |A - B|^2        I = |A - B|^2
 
 where A and B are the sums over the two halves of the sample, I is the square of what the tokens do not have in common,
-and C of what they have. Of dX the norms of some tokens each are known, and tokens have nothing in common. Few tokens
-may have most of the error, so its square is taken larger by twice its standard error.
+and C of what they have. dW itself is taken as if tokens had nothing in common: step (|A + B|^2 + |A - B|^2) / 2. It is
+not smaller than that, and four signs do not tell how much larger it is. Without other tokens both are |A + B|. Of dX the norms of some tokens each are known,
+and tokens have nothing in common. Few tokens may have most of the error, so its square is taken larger by twice its
+standard error.
 
 A filter may add to dX an error of at most ``LARGEST_ERROR``. To dW it may add as much, and at most what logits that are
 rounded to bf16 would: of a flat softmax that is little. A logit is off by about the same number d whatever the token,
@@ -120,7 +122,7 @@ def _squares(norms, start, count, unit, BLOCK: tl.constexpr):
 
 @triton.jit
 def _total_norms(norms, step):
-    """``[16]``, from those of A + B and of A - B, ``norms [2, 9]``."""
+    """``[16]``: of all tokens, from those of A + B and of A - B, ``norms [2, 9]``."""
     slot = tl.arange(0, _SLOTS)
     both = tl.load(norms + slot, mask=slot <= _LEVELS, other=0.0)
     difference = tl.load(norms + _LEVELS + 1 + slot, mask=slot <= _LEVELS, other=0.0)
@@ -131,7 +133,9 @@ def _total_norms(norms, step):
     common = both * both - own
     # NaN stays.
     common = tl.where(common < 0.0, 0.0, common)
-    return unit * tl.sqrt(step * own + step * step * common)
+    error = step * own + step * step * common
+    whole = step * tl.where(step > 1.0, 0.5 * (both * both + own), both * both)
+    return unit * tl.sqrt(tl.where(slot == _LEVELS, whole, error))
 
 
 @triton.jit

@@ -227,14 +227,15 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(where, choices, device
 
 def chosen(device, hidden, weight, whole: float = 1.0, budget=None, own=None, **options) -> float:
     """``hidden``: the errors of dX, or rows of such, which are those of some tokens each. ``weight``: those of dW.
-    ``own``: the norms of A - B, of the levels and of all; None: 0."""
+    ``own``: the norms of A - B, of the levels and of dW itself; by default 0 and 1."""
     hidden, weight = (torch.tensor(errors, device=device) for errors in (hidden, weight))
     rows = torch.full((hidden[..., 0].numel(), 16), torch.nan, device=device)
     rows[:, :LEVELS], rows[:, LEVELS] = hidden, len(rows) ** -0.5
     skipped = torch.tensor([[4.0 - level / 2 for level in range(LEVELS)]] * 3, device=device)
     budget = budget_of(device, 0.25) if budget is None else budget
     norms = torch.cat([weight, weight.new_ones(1)])
-    norms = torch.stack([norms, torch.zeros_like(norms) if own is None else torch.tensor(own, device=device)]) * whole
+    own = torch.tensor([0.0] * LEVELS + [1.0] if own is None else own, device=device)
+    norms = torch.stack([norms, own]) * whole
     products = LevelProducts(rows * whole, rows[:, :0], skipped)
     return choose_level(products, norms.flatten(), budget, **options)[0].item()
 
@@ -281,16 +282,19 @@ def test_errors_of_few_tokens_count_as_larger(device):
 
 @pytest.mark.parametrize("whole", [1.0, 2.0**-48, 2.0**56])
 def test_what_tokens_have_in_common_grows_faster(whole, device):
-    """Of four times as many tokens it is four times as large, and what they do not have in common twice."""
-    none, small, of_all = [0.0] * LEVELS, [0.1] * LEVELS, [1.0]
-    assert chosen(device, none, small, whole, step=4) == FILTERS[0]
-    common = {"own": none + of_all, "step": 4}
-    assert chosen(device, none, [0.124] * LEVELS, whole, **common) == FILTERS[0]
-    assert chosen(device, none, [0.126] * LEVELS, whole, **common) == 0.0
-    assert chosen(device, none, [0.2] * LEVELS, whole, own=[0.2] * LEVELS + of_all, step=4) == FILTERS[0]
+    """Of four times as many tokens it is four times as large. dW itself and what they do not have in common is
+    twice as large."""
+    none, of_all = [0.0] * LEVELS, [1.0]
+    assert chosen(device, none, [0.124] * LEVELS, whole, step=4) == FILTERS[0]
+    assert chosen(device, none, [0.126] * LEVELS, whole, step=4) == 0.0
+    assert chosen(device, none, [0.24] * LEVELS, whole, own=[0.24] * LEVELS + of_all, step=4) == FILTERS[0]
     # The halves take from each other: that may be chance.
     assert chosen(device, none, none, whole, own=[0.24] * LEVELS + of_all, step=4) == FILTERS[0]
     assert chosen(device, none, none, whole, own=[0.26] * LEVELS + of_all, step=4) == 0.0
+    assert chosen(device, none, [0.24] * LEVELS, whole, own=none + [0.0]) == FILTERS[0]
+    # That the halves of dW are alike does not allow more.
+    assert chosen(device, none, [0.07] * LEVELS, whole, own=none + [0.0], step=4) == FILTERS[0]
+    assert chosen(device, none, [0.1] * LEVELS, whole, own=none + [0.0], step=4) == 0.0
 
 
 def test_a_slice_may_add_what_those_before_it_have_left(device):

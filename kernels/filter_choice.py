@@ -1,6 +1,6 @@
 """The choice of a filter by its estimated errors (:mod:`parallel_lce.kernels.filter_estimates`).
 
-They are estimated from a sample. Of ``step`` times as many tokens dW's error is
+The errors are estimated from a sample of the tokens. For ``step`` times as many tokens dW's error is
 
     |error|^2 = step I + step^2 C        C = |A + B|^2 - |A - B|^2        I = |A - B|^2
 

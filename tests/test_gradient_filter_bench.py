@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +23,11 @@ from measures import relative_error
 from parallel_lce.bench import accuracy, exactness, filtered, gradient_filter, sparsity, timing
 from parallel_lce.bench.exactness import Inputs
 from parallel_lce.bench.filtered import BUDGETS, BY_PROBABILITY, EXACT, NATURAL, ROUNDINGS, UNROUNDED, measure, step_of
+from parallel_lce.bench.team import Team
+from tools import chosen_backend, everywhere
+from world import Member
 
+ALONE = Team(torch.device("cpu"))
 ROOT = Path(__file__).resolve().parent.parent
 N, V, D = 300, 700, 32
 
@@ -79,7 +84,8 @@ def test_active_tiles_are_those_with_a_large_probability_or_a_target(rows, monke
     given = inputs()
     given = sparsity.reordered(given, sparsity.by_probability(given))
     p, found = probabilities(given), sparsity.tile_maxima(given)
-    assert found.shape == (3, 6)
+    assert found.shape == (3, 1, 6)
+    found = found[:, 0]
     for i in range(3):
         for j in range(6):
             tokens, entries = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
@@ -109,7 +115,7 @@ def to_bf16(values: torch.Tensor) -> torch.Tensor:
 def test_answers_round_one_thing_alone(name, monkeypatch):
     monkeypatch.setattr(accuracy, "BLOCK_BYTES", 8 * V * 70)  # blocks of 70 tokens
     given = inputs()
-    found = accuracy.answers(filtered._problem(given), torch.float64, **ROUNDINGS[name])
+    found = accuracy.answers(filtered._problem(given, ALONE), torch.float64, **ROUNDINGS[name])
     for its, expected in zip(filtered._gradients(found), gradients(given, **dict.fromkeys(ROUNDINGS[name], to_bf16))):
         assert relative_error(its, expected) < 1e-12
 
@@ -118,7 +124,7 @@ def test_the_measures_of_a_small_snapshot(short, monkeypatch):
     monkeypatch.setattr(filtered, "FILTERS", (None, 1e-30, 2**-11, 0.2))
     given = inputs()
     truth = gradients(given)
-    measured = measure(given, rounds=2)
+    measured = measure(given, 2, ALONE)
     assert measured.loss == pytest.approx(-probabilities(given)[range(N), given.target].log().mean().item())
     for name, rounding in ROUNDINGS.items():
         rounded = gradients(given, **dict.fromkeys(rounding, to_bf16))
@@ -162,9 +168,84 @@ def test_both_budgets_and_every_filter_are_asked_for(short, monkeypatch):
         return real(*tensors, **options)
 
     monkeypatch.setattr(parallel_lce, "linear_cross_entropy", recorded)
-    measure(Inputs("", **tensors(20, 30, 8)), rounds=1)
+    measure(Inputs("", **tensors(20, 30, 8)), 1, ALONE)
     values = None, "auto", 2**-13, 2**-12, 2**-11, 2**-10
     assert set(asked) == {(value, budget, "mean") for value in values for budget in (1 << 40, 0)}
+
+
+# --- over ranks ------------------------------------------------------------------------------------------
+
+
+def test_entries_are_dealt_to_the_ranks_in_turn():
+    order = torch.tensor([5, 3, 1, 0, 2, 4])
+    assert sparsity.dealt(order, 1).tolist() == order.tolist()
+    assert sparsity.dealt(order, 2).tolist() == [5, 1, 2, 3, 0, 4]
+    assert sparsity.dealt(order, 3).tolist() == [5, 0, 3, 2, 1, 4]
+
+
+def test_active_tiles_of_ranks_are_those_of_their_shards():
+    given = inputs()
+    found = sparsity.tile_maxima(given, ranks=2)
+    assert found.shape == (3, 2, 3)
+    for rank in range(2):
+        here = slice(rank * 350, rank * 350 + 350)
+        p = probabilities(given)
+        p[torch.arange(N), given.target] = 1.0
+        expected = F.pad(p[:, here], (0, 34, 0, 84)).view(3, 128, 3, 128).amax((1, 3))
+        torch.testing.assert_close(found[:, rank].double(), expected, rtol=1e-5, atol=0)
+
+
+def _measured_on(member: Member, rounds: int) -> dict:
+    timing.OVER_RANKS["cpu"] = 0.0, 1e-6
+    filtered.FILTERS = None, 2**-11
+    given = inputs()
+    with chosen_backend("torch"):
+        return measure(
+            given, rounds, Team(member.device, member.rank, member.ranks, member.group, member.group)
+        ).as_dict()
+
+
+def test_ranks_have_the_errors_of_the_whole(worlds, short, monkeypatch):
+    monkeypatch.setattr(filtered, "FILTERS", (None, 2**-11))
+    first, second = everywhere(worlds, "cpu", 2, _measured_on, 1)
+    with chosen_backend("torch"):
+        whole = measure(inputs(), 1, ALONE).as_dict()
+    assert first["tp"] == 2 and whole["tp"] == 1 and first["reference_errors"] == whole["reference_errors"]
+    for ours, theirs, of_whole in zip(first["results"], second["results"], whole["results"]):
+        assert ours["order"] == of_whole["order"] and ours["gemm_only_seconds"] == theirs["gemm_only_seconds"]
+        for memory in BUDGETS:
+            assert ours[memory]["errors"] == theirs[memory]["errors"]
+            if ours["gradient_filter"] is None:
+                found, expected = ours[memory]["errors"], of_whole[memory]["errors"]
+                assert found["dW"] == pytest.approx(expected["dW"], rel=0.02)
+                # A bf16 dX is summed over the ranks in bf16.
+                assert expected["dX"] <= found["dX"] < 2 * expected["dX"]
+    natural, in_order = first["results"][1], first["results"][3]
+    assert in_order["active_tiles"] < natural["active_tiles"] <= 1
+
+
+@pytest.mark.slow
+def test_the_report_over_ranks(tmp_path):
+    """torchrun's own start: one rank speaks, and what one cannot read all refuse."""
+    (bad,), (good,) = written(tmp_path, "bad", weight=None), written(tmp_path, "good")
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
+    command += ["parallel_lce.bench.gradient_filter", bad, good, "--device", "cpu", "--rounds", "1"]
+    unset = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
+    environment = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONPATH": str(ROOT)}
+    environment |= {"OMP_NUM_THREADS": "1", "PARALLEL_LCE_BACKEND": "torch"}
+    run = subprocess.run(
+        [*command, "--json", str(figures)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert run.stderr.count(f"error: {bad} has no tensor weight") == 1, run.stderr
+    assert run.stdout.count(f"{good}: TP 2, N=40, V=60, D=16, bf16") == 1
+    (case,) = json.loads(figures.read_text())["cases"]
+    assert case["tp"] == 2 and len(case["results"]) == 12
+
+
+def test_a_vocabulary_that_ranks_cannot_share_evenly_is_refused():
+    with pytest.raises(ValueError, match="a vocabulary of 700 entries cannot be shared by 3 ranks"):
+        measure(inputs(), 1, Team(torch.device("cpu"), 0, 3))
 
 
 # --- the command ---------------------------------------------------------------------------------------
@@ -227,7 +308,7 @@ def test_the_picture_has_a_line_per_filter_in_each_panel(short, tmp_path, monkey
 
     from parallel_lce.bench.filter_plot import plot_over_steps
 
-    cases = [measure(Inputs(f"a/step-{s}.safetensors", **tensors(20, 30, 8)), rounds=1).as_dict() for s in (9, 2)]
+    cases = [measure(Inputs(f"a/step-{s}.safetensors", **tensors(20, 30, 8)), 1, ALONE).as_dict() for s in (9, 2)]
     figures = []
     monkeypatch.setattr(pyplot, "close", figures.append)
     assert plot_over_steps(tmp_path / "p.png", {"device": "a", "torch": "b"}, cases)

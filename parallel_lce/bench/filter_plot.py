@@ -29,7 +29,8 @@ def plot_over_steps(path, facts: dict[str, str], cases: list[dict]) -> bool:
         _draw_speed(speed, snapshots)
         _draw_errors(error, snapshots)
         first = snapshots[0]
-        shape = f"{Shape(first['n'], first['v'], first['d'])}, {first['dtype']}"
+        ranks = f"TP {first['tp']}, " if first["tp"] > 1 else ""
+        shape = f"{ranks}{Shape(first['n'], first['v'], first['d'])}, {first['dtype']}"
         for axis, what in (speed, "speed of forward + backward"), (error, "relative errors"):
             axis.set_title(f"{shape}: {what}", fontsize=9, loc="left")
             axis.set_xscale("log")

@@ -17,7 +17,8 @@ CAPTION = (
 
 def filter_table(case: Case) -> Table:
     """A row per order of the vocabulary and value of gradient_filter, then the errors of other gradients."""
-    title = f"{case.name}: {case.shape}, {case.dtype_name}, loss {case.loss:.4f}"
+    shape = f"TP {case.ranks}, {case.shape}" if case.ranks > 1 else str(case.shape)
+    title = f"{case.name}: {shape}, {case.dtype_name}, loss {case.loss:.4f}"
     columns = ["active"]
     for name in BUDGETS:
         columns += [f"{name}, ms", "of GEMM-only", "dX error", "dW error"]

@@ -1,4 +1,7 @@
-"""What gradient_filter gains and costs on one set of inputs: speed, active tiles, and errors of the gradients."""
+"""What gradient_filter gains and costs on one set of inputs: speed, active tiles, and errors of the gradients.
+
+Over P ranks each has V / P entries of the vocabulary, and all have all tokens.
+"""
 
 import gc
 import re
@@ -16,10 +19,10 @@ from .accuracy import Answers, answers
 from .exactness import Inputs, without_nan
 from .measure import release
 from .passes import calls_of
-from .peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, ONE, named
+from .peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, ONE, RANKS, named
 from .problem import Problem, Shape
 from .results import spread
-from .sparsity import by_probability, reordered, tile_maxima
+from .sparsity import by_probability, dealt, reordered, tile_maxima
 from .team import Team
 from .timing import timer
 
@@ -52,7 +55,8 @@ class Filtered:
 
     order: str
     gradient_filter: float | str | None
-    active: float | None  # share of the tiles; None: the loss chooses the probability, and does not tell
+    # Share of the tiles, on the rank that has most; None: the loss chooses the probability, and does not tell.
+    active: float | None
     ways: dict[str, Way]  # by the names of BUDGETS
     gemm_seconds: list[float]  # of the three bare products, one per round
 
@@ -76,6 +80,7 @@ class Case:
     name: str
     step: int | None  # of the training; None if the file's name has none
     shape: Shape
+    ranks: int
     dtype_name: str
     loss: float
     references: dict[str, Errors]
@@ -87,6 +92,7 @@ class Case:
             "name": self.name,
             "step": self.step,
             **vars(self.shape),
+            "tp": self.ranks,
             "dtype": self.dtype_name,
             "loss": self.loss,
             "reference_errors": self.references,
@@ -95,9 +101,13 @@ class Case:
         return without_nan(content)
 
 
-def measure(inputs: Inputs, rounds: int) -> Case:
-    """Errors first, then the times of all ways, interleaved round by round."""
-    problem, dtype = _problem(inputs), inputs.hidden.dtype
+def measure(inputs: Inputs, rounds: int, team: Team) -> Case:
+    """Errors first, then the times of all ways, interleaved round by round. Every rank has the same inputs. Raises
+    ValueError if the vocabulary cannot be shared evenly."""
+    entries = len(inputs.weight)
+    if entries % team.ranks:
+        raise ValueError(f"{inputs.name}: a vocabulary of {entries} entries cannot be shared by {team.ranks} ranks")
+    problem, dtype = _problem(inputs, Team(team.device)), inputs.hidden.dtype
     truth = answers(problem, torch.float64)
     references = {EXACT: _errors([gradient.to(dtype) for gradient in _gradients(truth)], truth)}
     for name, rounding in ROUNDINGS.items():
@@ -105,33 +115,37 @@ def measure(inputs: Inputs, rounds: int) -> Case:
         references[name + UNROUNDED] = _errors(found, truth)
         references[name] = _errors([gradient.to(dtype) for gradient in found], truth)
         del found
-    identity = torch.arange(len(inputs.weight), device=inputs.weight.device)
+    identity = torch.arange(entries, device=team.device)
     results = []
-    for name, order in ((NATURAL, identity), (BY_PROBABILITY, by_probability(inputs))):
-        results += _in_order(name, reordered(inputs, order), partial(_errors, truth=truth, order=order), rounds)
+    for name, order in ((NATURAL, identity), (BY_PROBABILITY, dealt(by_probability(inputs), team.ranks))):
+        own = order.chunk(team.ranks)[team.rank]
+        errors_of = partial(_errors, truth=truth, order=own, team=team)
+        results += _in_order(name, reordered(inputs, order), errors_of, rounds, team)
     step, loss = step_of(inputs.name), truth.loss.item()
-    return Case(inputs.name, step, inputs.shape, inputs.dtype_name, loss, references, results)
+    return Case(inputs.name, step, inputs.shape, team.ranks, inputs.dtype_name, loss, references, results)
 
 
-def _in_order(name: str, inputs: Inputs, errors_of: Callable[..., Errors], rounds: int) -> list[Filtered]:
+def _in_order(name: str, inputs: Inputs, errors_of: Callable[..., Errors], rounds: int, team: Team) -> list[Filtered]:
     """A result per value of gradient_filter, of inputs whose vocabulary is in its order."""
     from parallel_lce import linear_cross_entropy
 
-    problem, maxima, gemm_seconds, results = _problem(inputs), tile_maxima(inputs), [], []
-    bare = calls_of(named(GEMM_ONLY, ONE), problem)[FORWARD_BACKWARD]
-    readers = [(gemm_seconds, timer(bare, problem.team))]
+    problem, maxima, gemm_seconds, results = _problem(inputs, team), tile_maxima(inputs, team.ranks), [], []
+    setting = ONE if team.alone else RANKS
+    bare = calls_of(named(GEMM_ONLY, setting), problem)[FORWARD_BACKWARD]
+    readers = [(gemm_seconds, timer(bare, team))]
     for gradient_filter in FILTERS:
         ways = {}
         for memory, budget in BUDGETS.items():
-            loss = partial(linear_cross_entropy, gradient_filter=gradient_filter, logits_budget=budget)
-            call = calls_of(named("ours", ONE), problem, loss)[FORWARD_BACKWARD]
+            options = {"gradient_filter": gradient_filter, "logits_budget": budget, "process_group": team.group}
+            loss = partial(linear_cross_entropy, **options)
+            call = calls_of(named("ours", setting), problem, loss)[FORWARD_BACKWARD]
             ways[memory] = Way(errors_of(call()[1:]))
-            readers.append((ways[memory].seconds, timer(call, problem.team)))
+            readers.append((ways[memory].seconds, timer(call, team)))
         active = 1.0 if gradient_filter is None else None
         if isinstance(gradient_filter, float):
-            active = (maxima > gradient_filter).double().mean().item()
+            active = (maxima > gradient_filter).double().mean((0, 2)).max().item()
         results.append(Filtered(name, gradient_filter, active, ways, gemm_seconds))
-    release(problem.team.device)
+    release(team.device)
     for _ in range(rounds):
         gc.collect()
         for seconds, read in readers:
@@ -139,8 +153,9 @@ def _in_order(name: str, inputs: Inputs, errors_of: Callable[..., Errors], round
     return results
 
 
-def _problem(inputs: Inputs) -> Problem:
-    return Problem(inputs.shape, Team(inputs.hidden.device), inputs.hidden, inputs.weight, inputs.target)
+def _problem(inputs: Inputs, team: Team) -> Problem:
+    shard = inputs.weight.chunk(team.ranks)[team.rank]
+    return Problem(inputs.shape, team, inputs.hidden, shard, inputs.target)
 
 
 def _gradients(found: Answers) -> tuple[Tensor, Tensor]:
@@ -148,12 +163,14 @@ def _gradients(found: Answers) -> tuple[Tensor, Tensor]:
     return found.grad_x, found.grad_weight
 
 
-def _errors(found, truth: Answers, order: Tensor | None = None) -> Errors:
-    """Of dX and dW. `order [V]`: the ids of the found dW's rows."""
+def _errors(found, truth: Answers, order: Tensor | None = None, team: Team | None = None) -> Errors:
+    """Of dX and dW. `order`: the ids of the rows of the found dW, this rank's of the `team`; None: `[0, V)`."""
     grad_x, grad_weight = _gradients(truth)
     truths = grad_x, grad_weight if order is None else grad_weight[order]
-    norm = torch.linalg.vector_norm
-    return {name: (norm(f - t) / norm(t)).item() for name, f, t in zip(("dX", "dW"), found, truths)}
+    # dX is the same on all ranks, so that its squares' sums over the ranks have the same ratio.
+    squares = torch.stack([t.double().square().sum() for f, true in zip(found, truths) for t in (f - true, true)])
+    off_x, whole_x, off_weight, whole_weight = (squares if team is None else team.reduce(squares)).sqrt().tolist()
+    return {"dX": off_x / whole_x, "dW": off_weight / whole_weight}
 
 
 def step_of(name: str) -> int | None:

@@ -83,12 +83,13 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
         parser.error(f"--json: {options.json} is a folder")
 
 
-def attempted(work: Callable[[], Found]) -> Found | None:
-    """What `work` gives; None for input that cannot be measured, which is reported."""
+def attempted(work: Callable[[], Found], speaks: bool = True) -> Found | None:
+    """What `work` gives; None for input that cannot be measured, which is reported if this rank `speaks`."""
     try:
         return work()
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if speaks:
+            print(f"error: {error}", file=sys.stderr)
         return None
 
 

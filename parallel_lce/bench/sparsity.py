@@ -23,6 +23,11 @@ def by_probability(inputs: Inputs) -> Tensor:
     return mean_probabilities(inputs).argsort(descending=True, stable=True)
 
 
+def dealt(order: Tensor, ranks: int) -> Tensor:
+    """The same ids, dealt to the ranks in turn: those of the first rank, of the second one, and so on."""
+    return order.view(-1, ranks).t().flatten()
+
+
 def reordered(inputs: Inputs, order: Tensor) -> Inputs:
     """The same problem with the vocabulary's rows in the order of these ids `[V]`."""
     place = torch.empty_like(order)
@@ -30,13 +35,12 @@ def reordered(inputs: Inputs, order: Tensor) -> Inputs:
     return replace(inputs, weight=inputs.weight[order], target=place[inputs.target])
 
 
-def tile_maxima(inputs: Inputs) -> Tensor:
-    """The largest probability of each tile, `[ceil(N / 128), ceil(V / 128)]` fp32; 1 where a token of the tile has its
-    target there. A tile is active if this exceeds `gradient_filter`."""
-    parts = []
+def tile_maxima(inputs: Inputs, ranks: int = 1) -> Tensor:
+    """The largest probability of each tile of each rank's entries, `[ceil(N / 128), P, ceil(V / P / 128)]` fp32; 1
+    where a token of the tile has its target there. A tile is active if this exceeds `gradient_filter`."""
+    parts, shard = [], len(inputs.weight) // ranks
     for tokens, log_p, _ in log_softmax(inputs, torch.float32):
-        p = F.pad(log_p.exp_(), (0, -log_p.shape[1] % TILE))
-        maxima = p.unflatten(1, (-1, TILE)).amax(2)
-        parts.append(maxima.scatter_(1, inputs.target[tokens, None] // TILE, 1.0))
+        p = log_p.exp_().scatter_(1, inputs.target[tokens, None], 1.0).unflatten(1, (ranks, shard))
+        parts.append(F.pad(p, (0, -shard % TILE)).unflatten(2, (-1, TILE)).amax(3))
     of_tokens = torch.cat(parts)
-    return F.pad(of_tokens, (0, 0, 0, -len(of_tokens) % TILE)).unflatten(0, (-1, TILE)).amax(1)
+    return F.pad(of_tokens, (0, 0, 0, 0, 0, -len(of_tokens) % TILE)).unflatten(0, (-1, TILE)).amax(1)

@@ -66,6 +66,15 @@ class Team:
             return None  # this rank is not a member
         return cls(device, dist.get_rank(), ranks, group, host)
 
+    @classmethod
+    def here(cls, device_type: str) -> "Team":
+        """All ranks that torchrun started, which are joined, or this process alone."""
+        if "RANK" not in os.environ:
+            return cls(torch.device(device_type))
+        team = cls.of(int(os.environ["WORLD_SIZE"]), join(device_type))
+        assert team is not None  # every rank is a member
+        return team
+
     @property
     def alone(self) -> bool:
         """One process that torchrun did not start."""

@@ -35,8 +35,9 @@ SIGNS = 4
 
 _TILE, _LEVELS, _SIGNS = tl.constexpr(TILE), tl.constexpr(LEVELS), tl.constexpr(SIGNS)
 _COLUMNS = tl.constexpr(2 * SIGNS)
-# Columns of a product: one per level, one for G unfiltered. A product has 16 at least.
-_SLOTS = tl.constexpr(16)
+SLOTS = 16
+"""Columns of a product: one per level, one for G unfiltered. A product has 16 at least."""
+_SLOTS = tl.constexpr(SLOTS)
 # Numbers of the signs of a program, row blocks that are summed at a time.
 _DRAWN, _SUMMED = 1024, 8
 # Tokens of a program, and blocks of entries per step.
@@ -62,9 +63,9 @@ class RowFactors(NamedTuple):
 class LevelProducts(NamedTuple):
     """R of every level, and at last G itself, times the sketch."""
 
-    # [n, 16] fp32, of which 9 are written: norms of dX's part, of some tokens each
+    # [n, 16] fp32, of which the first 9 are read: norms of dX's part, of some tokens each
     norms: torch.Tensor
-    # [2 * 9 * 4, R]: dW's part, which is still to be multiplied by x; then the same, negative in every other row block
+    # [2 * 9 * 4, R]: dW's part, which is still to be multiplied by x, of every other row block; then of the others
     signed: torch.Tensor
     # [T, 8] fp32: how many tiles of a block of entries each level skips
     skipped: torch.Tensor
@@ -149,7 +150,7 @@ def lce_backward_level_errors(
     UPCAST: tl.constexpr,
 ):
     """Some tokens' R times the sketch at each level, and G times it: norms of the columns that are for dX, and the
-    columns that are for dW, twice."""
+    columns that are for dW, in two halves."""
     program = tl.program_id(0)
     block = program * TOKENS // _TILE
     r = program * TOKENS + tl.arange(0, TOKENS)
@@ -208,9 +209,12 @@ def lce_backward_level_errors(
     inside = (slot <= _LEVELS)[None, :] & (column >= _SIGNS)[:, None]
     inside = inside[None, :, :] & (r < rows)[:, None, None]
     pointers = signed + to[None, :, :] * signed_stride + r[:, None, None]
-    tl.store(pointers, z.to(signed.dtype.element_ty), mask=inside)
-    z *= 1.0 - 2.0 * (block % 2)
-    tl.store(pointers + (_LEVELS + 1) * _SIGNS * signed_stride, z.to(signed.dtype.element_ty), mask=inside)
+    second = pointers + (_LEVELS + 1) * _SIGNS * signed_stride
+    z = z.to(signed.dtype.element_ty)
+    zero = tl.zeros_like(z)
+    is_first = block % 2 == 0
+    tl.store(pointers, tl.where(is_first, z, zero), mask=inside)
+    tl.store(second, tl.where(is_first, zero, z), mask=inside)
 
 
 def signs(result: torch.Tensor, seed: int) -> torch.Tensor:

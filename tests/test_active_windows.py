@@ -8,7 +8,7 @@ import torch
 from cases import DTYPES, normal
 from measures import assert_close, relative_error
 from parallel_lce import linear_cross_entropy, prepare, token_statistics
-from tools import chosen_backend, everywhere, results_of, shrunk
+from tools import arguments_to, chosen_backend, everywhere, results_of, shrunk
 from world import Member
 
 pytest.importorskip("triton", reason="needs triton")
@@ -224,17 +224,24 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(device):
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("slope", [1.5, 0.0])
+@pytest.mark.parametrize("slope", [4.0, 0.0])
 @pytest.mark.parametrize("placed", [True, False])
 def test_auto_keeps_its_promise(placed, slope, listed, device, monkeypatch):
-    """The choice is made by the sample. On an even softmax everything is formed."""
-    t = problem(device=device, slope=slope)
+    """The choice is made by a sample of two of seven row blocks. On an even softmax everything is formed."""
+    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 2)
+    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * 788 * 2)
+    t = problem(device=device, slope=slope, N=788, V=1000)
     if not placed:
         t[2].fill_(-100)
         t[2][::7] = 0
-    with results_of(triton_windows, "estimated") as chosen:
+    with shrunk(60_000), arguments_to(triton_filter, "choose_level") as asked:
         found, exact = gradients(*t, gradient_filter="auto"), gradients(*t)
-    assert len(chosen) == len(listed) == 2
+    assert len(asked) == len(listed) == 2
+    for *_, allowance, step, fewest in asked:
+        # One of the backward, of which each slice has a part.
+        assert allowance is asked[0][2] and allowance[:, 2].all() and (step, fewest) == (3, 0)
+    everything = sum(n[0].item() for n in listed) == 4 * 7
+    assert everything == (slope == 0.0)
     for a, b in zip(found, exact):
         # Both results are rounded.
         assert relative_error(a, b.double()) <= 1.25 * LARGEST_ERROR + 2**-9

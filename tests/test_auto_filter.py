@@ -14,15 +14,15 @@ from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, prepare, token_statistics
 from parallel_lce.operands import call_of, numbers_of, operands_of
 from parallel_lce.partials import Columns
-from tools import arguments_of, chosen_backend, results_of, shrunk
+from tools import arguments_of, arguments_to, chosen_backend, results_of, shrunk
 
 pytest.importorskip("triton", reason="needs triton")
 
 from parallel_lce.backends import triton as backend
-from parallel_lce.backends import triton_filter
+from parallel_lce.backends import triton_filter, triton_slices
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
 from parallel_lce.kernels.active_tiles import find_active_tiles
-from parallel_lce.kernels.filter_choice import LARGEST_ERROR, choose_level, error_budget
+from parallel_lce.kernels.filter_choice import LARGEST_ERROR, choose_level, error_allowance
 from parallel_lce.kernels.filter_estimates import LEVELS, LevelProducts, RowFactors, level_products, signs
 from parallel_lce.kernels.tile_scan import inverse_limits, scan_tiles
 
@@ -68,16 +68,19 @@ def choices():
         yield found
 
 
-def budget_of(device: str, limit: float) -> torch.Tensor:
+def allowance_of(device: str, limit: float) -> torch.Tensor:
     """Of dX and dW: a limit, and nothing added."""
     return torch.tensor([[limit, 0.0, 0.0]] * 2, device=device)
+
+
+N = 150
 
 
 class Slice:
     """A slice of G as the backward has it, in float64 and on a device. ``placed``: with factors and targets."""
 
     def __init__(self, kind: str, dtype: str, placed: bool, device: str) -> None:
-        N, V, first = 150, 500, 1000
+        V, first = 500, 1000
         x, weight = (t.to(DTYPES[dtype]) for t in inputs_of(kind, N, V))
         token, ones = torch.arange(N), torch.ones(N).double()
         self.scale, alpha, self.dx_factor, self.dw_factor = 1.0, ones, ones, ones
@@ -103,9 +106,9 @@ class Slice:
         rows = [t.float().to(device) for t in (self.dx_factor, self.dw_factor, torch.tensor(self.scale))]
         targets = target.to(device), residual.float().to(device), self.unshared.to(torch.uint8).to(device)
         factors = RowFactors(*rows, *targets)
-        self.given = triton_filter.UnfilteredSlice(memory[:, :V], weight.to(device), x.to(device), factors, first)
-        self.sketch = triton_filter.sketch_of(self.given.weight)
-        self.scanned = scan_tiles(self.given.gradient, self.inverse.float().to(device), sketch=self.sketch)
+        self.given = x.to(device), factors, first
+        self.sketch = triton_filter.sketch_of(weight.to(device))
+        self.scanned = scan_tiles(memory[:, :V], self.inverse.float().to(device), sketch=self.sketch)
 
     def of_hidden(self, g: torch.Tensor, beside: torch.Tensor | float = 0.0) -> torch.Tensor:
         """``g`` as it counts for dX, ``beside``: the targets."""
@@ -121,8 +124,9 @@ class Slice:
 )
 def test_estimates_are_near_the_errors_of_the_definition(kind, dtype, placed, device):
     t = Slice(kind, dtype, placed, device)
-    eps, errors = triton_filter.estimated(t.given, t.scanned, t.sketch, budget_of(device, LIMIT), step=1)
-    dx, dw = t.of_hidden(t.g, t.beside) @ t.weight, t.of_weight(t.g, t.beside).T @ t.x
+    eps, errors = triton_filter.estimated(*t.given, t.scanned, t.sketch, allowance_of(device, LIMIT), step=1)
+    # What all rows of the weight have in common is not counted.
+    dx, dw = t.of_hidden(t.g, t.beside) @ (t.weight - t.weight.mean(0)), t.of_weight(t.g, t.beside).T @ t.x
     true = [
         ((t.of_hidden(r) @ t.weight).norm() / dx.norm(), (t.of_weight(r).T @ t.x).norm() / dw.norm()) for r in t.removed
     ]
@@ -140,7 +144,7 @@ def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
     """The signs of the sketch being given, nothing is left to chance. Rounding is relative to G's product, and R's is
     smaller."""
     t = Slice("mixed", dtype, True, device)
-    norms, signed, skipped = level_products(t.scanned, t.sketch, t.given.factors, t.given.first)
+    norms, signed, skipped = level_products(t.scanned, t.sketch, *t.given[1:])
     sketch = t.sketch.cpu().double().T
     for level, r in enumerate([*t.removed, t.g]):
         beside = t.beside if level == LEVELS else 0.0
@@ -149,11 +153,10 @@ def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
         if level < LEVELS:
             assert skipped[:, level].sum() == (t.scanned.largest <= FILTERS[level]).sum(), level
         expected = t.scale * (t.of_weight(r, beside) @ sketch[:, 4:])
-        assert_close(signed[4 * level : 4 * level + 4].T, expected, rtol, name=level)
-    half = len(signed) // 2
-    sign = torch.ones(150, device=device, dtype=signed.dtype)
-    sign[TILE:] = -1
-    assert torch.equal(signed[half:], signed[:half] * sign)
+        halves = signed.view(2, -1, N)[:, 4 * level : 4 * level + 4]
+        assert_close(halves.sum(0).T, expected, rtol, name=level)
+        # Of every other row block each.
+        assert not halves[0, :, TILE:].any() and not halves[1, :, :TILE].any()
 
 
 def test_the_choice_is_that_of_the_definition(choices, device):
@@ -225,19 +228,25 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(where, choices, device
         assert_close(a.nan_to_num(), b.nan_to_num().double(), 6e-3)
 
 
-def chosen(device, hidden, weight, whole: float = 1.0, budget=None, own=None, **options) -> float:
+def chosen(device, hidden, weight, whole: float = 1.0, allowance=None, second=None, **options) -> float:
     """``hidden``: the errors of dX, or rows of such, which are those of some tokens each. ``weight``: those of dW.
-    ``own``: the norms of A - B, of the levels and of dW itself; by default 0 and 1."""
-    hidden, weight = (torch.tensor(errors, device=device) for errors in (hidden, weight))
+    With a ``step`` these are of the first half of the sample, ``second`` (None: as large) of the second one, and the
+    two are orthogonal, unless ``both`` gives the norms of their sums. dW itself has the norm 1 in each half."""
+    hidden, first = (torch.tensor(errors, device=device) for errors in (hidden, weight))
     rows = torch.full((hidden[..., 0].numel(), 16), torch.nan, device=device)
     rows[:, :LEVELS], rows[:, LEVELS] = hidden, len(rows) ** -0.5
     skipped = torch.tensor([[4.0 - level / 2 for level in range(LEVELS)]] * 3, device=device)
-    budget = budget_of(device, 0.25) if budget is None else budget
-    norms = torch.cat([weight, weight.new_ones(1)])
-    own = torch.tensor([0.0] * LEVELS + [1.0] if own is None else own, device=device)
-    norms = torch.stack([norms, own]) * whole
+    allowance = allowance_of(device, 0.25) if allowance is None else allowance
+    second = first if second is None else torch.tensor(second, device=device)
+    both = options.pop("both", None)
+    if both is None:
+        both = torch.hypot(first, second) if options.get("step", 1) > 1 else first
+    else:
+        both = torch.tensor(both, device=device)
+    one = first.new_ones(1)
+    norms = torch.cat([first, one, second, one, both, one]) * whole
     products = LevelProducts(rows * whole, rows[:, :0], skipped)
-    return choose_level(products, norms.flatten(), budget, **options)[0].item()
+    return choose_level(products, norms, allowance, **options)[0].item()
 
 
 def test_the_largest_level_with_both_errors_within_the_limit_is_chosen(device):
@@ -259,94 +268,156 @@ def test_a_filter_that_skips_few_tiles_is_not_chosen(device):
     small = [0.1] * LEVELS
     passes_from_third = [0.5, 0.5, *small[2:]]
     assert chosen(device, small, passes_from_third, fewest=9.0) == FILTERS[2]
-    budget = budget_of(device, 0.25)
-    assert chosen(device, small, passes_from_third, fewest=9.1, budget=budget) == 0.0
+    allowance = allowance_of(device, 0.25)
+    assert chosen(device, small, passes_from_third, fewest=9.1, allowance=allowance) == 0.0
     # It adds no error.
-    torch.testing.assert_close(budget[:, 1:].tolist(), [[0.0, 1.0]] * 2)
+    torch.testing.assert_close(allowance[:, 1:].tolist(), [[0.0, 1.0]] * 2)
 
 
 def test_errors_of_few_tokens_count_as_larger(device):
-    """One of a hundred parts has all of the error: the standard error of the sum of squares is as large as the sum."""
+    """One of a hundred parts of a sample has all of the error: the standard error of the sum of squares is as large as
+    the sum."""
     errors = [[0.0] * LEVELS] * 99 + [[0.2] * LEVELS]
     none = [0.0] * LEVELS
-    assert chosen(device, none, none) == chosen(device, [[0.2] * LEVELS], none) == FILTERS[0]
-    assert chosen(device, errors, none) == 0.0
-    assert chosen(device, [[0.14 / 10] * LEVELS] * 100, none) == FILTERS[0]
+    assert chosen(device, errors, none) == FILTERS[0]
+    assert chosen(device, errors, none, step=3) == 0.0
+    assert chosen(device, [[0.24 / 10] * LEVELS] * 100, none, step=3) == FILTERS[0]
     # The root of 3 times as large.
-    assert chosen(device, [[e * 0.7 for e in row] for row in errors], none) == FILTERS[0]
-    assert chosen(device, [[e * 0.74 for e in row] for row in errors], none) == 0.0
+    assert chosen(device, [[e * 0.7 for e in row] for row in errors], none, step=3) == FILTERS[0]
+    assert chosen(device, [[e * 0.74 for e in row] for row in errors], none, step=3) == 0.0
     # Norms of which fp32 does not hold the squares.
-    for whole in (2.0**-49, 2.0**59):
-        assert chosen(device, [[0.01] * LEVELS] * 100, none, whole) == FILTERS[0]
+    for whole in (2.0**-49, 2.0**57):
+        assert chosen(device, [[0.01] * LEVELS] * 100, none, whole, step=3) == FILTERS[0]
 
 
 @pytest.mark.parametrize("whole", [1.0, 2.0**-48, 2.0**56])
 def test_what_tokens_have_in_common_grows_faster(whole, device):
-    """Of four times as many tokens it is four times as large. dW itself and what they do not have in common is
-    twice as large."""
-    none, of_all = [0.0] * LEVELS, [1.0]
-    assert chosen(device, none, [0.124] * LEVELS, whole, step=4) == FILTERS[0]
-    assert chosen(device, none, [0.126] * LEVELS, whole, step=4) == 0.0
-    assert chosen(device, none, [0.24] * LEVELS, whole, own=[0.24] * LEVELS + of_all, step=4) == FILTERS[0]
-    # The halves take from each other: that may be chance.
-    assert chosen(device, none, none, whole, own=[0.24] * LEVELS + of_all, step=4) == FILTERS[0]
-    assert chosen(device, none, none, whole, own=[0.26] * LEVELS + of_all, step=4) == 0.0
-    assert chosen(device, none, [0.24] * LEVELS, whole, own=none + [0.0]) == FILTERS[0]
-    # That the halves of dW are alike does not allow more.
-    assert chosen(device, none, [0.07] * LEVELS, whole, own=none + [0.0], step=4) == FILTERS[0]
-    assert chosen(device, none, [0.1] * LEVELS, whole, own=none + [0.0], step=4) == 0.0
+    """Of four times as many tokens it is four times as large. dW itself and what they do not have in common are twice
+    as large."""
+    none = [0.0] * LEVELS
+
+    def passes(error: float, together: float, second: float | None = None) -> bool:
+        given = dict(both=[together] * LEVELS, second=None if second is None else [second] * LEVELS)
+        return chosen(device, none, [error] * LEVELS, whole, step=4, **given) == FILTERS[0]
+
+    root = 2**0.5
+    # Nothing in common: both are twice as large, dW has the norm of the root of 2.
+    assert passes(0.24, 0.24 * root) and not passes(0.26, 0.26 * root)
+    # All in common.
+    assert passes(0.085, 0.17) and not passes(0.09, 0.18)
+    # The halves take from each other: that may be chance. What is left grows as if it were their own.
+    assert passes(0.17, 0.0) and not passes(0.18, 0.0)
+    assert passes(0.33, 0.33, 0.0) and not passes(0.36, 0.36, 0.0)
+
+
+def test_dw_is_taken_as_small_as_its_smaller_half(device):
+    norms = torch.tensor([*[0.2] * LEVELS, 1.0, *[0.2] * LEVELS, 9.0, *[0.28] * LEVELS, 9.1], device=device)
+    products = LevelProducts(torch.ones(1, 16, device=device), torch.ones(1, 0), torch.ones(1, 8, device=device))
+    assert choose_level(products, norms, allowance_of(device, 1.1), step=3)[0].item() == FILTERS[0]
+    norms[LEVELS] = 0.1
+    assert choose_level(products, norms, allowance_of(device, 1.1), step=3)[0].item() == 0.0
+    # Without other tokens nothing is estimated.
+    assert choose_level(products, norms, allowance_of(device, 1.1))[0].item() == FILTERS[0]
+    norms[LEVELS] = torch.nan
+    assert choose_level(products, norms, allowance_of(device, 1.1), step=3)[0].item() == 0.0
+
+
+def test_dx_is_taken_smaller_where_few_tokens_have_most_of_it(device):
+    def choice(last: float) -> float:
+        rows = torch.full((100, 16), 0.02, device=device)
+        rows[:, LEVELS] = 0.1
+        rows[-1, LEVELS] = last
+        products = LevelProducts(rows, rows[:, :0], torch.ones(1, 8, device=device))
+        norms = torch.tensor([*[0.0] * LEVELS, 1.0] * 3, device=device)
+        return choose_level(products, norms, allowance_of(device, 0.25), step=3)[0].item()
+
+    assert choice(0.1) == FILTERS[0] and choice(10.0) == 0.0
 
 
 def test_a_slice_may_add_what_those_before_it_have_left(device):
     small, halves = [0.0] * LEVELS, [0.5**level for level in range(LEVELS)]
-    budget = budget_of(device, 0.25)
+    allowance = allowance_of(device, 0.25)
     # 0 and 1 are what is known after a slice of norm 1 without an error: 0.25 allows 1/4 of the root of 2.
-    assert chosen(device, small, small, budget=budget) == FILTERS[0]
-    assert budget[:, 1:].tolist() == [[0.0, 1.0]] * 2
-    assert chosen(device, [0.35, *small[1:]], small, budget=budget.clone()) == FILTERS[0]
-    assert chosen(device, [0.36, *small[1:]], small, budget=budget.clone()) == FILTERS[1]
-    assert chosen(device, small, halves, budget=budget) == FILTERS[2]
-    torch.testing.assert_close(budget[:, 1:].tolist(), [[0.0, 2.0], [1 / 16, 2.0]])
+    assert chosen(device, small, small, allowance=allowance) == FILTERS[0]
+    assert allowance[:, 1:].tolist() == [[0.0, 1.0]] * 2
+    assert chosen(device, [0.35, *small[1:]], small, allowance=allowance.clone()) == FILTERS[0]
+    assert chosen(device, [0.36, *small[1:]], small, allowance=allowance.clone()) == FILTERS[1]
+    assert chosen(device, small, halves, allowance=allowance) == FILTERS[2]
+    torch.testing.assert_close(allowance[:, 1:].tolist(), [[0.0, 2.0], [1 / 16, 2.0]])
     # Little is left: (1 + 2) / 16 - 1 / 16.
-    assert chosen(device, small, [0.36, 0.34, *small[2:]], budget=budget.clone()) == FILTERS[1]
+    assert chosen(device, small, [0.36, 0.34, *small[2:]], allowance=allowance.clone()) == FILTERS[1]
     # A slice that is formed exactly adds no error, and raises what is allowed.
-    assert chosen(device, [1.0] * LEVELS, small, budget=budget) == 0.0
-    torch.testing.assert_close(budget[:, 1:].tolist(), [[0.0, 3.0], [1 / 16, 3.0]])
-    assert chosen(device, small, small, torch.inf, budget=budget) == 0.0
-    torch.testing.assert_close(budget[:, 1:].tolist(), [[0.0, 3.0], [1 / 16, 3.0]])
+    assert chosen(device, [1.0] * LEVELS, small, allowance=allowance) == 0.0
+    torch.testing.assert_close(allowance[:, 1:].tolist(), [[0.0, 3.0], [1 / 16, 3.0]])
+    assert chosen(device, small, small, torch.inf, allowance=allowance) == 0.0
+    torch.testing.assert_close(allowance[:, 1:].tolist(), [[0.0, 3.0], [1 / 16, 3.0]])
 
 
 def test_limits_are_of_each_product(device):
-    budget, tenth = budget_of(device, 0.25), [0.1] * LEVELS
-    budget[1, 0] = 0.05
-    assert chosen(device, tenth, [0.1, 0.04, *tenth[2:]], budget=budget) == FILTERS[1]
+    allowance, tenth = allowance_of(device, 0.25), [0.1] * LEVELS
+    allowance[1, 0] = 0.05
+    assert chosen(device, tenth, [0.1, 0.04, *tenth[2:]], allowance=allowance) == FILTERS[1]
 
 
-def test_dw_may_be_as_far_off_as_rounded_logits_would_make_it(device):
-    """The limit is in proportion to the targets' mean probability, and never above that of dX."""
+def test_dw_may_be_off_in_proportion_to_the_probability_of_the_targets(device):
+    """Their mean, over the tokens that count; and never more than dX."""
     N, V = 1500, 50
     logits = normal(N, V).float()
-    target, alpha = torch.arange(N) % V, torch.ones(N)
-    alpha[::3] = 0
+    target, alpha, factor = torch.arange(N) % V, torch.ones(N), torch.ones(N)
+    alpha[::3], factor[1::3] = 0, 0
     maximum = logits.amax(1)
     partial = torch.stack([maximum, (logits - maximum[:, None]).exp().sum(1), logits[torch.arange(N), target]])
-    # What does not count is not read.
-    partial[:, ::3] = torch.nan
-    mean = logits.double().softmax(1)[torch.arange(N), target][alpha != 0].mean()
+    whole = partial.clone()
+    # What does not count is not read, and a target outside of the vocabulary has no logit.
+    partial[:, ::3] = partial[:, 1::3] = torch.nan
+    partial[2, 2::30] = 0.0
+    counted = (alpha * factor != 0) & (partial[2] != 0)
+    mean = logits.double().softmax(1)[torch.arange(N), target][counted].mean()
 
-    def limits(partial, has_targets=True):
-        found = error_budget(partial.contiguous().to(device), alpha.to(device), has_targets)
+    def limits(partial, factor=factor, has_targets=True):
+        given = (t.contiguous().to(device) for t in (partial, alpha))
+        found = error_allowance(*given, None if factor is None else factor.to(device), has_targets)
         assert found[:, 1:].count_nonzero() == 0
         return found[:, 0].tolist()
 
     of_hidden, of_weight = limits(partial)
     assert of_hidden == LIMIT and of_weight == pytest.approx(mean.item() / 256, rel=1e-5)
     assert of_weight < LIMIT
-    partial[2] = partial[0] + partial[1].log()
-    assert limits(partial) == [LIMIT, LIMIT]
-    assert limits(partial, has_targets=False) == [LIMIT, LIMIT]
-    partial[2, 1] = torch.nan
+    assert limits(partial, torch.tensor(0.0)) == [LIMIT, 0.0]
+    whole[2] = whole[0] + whole[1].log()
+    assert limits(whole) == limits(whole, None) == limits(partial, has_targets=False) == [LIMIT, LIMIT]
+    partial[2, 5] = torch.nan
     assert limits(partial) == [LIMIT, 0.0]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_backward_asks_for_what_the_loss_may_add(saves, choices, device):
+    """With an upstream gradient that masks tokens, and ids that are ignored."""
+    x, weight, target = draw("first", 150, 500, device=device)
+    mask = torch.arange(150, device=device) % 4 < 2
+    target = torch.arange(150, device=device)
+    target[6] = -100
+    p = (x.double() @ weight.double().T).softmax(1).gather(1, target.clamp_min(0)[:, None])[:, 0]
+    expected = p[mask & (target >= 0)].mean().item() / 256
+    assert expected < LIMIT
+    allowed, asking = results_of(triton_slices, "error_allowance"), arguments_to(triton_filter, "choose_level")
+    with allowed as allowances, asking as asked:
+        budget = 1 << 30 if saves else 0
+        loss = linear_cross_entropy(x, weight, target, reduction="none", gradient_filter="auto", logits_budget=budget)
+        torch.autograd.grad((loss * mask).sum(), (x, weight))
+    assert allowances[0][:, 0].tolist() == [LIMIT, pytest.approx(expected, rel=2e-2)]
+    assert all(given[2] is allowances[0] for given in asked) and len(asked) == len(choices)
+
+
+def test_a_sample_stands_for_all_and_a_filter_must_pay(choices, device, monkeypatch):
+    """Of 20 row blocks four are looked at, each fifth one."""
+    monkeypatch.setattr(triton_filter, "HIDDEN_PER_SCAN", 4)
+    x, weight, target = draw("first", 20 * TILE, 300, device=device)
+    with arguments_to(triton_filter, "choose_level") as asked:
+        gradients(x, weight, target, gradient_filter="auto")
+    ((*_, step, fewest),) = asked
+    # 4 of 16 hidden elements; three tiles each.
+    assert step == 5 and fewest == 4 * 3 * 4 / 16
 
 
 def test_of_a_limit_on_the_device_the_same_tiles_are_active(device):

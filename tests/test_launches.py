@@ -24,7 +24,7 @@ KERNELS = {
     "lce_backward_divergence",
     "lce_backward_entry_shares",
     "lce_backward_level_errors",
-    "lce_backward_error_budget",
+    "lce_backward_error_allowance",
     "lce_backward_inverse_limits",
     "lce_backward_level_means",
     "lce_backward_list_tiles",

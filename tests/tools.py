@@ -242,6 +242,17 @@ def words_of_error(use) -> str:
 
 
 @contextmanager
+def arguments_to(module, name: str) -> Iterator[list]:
+    """The positional arguments of the function of this name whenever the module calls it."""
+    found, original = [], getattr(module, name)
+    setattr(module, name, lambda *arguments: (found.append(arguments), original(*arguments))[1])
+    try:
+        yield found
+    finally:
+        setattr(module, name, original)
+
+
+@contextmanager
 def results_of(module, name: str) -> Iterator[list]:
     """What the function of this name gives whenever the module calls it."""
     found, original = [], getattr(module, name)

@@ -43,7 +43,7 @@ class UnfilteredSlice(NamedTuple):
 class Estimates(NamedTuple):
     """Relative errors, in Frobenius norms, that filters add to what a slice adds to dX and to dW."""
 
-    # fp32 [1]: the largest filter with which both stay within the budget over the slices so far, or 0
+    # fp32 [1]: the largest filter with which both stay within the allowance over the slices so far, or 0
     eps: Tensor
     # fp32 [2, LEVELS]: of dX and of dW, at the filters 2^-8, 2^-9, ...
     errors: Tensor
@@ -65,8 +65,8 @@ def limits_of(
 
 
 def sketch_of(weight: Tensor, mean: Tensor | None = None) -> Tensor:
-    """``[8, C]`` fp32: the rows of ``weight [C, D]`` times random signs, then random signs. Before them, with
-    ``mean [D]``, the rows times that."""
+    """``[8, C]`` fp32: the rows of ``weight [C, D]``, less their mean, times random signs; then random signs. Before
+    them, with ``mean [D]``, the rows themselves times that."""
     (entries, hidden_size), first = weight.shape, 0 if mean is None else 1
     # Rows begin at multiples of 16 bytes.
     rows = weight.new_empty(first + 2 * SIGNS, -(-entries // 8) * 8, dtype=torch.float32)[:, :entries]
@@ -75,42 +75,49 @@ def sketch_of(weight: Tensor, mean: Tensor | None = None) -> Tensor:
         factors[0] = mean
     signs(factors[first:], seed=0)
     accumulate_nt(rows[: first + SIGNS], factors, weight, overwrite=True)
+    # What all rows have in common does not count: over the whole vocabulary a token's gradients sum to 0.
+    of_hidden = rows[first : first + SIGNS]
+    of_hidden -= of_hidden.mean(1, keepdim=True)
     signs(rows[first + SIGNS :], seed=1)
     return rows
 
 
 def estimated(
-    given: UnfilteredSlice,
+    x: Tensor,
+    factors: RowFactors,
+    first: int,
     scanned: ScannedTiles,
     sketch: Tensor,
-    budget: Tensor,
+    allowance: Tensor,
     step: int,
     sample: BlockSample | None = None,
     of_weight: Tensor | None = None,
 ) -> Estimates:
-    """``scanned``: one row block in ``step``, with the products of ``sketch``. ``sample``: which they are of those that
-    ``given`` has; None: all. ``budget``: of :func:`parallel_lce.kernels.filter_choice.error_budget`, for all slices.
-    ``of_weight``: the shares of dW; None: those of the column sums."""
-    products = level_products(scanned, sketch, given.factors, given.first, sample, of_weight)
-    x = given.x if sample is None else sample.of(given.x)
-    product = budget.new_empty(len(products.signed), x.shape[1])
-    accumulate_nt(product, products.signed, x.t(), overwrite=True)
-    weight_norms = torch.linalg.vector_norm(product.view(2 * (LEVELS + 1), -1), dim=1)
+    """Of a slice whose first entry is ``first``. ``scanned``: one row block in ``step``, with the products of
+    ``sketch``. ``sample``: which they are of those that ``x`` and ``factors`` have; None: all. ``allowance``: of
+    :func:`parallel_lce.kernels.filter_choice.error_allowance`, for all slices. ``of_weight``: the shares of dW; None:
+    those of the column sums."""
+    products = level_products(scanned, sketch, factors, first, sample, of_weight)
+    x, half = x if sample is None else sample.of(x), len(products.signed) // 2
+    product = allowance.new_empty(3 * half, x.shape[1])
+    accumulate_nt(product[: 2 * half], products.signed, x.t(), overwrite=True)
+    torch.add(product[:half], product[half : 2 * half], out=product[2 * half :])
+    weight_norms = torch.linalg.vector_norm(product.view(3 * (LEVELS + 1), -1), dim=1)
     fewest = scanned.largest.numel() * HIDDEN_PER_SCAN / x.shape[1]
-    return Estimates(*choose_level(products, weight_norms, budget, step, fewest))
+    return Estimates(*choose_level(products, weight_norms, allowance, step, fewest))
 
 
 def filtered(
-    given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str, budget: Tensor | None
+    given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str, allowance: Tensor | None
 ) -> FilteredGradient:
     """A slice filtered by a probability or, with ``"auto"``, by the one that is chosen for it. ``inverse [R]``: of
-    :func:`limits_of`. ``budget``: of :func:`estimated`, for ``"auto"``."""
+    :func:`limits_of`. ``allowance``: of :func:`estimated`, for ``"auto"``."""
     eps = gradient_filter
     if isinstance(eps, str):
-        assert eps == AUTO and budget is not None
+        assert eps == AUTO and allowance is not None
         sketch, sample = sketch_of(given.weight), sample_blocks(len(given.gradient), _ONE_IN)
         scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
-        eps = estimated(given, scanned, sketch, budget, sample.step, sample).eps
+        eps = estimated(given.x, given.factors, given.first, scanned, sketch, allowance, sample.step, sample).eps
     return FilteredGradient(given.gradient, find_active_tiles(given.gradient, inverse, eps))
 
 

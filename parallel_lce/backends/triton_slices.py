@@ -28,7 +28,7 @@ from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlic
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
 from parallel_lce.kernels.active_windows import WindowPartials
-from parallel_lce.kernels.filter_choice import error_budget
+from parallel_lce.kernels.filter_choice import error_allowance
 from parallel_lce.kernels.filter_estimates import RowFactors
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
@@ -136,7 +136,7 @@ class Piece:
         # Of which the active ones alone are projected, and what does so; None: all are.
         self._windows, self._active = windows, None
         # What filters that are chosen may add in all slices.
-        self._budget: Tensor | None = None
+        self._allowance: Tensor | None = None
         # ``rewrite`` every row of saved exponentials, so that there are no row factors. Selected entries are added to
         # such rows alone.
         self._rewrite, self._find_shared = rewrite or selected is not None, find_shared
@@ -157,7 +157,9 @@ class Piece:
         others = [c if c is None else c.contiguous() for c in coefficients.each[1:]]
         self._coefficients = TokenCoefficients(coefficients.alpha.contiguous(), *others, factor=coefficients.factor)
         if gradient_filter == AUTO:
-            self._budget = error_budget(self._partial, self._coefficients.alpha, self.has_targets)
+            self._allowance = error_allowance(
+                self._partial, self._coefficients.alpha, coefficients.factor, self.has_targets
+            )
 
     def form(self, start: int, stop: int) -> Slice:
         filters = self._gradient_filter is not None and worth_filtering(self.x.numel() * (stop - start))
@@ -169,7 +171,7 @@ class Piece:
             place_selected(part.gradient, start, *selection, values, self._fp16_scale)
         if filters and self._gradient_filter is not None:
             inverse = limits_of(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
-            part.filtered = filtered(self._unfiltered(part), inverse, self._gradient_filter, self._budget)
+            part.filtered = filtered(self._unfiltered(part), inverse, self._gradient_filter, self._allowance)
         return part
 
     def _is_recomputed(self, start: int) -> bool:
@@ -182,7 +184,7 @@ class Piece:
                 # Without entries: nothing is placed.
                 self._tokens = self._find_tokens(gradient[:, :0], None, start)
             assert self._gradient_filter is not None
-            self._active = ActiveWindows(self._rows(self._placed), windows, self._gradient_filter, self._budget)
+            self._active = ActiveWindows(self._rows(self._placed), windows, self._gradient_filter, self._allowance)
         return Slice(start, stop, gradient, None, None, self._active.form(start, stop, gradient))
 
     def _rows(self, targets: Targets | None) -> Rows:

@@ -14,14 +14,7 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import matmul_nt
 from parallel_lce.backends.interface import AUTO, Projection, Saved
-from parallel_lce.backends.triton_filter import (
-    FilteredGradient,
-    UnfilteredSlice,
-    estimated,
-    limits_of,
-    sketch_of,
-    worth_filtering,
-)
+from parallel_lce.backends.triton_filter import FilteredGradient, estimated, limits_of, sketch_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.kernels.active_tiles import ActiveTiles, list_active_tiles
 from parallel_lce.kernels.active_windows import (
@@ -105,13 +98,13 @@ def fills_sample(rows: int) -> bool:
 class ActiveWindows:
     """Forms slices of the gradient of some ``rows`` by projecting their active windows.
 
-    ``budget``: of :func:`parallel_lce.backends.triton_filter.estimated`, for ``"auto"``.
+    ``allowance``: of :func:`parallel_lce.backends.triton_filter.estimated`, for ``"auto"``.
     """
 
     def __init__(
-        self, rows: Rows, windows: WindowPartials, gradient_filter: float | str, budget: Tensor | None
+        self, rows: Rows, windows: WindowPartials, gradient_filter: float | str, allowance: Tensor | None
     ) -> None:
-        self._rows, self._windows, self._filter, self._budget = rows, windows, gradient_filter, budget
+        self._rows, self._windows, self._filter, self._allowance = rows, windows, gradient_filter, allowance
         projection, alpha = rows.projection, rows.coefficients.alpha
         self._inverse = limits_of(rows.coefficients, projection, None, rows.fp16_scale)
         targets = rows.targets or (None, None, None)
@@ -172,12 +165,11 @@ class ActiveWindows:
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)
         if isinstance(eps, str):
-            assert sketch is not None and self._budget is not None
-            weight = some_rows(rows.projection.weight, start, stop)
+            assert sketch is not None and self._allowance is not None
             factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None, None)))
-            given = UnfilteredSlice(gradient, weight, rows.x, factors, start)
             scanned = scan_tiles(gradient, inverse, sketch=sketch)
-            eps = estimated(given, scanned, sketch, self._budget, self._step, of_weight=of_weight).eps
+            found = estimated(rows.x, factors, start, scanned, sketch, self._allowance, self._step, of_weight=of_weight)
+            eps = found.eps
         sums = scan_tiles(gradient, inverse, eps).column_sums
         assert sums is not None
         return eps, sums

@@ -460,6 +460,18 @@ def test_signs_are_balanced_and_independent(device):
     assert (both[:, 1:] * both[:, :-1]).mean(1).abs().max() < 0.05
 
 
+def test_what_all_rows_of_the_weight_have_in_common_is_not_in_the_sketch(device):
+    """In a slice it would make dX look large, where the parts of the slices cancel."""
+    weight, mean = (5.0 + normal(300, 64)).bfloat16().to(device), normal(64).bfloat16().to(device)
+    of_hidden = signs(torch.empty(4, 64, dtype=torch.bfloat16, device=device), seed=0)
+    expected = of_hidden.double() @ (weight.double() - weight.double().mean(0)).T
+    sketch, longer = triton_filter.sketch_of(weight), triton_filter.sketch_of(weight, mean)
+    assert_close(sketch[:4], expected, 1e-4)
+    assert set(sketch[4:].unique().tolist()) == {-1.0, 1.0}
+    assert_close(longer[0], mean.double() @ weight.double().T, 1e-4)
+    assert_close(longer[1:], sketch.double(), 1e-4)
+
+
 @pytest.mark.parametrize("gradient_filter", [2**-8, "auto"])
 def test_auto_reads_hidden_states_before_dx(gradient_filter, device):
     """They may arrive later else, if all exponentials are saved."""

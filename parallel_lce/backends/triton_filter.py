@@ -20,7 +20,8 @@ from parallel_lce.kernels.tile_scan import TILE, BlockSample, ScannedTiles, inve
 # backward takes the host longer than an exact one takes the GPU.
 SMALLEST_FILTERED = 1e12
 # Hidden elements with which the products of a tile take as long as reading it to see whether it is active. Where a
-# filter skips a smaller share of the tiles than this is of the hidden size, it does not pay.
+# filter skips a smaller share of the tiles than this is of the hidden size, it does not pay. Where windows are
+# projected again this is rough: a window is skipped whole.
 HIDDEN_PER_SCAN = 144
 # Row blocks that are looked at to choose a filter: one in so many.
 _ONE_IN = 5

@@ -12,6 +12,8 @@ had nothing in common, and the half with more were like the other one.
 Of dX the norms of some tokens each are known, and tokens have nothing in common. A few tokens may have most of the sum
 of squares. So twice its standard error is added to the squares of dX's errors, and subtracted from that of dX itself.
 
+A slice may add to the errors what the slices before it have left of the limits.
+
 A filter may add to dX an error of at most ``LARGEST_ERROR``. To dW it may add as much, but no more than 1/256 of the
 mean probability of the targets. That is about what rounding the logits to bf16 adds: on models of D=256 to 4096, after
 50 to 1000 steps of training, it added 1/340 to 1/64 of that probability, which was .05 to .43.

@@ -13,7 +13,7 @@ The shares q may be others for dW than for dX.
 
 The errors are estimated at ``LEVELS`` filters: 2^-8, and each half of the one before. What is not finite is an error
 too large. Norms from four signs vary: the worst case is an error of rank 1, whose estimate has a standard deviation of
-a third. A slice may add to the errors what the slices before it have left of the limit.
+a third.
 """
 
 from __future__ import annotations

@@ -22,10 +22,10 @@ FEWEST_SAMPLED = 4
 _TILE = tl.constexpr(TILE)
 # Row blocks that a program scans one after the other, and its warps. More warps tell each other more, and take longer.
 _SCANNED, _WARPS = 4, 2
-# Rows of a program that finds limits, and the largest number.
-_ROWS, _FINITE = 1024, tl.constexpr(3.4028234663852886e38)
 # Rows that it looks at at a time, and stages of its loads: without a sketch, and with one.
 _CHUNKS = (16, 3), (32, 1)
+# Rows of a program that finds limits, and the largest number.
+_ROWS, _FINITE = 1024, tl.constexpr(3.4028234663852886e38)
 
 
 class BlockSample(NamedTuple):

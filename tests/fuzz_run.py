@@ -53,12 +53,8 @@ def _filter_small_products(stack: ExitStack) -> None:
     from parallel_lce.backends import triton_filter
     from parallel_lce.kernels import tile_scan
 
-    for module, name, value in (
-        (triton_filter, "SMALLEST_FILTERED", 0),
-        (triton_filter, "HIDDEN_PER_SCAN", 0),
-        (tile_scan, "FEWEST_SAMPLED", 1),
-    ):
-        stack.enter_context(mock.patch.object(module, name, value))
+    stack.enter_context(mock.patch.multiple(triton_filter, SMALLEST_FILTERED=0, HIDDEN_PER_SCAN=0))
+    stack.enter_context(mock.patch.object(tile_scan, "FEWEST_SAMPLED", 1))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -21,6 +21,8 @@ from parallel_lce.kernels.filter_choice import LARGEST_ERROR
 EPS = 2**-6
 # Tokens, entries, and those of a window in the tests' dtypes. A slice has two windows.
 N, V, WINDOW = 532, 700, 256
+# Four windows.
+MORE = {"N": 788, "V": 1000}
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +31,15 @@ def small_slices(monkeypatch):
     monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
     monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * N * 2)
     with chosen_backend("triton"), shrunk(40_000):
+        yield
+
+
+@pytest.fixture
+def two_sampled(monkeypatch):
+    """Two of the seven row blocks of MORE are a sample, which has then two halves."""
+    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 2)
+    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * MORE["N"] * 2)
+    with shrunk(60_000):
         yield
 
 
@@ -226,15 +237,13 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(device):
 @pytest.mark.thinned
 @pytest.mark.parametrize("slope", [4.0, 0.0])
 @pytest.mark.parametrize("placed", [True, False])
-def test_auto_keeps_its_promise(placed, slope, listed, device, monkeypatch):
-    """The choice is made by a sample of two of seven row blocks. On an even softmax everything is formed."""
-    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 2)
-    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * 788 * 2)
-    t = problem(device=device, slope=slope, N=788, V=1000)
+def test_auto_keeps_its_promise(placed, slope, listed, two_sampled, device):
+    """The choice is made by the sample. On an even softmax everything is formed."""
+    t = problem(device=device, slope=slope, **MORE)
     if not placed:
         t[2].fill_(-100)
         t[2][::7] = 0
-    with shrunk(60_000), arguments_to(triton_filter, "choose_level") as asked:
+    with arguments_to(triton_filter, "choose_level") as asked:
         found, exact = gradients(*t, gradient_filter="auto"), gradients(*t)
     assert len(asked) == len(listed) == 2
     for *_, allowance, step, fewest in asked:
@@ -247,14 +256,14 @@ def test_auto_keeps_its_promise(placed, slope, listed, device, monkeypatch):
         assert relative_error(a, b.double()) <= 1.25 * LARGEST_ERROR + 2**-9
 
 
-def test_gradients_are_exact_where_every_filter_would_add_too_much(listed, device):
+def test_gradients_are_exact_where_every_filter_would_add_too_much(listed, two_sampled, device):
     """Nearly all of the softmax is one entry's, and what there is of the others matters to dX."""
-    x, weight = normal(N, 16), 0.15 * normal(V, 16, seed=1)
+    x, weight = normal(MORE["N"], 16), 0.15 * normal(MORE["V"], 16, seed=1)
     x[:, 0], weight[:, 0], weight[0, 0] = 4.0, 0.0, 3.8
     x, weight = (t.bfloat16().to(device).requires_grad_() for t in (x, weight))
-    target = torch.zeros(N, dtype=torch.int64, device=device)
+    target = torch.zeros(MORE["N"], dtype=torch.int64, device=device)
     found, exact = gradients(x, weight, target, gradient_filter="auto"), gradients(x, weight, target)
-    assert sum(n[0] for n in listed) == 3 * 5
+    assert sum(n[0] for n in listed) == 4 * 7
     for a, b, c in zip(found, exact, gradients(x, weight, target, gradient_filter=2**-15)):
         assert_close(a, b.double(), 6e-3)
         assert relative_error(c, b.double()) > 2 * LARGEST_ERROR

@@ -177,10 +177,10 @@ def test_both_budgets_and_every_filter_are_asked_for(short, monkeypatch):
 
 
 def test_entries_are_dealt_to_the_ranks_in_turn():
-    order = torch.tensor([5, 3, 1, 0, 2, 4])
-    assert sparsity.dealt(order, 1).tolist() == order.tolist()
-    assert sparsity.dealt(order, 2).tolist() == [5, 1, 2, 3, 0, 4]
-    assert sparsity.dealt(order, 3).tolist() == [5, 0, 3, 2, 1, 4]
+    given = inputs()
+    order = sparsity.by_probability(given)
+    for ranks in (2, 5):
+        assert torch.equal(sparsity.by_probability(given, ranks), torch.cat([order[r::ranks] for r in range(ranks)]))
 
 
 def test_active_tiles_of_ranks_are_those_of_their_shards():

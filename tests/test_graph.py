@@ -144,10 +144,7 @@ def test_a_captured_step_replays_on_other_data(name, backend, dtype, device, mon
 @pytest.mark.parametrize("name", FILTERED)
 def test_filtered_steps_are_captured_and_never_wait(name, device, monkeypatch):
     from parallel_lce.backends import triton_windows
-    from parallel_lce.kernels import tile_scan
 
-    # Fewer row blocks are a sample, so that windows are kept of as few tokens.
-    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
     prepare.KNOWN.clear()
     step = Step(name, "triton", "bf16", monkeypatch)
     with results_of(triton_windows, "list_active_windows") as listed:

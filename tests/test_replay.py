@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
 from unittest import mock
 
@@ -97,16 +98,21 @@ CASES = [
 ]
 
 
+def check_replays(one: Callable[[int], list[torch.Tensor]]) -> None:
+    """The results of ``one(seed)`` have the same bits, whether replayed or not."""
+    with never_replayed():
+        expected = [one(seed) for seed in range(4)]
+    with replays() as found:
+        for seed in range(4):
+            assert same(one(seed), expected[seed]), seed
+    # Of forward and backward, from the third call on.
+    assert len(found) == 4
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.thinned
 def test_replays_have_the_bits_of_other_calls(case, device):
-    with never_replayed():
-        expected = [called(case, device, seed) for seed in range(4)]
-    with replays() as found:
-        for seed in range(4):
-            assert same(called(case, device, seed), expected[seed]), seed
-    # Of forward and backward, from the third call on.
-    assert len(found) == 4
+    check_replays(lambda seed: called(case, device, seed))
 
 
 def test_gradients_formed_in_forward(device):
@@ -126,11 +132,7 @@ def test_statistics_are_replayed(device):
         total = s.lse.sum() + 2 * s.entropy.sum() + 3 * s.mean_logit.sum()
         return [*(v.detach() for v in fields(s).values()), *torch.autograd.grad(total, (t.x, t.weight))]
 
-    with never_replayed():
-        expected = [one(seed) for seed in range(4)]
-    with replays() as found:
-        assert all(same(one(seed), expected[seed]) for seed in range(4))
-    assert len(found) == 4
+    check_replays(one)
 
 
 def filtered(gradient_filter: float | str, device: str, seed: int) -> list[torch.Tensor]:
@@ -146,12 +148,7 @@ def filtered(gradient_filter: float | str, device: str, seed: int) -> list[torch
 
 @pytest.mark.parametrize("gradient_filter", [2**-9, "auto"])
 def test_filters_are_replayed(gradient_filter, device):
-    with never_replayed():
-        expected = [filtered(gradient_filter, device, seed) for seed in range(4)]
-    with replays() as found:
-        for seed in range(4):
-            assert same(filtered(gradient_filter, device, seed), expected[seed]), seed
-    assert len(found) == 4
+    check_replays(lambda seed: filtered(gradient_filter, device, seed))
 
 
 def post_training(kind: str, device: str, seed: int) -> list[torch.Tensor]:
@@ -177,12 +174,7 @@ def post_training(kind: str, device: str, seed: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("kind", ["statistics", "K", "sets"])
 def test_selected_entries_are_replayed(kind, device):
-    with never_replayed():
-        expected = [post_training(kind, device, seed) for seed in range(4)]
-    with replays() as found:
-        for seed in range(4):
-            assert same(post_training(kind, device, seed), expected[seed]), seed
-    assert len(found) == 4
+    check_replays(lambda seed: post_training(kind, device, seed))
 
 
 def test_without_gradients(device):

@@ -4,7 +4,7 @@ collectives."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass
 from dataclasses import fields as fields_of
@@ -241,28 +241,29 @@ def words_of_error(use) -> str:
     return "no error"
 
 
+def _noted(module, name: str, note: Callable):
+    """Calls ``note(arguments, result)`` whenever the module calls the function of this name."""
+    original = getattr(module, name)
+
+    def noted(*arguments, **options):
+        result = original(*arguments, **options)
+        note(arguments, result)
+        return result
+
+    return mock.patch.object(module, name, noted)
+
+
 @contextmanager
 def arguments_to(module, name: str) -> Iterator[list]:
     """The positional arguments of the function of this name whenever the module calls it."""
-    found, original = [], getattr(module, name)
-    setattr(module, name, lambda *arguments: (found.append(arguments), original(*arguments))[1])
-    try:
+    found = []
+    with _noted(module, name, lambda arguments, _: found.append(arguments)):
         yield found
-    finally:
-        setattr(module, name, original)
 
 
 @contextmanager
 def results_of(module, name: str) -> Iterator[list]:
     """What the function of this name gives whenever the module calls it."""
-    found, original = [], getattr(module, name)
-
-    def noted(*arguments, **options):
-        found.append(original(*arguments, **options))
-        return found[-1]
-
-    setattr(module, name, noted)
-    try:
+    found = []
+    with _noted(module, name, lambda _, result: found.append(result)):
         yield found
-    finally:
-        setattr(module, name, original)

@@ -135,7 +135,7 @@ class Piece:
         self._partial, self._saved = partial.contiguous(), SavedExponentials.of(saved) if saved else None
         # Of which the active ones alone are projected, and what does so; None: all are.
         self._windows, self._active = windows, None
-        # What filters that are chosen may add in all slices.
+        # What filters that are chosen may add in all slices. None before the first one that is filtered.
         self._allowance: Tensor | None = None
         # ``rewrite`` every row of saved exponentials, so that there are no row factors. Selected entries are added to
         # such rows alone.
@@ -156,13 +156,12 @@ class Piece:
             self.fp16_unscale = 1 / self._fp16_scale
         others = [c if c is None else c.contiguous() for c in coefficients.each[1:]]
         self._coefficients = TokenCoefficients(coefficients.alpha.contiguous(), *others, factor=coefficients.factor)
-        if gradient_filter == AUTO:
-            self._allowance = error_allowance(
-                self._partial, self._coefficients.alpha, coefficients.factor, self.has_targets
-            )
 
     def form(self, start: int, stop: int) -> Slice:
         filters = self._gradient_filter is not None and worth_filtering(self.x.numel() * (stop - start))
+        if filters and self._gradient_filter == AUTO and self._allowance is None:
+            c = self._coefficients
+            self._allowance = error_allowance(self._partial, c.alpha, c.factor, self.has_targets)
         if filters and self._windows is not None and self._is_recomputed(start):
             return self._form_active(self._windows, start, stop)
         part = self._formed(start, stop)

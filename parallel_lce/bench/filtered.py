@@ -22,7 +22,7 @@ from .passes import calls_of
 from .peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, ONE, RANKS, named
 from .problem import Problem, Shape
 from .results import spread
-from .sparsity import by_probability, dealt, reordered, tile_maxima
+from .sparsity import by_probability, reordered, tile_maxima
 from .team import Team
 from .timing import timer
 
@@ -117,7 +117,7 @@ def measure(inputs: Inputs, rounds: int, team: Team) -> Case:
         del found
     identity = torch.arange(entries, device=team.device)
     results = []
-    for name, order in ((NATURAL, identity), (BY_PROBABILITY, dealt(by_probability(inputs), team.ranks))):
+    for name, order in ((NATURAL, identity), (BY_PROBABILITY, by_probability(inputs, team.ranks))):
         own = order.chunk(team.ranks)[team.rank]
         errors_of = partial(_errors, truth=truth, order=own, team=team)
         results += _in_order(name, reordered(inputs, order), errors_of, rounds, team)
@@ -168,7 +168,8 @@ def _errors(found, truth: Answers, order: Tensor | None = None, team: Team | Non
     grad_x, grad_weight = _gradients(truth)
     truths = grad_x, grad_weight if order is None else grad_weight[order]
     # dX is the same on all ranks, so that its squares' sums over the ranks have the same ratio.
-    squares = torch.stack([t.double().square().sum() for f, true in zip(found, truths) for t in (f - true, true)])
+    norms = [torch.linalg.vector_norm(t) for f, true in zip(found, truths) for t in (f - true, true)]
+    squares = torch.stack(norms).square()
     off_x, whole_x, off_weight, whole_weight = (squares if team is None else team.reduce(squares)).sqrt().tolist()
     return {"dX": off_x / whole_x, "dW": off_weight / whole_weight}
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends.eager_filter import TILE
+from ..vocabulary import VocabularyOrder
 from .exactness import Inputs, log_softmax
 
 
@@ -18,14 +19,11 @@ def mean_probabilities(inputs: Inputs) -> Tensor:
     return total / len(inputs.hidden)
 
 
-def by_probability(inputs: Inputs) -> Tensor:
-    """The ids of the vocabulary `[V]`, the most probable first: nearly the order of how frequent they are in text."""
-    return mean_probabilities(inputs).argsort(descending=True, stable=True)
-
-
-def dealt(order: Tensor, ranks: int) -> Tensor:
-    """The same ids, dealt to the ranks in turn: those of the first rank, of the second one, and so on."""
-    return order.view(-1, ranks).t().flatten()
+def by_probability(inputs: Inputs, ranks: int = 1) -> Tensor:
+    """The ids of the vocabulary `[V]`, the most probable first: nearly the order of how frequent they are in text. They
+    are dealt to the ranks in turn; those of the first rank come first."""
+    order = VocabularyOrder.by_frequency(mean_probabilities(inputs), ranks=ranks)
+    return order.undo(torch.arange(len(inputs.weight), device=inputs.weight.device))
 
 
 def reordered(inputs: Inputs, order: Tensor) -> Inputs:

@@ -1,40 +1,50 @@
 """The choice of a filter by its estimated errors (:mod:`parallel_lce.kernels.filter_estimates`).
 
+A filter may add to dX an error of at most ``LARGEST_ERROR``, relative to dX. It may add to dW an error of at most
+
+    2^-7 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i))
+
+where ``p_i`` is the probability of token i's target, and ``a_i`` what the token's row of G holds where the probability
+is 1. Rounding the logits to bf16 adds more to dW: on models of D=256 to 4096, after 50 to 1000 steps of training,
+2^-6.5 to 2^-6.3 times the same root. It is known for all tokens, from the merged partial. How large dW itself is would
+have to be estimated, and a sample of the tokens does not tell what they have in common.
+
 The errors are estimated from a sample of the tokens. For ``step`` times as many tokens dW's error is
 
     |error|^2 = step own + step^2 common
     own = |first - second|^2        common = |first + second|^2 - |first - second|^2
 
 where ``first`` and ``second`` are the sums over the two halves of the sample, ``own`` is the square of what the tokens
-do not have in common, and ``common`` of what they have. dW itself is taken as small as the sample allows: as if tokens
-had nothing in common, and the half with more were like the other one.
+do not have in common, and ``common`` of what they have.
 
 Of dX the norms of some tokens each are known, and tokens have nothing in common. A few tokens may have most of the sum
 of squares. So twice its standard error is added to the squares of dX's errors, and subtracted from that of dX itself.
 
-A slice may add to the errors what the slices before it have left of the limits.
-
-A filter may add to dX an error of at most ``LARGEST_ERROR``. To dW it may add as much, but no more than 1/256 of the
-mean probability of the targets. That is about what rounding the logits to bf16 adds: on models of D=256 to 4096, after
-50 to 1000 steps of training, it added 1/340 to 1/64 of that probability, which was .05 to .43.
+A slice may add to the squares of the errors a share of what the slices before it have left. Without shares the first
+slice would leave nothing to others, where a filter skips more.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import finite_base
-from parallel_lce.kernels.filter_estimates import LEVELS, SLOTS, LevelProducts, filter_of
+from parallel_lce.kernels.filter_estimates import LEVELS, SIGNS, SLOTS, filter_of
 from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.tile_scan import FINITE
 
 LARGEST_ERROR = 2.0**-9
-"""Largest relative error, in Frobenius norms, that filters of ``"auto"`` add: about that of rounding to bf16."""
+"""Largest relative error, in Frobenius norms, that filters of ``"auto"`` add to dX: about that of rounding to bf16."""
 
-_LEVELS, _SLOTS = tl.constexpr(LEVELS), tl.constexpr(SLOTS)
-# Largest relative error of dW by the mean probability of the targets.
-_OF_TARGETS = 2.0**-8
+_LEVELS, _SLOTS, _FINITE = tl.constexpr(LEVELS), tl.constexpr(SLOTS), tl.constexpr(FINITE)
+# Columns of the sketch that estimate the same norm: so many times its square is their sum.
+_SIGNS = tl.constexpr(SIGNS)
+# Largest error of dW, in units of the root above.
+_OF_TARGETS = 2.0**-7
 # Tokens that are looked at at a time.
 _TOKENS = 1024
 # Norms, and tiles, that are looked at at a time.
@@ -43,65 +53,98 @@ _SUMMED = 64
 _SMALLEST, _LARGEST = tl.constexpr(2.0**-50), tl.constexpr(2.0**60)
 
 
+class Allowance(NamedTuple):
+    """What a slice's filter may add to the errors of dX and dW."""
+
+    # fp32 [2, 3]: of :func:`error_allowance`, for all slices
+    of_all: torch.Tensor
+    # of the squares that the slices before have left
+    share: float
+
+
+class SampledErrors(NamedTuple):
+    """What is known, from a sample of the tokens, of the errors that filters add."""
+
+    # [n, 16] fp32: of :class:`parallel_lce.kernels.filter_estimates.LevelProducts`, whose other part, times x, has the
+    # norms [3 * 8] fp32: of its halves, and of their sum.
+    hidden_norms: torch.Tensor
+    weight_norms: torch.Tensor
+    # [T, 8] fp32: how many tiles of a block of entries each level skips, of so many ``tiles`` in all
+    skipped: torch.Tensor
+    tiles: int
+
+    @classmethod
+    def of_slices(cls, slices: list[SampledErrors]) -> SampledErrors:
+        """Of several slices together."""
+        if len(slices) == 1:
+            return slices[0]
+        hidden_norms, weight_norms, skipped, tiles = zip(*slices)
+        of_weight = torch.linalg.vector_norm(torch.stack(weight_norms), dim=0)
+        return cls(torch.cat(hidden_norms), of_weight, torch.cat(skipped), sum(tiles))
+
+
+@triton.jit
+def _size_of_row(inverse_limits, hidden_norms, r, rows):
+    """``|a_i x_i|``, 0 where the gradient is."""
+    inverse = tl.load(inverse_limits + r, mask=r < rows, other=_FINITE)
+    counted = inverse != _FINITE
+    return tl.where(counted, tl.load(hidden_norms + r, mask=counted, other=0.0) / inverse, 0.0)
+
+
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def lce_backward_error_allowance(
-    partial,
-    alpha,
-    factor,
-    allowance,
-    rows,
-    factor_stride,
-    largest,
-    of_targets,
-    TARGETS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    partial, inverse_limits, hidden_norms, allowance, rows, largest, of_targets, BLOCK: tl.constexpr
 ):
-    of_weight = largest
-    if TARGETS:
-        probability, count = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-        for start in range(0, rows, BLOCK):
-            r = start + tl.arange(0, BLOCK)
-            coefficient = tl.load(alpha + r, mask=r < rows, other=0.0)
-            if factor is not None:
-                coefficient *= tl.load(factor + r * factor_stride, mask=r < rows, other=0.0)
-            counted = coefficient != 0.0
-            base = finite_base(tl.load(partial + r, mask=counted, other=0.0))
-            sum_exp = tl.load(partial + rows + r, mask=counted, other=1.0)
-            logit = tl.load(partial + 2 * rows + r, mask=counted, other=0.0)
-            # A target outside of the vocabulary has the logit 0.
-            counted &= logit != 0.0
-            probability += tl.where(counted, tl.exp(logit - base) / sum_exp, 0.0)
-            count += counted.to(tl.float32)
-        mean = tl.sum(probability, 0) / tl.maximum(tl.sum(count, 0), 1.0)
-        # NaN does not allow more.
-        of_weight = tl.where(mean >= 0.0, tl.minimum(largest, of_targets * mean), 0.0)
+    top = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, rows, BLOCK):
+        size = _size_of_row(inverse_limits, hidden_norms, start + tl.arange(0, BLOCK), rows)
+        top = tl.maximum(top, size)
+    # In units of the largest one, fp32 holds squares of the sizes.
+    unit = tl.max(top, 0)
+    unit = tl.where((unit > 0.0) & (unit < float("inf")), unit, 1.0)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, rows, BLOCK):
+        r = start + tl.arange(0, BLOCK)
+        size = _size_of_row(inverse_limits, hidden_norms, r, rows) / unit
+        counted = size != 0.0
+        base = finite_base(tl.load(partial + r, mask=counted, other=0.0))
+        sum_exp = tl.load(partial + rows + r, mask=counted, other=1.0)
+        logit = tl.load(partial + 2 * rows + r, mask=counted, other=0.0)
+        probability = tl.exp(logit - base) / sum_exp
+        square = size * size * probability * (1.0 - probability)
+        # A target outside of the vocabulary has the logit 0. Rounding may make a probability larger than 1. NaN stays.
+        squares += tl.where(counted & (logit != 0.0) & (probability <= 1.0), square, 0.0)
+        squares += tl.where(probability != probability, probability, 0.0)
+    root = unit * tl.sqrt(tl.sum(squares, 0))
     place = tl.arange(0, 8)
+    # What is not finite does not allow anything.
+    of_weight = tl.where((root > 0.0) & (root < float("inf")), of_targets * root, 0.0)
     limits = tl.where(place == 0, largest, tl.where(place == 3, of_weight, 0.0))
     tl.store(allowance + place, limits, mask=place < 6)
 
 
 def error_allowance(
-    partial: torch.Tensor, alpha: torch.Tensor, factor: torch.Tensor | None, has_targets: bool
+    partial: torch.Tensor, inverse_limits: torch.Tensor, hidden_norms: torch.Tensor, ranks: int
 ) -> torch.Tensor:
-    """``[2, 3]`` fp32: for dX and dW the largest relative error, and the sums over slices of the squares of errors and
-    of norms, which are 0.
+    """``[2, 3]`` fp32. Of dX: the largest relative error, and the sums over slices of the squares of errors and of
+    norms, which are 0. Of this rank's rows of dW: the largest error, the sum over slices of the squares of errors in
+    units of it, and 0.
 
-    ``partial [>= 3, R]``, contiguous: the merged partial, with the targets' logits if it ``has_targets``.
-    ``alpha [R]`` and ``factor [R]``, or one number for all tokens, or None: tokens count whose product is not 0.
+    ``partial [>= 3, R]``, contiguous: the merged partial, with the targets' logits. ``inverse_limits [R]`` fp32:
+    ``1 / a_i``, as of :func:`parallel_lce.kernels.tile_scan.inverse_limits`. ``hidden_norms [R]`` fp32: ``|x_i|``.
+    ``ranks``: each may add the same to dW.
     """
     allowance = partial.new_empty(2, 3)
     lce_backward_error_allowance.launch(
         (1,),
         partial,
-        alpha,
-        factor,
+        inverse_limits,
+        hidden_norms,
         allowance,
         partial.shape[1],
-        0 if factor is None or factor.dim() == 0 else factor.stride(0),
         LARGEST_ERROR,
-        _OF_TARGETS,
-        TARGETS=has_targets,
+        _OF_TARGETS * ranks**-0.5,
         BLOCK=_TOKENS,
     )
     return allowance
@@ -142,31 +185,28 @@ def _squares(norms, start, count, unit, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _total_norms(norms, step):
-    """``[16]``: the norms of the levels' errors and of dW, of all tokens, from those of ``first``, ``second`` and their
-    sum, ``norms [3, 9]``."""
+def _relative_squares(norms, step, limit, errors):
+    """``[16]``: the squares of the errors that the levels add to dW, of all tokens, in units of the ``limit``, from the
+    ``norms [3, 8]`` of ``first``, ``second`` and their sum. Stores their roots."""
     slot = tl.arange(0, _SLOTS)
-    first = tl.load(norms + slot, mask=slot <= _LEVELS, other=0.0)
-    second = tl.load(norms + _LEVELS + 1 + slot, mask=slot <= _LEVELS, other=0.0)
-    both = tl.load(norms + 2 * (_LEVELS + 1) + slot, mask=slot <= _LEVELS, other=0.0)
+    first = tl.load(norms + slot, mask=slot < _LEVELS, other=0.0) / limit
+    second = tl.load(norms + _LEVELS + slot, mask=slot < _LEVELS, other=0.0) / limit
+    both = tl.load(norms + 2 * _LEVELS + slot, mask=slot < _LEVELS, other=0.0) / limit
+    square = both * both
     if step > 1.0:
-        top = tl.max(tl.where(slot == _LEVELS, tl.maximum(first, second), 0.0), 0)
-        unit = tl.where((top > 0.0) & (top < float("inf")), top, 1.0)
-        first, second, both = first / unit, second / unit, both / unit
-        own = 2.0 * (first * first + second * second) - both * both
-        common = both * both - own
+        own = 2.0 * (first * first + second * second) - square
+        common = square - own
         # NaN stays.
         common = tl.where(common < 0.0, 0.0, common)
-        error = step * own + step * step * common
-        # Twice the smaller of the squares.
-        of_all = first * first + second * second - tl.abs(first * first - second * second)
-        both = unit * tl.sqrt(tl.where(slot == _LEVELS, step * of_all, error))
-    return both
+        square = step * own + step * step * common
+    square /= _SIGNS
+    tl.store(errors + slot, tl.sqrt(square), mask=slot < _LEVELS)
+    return square
 
 
 @triton.jit
-def _allowed(norms, allowance, errors):
-    """Which levels a product allows, and the squares of the errors that they add. Stores the relative errors."""
+def _allowed_of_hidden(norms, allowance, share, errors):
+    """Which levels dX allows, and the squares of the errors that they add, and of dX. Stores the relative errors."""
     slot = tl.arange(0, _SLOTS)
     whole = tl.sum(tl.where(slot == _LEVELS, norms, 0.0), 0)
     known = (whole > _SMALLEST) & (whole < _LARGEST)
@@ -174,62 +214,74 @@ def _allowed(norms, allowance, errors):
     square, limit = norms * norms, tl.load(allowance)
     # What is not known adds nothing: the slice is formed exactly. NaN is not below the limit.
     whole = tl.where(known, whole * whole, 0.0)
-    most = tl.where(known, limit * limit * (tl.load(allowance + 2) + whole), -1.0)
-    return tl.load(allowance + 1) + square <= most, square, whole
+    left = limit * limit * (tl.load(allowance + 2) + whole) - tl.load(allowance + 1)
+    return square <= tl.where(known, share * left, -1.0), square, whole
 
 
 @triton.jit
-def _add(allowance, square, whole, taken):
-    tl.store(allowance + 1, tl.load(allowance + 1) + tl.sum(tl.where(taken, square, 0.0), 0))
-    tl.store(allowance + 2, tl.load(allowance + 2) + whole)
+def _add(total, square, taken):
+    tl.store(total, tl.load(total) + tl.sum(tl.where(taken, square, 0.0), 0))
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["count", "tiles"])
 def lce_backward_choose_level(
-    hidden_norms, weight_norms, skipped, allowance, chosen, errors, count, tiles, step, fewest, BLOCK: tl.constexpr
+    hidden_norms,
+    weight_norms,
+    skipped,
+    allowance,
+    chosen,
+    errors,
+    count,
+    tiles,
+    step,
+    share,
+    fewest,
+    BLOCK: tl.constexpr,
 ):
     """``fewest``: tiles that a filter must skip."""
     slot = tl.arange(0, _SLOTS)
-    of_hidden, hidden_square, hidden = _allowed(_bounds_of_norms(hidden_norms, count, step, BLOCK), allowance, errors)
-    of_weight, weight_square, weight = _allowed(_total_norms(weight_norms, step), allowance + 3, errors + _LEVELS)
+    bounds = _bounds_of_norms(hidden_norms, count, step, BLOCK)
+    allowed, of_hidden, whole = _allowed_of_hidden(bounds, allowance, share, errors)
+    of_weight = _relative_squares(weight_norms, step, tl.load(allowance + 3), errors + _LEVELS)
+    allowed &= of_weight <= share * (1.0 - tl.load(allowance + 4))
     total = tl.zeros((_SLOTS,), tl.float32)
     for start in range(0, tiles, BLOCK):
         t = start + tl.arange(0, BLOCK)
         inside = (t < tiles)[:, None] & (slot < _LEVELS)[None, :]
         total += tl.sum(tl.load(skipped + t[:, None] * _LEVELS + slot[None, :], mask=inside, other=0.0), 0)
-    allowed = of_hidden & of_weight & (total >= fewest) & (slot < _LEVELS)
+    allowed &= (total >= fewest) & (slot < _LEVELS)
     number = tl.min(tl.where(allowed, slot, _LEVELS), 0)
     tl.store(chosen, tl.where(number < _LEVELS, filter_of(number), 0.0))
     tl.debug_barrier()
     taken = (slot == number) & (slot < _LEVELS)
-    _add(allowance, hidden_square, hidden, taken)
-    _add(allowance + 3, weight_square, weight, taken)
+    _add(allowance + 1, of_hidden, taken)
+    tl.store(allowance + 2, tl.load(allowance + 2) + whole)
+    _add(allowance + 4, of_weight, taken)
 
 
 def choose_level(
-    products: LevelProducts, weight_norms: torch.Tensor, allowance: torch.Tensor, step: int = 1, fewest: float = 0.0
+    sampled: SampledErrors, allowance: Allowance, step: int = 1, fewest: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest filter with which the relative errors of all slices so far are within the ``allowance``, else 0: fp32
-    ``[1]``; and the errors ``[2, 8]`` of dX and dW, relative to this slice's part.
+    """The largest filter that adds no more than the ``allowance``, else 0: fp32 ``[1]``; and the errors ``[2, 8]`` of
+    dX, relative to the slice's part of it, and of dW, in units of the largest one.
 
-    ``weight_norms [3 * 9]`` fp32: of the halves of ``products.signed`` times x, and of their sum. ``allowance``: of
-    :func:`error_allowance`; this slice's part is added. The parts of slices count as orthogonal. Those of dW are, being
-    different rows. ``step``: there are so many times as many tokens. ``fewest``: a filter must skip so many of the
-    tiles that ``products`` counts.
+    What the slice adds is noted in ``allowance``. The parts of slices count as orthogonal. Those of dW are, being
+    different rows. ``step``: there are so many times as many tokens. ``fewest``: a filter must skip so many tiles.
     """
-    chosen, errors = weight_norms.new_empty(1), weight_norms.new_empty(2, LEVELS)
+    chosen, errors = sampled.weight_norms.new_empty(1), sampled.weight_norms.new_empty(2, LEVELS)
     lce_backward_choose_level.launch(
         (1,),
-        products.norms,
-        weight_norms,
-        products.skipped,
-        allowance,
+        sampled.hidden_norms,
+        sampled.weight_norms,
+        sampled.skipped,
+        allowance.of_all,
         chosen,
         errors,
-        len(products.norms),
-        len(products.skipped),
+        len(sampled.hidden_norms),
+        len(sampled.skipped),
         float(step),
+        float(allowance.share),
         float(fewest),
         BLOCK=_SUMMED,
     )

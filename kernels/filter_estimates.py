@@ -48,8 +48,8 @@ class RowFactors(NamedTuple):
     """What the rows of a gradient ``[R, C]`` lack that is added beside the products.
 
     ``dx_factor [R]`` and ``dw_factor [R]``: they are still to be multiplied by these; None: 1. ``fp16_scale``,
-    0-dimensional: they are still to be divided by it; None: 1. ``target [R]``, ``residual [R]`` and ``unshared [R]``:
-    of :func:`parallel_lce.kernels.targets.add_targets`, or None.
+    0-dimensional: they are still to be divided by it; None: 1. ``target [R]`` and ``residual [R]``: of
+    :func:`parallel_lce.kernels.targets.add_targets`, or None.
     """
 
     dx_factor: torch.Tensor | None
@@ -57,15 +57,14 @@ class RowFactors(NamedTuple):
     fp16_scale: torch.Tensor | None
     target: torch.Tensor | None
     residual: torch.Tensor | None
-    unshared: torch.Tensor | None
 
 
 class LevelProducts(NamedTuple):
-    """R of every level, and at last G itself, times the sketch."""
+    """R of every level times the sketch."""
 
-    # [n, 16] fp32, of which the first 9 are read: norms of dX's part, of some tokens each
+    # [n, 16] fp32, of which the first 9 are read: norms of dX's part, of some tokens each; at last of G's own product
     norms: torch.Tensor
-    # [2 * 9 * 4, R]: dW's part, which is still to be multiplied by x, of every other row block; then of the others
+    # [2 * 8 * 4, R]: dW's part, which is still to be multiplied by x, of every other row block; then of the others
     signed: torch.Tensor
     # [T, 8] fp32: how many tiles of a block of entries each level skips
     skipped: torch.Tensor
@@ -149,8 +148,8 @@ def lce_backward_level_errors(
     STEP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Some tokens' R times the sketch at each level, and G times it: norms of the columns that are for dX, and the
-    columns that are for dW, in two halves."""
+    """Some tokens' R times the sketch at each level: norms of the columns that are for dX, also of G's own product, and
+    the columns that are for dW, in two halves."""
     program = tl.program_id(0)
     block = program * TOKENS // _TILE
     r = program * TOKENS + tl.arange(0, TOKENS)
@@ -199,17 +198,17 @@ def lce_backward_level_errors(
         left = tl.load(factors.residual + row, mask=hit, other=0.0)
         if factors.fp16_scale is not None:
             left *= tl.load(factors.fp16_scale)
-        unshared = tl.load(factors.unshared + row, mask=hit, other=0) != 0
-        b = tl.load(sketch + column[None, :] * sketch_stride + entry[:, None], mask=hit[:, None], other=0.0)
-        target = tl.where(of_hidden | unshared[:, None], left[:, None] * b.to(tl.float32), 0.0)
+        inside = hit[:, None] & of_hidden
+        b = tl.load(sketch + column[None, :] * sketch_stride + entry[:, None], mask=inside, other=0.0)
+        target = left[:, None] * b.to(tl.float32)
         z += tl.where((slot == _LEVELS)[None, None, :], target[:, :, None], 0.0)
     squares = tl.sum(tl.sum(tl.where(of_hidden[:, :, None], z * z, 0.0), 1), 0)
     tl.store(hidden_norms + program * _SLOTS + slot, tl.sqrt(squares))
     to = slot[None, :] * _SIGNS + column[:, None] - _SIGNS
-    inside = (slot <= _LEVELS)[None, :] & (column >= _SIGNS)[:, None]
+    inside = (slot < _LEVELS)[None, :] & (column >= _SIGNS)[:, None]
     inside = inside[None, :, :] & (r < rows)[:, None, None]
     pointers = signed + to[None, :, :] * signed_stride + r[:, None, None]
-    second = pointers + (_LEVELS + 1) * _SIGNS * signed_stride
+    second = pointers + _LEVELS * _SIGNS * signed_stride
     z = z.to(signed.dtype.element_ty)
     zero = tl.zeros_like(z)
     is_first = block % 2 == 0
@@ -256,7 +255,7 @@ def level_products(
     )
     programs = -(-rows // _TOKENS)
     norms = means.new_empty(programs, _SLOTS.value)
-    signed = scanned.masses.new_empty(2 * (LEVELS + 1) * SIGNS, -(-rows // 8) * 8)[:, :rows]
+    signed = scanned.masses.new_empty(2 * LEVELS * SIGNS, -(-rows // 8) * 8)[:, :rows]
     lce_backward_level_errors.launch(
         (programs,),
         scanned.largest,

@@ -18,14 +18,16 @@ TILE = 128
 """Tokens and entries of a tile."""
 FEWEST_SAMPLED = 4
 """Row blocks of a sample at least, if there are so many."""
+FINITE = 3.4028234663852886e38
+"""Largest number of fp32: stands for 1 / 0."""
 
-_TILE = tl.constexpr(TILE)
+_TILE, _FINITE = tl.constexpr(TILE), tl.constexpr(FINITE)
 # Row blocks that a program scans one after the other, and its warps. More warps tell each other more, and take longer.
 _SCANNED, _WARPS = 4, 2
 # Rows that it looks at at a time, and stages of its loads: without a sketch, and with one.
 _CHUNKS = (16, 3), (32, 1)
-# Rows of a program that finds limits, and the largest number.
-_ROWS, _FINITE = 1024, tl.constexpr(3.4028234663852886e38)
+# Rows of a program that finds limits.
+_ROWS = 1024
 
 
 class BlockSample(NamedTuple):

@@ -76,7 +76,8 @@ class Call:
         # Kernels take rows contiguous in D. Hooks for saved tensors may have returned others.
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         bias = bias if bias is None else bias.contiguous()
-        return Projection(weight, bias, shard.start, shard.real_rows, self.scale, self.softcap)
+        scale, ranks = self.scale, self.layout.ranks
+        return Projection(weight, bias, shard.start, shard.real_rows, scale, self.softcap, ranks=ranks)
 
     def of_block(self, projection: Projection, block: Block) -> Projection:
         """The ``projection`` with the scales of a block's tokens."""

@@ -245,15 +245,31 @@ def test_auto_keeps_its_promise(placed, slope, listed, two_sampled, device):
         t[2][::7] = 0
     with arguments_to(triton_filter, "choose_level") as asked:
         found, exact = gradients(*t, gradient_filter="auto"), gradients(*t)
-    assert len(asked) == len(listed) == 2
-    for *_, allowance, step, fewest in asked:
-        # One of the backward, of which each slice has a part.
-        assert allowance is asked[0][2] and allowance[:, 2].all() and (step, fewest) == (3, 0)
+    # One choice for both slices.
+    ((sampled, allowance, step, fewest),) = asked
+    assert len(listed) == 2 and (allowance.share, step, fewest) == (1.0, 3, 0) and allowance.of_all[0, 2] > 0
+    assert sampled.tiles == 2 * 8 and len(sampled.skipped) == 8
     everything = sum(n[0].item() for n in listed) == 4 * 7
     assert everything == (slope == 0.0)
     for a, b in zip(found, exact):
         # Both results are rounded.
         assert relative_error(a, b.double()) <= 1.25 * LARGEST_ERROR + 2**-9
+
+
+def test_the_chosen_filter_does_what_it_does_alone(two_sampled, device):
+    """Choosing it leaves nothing behind: the targets of the sample are placed twice."""
+    t, bias = problem(device=device, slope=4.0, **MORE), 0.1 * normal(MORE["V"], seed=5).bfloat16().to(device)
+    t[2][::3] = 1
+    with results_of(triton_windows, "estimated") as chosen, results_of(triton_windows, "sampled_shares") as shares:
+        found = gradients(*t, gradient_filter="auto", linear_bias=bias)
+        eps = chosen[0].eps.item()
+        same = gradients(*t, gradient_filter=eps, linear_bias=bias)
+    assert eps > 0 and len(chosen) == 1 and len(shares) == 4
+    for a, b in zip(shares[:2], shares[2:]):
+        for of_auto, of_fixed in zip(a, b):
+            assert_close(of_auto, of_fixed.double(), 1e-3)
+    for a, b in zip(found, same):
+        assert_close(a, b.double(), 2e-3)
 
 
 def test_gradients_are_exact_where_every_filter_would_add_too_much(listed, two_sampled, device):

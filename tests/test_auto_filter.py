@@ -14,7 +14,8 @@ from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, prepare, token_statistics
 from parallel_lce.operands import call_of, numbers_of, operands_of
 from parallel_lce.partials import Columns
-from tools import arguments_of, arguments_to, chosen_backend, results_of, shrunk
+from tools import arguments_of, arguments_to, chosen_backend, everywhere, results_of, shrunk
+from world import Member
 
 pytest.importorskip("triton", reason="needs triton")
 
@@ -22,8 +23,8 @@ from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter, triton_slices
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
 from parallel_lce.kernels.active_tiles import find_active_tiles
-from parallel_lce.kernels.filter_choice import LARGEST_ERROR, choose_level, error_allowance
-from parallel_lce.kernels.filter_estimates import LEVELS, LevelProducts, RowFactors, level_products, signs
+from parallel_lce.kernels.filter_choice import LARGEST_ERROR, Allowance, SampledErrors, choose_level, error_allowance
+from parallel_lce.kernels.filter_estimates import LEVELS, RowFactors, level_products, signs
 from parallel_lce.kernels.tile_scan import inverse_limits, scan_tiles
 
 LIMIT = LARGEST_ERROR
@@ -68,9 +69,10 @@ def choices():
         yield found
 
 
-def allowance_of(device: str, limit: float) -> torch.Tensor:
-    """Of dX and dW: a limit, and nothing added."""
-    return torch.tensor([[limit, 0.0, 0.0]] * 2, device=device)
+def allowance_of(device: str, limit: float, of_weight: float | None = None, share: float = 1.0) -> Allowance:
+    """The limits of dX and dW, by default the same, and nothing added."""
+    of_all = torch.tensor([[limit, 0.0, 0.0], [of_weight or limit, 0.0, 0.0]], device=device)
+    return Allowance(of_all, share)
 
 
 N = 150
@@ -84,13 +86,12 @@ class Slice:
         x, weight = (t.to(DTYPES[dtype]) for t in inputs_of(kind, N, V))
         token, ones = torch.arange(N), torch.ones(N).double()
         self.scale, alpha, self.dx_factor, self.dw_factor = 1.0, ones, ones, ones
-        # A third of the targets have 0 in G, of a third a little is left beside it, and a third is in another slice.
-        self.unshared = token % 3 == 0
+        # Of a third of the targets all is left beside G, of a third a little, and a third is in another slice.
         target = first + torch.where(token % 3 < 2, (7 * token) % V, V + token)
         residual = 0.0 * alpha
         if placed:
             alpha, self.dx_factor, self.dw_factor = (0.5 + normal(N, seed=s).sigmoid() for s in (3, 4, 5))
-            self.scale, residual = 8.0, -alpha * torch.where(self.unshared, 0.9, 0.05)
+            self.scale, residual = 8.0, -alpha * torch.where(token % 3 == 0, 0.9, 0.05)
         p = (x.double() @ weight.double().T).softmax(1)
         p[:, 0] -= 1.0
         # What follows a row is never read as a number.
@@ -104,8 +105,7 @@ class Slice:
         self.removed = [self.g - filtered(self.g, p, eps)[0] for eps in FILTERS]
 
         rows = [t.float().to(device) for t in (self.dx_factor, self.dw_factor, torch.tensor(self.scale))]
-        targets = target.to(device), residual.float().to(device), self.unshared.to(torch.uint8).to(device)
-        factors = RowFactors(*rows, *targets)
+        factors = RowFactors(*rows, target.to(device), residual.float().to(device))
         self.given = x.to(device), factors, first
         self.sketch = triton_filter.sketch_of(weight.to(device))
         self.scanned = scan_tiles(memory[:, :V], self.inverse.float().to(device), sketch=self.sketch)
@@ -114,8 +114,8 @@ class Slice:
         """``g`` as it counts for dX, ``beside``: the targets."""
         return g * (self.dx_factor / self.scale)[:, None] + beside
 
-    def of_weight(self, g: torch.Tensor, beside: torch.Tensor | float = 0.0) -> torch.Tensor:
-        return g * (self.dw_factor / self.scale)[:, None] + beside * self.unshared[:, None]
+    def of_weight(self, g: torch.Tensor) -> torch.Tensor:
+        return g * (self.dw_factor / self.scale)[:, None]
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,18 @@ class Slice:
 )
 def test_estimates_are_near_the_errors_of_the_definition(kind, dtype, placed, device):
     t = Slice(kind, dtype, placed, device)
-    eps, errors = triton_filter.estimated(*t.given, t.scanned, t.sketch, allowance_of(device, LIMIT), step=1)
     # What all rows of the weight have in common is not counted.
-    dx, dw = t.of_hidden(t.g, t.beside) @ (t.weight - t.weight.mean(0)), t.of_weight(t.g, t.beside).T @ t.x
+    dx, dw = t.of_hidden(t.g, t.beside) @ (t.weight - t.weight.mean(0)), t.of_weight(t.g).T @ t.x
+    limit = LIMIT * dw.norm().item()
+    allowance = allowance_of(device, LIMIT, limit * t.scale)
+    sampled = triton_filter.sampled_errors(*t.given, t.scanned, t.sketch)
+    eps, errors = triton_filter.estimated(sampled, allowance, step=1, hidden_size=1 << 20)
     true = [
-        ((t.of_hidden(r) @ t.weight).norm() / dx.norm(), (t.of_weight(r).T @ t.x).norm() / dw.norm()) for r in t.removed
+        ((t.of_hidden(r) @ t.weight).norm() / dx.norm(), LIMIT * (t.of_weight(r).T @ t.x).norm() / limit)
+        for r in t.removed
     ]
     assert max(true[0]) > LIMIT / 8
+    errors[1] *= LIMIT
     for level, (found, expected) in enumerate(zip(errors.T.tolist(), true)):
         for a, b in zip(found, expected):
             # What is rounded on the way has norms of that order.
@@ -150,9 +155,10 @@ def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
         beside = t.beside if level == LEVELS else 0.0
         hidden = t.scale * (t.of_hidden(r, beside) @ sketch[:, :4]).norm()
         assert abs(norms[:, level].norm().item() - hidden) <= rtol * hidden, level
-        if level < LEVELS:
-            assert skipped[:, level].sum() == (t.scanned.largest <= FILTERS[level]).sum(), level
-        expected = t.scale * (t.of_weight(r, beside) @ sketch[:, 4:])
+        if level == LEVELS:
+            continue
+        assert skipped[:, level].sum() == (t.scanned.largest <= FILTERS[level]).sum(), level
+        expected = t.scale * (t.of_weight(r) @ sketch[:, 4:])
         halves = signed.view(2, -1, N)[:, 4 * level : 4 * level + 4]
         assert_close(halves.sum(0).T, expected, rtol, name=level)
         # Of every other row block each.
@@ -228,25 +234,23 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(where, choices, device
         assert_close(a.nan_to_num(), b.nan_to_num().double(), 6e-3)
 
 
-def chosen(device, hidden, weight, whole: float = 1.0, allowance=None, second=None, **options) -> float:
-    """``hidden``: the errors of dX, or rows of such, which are those of some tokens each. ``weight``: those of dW.
-    With a ``step`` these are of the first half of the sample, ``second`` (None: as large) of the second one, and the
-    two are orthogonal, unless ``both`` gives the norms of their sums. dW itself has the norm 1 in each half."""
+def chosen(device, hidden, weight, whole: float = 1.0, allowance=None, second=None, both=None, **options) -> float:
+    """``hidden``: the errors of dX, or rows of such, which are those of some tokens each, relative to dX. ``weight``:
+    those of dW. With a ``step`` these are of the first half of the sample, ``second`` (None: as large) of the second
+    one, and the two are orthogonal, unless ``both`` gives the norms of their sums. All are multiplied by ``whole``."""
     hidden, first = (torch.tensor(errors, device=device) for errors in (hidden, weight))
     rows = torch.full((hidden[..., 0].numel(), 16), torch.nan, device=device)
     rows[:, :LEVELS], rows[:, LEVELS] = hidden, len(rows) ** -0.5
     skipped = torch.tensor([[4.0 - level / 2 for level in range(LEVELS)]] * 3, device=device)
-    allowance = allowance_of(device, 0.25) if allowance is None else allowance
+    allowance = allowance_of(device, 0.25, 0.25 * whole) if allowance is None else allowance
     second = first if second is None else torch.tensor(second, device=device)
-    both = options.pop("both", None)
     if both is None:
         both = torch.hypot(first, second) if options.get("step", 1) > 1 else first
     else:
         both = torch.tensor(both, device=device)
-    one = first.new_ones(1)
-    norms = torch.cat([first, one, second, one, both, one]) * whole
-    products = LevelProducts(rows * whole, rows[:, :0], skipped)
-    return choose_level(products, norms, allowance, **options)[0].item()
+    # Four columns of the sketch have four times the square.
+    norms = torch.cat([first, second, both]) * (2 * whole)
+    return choose_level(SampledErrors(rows * whole, norms, skipped, 12), allowance, **options)[0].item()
 
 
 def test_the_largest_level_with_both_errors_within_the_limit_is_chosen(device):
@@ -271,7 +275,7 @@ def test_a_filter_that_skips_few_tiles_is_not_chosen(device):
     allowance = allowance_of(device, 0.25)
     assert chosen(device, small, passes_from_third, fewest=9.1, allowance=allowance) == 0.0
     # It adds no error.
-    torch.testing.assert_close(allowance[:, 1:].tolist(), [[0.0, 1.0]] * 2)
+    torch.testing.assert_close(allowance.of_all[:, 1:].tolist(), [[0.0, 1.0], [0.0, 0.0]])
 
 
 def test_errors_of_few_tokens_count_as_larger(device):
@@ -292,8 +296,7 @@ def test_errors_of_few_tokens_count_as_larger(device):
 
 @pytest.mark.parametrize("whole", [1.0, 2.0**-48, 2.0**56])
 def test_what_tokens_have_in_common_grows_faster(whole, device):
-    """Of four times as many tokens it is four times as large. dW itself and what they do not have in common are twice
-    as large."""
+    """Of four times as many tokens it is four times as large. What they do not have in common is twice as large."""
     none = [0.0] * LEVELS
 
     def passes(error: float, together: float, second: float | None = None) -> bool:
@@ -301,25 +304,16 @@ def test_what_tokens_have_in_common_grows_faster(whole, device):
         return chosen(device, none, [error] * LEVELS, whole, step=4, **given) == FILTERS[0]
 
     root = 2**0.5
-    # Nothing in common: both are twice as large, dW has the norm of the root of 2.
-    assert passes(0.24, 0.24 * root) and not passes(0.26, 0.26 * root)
+    # Nothing in common.
+    assert passes(0.085, 0.085 * root) and not passes(0.09, 0.09 * root)
     # All in common.
-    assert passes(0.085, 0.17) and not passes(0.09, 0.18)
+    assert passes(0.03, 0.06) and not passes(0.032, 0.064)
     # The halves take from each other: that may be chance. What is left grows as if it were their own.
-    assert passes(0.17, 0.0) and not passes(0.18, 0.0)
-    assert passes(0.33, 0.33, 0.0) and not passes(0.36, 0.36, 0.0)
-
-
-def test_dw_is_taken_as_small_as_its_smaller_half(device):
-    norms = torch.tensor([*[0.2] * LEVELS, 1.0, *[0.2] * LEVELS, 9.0, *[0.28] * LEVELS, 9.1], device=device)
-    products = LevelProducts(torch.ones(1, 16, device=device), torch.ones(1, 0), torch.ones(1, 8, device=device))
-    assert choose_level(products, norms, allowance_of(device, 1.1), step=3)[0].item() == FILTERS[0]
-    norms[LEVELS] = 0.1
-    assert choose_level(products, norms, allowance_of(device, 1.1), step=3)[0].item() == 0.0
+    assert passes(0.06, 0.0) and not passes(0.065, 0.0)
+    assert passes(0.12, 0.12, 0.0) and not passes(0.13, 0.13, 0.0)
     # Without other tokens nothing is estimated.
-    assert choose_level(products, norms, allowance_of(device, 1.1))[0].item() == FILTERS[0]
-    norms[LEVELS] = torch.nan
-    assert choose_level(products, norms, allowance_of(device, 1.1), step=3)[0].item() == 0.0
+    assert chosen(device, none, [0.24] * LEVELS, whole) == FILTERS[0]
+    assert chosen(device, none, [0.26] * LEVELS, whole) == 0.0
 
 
 def test_dx_is_taken_smaller_where_few_tokens_have_most_of_it(device):
@@ -327,9 +321,8 @@ def test_dx_is_taken_smaller_where_few_tokens_have_most_of_it(device):
         rows = torch.full((100, 16), 0.02, device=device)
         rows[:, LEVELS] = 0.1
         rows[-1, LEVELS] = last
-        products = LevelProducts(rows, rows[:, :0], torch.ones(1, 8, device=device))
-        norms = torch.tensor([*[0.0] * LEVELS, 1.0] * 3, device=device)
-        return choose_level(products, norms, allowance_of(device, 0.25), step=3)[0].item()
+        sampled = SampledErrors(rows, rows.new_zeros(3 * LEVELS), rows.new_ones(1, LEVELS), 1)
+        return choose_level(sampled, allowance_of(device, 0.25), step=3)[0].item()
 
     assert choice(0.1) == FILTERS[0] and choice(10.0) == 0.0
 
@@ -337,76 +330,120 @@ def test_dx_is_taken_smaller_where_few_tokens_have_most_of_it(device):
 def test_a_slice_may_add_what_those_before_it_have_left(device):
     small, halves = [0.0] * LEVELS, [0.5**level for level in range(LEVELS)]
     allowance = allowance_of(device, 0.25)
-    # 0 and 1 are what is known after a slice of norm 1 without an error: 0.25 allows 1/4 of the root of 2.
-    assert chosen(device, small, small, allowance=allowance) == FILTERS[0]
-    assert allowance[:, 1:].tolist() == [[0.0, 1.0]] * 2
-    assert chosen(device, [0.35, *small[1:]], small, allowance=allowance.clone()) == FILTERS[0]
-    assert chosen(device, [0.36, *small[1:]], small, allowance=allowance.clone()) == FILTERS[1]
-    assert chosen(device, small, halves, allowance=allowance) == FILTERS[2]
-    torch.testing.assert_close(allowance[:, 1:].tolist(), [[0.0, 2.0], [1 / 16, 2.0]])
-    # Little is left: (1 + 2) / 16 - 1 / 16.
-    assert chosen(device, small, [0.36, 0.34, *small[2:]], allowance=allowance.clone()) == FILTERS[1]
-    # A slice that is formed exactly adds no error, and raises what is allowed.
-    assert chosen(device, [1.0] * LEVELS, small, allowance=allowance) == 0.0
-    torch.testing.assert_close(allowance[:, 1:].tolist(), [[0.0, 3.0], [1 / 16, 3.0]])
-    assert chosen(device, small, small, torch.inf, allowance=allowance) == 0.0
-    torch.testing.assert_close(allowance[:, 1:].tolist(), [[0.0, 3.0], [1 / 16, 3.0]])
+
+    def choice(hidden, weight, share: float = 1.0, noted: bool = False, whole: float = 1.0) -> float:
+        of_all = allowance.of_all if noted else allowance.of_all.clone()
+        return chosen(device, hidden, weight, whole, Allowance(of_all, share))
+
+    assert choice(small, small, noted=True) == FILTERS[0]
+    assert allowance.of_all[:, 1:].tolist() == [[0.0, 1.0], [0.0, 0.0]]
+    # dX has the norm of the root of 2.
+    assert choice([0.35, *small[1:]], small) == FILTERS[0]
+    assert choice([0.36, *small[1:]], small) == FILTERS[1]
+    assert choice(small, [0.24, *small[1:]]) == FILTERS[0]
+    assert choice(small, [0.26, *small[1:]]) == FILTERS[1]
+    # A quarter of the squares.
+    assert choice([0.17, *small[1:]], small, share=0.25) == FILTERS[0]
+    assert choice([0.18, *small[1:]], small, share=0.25) == FILTERS[1]
+    assert choice(small, [0.12, *small[1:]], share=0.25) == FILTERS[0]
+    assert choice(small, [0.13, *small[1:]], share=0.25) == FILTERS[1]
+    assert choice(halves, [e / 4 for e in halves], share=0.25, noted=True) == FILTERS[3]
+    torch.testing.assert_close(allowance.of_all[:, 1:].tolist(), [[1 / 64, 2.0], [1 / 64, 0.0]])
+    # (1 + 1 + 1) / 16 - 1 / 64 is left of dX, and 63 / 64 of 1 / 16 of dW.
+    assert choice([0.42, 0.41, *small[2:]], small) == FILTERS[1]
+    assert choice(small, [0.249, 0.248, *small[2:]]) == FILTERS[1]
+    # A slice that is formed exactly adds no error, and raises what dX allows.
+    assert choice([1.0] * LEVELS, small, noted=True) == 0.0
+    torch.testing.assert_close(allowance.of_all[:, 1:].tolist(), [[1 / 64, 3.0], [1 / 64, 0.0]])
+    assert choice(small, small, noted=True, whole=torch.inf) == 0.0
+    torch.testing.assert_close(allowance.of_all[:, 1:].tolist(), [[1 / 64, 3.0], [1 / 64, 0.0]])
 
 
 def test_limits_are_of_each_product(device):
-    allowance, tenth = allowance_of(device, 0.25), [0.1] * LEVELS
-    allowance[1, 0] = 0.05
+    allowance, tenth = allowance_of(device, 0.25, 0.05), [0.1] * LEVELS
     assert chosen(device, tenth, [0.1, 0.04, *tenth[2:]], allowance=allowance) == FILTERS[1]
+    for nothing in (0.0, torch.nan):
+        allowance.of_all[1, 0] = nothing
+        assert chosen(device, tenth, [0.01] * LEVELS, allowance=allowance) == 0.0
 
 
-def test_dw_may_be_off_in_proportion_to_the_probability_of_the_targets(device):
-    """Their mean, over the tokens that count; and never more than dX."""
+@pytest.mark.parametrize("size", [1.0, 2.0**-70, 2.0**70])
+def test_dw_may_be_off_by_what_an_error_of_the_logits_would_add(size, device):
     N, V = 1500, 50
-    logits = normal(N, V).float()
-    target, alpha, factor = torch.arange(N) % V, torch.ones(N), torch.ones(N)
-    alpha[::3], factor[1::3] = 0, 0
+    logits, norms = normal(N, V).float(), normal(N).abs().float() * size
+    target, inverse = torch.arange(N) % V, 1 / (0.5 + normal(N, seed=1).abs().float())
+    inverse[::3] = torch.finfo(torch.float32).max
     maximum = logits.amax(1)
     partial = torch.stack([maximum, (logits - maximum[:, None]).exp().sum(1), logits[torch.arange(N), target]])
-    whole = partial.clone()
     # What does not count is not read, and a target outside of the vocabulary has no logit.
-    partial[:, ::3] = partial[:, 1::3] = torch.nan
-    partial[2, 2::30] = 0.0
-    counted = (alpha * factor != 0) & (partial[2] != 0)
-    mean = logits.double().softmax(1)[torch.arange(N), target][counted].mean()
+    partial[:, ::3] = norms[::3] = torch.nan
+    partial[2, 1::30] = 0.0
+    counted = (torch.arange(N) % 3 > 0) & (partial[2] != 0)
+    p = logits.double().softmax(1)[torch.arange(N), target]
+    root = ((norms / inverse).double().square() * p * (1 - p))[counted].sum().sqrt().item()
 
-    def limits(partial, factor=factor, has_targets=True):
-        given = (t.contiguous().to(device) for t in (partial, alpha))
-        found = error_allowance(*given, None if factor is None else factor.to(device), has_targets)
+    def limits(partial=partial, inverse=inverse, norms=norms, ranks=1):
+        found = error_allowance(*(t.contiguous().to(device) for t in (partial, inverse, norms)), ranks)
         assert found[:, 1:].count_nonzero() == 0
         return found[:, 0].tolist()
 
-    of_hidden, of_weight = limits(partial)
-    assert of_hidden == LIMIT and of_weight == pytest.approx(mean.item() / 256, rel=1e-5)
-    assert of_weight < LIMIT
-    assert limits(partial, torch.tensor(0.0)) == [LIMIT, 0.0]
-    whole[2] = whole[0] + whole[1].log()
-    assert limits(whole) == limits(whole, None) == limits(partial, has_targets=False) == [LIMIT, LIMIT]
-    partial[2, 5] = torch.nan
-    assert limits(partial) == [LIMIT, 0.0]
+    assert limits() == [LIMIT, pytest.approx(root / 128, rel=1e-4)]
+    assert limits(ranks=4) == [LIMIT, pytest.approx(root / 256, rel=1e-4)]
+    certain = partial.clone()
+    certain[2] = certain[0] + certain[1].log()
+    assert limits(certain)[1] < 1e-2 * root / 128
+    for wrong in (torch.nan, torch.inf):
+        others = [t.clone() for t in (partial, inverse, norms)]
+        others[0][2, 5], others[1][4], others[2][5] = torch.nan, 0.0, wrong
+        assert limits(others[0]) == limits(inverse=others[1]) == limits(norms=others[2]) == [LIMIT, 0.0]
 
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_the_backward_asks_for_what_the_loss_may_add(saves, choices, device):
-    """With an upstream gradient that masks tokens, and ids that are ignored."""
+    """With an upstream gradient that masks tokens, a scale, and ids that are ignored."""
     x, weight, target = draw("first", 150, 500, device=device)
     mask = torch.arange(150, device=device) % 4 < 2
     target = torch.arange(150, device=device)
     target[6] = -100
-    p = (x.double() @ weight.double().T).softmax(1).gather(1, target.clamp_min(0)[:, None])[:, 0]
-    expected = p[mask & (target >= 0)].mean().item() / 256
-    assert expected < LIMIT
+    z = 0.5 * x.double() @ weight.double().T
+    p = z.softmax(1).gather(1, target.clamp_min(0)[:, None])[:, 0]
+    squares = (0.5 * 3.0 * x.double().norm(dim=1)).square() * p * (1 - p)
+    expected = squares[mask & (target >= 0)].sum().sqrt().item() / 128
     allowed, asking = results_of(triton_slices, "error_allowance"), arguments_to(triton_filter, "choose_level")
     with allowed as allowances, asking as asked:
-        budget = 1 << 30 if saves else 0
-        loss = linear_cross_entropy(x, weight, target, reduction="none", gradient_filter="auto", logits_budget=budget)
-        torch.autograd.grad((loss * mask).sum(), (x, weight))
+        options = dict(logit_scale=0.5, gradient_filter="auto", logits_budget=1 << 30 if saves else 0)
+        loss = linear_cross_entropy(x, weight, target, reduction="none", **options)
+        torch.autograd.grad((3.0 * loss * mask).sum(), (x, weight))
     assert allowances[0][:, 0].tolist() == [LIMIT, pytest.approx(expected, rel=2e-2)]
-    assert all(given[2] is allowances[0] for given in asked) and len(asked) == len(choices)
+    assert all(given[1].of_all is allowances[0] for given in asked) and len(asked) == len(choices)
+    # Slices of as many entries each have the same part of what is allowed, if none takes it.
+    count = len(asked)
+    assert [given[1].share for given in asked] == pytest.approx([1 / (count - k) for k in range(count)], rel=0.3)
+
+
+def _limits_on(member: Member) -> list[float]:
+    x, weight, target = draw("first", 64, 400, device=member.device)
+    rows = 400 // member.ranks
+    weight = weight.detach()[member.rank * rows : (member.rank + 1) * rows].requires_grad_()
+    prepare.KNOWN.clear()
+    with results_of(triton_slices, "error_allowance") as allowances:
+        gradients(x, weight, target.clamp(min=0), gradient_filter="auto", process_group=member.group)
+    return allowances[0][:, 0].tolist()
+
+
+@pytest.mark.thinned
+def test_ranks_share_what_may_be_added_to_dw(device, worlds):
+    with chosen_backend("triton"):
+        (alone,), limits = everywhere(worlds, device, 1, _limits_on), everywhere(worlds, device, 2, _limits_on)
+    assert limits == [[LIMIT, pytest.approx(alone[1] / 2**0.5, rel=1e-3)]] * 2
+
+
+def test_without_targets_gradients_are_exact(choices, device):
+    """Nothing tells then what may be added to dW."""
+    x, weight, target = draw("first", device=device)
+    found = (token_statistics(x, weight, target.clamp_min(0), gradient_filter=f).lse for f in ("auto", None))
+    a, b = (torch.autograd.grad(lse.sum(), (x, weight)) for lse in found)
+    assert not choices and all(map(torch.equal, a, b))
 
 
 def test_a_sample_stands_for_all_and_a_filter_must_pay(choices, device, monkeypatch):
@@ -415,7 +452,7 @@ def test_a_sample_stands_for_all_and_a_filter_must_pay(choices, device, monkeypa
     x, weight, target = draw("first", 20 * TILE, 300, device=device)
     with arguments_to(triton_filter, "choose_level") as asked:
         gradients(x, weight, target, gradient_filter="auto")
-    ((*_, step, fewest),) = asked
+    ((_, _, step, fewest),) = asked
     # 4 of 16 hidden elements; three tiles each.
     assert step == 5 and fewest == 4 * 3 * 4 / 16
 

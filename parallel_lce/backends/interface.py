@@ -36,6 +36,8 @@ class Projection:
     softcap: float | None = None
     # [R] in the statistics' dtype: multiplies z of each token beside ``scale``; None: 1
     token_scale: Tensor | None = None
+    # that the vocabulary is split over
+    ranks: int = 1
 
     @property
     def dtype(self) -> torch.dtype:

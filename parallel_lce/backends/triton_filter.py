@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import AUTO, Projection
 from parallel_lce.kernels.active_tiles import ActiveTiles, centroids, find_active_tiles
-from parallel_lce.kernels.filter_choice import choose_level
+from parallel_lce.kernels.filter_choice import Allowance, SampledErrors, choose_level
 from parallel_lce.kernels.filter_estimates import LEVELS, SIGNS, RowFactors, level_products, signs
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.sparse_product import sparse_product
@@ -42,11 +42,11 @@ class UnfilteredSlice(NamedTuple):
 
 
 class Estimates(NamedTuple):
-    """Relative errors, in Frobenius norms, that filters add to what a slice adds to dX and to dW."""
+    """Errors, in Frobenius norms, that filters add to parts of dX and dW."""
 
-    # fp32 [1]: the largest filter with which both stay within the allowance over the slices so far, or 0
+    # fp32 [1]: the largest filter that adds no more than the allowance, or 0
     eps: Tensor
-    # fp32 [2, LEVELS]: of dX and of dW, at the filters 2^-8, 2^-9, ...
+    # fp32 [2, LEVELS], at the filters 2^-8, 2^-9, ...: relative to dX's part, and to the largest error of dW
     errors: Tensor
 
 
@@ -83,42 +83,45 @@ def sketch_of(weight: Tensor, mean: Tensor | None = None) -> Tensor:
     return rows
 
 
-def estimated(
+def sampled_errors(
     x: Tensor,
     factors: RowFactors,
     first: int,
     scanned: ScannedTiles,
     sketch: Tensor,
-    allowance: Tensor,
-    step: int,
     sample: BlockSample | None = None,
     of_weight: Tensor | None = None,
-) -> Estimates:
-    """Of a slice whose first entry is ``first``. ``scanned``: one row block in ``step``, with the products of
-    ``sketch``. ``sample``: which they are of those that ``x`` and ``factors`` have; None: all. ``allowance``: of
-    :func:`parallel_lce.kernels.filter_choice.error_allowance`, for all slices. ``of_weight``: the shares of dW; None:
-    those of the column sums."""
+) -> SampledErrors:
+    """Of a slice whose first entry is ``first``. ``scanned``: a sample, with the products of ``sketch``. ``sample``:
+    which row blocks it has of those of ``x`` and ``factors``; None: all. ``of_weight``: the shares of dW; None: those
+    of the column sums."""
     products = level_products(scanned, sketch, factors, first, sample, of_weight)
     x, half = x if sample is None else sample.of(x), len(products.signed) // 2
-    product = allowance.new_empty(3 * half, x.shape[1])
+    product = sketch.new_empty(3 * half, x.shape[1])
     accumulate_nt(product[: 2 * half], products.signed, x.t(), overwrite=True)
     torch.add(product[:half], product[half : 2 * half], out=product[2 * half :])
-    weight_norms = torch.linalg.vector_norm(product.view(3 * (LEVELS + 1), -1), dim=1)
-    fewest = scanned.largest.numel() * HIDDEN_PER_SCAN / x.shape[1]
-    return Estimates(*choose_level(products, weight_norms, allowance, step, fewest))
+    weight_norms = torch.linalg.vector_norm(product.view(3 * LEVELS, -1), dim=1)
+    return SampledErrors(products.norms, weight_norms, products.skipped, scanned.largest.numel())
+
+
+def estimated(errors: SampledErrors, allowance: Allowance, step: int, hidden_size: int) -> Estimates:
+    """``step``: of so many row blocks one was looked at."""
+    fewest = errors.tiles * HIDDEN_PER_SCAN / hidden_size
+    return Estimates(*choose_level(errors, allowance, step, fewest))
 
 
 def filtered(
-    given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str, allowance: Tensor | None
+    given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str, allowance: Allowance | None
 ) -> FilteredGradient:
     """A slice filtered by a probability or, with ``"auto"``, by the one that is chosen for it. ``inverse [R]``: of
-    :func:`limits_of`. ``allowance``: of :func:`estimated`, for ``"auto"``."""
+    :func:`limits_of`. ``allowance``: for ``"auto"``."""
     eps = gradient_filter
     if isinstance(eps, str):
         assert eps == AUTO and allowance is not None
         sketch, sample = sketch_of(given.weight), sample_blocks(len(given.gradient), _ONE_IN)
         scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
-        eps = estimated(given.x, given.factors, given.first, scanned, sketch, allowance, sample.step, sample).eps
+        errors = sampled_errors(given.x, given.factors, given.first, scanned, sketch, sample)
+        eps = estimated(errors, allowance, sample.step, given.x.shape[1]).eps
     return FilteredGradient(given.gradient, find_active_tiles(given.gradient, inverse, eps))
 
 

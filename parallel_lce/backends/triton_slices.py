@@ -28,7 +28,7 @@ from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlic
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
 from parallel_lce.kernels.active_windows import WindowPartials
-from parallel_lce.kernels.filter_choice import error_allowance
+from parallel_lce.kernels.filter_choice import Allowance, error_allowance
 from parallel_lce.kernels.filter_estimates import RowFactors
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
@@ -133,10 +133,12 @@ class Piece:
         self.rows, self.x, self._gradient_filter = rows, x, gradient_filter
         self._projection, self._target, self._scratch = projection, target, scratch
         self._partial, self._saved = partial.contiguous(), SavedExponentials.of(saved) if saved else None
-        # Of which the active ones alone are projected, and what does so; None: all are.
-        self._windows, self._active = windows, None
+        # Of which the active ones alone are projected; None: all are.
+        self._windows = windows
+        # What does so, and the filter. None before the first slice.
+        self._active: tuple[ActiveWindows, float | Tensor] | None = None
         # What filters that are chosen may add in all slices. None before the first one that is filtered.
-        self._allowance: Tensor | None = None
+        self._of_all: Tensor | None = None
         # ``rewrite`` every row of saved exponentials, so that there are no row factors. Selected entries are added to
         # such rows alone.
         self._rewrite, self._find_shared = rewrite or selected is not None, find_shared
@@ -158,40 +160,53 @@ class Piece:
         self._coefficients = TokenCoefficients(coefficients.alpha.contiguous(), *others, factor=coefficients.factor)
 
     def form(self, start: int, stop: int) -> Slice:
-        filters = self._gradient_filter is not None and worth_filtering(self.x.numel() * (stop - start))
-        if filters and self._gradient_filter == AUTO and self._allowance is None:
-            c = self._coefficients
-            self._allowance = error_allowance(self._partial, c.alpha, c.factor, self.has_targets)
-        if filters and self._windows is not None and self._is_recomputed(start):
-            return self._form_active(self._windows, start, stop)
+        gradient_filter = self._gradient_filter
+        if gradient_filter == AUTO and not self.has_targets or not worth_filtering(self.x.numel() * (stop - start)):
+            # Without targets nothing is known of what may be added.
+            gradient_filter = None
+        if gradient_filter is not None and self._windows is not None and self._is_recomputed(start):
+            return self._form_active(self._windows, gradient_filter, start, stop)
         part = self._formed(start, stop)
         if self._selected is not None:
             selection, values = self._selected
             place_selected(part.gradient, start, *selection, values, self._fp16_scale)
-        if filters and self._gradient_filter is not None:
-            inverse = limits_of(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
-            part.filtered = filtered(self._unfiltered(part), inverse, self._gradient_filter, self._allowance)
+        if gradient_filter is not None:
+            allowance = self._allowance(start, stop) if gradient_filter == AUTO else None
+            part.filtered = filtered(self._unfiltered(part), self._limits(part.dx_factor), gradient_filter, allowance)
         return part
+
+    def _allowance(self, start: int, stop: int) -> Allowance:
+        if self._of_all is None:
+            norms = torch.linalg.vector_norm(self.x, dim=1, dtype=torch.float32)
+            self._of_all = error_allowance(self._partial, self._limits(None), norms, self._projection.ranks)
+        # As if the entries that follow needed as much each.
+        return Allowance(self._of_all, (stop - start) / (self._projection.real_rows - start))
+
+    def _limits(self, dx_factor: Tensor | None) -> Tensor:
+        return limits_of(self._coefficients, self._projection, dx_factor, self._fp16_scale)
 
     def _is_recomputed(self, start: int) -> bool:
         return self._saved is None or start >= self._saved.exponentials.shape[1]
 
-    def _form_active(self, windows: WindowPartials, start: int, stop: int) -> Slice:
+    def _form_active(self, windows: WindowPartials, gradient_filter: float | str, start: int, stop: int) -> Slice:
         gradient = self._memory(start, stop)
         if self._active is None:
             if self._tokens is None and self.has_targets:
                 # Without entries: nothing is placed.
                 self._tokens = self._find_tokens(gradient[:, :0], None, start)
-            assert self._gradient_filter is not None
-            self._active = ActiveWindows(self._rows(self._placed), windows, self._gradient_filter, self._allowance)
-        return Slice(start, stop, gradient, None, None, self._active.form(start, stop, gradient))
+            active, limit = ActiveWindows(self._rows(self._placed), windows, start), gradient_filter
+            if isinstance(limit, str):
+                limit = active.choose(self._allowance(start, self._projection.real_rows), stop - start)
+            self._active = active, limit
+        active, limit = self._active
+        return Slice(start, stop, gradient, None, None, active.form(start, stop, gradient, limit))
 
     def _rows(self, targets: Targets | None) -> Rows:
         return Rows(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale, targets)
 
     def _unfiltered(self, part: Slice) -> UnfilteredSlice:
-        targets = self._placed or (None, None, None)
-        factors = RowFactors(part.dx_factor, part.dw_factor, self._fp16_scale, *targets)
+        targets = self._placed or (None, None)
+        factors = RowFactors(part.dx_factor, part.dw_factor, self._fp16_scale, *targets[:2])
         weight = some_rows(self._projection.weight, part.start, part.stop)
         return UnfilteredSlice(part.gradient, weight, self.x, factors, part.start)
 

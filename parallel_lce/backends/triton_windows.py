@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import matmul_nt
-from parallel_lce.backends.interface import AUTO, Projection, Saved
-from parallel_lce.backends.triton_filter import FilteredGradient, estimated, limits_of, sketch_of, worth_filtering
+from parallel_lce.backends.interface import Projection, Saved
+from parallel_lce.backends.triton_filter import (
+    FilteredGradient,
+    estimated,
+    limits_of,
+    sampled_errors,
+    sketch_of,
+    worth_filtering,
+)
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.kernels.active_tiles import ActiveTiles, list_active_tiles
 from parallel_lce.kernels.active_windows import (
@@ -25,6 +32,7 @@ from parallel_lce.kernels.active_windows import (
     sampled_shares,
     window_bounds,
 )
+from parallel_lce.kernels.filter_choice import Allowance, SampledErrors
 from parallel_lce.kernels.filter_estimates import RowFactors
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import TokenCoefficients
@@ -96,15 +104,11 @@ def fills_sample(rows: int) -> bool:
 
 
 class ActiveWindows:
-    """Forms slices of the gradient of some ``rows`` by projecting their active windows.
+    """Forms slices of the gradient of some ``rows`` by projecting their active windows: those of the shard's entries
+    from ``first`` on."""
 
-    ``allowance``: of :func:`parallel_lce.backends.triton_filter.estimated`, for ``"auto"``.
-    """
-
-    def __init__(
-        self, rows: Rows, windows: WindowPartials, gradient_filter: float | str, allowance: Tensor | None
-    ) -> None:
-        self._rows, self._windows, self._filter, self._allowance = rows, windows, gradient_filter, allowance
+    def __init__(self, rows: Rows, windows: WindowPartials, first: int) -> None:
+        self._rows, self._windows, self._first = rows, windows, first
         projection, alpha = rows.projection, rows.coefficients.alpha
         self._inverse = limits_of(rows.coefficients, projection, None, rows.fp16_scale)
         targets = rows.targets or (None, None, None)
@@ -112,9 +116,7 @@ class ActiveWindows:
         sample, targets = sample_blocks(len(rows.x), _ONE_IN), None
         self._step = sample.step
         if rows.targets is not None:
-            target, residual, unshared = map(sample.of, rows.targets)
-            # Placing a target changes what is left of it.
-            targets = Targets(target, residual.clone(), unshared)
+            targets = Targets(*map(sample.of, rows.targets))
         if projection.token_scale is not None:
             projection = replace(projection, token_scale=sample.of(projection.token_scale))
         self._sampled = Rows(
@@ -128,13 +130,33 @@ class ActiveWindows:
         self._sampled_inverse = sample.of(self._inverse)
         # [D] and 0-dimensional: what the tokens' mean logit is of a row of the weight, and of its bias
         self._mean, self._mean_scale = _mean_of(rows)
+        # Of all entries from ``first`` on, fp32: the mean logits, without the projection's scale.
+        self._mean_logits: Tensor | None = None
 
-    def form(self, start: int, stop: int, gradient: Tensor) -> FilteredGradient:
+    def choose(self, allowance: Allowance, width: int) -> Tensor:
+        """One filter for all entries from ``first`` on, of which it looks at ``width`` at a time: fp32 ``[1]``."""
+        first, real = self._first, self._rows.projection.real_rows
+        rows, mean_logits, errors = self._sample(), self._mean.new_empty(real - first, dtype=torch.float32), []
+        for start in range(first, real, width):
+            stop = min(start + width, real)
+            products = sketch_of(some_rows(rows.projection.weight, start, stop), self._mean)
+            of_slice, sketch = mean_logits[start - first : stop - first], products[1:]
+            of_slice.copy_(products[0])
+            self._add_bias(of_slice, start, stop)
+            gradient = _formed(rows, start, stop)
+            factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None))[:2])
+            scanned = scan_tiles(gradient, self._sampled_inverse, sketch=sketch)
+            of_weight = mean_shares(of_slice, rows.projection.scale)
+            errors.append(sampled_errors(rows.x, factors, start, scanned, sketch, of_weight=of_weight))
+        self._mean_logits = mean_logits
+        return estimated(SampledErrors.of_slices(errors), allowance, self._step, rows.x.shape[1]).eps
+
+    def form(self, start: int, stop: int, gradient: Tensor, eps: float | Tensor) -> FilteredGradient:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
-        projection = self._rows.projection
-        mean_logits, sketch = self._sketched(start, stop)
-        of_weight = mean_shares(mean_logits, projection.scale)
-        eps, sums = self._sampled_sums(start, stop, sketch, of_weight)
+        projection, mean_logits, rows = self._rows.projection, self._all_mean_logits(), self._sample()
+        of_weight = mean_shares(mean_logits[start - self._first : stop - self._first], projection.scale)
+        sums = scan_tiles(_formed(rows, start, stop), self._sampled_inverse, eps).column_sums
+        assert sums is not None
         of_hidden, sums = sampled_shares(sums, eps, of_weight)
         window = product_of(projection, self._rows.x, start, stop).tile.entries
         first = start // window
@@ -144,35 +166,30 @@ class ActiveWindows:
         lists = list_active_tiles(tiles.largest, eps)
         return FilteredGradient(gradient, ActiveTiles(*lists, tiles.masses, of_hidden, of_weight))
 
-    def _sketched(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """The mean logits ``[stop - start]`` fp32, without the projection's scale, and for ``"auto"`` a sketch."""
-        projection, sketch = self._rows.projection, None
-        weight = some_rows(projection.weight, start, stop)
-        if self._filter == AUTO:
-            products = sketch_of(weight, self._mean)
-            mean_logits, sketch = products[0], products[1:]
-        else:
-            mean_logits = matmul_nt(self._mean[None], weight)[0]
-        if projection.bias is not None:
-            mean_logits += some_rows(projection.bias, start, stop) * self._mean_scale
-        return mean_logits, sketch
+    def _sample(self) -> Rows:
+        """Rows whose targets may be placed: that changes what is left of them."""
+        targets = self._sampled.targets
+        if targets is None:
+            return self._sampled
+        return self._sampled._replace(targets=targets._replace(residual=targets.residual.clone()))
 
-    def _sampled_sums(
-        self, start: int, stop: int, sketch: Tensor | None, of_weight: Tensor
-    ) -> tuple[float | Tensor, Tensor]:
-        """The filter, and the column sums of a scan of the sample with it."""
-        rows, eps, inverse = self._sampled, self._filter, self._sampled_inverse
-        gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
-        rows.form(start, stop, gradient)
-        if isinstance(eps, str):
-            assert sketch is not None and self._allowance is not None
-            factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None, None)))
-            scanned = scan_tiles(gradient, inverse, sketch=sketch)
-            found = estimated(rows.x, factors, start, scanned, sketch, self._allowance, self._step, of_weight=of_weight)
-            eps = found.eps
-        sums = scan_tiles(gradient, inverse, eps).column_sums
-        assert sums is not None
-        return eps, sums
+    def _all_mean_logits(self) -> Tensor:
+        if self._mean_logits is None:
+            first, real = self._first, self._rows.projection.real_rows
+            self._mean_logits = matmul_nt(self._mean[None], some_rows(self._rows.projection.weight, first, real))[0]
+            self._add_bias(self._mean_logits, first, real)
+        return self._mean_logits
+
+    def _add_bias(self, mean_logits: Tensor, start: int, stop: int) -> None:
+        bias = self._rows.projection.bias
+        if bias is not None:
+            mean_logits += some_rows(bias, start, stop) * self._mean_scale
+
+
+def _formed(rows: Rows, start: int, stop: int) -> Tensor:
+    gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
+    rows.form(start, stop, gradient)
+    return gradient
 
 
 def _mean_of(rows: Rows) -> tuple[Tensor, Tensor]:

@@ -128,7 +128,6 @@ def lce_backward_centroids(
 def _entry_shares(scanned: ScannedTiles, eps: float | torch.Tensor) -> torch.Tensor:
     """q ``[128 T]`` of the tiles whose largest entry is within ``eps``, 0 where all of a block's tiles exceed it."""
     row_blocks, tiles = scanned.largest.shape
-    assert scanned.column_sums is not None
     shares = scanned.column_sums.new_empty(tiles * TILE)
     chosen, number = limit_of(eps)
     lce_backward_entry_shares.launch(

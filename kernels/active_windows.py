@@ -1,8 +1,8 @@
 """Which windows of the gradient of the logits matter, before they are projected again.
 
 The forward keeps the maximum and the sum of exponentials of each token's windows. So the largest probability of a
-window and its mass are known, and a window without a large one is not projected. A sample of the row blocks is
-projected in full. It tells how a window's mass is shared among its tiles, and how a tile's is among its entries
+window and its mass are known, and a window without a large one is not projected. A sample of the tokens is projected in
+full. It tells how a window's mass is shared among its tiles, and how a tile's is among its entries
 (:mod:`parallel_lce.kernels.active_tiles`): for dX in proportion to the sums over the sample of the entries within the
 limit. In dW the error of an entry's share adds up over all tokens, and a sample's noise is larger than what exp of the
 mean logit of all tokens is off. There the shares are in proportion to that.
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import finite_base, rebased, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.tile_scan import TILE, ScannedTiles, limit_of, new_masses
+from parallel_lce.kernels.tile_scan import TILE, limit_of, new_masses
 
 _TILE = tl.constexpr(TILE)
 # Row blocks that are projected together, so that what they share stays in the L2 cache; windows of a list that one
@@ -117,10 +117,8 @@ def lce_backward_window_bounds(
     stop,
     WINDOW: tl.constexpr,
 ):
-    """``stop``: after the last real entry of the last window."""
+    """``stop``: after the last real entry of the last window. ``masses`` None: they are not asked for."""
     window, block = tl.program_id(0), tl.program_id(1)
-    if chosen is not None:
-        eps = tl.load(chosen)
     r = block * _TILE + tl.arange(0, _TILE)
     valid = r < rows
     here = (first_window + window).to(tl.int64) * stride + r
@@ -153,16 +151,19 @@ def lce_backward_window_bounds(
     if terms.target is not None:
         bound = tl.where(in_gradient, float("inf"), bound)
     found = tl.max(tl.where(bound == bound, bound, float("inf")), 0)
-    mass = tl.where(found > eps, 0.0, p * factor)
     TILES: tl.constexpr = WINDOW // _TILE
     t = window * TILES + tl.arange(0, TILES)
-    part = tl.load(sampled + t, mask=t < tiles, other=0.0)
-    whole = tl.sum(part, 0)
-    part = tl.where(whole > 0.0, part / whole, (t < tiles).to(tl.float32) / tl.minimum(tiles - window * TILES, TILES))
     tl.store(largest + block * tiles + t, tl.zeros((TILES,), tl.float32) + found, mask=t < tiles)
-    pointers = masses + t.to(tl.int64)[:, None] * masses_stride + r[None, :]
-    inside = (t < tiles)[:, None] & valid[None, :]
-    tl.store(pointers, (part[:, None] * mass[None, :]).to(masses.dtype.element_ty), mask=inside)
+    if masses is not None:
+        if chosen is not None:
+            eps = tl.load(chosen)
+        mass = tl.where(found > eps, 0.0, p * factor)
+        part = tl.load(sampled + t, mask=t < tiles, other=0.0)
+        whole, even = tl.sum(part, 0), (t < tiles).to(tl.float32) / tl.minimum(tiles - window * TILES, TILES)
+        part = tl.where(whole > 0.0, part / whole, even)
+        pointers = masses + t.to(tl.int64)[:, None] * masses_stride + r[None, :]
+        inside = (t < tiles)[:, None] & valid[None, :]
+        tl.store(pointers, (part[:, None] * mass[None, :]).to(masses.dtype.element_ty), mask=inside)
 
 
 @Relaunched
@@ -227,26 +228,52 @@ def sampled_shares(
     return of_hidden, sums
 
 
-def window_bounds(
+class Places(NamedTuple):
+    """Some windows of a shard, of ``entries`` in all: ``first`` is the number of the first one."""
+
+    first: int
+    entries: int
+    # entries of a window, a multiple of 128
+    window: int
+
+    @property
+    def tiles(self) -> int:
+        return -(-self.entries // TILE)
+
+
+def window_bounds(windows: WindowPartials, terms: RowTerms, places: Places, scale: float) -> torch.Tensor:
+    """Bounds ``[row blocks, T]`` fp32 of the largest entries of tiles, in units of their tokens' limits: those of
+    their windows."""
+    return _bounds(windows, terms, places, scale, None, None, 0.0)
+
+
+def window_masses(
     windows: WindowPartials,
     terms: RowTerms,
-    gradient: torch.Tensor,
-    first: int,
-    window: int,
-    eps: float | torch.Tensor,
-    sampled: torch.Tensor,
+    places: Places,
     scale: float,
-) -> ScannedTiles:
-    """Bounds of the largest entries of the tiles of ``gradient [R, C]``, and their masses, 0 where a bound exceeds
-    ``eps``. Nothing of ``gradient`` is read; there are no column sums.
+    sampled: torch.Tensor,
+    eps: float | torch.Tensor,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bounds, and the masses ``[T, R]`` of the tiles, 0 where a bound exceeds ``eps``. ``sampled [T]``: the sums
+    of :func:`sampled_shares`."""
+    masses = new_masses(len(sampled), len(terms.inverse_limits), sampled, dtype)
+    return _bounds(windows, terms, places, scale, sampled, masses, eps), masses
 
-    ``first``: the number of its first window, of ``window`` entries each, a multiple of 128. ``sampled [T]``: the
-    sums of :func:`sampled_shares`.
-    """
-    (rows, entries), tiles, row_blocks = gradient.shape, len(sampled), -(-gradient.shape[0] // TILE)
-    largest = sampled.new_empty(row_blocks, tiles)
-    masses = new_masses(gradient, rows)
-    chosen, number = limit_of(eps)
+
+def _bounds(
+    windows: WindowPartials,
+    terms: RowTerms,
+    places: Places,
+    scale: float,
+    sampled: torch.Tensor | None,
+    masses: torch.Tensor | None,
+    eps: float | torch.Tensor,
+) -> torch.Tensor:
+    rows, (first, entries, window) = len(terms.inverse_limits), places
+    row_blocks, (chosen, number) = -(-rows // TILE), limit_of(eps)
+    largest = windows.max.new_empty(row_blocks, places.tiles)
     lce_backward_window_bounds.launch(
         (-(-entries // window), row_blocks),
         windows.max,
@@ -259,27 +286,28 @@ def window_bounds(
         masses,
         number,
         rows,
-        tiles,
+        places.tiles,
         first,
         windows.max.stride(0),
-        masses.stride(0),
+        0 if masses is None else masses.stride(0),
         float(scale),
         first * window + entries,
         WINDOW=window,
     )
-    return ScannedTiles(largest, masses, None, None)
+    return largest
 
 
-def list_active_windows(bounds: ScannedTiles, window: int, eps: float | torch.Tensor) -> torch.Tensor:
-    """The windows whose bound exceeds ``eps``, as :meth:`parallel_lce.kernels.projection.Product.launch` takes them."""
-    (row_blocks, tiles), per_window = bounds.largest.shape, window // TILE
+def list_active_windows(largest: torch.Tensor, window: int, eps: float | torch.Tensor) -> torch.Tensor:
+    """The windows of so many entries whose bound exceeds ``eps``, as
+    :meth:`parallel_lce.kernels.projection.Product.launch` takes them. ``largest``: of :func:`window_bounds`."""
+    (row_blocks, tiles), per_window = largest.shape, window // TILE
     windows = -(-tiles // per_window)
-    listed = bounds.largest.new_empty(1 + row_blocks * windows, dtype=torch.int32)
+    listed = largest.new_empty(1 + row_blocks * windows, dtype=torch.int32)
     together = min(_TOGETHER, next_power_of_2(row_blocks))
     chosen, number = limit_of(eps)
     lce_backward_list_windows.launch(
         (1,),
-        bounds.largest,
+        largest,
         chosen,
         listed,
         number,

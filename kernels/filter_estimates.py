@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.tile_scan import TILE, BlockSample, ScannedTiles
+from parallel_lce.kernels.tile_scan import GROUP, TILE, BlockSample, ScannedTiles
 from parallel_lce.kernels.tuning import interpreted
 
 LEVELS = 8
@@ -40,8 +40,8 @@ SLOTS = 16
 _SLOTS = tl.constexpr(SLOTS)
 # Numbers of the signs of a program, row blocks that are summed at a time.
 _DRAWN, _SUMMED = 1024, 8
-# Tokens of a program, and blocks of entries per step.
-_TOKENS, _STEP = 16, 32
+# Blocks of entries per step of a program that has ``GROUP`` tokens.
+_STEP = 32
 
 
 class RowFactors(NamedTuple):
@@ -144,6 +144,7 @@ def lce_backward_level_errors(
     signed_stride,
     first_block,
     block_step,
+    HEIGHT: tl.constexpr,
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -151,7 +152,7 @@ def lce_backward_level_errors(
     """Some tokens' R times the sketch at each level: norms of the columns that are for dX, also of G's own product, and
     the columns that are for dW, in two halves."""
     program = tl.program_id(0)
-    block = program * TOKENS // _TILE
+    block = program * TOKENS // HEIGHT
     r = program * TOKENS + tl.arange(0, TOKENS)
     flat = program * (TOKENS * _COLUMNS) + tl.arange(0, TOKENS * _COLUMNS)
     slot, place = tl.arange(0, _SLOTS), tl.arange(0, _SLOTS * _COLUMNS)
@@ -163,7 +164,7 @@ def lce_backward_level_errors(
         found = tl.load(largest + block * tiles + t, mask=t < tiles, other=float("inf"))
         skipped = (slot < _LEVELS)[None, :] & (found[:, None] <= filter_of(slot)[None, :])
         taken = (skipped | (slot == _LEVELS)[None, :]).to(tl.float32)
-        tile_offsets = t.to(tl.int64)[None, :] * (tl.cdiv(rows, _TILE) * (_TILE * _COLUMNS))
+        tile_offsets = t.to(tl.int64)[None, :] * (tl.cdiv(rows, HEIGHT) * (HEIGHT * _COLUMNS))
         inside = (flat < rows * _COLUMNS)[:, None] & (t < tiles)[None, :]
         a = tl.load(sketched + tile_offsets + flat[:, None], mask=inside, other=0.0)
         inside = (level < _LEVELS)[None, :] & (found[:, None] <= filter_of(level)[None, :])
@@ -184,7 +185,7 @@ def lce_backward_level_errors(
     column = tl.arange(0, _COLUMNS)
     of_hidden = (column < _SIGNS)[None, :]
     # Of a sample's rows: where they are among all.
-    row = (first_block + block * block_step) * _TILE + r - block * _TILE
+    row = (first_block + block * block_step) * HEIGHT + r - block * HEIGHT
     ones = tl.full((TOKENS,), 1.0, tl.float32)
     dx_factor, dw_factor = ones, ones
     if factors.dx_factor is not None:
@@ -233,8 +234,9 @@ def level_products(
     sample: BlockSample | None = None,
     of_weight: torch.Tensor | None = None,
 ) -> LevelProducts:
-    """``sketch [8, C]`` fp32, of which ``scanned`` holds the products. ``first``: the id of the first entry of
-    ``factors``' targets. ``sample``: the row blocks that are scanned, of those that ``factors`` have; None: all.
+    """``sketch [8, C]`` fp32, of which ``scanned`` holds the products, of a multiple of ``GROUP`` rows in each row
+    block. ``first``: the id of the first entry of ``factors``' targets. ``sample``: the row blocks that are scanned, of
+    those that ``factors`` have; None: all, of equal heights.
     ``of_weight [128 T]``: the shares of dW; None: those of the column sums, as for dX.
     """
     assert scanned.sketched is not None
@@ -253,7 +255,7 @@ def level_products(
         sketch.stride(0),
         BLOCK=min(_SUMMED, next_power_of_2(row_blocks)),
     )
-    programs = -(-rows // _TOKENS)
+    programs = -(-rows // GROUP)
     norms = means.new_empty(programs, _SLOTS.value)
     signed = scanned.masses.new_empty(2 * LEVELS * SIGNS, -(-rows // 8) * 8)[:, :rows]
     lce_backward_level_errors.launch(
@@ -275,7 +277,8 @@ def level_products(
         signed.stride(0),
         0 if sample is None else sample.first,
         1 if sample is None else sample.step,
-        TOKENS=_TOKENS,
+        HEIGHT=scanned.sketched.shape[1] // row_blocks,
+        TOKENS=GROUP,
         STEP=_STEP,
         # Triton's interpreter multiplies bf16 wrongly.
         UPCAST=interpreted() and signed.element_size() == 2,

@@ -16,8 +16,10 @@ from parallel_lce.kernels.tuning import interpreted
 
 TILE = 128
 """Tokens and entries of a tile."""
+GROUP = 16
+"""Tokens that a sample has together, where it need not have whole tiles."""
 FEWEST_SAMPLED = 4
-"""Row blocks of a sample at least, if there are so many."""
+"""A sample has as many tokens as so many row blocks at least, if there are so many."""
 FINITE = 3.4028234663852886e38
 """Largest number of fp32: stands for 1 / 0."""
 
@@ -31,39 +33,46 @@ _ROWS = 1024
 
 
 class BlockSample(NamedTuple):
-    """Some of a gradient's row blocks: ``count``, from ``first`` on, each ``step`` after the one before."""
+    """Some of a gradient's blocks of ``height`` rows: ``count``, from ``first`` on, each ``step`` after the one
+    before."""
 
     first: int
     step: int
     count: int
+    height: int = TILE
 
     def of(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """Their rows of a tensor whose dimension ``dim`` has all rows."""
         if self.step == 1:
             return rows
-        blocks = rows.narrow(dim, 0, rows.shape[dim] // TILE * TILE).unflatten(dim, (-1, TILE))
+        blocks = rows.narrow(dim, 0, rows.shape[dim] // self.height * self.height).unflatten(dim, (-1, self.height))
         return blocks[(slice(None),) * dim + (slice(self.first, None, self.step),)].flatten(dim, dim + 1)
 
+    def of_tiles(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Of ``numbers [row blocks, T]`` those of the tiles that its blocks are part of, ``[count, T]``."""
+        parts = numbers[:, None].expand(-1, TILE // self.height, -1).flatten(0, 1)
+        return parts[self.first :: self.step][: self.count].contiguous()
 
-def sample_blocks(rows: int, one_in: int) -> BlockSample:
+
+def sample_blocks(rows: int, one_in: int, height: int = TILE) -> BlockSample:
     """One in so many of the blocks of ``rows`` rows, or more of them where they would be too few. Steps are odd: even
     ones would meet sequences of 2^n tokens at the same few places."""
     step = max(1, min(one_in, rows // TILE // FEWEST_SAMPLED)) - 1 | 1
     first = step // 2 if step > 1 else 0
-    blocks = -(-rows // TILE) if step == 1 else rows // TILE
-    return BlockSample(first, step, -(-(blocks - first) // step))
+    blocks = -(-rows // height) if step == 1 else rows // height
+    return BlockSample(first, step, -(-(blocks - first) // step), height)
 
 
 class ScannedTiles(NamedTuple):
     """What is found of a gradient ``[R, C]`` with T blocks of entries. ``R``: of the sample, if some were scanned."""
 
-    # [row blocks, T] fp32: each tile's largest entry, in units of its token's limit
+    # [row blocks, T] fp32: each tile's largest entry, in units of its token's limit. A row block has 128 rows, or the
+    # height of the scan.
     largest: torch.Tensor
     # [T, R], its rows 16 bytes aligned, in the gradient's dtype: m
     masses: torch.Tensor
-    # [row blocks, 128 T] fp32: sums of |G| u over the tokens of a row block, without what exceeds the limit of the
-    # scan; None: not known
-    column_sums: torch.Tensor | None
+    # [row blocks, 128 T] fp32: sums of |G| u over the tokens of a row block, without what exceeds the limit of the scan
+    column_sums: torch.Tensor
     # [T, R, 8], of which tile t holds its own terms of the gradient's product with a sketch, whose rows are
     # relative to their mean in the tile; None: there is no sketch
     sketched: torch.Tensor | None
@@ -136,6 +145,7 @@ def _scan_tile(
     MASKED: tl.constexpr,
     COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
+    HEIGHT: tl.constexpr,
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -143,11 +153,11 @@ def _scan_tile(
     rows, entries, stride, masses_stride, blocks = sizes
     tiles = tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
-    masses = found.masses + tile.to(tl.int64) * masses_stride + block * _TILE
+    masses = found.masses + tile.to(tl.int64) * masses_stride + block * HEIGHT
     # Elementwise over some rows at a time: threads have less to tell each other.
     largest = tl.zeros((CHUNK, _TILE), tl.float32)
     sums = tl.zeros((CHUNK, _TILE), tl.float32)
-    for start in tl.range(0, _TILE, CHUNK, num_stages=STAGES):
+    for start in tl.range(0, HEIGHT, CHUNK, num_stages=STAGES):
         lane = start + tl.arange(0, CHUNK)
         r = first_row + lane
         # What follows the last entry in its granule of 16 bytes is read, too: loads are then of whole granules.
@@ -167,8 +177,8 @@ def _scan_tile(
             if UPCAST:
                 stored = stored.to(tl.float32)
             k = tl.arange(0, 16)
-            row = block * _TILE + lane
-            pointers = found.sketched + tile.to(tl.int64) * (blocks * _TILE * COLUMNS)
+            row = block * HEIGHT + lane
+            pointers = found.sketched + tile.to(tl.int64) * (blocks * HEIGHT * COLUMNS)
             pointers += row[:, None] * COLUMNS + k[None, :]
             product = tl.dot(stored, s).to(found.sketched.dtype.element_ty)
             tl.store(pointers, product, mask=(r < rows)[:, None] & (k < COLUMNS)[None, :])
@@ -177,18 +187,17 @@ def _scan_tile(
     total = tl.sum(column_sums, 0)
     top = tl.where(total == total, tl.max(tl.max(largest, 0), 0), float("inf"))
     tl.store(found.largest + block * tiles + tile, top)
-    if found.column_sums is not None:
-        tl.store(found.column_sums + block * (tiles.to(tl.int64) * _TILE) + c, column_sums)
+    tl.store(found.column_sums + block * (tiles.to(tl.int64) * _TILE) + c, column_sums)
     if LIMITED:
         if top > eps:
             tl.debug_barrier()
-            _clear(masses, found, first_row, rows)
+            _clear(masses, found, first_row, rows, HEIGHT)
 
 
 @triton.jit
-def _clear(masses, found, first_row, rows):
-    lane = tl.arange(0, _TILE)
-    tl.store(masses + lane, tl.zeros((_TILE,), found.masses.dtype.element_ty), mask=first_row + lane < rows)
+def _clear(masses, found, first_row, rows, HEIGHT: tl.constexpr):
+    lane = tl.arange(0, HEIGHT)
+    tl.store(masses + lane, tl.zeros((HEIGHT,), found.masses.dtype.element_ty), mask=first_row + lane < rows)
 
 
 @Relaunched
@@ -209,16 +218,15 @@ def lce_backward_scan(
     first_block,
     block_step,
     LIMITED: tl.constexpr,
-    BOUNDED: tl.constexpr,
     MASKED: tl.constexpr,
     COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCKS: tl.constexpr,
+    HEIGHT: tl.constexpr,
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``LIMITED`` to ``eps``. ``BOUNDED``: a tile whose bound in ``found.largest`` is
-    within the limit is not read, and keeps what is there."""
+    """``LIMITED`` to ``eps``."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     first = tl.program_id(1) * BLOCKS
     stop = tl.minimum(first + BLOCKS, blocks)
@@ -240,33 +248,30 @@ def lce_backward_scan(
             if not UPCAST:
                 s = s.to(gradient.dtype.element_ty)
         for block in range(first, stop):
-            wanted = True
-            if BOUNDED:
-                wanted = tl.load(found.largest + block * tiles + tile) > eps
-            if wanted:
-                _scan_tile(
-                    gradient,
-                    inverse_limits,
-                    found,
-                    s,
-                    eps,
-                    sizes,
-                    (first_block + block * block_step) * _TILE,
-                    tile,
-                    block,
-                    LIMITED,
-                    MASKED,
-                    COLUMNS,
-                    UPCAST,
-                    CHUNK,
-                    STAGES,
-                )
-    elif not BOUNDED:
+            _scan_tile(
+                gradient,
+                inverse_limits,
+                found,
+                s,
+                eps,
+                sizes,
+                (first_block + block * block_step) * HEIGHT,
+                tile,
+                block,
+                LIMITED,
+                MASKED,
+                COLUMNS,
+                UPCAST,
+                HEIGHT,
+                CHUNK,
+                STAGES,
+            )
+    else:
         # Every tile is active.
         for block in range(first, stop):
             tl.store(found.largest + block * tiles + tile, float("inf"))
-            masses = found.masses + tile.to(tl.int64) * masses_stride + block * _TILE
-            _clear(masses, found, (first_block + block * block_step) * _TILE, rows)
+            masses = found.masses + tile.to(tl.int64) * masses_stride + block * HEIGHT
+            _clear(masses, found, (first_block + block * block_step) * HEIGHT, rows, HEIGHT)
 
 
 def scan_tiles(
@@ -276,7 +281,7 @@ def scan_tiles(
     *,
     sketch: torch.Tensor | None = None,
     sample: BlockSample | None = None,
-    bounds: ScannedTiles | None = None,
+    height: int = TILE,
 ) -> ScannedTiles:
     """What is known of the tiles of ``gradient [R, C]``.
 
@@ -285,25 +290,22 @@ def scan_tiles(
 
     ``eps``: the limit, a number or fp32 ``[1]``. The masses are 0 in tiles whose largest entry exceeds it, and the
     column sums leave out such entries. A tensor of 0 stands for a filter that keeps everything: nothing is read, every
-    tile has the largest entry infinity, and there are no column sums. ``sketch [8, C]`` fp32.
-    ``sample``: scan these row blocks alone. ``bounds``: upper bounds of the largest entries, and masses; tiles whose
-    bound exceeds ``eps`` are read, and take the place of the bounds.
+    tile has the largest entry infinity, and there are no column sums. ``sketch [8, C]`` fp32. ``sample``: scan these
+    row blocks alone. ``height``: rows of a row block, without a ``sample``.
     """
     (rows, entries), tiles = gradient.shape, -(-gradient.shape[1] // TILE)
-    sample = sample or sample_blocks(rows, 1)
-    scanned_rows = rows if sample.step == 1 else sample.count * TILE
+    sample = sample or BlockSample(0, 1, -(-rows // height), height)
+    height = sample.height
+    scanned_rows = rows if sample.step == 1 else sample.count * height
     columns, sketched = 0 if sketch is None else len(sketch), None
     if sketch is not None:
         # fp16 would not hold every product. Whole row blocks, whatever the last one has.
         dtype = torch.bfloat16 if gradient.dtype == torch.float16 else gradient.dtype
-        sketched = gradient.new_empty(tiles, sample.count * TILE, columns, dtype=dtype)
-    if bounds is None:
-        largest = gradient.new_empty(sample.count, tiles, dtype=torch.float32)
-        masses = new_masses(gradient, scanned_rows)
-        column_sums = gradient.new_empty(sample.count, tiles * TILE, dtype=torch.float32)
-        result = ScannedTiles(largest, masses, column_sums, sketched)
-    else:
-        result = bounds
+        sketched = gradient.new_empty(tiles, sample.count * height, columns, dtype=dtype)
+    largest = gradient.new_empty(sample.count, tiles, dtype=torch.float32)
+    column_sums = gradient.new_empty(sample.count, tiles * TILE, dtype=torch.float32)
+    masses = new_masses(tiles, scanned_rows, gradient, gradient.dtype)
+    result = ScannedTiles(largest, masses, column_sums, sketched)
     chosen, number = limit_of(0.0 if eps is None else eps)
     chunk, stages = _CHUNKS[sketch is not None]
     lce_backward_scan.launch(
@@ -323,22 +325,22 @@ def scan_tiles(
         sample.first,
         sample.step,
         LIMITED=eps is not None,
-        BOUNDED=bounds is not None,
         MASKED=entries % TILE != 0,
         COLUMNS=columns,
         # Triton's interpreter multiplies bf16 wrongly.
         UPCAST=interpreted() and gradient.dtype == torch.bfloat16,
         BLOCKS=_SCANNED,
-        CHUNK=chunk,
+        HEIGHT=height,
+        CHUNK=min(chunk, height),
         STAGES=stages,
         num_warps=_WARPS,
     )
     return result
 
 
-def new_masses(gradient: torch.Tensor, rows: int) -> torch.Tensor:
-    """Uninitialised masses ``[T, rows]`` of the tiles of ``gradient [R, C]``."""
-    return gradient.new_empty(-(-gradient.shape[1] // TILE), -(-rows // 8) * 8)[:, :rows]
+def new_masses(tiles: int, rows: int, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised masses ``[T, rows]``."""
+    return like.new_empty(tiles, -(-rows // 8) * 8, dtype=dtype)[:, :rows]
 
 
 def limit_of(eps: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:

@@ -13,7 +13,7 @@ from world import Member
 
 pytest.importorskip("triton", reason="needs triton")
 
-from parallel_lce.backends import triton_backward, triton_filter, triton_windows
+from parallel_lce.backends import triton_backward, triton_filter, triton_slices, triton_windows
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.kernels import tile_scan
 from parallel_lce.kernels.filter_choice import LARGEST_ERROR
@@ -27,7 +27,7 @@ MORE = {"N": 788, "V": 1000}
 
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
-    """One row block of four is a sample, and a slice has two windows."""
+    """A third of the tokens are a sample, and a slice has two windows."""
     monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
     monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * N * 2)
     with chosen_backend("triton"), shrunk(40_000):
@@ -36,7 +36,7 @@ def small_slices(monkeypatch):
 
 @pytest.fixture
 def two_sampled(monkeypatch):
-    """Two of the seven row blocks of MORE are a sample, which has then two halves."""
+    """A third of the tokens of MORE are a sample."""
     monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 2)
     monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * MORE["N"] * 2)
     with shrunk(60_000):
@@ -248,12 +248,32 @@ def test_auto_keeps_its_promise(placed, slope, listed, two_sampled, device):
     # One choice for both slices.
     ((sampled, allowance, step, fewest),) = asked
     assert len(listed) == 2 and (allowance.share, step, fewest) == (1.0, 3, 0) and allowance.of_all[0, 2] > 0
-    assert sampled.tiles == 2 * 8 and len(sampled.skipped) == 8
+    assert sampled.tiles == 2 * 8 * 8 and len(sampled.skipped) == 8
     everything = sum(n[0].item() for n in listed) == 4 * 7
     assert everything == (slope == 0.0)
     for a, b in zip(found, exact):
         # Both results are rounded.
         assert relative_error(a, b.double()) <= 1.25 * LARGEST_ERROR + 2**-9
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("slope", [2.0, 3.0])
+def test_estimates_are_near_the_errors(slope, two_sampled, device):
+    t = problem(device=device, slope=slope, **MORE)
+    asked, allowed = results_of(triton_windows, "estimated"), results_of(triton_slices, "error_allowance")
+    with asked as estimates, allowed as allowances:
+        gradients(*t, gradient_filter="auto")
+    exact = [g.double() for g in gradients(*t)]
+    units = torch.stack([exact[0].norm(), allowances[0][1, 0]])
+    errors, checked = estimates[0].errors.double() * units[:, None], 0
+    for level in (0, 2, 6):
+        found = gradients(*t, gradient_filter=2.0 ** -(8 + level))
+        for estimate, a, b in zip(errors[:, level].tolist(), found, exact):
+            # What does not change is rounded alike.
+            error, rounding = (a.double() - b).norm().item(), 2**-12 * b.norm().item()
+            assert error / 2 - rounding <= estimate <= 2 * error + rounding, level
+            checked += error > 3 * rounding
+    assert checked >= 2
 
 
 def test_the_chosen_filter_does_what_it_does_alone(two_sampled, device):

@@ -210,13 +210,16 @@ def test_equal_calls_give_equal_bits_and_draw_no_random_numbers(choices, device)
 def test_slices_share_what_may_be_added(choices, device):
     """A slice takes a filter that it could not take alone; all of them keep the promise."""
     t = draw("mixed", device=device)
-    with shrunk(40_000):
+    with shrunk(40_000), arguments_to(triton_filter, "choose_level") as asked:
         found = gradients(*t, gradient_filter="auto", logits_budget=70_000, reduction="none")
         exact = gradients(*t, logits_budget=70_000, reduction="none")
     taken = [(FILTERS.index(eps.item()), errors) for eps, errors in choices if eps.item()]
     assert len(choices) > 1 and max(errors[:, level].max().item() for level, errors in taken) > LIMIT
     for a, b in zip(found, exact):
         assert relative_error(a, b) <= 2 * LIMIT + 2**-9
+    # Those of as many entries each have the same part of what is allowed, if none takes it.
+    count = len(asked)
+    assert [given[1].share for given in asked] == pytest.approx([1 / (count - k) for k in range(count)], rel=0.3)
 
 
 @pytest.mark.parametrize("where", ["hidden", "target"])
@@ -359,6 +362,17 @@ def test_a_slice_may_add_what_those_before_it_have_left(device):
     torch.testing.assert_close(allowance.of_all[:, 1:].tolist(), [[1 / 64, 3.0], [1 / 64, 0.0]])
 
 
+def test_slices_are_chosen_for_together(device):
+    def one(error: float) -> SampledErrors:
+        rows = torch.full((2, 16), error, device=device)
+        return SampledErrors(rows, rows.new_full((3 * LEVELS,), error), rows.new_ones(1, LEVELS), 5)
+
+    both = SampledErrors.of_slices([one(3.0), one(4.0)])
+    assert both.hidden_norms.tolist() == [[3.0] * 16] * 2 + [[4.0] * 16] * 2
+    assert both.weight_norms.tolist() == [5.0] * 3 * LEVELS
+    assert both.skipped.tolist() == [[1.0] * LEVELS] * 2 and both.tiles == 10
+
+
 def test_limits_are_of_each_product(device):
     allowance, tenth = allowance_of(device, 0.25, 0.05), [0.1] * LEVELS
     assert chosen(device, tenth, [0.1, 0.04, *tenth[2:]], allowance=allowance) == FILTERS[1]
@@ -387,11 +401,11 @@ def test_dw_may_be_off_by_what_an_error_of_the_logits_would_add(size, device):
         assert found[:, 1:].count_nonzero() == 0
         return found[:, 0].tolist()
 
-    assert limits() == [LIMIT, pytest.approx(root / 128, rel=1e-4)]
-    assert limits(ranks=4) == [LIMIT, pytest.approx(root / 256, rel=1e-4)]
+    assert limits() == [LIMIT, pytest.approx(root * 2**-7.5, rel=1e-4)]
+    assert limits(ranks=4) == [LIMIT, pytest.approx(root * 2**-8.5, rel=1e-4)]
     certain = partial.clone()
     certain[2] = certain[0] + certain[1].log()
-    assert limits(certain)[1] < 1e-2 * root / 128
+    assert limits(certain)[1] < 1e-2 * root * 2**-7.5
     for wrong in (torch.nan, torch.inf):
         others = [t.clone() for t in (partial, inverse, norms)]
         others[0][2, 5], others[1][4], others[2][5] = torch.nan, 0.0, wrong
@@ -408,7 +422,7 @@ def test_the_backward_asks_for_what_the_loss_may_add(saves, choices, device):
     z = 0.5 * x.double() @ weight.double().T
     p = z.softmax(1).gather(1, target.clamp_min(0)[:, None])[:, 0]
     squares = (0.5 * 3.0 * x.double().norm(dim=1)).square() * p * (1 - p)
-    expected = squares[mask & (target >= 0)].sum().sqrt().item() / 128
+    expected = squares[mask & (target >= 0)].sum().sqrt().item() * 2**-7.5
     allowed, asking = results_of(triton_slices, "error_allowance"), arguments_to(triton_filter, "choose_level")
     with allowed as allowances, asking as asked:
         options = dict(logit_scale=0.5, gradient_filter="auto", logits_budget=1 << 30 if saves else 0)
@@ -416,9 +430,6 @@ def test_the_backward_asks_for_what_the_loss_may_add(saves, choices, device):
         torch.autograd.grad((3.0 * loss * mask).sum(), (x, weight))
     assert allowances[0][:, 0].tolist() == [LIMIT, pytest.approx(expected, rel=2e-2)]
     assert all(given[1].of_all is allowances[0] for given in asked) and len(asked) == len(choices)
-    # Slices of as many entries each have the same part of what is allowed, if none takes it.
-    count = len(asked)
-    assert [given[1].share for given in asked] == pytest.approx([1 / (count - k) for k in range(count)], rel=0.3)
 
 
 def _limits_on(member: Member) -> list[float]:

@@ -1,7 +1,7 @@
 """Recomputed slices of G of which only the windows with a large probability are projected.
 
-The forward keeps the partials of its windows. A sample of the row blocks is projected in full: its sums over tokens
-stand for those of all tokens (:mod:`parallel_lce.kernels.active_windows`), and ``"auto"`` is chosen by it.
+The forward keeps the partials of its windows. A sample of the tokens is projected in full: its sums stand for those of
+all tokens (:mod:`parallel_lce.kernels.active_windows`), and ``"auto"`` is chosen by it.
 """
 
 from __future__ import annotations
@@ -25,26 +25,28 @@ from parallel_lce.backends.triton_filter import (
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.kernels.active_tiles import ActiveTiles, list_active_tiles
 from parallel_lce.kernels.active_windows import (
+    Places,
     RowTerms,
     WindowPartials,
     list_active_windows,
     mean_shares,
     sampled_shares,
     window_bounds,
+    window_masses,
 )
 from parallel_lce.kernels.filter_choice import Allowance, SampledErrors
 from parallel_lce.kernels.filter_estimates import RowFactors
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.targets import place_targets
-from parallel_lce.kernels.tile_scan import TILE, sample_blocks, scan_tiles
+from parallel_lce.kernels.tile_scan import GROUP, TILE, BlockSample, sample_blocks, scan_tiles
 from parallel_lce.memory import some_rows
 
 WINDOWED_BYTES = 256 << 20
 """Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU."""
 
-# Row blocks that are projected in full: one in so many. Of few rows, where it would be more than one in _FEWEST_STEP,
-# everything is projected.
+# Groups of tokens that are projected in full: one in so many. Of few rows, where it would be more than one in
+# _FEWEST_STEP, everything is projected.
 _ONE_IN, _FEWEST_STEP = 15, 3
 
 
@@ -100,7 +102,12 @@ def kept_windows(saved: Saved) -> WindowPartials | None:
 
 def fills_sample(rows: int) -> bool:
     """Whether a sample of so many rows is much less than all of them."""
-    return sample_blocks(rows, _ONE_IN).step >= _FEWEST_STEP
+    return _sample_of(rows).step >= _FEWEST_STEP
+
+
+def _sample_of(rows: int) -> BlockSample:
+    # Which windows are active is known. So the sample need not have whole tiles, and has tokens of many places.
+    return sample_blocks(rows, _ONE_IN, GROUP)
 
 
 class ActiveWindows:
@@ -113,8 +120,8 @@ class ActiveWindows:
         self._inverse = limits_of(rows.coefficients, projection, None, rows.fp16_scale)
         targets = rows.targets or (None, None, None)
         self._terms = RowTerms(rows.partial, alpha, projection.token_scale, rows.fp16_scale, self._inverse, *targets)
-        sample, targets = sample_blocks(len(rows.x), _ONE_IN), None
-        self._step = sample.step
+        sample, targets = _sample_of(len(rows.x)), None
+        self._sample = sample
         if rows.targets is not None:
             targets = Targets(*map(sample.of, rows.targets))
         if projection.token_scale is not None:
@@ -136,7 +143,8 @@ class ActiveWindows:
     def choose(self, allowance: Allowance, width: int) -> Tensor:
         """One filter for all entries from ``first`` on, of which it looks at ``width`` at a time: fp32 ``[1]``."""
         first, real = self._first, self._rows.projection.real_rows
-        rows, mean_logits, errors = self._sample(), self._mean.new_empty(real - first, dtype=torch.float32), []
+        mean_logits, errors, rows = self._mean.new_empty(real - first, dtype=torch.float32), [], self._sampled_rows()
+        scale = rows.projection.scale
         for start in range(first, real, width):
             stop = min(start + width, real)
             products = sketch_of(some_rows(rows.projection.weight, start, stop), self._mean)
@@ -145,28 +153,31 @@ class ActiveWindows:
             self._add_bias(of_slice, start, stop)
             gradient = _formed(rows, start, stop)
             factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None))[:2])
-            scanned = scan_tiles(gradient, self._sampled_inverse, sketch=sketch)
-            of_weight = mean_shares(of_slice, rows.projection.scale)
+            scanned = scan_tiles(gradient, self._sampled_inverse, sketch=sketch, height=GROUP)
+            # What is skipped is whole windows.
+            bounds = window_bounds(self._windows, self._terms, self._places(start, stop), scale)
+            scanned = scanned._replace(largest=self._sample.of_tiles(bounds))
+            of_weight = mean_shares(of_slice, scale)
             errors.append(sampled_errors(rows.x, factors, start, scanned, sketch, of_weight=of_weight))
         self._mean_logits = mean_logits
-        return estimated(SampledErrors.of_slices(errors), allowance, self._step, rows.x.shape[1]).eps
+        return estimated(SampledErrors.of_slices(errors), allowance, self._sample.step, rows.x.shape[1]).eps
 
     def form(self, start: int, stop: int, gradient: Tensor, eps: float | Tensor) -> FilteredGradient:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
-        projection, mean_logits, rows = self._rows.projection, self._all_mean_logits(), self._sample()
-        of_weight = mean_shares(mean_logits[start - self._first : stop - self._first], projection.scale)
-        sums = scan_tiles(_formed(rows, start, stop), self._sampled_inverse, eps).column_sums
-        assert sums is not None
+        scale, mean_logits, places = self._rows.projection.scale, self._all_mean_logits(), self._places(start, stop)
+        of_weight = mean_shares(mean_logits[start - self._first : stop - self._first], scale)
+        sample = _formed(self._sampled_rows(), start, stop)
+        sums = scan_tiles(sample, self._sampled_inverse, eps, height=GROUP).column_sums
         of_hidden, sums = sampled_shares(sums, eps, of_weight)
-        window = product_of(projection, self._rows.x, start, stop).tile.entries
-        first = start // window
-        tiles = window_bounds(self._windows, self._terms, gradient, first, window, eps, sums, projection.scale)
-        self._rows.form(start, stop, gradient, list_active_windows(tiles, window, eps))
-        scan_tiles(gradient, self._inverse, eps, bounds=tiles)
-        lists = list_active_tiles(tiles.largest, eps)
-        return FilteredGradient(gradient, ActiveTiles(*lists, tiles.masses, of_hidden, of_weight))
+        bounds, masses = window_masses(self._windows, self._terms, places, scale, sums, eps, gradient.dtype)
+        self._rows.form(start, stop, gradient, list_active_windows(bounds, places.window, eps))
+        return FilteredGradient(gradient, ActiveTiles(*list_active_tiles(bounds, eps), masses, of_hidden, of_weight))
 
-    def _sample(self) -> Rows:
+    def _places(self, start: int, stop: int) -> Places:
+        window = product_of(self._rows.projection, self._rows.x, start, stop).tile.entries
+        return Places(start // window, stop - start, window)
+
+    def _sampled_rows(self) -> Rows:
         """Rows whose targets may be placed: that changes what is left of them."""
         targets = self._sampled.targets
         if targets is None:

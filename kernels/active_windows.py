@@ -32,14 +32,15 @@ class WindowPartials(NamedTuple):
     """What a forward knows of its windows, ``[windows, R]`` fp32 each."""
 
     max: torch.Tensor
-    # Relative to ``arithmetic.window_shift`` of the softmax shift, or to the window's maximum without one.
-    sum_exp: torch.Tensor
+    # Relative to ``arithmetic.window_shift`` of the softmax shift, or to the window's maximum without one; or None
+    sum_exp: torch.Tensor | None = None
     # [R] fp32, or None
-    softmax_shift: torch.Tensor | None
+    softmax_shift: torch.Tensor | None = None
 
     def of_rows(self, rows: slice) -> WindowPartials:
-        shift = self.softmax_shift
-        return WindowPartials(self.max[:, rows], self.sum_exp[:, rows], shift if shift is None else shift[rows])
+        sums, shift = self.sum_exp, self.softmax_shift
+        sums = sums if sums is None else sums[:, rows]
+        return WindowPartials(self.max[:, rows], sums, shift if shift is None else shift[rows])
 
 
 class RowTerms(NamedTuple):
@@ -52,8 +53,6 @@ class RowTerms(NamedTuple):
     token_scale: torch.Tensor | None
     # 0-dimensional
     fp16_scale: torch.Tensor | None
-    # [R] fp32: 1 / limit
-    inverse_limits: torch.Tensor
     # [R] int64, fp32 and uint8; None without targets
     target: torch.Tensor | None
     residual: torch.Tensor | None
@@ -125,14 +124,17 @@ def lce_backward_window_bounds(
     top = tl.load(maxima + here, mask=valid, other=-float("inf"))
     base = finite_base(tl.load(terms.partial + r, mask=valid, other=0.0))
     sum_exp = tl.load(terms.partial + rows + r, mask=valid, other=1.0)
-    reference = finite_base(top)
-    if shift is not None:
-        reference = window_shift(top, tl.load(shift + r, mask=valid, other=0.0))
-    p = tl.load(sums + here, mask=valid, other=0.0)
-    # A window of -inf alone adds nothing, but NaN beside -inf must get through.
-    p = tl.where(p == 0.0, 0.0, p * rebased(reference, base) / sum_exp)
-    # A maximum may leave out NaN, a sum does not.
-    bound = tl.where(p == p, rebased(top, base) / sum_exp, float("inf"))
+    # In units of the token's limit.
+    bound, p = rebased(top, base) / sum_exp, tl.zeros((_TILE,), tl.float32)
+    if sums is not None:
+        reference = finite_base(top)
+        if shift is not None:
+            reference = window_shift(top, tl.load(shift + r, mask=valid, other=0.0))
+        p = tl.load(sums + here, mask=valid, other=0.0)
+        # A window of -inf alone adds nothing, but NaN beside -inf must get through.
+        p = tl.where(p == 0.0, 0.0, p * rebased(reference, base) / sum_exp)
+        # A maximum may leave out NaN, a sum does not.
+        bound = tl.where(p == p, bound, float("inf"))
     if terms.target is not None:
         # An unshared target has 0 in G. A shared one's gradient is in G, whatever the others are.
         begin = (first_window + window) * WINDOW
@@ -142,14 +144,15 @@ def lce_backward_window_bounds(
         p = tl.where(hit, tl.maximum(p - rebased(logit, base) / sum_exp, 0.0), p)
         is_shared = tl.load(terms.unshared + r, mask=hit, other=1) == 0
         in_gradient = hit & is_shared & (tl.load(terms.residual + r, mask=hit, other=0.0) != 0.0)
+    # A gradient of 0 has no limit.
     factor = tl.load(terms.alpha + r, mask=valid, other=0.0) * scale
     if terms.token_scale is not None:
         factor *= tl.load(terms.token_scale + r, mask=valid, other=0.0)
     if terms.fp16_scale is not None:
         factor *= tl.load(terms.fp16_scale)
-    bound *= tl.abs(factor) * tl.load(terms.inverse_limits + r, mask=valid, other=0.0)
+    bound = tl.where(factor == 0.0, 0.0, tl.where(factor == factor, bound, float("inf")))
     if terms.target is not None:
-        bound = tl.where(in_gradient, float("inf"), bound)
+        bound = tl.where(in_gradient | (hit & is_shared & (factor != 0.0)), float("inf"), bound)
     found = tl.max(tl.where(bound == bound, bound, float("inf")), 0)
     TILES: tl.constexpr = WINDOW // _TILE
     t = window * TILES + tl.arange(0, TILES)
@@ -258,7 +261,7 @@ def window_masses(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The bounds, and the masses ``[T, R]`` of the tiles, 0 where a bound exceeds ``eps``. ``sampled [T]``: the sums
     of :func:`sampled_shares`."""
-    masses = new_masses(len(sampled), len(terms.inverse_limits), sampled, dtype)
+    masses = new_masses(len(sampled), len(terms.alpha), sampled, dtype)
     return _bounds(windows, terms, places, scale, sampled, masses, eps), masses
 
 
@@ -271,7 +274,7 @@ def _bounds(
     masses: torch.Tensor | None,
     eps: float | torch.Tensor,
 ) -> torch.Tensor:
-    rows, (first, entries, window) = len(terms.inverse_limits), places
+    rows, (first, entries, window) = len(terms.alpha), places
     row_blocks, (chosen, number) = -(-rows // TILE), limit_of(eps)
     largest = windows.max.new_empty(row_blocks, places.tiles)
     lce_backward_window_bounds.launch(

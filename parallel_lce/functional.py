@@ -89,11 +89,11 @@ def linear_cross_entropy(
             tiles of 128 tokens by 128 vocabulary rows contribute that have an entry of a larger probability; of every
             other tile it takes the products of sums (:mod:`parallel_lce.kernels.active_tiles`). The loss is not
             affected. None: dX and dW are exact. On a CPU it saves no time. Not with ``label_smoothing``. ``"auto"``:
-            the largest of 2**-8, 2**-9, ..., 2**-15 whose relative errors, in Frobenius norms, are at most 2**-9 of dX,
-            and of dW at most 2**-9 and at most 2**-8 times the mean probability of the targets, by the Triton backend's
-            estimate from a sample of the tokens (:mod:`parallel_lce.kernels.filter_choice`). If there is none, or none
-            that is worth its time, gradients are exact. Of the slices of the vocabulary that the backward works on each
-            has its own choice, and together they keep that limit. The torch backend's gradients are then exact.
+            the largest of 2**-8, 2**-9, ..., 2**-15 whose errors, in Frobenius norms, are at most 2**-9 of dX, and of
+            dW at most a half of what rounding the logits to bf16 adds, by the Triton backend's estimate from a sample
+            of the tokens (:mod:`parallel_lce.kernels.filter_choice`). If there is none, or none that is worth its time,
+            gradients are exact. Slices of saved exponentials have choices of their own; together all keep that limit.
+            The torch backend's gradients are then exact.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.

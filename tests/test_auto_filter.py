@@ -457,15 +457,20 @@ def test_without_targets_gradients_are_exact(choices, device):
     assert not choices and all(map(torch.equal, a, b))
 
 
-def test_a_sample_stands_for_all_and_a_filter_must_pay(choices, device, monkeypatch):
-    """Of 20 row blocks four are looked at, each fifth one."""
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_sample_stands_for_all_and_a_filter_must_pay(saves, choices, device, monkeypatch):
+    """Each fifth of the groups of 16 tokens is looked at, or of the row blocks where nothing is known of windows."""
     monkeypatch.setattr(triton_filter, "HIDDEN_PER_SCAN", 4)
     x, weight, target = draw("first", 20 * TILE, 300, device=device)
-    with arguments_to(triton_filter, "choose_level") as asked:
-        gradients(x, weight, target, gradient_filter="auto")
+    bias = torch.zeros(300, dtype=x.dtype, device=device, requires_grad=not saves)
+    with arguments_to(triton_filter, "choose_level") as asked, shrunk(1 << 30):
+        loss = linear_cross_entropy(
+            x, weight, target, linear_bias=bias, gradient_filter="auto", logits_budget=1 << 30 if saves else 0
+        )
+        loss.backward()
     ((_, _, step, fewest),) = asked
     # 4 of 16 hidden elements; three tiles each.
-    assert step == 5 and fewest == 4 * 3 * 4 / 16
+    assert step == 5 and fewest == (32 if saves else 4) * 3 * 4 / 16
 
 
 def test_of_a_limit_on_the_device_the_same_tiles_are_active(device):

@@ -14,7 +14,15 @@ from parallel_lce.kernels.filter_choice import Allowance, SampledErrors, choose_
 from parallel_lce.kernels.filter_estimates import LEVELS, SIGNS, RowFactors, level_products, signs
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.sparse_product import sparse_product
-from parallel_lce.kernels.tile_scan import TILE, BlockSample, ScannedTiles, inverse_limits, sample_blocks, scan_tiles
+from parallel_lce.kernels.tile_scan import (
+    GROUP,
+    TILE,
+    BlockSample,
+    ScannedTiles,
+    inverse_limits,
+    sample_blocks,
+    scan_tiles,
+)
 
 # Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a filtered
 # backward takes the host longer than an exact one takes the GPU.
@@ -23,8 +31,8 @@ SMALLEST_FILTERED = 1e12
 # filter skips a smaller share of the tiles than this is of the hidden size, it does not pay. Where windows are
 # projected again this is rough: a window is skipped whole.
 HIDDEN_PER_SCAN = 144
-# Row blocks that are looked at to choose a filter: one in so many.
-_ONE_IN = 5
+# What is looked at to choose a filter: one in so many row blocks, or groups of tokens.
+_BLOCKS_ONE_IN, _GROUPS_ONE_IN = 5, 15
 
 
 class UnfilteredSlice(NamedTuple):
@@ -54,6 +62,12 @@ def worth_filtering(multiplications: int) -> bool:
     """Whether the products of a slice take longer than finding its active tiles: dX and dW, of so many multiplications
     each."""
     return 4 * multiplications >= SMALLEST_FILTERED
+
+
+def sample_groups(rows: int) -> BlockSample:
+    """Where it is known which windows have large probabilities, a sample needs no whole tiles: it has tokens of many
+    places."""
+    return sample_blocks(rows, _GROUPS_ONE_IN, GROUP)
 
 
 def limits_of(
@@ -111,15 +125,25 @@ def estimated(errors: SampledErrors, allowance: Allowance, step: int, hidden_siz
 
 
 def filtered(
-    given: UnfilteredSlice, inverse: Tensor, gradient_filter: float | str, allowance: Allowance | None
+    given: UnfilteredSlice,
+    inverse: Tensor,
+    gradient_filter: float | str,
+    allowance: Allowance | None = None,
+    bounds: Tensor | None = None,
 ) -> FilteredGradient:
     """A slice filtered by a probability or, with ``"auto"``, by the one that is chosen for it. ``inverse [R]``: of
-    :func:`limits_of`. ``allowance``: for ``"auto"``."""
+    :func:`limits_of`. For ``"auto"``: ``allowance``, and ``bounds`` of the tiles' largest entries, as of
+    :func:`parallel_lce.kernels.active_windows.window_bounds`, if they are known."""
     eps = gradient_filter
     if isinstance(eps, str):
         assert eps == AUTO and allowance is not None
-        sketch, sample = sketch_of(given.weight), sample_blocks(len(given.gradient), _ONE_IN)
+        sketch, rows = sketch_of(given.weight), len(given.gradient)
+        sample = sample_groups(rows)
+        if bounds is None or sample.step == 1:
+            sample, bounds = sample_blocks(rows, _BLOCKS_ONE_IN), None
         scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
+        if bounds is not None:
+            scanned = scanned._replace(largest=sample.of_tiles(bounds))
         errors = sampled_errors(given.x, given.factors, given.first, scanned, sketch, sample)
         eps = estimated(errors, allowance, sample.step, given.x.shape[1]).eps
     return FilteredGradient(given.gradient, find_active_tiles(given.gradient, inverse, eps))

@@ -27,13 +27,14 @@ from parallel_lce.backends.interface import (
 from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlice, filtered, limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
-from parallel_lce.kernels.active_windows import WindowPartials
+from parallel_lce.kernels.active_windows import Places, RowTerms, WindowPartials, window_bounds
 from parallel_lce.kernels.filter_choice import Allowance, error_allowance
 from parallel_lce.kernels.filter_estimates import RowFactors
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
 from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
+from parallel_lce.kernels.tile_scan import TILE
 from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
 from parallel_lce.memory import some_rows
 
@@ -171,9 +172,21 @@ class Piece:
             selection, values = self._selected
             place_selected(part.gradient, start, *selection, values, self._fp16_scale)
         if gradient_filter is not None:
-            allowance = self._allowance(start, stop) if gradient_filter == AUTO else None
-            part.filtered = filtered(self._unfiltered(part), self._limits(part.dx_factor), gradient_filter, allowance)
+            limits, allowance, bounds = self._limits(part.dx_factor), None, None
+            if gradient_filter == AUTO:
+                allowance, bounds = self._allowance(start, stop), self._bounds(start, stop)
+            part.filtered = filtered(self._unfiltered(part), limits, gradient_filter, allowance, bounds)
         return part
+
+    def _bounds(self, start: int, stop: int) -> Tensor | None:
+        """Of the tiles' largest entries, if the forward's windows tell them."""
+        saved, projection = self._saved, self._projection
+        if saved is None or self._is_recomputed(start) or self._window(saved) % TILE:
+            return None
+        scale, targets = projection.token_scale, self._placed or (None, None, None)
+        terms = RowTerms(self._partial, self._coefficients.alpha, scale, self._fp16_scale, *targets)
+        places = Places(start // self._window(saved), stop - start, self._window(saved))
+        return window_bounds(WindowPartials(saved.maxima), terms, places, projection.scale)
 
     def _allowance(self, start: int, stop: int) -> Allowance:
         if self._of_all is None:
@@ -229,9 +242,7 @@ class Piece:
     def _find_tokens(self, gradient: Tensor, saved: SavedExponentials | None, start: int) -> TokenGradients:
         projection, window = self._projection, 1
         if saved is not None:
-            # The forward's window, a power of two. The tile of ``product_of`` may differ from the forward's:
-            # saved-tensor hooks may change the operands' alignment.
-            window = next_power_of_2(-(-projection.real_rows // saved.maxima.shape[0]))
+            window = self._window(saved)
         return token_gradients(
             gradient,
             saved,
@@ -248,6 +259,11 @@ class Piece:
             find_shared=self._find_shared,
             rewrite=self._rewrite,
         )
+
+    def _window(self, saved: SavedExponentials) -> int:
+        """Entries of the forward's windows, a power of two. The tile of ``product_of`` may differ from the forward's:
+        saved-tensor hooks may change the operands' alignment."""
+        return next_power_of_2(-(-self._projection.real_rows // saved.maxima.shape[0]))
 
     def _recompute(self, start: int, stop: int) -> Tensor:
         gradient = self._memory(start, stop)

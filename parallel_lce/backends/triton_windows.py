@@ -18,6 +18,7 @@ from parallel_lce.backends.triton_filter import (
     FilteredGradient,
     estimated,
     limits_of,
+    sample_groups,
     sampled_errors,
     sketch_of,
     worth_filtering,
@@ -39,15 +40,14 @@ from parallel_lce.kernels.filter_estimates import RowFactors
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.targets import place_targets
-from parallel_lce.kernels.tile_scan import GROUP, TILE, BlockSample, sample_blocks, scan_tiles
+from parallel_lce.kernels.tile_scan import GROUP, TILE, scan_tiles
 from parallel_lce.memory import some_rows
 
 WINDOWED_BYTES = 256 << 20
 """Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU."""
 
-# Groups of tokens that are projected in full: one in so many. Of few rows, where it would be more than one in
-# _FEWEST_STEP, everything is projected.
-_ONE_IN, _FEWEST_STEP = 15, 3
+# Where the sample that is projected in full would be more than one in so many tokens, everything is projected.
+_FEWEST_STEP = 3
 
 
 class Targets(NamedTuple):
@@ -102,12 +102,7 @@ def kept_windows(saved: Saved) -> WindowPartials | None:
 
 def fills_sample(rows: int) -> bool:
     """Whether a sample of so many rows is much less than all of them."""
-    return _sample_of(rows).step >= _FEWEST_STEP
-
-
-def _sample_of(rows: int) -> BlockSample:
-    # Which windows are active is known. So the sample need not have whole tiles, and has tokens of many places.
-    return sample_blocks(rows, _ONE_IN, GROUP)
+    return sample_groups(rows).step >= _FEWEST_STEP
 
 
 class ActiveWindows:
@@ -117,10 +112,9 @@ class ActiveWindows:
     def __init__(self, rows: Rows, windows: WindowPartials, first: int) -> None:
         self._rows, self._windows, self._first = rows, windows, first
         projection, alpha = rows.projection, rows.coefficients.alpha
-        self._inverse = limits_of(rows.coefficients, projection, None, rows.fp16_scale)
         targets = rows.targets or (None, None, None)
-        self._terms = RowTerms(rows.partial, alpha, projection.token_scale, rows.fp16_scale, self._inverse, *targets)
-        sample, targets = _sample_of(len(rows.x)), None
+        self._terms = RowTerms(rows.partial, alpha, projection.token_scale, rows.fp16_scale, *targets)
+        sample, targets = sample_groups(len(rows.x)), None
         self._sample = sample
         if rows.targets is not None:
             targets = Targets(*map(sample.of, rows.targets))
@@ -134,7 +128,7 @@ class ActiveWindows:
             rows.fp16_scale,
             targets,
         )
-        self._sampled_inverse = sample.of(self._inverse)
+        self._sampled_inverse = sample.of(limits_of(rows.coefficients, rows.projection, None, rows.fp16_scale))
         # [D] and 0-dimensional: what the tokens' mean logit is of a row of the weight, and of its bias
         self._mean, self._mean_scale = _mean_of(rows)
         # Of all entries from ``first`` on, fp32: the mean logits, without the projection's scale.
@@ -167,7 +161,7 @@ class ActiveWindows:
         scale, mean_logits, places = self._rows.projection.scale, self._all_mean_logits(), self._places(start, stop)
         of_weight = mean_shares(mean_logits[start - self._first : stop - self._first], scale)
         sample = _formed(self._sampled_rows(), start, stop)
-        sums = scan_tiles(sample, self._sampled_inverse, eps, height=GROUP).column_sums
+        sums = scan_tiles(sample, self._sampled_inverse, eps).column_sums
         of_hidden, sums = sampled_shares(sums, eps, of_weight)
         bounds, masses = window_masses(self._windows, self._terms, places, scale, sums, eps, gradient.dtype)
         self._rows.form(start, stop, gradient, list_active_windows(bounds, places.window, eps))

@@ -2,7 +2,7 @@
 
 A filter may add to dX an error of at most ``LARGEST_ERROR``, relative to dX. It may add to dW an error of at most
 
-    2^-7.5 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i))
+    2^-7 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i))
 
 where ``p_i`` is the probability of token i's target, and ``a_i`` what the token's row of G holds where the probability
 is 1. Rounding the logits to bf16 adds more to dW: on models of D=256 to 4096, after 50 to 1000 steps of training,
@@ -44,7 +44,7 @@ _LEVELS, _SLOTS, _FINITE = tl.constexpr(LEVELS), tl.constexpr(SLOTS), tl.constex
 # Columns of the sketch that estimate the same norm: so many times its square is their sum.
 _SIGNS = tl.constexpr(SIGNS)
 # Largest error of dW, in units of the root above.
-_OF_TARGETS = 2.0**-7.5
+_OF_TARGETS = 2.0**-7
 # Tokens that are looked at at a time.
 _TOKENS = 1024
 # Norms, and tiles, that are looked at at a time.

@@ -22,6 +22,7 @@ from parallel_lce.tape import (
     Address,
     Allocation,
     Descriptor,
+    Empty,
     Launch,
     Object,
     Operation,
@@ -34,8 +35,9 @@ from parallel_lce.tape import (
 
 _T = TypeVar("_T")
 _aten = torch.ops.aten
-# Longer tapes save the host little: the GPU takes longer.
-_MOST_ACTIONS = 256
+# Longer tapes save the host little: the GPU takes longer. Slices that are projected again for ``"auto"`` take 53 actions
+# each.
+_MOST_ACTIONS = 1024
 # Bytes from which on memory is freed after its last use, and not at the end of the replay.
 _LARGE = 1 << 20
 _ALLOCATIONS = frozenset(
@@ -138,8 +140,6 @@ class Recorder(TorchDispatchMode):
         )
 
     def _new_slot(self, tensor: Tensor) -> int:
-        if tensor.numel() == 0:
-            raise _Unknown
         slot = self._slot_of(tensor)
         self._slots[tensor.untyped_storage().data_ptr()] = [slot]
         self._last_use[slot.number] = len(self._actions)
@@ -158,7 +158,9 @@ class Recorder(TorchDispatchMode):
         self._last_use[found[0].number] = len(self._actions)
         return found[0], start - found[0].start
 
-    def _view(self, tensor: Tensor) -> View:
+    def _view(self, tensor: Tensor) -> View | Empty:
+        if tensor.numel() == 0:
+            return Empty.like(tensor)
         slot, offset = self._find(tensor)
         size, stride, dtype = tuple(tensor.shape), tensor.stride(), tensor.dtype
         if dtype == slot.dtype:
@@ -221,14 +223,15 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, function, args: tuple, kwargs: dict[str, Any], result) -> None:
         if function in _ALLOCATIONS:
-            self._actions.append(Allocation(self._new_slot(result), result))
+            if result.numel() > 0:
+                self._actions.append(Allocation(self._new_slot(result), result))
             return
         given = {t.untyped_storage().data_ptr() for t in _tensors((args, tuple(kwargs.values())))}
         results = result if isinstance(result, (tuple, list)) else (result,)
         # Numbers that the device computes could decide what comes next.
         if not all(isinstance(r, Tensor) for r in results):
             raise _Unknown
-        new = {i: r for i, r in enumerate(results) if r.untyped_storage().data_ptr() not in given}
+        new = {i: r for i, r in enumerate(results) if r.numel() and r.untyped_storage().data_ptr() not in given}
         if not new and not function._schema.is_mutable:
             return  # a view
         templates = self._templates(args, kwargs)

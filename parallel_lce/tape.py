@@ -58,6 +58,22 @@ class View(NamedTuple):
         return tensor
 
 
+class Empty(NamedTuple):
+    """A tensor without elements. It has no memory, and so no place in any."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def like(cls, tensor: Tensor) -> Empty:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def within(self, memory: list) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
 class Address(NamedTuple):
     """An address by its place: ``offset`` bytes after the first of ``memory[slot]``."""
 
@@ -73,7 +89,7 @@ class Descriptor(NamedTuple):
 
     kind: type
     fields: dict[str, Any]
-    base: View
+    base: View | Empty
 
     def within(self, memory: list):
         # The checks of its constructor were made when it was recorded.
@@ -96,7 +112,7 @@ class Parts(NamedTuple):
         return self.make(parts)
 
 
-_PLACES = frozenset((Object, View, Address, Descriptor, Parts))
+_PLACES = frozenset((Object, View, Empty, Address, Descriptor, Parts))
 
 
 def is_place(template) -> bool:

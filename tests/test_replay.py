@@ -24,7 +24,7 @@ from parallel_lce import collectives, prepare, recording, replay, tape
 from parallel_lce.arguments import LossOptions
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.grad_buffers import MainGrad
-from tools import arguments_of, chosen_backend, fields, shrunk, small, statistics
+from tools import arguments_of, chosen_backend, fields, results_of, shrunk, small, statistics
 from world import Member
 
 pytestmark = pytest.mark.usefixtures("kernels", "triton")
@@ -149,6 +149,30 @@ def filtered(gradient_filter: float | str, device: str, seed: int) -> list[torch
 @pytest.mark.parametrize("gradient_filter", [2**-9, "auto"])
 def test_filters_are_replayed(gradient_filter, device):
     check_replays(lambda seed: filtered(gradient_filter, device, seed))
+
+
+@pytest.mark.parametrize("gradient_filter", [pytest.param(2**-6, marks=pytest.mark.slow), "auto"])
+def test_filters_of_recomputed_windows_are_replayed(gradient_filter, device, monkeypatch):
+    """Two slices of two windows. A third of the tokens are a sample."""
+    from parallel_lce.backends import triton_backward, triton_windows
+    from parallel_lce.kernels import tile_scan
+
+    N, V = 532, 1000
+    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
+    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * 256 * N * 2)
+
+    def one(seed: int) -> list[torch.Tensor]:
+        t = make(Case(N=N, V=V, D=16, dtype="bf16", seed=seed), device)
+        with torch.no_grad():
+            t.x[:, 0], t.weight[:, 0] = 3.0, torch.linspace(4.0, -4.0, V)
+        inputs = t.x.requires_grad_(), t.weight.requires_grad_()
+        options = dict(gradient_filter=gradient_filter, logits_budget=0, reduction="none")
+        loss = parallel_lce.linear_cross_entropy(*inputs, t.target, **options)
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), inputs)]
+
+    with shrunk(40_000), results_of(triton_windows, "list_active_windows") as listed:
+        check_replays(one)
+    assert listed
 
 
 def post_training(kind: str, device: str, seed: int) -> list[torch.Tensor]:
@@ -446,6 +470,22 @@ def test_what_a_function_mode_changes_is_not_replayed(device):
         with Functions():
             assert torch.equal(tapes.run("kind", lambda: torch.add(x, 1), (x,)), x * 4)
         assert torch.equal(tapes.run("kind", lambda: torch.add(x, 1), (x,)), x * 2)
+
+
+def test_tensors_without_elements_are_replayed(device):
+    x, tapes = torch.ones(4, 3, device=device), replay.Tapes()
+
+    def work():
+        empty = x.new_empty(4, 0, dtype=torch.bfloat16)
+        return empty, x[:0].t(), torch.cat([x[:0], x + 1])
+
+    found = [tapes.run("kind", work, (x,)) for _ in range(4)]
+    assert isinstance([*tapes._tapes.values()][0], tape.Tape)
+    for empty, view, rest in found:
+        assert empty.shape == (4, 0) and empty.dtype == torch.bfloat16 and empty.device == x.device
+        assert view.shape == (3, 0) and view.dtype == x.dtype
+        assert torch.equal(rest, x + 1)
+    assert found[2][0] is not found[3][0]
 
 
 def test_one_thread_records_at_a_time(device):

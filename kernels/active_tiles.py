@@ -88,6 +88,18 @@ def _list(largest, stride, lists, block, places, eps, BLOCK: tl.constexpr):
 
 
 @Relaunched
+@triton.jit(do_not_specialize=["rows"])
+def lce_backward_clear_active(masses, largest, chosen, eps, rows, masses_stride):
+    tile, tiles, block = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    if chosen is not None:
+        eps = tl.load(chosen)
+    if tl.load(largest + block * tiles + tile) > eps:
+        r = block * _TILE + tl.arange(0, _TILE)
+        pointers = masses + tile.to(tl.int64) * masses_stride + r
+        tl.store(pointers, tl.zeros((_TILE,), masses.dtype.element_ty), mask=r < rows)
+
+
+@Relaunched
 @triton.jit(do_not_specialize=["row_blocks"])
 def lce_backward_entry_shares(largest, chosen, column_sums, shares, eps, row_blocks, BLOCK: tl.constexpr):
     tile, tiles = tl.program_id(0), tl.num_programs(0)
@@ -163,7 +175,26 @@ def find_active_tiles(gradient: torch.Tensor, inverse_limits: torch.Tensor, eps:
 
     The arguments: as for :func:`scan_tiles`.
     """
-    scanned = scan_tiles(gradient, inverse_limits, eps)
+    return _active_tiles(scan_tiles(gradient, inverse_limits, eps), eps)
+
+
+def active_tiles_of(scanned: ScannedTiles, eps: float | torch.Tensor) -> ActiveTiles:
+    """The same of tiles that were scanned without a limit. Their masses become 0 where a tile is active."""
+    (tiles, rows), (chosen, number) = scanned.masses.shape, limit_of(eps)
+    lce_backward_clear_active.launch(
+        (tiles, len(scanned.largest)),
+        scanned.masses,
+        scanned.largest,
+        chosen,
+        number,
+        rows,
+        scanned.masses.stride(0),
+        num_warps=1,
+    )
+    return _active_tiles(scanned, eps)
+
+
+def _active_tiles(scanned: ScannedTiles, eps: float | torch.Tensor) -> ActiveTiles:
     shares = _entry_shares(scanned, eps)
     return ActiveTiles(*list_active_tiles(scanned.largest, eps), scanned.masses, shares, shares)
 

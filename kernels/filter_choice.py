@@ -20,8 +20,8 @@ do not have in common, and ``common`` of what they have.
 Of dX the norms of some tokens each are known, and tokens have nothing in common. A few tokens may have most of the sum
 of squares. So twice its standard error is added to the squares of dX's errors, and subtracted from that of dX itself.
 
-A slice may add to the squares of the errors a share of what the slices before it have left. Without shares the first
-slice would leave nothing to others, where a filter skips more.
+Slices have limits in common. Of what slices leave of dX's limit, which grows with each slice's part of dX, the next one
+may take all. Of dW's, which is the same for all slices, and shared by the ranks, it may take a share.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ class Allowance(NamedTuple):
 
     # fp32 [2, 3]: of :func:`error_allowance`, for all slices
     of_all: torch.Tensor
-    # of the squares that the slices before have left
+    # of the square of dW's error that the slices before have left
     share: float
 
 
 class SampledErrors(NamedTuple):
     """What is known, from a sample of the tokens, of the errors that filters add."""
 
-    # [n, 16] fp32: of :class:`parallel_lce.kernels.filter_estimates.LevelProducts`, whose other part, times x, has the
-    # norms [3 * 8] fp32: of its halves, and of their sum.
+    # [n, 16] fp32: ``LevelProducts.norms``
     hidden_norms: torch.Tensor
+    # [3 * 8] fp32: norms of the halves of ``LevelProducts.signed`` times x, and of their sum
     weight_norms: torch.Tensor
     # [T, 8] fp32: how many tiles of a block of entries each level skips, of so many ``tiles`` in all
     skipped: torch.Tensor
@@ -78,9 +78,9 @@ class SampledErrors(NamedTuple):
         """Of several slices together."""
         if len(slices) == 1:
             return slices[0]
-        hidden_norms, weight_norms, skipped, tiles = zip(*slices)
-        of_weight = torch.linalg.vector_norm(torch.stack(weight_norms), dim=0)
-        return cls(torch.cat(hidden_norms), of_weight, torch.cat(skipped), sum(tiles))
+        *norms, skipped, tiles = zip(*slices)
+        of_hidden, of_weight = (torch.linalg.vector_norm(torch.stack(parts), dim=0) for parts in norms)
+        return cls(of_hidden, of_weight, torch.cat(skipped), sum(tiles))
 
 
 @triton.jit
@@ -205,7 +205,7 @@ def _relative_squares(norms, step, limit, errors):
 
 
 @triton.jit
-def _allowed_of_hidden(norms, allowance, share, errors):
+def _allowed_of_hidden(norms, allowance, errors):
     """Which levels dX allows, and the squares of the errors that they add, and of dX. Stores the relative errors."""
     slot = tl.arange(0, _SLOTS)
     whole = tl.sum(tl.where(slot == _LEVELS, norms, 0.0), 0)
@@ -215,7 +215,7 @@ def _allowed_of_hidden(norms, allowance, share, errors):
     # What is not known adds nothing: the slice is formed exactly. NaN is not below the limit.
     whole = tl.where(known, whole * whole, 0.0)
     left = limit * limit * (tl.load(allowance + 2) + whole) - tl.load(allowance + 1)
-    return square <= tl.where(known, share * left, -1.0), square, whole
+    return square <= tl.where(known, left, -1.0), square, whole
 
 
 @triton.jit
@@ -242,7 +242,7 @@ def lce_backward_choose_level(
     """``fewest``: tiles that a filter must skip."""
     slot = tl.arange(0, _SLOTS)
     bounds = _bounds_of_norms(hidden_norms, count, step, BLOCK)
-    allowed, of_hidden, whole = _allowed_of_hidden(bounds, allowance, share, errors)
+    allowed, of_hidden, whole = _allowed_of_hidden(bounds, allowance, errors)
     of_weight = _relative_squares(weight_norms, step, tl.load(allowance + 3), errors + _LEVELS)
     allowed &= of_weight <= share * (1.0 - tl.load(allowance + 4))
     total = tl.zeros((_SLOTS,), tl.float32)

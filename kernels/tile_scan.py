@@ -279,6 +279,7 @@ def scan_tiles(
     inverse_limits: torch.Tensor,
     eps: float | torch.Tensor | None = None,
     *,
+    only_if: torch.Tensor | None = None,
     sketch: torch.Tensor | None = None,
     sample: BlockSample | None = None,
     height: int = TILE,
@@ -290,9 +291,11 @@ def scan_tiles(
 
     ``eps``: the limit, a number or fp32 ``[1]``. The masses are 0 in tiles whose largest entry exceeds it, and the
     column sums leave out such entries. A tensor of 0 stands for a filter that keeps everything: nothing is read, every
-    tile has the largest entry infinity, and there are no column sums. ``sketch [8, C]`` fp32. ``sample``: scan these
-    row blocks alone. ``height``: rows of a row block, without a ``sample``.
+    tile has the largest entry infinity, and there are no column sums. So it is, without a limit, with 0 in ``only_if``.
+    ``sketch [8, C]`` fp32. ``sample``: scan these row blocks alone. ``height``: rows of a row block, without a
+    ``sample``.
     """
+    assert eps is None or only_if is None
     (rows, entries), tiles = gradient.shape, -(-gradient.shape[1] // TILE)
     sample = sample or BlockSample(0, 1, -(-rows // height), height)
     height = sample.height
@@ -306,7 +309,7 @@ def scan_tiles(
     column_sums = gradient.new_empty(sample.count, tiles * TILE, dtype=torch.float32)
     masses = new_masses(tiles, scanned_rows, gradient, gradient.dtype)
     result = ScannedTiles(largest, masses, column_sums, sketched)
-    chosen, number = limit_of(0.0 if eps is None else eps)
+    chosen, number = (only_if, 0.0) if eps is None else limit_of(eps)
     chunk, stages = _CHUNKS[sketch is not None]
     lce_backward_scan.launch(
         (tiles, -(-sample.count // _SCANNED)),

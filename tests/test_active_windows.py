@@ -51,11 +51,17 @@ def listed():
         yield found
 
 
-def problem(dtype="bf16", device="cpu", N=N, V=V, slope=1.5):
-    """Hidden states, a weight whose first rows are the likely ones, and targets drawn from the softmax."""
+def problem(dtype="bf16", device="cpu", N=N, V=V, slope=1.5, kind="ordered"):
+    """Hidden states, a weight whose first rows are the likely ones, and targets drawn from the softmax. ``halves``: of
+    a window the second tile is less likely; ``tokens``: half of them prefer the first tile, half the second one."""
     x, weight = normal(N, 16), 0.3 * normal(V, 16, seed=1)
     x[:, 0] = 3.0
     weight[:, 0] = torch.linspace(slope, -slope, V)
+    second = torch.arange(V) // 128 % 2
+    if kind == "halves":
+        weight[:, 0] -= second
+    elif kind == "tokens":
+        x[:, 1], weight[:, 1] = 1 - 2.0 * (torch.arange(N) % 2), 1 - 2.0 * second
     x, weight = x.to(DTYPES[dtype]), weight.to(DTYPES[dtype])
     p = (x.double() @ weight.double().T).softmax(1)
     target = p.multinomial(1, generator=torch.Generator().manual_seed(2)).squeeze(1)
@@ -257,25 +263,25 @@ def test_auto_keeps_its_promise(placed, slope, listed, two_sampled, device):
 
 
 @pytest.mark.thinned
-@pytest.mark.parametrize("slope", [2.0, 3.0])
+@pytest.mark.parametrize(("kind", "slope"), [("ordered", 2.0), ("halves", 1.0), ("tokens", 3.0)])
 @pytest.mark.parametrize("budget", [0, 1 << 30])
-def test_estimates_are_near_the_errors(budget, slope, two_sampled, device):
+def test_estimates_are_near_the_errors(budget, kind, slope, two_sampled, device):
     """Windows are known of exponentials that are saved, too."""
-    t = problem(device=device, slope=slope, **MORE)
+    t = problem(device=device, slope=slope, kind=kind, **MORE)
     asked = results_of(triton_filter if budget else triton_windows, "estimated")
     with asked as estimates, results_of(triton_slices, "error_allowance") as allowances:
         gradients(*t, budget=budget, gradient_filter="auto")
     exact = [g.double() for g in gradients(*t, budget=budget)]
     units = torch.stack([exact[0].norm(), allowances[0][1, 0]])
-    errors, checked = estimates[0].errors.double() * units[:, None], 0
-    for level in (0, 2, 6):
+    errors, checked = estimates[-1].errors.double() * units[:, None], 0
+    for level in (0, 1, 4):
         found = gradients(*t, budget=budget, gradient_filter=2.0 ** -(8 + level))
         for estimate, a, b in zip(errors[:, level].tolist(), found, exact):
-            # What does not change is rounded alike. Inactive tiles of active windows do not count.
-            error, rounding = (a.double() - b).norm().item(), (2**-11 if budget else 2**-12) * b.norm().item()
+            # What does not change is rounded alike.
+            error, rounding = (a.double() - b).norm().item(), 2**-12 * b.norm().item()
             assert error / 2 - rounding <= estimate <= 2 * error + rounding, level
-            checked += error > 2 * rounding
-    assert checked
+            checked += error > 3 * rounding
+    assert checked >= 2
 
 
 def test_the_chosen_filter_does_what_it_does_alone(two_sampled, device):
@@ -288,9 +294,9 @@ def test_the_chosen_filter_does_what_it_does_alone(two_sampled, device):
         eps = chosen[0].eps.item()
         same = gradients(*t, gradient_filter=eps, linear_bias=bias)
     assert eps > 0 and len(chosen) == 1
-    of_auto, of_fixed = ([*sum(shares[k : k + 2], ()), *means[k + 2 : k + 4]] for k in (0, 2))
+    of_auto, of_fixed = ([*shares[k : k + 2], *sum(means[k + 2 : k + 4], ())] for k in (0, 2))
     assert len(of_auto) == len(of_fixed) == 6
-    for a, b in zip([*of_auto, *means[:2]], [*of_fixed, *means[4:]]):
+    for a, b in zip([*of_auto, *sum(means[:2], ())], [*of_fixed, *sum(means[4:], ())]):
         assert_close(a, b.double(), 1e-3)
     for a, b in zip(found, same):
         assert_close(a, b.double(), 2e-3)

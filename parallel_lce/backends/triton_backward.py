@@ -66,6 +66,9 @@ class BlockBackward:
         gradient_filter: GradientFilter = None,
     ) -> None:
         self._projection, self._grads, self._selected = projection, grads, selected
+        if gradient_filter == AUTO and (target is None or coefficients.beta is None):
+            # Without the targets' gradient nothing is known of what may be added to dW.
+            gradient_filter = None
         self._gradient_filter: GradientFilter = gradient_filter
         # The last slice, whose dW is still to come.
         self._last: tuple[Piece, Slice] | None = None

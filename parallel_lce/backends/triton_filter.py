@@ -9,7 +9,7 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import AUTO, Projection
-from parallel_lce.kernels.active_tiles import ActiveTiles, centroids, find_active_tiles
+from parallel_lce.kernels.active_tiles import ActiveTiles, active_tiles_of, centroids, find_active_tiles
 from parallel_lce.kernels.filter_choice import Allowance, SampledErrors, choose_level
 from parallel_lce.kernels.filter_estimates import LEVELS, SIGNS, RowFactors, level_products, signs
 from parallel_lce.kernels.rewrite import TokenCoefficients
@@ -119,7 +119,7 @@ def sampled_errors(
 
 
 def estimated(errors: SampledErrors, allowance: Allowance, step: int, hidden_size: int) -> Estimates:
-    """``step``: of so many row blocks one was looked at."""
+    """``step``: there are so many times as many tokens as were looked at."""
     fewest = errors.tiles * HIDDEN_PER_SCAN / hidden_size
     return Estimates(*choose_level(errors, allowance, step, fewest))
 
@@ -134,19 +134,32 @@ def filtered(
     """A slice filtered by a probability or, with ``"auto"``, by the one that is chosen for it. ``inverse [R]``: of
     :func:`limits_of`. For ``"auto"``: ``allowance``, and ``bounds`` of the tiles' largest entries, as of
     :func:`parallel_lce.kernels.active_windows.window_bounds`, if they are known."""
-    eps = gradient_filter
-    if isinstance(eps, str):
-        assert eps == AUTO and allowance is not None
-        sketch, rows = sketch_of(given.weight), len(given.gradient)
-        sample = sample_groups(rows)
-        if bounds is None or sample.step == 1:
-            sample, bounds = sample_blocks(rows, _BLOCKS_ONE_IN), None
-        scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
-        if bounds is not None:
-            scanned = scanned._replace(largest=sample.of_tiles(bounds))
-        errors = sampled_errors(given.x, given.factors, given.first, scanned, sketch, sample)
-        eps = estimated(errors, allowance, sample.step, given.x.shape[1]).eps
-    return FilteredGradient(given.gradient, find_active_tiles(given.gradient, inverse, eps))
+    if isinstance(gradient_filter, str):
+        assert gradient_filter == AUTO and allowance is not None
+        found = _chosen(given, inverse, allowance, bounds)
+    else:
+        found = find_active_tiles(given.gradient, inverse, gradient_filter)
+    return FilteredGradient(given.gradient, found)
+
+
+def _chosen(given: UnfilteredSlice, inverse: Tensor, allowance: Allowance, bounds: Tensor | None) -> ActiveTiles:
+    (rows, hidden_size), sketch = given.x.shape, sketch_of(given.weight)
+    sample = sample_groups(rows)
+    if bounds is None or sample.step == 1:
+        sample, bounds = sample_blocks(rows, _BLOCKS_ONE_IN), None
+    scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
+
+    def choice(largest: Tensor, allowance: Allowance) -> Tensor:
+        tiles = scanned._replace(largest=largest)
+        errors = sampled_errors(given.x, given.factors, given.first, tiles, sketch, sample)
+        return estimated(errors, allowance, sample.step, hidden_size).eps
+
+    if bounds is None:
+        return find_active_tiles(given.gradient, inverse, choice(scanned.largest, allowance))
+    # Within the bounds less is skipped than by the entries. If even that were too much, no tile need be read.
+    only_if = choice(sample.of_tiles(bounds), allowance._replace(of_all=allowance.of_all.clone()))
+    whole = scan_tiles(given.gradient, inverse, only_if=only_if)
+    return active_tiles_of(whole, choice(sample.of_tiles(whole.largest), allowance))
 
 
 class FilteredGradient:

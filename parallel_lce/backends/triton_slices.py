@@ -162,8 +162,7 @@ class Piece:
 
     def form(self, start: int, stop: int) -> Slice:
         gradient_filter = self._gradient_filter
-        if gradient_filter == AUTO and not self.has_targets or not worth_filtering(self.x.numel() * (stop - start)):
-            # Without targets nothing is known of what may be added.
+        if not worth_filtering(self.x.numel() * (stop - start)):
             gradient_filter = None
         if gradient_filter is not None and self._windows is not None and self._is_recomputed(start):
             return self._form_active(self._windows, gradient_filter, start, stop)

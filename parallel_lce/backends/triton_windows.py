@@ -32,6 +32,7 @@ from parallel_lce.kernels.active_windows import (
     list_active_windows,
     mean_shares,
     sampled_shares,
+    share_masses,
     window_bounds,
     window_masses,
 )
@@ -148,22 +149,23 @@ class ActiveWindows:
             gradient = _formed(rows, start, stop)
             factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None))[:2])
             scanned = scan_tiles(gradient, self._sampled_inverse, sketch=sketch, height=GROUP)
-            # What is skipped is whole windows.
-            bounds = window_bounds(self._windows, self._terms, self._places(start, stop), scale)
+            # What is skipped is whole windows, and of a window the mass is known.
+            places, shares = self._places(start, stop), mean_shares(of_slice, scale)
+            bounds = window_bounds(self._windows, self._terms, places, scale)
             scanned = scanned._replace(largest=self._sample.of_tiles(bounds))
-            of_weight = mean_shares(of_slice, scale)
-            errors.append(sampled_errors(rows.x, factors, start, scanned, sketch, of_weight=of_weight))
+            scanned = share_masses(scanned, shares.of_tiles, sketch, places.window)
+            errors.append(sampled_errors(rows.x, factors, start, scanned, sketch, of_weight=shares.of_entries))
         self._mean_logits = mean_logits
         return estimated(SampledErrors.of_slices(errors), allowance, self._sample.step, rows.x.shape[1]).eps
 
     def form(self, start: int, stop: int, gradient: Tensor, eps: float | Tensor) -> FilteredGradient:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
         scale, mean_logits, places = self._rows.projection.scale, self._all_mean_logits(), self._places(start, stop)
-        of_weight = mean_shares(mean_logits[start - self._first : stop - self._first], scale)
+        of_weight, of_tiles = mean_shares(mean_logits[start - self._first : stop - self._first], scale)
         sample = _formed(self._sampled_rows(), start, stop)
         sums = scan_tiles(sample, self._sampled_inverse, eps).column_sums
-        of_hidden, sums = sampled_shares(sums, eps, of_weight)
-        bounds, masses = window_masses(self._windows, self._terms, places, scale, sums, eps, gradient.dtype)
+        of_hidden = sampled_shares(sums, eps, of_weight)
+        bounds, masses = window_masses(self._windows, self._terms, places, scale, of_tiles, eps, gradient.dtype)
         self._rows.form(start, stop, gradient, list_active_windows(bounds, places.window, eps))
         return FilteredGradient(gradient, ActiveTiles(*list_active_tiles(bounds, eps), masses, of_hidden, of_weight))
 

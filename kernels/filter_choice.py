@@ -1,6 +1,7 @@
 """The choice of a filter by its estimated errors (:mod:`parallel_lce.kernels.filter_estimates`).
 
-A filter may add to dX an error of at most ``LARGEST_ERROR``, relative to dX. It may add to dW an error of at most
+A filter may add to a rank's part of dX an error of at most ``LARGEST_ERROR``, relative to that part. It may add to dW,
+over all ranks, an error of at most
 
     2^-7 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i))
 

@@ -260,8 +260,8 @@ class Piece:
         )
 
     def _window(self, saved: SavedExponentials) -> int:
-        """Entries of the forward's windows, a power of two. The tile of ``product_of`` may differ from the forward's:
-        saved-tensor hooks may change the operands' alignment."""
+        """Entries of the forward's windows, a power of two; less if the vocabulary is smaller. The tile of
+        ``product_of`` may differ from the forward's: saved-tensor hooks may change the operands' alignment."""
         return next_power_of_2(-(-self._projection.real_rows // saved.maxima.shape[0]))
 
     def _recompute(self, start: int, stop: int) -> Tensor:

@@ -2,10 +2,7 @@
 
 The forward keeps the maximum and the sum of exponentials of each token's windows. So the largest probability of a
 window and its mass are known, and a window without a large one is not projected. A sample of the tokens is projected in
-full. It tells how a tile's mass is shared among its entries (:mod:`parallel_lce.kernels.active_tiles`) for dX: in
-proportion to the sums over the sample of the entries within the limit. In dW the error of an entry's share adds up over
-all tokens, and a sample's noise is larger than what exp of the mean logit of all tokens is off. There the shares are in
-proportion to that, and so are those that tiles have of a window's mass.
+full: it tells how masses are shared (:mod:`parallel_lce.kernels.window_shares`).
 """
 
 from __future__ import annotations
@@ -18,14 +15,13 @@ import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import finite_base, rebased, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.tile_scan import TILE, ScannedTiles, limit_of, new_masses
+from parallel_lce.kernels.tile_scan import TILE, limit_of, new_masses
+from parallel_lce.kernels.window_shares import parts_of_window
 
 _TILE = tl.constexpr(TILE)
 # Row blocks that are projected together, so that what they share stays in the L2 cache; windows of a list that one
 # looks at at a time.
 _TOGETHER, _LISTED = 16, 1024
-# Row blocks whose sums are added at a time; rows whose masses are shared at a time.
-_SUMMED, _SHARED = 4, 64
 
 
 class WindowPartials(NamedTuple):
@@ -57,95 +53,6 @@ class RowTerms(NamedTuple):
     target: torch.Tensor | None
     residual: torch.Tensor | None
     unshared: torch.Tensor | None
-
-
-@Relaunched
-@triton.jit
-def lce_backward_mean_shares(logits, shares, of_tiles, entries, scale):
-    tile = tl.program_id(0)
-    c = tile * _TILE + tl.arange(0, _TILE)
-    inside = c < entries
-    z = tl.where(inside, tl.load(logits + c, mask=inside, other=0.0) * scale, -float("inf"))
-    top = finite_base(tl.max(z, 0))
-    expected = tl.exp(z - top)
-    whole = tl.sum(expected, 0)
-    # A token with NaN must not reach others.
-    is_usable = (whole > 0.0) & (whole < float("inf"))
-    even = inside.to(tl.float32) / tl.minimum(entries - tile * _TILE, _TILE)
-    tl.store(shares + c, tl.where(is_usable, expected / whole, even))
-    tl.store(of_tiles + tile, tl.where(is_usable, top + tl.log(tl.where(is_usable, whole, 1.0)), -float("inf")))
-
-
-@triton.jit
-def _parts_of_window(of_tiles, window, tiles, TILES: tl.constexpr):
-    """``[TILES]``: of a window's mass, what its tiles have."""
-    t = window * TILES + tl.arange(0, TILES)
-    logits = tl.load(of_tiles + t, mask=t < tiles, other=-float("inf"))
-    expected = tl.exp(logits - finite_base(tl.max(logits, 0)))
-    whole, even = tl.sum(expected, 0), (t < tiles).to(tl.float32) / tl.minimum(tiles - window * TILES, TILES)
-    return tl.where(whole > 0.0, expected / whole, even)
-
-
-@Relaunched
-@triton.jit(do_not_specialize=["rows", "tiles"])
-def lce_backward_share_masses(
-    of_tiles,
-    sketch,
-    masses,
-    sketched,
-    shared_masses,
-    shared_sketched,
-    rows,
-    entries,
-    tiles,
-    masses_stride,
-    sketch_stride,
-    sketched_stride,
-    TILES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    window, r = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    parts, number = _parts_of_window(of_tiles, window, tiles, TILES), tl.arange(0, TILES)
-    first = (window * TILES).to(tl.int64)
-    whole = tl.zeros((BLOCK,), tl.float32)
-    for i in tl.static_range(TILES):
-        inside = (r < rows) & (first + i < tiles)
-        whole += tl.load(masses + (first + i) * masses_stride + r, mask=inside, other=0.0).to(tl.float32)
-    k = tl.arange(0, COLUMNS)
-    for i in tl.static_range(TILES):
-        tile, inside = first + i, (r < rows) & (first + i < tiles)
-        c = tile * _TILE + tl.arange(0, _TILE)
-        b = tl.load(sketch + k[:, None] * sketch_stride + c[None, :], mask=(c < entries)[None, :], other=0.0)
-        plain = tl.sum(b, 1) / tl.maximum(tl.minimum(entries - tile * _TILE, _TILE), 1)
-        place = tile * masses_stride + r
-        own = tl.load(masses + place, mask=inside, other=0.0).to(tl.float32)
-        given = whole * tl.sum(tl.where(number == i, parts, 0.0), 0)
-        tl.store(shared_masses + place, given.to(masses.dtype.element_ty), mask=inside)
-        place = tile * sketched_stride + r[:, None] * COLUMNS + k[None, :]
-        a = tl.load(sketched + place, mask=inside[:, None], other=0.0).to(tl.float32)
-        a += (own - given)[:, None] * plain[None, :]
-        tl.store(shared_sketched + place, a.to(sketched.dtype.element_ty), mask=inside[:, None])
-
-
-@Relaunched
-@triton.jit(do_not_specialize=["row_blocks"])
-def lce_backward_sampled_shares(column_sums, chosen, of_weight, of_hidden, row_blocks, BLOCK: tl.constexpr):
-    """``of_weight`` where the sample tells nothing."""
-    tile, tiles = tl.program_id(0), tl.num_programs(0)
-    c = tile * _TILE + tl.arange(0, _TILE)
-    summed = row_blocks
-    if chosen is not None:
-        # Without a filter there are no sums.
-        summed = tl.where(tl.load(chosen) > 0.0, row_blocks, 0)
-    sums = tl.zeros((_TILE,), tl.float32)
-    for start in range(0, row_blocks, BLOCK):
-        block = start + tl.arange(0, BLOCK)
-        offsets = block.to(tl.int64)[:, None] * (tiles * _TILE) + c[None, :]
-        sums += tl.sum(tl.load(column_sums + offsets, mask=(block < summed)[:, None], other=0.0), 0)
-    total = tl.sum(sums, 0)
-    is_known = (total > 0.0) & (total < float("inf"))
-    tl.store(of_hidden + c, tl.where(is_known, sums / total, tl.load(of_weight + c)))
 
 
 @Relaunched
@@ -214,7 +121,7 @@ def lce_backward_window_bounds(
         if chosen is not None:
             eps = tl.load(chosen)
         mass = tl.where(found > eps, 0.0, p * factor)
-        part = _parts_of_window(of_tiles, window, tiles, TILES)
+        part = parts_of_window(of_tiles, window, tiles, TILES)
         pointers = masses + t.to(tl.int64)[:, None] * masses_stride + r[None, :]
         inside = (t < tiles)[:, None] & valid[None, :]
         tl.store(pointers, (part[:, None] * mass[None, :]).to(masses.dtype.element_ty), mask=inside)
@@ -250,68 +157,6 @@ def lce_backward_list_windows(
     tl.store(listed, found)
 
 
-class MeanShares(NamedTuple):
-    """How masses are spread in proportion to exp of the mean logit, fp32."""
-
-    # [128 T]: q for dW, of the entries of each tile
-    of_entries: torch.Tensor
-    # [T]: logarithms of what the tiles have
-    of_tiles: torch.Tensor
-
-
-def mean_shares(mean_logits: torch.Tensor, scale: float) -> MeanShares:
-    """By the softmax of ``scale * mean_logits [C]``, fp32."""
-    entries = len(mean_logits)
-    tiles = -(-entries // TILE)
-    shares = MeanShares(mean_logits.new_empty(tiles * TILE), mean_logits.new_empty(tiles))
-    lce_backward_mean_shares.launch((tiles,), mean_logits, *shares, entries, float(scale))
-    return shares
-
-
-def share_masses(scanned: ScannedTiles, of_tiles: torch.Tensor, sketch: torch.Tensor, window: int) -> ScannedTiles:
-    """With each window's mass as its tiles share it in :func:`window_masses`, instead of the tiles' own. ``scanned``
-    has the products of ``sketch [8, C]``; ``window``: its entries."""
-    assert scanned.sketched is not None
-    (tiles, rows), (columns, entries) = scanned.masses.shape, sketch.shape
-    if window == TILE:
-        return scanned
-    masses = new_masses(tiles, rows, scanned.masses, scanned.masses.dtype)
-    shared = scanned._replace(masses=masses, sketched=torch.empty_like(scanned.sketched))
-    lce_backward_share_masses.launch(
-        (-(-entries // window), -(-rows // _SHARED)),
-        of_tiles,
-        sketch,
-        scanned.masses,
-        scanned.sketched,
-        shared.masses,
-        shared.sketched,
-        rows,
-        entries,
-        tiles,
-        masses.stride(0),
-        sketch.stride(0),
-        scanned.sketched.stride(0),
-        TILES=window // TILE,
-        COLUMNS=columns,
-        BLOCK=_SHARED,
-    )
-    return shared
-
-
-def sampled_shares(column_sums: torch.Tensor, eps: float | torch.Tensor, of_weight: torch.Tensor) -> torch.Tensor:
-    """q ``[128 T]`` fp32 for dX.
-
-    ``column_sums [row blocks, 128 T]``: of the scan of a sample with this limit. ``of_weight [128 T]``: the shares
-    where the sample tells nothing.
-    """
-    row_blocks, tiles = column_sums.shape[0], column_sums.shape[1] // TILE
-    of_hidden, (chosen, _) = torch.empty_like(of_weight), limit_of(eps)
-    lce_backward_sampled_shares.launch(
-        (tiles,), column_sums, chosen, of_weight, of_hidden, row_blocks, BLOCK=min(_SUMMED, next_power_of_2(row_blocks))
-    )
-    return of_hidden
-
-
 class Places(NamedTuple):
     """Some windows of a shard, of ``entries`` in all: ``first`` is the number of the first one."""
 
@@ -341,7 +186,7 @@ def window_masses(
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The bounds, and the masses ``[T, R]`` of the tiles, 0 where a bound exceeds ``eps``. ``of_tiles [T]``: of
-    :func:`mean_shares`."""
+    :func:`parallel_lce.kernels.window_shares.mean_shares`."""
     masses = new_masses(places.tiles, len(terms.alpha), of_tiles, dtype)
     return _bounds(windows, terms, places, scale, of_tiles, masses, eps), masses
 

@@ -30,9 +30,6 @@ from parallel_lce.kernels.active_windows import (
     RowTerms,
     WindowPartials,
     list_active_windows,
-    mean_shares,
-    sampled_shares,
-    share_masses,
     window_bounds,
     window_masses,
 )
@@ -42,6 +39,7 @@ from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.targets import place_targets
 from parallel_lce.kernels.tile_scan import GROUP, TILE, scan_tiles
+from parallel_lce.kernels.window_shares import mean_shares, sampled_shares, share_masses
 from parallel_lce.memory import some_rows
 
 WINDOWED_BYTES = 256 << 20

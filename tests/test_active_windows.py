@@ -285,7 +285,7 @@ def test_estimates_are_near_the_errors(budget, kind, slope, two_sampled, device)
     exact = [g.double() for g in gradients(*t, budget=budget)]
     units = torch.stack([exact[0].norm(), allowances[0][1, 0]])
     errors, checked = estimates[-1].errors.double() * units[:, None], 0
-    for level in (0, 1, 4):
+    for level in (0, 1):
         found = gradients(*t, budget=budget, gradient_filter=2.0 ** -(8 + level))
         for estimate, a, b in zip(errors[:, level].tolist(), found, exact):
             # What does not change is rounded alike.

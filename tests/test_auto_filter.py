@@ -456,7 +456,7 @@ def test_without_targets_gradients_are_exact(choices, device):
     assert not choices and all(map(torch.equal, a, b))
 
 
-@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize("saves", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_sample_stands_for_all_and_a_filter_must_pay(saves, choices, device, monkeypatch):
     """Each fifth of the groups of 16 tokens is looked at, or of the row blocks where nothing is known of windows."""
     monkeypatch.setattr(triton_filter, "HIDDEN_PER_SCAN", 4)

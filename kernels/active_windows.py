@@ -95,6 +95,13 @@ def lce_backward_window_bounds(
         p = tl.where(p == 0.0, 0.0, p * rebased(reference, base) / sum_exp)
         # A maximum may leave out NaN, a sum does not.
         bound = tl.where(p == p, bound, float("inf"))
+    factor = tl.load(terms.alpha + r, mask=valid, other=0.0) * scale
+    if terms.token_scale is not None:
+        factor *= tl.load(terms.token_scale + r, mask=valid, other=0.0)
+    if terms.fp16_scale is not None:
+        factor *= tl.load(terms.fp16_scale)
+    # A gradient of 0 has no limit.
+    bound = tl.where(factor == 0.0, 0.0, tl.where(factor == factor, bound, float("inf")))
     if terms.target is not None:
         # An unshared target has 0 in G. A shared one's gradient is in G, whatever the others are.
         begin = (first_window + window) * WINDOW
@@ -103,16 +110,8 @@ def lce_backward_window_bounds(
         logit = tl.load(terms.partial + 2 * rows + r, mask=hit, other=0.0)
         p = tl.where(hit, tl.maximum(p - rebased(logit, base) / sum_exp, 0.0), p)
         is_shared = tl.load(terms.unshared + r, mask=hit, other=1) == 0
-        in_gradient = hit & is_shared & (tl.load(terms.residual + r, mask=hit, other=0.0) != 0.0)
-    # A gradient of 0 has no limit.
-    factor = tl.load(terms.alpha + r, mask=valid, other=0.0) * scale
-    if terms.token_scale is not None:
-        factor *= tl.load(terms.token_scale + r, mask=valid, other=0.0)
-    if terms.fp16_scale is not None:
-        factor *= tl.load(terms.fp16_scale)
-    bound = tl.where(factor == 0.0, 0.0, tl.where(factor == factor, bound, float("inf")))
-    if terms.target is not None:
-        bound = tl.where(in_gradient | (hit & is_shared & (factor != 0.0)), float("inf"), bound)
+        has_gradient = (tl.load(terms.residual + r, mask=hit, other=0.0) != 0.0) | (factor != 0.0)
+        bound = tl.where(hit & is_shared & has_gradient, float("inf"), bound)
     found = tl.max(tl.where(bound == bound, bound, float("inf")), 0)
     TILES: tl.constexpr = WINDOW // _TILE
     t = window * TILES + tl.arange(0, TILES)

@@ -236,8 +236,8 @@ def level_products(
 ) -> LevelProducts:
     """``sketch [8, C]`` fp32, of which ``scanned`` holds the products, of a multiple of ``GROUP`` rows in each row
     block. ``first``: the id of the first entry of ``factors``' targets. ``sample``: the row blocks that are scanned, of
-    those that ``factors`` have; None: all, of equal heights.
-    ``of_weight [128 T]``: the shares of dW; None: those of the column sums, as for dX.
+    those that ``factors`` have; None: all, of equal heights. ``of_weight [128 T]``: the shares of dW; None: those of
+    the column sums, as for dX.
     """
     assert scanned.sketched is not None
     (row_blocks, tiles), rows, entries = scanned.largest.shape, scanned.masses.shape[1], sketch.shape[1]

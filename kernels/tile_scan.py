@@ -297,7 +297,7 @@ def scan_tiles(
     """
     assert eps is None or only_if is None
     (rows, entries), tiles = gradient.shape, -(-gradient.shape[1] // TILE)
-    sample = sample or BlockSample(0, 1, -(-rows // height), height)
+    sample = sample or sample_blocks(rows, 1, height)
     height = sample.height
     scanned_rows = rows if sample.step == 1 else sample.count * height
     columns, sketched = 0 if sketch is None else len(sketch), None

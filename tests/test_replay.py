@@ -175,6 +175,26 @@ def test_filters_of_recomputed_windows_are_replayed(gradient_filter, device, mon
     assert listed
 
 
+def test_filters_of_eight_slices_are_replayed(device, monkeypatch):
+    """As many as D=4096 and 8192 tokens have of 131072 entries. No kernel runs."""
+    from parallel_lce.backends import triton_backward, triton_windows
+    from parallel_lce.kernels import relaunch, tile_scan
+
+    N, V = 404, 4096
+    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
+    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", V // 8 * N * 2)
+    monkeypatch.setattr(relaunch.Relaunched, "launch", lambda *arguments, **constants: None)
+    t = make(Case(N=N, V=V, D=16, dtype="bf16"), device)
+    inputs = t.x.requires_grad_(), t.weight.requires_grad_()
+    with shrunk(40_000), results_of(triton_windows, "list_active_windows") as listed, replays() as found:
+        for _ in range(4):
+            options = dict(gradient_filter="auto", logits_budget=0, reduction="none")
+            loss = parallel_lce.linear_cross_entropy(*inputs, t.target, **options)
+            torch.autograd.grad(loss.sum(), inputs)
+    # Forward and backward, of the third call and the fourth one.
+    assert len(listed) == 2 * 8 and len(found) == 4
+
+
 def post_training(kind: str, device: str, seed: int) -> list[torch.Tensor]:
     """Results and gradients of selected entries, with another seed's values, ids and scales."""
     t = make(Case(N=20, V=50, D=16, dtype="bf16", seed=seed), device)

@@ -180,11 +180,14 @@ class Piece:
     def _bounds(self, start: int, stop: int) -> Tensor | None:
         """Of the tiles' largest entries, if the forward's windows tell them."""
         saved, projection = self._saved, self._projection
-        if saved is None or self._is_recomputed(start) or self._window(saved) % TILE:
+        if saved is None or self._is_recomputed(start):
+            return None
+        window = self._window(saved)
+        if window % TILE:
             return None
         scale, targets = projection.token_scale, self._placed or (None, None, None)
         terms = RowTerms(self._partial, self._coefficients.alpha, scale, self._fp16_scale, *targets)
-        places = Places(start // self._window(saved), stop - start, self._window(saved))
+        places = Places(start // window, stop - start, window)
         return window_bounds(WindowPartials(saved.maxima), terms, places, projection.scale)
 
     def _allowance(self, start: int, stop: int) -> Allowance:

@@ -32,14 +32,14 @@ _TILE = tl.constexpr(TILE)
 _HIDDEN, _LISTED = 128, 1024
 # Rows of the weight that it reads at a time.
 _ROWS = 64
-# Row blocks whose sums are added at a time.
-_SUMMED = 16
+# Row blocks whose sums are added at a time, and tiles whose masses become 0.
+_SUMMED, _CLEARED = 16, 16
 
 
 class TileLists(NamedTuple):
-    """The active tiles of each row block, or of each block of entries."""
+    """For each block of rows of a product's result, which tiles of the first operand count."""
 
-    # [blocks, places] int32: the numbers of the active tiles, ascending; what follows them is undefined
+    # [blocks, places] int32: the numbers of these tiles, ascending; what follows them is undefined
     numbers: torch.Tensor
     # [blocks] int32: how many they are
     counts: torch.Tensor
@@ -48,12 +48,24 @@ class TileLists(NamedTuple):
         return TileLists(self.numbers[start:stop], self.counts[start:stop])
 
 
+class ListedTiles(NamedTuple):
+    """Which tiles the products of a gradient, and those of its masses ``[T, R]``, take: for each 128 tokens, and for
+    each 128 entries, or masses, of a token. Of the gradient those that are active. A tile of the masses stands for 128
+    of the gradient's, and is taken unless all of these are active."""
+
+    # the gradient's
+    of_rows: TileLists
+    of_entries: TileLists
+    # the masses'
+    masses_of_rows: TileLists
+    masses_of_tiles: TileLists
+
+
 class ActiveTiles(NamedTuple):
     """The active tiles of a gradient, and what stands for the others."""
 
-    of_rows: TileLists
-    of_entries: TileLists
-    # [T, R]: m, 0 where the tile is active
+    listed: ListedTiles
+    # [T, R]: m, 0 where the tile is active; undefined where ``listed`` says that they do not count
     masses: torch.Tensor
     # [128 T] fp32: q for dX, and for dW
     of_hidden: torch.Tensor
@@ -62,46 +74,81 @@ class ActiveTiles(NamedTuple):
 
 @Relaunched
 @triton.jit(do_not_specialize=["row_blocks", "tiles"])
-def lce_backward_list_tiles(largest, chosen, of_rows, of_entries, eps, row_blocks, tiles, BLOCK: tl.constexpr):
-    """The list of one row block, or after all of those of one block of entries."""
+def lce_backward_list_tiles(largest, chosen, listed, eps, row_blocks, tiles, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    """One list: of the gradient, of its row blocks and then of its blocks of entries; then so of the masses."""
     number = tl.program_id(0)
+    of_rows, of_entries, masses_of_rows, masses_of_tiles = listed
     if chosen is not None:
         eps = tl.load(chosen)
     if number < row_blocks:
-        _list(largest + number * tiles, 1, of_rows, number, tiles, eps, BLOCK)
-    else:
+        _list_active(largest + number * tiles, 1, of_rows, number, tiles, eps, BLOCK)
+    elif number < row_blocks + tiles:
         number -= row_blocks
-        _list(largest + number, tiles, of_entries, number, row_blocks, eps, BLOCK)
+        _list_active(largest + number, tiles, of_entries, number, row_blocks, eps, BLOCK)
+    elif number < 2 * row_blocks + tiles:
+        number -= row_blocks + tiles
+        found = 0
+        for place in range(0, tl.cdiv(tiles, _TILE)):
+            is_listed = _some_skipped(largest, number + tl.arange(0, 1), place, row_blocks, tiles, eps)
+            found = _append(masses_of_rows, number, tl.cdiv(tiles, _TILE), place + tl.arange(0, 1), is_listed, found)
+        tl.store(masses_of_rows[1] + number, found)
+    else:
+        number -= 2 * row_blocks + tiles
+        found = 0
+        for start in range(0, row_blocks, WIDE):
+            block = start + tl.arange(0, WIDE)
+            is_listed = _some_skipped(largest, block, number, row_blocks, tiles, eps)
+            found = _append(masses_of_tiles, number, row_blocks, block, is_listed, found)
+        tl.store(masses_of_tiles[1] + number, found)
 
 
 @triton.jit
-def _list(largest, stride, lists, block, places, eps, BLOCK: tl.constexpr):
-    numbers, counts = lists
+def _list_active(largest, stride, lists, block, places, eps, BLOCK: tl.constexpr):
     found = 0
     for start in range(0, places, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        is_active = (tl.load(largest + place * stride, mask=place < places, other=0.0) > eps).to(tl.int32)
-        position = found + tl.cumsum(is_active, 0) - 1
-        tl.store(numbers + block * places + position, place, mask=is_active != 0)
-        found += tl.sum(is_active, 0)
-    tl.store(counts + block, found)
+        is_active = tl.load(largest + place * stride, mask=place < places, other=0.0) > eps
+        found = _append(lists, block, places, place, (place < places) & is_active, found)
+    tl.store(lists[1] + block, found)
+
+
+@triton.jit
+def _some_skipped(largest, block, place, row_blocks, tiles, eps):
+    """Of some row blocks: whether one of 128 tiles is not active."""
+    t = place * _TILE + tl.arange(0, _TILE)
+    inside = (block < row_blocks)[:, None] & (t < tiles)[None, :]
+    value = tl.load(largest + block[:, None] * tiles + t[None, :], mask=inside, other=float("inf"))
+    return tl.min(value, 1) <= eps
+
+
+@triton.jit
+def _append(lists, block, places, place, is_listed, found):
+    """Add to a block's list, which has ``found`` numbers; how many it then has."""
+    is_listed = is_listed.to(tl.int32)
+    position = found + tl.cumsum(is_listed, 0) - 1
+    tl.store(lists[0] + block * places + position, place, mask=is_listed != 0)
+    return found + tl.sum(is_listed, 0)
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows"])
-def lce_backward_clear_active(masses, largest, chosen, eps, rows, masses_stride):
-    tile, tiles, block = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def lce_backward_clear_active(masses, largest, chosen, eps, rows, tiles, masses_stride, BLOCK: tl.constexpr):
+    block = tl.program_id(1)
     if chosen is not None:
         eps = tl.load(chosen)
-    if tl.load(largest + block * tiles + tile) > eps:
+    # Where all tiles are active, no masses count.
+    if eps > 0.0:
+        t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        is_active = tl.load(largest + block * tiles + t, mask=t < tiles, other=0.0) > eps
         r = block * _TILE + tl.arange(0, _TILE)
-        pointers = masses + tile.to(tl.int64) * masses_stride + r
-        tl.store(pointers, tl.zeros((_TILE,), masses.dtype.element_ty), mask=r < rows)
+        pointers = masses + t.to(tl.int64)[:, None] * masses_stride + r[None, :]
+        zero = tl.zeros((BLOCK, _TILE), masses.dtype.element_ty)
+        tl.store(pointers, zero, mask=is_active[:, None] & (r < rows)[None, :])
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["row_blocks"])
-def lce_backward_entry_shares(largest, chosen, column_sums, shares, eps, row_blocks, BLOCK: tl.constexpr):
+def lce_backward_entry_shares(largest, chosen, column_sums, otherwise, shares, eps, row_blocks, BLOCK: tl.constexpr):
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     if chosen is not None:
         eps = tl.load(chosen)
@@ -112,8 +159,10 @@ def lce_backward_entry_shares(largest, chosen, column_sums, shares, eps, row_blo
         is_active = tl.load(largest + block * tiles + tile, mask=block < row_blocks, other=float("inf")) > eps
         offsets = block.to(tl.int64)[:, None] * (tiles * _TILE) + c[None, :]
         sums += tl.sum(tl.load(column_sums + offsets, mask=~is_active[:, None], other=0.0), 0)
-    total = tl.sum(sums, 0)
-    tl.store(shares + c, tl.where(total > 0.0, sums / total, 0.0))
+    total, unknown = tl.sum(sums, 0), tl.zeros((_TILE,), tl.float32)
+    if otherwise is not None:
+        unknown = tl.load(otherwise + c)
+    tl.store(shares + c, tl.where((total > 0.0) & (total < float("inf")), sums / total, unknown))
 
 
 @Relaunched
@@ -137,16 +186,20 @@ def lce_backward_centroids(
     )
 
 
-def _entry_shares(scanned: ScannedTiles, eps: float | torch.Tensor) -> torch.Tensor:
-    """q ``[128 T]`` of the tiles whose largest entry is within ``eps``, 0 where all of a block's tiles exceed it."""
-    row_blocks, tiles = scanned.largest.shape
-    shares = scanned.column_sums.new_empty(tiles * TILE)
+def entry_shares(
+    largest: torch.Tensor, column_sums: torch.Tensor, eps: float | torch.Tensor, otherwise: torch.Tensor | None = None
+) -> torch.Tensor:
+    """q ``[128 T]`` fp32, from the ``column_sums [row blocks, 128 T]`` of the tiles whose ``largest [row blocks, T]``
+    is within ``eps``. Where all of a block's tiles exceed it: ``otherwise [128 T]``, or 0."""
+    row_blocks, tiles = largest.shape
+    shares = column_sums.new_empty(tiles * TILE)
     chosen, number = limit_of(eps)
     lce_backward_entry_shares.launch(
         (tiles,),
-        scanned.largest,
+        largest,
         chosen,
-        scanned.column_sums,
+        column_sums,
+        otherwise,
         shares,
         number,
         row_blocks,
@@ -155,19 +208,27 @@ def _entry_shares(scanned: ScannedTiles, eps: float | torch.Tensor) -> torch.Ten
     return shares
 
 
-def list_active_tiles(largest: torch.Tensor, eps: float | torch.Tensor) -> tuple[TileLists, TileLists]:
-    """Of each row block, and of each block of entries, the tiles whose ``largest [row blocks, T]`` exceeds ``eps``."""
+def list_tiles(largest: torch.Tensor, eps: float | torch.Tensor) -> ListedTiles:
+    """Active are the tiles whose ``largest [row blocks, T]`` exceeds ``eps``."""
     row_blocks, tiles = largest.shape
-    of_rows, of_entries = (
-        TileLists(largest.new_empty(shape, dtype=torch.int32), largest.new_empty(shape[0], dtype=torch.int32))
-        for shape in ((row_blocks, tiles), (tiles, row_blocks))
-    )
-    block = min(_LISTED, next_power_of_2(max(row_blocks, tiles)))
+    groups = -(-tiles // TILE)
+    shapes = (row_blocks, tiles), (tiles, row_blocks), (row_blocks, groups), (groups, row_blocks)
+    memory = largest.new_empty(sum(blocks * (1 + places) for blocks, places in shapes), dtype=torch.int32)
+    parts = iter(memory.split([size for blocks, places in shapes for size in (blocks * places, blocks)]))
+    listed = ListedTiles(*(TileLists(next(parts).view(shape), next(parts)) for shape in shapes))
     chosen, number = limit_of(eps)
     lce_backward_list_tiles.launch(
-        (row_blocks + tiles,), largest, chosen, of_rows, of_entries, number, row_blocks, tiles, BLOCK=block
+        (2 * row_blocks + tiles + groups,),
+        largest,
+        chosen,
+        listed,
+        number,
+        row_blocks,
+        tiles,
+        BLOCK=min(_LISTED, next_power_of_2(max(row_blocks, tiles))),
+        WIDE=min(_SUMMED, next_power_of_2(row_blocks)),
     )
-    return of_rows, of_entries
+    return listed
 
 
 def find_active_tiles(gradient: torch.Tensor, inverse_limits: torch.Tensor, eps: float | torch.Tensor) -> ActiveTiles:
@@ -182,21 +243,23 @@ def active_tiles_of(scanned: ScannedTiles, eps: float | torch.Tensor) -> ActiveT
     """The same of tiles that were scanned without a limit. Their masses become 0 where a tile is active."""
     (tiles, rows), (chosen, number) = scanned.masses.shape, limit_of(eps)
     lce_backward_clear_active.launch(
-        (tiles, len(scanned.largest)),
+        (-(-tiles // _CLEARED), len(scanned.largest)),
         scanned.masses,
         scanned.largest,
         chosen,
         number,
         rows,
+        tiles,
         scanned.masses.stride(0),
-        num_warps=1,
+        BLOCK=_CLEARED,
+        num_warps=2,
     )
     return _active_tiles(scanned, eps)
 
 
 def _active_tiles(scanned: ScannedTiles, eps: float | torch.Tensor) -> ActiveTiles:
-    shares = _entry_shares(scanned, eps)
-    return ActiveTiles(*list_active_tiles(scanned.largest, eps), scanned.masses, shares, shares)
+    shares = entry_shares(scanned.largest, scanned.column_sums, eps)
+    return ActiveTiles(list_tiles(scanned.largest, eps), scanned.masses, shares, shares)
 
 
 def centroids(weight: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:

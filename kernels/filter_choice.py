@@ -231,6 +231,7 @@ def lce_backward_choose_level(
     weight_norms,
     skipped,
     allowance,
+    only_if,
     chosen,
     errors,
     count,
@@ -238,9 +239,13 @@ def lce_backward_choose_level(
     step,
     share,
     fewest,
+    TENTATIVE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """``fewest``: tiles that a filter must skip."""
+    if only_if is not None:
+        # No filter skips so many.
+        fewest = tl.where(tl.load(only_if) > 0.0, fewest, float("inf"))
     slot = tl.arange(0, _SLOTS)
     bounds = _bounds_of_norms(hidden_norms, count, step, BLOCK)
     allowed, of_hidden, whole = _allowed_of_hidden(bounds, allowance, errors)
@@ -255,20 +260,32 @@ def lce_backward_choose_level(
     number = tl.min(tl.where(allowed, slot, _LEVELS), 0)
     tl.store(chosen, tl.where(number < _LEVELS, filter_of(number), 0.0))
     tl.debug_barrier()
-    taken = (slot == number) & (slot < _LEVELS)
-    _add(allowance + 1, of_hidden, taken)
-    tl.store(allowance + 2, tl.load(allowance + 2) + whole)
-    _add(allowance + 4, of_weight, taken)
+    is_noted = fewest < float("inf")
+    if TENTATIVE:
+        is_noted = number == _LEVELS
+    if is_noted:
+        taken = (slot == number) & (slot < _LEVELS)
+        _add(allowance + 1, of_hidden, taken)
+        tl.store(allowance + 2, tl.load(allowance + 2) + whole)
+        _add(allowance + 4, of_weight, taken)
 
 
 def choose_level(
-    sampled: SampledErrors, allowance: Allowance, step: int = 1, fewest: float = 0.0
+    sampled: SampledErrors,
+    allowance: Allowance,
+    step: int = 1,
+    fewest: float = 0.0,
+    *,
+    tentative: bool = False,
+    only_if: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The largest filter that adds no more than the ``allowance``, else 0: fp32 ``[1]``; and the errors ``[2, 8]`` of
     dX, relative to the slice's part of it, and of dW, in units of the largest one.
 
     What the slice adds is noted in ``allowance``. The parts of slices count as orthogonal. Those of dW are, being
     different rows. ``step``: there are so many times as many tokens. ``fewest``: a filter must skip so many tiles.
+    ``tentative``: only the choice of 0 is final and noted; after another one the slice is asked about again.
+    ``only_if``: that choice; if it is 0, so is this one, nothing is noted, and the errors mean nothing.
     """
     chosen, errors = sampled.weight_norms.new_empty(1), sampled.weight_norms.new_empty(2, LEVELS)
     lce_backward_choose_level.launch(
@@ -277,6 +294,7 @@ def choose_level(
         sampled.weight_norms,
         sampled.skipped,
         allowance.of_all,
+        only_if,
         chosen,
         errors,
         len(sampled.hidden_norms),
@@ -284,6 +302,7 @@ def choose_level(
         float(step),
         float(allowance.share),
         float(fewest),
+        TENTATIVE=tentative,
         BLOCK=_SUMMED,
     )
     return chosen, errors

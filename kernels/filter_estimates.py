@@ -40,8 +40,8 @@ SLOTS = 16
 _SLOTS = tl.constexpr(SLOTS)
 # Numbers of the signs of a program, row blocks that are summed at a time.
 _DRAWN, _SUMMED = 1024, 8
-# Blocks of entries per step of a program that has ``GROUP`` tokens.
-_STEP = 32
+# Blocks of entries per step of a program that has ``GROUP`` tokens: of 16-bit operands, and of fp32.
+_STEPS = 64, 32
 
 
 class RowFactors(NamedTuple):
@@ -64,7 +64,7 @@ class LevelProducts(NamedTuple):
 
     # [n, 16] fp32, of which the first 9 are read: norms of dX's part, of some tokens each; at last of G's own product
     norms: torch.Tensor
-    # [2 * 8 * 4, R]: dW's part, which is still to be multiplied by x, of every other row block; then of the others
+    # [3 * 8 * 4, R]: dW's part, which is still to be multiplied by x, of every other row block; of the others; of all
     signed: torch.Tensor
     # [T, 8] fp32: how many tiles of a block of entries each level skips
     skipped: torch.Tensor
@@ -89,11 +89,24 @@ def lce_backward_signs(signs, columns, stride, SEED: tl.constexpr, COUNT: tl.con
 @Relaunched
 @triton.jit(do_not_specialize=["row_blocks"])
 def lce_backward_level_means(
-    largest, column_sums, of_weight, sketch, means, skipped, row_blocks, entries, sketch_stride, BLOCK: tl.constexpr
+    largest,
+    column_sums,
+    of_weight,
+    sketch,
+    means,
+    skipped,
+    only_if,
+    row_blocks,
+    entries,
+    sketch_stride,
+    BLOCK: tl.constexpr,
 ):
     """The means of a block of rows of the sketch by the shares of each level, ``q_t.T B_t``, relative to the plain
     mean; and at last what the plain mean takes from G's own product. ``of_weight``: the shares of dW, else each
     level's. ``skipped [T, 8]``: how many of the block's tiles each level skips."""
+    if only_if is not None:
+        # Without row blocks there is little to do, and without blocks of entries below.
+        row_blocks = tl.where(tl.load(only_if) > 0.0, row_blocks, 0)
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
     level, column = tl.arange(0, _LEVELS), tl.arange(0, _COLUMNS)
@@ -135,6 +148,7 @@ def lce_backward_level_errors(
     factors,
     hidden_norms,
     signed,
+    only_if,
     rows,
     tiles,
     entries,
@@ -150,7 +164,9 @@ def lce_backward_level_errors(
     UPCAST: tl.constexpr,
 ):
     """Some tokens' R times the sketch at each level: norms of the columns that are for dX, also of G's own product, and
-    the columns that are for dW, in two halves."""
+    the columns that are for dW, in two halves and as a whole."""
+    if only_if is not None:
+        tiles = tl.where(tl.load(only_if) > 0.0, tiles, 0)
     program = tl.program_id(0)
     block = program * TOKENS // HEIGHT
     r = program * TOKENS + tl.arange(0, TOKENS)
@@ -209,12 +225,13 @@ def lce_backward_level_errors(
     inside = (slot < _LEVELS)[None, :] & (column >= _SIGNS)[:, None]
     inside = inside[None, :, :] & (r < rows)[:, None, None]
     pointers = signed + to[None, :, :] * signed_stride + r[:, None, None]
-    second = pointers + _LEVELS * _SIGNS * signed_stride
+    half: tl.constexpr = _LEVELS * _SIGNS
     z = z.to(signed.dtype.element_ty)
     zero = tl.zeros_like(z)
     is_first = block % 2 == 0
     tl.store(pointers, tl.where(is_first, z, zero), mask=inside)
-    tl.store(second, tl.where(is_first, zero, z), mask=inside)
+    tl.store(pointers + half * signed_stride, tl.where(is_first, zero, z), mask=inside)
+    tl.store(pointers + 2 * half * signed_stride, z, mask=inside)
 
 
 def signs(result: torch.Tensor, seed: int) -> torch.Tensor:
@@ -233,11 +250,12 @@ def level_products(
     first: int,
     sample: BlockSample | None = None,
     of_weight: torch.Tensor | None = None,
+    only_if: torch.Tensor | None = None,
 ) -> LevelProducts:
     """``sketch [8, C]`` fp32, of which ``scanned`` holds the products, of a multiple of ``GROUP`` rows in each row
     block. ``first``: the id of the first entry of ``factors``' targets. ``sample``: the row blocks that are scanned, of
     those that ``factors`` have; None: all, of equal heights. ``of_weight [128 T]``: the shares of dW; None: those of
-    the column sums, as for dX.
+    the column sums, as for dX. ``only_if [1]`` fp32: if it is 0, the results mean nothing.
     """
     assert scanned.sketched is not None
     (row_blocks, tiles), rows, entries = scanned.largest.shape, scanned.masses.shape[1], sketch.shape[1]
@@ -250,6 +268,7 @@ def level_products(
         sketch,
         means,
         skipped,
+        only_if,
         row_blocks,
         entries,
         sketch.stride(0),
@@ -257,7 +276,7 @@ def level_products(
     )
     programs = -(-rows // GROUP)
     norms = means.new_empty(programs, _SLOTS.value)
-    signed = scanned.masses.new_empty(2 * LEVELS * SIGNS, -(-rows // 8) * 8)[:, :rows]
+    signed = scanned.masses.new_empty(3 * LEVELS * SIGNS, -(-rows // 8) * 8)[:, :rows]
     lce_backward_level_errors.launch(
         (programs,),
         scanned.largest,
@@ -268,6 +287,7 @@ def level_products(
         factors,
         norms,
         signed,
+        only_if,
         rows,
         tiles,
         entries,
@@ -279,7 +299,7 @@ def level_products(
         1 if sample is None else sample.step,
         HEIGHT=scanned.sketched.shape[1] // row_blocks,
         TOKENS=GROUP,
-        STEP=_STEP,
+        STEP=_STEPS[signed.element_size() == 4],
         # Triton's interpreter multiplies bf16 wrongly.
         UPCAST=interpreted() and signed.element_size() == 2,
         num_warps=4,

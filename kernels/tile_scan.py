@@ -24,10 +24,11 @@ FINITE = 3.4028234663852886e38
 """Largest number of fp32: stands for 1 / 0."""
 
 _TILE, _FINITE = tl.constexpr(TILE), tl.constexpr(FINITE)
-# Row blocks that a program scans one after the other, and its warps. More warps tell each other more, and take longer.
-_SCANNED, _WARPS = 4, 2
-# Rows that it looks at at a time, and stages of its loads: without a sketch, and with one.
-_CHUNKS = (16, 3), (32, 1)
+# Row blocks that a program scans one after the other.
+_SCANNED = 4
+# Rows that it looks at at a time, stages of its loads, and its warps: without a sketch, with one, and with one where
+# row blocks are groups. More warps tell each other more, and take longer.
+_PLAIN, _SKETCHED, _GROUPED = (16, 3, 2), (32, 1, 2), (16, 1, 1)
 # Rows of a program that finds limits.
 _ROWS = 1024
 
@@ -191,13 +192,8 @@ def _scan_tile(
     if LIMITED:
         if top > eps:
             tl.debug_barrier()
-            _clear(masses, found, first_row, rows, HEIGHT)
-
-
-@triton.jit
-def _clear(masses, found, first_row, rows, HEIGHT: tl.constexpr):
-    lane = tl.arange(0, HEIGHT)
-    tl.store(masses + lane, tl.zeros((HEIGHT,), found.masses.dtype.element_ty), mask=first_row + lane < rows)
+            lane = tl.arange(0, HEIGHT)
+            tl.store(masses + lane, tl.zeros((HEIGHT,), found.masses.dtype.element_ty), mask=first_row + lane < rows)
 
 
 @Relaunched
@@ -270,8 +266,6 @@ def lce_backward_scan(
         # Every tile is active.
         for block in range(first, stop):
             tl.store(found.largest + block * tiles + tile, float("inf"))
-            masses = found.masses + tile.to(tl.int64) * masses_stride + block * HEIGHT
-            _clear(masses, found, (first_block + block * block_step) * HEIGHT, rows, HEIGHT)
 
 
 def scan_tiles(
@@ -291,7 +285,7 @@ def scan_tiles(
 
     ``eps``: the limit, a number or fp32 ``[1]``. The masses are 0 in tiles whose largest entry exceeds it, and the
     column sums leave out such entries. A tensor of 0 stands for a filter that keeps everything: nothing is read, every
-    tile has the largest entry infinity, and there are no column sums. So it is, without a limit, with 0 in ``only_if``.
+    tile has the largest entry infinity, and the rest is undefined. So it is, without a limit, with 0 in ``only_if``.
     ``sketch [8, C]`` fp32. ``sample``: scan these row blocks alone. ``height``: rows of a row block, without a
     ``sample``.
     """
@@ -310,7 +304,7 @@ def scan_tiles(
     masses = new_masses(tiles, scanned_rows, gradient, gradient.dtype)
     result = ScannedTiles(largest, masses, column_sums, sketched)
     chosen, number = (only_if, 0.0) if eps is None else limit_of(eps)
-    chunk, stages = _CHUNKS[sketch is not None]
+    chunk, stages, warps = _PLAIN if sketch is None else _SKETCHED if height == TILE else _GROUPED
     lce_backward_scan.launch(
         (tiles, -(-sample.count // _SCANNED)),
         gradient,
@@ -336,7 +330,7 @@ def scan_tiles(
         HEIGHT=height,
         CHUNK=min(chunk, height),
         STAGES=stages,
-        num_warps=_WARPS,
+        num_warps=warps,
     )
     return result
 

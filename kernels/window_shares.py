@@ -1,9 +1,9 @@
 """How a window's mass is shared where the window is not projected.
 
 Tiles share a window's mass, and entries a tile's (:mod:`parallel_lce.kernels.active_tiles`). For dX entries share in
-proportion to their sums over a sample of the tokens, within the limit. In dW the error of an entry's share adds up over
-all tokens, and a sample's noise is larger than what exp of the mean logit of all tokens is off. There the shares are in
-proportion to that, and so are those that tiles have of a window's mass.
+proportion to their sums over a sample of the tokens (:func:`parallel_lce.kernels.active_tiles.entry_shares`). In dW the
+error of an entry's share adds up over all tokens, and a sample's noise is larger than what exp of the mean logit of all
+tokens is off. There the shares are in proportion to that, and so are those that tiles have of a window's mass.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import finite_base
-from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.tile_scan import TILE, ScannedTiles, limit_of, new_masses
+from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.tile_scan import TILE, ScannedTiles, new_masses
 
 _TILE = tl.constexpr(TILE)
-# Row blocks whose sums are added at a time; rows whose masses are shared at a time.
-_SUMMED, _SHARED = 4, 64
+# Rows whose masses are shared at a time.
+_SHARED = 64
 
 
 @Relaunched
@@ -92,26 +92,6 @@ def lce_backward_share_masses(
         tl.store(shared_sketched + place, a.to(sketched.dtype.element_ty), mask=inside[:, None])
 
 
-@Relaunched
-@triton.jit(do_not_specialize=["row_blocks"])
-def lce_backward_sampled_shares(column_sums, chosen, of_weight, of_hidden, row_blocks, BLOCK: tl.constexpr):
-    """``of_weight`` where the sample tells nothing."""
-    tile, tiles = tl.program_id(0), tl.num_programs(0)
-    c = tile * _TILE + tl.arange(0, _TILE)
-    summed = row_blocks
-    if chosen is not None:
-        # Without a filter there are no sums.
-        summed = tl.where(tl.load(chosen) > 0.0, row_blocks, 0)
-    sums = tl.zeros((_TILE,), tl.float32)
-    for start in range(0, row_blocks, BLOCK):
-        block = start + tl.arange(0, BLOCK)
-        offsets = block.to(tl.int64)[:, None] * (tiles * _TILE) + c[None, :]
-        sums += tl.sum(tl.load(column_sums + offsets, mask=(block < summed)[:, None], other=0.0), 0)
-    total = tl.sum(sums, 0)
-    is_known = (total > 0.0) & (total < float("inf"))
-    tl.store(of_hidden + c, tl.where(is_known, sums / total, tl.load(of_weight + c)))
-
-
 class MeanShares(NamedTuple):
     """How masses are spread in proportion to exp of the mean logit, fp32."""
 
@@ -159,17 +139,3 @@ def share_masses(scanned: ScannedTiles, of_tiles: torch.Tensor, sketch: torch.Te
         BLOCK=_SHARED,
     )
     return shared
-
-
-def sampled_shares(column_sums: torch.Tensor, eps: float | torch.Tensor, of_weight: torch.Tensor) -> torch.Tensor:
-    """q ``[128 T]`` fp32 for dX.
-
-    ``column_sums [row blocks, 128 T]``: of the scan of a sample with this limit. ``of_weight [128 T]``: the shares
-    where the sample tells nothing.
-    """
-    row_blocks, tiles = column_sums.shape[0], column_sums.shape[1] // TILE
-    of_hidden, (chosen, _) = torch.empty_like(of_weight), limit_of(eps)
-    lce_backward_sampled_shares.launch(
-        (tiles,), column_sums, chosen, of_weight, of_hidden, row_blocks, BLOCK=min(_SUMMED, next_power_of_2(row_blocks))
-    )
-    return of_hidden

@@ -299,7 +299,7 @@ def test_the_chosen_filter_does_what_it_does_alone(two_sampled, device):
     """Choosing it leaves nothing behind: the targets of the sample are placed twice."""
     t, bias = problem(device=device, slope=4.0, **MORE), 0.1 * normal(MORE["V"], seed=5).bfloat16().to(device)
     t[2][::3] = 1
-    noted = (results_of(triton_windows, name) for name in ("estimated", "sampled_shares", "mean_shares"))
+    noted = (results_of(triton_windows, name) for name in ("estimated", "entry_shares", "mean_shares"))
     with next(noted) as chosen, next(noted) as shares, next(noted) as means:
         found = gradients(*t, gradient_filter="auto", linear_bias=bias)
         eps = chosen[0].eps.item()

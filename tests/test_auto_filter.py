@@ -159,10 +159,10 @@ def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
             continue
         assert skipped[:, level].sum() == (t.scanned.largest <= FILTERS[level]).sum(), level
         expected = t.scale * (t.of_weight(r) @ sketch[:, 4:])
-        halves = signed.view(2, -1, N)[:, 4 * level : 4 * level + 4]
-        assert_close(halves.sum(0).T, expected, rtol, name=level)
+        first, second, both = signed.view(3, -1, N)[:, 4 * level : 4 * level + 4]
+        assert_close(both.T, expected, rtol, name=level)
         # Of every other row block each.
-        assert not halves[0, :, TILE:].any() and not halves[1, :, :TILE].any()
+        assert torch.equal(first + second, both) and not first[:, TILE:].any() and not second[:, :TILE].any()
 
 
 def test_the_choice_is_that_of_the_definition(choices, device):
@@ -279,6 +279,22 @@ def test_a_filter_that_skips_few_tiles_is_not_chosen(device):
     assert chosen(device, small, passes_from_third, fewest=9.1, allowance=allowance) == 0.0
     # It adds no error.
     torch.testing.assert_close(allowance.of_all[:, 1:].tolist(), [[0.0, 1.0], [0.0, 0.0]])
+
+
+def test_a_choice_is_noted_once(device):
+    small, large = [0.1] * LEVELS, [0.3] * LEVELS
+    taken, exact = [[0.01, 1.0], [0.16, 0.0]], [[0.0, 1.0], [0.0, 0.0]]
+    for first, second, noted in ((small, small, taken), (small, large, exact), (large, small, exact)):
+        allowance = allowance_of(device, 0.25)
+        found = chosen(device, first, small, allowance=allowance, tentative=True)
+        assert found == (FILTERS[0] if first is small else 0.0)
+        torch.testing.assert_close(allowance.of_all[:, 1:].tolist(), exact if found == 0 else [[0.0, 0.0]] * 2)
+        only_if = torch.tensor([found], device=device)
+        # Where it is final, what is known the second time means nothing.
+        second = second if found else [torch.nan] * LEVELS
+        found = chosen(device, second, second, allowance=allowance, only_if=only_if)
+        assert found == (FILTERS[0] if noted is taken else 0.0)
+        torch.testing.assert_close(allowance.of_all[:, 1:].tolist(), noted)
 
 
 def test_errors_of_few_tokens_count_as_larger(device):
@@ -467,9 +483,8 @@ def test_a_sample_stands_for_all_and_a_filter_must_pay(saves, choices, device, m
             x, weight, target, linear_bias=bias, gradient_filter="auto", logits_budget=1 << 30 if saves else 0
         )
         loss.backward()
-    # With windows there is a choice by their bounds before, which is not noted.
-    *before, (_, allowance, _, _) = asked
-    assert [given.of_all is allowance.of_all for _, given, _, _ in before] == ([False] if saves else [])
+    # With windows there is a choice by their bounds before.
+    assert len(asked) == 1 + saves
     for _, _, step, fewest in asked:
         # 4 of 16 hidden elements; three tiles each.
         assert step == 5 and fewest == (32 if saves else 4) * 3 * 4 / 16
@@ -479,8 +494,8 @@ def test_of_a_limit_on_the_device_the_same_tiles_are_active(device):
     gradient = normal(300, 384).to(torch.bfloat16).to(device)
     ones = torch.ones(300, device=device)
     number, tensor = (find_active_tiles(gradient, ones, eps) for eps in (4.0, ones[:1] * 4.0))
-    counts = number.of_rows.counts
-    assert 0 < counts.sum() < 9 and torch.equal(counts, tensor.of_rows.counts)
+    counts = number.listed.of_rows.counts
+    assert 0 < counts.sum() < 9 and torch.equal(counts, tensor.listed.of_rows.counts)
     assert torch.equal(number.masses, tensor.masses) and torch.equal(number.of_hidden, tensor.of_hidden)
 
 

@@ -42,8 +42,8 @@ def tensors(n=N, v=V, d=D, steepness=12.0) -> dict[str, torch.Tensor]:
     return {"hidden": hidden.bfloat16(), "weight": weight.bfloat16(), "target": target}
 
 
-def inputs(**changed) -> Inputs:
-    return Inputs("made up", **(tensors() | changed))
+def inputs(device="cpu", **changed) -> Inputs:
+    return Inputs("made up", **{name: t.to(device) for name, t in (tensors() | changed).items()})
 
 
 def probabilities(given: Inputs) -> torch.Tensor:
@@ -196,20 +196,18 @@ def test_active_tiles_of_ranks_are_those_of_their_shards():
 
 
 def _measured_on(member: Member, rounds: int) -> dict:
-    timing.OVER_RANKS["cpu"] = 0.0, 1e-6
+    timing.OVER_RANKS[member.device.type] = 0.0, 1e-6
     filtered.FILTERS = None, 2**-11
-    given = inputs()
+    team = Team(member.device, member.rank, member.ranks, member.group, member.group)
     with chosen_backend("torch"):
-        return measure(
-            given, rounds, Team(member.device, member.rank, member.ranks, member.group, member.group)
-        ).as_dict()
+        return measure(inputs(member.device), rounds, team).as_dict()
 
 
-def test_ranks_have_the_errors_of_the_whole(worlds, short, monkeypatch):
+def test_ranks_have_the_errors_of_the_whole(worlds, short, device, monkeypatch):
     monkeypatch.setattr(filtered, "FILTERS", (None, 2**-11))
-    first, second = everywhere(worlds, "cpu", 2, _measured_on, 1)
+    first, second = everywhere(worlds, device, 2, _measured_on, 1)
     with chosen_backend("torch"):
-        whole = measure(inputs(), 1, ALONE).as_dict()
+        whole = measure(inputs(device), 1, Team(torch.device(device))).as_dict()
     assert first["tp"] == 2 and whole["tp"] == 1 and first["reference_errors"] == whole["reference_errors"]
     for ours, theirs, of_whole in zip(first["results"], second["results"], whole["results"]):
         assert ours["order"] == of_whole["order"] and ours["gemm_only_seconds"] == theirs["gemm_only_seconds"]

@@ -37,7 +37,6 @@ KERNELS = {
     "lce_backward_place_targets",
     "lce_backward_projection",
     "lce_backward_rewrite",
-    "lce_backward_sampled_shares",
     "lce_backward_share_masses",
     "lce_backward_scale_and_add_targets",
     "lce_backward_scan",

@@ -105,23 +105,21 @@ def sampled_errors(
     sketch: Tensor,
     sample: BlockSample | None = None,
     of_weight: Tensor | None = None,
+    only_if: Tensor | None = None,
 ) -> SampledErrors:
-    """Of a slice whose first entry is ``first``. ``scanned``: a sample, with the products of ``sketch``. ``sample``:
-    which row blocks it has of those of ``x`` and ``factors``; None: all. ``of_weight``: the shares of dW; None: those
-    of the column sums."""
-    products = level_products(scanned, sketch, factors, first, sample, of_weight)
-    x, half = x if sample is None else sample.of(x), len(products.signed) // 2
-    product = sketch.new_empty(3 * half, x.shape[1])
-    accumulate_nt(product[: 2 * half], products.signed, x.t(), overwrite=True)
-    torch.add(product[:half], product[half : 2 * half], out=product[2 * half :])
+    """Of a slice whose first entry is ``first``. ``scanned``: a sample, with the products of ``sketch`` and its ``x``.
+    The others: as for :func:`level_products`."""
+    products = level_products(scanned, sketch, factors, first, sample, of_weight, only_if)
+    product = sketch.new_empty(len(products.signed), x.shape[1])
+    accumulate_nt(product, products.signed, x.t(), overwrite=True)
     weight_norms = torch.linalg.vector_norm(product.view(3 * LEVELS, -1), dim=1)
     return SampledErrors(products.norms, weight_norms, products.skipped, scanned.largest.numel())
 
 
-def estimated(errors: SampledErrors, allowance: Allowance, step: int, hidden_size: int) -> Estimates:
-    """``step``: there are so many times as many tokens as were looked at."""
+def estimated(errors: SampledErrors, allowance: Allowance, step: int, hidden_size: int, **stage) -> Estimates:
+    """``step``: there are so many times as many tokens as were looked at. ``stage``: as for :func:`choose_level`."""
     fewest = errors.tiles * HIDDEN_PER_SCAN / hidden_size
-    return Estimates(*choose_level(errors, allowance, step, fewest))
+    return Estimates(*choose_level(errors, allowance, step, fewest, **stage))
 
 
 def filtered(
@@ -147,23 +145,24 @@ def _chosen(given: UnfilteredSlice, inverse: Tensor, allowance: Allowance, bound
     sample = sample_groups(rows)
     if bounds is None or sample.step == 1:
         sample, bounds = sample_blocks(rows, _BLOCKS_ONE_IN), None
-    scanned = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample)
+    scanned, x = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample), sample.of(given.x)
 
-    def choice(largest: Tensor, allowance: Allowance) -> Tensor:
+    def choice(largest: Tensor, only_if: Tensor | None = None, **stage) -> Tensor:
         tiles = scanned._replace(largest=largest)
-        errors = sampled_errors(given.x, given.factors, given.first, tiles, sketch, sample)
-        return estimated(errors, allowance, sample.step, hidden_size).eps
+        errors = sampled_errors(x, given.factors, given.first, tiles, sketch, sample, only_if=only_if)
+        return estimated(errors, allowance, sample.step, hidden_size, only_if=only_if, **stage).eps
 
     if bounds is None:
-        return find_active_tiles(given.gradient, inverse, choice(scanned.largest, allowance))
+        return find_active_tiles(given.gradient, inverse, choice(scanned.largest))
     # Within the bounds less is skipped than by the entries. If even that were too much, no tile need be read.
-    only_if = choice(sample.of_tiles(bounds), allowance._replace(of_all=allowance.of_all.clone()))
+    only_if = choice(sample.of_tiles(bounds), tentative=True)
     whole = scan_tiles(given.gradient, inverse, only_if=only_if)
-    return active_tiles_of(whole, choice(sample.of_tiles(whole.largest), allowance))
+    return active_tiles_of(whole, choice(sample.of_tiles(whole.largest), only_if))
 
 
 class FilteredGradient:
-    """The products of a slice's gradient of the logits ``[R, C]``, of which the active tiles alone are read."""
+    """The products of a slice's gradient of the logits ``[R, C]``, of which the active tiles alone are read. Where all
+    are active, the products of the masses take no time."""
 
     def __init__(self, gradient: Tensor, found: ActiveTiles) -> None:
         self._gradient, self._found = gradient, found
@@ -173,20 +172,27 @@ class FilteredGradient:
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """As :meth:`parallel_lce.backends.triton_slices.Slice.add_hidden`; ``total`` is fp32, and ``rows`` begin at a
         multiple of 128."""
-        means = centroids(weight, self._found.of_hidden)
-        accumulate_nt(total, self._found.masses[:, rows].t(), means.t(), overwrite=overwrite)
-        lists = self._found.of_rows.of_blocks(rows.start // TILE, -(-rows.stop // TILE))
+        means, (first, last) = centroids(weight, self._found.of_hidden), _blocks(rows)
+        masses, lists = self._found.masses[:, rows], self._found.listed.masses_of_rows.of_blocks(first, last)
+        sparse_product(total, masses, means, lists, transposed=True, add=not overwrite)
+        lists = self._found.listed.of_rows.of_blocks(first, last)
         sparse_product(total, self._gradient[rows], weight, lists, transposed=False, add=True)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
         """As :meth:`parallel_lce.backends.triton_slices.Slice.add_weight`; ``entries`` begin at a multiple of 128."""
         if self._spread is None or self._spread[1] is not x:
             sums = x.new_empty(len(self._found.masses), x.shape[1], dtype=torch.float32)
-            accumulate_nt(sums, self._found.masses, x.t(), overwrite=True)
+            lists = self._found.listed.masses_of_tiles
+            sparse_product(sums, self._found.masses, x, lists, transposed=False, add=False)
             self._spread = sums, x
-        first, last = entries.start // TILE, -(-entries.stop // TILE)
-        lists = self._found.of_entries.of_blocks(first, last)
+        first, last = _blocks(entries)
+        lists = self._found.listed.of_entries.of_blocks(first, last)
         rank_one = self._found.of_weight[entries], self._spread[0][first:last]
         sparse_product(
             total, self._gradient[:, entries], x, lists, transposed=True, add=not overwrite, rank_one=rank_one
         )
+
+
+def _blocks(rows: slice) -> tuple[int, int]:
+    """The blocks of 128 rows, which begin at a multiple of that."""
+    return rows.start // TILE, -(-rows.stop // TILE)

@@ -24,7 +24,7 @@ from parallel_lce.backends.triton_filter import (
     worth_filtering,
 )
 from parallel_lce.backends.triton_operands import product_of, stride_of
-from parallel_lce.kernels.active_tiles import ActiveTiles, list_active_tiles
+from parallel_lce.kernels.active_tiles import ActiveTiles, entry_shares, list_tiles
 from parallel_lce.kernels.active_windows import (
     Places,
     RowTerms,
@@ -38,8 +38,8 @@ from parallel_lce.kernels.filter_estimates import RowFactors
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.targets import place_targets
-from parallel_lce.kernels.tile_scan import GROUP, TILE, scan_tiles
-from parallel_lce.kernels.window_shares import mean_shares, sampled_shares, share_masses
+from parallel_lce.kernels.tile_scan import GROUP, TILE, ScannedTiles, scan_tiles
+from parallel_lce.kernels.window_shares import mean_shares, share_masses
 from parallel_lce.memory import some_rows
 
 WINDOWED_BYTES = 256 << 20
@@ -132,9 +132,12 @@ class ActiveWindows:
         self._mean, self._mean_scale = _mean_of(rows)
         # Of all entries from ``first`` on, fp32: the mean logits, without the projection's scale.
         self._mean_logits: Tensor | None = None
+        # Of the slices that were looked at, by their first entries: the sums over each group of the sample.
+        self._column_sums: dict[int, Tensor] = {}
 
     def choose(self, allowance: Allowance, width: int) -> Tensor:
-        """One filter for all entries from ``first`` on, of which it looks at ``width`` at a time: fp32 ``[1]``."""
+        """One filter for all entries from ``first`` on, of which it looks at ``width`` at a time: fp32 ``[1]``. Then
+        slices of that width are formed. Their sums are kept: 1/120 of the memory of their gradients."""
         first, real = self._first, self._rows.projection.real_rows
         mean_logits, errors, rows = self._mean.new_empty(real - first, dtype=torch.float32), [], self._sampled_rows()
         scale = rows.projection.scale
@@ -144,9 +147,9 @@ class ActiveWindows:
             of_slice, sketch = mean_logits[start - first : stop - first], products[1:]
             of_slice.copy_(products[0])
             self._add_bias(of_slice, start, stop)
-            gradient = _formed(rows, start, stop)
             factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None))[:2])
-            scanned = scan_tiles(gradient, self._sampled_inverse, sketch=sketch, height=GROUP)
+            scanned = self._scanned(rows, start, stop, sketch)
+            self._column_sums[start] = scanned.column_sums
             # What is skipped is whole windows, and of a window the mass is known.
             places, shares = self._places(start, stop), mean_shares(of_slice, scale)
             bounds = window_bounds(self._windows, self._terms, places, scale)
@@ -160,12 +163,19 @@ class ActiveWindows:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
         scale, mean_logits, places = self._rows.projection.scale, self._all_mean_logits(), self._places(start, stop)
         of_weight, of_tiles = mean_shares(mean_logits[start - self._first : stop - self._first], scale)
-        sample = _formed(self._sampled_rows(), start, stop)
-        sums = scan_tiles(sample, self._sampled_inverse, eps).column_sums
-        of_hidden = sampled_shares(sums, eps, of_weight)
+        sums = self._column_sums.pop(start, None)
+        if sums is None:
+            sums = self._scanned(self._sampled_rows(), start, stop).column_sums
         bounds, masses = window_masses(self._windows, self._terms, places, scale, of_tiles, eps, gradient.dtype)
+        of_hidden = entry_shares(self._sample.of_tiles(bounds), sums, eps, of_weight)
         self._rows.form(start, stop, gradient, list_active_windows(bounds, places.window, eps))
-        return FilteredGradient(gradient, ActiveTiles(*list_active_tiles(bounds, eps), masses, of_hidden, of_weight))
+        return FilteredGradient(gradient, ActiveTiles(list_tiles(bounds, eps), masses, of_hidden, of_weight))
+
+    def _scanned(self, rows: Rows, start: int, stop: int, sketch: Tensor | None = None) -> ScannedTiles:
+        """Of the sampled ``rows``, which are projected in full."""
+        gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
+        rows.form(start, stop, gradient)
+        return scan_tiles(gradient, self._sampled_inverse, sketch=sketch, height=GROUP)
 
     def _places(self, start: int, stop: int) -> Places:
         window = product_of(self._rows.projection, self._rows.x, start, stop).tile.entries
@@ -189,12 +199,6 @@ class ActiveWindows:
         bias = self._rows.projection.bias
         if bias is not None:
             mean_logits += some_rows(bias, start, stop) * self._mean_scale
-
-
-def _formed(rows: Rows, start: int, stop: int) -> Tensor:
-    gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
-    rows.form(start, stop, gradient)
-    return gradient
 
 
 def _mean_of(rows: Rows) -> tuple[Tensor, Tensor]:

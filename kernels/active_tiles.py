@@ -13,7 +13,7 @@ alike. Then
     dX_i gets m_it c_t, with the centroid c_t = sum_j q_j W_j        dW_j gets q_j S_t, with S_t = sum_i m_it x_i
 
 The masses m are exact, and with weights u in proportion to the coefficients of the tokens so are the sums over tokens.
-Both products with m have 1/128 of the full products' size.
+Both products with m have at most 1/128 of the full products' size.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _TILE = tl.constexpr(TILE)
 _HIDDEN, _LISTED = 128, 1024
 # Rows of the weight that it reads at a time.
 _ROWS = 64
-# Row blocks whose sums are added at a time, and tiles whose masses become 0.
+# Row blocks that are looked at at a time, and tiles whose masses become 0.
 _SUMMED, _CLEARED = 16, 16
 
 
 class TileLists(NamedTuple):
-    """For each block of rows of a product's result, which tiles of the first operand count."""
+    """For each block of 128 rows of a product's result, which tiles of the first operand are taken."""
 
     # [blocks, places] int32: the numbers of these tiles, ascending; what follows them is undefined
     numbers: torch.Tensor
@@ -49,23 +49,24 @@ class TileLists(NamedTuple):
 
 
 class ListedTiles(NamedTuple):
-    """Which tiles the products of a gradient, and those of its masses ``[T, R]``, take: for each 128 tokens, and for
-    each 128 entries, or masses, of a token. Of the gradient those that are active. A tile of the masses stands for 128
-    of the gradient's, and is taken unless all of these are active."""
+    """Which tiles of a gradient, and of its masses ``[T, R]``, their products take. A *group* is 128 tiles of the
+    gradient that follow one another: the masses of a row block in a group are a tile of the masses."""
 
-    # the gradient's
+    # For each row block, which tiles are active.
     of_rows: TileLists
+    # For each block of entries, in which row blocks its tile is active.
     of_entries: TileLists
-    # the masses'
+    # For each row block, in which groups a tile is skipped.
     masses_of_rows: TileLists
-    masses_of_tiles: TileLists
+    # For each group, in which row blocks one of its tiles is skipped.
+    masses_of_groups: TileLists
 
 
 class ActiveTiles(NamedTuple):
     """The active tiles of a gradient, and what stands for the others."""
 
     listed: ListedTiles
-    # [T, R]: m, 0 where the tile is active; undefined where ``listed`` says that they do not count
+    # [T, R]: m, 0 where the tile is active; undefined where ``listed`` does not have them
     masses: torch.Tensor
     # [128 T] fp32: q for dX, and for dW
     of_hidden: torch.Tensor
@@ -77,9 +78,11 @@ class ActiveTiles(NamedTuple):
 def lce_backward_list_tiles(largest, chosen, listed, eps, row_blocks, tiles, BLOCK: tl.constexpr, WIDE: tl.constexpr):
     """One list: of the gradient, of its row blocks and then of its blocks of entries; then so of the masses."""
     number = tl.program_id(0)
-    of_rows, of_entries, masses_of_rows, masses_of_tiles = listed
+    of_rows, of_entries, masses_of_rows, masses_of_groups = listed
     if chosen is not None:
         eps = tl.load(chosen)
+    # Without a filter nothing is skipped, not even what is 0.
+    limit = tl.where(eps > 0.0, eps, -1.0)
     if number < row_blocks:
         _list_active(largest + number * tiles, 1, of_rows, number, tiles, eps, BLOCK)
     elif number < row_blocks + tiles:
@@ -89,7 +92,7 @@ def lce_backward_list_tiles(largest, chosen, listed, eps, row_blocks, tiles, BLO
         number -= row_blocks + tiles
         found = 0
         for place in range(0, tl.cdiv(tiles, _TILE)):
-            is_listed = _some_skipped(largest, number + tl.arange(0, 1), place, row_blocks, tiles, eps)
+            is_listed = _some_skipped(largest, number + tl.arange(0, 1), place, row_blocks, tiles, limit)
             found = _append(masses_of_rows, number, tl.cdiv(tiles, _TILE), place + tl.arange(0, 1), is_listed, found)
         tl.store(masses_of_rows[1] + number, found)
     else:
@@ -97,9 +100,9 @@ def lce_backward_list_tiles(largest, chosen, listed, eps, row_blocks, tiles, BLO
         found = 0
         for start in range(0, row_blocks, WIDE):
             block = start + tl.arange(0, WIDE)
-            is_listed = _some_skipped(largest, block, number, row_blocks, tiles, eps)
-            found = _append(masses_of_tiles, number, row_blocks, block, is_listed, found)
-        tl.store(masses_of_tiles[1] + number, found)
+            is_listed = _some_skipped(largest, block, number, row_blocks, tiles, limit)
+            found = _append(masses_of_groups, number, row_blocks, block, is_listed, found)
+        tl.store(masses_of_groups[1] + number, found)
 
 
 @triton.jit
@@ -113,12 +116,12 @@ def _list_active(largest, stride, lists, block, places, eps, BLOCK: tl.constexpr
 
 
 @triton.jit
-def _some_skipped(largest, block, place, row_blocks, tiles, eps):
-    """Of some row blocks: whether one of 128 tiles is not active."""
-    t = place * _TILE + tl.arange(0, _TILE)
+def _some_skipped(largest, block, group, row_blocks, tiles, limit):
+    """Of some row blocks: whether a tile of the group is skipped."""
+    t = group * _TILE + tl.arange(0, _TILE)
     inside = (block < row_blocks)[:, None] & (t < tiles)[None, :]
     value = tl.load(largest + block[:, None] * tiles + t[None, :], mask=inside, other=float("inf"))
-    return tl.min(value, 1) <= eps
+    return tl.min(value, 1) <= limit
 
 
 @triton.jit
@@ -136,7 +139,7 @@ def lce_backward_clear_active(masses, largest, chosen, eps, rows, tiles, masses_
     block = tl.program_id(1)
     if chosen is not None:
         eps = tl.load(chosen)
-    # Where all tiles are active, no masses count.
+    # Without a filter no masses are listed.
     if eps > 0.0:
         t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         is_active = tl.load(largest + block * tiles + t, mask=t < tiles, other=0.0) > eps
@@ -161,7 +164,8 @@ def lce_backward_entry_shares(largest, chosen, column_sums, otherwise, shares, e
         sums += tl.sum(tl.load(column_sums + offsets, mask=~is_active[:, None], other=0.0), 0)
     total, unknown = tl.sum(sums, 0), tl.zeros((_TILE,), tl.float32)
     if otherwise is not None:
-        unknown = tl.load(otherwise + c)
+        if eps > 0.0:
+            unknown = tl.load(otherwise + c)
     tl.store(shares + c, tl.where((total > 0.0) & (total < float("inf")), sums / total, unknown))
 
 
@@ -190,7 +194,8 @@ def entry_shares(
     largest: torch.Tensor, column_sums: torch.Tensor, eps: float | torch.Tensor, otherwise: torch.Tensor | None = None
 ) -> torch.Tensor:
     """q ``[128 T]`` fp32, from the ``column_sums [row blocks, 128 T]`` of the tiles whose ``largest [row blocks, T]``
-    is within ``eps``. Where all of a block's tiles exceed it: ``otherwise [128 T]``, or 0."""
+    is within ``eps``. Of a block of entries whose tiles all exceed it, or whose sums are 0 or not finite: ``otherwise
+    [128 T]``, or 0. An ``eps`` of 0 skips nothing, and all are 0."""
     row_blocks, tiles = largest.shape
     shares = column_sums.new_empty(tiles * TILE)
     chosen, number = limit_of(eps)
@@ -213,9 +218,13 @@ def list_tiles(largest: torch.Tensor, eps: float | torch.Tensor) -> ListedTiles:
     row_blocks, tiles = largest.shape
     groups = -(-tiles // TILE)
     shapes = (row_blocks, tiles), (tiles, row_blocks), (row_blocks, groups), (groups, row_blocks)
-    memory = largest.new_empty(sum(blocks * (1 + places) for blocks, places in shapes), dtype=torch.int32)
-    parts = iter(memory.split([size for blocks, places in shapes for size in (blocks * places, blocks)]))
-    listed = ListedTiles(*(TileLists(next(parts).view(shape), next(parts)) for shape in shapes))
+    # Each part begins on a boundary of 16 bytes: kernels are compiled for what is aligned.
+    sizes = [(-(-blocks * places // 4) * 4, -(-blocks // 4) * 4) for blocks, places in shapes]
+    memory = largest.new_empty(sum(map(sum, sizes)), dtype=torch.int32)
+    parts = iter(memory.split([size for pair in sizes for size in pair]))
+    listed = ListedTiles(
+        *(TileLists(next(parts)[: shape[0] * shape[1]].view(shape), next(parts)[: shape[0]]) for shape in shapes)
+    )
     chosen, number = limit_of(eps)
     lce_backward_list_tiles.launch(
         (2 * row_blocks + tiles + groups,),

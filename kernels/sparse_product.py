@@ -1,7 +1,7 @@
-"""Products with the active tiles of the gradient of the logits: ``G @ weight`` and ``G.T @ x``.
+"""Products with some tiles of the gradient of the logits, ``G @ weight`` and ``G.T @ x``, or of its masses.
 
-G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.active_tiles` lists its active tiles. A program forms one
-tile of the result from its list. Results whose lists are long come first, so that the programs end together.
+G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.active_tiles` lists the tiles that are taken. A program
+forms one tile of the result from its list. Results whose lists are long come first, so that the programs end together.
 
 The mainloop is :mod:`parallel_lce.kernels.hopper_sparse` on Hopper where TMA can address the operands, and the plain
 Triton one below elsewhere.
@@ -123,7 +123,7 @@ def sparse_product(
     add: bool,
     rank_one: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
-    """``total [M, D] = gradient @ other``, or ``gradient.T @ other`` if ``transposed``, over the active tiles.
+    """``total [M, D] = gradient @ other``, or ``gradient.T @ other`` if ``transposed``, over the listed tiles.
 
     ``gradient [R, C]``, rows 16 bytes aligned. ``other [C, D]``, or ``[R, D]``. ``lists``: of the blocks of 128 rows of
     the result. ``add`` to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[blocks, D]``, fp32; row j of

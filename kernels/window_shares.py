@@ -1,9 +1,10 @@
 """How a window's mass is shared where the window is not projected.
 
 Tiles share a window's mass, and entries a tile's (:mod:`parallel_lce.kernels.active_tiles`). For dX entries share in
-proportion to their sums over a sample of the tokens (:func:`parallel_lce.kernels.active_tiles.entry_shares`). In dW the
-error of an entry's share adds up over all tokens, and a sample's noise is larger than what exp of the mean logit of all
-tokens is off. There the shares are in proportion to that, and so are those that tiles have of a window's mass.
+proportion to their sums over a sample of the tokens, of which those count whose tile is skipped
+(:func:`parallel_lce.kernels.active_tiles.entry_shares`). In dW the error of an entry's share adds up over all tokens,
+and a sample's noise is larger than what exp of the mean logit of all tokens is off. There the shares are in proportion
+to that, and so are those that tiles have of a window's mass, and those for dX where the sample has no such token.
 """
 
 from __future__ import annotations

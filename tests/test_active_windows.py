@@ -296,15 +296,23 @@ def test_estimates_are_near_the_errors(budget, kind, slope, two_sampled, device)
 
 
 def test_the_chosen_filter_does_what_it_does_alone(two_sampled, device):
-    """Choosing it leaves nothing behind: the targets of the sample are placed twice."""
+    """The sample is projected once for each slice, and its tokens count if their tile is skipped."""
     t, bias = problem(device=device, slope=4.0, **MORE), 0.1 * normal(MORE["V"], seed=5).bfloat16().to(device)
     t[2][::3] = 1
-    noted = (results_of(triton_windows, name) for name in ("estimated", "entry_shares", "mean_shares"))
-    with next(noted) as chosen, next(noted) as shares, next(noted) as means:
-        found = gradients(*t, gradient_filter="auto", linear_bias=bias)
-        eps = chosen[0].eps.item()
-        same = gradients(*t, gradient_filter=eps, linear_bias=bias)
+    noted = (results_of(triton_windows, name) for name in ("estimated", "entry_shares", "mean_shares", "window_masses"))
+    given = (arguments_to(triton_windows, name) for name in ("entry_shares", "scan_tiles"))
+    with next(noted) as chosen, next(noted) as shares, next(noted) as means, next(noted) as masses:
+        with next(given) as summed, next(given) as scanned:
+            found = gradients(*t, gradient_filter="auto", linear_bias=bias)
+            assert len(scanned) == 2
+            eps = chosen[0].eps.item()
+            same = gradients(*t, gradient_filter=eps, linear_bias=bias)
+            assert len(scanned) == 4
     assert eps > 0 and len(chosen) == 1
+    sample = triton_filter.sample_groups(MORE["N"])
+    blocks = [(sample.first + k * sample.step) * sample.height // tile_scan.TILE for k in range(sample.count)]
+    for (largest, *_), (bounds, _) in zip(summed, masses, strict=True):
+        assert torch.equal(largest, bounds[blocks]) and len(set(bounds.flatten().tolist())) > 7
     of_auto, of_fixed = ([*shares[k : k + 2], *sum(means[k + 2 : k + 4], ())] for k in (0, 2))
     assert len(of_auto) == len(of_fixed) == 6
     for a, b in zip([*of_auto, *sum(means[:2], ())], [*of_fixed, *sum(means[4:], ())]):

@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="needs triton")
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter, triton_slices
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
-from parallel_lce.kernels.active_tiles import find_active_tiles
+from parallel_lce.kernels.active_tiles import entry_shares, find_active_tiles, list_tiles
 from parallel_lce.kernels.filter_choice import LARGEST_ERROR, Allowance, SampledErrors, choose_level, error_allowance
 from parallel_lce.kernels.filter_estimates import LEVELS, RowFactors, level_products, signs
 from parallel_lce.kernels.tile_scan import inverse_limits, scan_tiles
@@ -478,14 +478,25 @@ def test_a_sample_stands_for_all_and_a_filter_must_pay(saves, choices, device, m
     monkeypatch.setattr(triton_filter, "HIDDEN_PER_SCAN", 4)
     x, weight, target = draw("first", 20 * TILE, 300, device=device)
     bias = torch.zeros(300, dtype=x.dtype, device=device, requires_grad=not saves)
-    with arguments_to(triton_filter, "choose_level") as asked, shrunk(1 << 30):
+    asked = []
+
+    def noted(*given, **stage):
+        result = choose_level(*given, **stage)
+        asked.append((*given, stage, result[0]))
+        return result
+
+    monkeypatch.setattr(triton_filter, "choose_level", noted)
+    with shrunk(1 << 30):
         loss = linear_cross_entropy(
             x, weight, target, linear_bias=bias, gradient_filter="auto", logits_budget=1 << 30 if saves else 0
         )
         loss.backward()
-    # With windows there is a choice by their bounds before.
-    assert len(asked) == 1 + saves
-    for _, _, step, fewest in asked:
+    *before, (_, _, _, _, last, _) = asked
+    assert not last.get("tentative") and len(before) == saves
+    for *_, stage, tentative in before:
+        # With windows there is a choice by their bounds before.
+        assert stage == {"tentative": True, "only_if": None} and last["only_if"] is tentative
+    for _, _, step, fewest, _, _ in asked:
         # 4 of 16 hidden elements; three tiles each.
         assert step == 5 and fewest == (32 if saves else 4) * 3 * 4 / 16
 
@@ -497,6 +508,39 @@ def test_of_a_limit_on_the_device_the_same_tiles_are_active(device):
     counts = number.listed.of_rows.counts
     assert 0 < counts.sum() < 9 and torch.equal(counts, tensor.listed.of_rows.counts)
     assert torch.equal(number.masses, tensor.masses) and torch.equal(number.of_hidden, tensor.of_hidden)
+
+
+@pytest.mark.parametrize(("row_blocks", "tiles"), [(1, 1), (3, 129), (17, 300)])
+@pytest.mark.parametrize("eps", [0.25, 0.0])
+def test_lists_have_what_is_active_and_the_masses_of_what_is_skipped(row_blocks, tiles, eps, device):
+    largest = normal(row_blocks, tiles).abs().float()
+    largest[:, ::5], largest[0, : tiles // 2] = 0.0, torch.inf
+    if row_blocks > 1:
+        largest[1] = torch.inf
+    is_active = largest > eps
+    skipped = torch.nn.functional.pad(~is_active & (eps > 0), (0, -tiles % TILE)).view(row_blocks, -1, TILE).any(2)
+    for limit in (eps, torch.tensor([eps], device=device)):
+        listed = list_tiles(largest.to(device), limit)
+        for lists, expected in zip(listed, (is_active, is_active.T, skipped, skipped.T), strict=True):
+            assert lists.numbers.shape == expected.shape and lists.numbers.data_ptr() % 16 == 0
+            assert lists.counts.data_ptr() % 16 == 0
+            for numbers, count, row in zip(lists.numbers.tolist(), lists.counts.tolist(), expected, strict=True):
+                assert numbers[:count] == row.nonzero().squeeze(1).tolist()
+
+
+def test_shares_are_of_the_sums_of_skipped_tiles(device):
+    """Or others, of the blocks of entries that have none and where there is a filter."""
+    sums, otherwise = normal(3, 4 * TILE).abs().float(), normal(4 * TILE, seed=1).float()
+    largest = torch.tensor([[0.1, 0.1, 0.9, 0.1], [0.9, 0.1, 0.9, 0.1], [0.2, 0.9, 0.9, 0.1]])
+    sums[:, 3 * TILE :], sums[1, 0] = 0.0, torch.nan
+    given = largest.to(device), sums.to(device)
+    first, second = sums[[0, 2], :TILE].sum(0), sums[:2, TILE : 2 * TILE].sum(0)
+    for others in (otherwise, torch.zeros_like(otherwise)):
+        expected = torch.cat([first / first.sum(), second / second.sum(), others[2 * TILE :]])
+        for eps in (0.5, torch.tensor([0.5], device=device)):
+            found = entry_shares(*given, eps, otherwise.to(device) if others is otherwise else None)
+            torch.testing.assert_close(found.cpu(), expected)
+    assert not entry_shares(*given, torch.zeros(1, device=device), otherwise.to(device)).any()
 
 
 def test_the_limits_of_rows(device):

@@ -175,8 +175,8 @@ def test_filters_of_recomputed_windows_are_replayed(gradient_filter, device, mon
     assert listed
 
 
-def test_filters_of_eight_slices_are_replayed(device, monkeypatch):
-    """As many as D=4096 and 8192 tokens have of 131072 entries. No kernel runs, but launches are noted as a GPU's."""
+def test_filters_of_sixteen_slices_are_replayed(device, monkeypatch):
+    """As many as 16384 tokens have of 131072 entries. No kernel runs, but launches are noted as a GPU's."""
     from parallel_lce.backends import triton_backward, triton_windows
     from parallel_lce.kernels import relaunch, tile_scan
 
@@ -186,9 +186,9 @@ def test_filters_of_eight_slices_are_replayed(device, monkeypatch):
         observer = getattr(relaunch._thread, "observer", None)
         return compiled if observer is None else observer(kernel, grid, arguments, constants)
 
-    N, V = 404, 4096
+    N, V = 404, 8192
     monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
-    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", V // 8 * N * 2)
+    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", V // 16 * N * 2)
     monkeypatch.setattr(relaunch.Relaunched, "launch", launch)
     t = make(Case(N=N, V=V, D=16, dtype="bf16"), device)
     inputs = t.x.requires_grad_(), t.weight.requires_grad_()
@@ -198,7 +198,7 @@ def test_filters_of_eight_slices_are_replayed(device, monkeypatch):
             loss = parallel_lce.linear_cross_entropy(*inputs, t.target, **options)
             torch.autograd.grad(loss.sum(), inputs)
     # Forward and backward, of the third call and the fourth one.
-    assert len(listed) == 2 * 8 and len(found) == 4
+    assert len(listed) == 2 * 16 and len(found) == 4
 
 
 def post_training(kind: str, device: str, seed: int) -> list[torch.Tensor]:

@@ -162,7 +162,7 @@ def _chosen(given: UnfilteredSlice, inverse: Tensor, allowance: Allowance, bound
 
 class FilteredGradient:
     """The products of a slice's gradient of the logits ``[R, C]``, of which the active tiles alone are read. Where all
-    are active, the products of the masses take no time."""
+    are active, the products of the masses take little time."""
 
     def __init__(self, gradient: Tensor, found: ActiveTiles) -> None:
         self._gradient, self._found = gradient, found
@@ -182,7 +182,7 @@ class FilteredGradient:
         """As :meth:`parallel_lce.backends.triton_slices.Slice.add_weight`; ``entries`` begin at a multiple of 128."""
         if self._spread is None or self._spread[1] is not x:
             sums = x.new_empty(len(self._found.masses), x.shape[1], dtype=torch.float32)
-            lists = self._found.listed.masses_of_tiles
+            lists = self._found.listed.masses_of_groups
             sparse_product(sums, self._found.masses, x, lists, transposed=False, add=False)
             self._spread = sums, x
         first, last = _blocks(entries)

@@ -132,14 +132,15 @@ class ActiveWindows:
         self._mean, self._mean_scale = _mean_of(rows)
         # Of all entries from ``first`` on, fp32: the mean logits, without the projection's scale.
         self._mean_logits: Tensor | None = None
-        # Of the slices that were looked at, by their first entries: the sums over each group of the sample.
-        self._column_sums: dict[int, Tensor] = {}
+        # Of the slices that were looked at, ``(start, stop)``: the sums over each group of the sample.
+        self._column_sums: dict[tuple[int, int], Tensor] = {}
 
     def choose(self, allowance: Allowance, width: int) -> Tensor:
         """One filter for all entries from ``first`` on, of which it looks at ``width`` at a time: fp32 ``[1]``. Then
-        slices of that width are formed. Their sums are kept: 1/120 of the memory of their gradients."""
+        slices of that width are formed. Their sums over groups are kept until then: of 16-bit gradients 1/24 (1536
+        tokens) to 1/120 (7680 tokens and more) of the memory."""
         first, real = self._first, self._rows.projection.real_rows
-        mean_logits, errors, rows = self._mean.new_empty(real - first, dtype=torch.float32), [], self._sampled_rows()
+        mean_logits, errors, rows = self._mean.new_empty(real - first, dtype=torch.float32), [], self._sampled
         scale = rows.projection.scale
         for start in range(first, real, width):
             stop = min(start + width, real)
@@ -148,8 +149,8 @@ class ActiveWindows:
             of_slice.copy_(products[0])
             self._add_bias(of_slice, start, stop)
             factors = RowFactors(None, None, rows.fp16_scale, *(rows.targets or (None, None))[:2])
-            scanned = self._scanned(rows, start, stop, sketch)
-            self._column_sums[start] = scanned.column_sums
+            scanned = self._scanned(start, stop, sketch)
+            self._column_sums[start, stop] = scanned.column_sums
             # What is skipped is whole windows, and of a window the mass is known.
             places, shares = self._places(start, stop), mean_shares(of_slice, scale)
             bounds = window_bounds(self._windows, self._terms, places, scale)
@@ -163,16 +164,17 @@ class ActiveWindows:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
         scale, mean_logits, places = self._rows.projection.scale, self._all_mean_logits(), self._places(start, stop)
         of_weight, of_tiles = mean_shares(mean_logits[start - self._first : stop - self._first], scale)
-        sums = self._column_sums.pop(start, None)
+        sums = self._column_sums.pop((start, stop), None)
         if sums is None:
-            sums = self._scanned(self._sampled_rows(), start, stop).column_sums
+            sums = self._scanned(start, stop).column_sums
         bounds, masses = window_masses(self._windows, self._terms, places, scale, of_tiles, eps, gradient.dtype)
         of_hidden = entry_shares(self._sample.of_tiles(bounds), sums, eps, of_weight)
         self._rows.form(start, stop, gradient, list_active_windows(bounds, places.window, eps))
         return FilteredGradient(gradient, ActiveTiles(list_tiles(bounds, eps), masses, of_hidden, of_weight))
 
-    def _scanned(self, rows: Rows, start: int, stop: int, sketch: Tensor | None = None) -> ScannedTiles:
-        """Of the sampled ``rows``, which are projected in full."""
+    def _scanned(self, start: int, stop: int, sketch: Tensor | None = None) -> ScannedTiles:
+        """Of the sample, which is projected in full. Each slice may be asked for once: its targets are then placed."""
+        rows = self._sampled
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)
         return scan_tiles(gradient, self._sampled_inverse, sketch=sketch, height=GROUP)
@@ -180,13 +182,6 @@ class ActiveWindows:
     def _places(self, start: int, stop: int) -> Places:
         window = product_of(self._rows.projection, self._rows.x, start, stop).tile.entries
         return Places(start // window, stop - start, window)
-
-    def _sampled_rows(self) -> Rows:
-        """Rows whose targets may be placed: that changes what is left of them."""
-        targets = self._sampled.targets
-        if targets is None:
-            return self._sampled
-        return self._sampled._replace(targets=targets._replace(residual=targets.residual.clone()))
 
     def _all_mean_logits(self) -> Tensor:
         if self._mean_logits is None:

@@ -3,12 +3,13 @@
 A filter may add to a rank's part of dX an error of at most ``LARGEST_ERROR``, relative to that part. It may add to dW,
 over all ranks, an error of at most
 
-    2^-7 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i))
+    2^-7.5 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i))
 
 where ``p_i`` is the probability of token i's target, and ``a_i`` what the token's row of G holds where the probability
 is 1. Rounding the logits to bf16 adds more to dW: on models of D=256 to 4096, after 50 to 1000 steps of training,
-2^-6.6 to 2^-5.6 times the same root. It is known for all tokens, from the merged partial. How large dW itself is would
-have to be estimated, and a sample of the tokens does not tell what they have in common.
+2^-6.6 to 2^-5.6 times the same root: twice the limit and more, and an error that is estimated from a sample may be
+twice as large as it seems. The root is known for all tokens, from the merged partial. How large dW itself is would have
+to be estimated, and a sample of the tokens does not tell what they have in common.
 
 The errors are estimated from a sample of the tokens. For ``step`` times as many tokens dW's error is
 
@@ -45,7 +46,7 @@ _LEVELS, _SLOTS, _FINITE = tl.constexpr(LEVELS), tl.constexpr(SLOTS), tl.constex
 # Columns of the sketch that estimate the same norm: so many times its square is their sum.
 _SIGNS = tl.constexpr(SIGNS)
 # Largest error of dW, in units of the root above.
-_OF_TARGETS = 2.0**-7
+_OF_TARGETS = 2.0**-7.5
 # Tokens that are looked at at a time.
 _TOKENS = 1024
 # Norms, and tiles, that are looked at at a time.

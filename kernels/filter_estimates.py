@@ -40,8 +40,8 @@ SLOTS = 16
 _SLOTS = tl.constexpr(SLOTS)
 # Numbers of the signs of a program, row blocks that are summed at a time.
 _DRAWN, _SUMMED = 1024, 8
-# Blocks of entries per step of a program that has ``GROUP`` tokens: of 16-bit operands, and of fp32.
-_STEPS = 64, 32
+# Blocks of entries per step of a program that has ``GROUP`` tokens.
+_STEP = 32
 
 
 class RowFactors(NamedTuple):
@@ -299,7 +299,7 @@ def level_products(
         1 if sample is None else sample.step,
         HEIGHT=scanned.sketched.shape[1] // row_blocks,
         TOKENS=GROUP,
-        STEP=_STEPS[signed.element_size() == 4],
+        STEP=_STEP,
         # Triton's interpreter multiplies bf16 wrongly.
         UPCAST=interpreted() and signed.element_size() == 2,
         num_warps=4,

@@ -74,6 +74,7 @@ SPILLS = {
 # side by side, Triton lets a thread load 16 at once.
 FEW = {("3.8.0", gpu, "lce_forward_merge_windows") for gpu in (80, 90)} | {("3.9.0", 80, "lce_forward_merge_windows")}
 FEW |= {(version, gpu, "lce_backward_token_gradients") for version in ("3.8.0", "3.9.0") for gpu in (90, 100)}
+FEW |= {("3.6.0", gpu, "lce_backward_choose_level") for gpu in (90, 100)}
 FEW_BYTES = 16
 # A scan with a sketch keeps addresses there, with Triton 3.9 most. Fewer rows at a time, which fit, take it longer.
 SCAN_BYTES = 256
@@ -114,7 +115,10 @@ def test_every_launch_compiles(capability, release, few, tmp_path):
     """With the mainloop of the architecture, within its shared memory and its registers: accumulators that are spilled
     cost many times what they are for."""
     found = compiled(capability, tmp_path, release, few)
-    assert {kernel["name"] for kernel in found} == KERNELS
+    # A window of a plain GPU is one tile, which has nothing to share.
+    assert {kernel["name"] for kernel in found} == KERNELS - (
+        {"lce_backward_share_masses"} if capability == 80 else set()
+    )
     version = release or installed("triton")
     if capability != 90 or version in TRITON:
         assert any(kernel["hopper"] for kernel in found) == (capability == 90)

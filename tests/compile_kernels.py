@@ -116,7 +116,7 @@ def call(rows, entries, depth, saved, everything, dtype):
     gradient = SelectedGradient(selection, logits)
     backend.selected_hidden_gradient(weight, gradient, torch.empty_like(x))
     backend.selected_weight_gradient(x, begin.repeat_interleave(3) // 3, gradient, torch.empty_like(weight), bias)
-    for gradient_filter in (None,) if everything else (None, 0.001, "auto"):
+    for gradient_filter in (None,) if everything else (None, "auto") if FEW else (None, 0.001, "auto"):
         block_backward(
             backend,
             shape,

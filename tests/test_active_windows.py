@@ -90,7 +90,7 @@ def options_of(name, dtype, device):
     return {k: v.to(DTYPES[dtype]).to(device) if torch.is_tensor(v) else v for k, v in OPTIONS[name].items()}
 
 
-@pytest.mark.thinned
+@pytest.mark.thinned("dtype")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_filter_below_every_probability_changes_nothing(name, dtype, listed, device):
@@ -285,14 +285,13 @@ def test_estimates_are_near_the_errors(budget, kind, slope, two_sampled, device)
     exact = [g.double() for g in gradients(*t, budget=budget)]
     units = torch.stack([exact[0].norm(), allowances[0][1, 0]])
     errors, checked = estimates[-1].errors.double() * units[:, None], 0
-    for level in (0, 1) if budget else (0,):
-        found = gradients(*t, budget=budget, gradient_filter=2.0 ** -(8 + level))
-        for estimate, a, b in zip(errors[:, level].tolist(), found, exact):
-            # What does not change is rounded alike.
-            error, rounding = (a.double() - b).norm().item(), 2**-12 * b.norm().item()
-            assert error / 2 - rounding <= estimate <= 2 * error + rounding, level
-            checked += error > 3 * rounding
-    assert checked >= 1 + (budget > 0)
+    found = gradients(*t, budget=budget, gradient_filter=2**-8)
+    for estimate, a, b in zip(errors[:, 0].tolist(), found, exact):
+        # What does not change is rounded alike.
+        error, rounding = (a.double() - b).norm().item(), 2**-12 * b.norm().item()
+        assert error / 2 - rounding <= estimate <= 2 * error + rounding
+        checked += error > 3 * rounding
+    assert checked >= 1
 
 
 def test_the_chosen_filter_does_what_it_does_alone(two_sampled, device):

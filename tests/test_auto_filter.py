@@ -165,6 +165,16 @@ def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
         assert torch.equal(first + second, both) and not first[:, TILE:].any() and not second[:, :TILE].any()
 
 
+def test_after_a_final_choice_nothing_is_estimated(device):
+    t = Slice("mixed", "bf16", True, device)
+    masses, sums, sketched = (torch.full_like(part, torch.nan) for part in t.scanned[1:])
+    unread = t.scanned._replace(masses=masses, column_sums=sums, sketched=sketched)
+    for chosen, read in ((0.0, False), (FILTERS[0], True)):
+        only_if = torch.tensor([chosen], device=device)
+        norms = level_products(unread, t.sketch, *t.given[1:], only_if=only_if).norms[:, : LEVELS + 1]
+        assert norms.isnan().any().item() == read
+
+
 def test_the_choice_is_that_of_the_definition(choices, device):
     """Beyond rounding, the gradients differ from the exact ones by what the filter may add."""
     x, weight, target = draw("first", device=device)

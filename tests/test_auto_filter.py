@@ -171,8 +171,8 @@ def test_after_a_final_choice_nothing_is_estimated(device):
     unread = t.scanned._replace(masses=masses, column_sums=sums, sketched=sketched)
     for chosen, read in ((0.0, False), (FILTERS[0], True)):
         only_if = torch.tensor([chosen], device=device)
-        norms = level_products(unread, t.sketch, *t.given[1:], only_if=only_if).norms[:, : LEVELS + 1]
-        assert norms.isnan().any().item() == read
+        norms, _, skipped = level_products(unread, t.sketch, *t.given[1:], only_if=only_if)
+        assert norms[:, : LEVELS + 1].isnan().any().item() == skipped.any().item() == read
 
 
 def test_the_choice_is_that_of_the_definition(choices, device):

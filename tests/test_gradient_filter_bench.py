@@ -107,6 +107,12 @@ def gradients(given: Inputs, logits=lambda z: z, dlogits=lambda g: g) -> list[to
     return [g @ weight, g.T @ x]
 
 
+def errors_of(found: list[torch.Tensor], truth: list[torch.Tensor]) -> list[float]:
+    """Of dX, of dW, and of dW's rows in the mean."""
+    of_rows = [relative_error(*rows) for rows in zip(found[1], truth[1])]
+    return [*map(relative_error, found, truth), sum(of_rows) / len(of_rows)]
+
+
 def to_bf16(values: torch.Tensor) -> torch.Tensor:
     return values.bfloat16().double()
 
@@ -120,6 +126,13 @@ def test_answers_round_one_thing_alone(name, monkeypatch):
         assert relative_error(its, expected) < 1e-12
 
 
+def test_rows_of_dw_that_are_0_do_not_count():
+    truth = accuracy.Answers(torch.zeros(()), torch.ones(2, 3), torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 1.0]]), 0.0)
+    found = [torch.ones(2, 3), torch.tensor([[3.0, 3.0], [1.0, 0.0], [0.0, 1.5]])]
+    expected = {"dX": 0.0, "dW": (2.25 / 26) ** 0.5, "dW rows": (0.2 + 0.5) / 2}
+    assert filtered._errors(found, truth) == pytest.approx(expected)
+
+
 def test_the_measures_of_a_small_snapshot(short, monkeypatch):
     monkeypatch.setattr(filtered, "FILTERS", (None, 1e-30, 2**-11, 0.2))
     given = inputs()
@@ -129,9 +142,9 @@ def test_the_measures_of_a_small_snapshot(short, monkeypatch):
     for name, rounding in ROUNDINGS.items():
         rounded = gradients(given, **dict.fromkeys(rounding, to_bf16))
         for suffix, ends in ((UNROUNDED, lambda t: t), ("", to_bf16)):
-            expected = [relative_error(ends(its), t) for its, t in zip(rounded, truth)]
+            expected = errors_of([ends(its) for its in rounded], truth)
             assert list(measured.references[name + suffix].values()) == pytest.approx(expected, rel=1e-3)
-    expected = [relative_error(to_bf16(t), t) for t in truth]
+    expected = errors_of([to_bf16(t) for t in truth], truth)
     assert list(measured.references[EXACT].values()) == pytest.approx(expected, rel=1e-6)
     assert [(each.order, each.gradient_filter) for each in measured.results] == [
         (order, value) for order in (NATURAL, BY_PROBABILITY) for value in (None, 1e-30, 2**-11, 0.2)
@@ -144,7 +157,7 @@ def test_the_measures_of_a_small_snapshot(short, monkeypatch):
             assert each.active == pytest.approx(sum(p > each.gradient_filter for p in maxima) / len(maxima))
         assert none.active == tiny.active == 1 and large.active <= usual.active
         for memory in BUDGETS:
-            for name in ("dX", "dW"):
+            for name in ("dX", "dW", "dW rows"):
                 exact = none.ways[memory].errors[name]
                 assert exact < 2 * measured.references[EXACT][name]
                 assert tiny.ways[memory].errors[name] == exact
@@ -215,7 +228,9 @@ def test_ranks_have_the_errors_of_the_whole(worlds, short, device, monkeypatch):
             assert ours[memory]["errors"] == theirs[memory]["errors"]
             if ours["gradient_filter"] is None:
                 found, expected = ours[memory]["errors"], of_whole[memory]["errors"]
-                assert found["dW"] == pytest.approx(expected["dW"], rel=0.02)
+                assert [found[name] for name in ("dW", "dW rows")] == pytest.approx(
+                    [expected[name] for name in ("dW", "dW rows")], rel=0.02
+                )
                 # A bf16 dX is summed over the ranks in bf16.
                 assert expected["dX"] <= found["dX"] < 2 * expected["dX"]
     natural, in_order = first["results"][1], first["results"][3]
@@ -279,7 +294,7 @@ def test_the_report_writes_tables_json_and_a_picture(short, tmp_path, capsys):
         assert (case["n"], case["v"], case["d"], case["dtype"]) == (40, 60, 16, "bf16")
         assert f"{case['name']}: N=40, V=60, D=16, bf16, loss {case['loss']:.4f}" in said
         assert set(case["reference_errors"]) == {EXACT, *ROUNDINGS, *(name + UNROUNDED for name in ROUNDINGS)}
-        assert all(set(errors) == {"dX", "dW"} for errors in case["reference_errors"].values())
+        assert all(set(errors) == {"dX", "dW", "dW rows"} for errors in case["reference_errors"].values())
         assert len(case["results"]) == 12
         for result in case["results"]:
             assert len(result["gemm_only_seconds"]) == 3
@@ -292,7 +307,7 @@ def test_the_report_writes_tables_json_and_a_picture(short, tmp_path, capsys):
                 way = result[memory]
                 ratios = sorted(g / s for g, s in zip(result["gemm_only_seconds"], way["seconds"]))
                 assert way["of_gemm_only"] == pytest.approx([ratios[1], ratios[0], ratios[2]])
-                assert set(way["errors"]) == {"dX", "dW"}
+                assert set(way["errors"]) == {"dX", "dW", "dW rows"}
     row = next(line for line in said.splitlines() if line.startswith("| by probability") and "| 2^-11" in line)
     result = content["cases"][0]["results"][10]
     assert (result["order"], result["gradient_filter"]) == (BY_PROBABILITY, 2**-11)

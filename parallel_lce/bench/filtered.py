@@ -38,7 +38,7 @@ ROUNDINGS: dict[str, dict[str, Any]] = {
     ROUNDED_GRADIENT: {"dlogits": torch.bfloat16},
 }
 
-Errors = dict[str, float]  # {'dX', 'dW': relative error}
+Errors = dict[str, float]  # {'dX', 'dW': relative error, 'dW rows': the mean over the rows of a row's relative error}
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,24 @@ def _gradients(found: Answers) -> tuple[Tensor, Tensor]:
 
 
 def _errors(found, truth: Answers, order: Tensor | None = None, team: Team | None = None) -> Errors:
-    """Of dX and dW. `order`: the ids of the rows of the found dW, this rank's of the `team`; None: `[0, V)`."""
+    """Of dX and dW. `order`: the ids of the rows of the found dW, this rank's of the `team`; None: `[0, V)`. Rows of dW
+    that are 0 have no relative error, and do not count."""
     grad_x, grad_weight = _gradients(truth)
-    truths = grad_x, grad_weight if order is None else grad_weight[order]
-    # dX is the same on all ranks, so that its squares' sums over the ranks have the same ratio.
-    norms = [torch.linalg.vector_norm(t) for f, true in zip(found, truths) for t in (f - true, true)]
-    squares = torch.stack(norms).square()
-    off_x, whole_x, off_weight, whole_weight = (squares if team is None else team.reduce(squares)).sqrt().tolist()
-    return {"dX": off_x / whole_x, "dW": off_weight / whole_weight}
+    # Norms of the rows of what is off and of what is true. dX is the same on all ranks, so that its squares' sums over
+    # the ranks have the same ratio.
+    of_x, of_weight = (
+        torch.stack([torch.linalg.vector_norm(t, dim=1) for t in (its - true, true)])
+        for its, true in zip(found, (grad_x, grad_weight if order is None else grad_weight[order]))
+    )
+    counted = of_weight[1] > 0
+    of_rows = torch.stack([(of_weight[0] / of_weight[1])[counted].sum(), counted.sum()])
+    sums = torch.stack([of_x.square().sum(1), of_weight.square().sum(1), of_rows])
+    of_x, of_weight, of_rows = (sums if team is None else team.reduce(sums)).tolist()
+    return {
+        "dX": (of_x[0] / of_x[1]) ** 0.5,
+        "dW": (of_weight[0] / of_weight[1]) ** 0.5,
+        "dW rows": of_rows[0] / of_rows[1],
+    }
 
 
 def step_of(name: str) -> int | None:

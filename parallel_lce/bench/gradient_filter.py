@@ -6,7 +6,8 @@ gradient_filter None, 'auto' and 2^-13 to 2^-10:
 active         share of the tiles of 128 tokens by 128 entries with a larger probability, or a target
 of GEMM-only   speed of forward + backward of `linear_cross_entropy`, reduction 'mean', relative to the three bare
                matrix products of the same shapes in the same round: with everything saved, and with logits_budget=0
-errors         of dX and dW, relative to float64 (Frobenius norm)
+errors         of dX and dW, relative to float64 (Frobenius norm); and the mean over the rows of dW of a row's own
+               relative error, which is large where probabilities are small
 
 Beside them stand the errors of the exact gradients in the inputs' dtype; and those of logits that are rounded to bf16,
 and of a gradient of the logits that is, all else exact, with results in the inputs' dtype and without this rounding.

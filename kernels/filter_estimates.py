@@ -11,13 +11,14 @@ tile's. It needs G no more once the ``A_t`` of all tiles are known, whatever the
 its mean. That changes nothing in R, whose rows sum to 0 in every tile; G's own product gets the masses times the means.
 The shares q may be others for dW than for dX.
 
-The errors are estimated at ``LEVELS`` filters: 2^-8, and each half of the one before. What is not finite is an error
-too large. Norms from four signs vary: the worst case is an error of rank 1, whose estimate has a standard deviation of
-a third.
+The errors are estimated at ``LEVELS`` filters: ``LARGEST_FILTER``, and each half of the one before. What is not finite
+is an error too large. Norms from four signs vary: the worst case is an error of rank 1, whose estimate has a standard
+deviation of a third.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -28,12 +29,14 @@ from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.tile_scan import GROUP, TILE, BlockSample, ScannedTiles
 from parallel_lce.kernels.tuning import interpreted
 
-LEVELS = 8
-"""Filters at which the errors are estimated."""
+LEVELS, LARGEST_FILTER = 8, 2.0**-10
+"""Filters at which the errors are estimated, and the largest of them."""
 SIGNS = 4
 """Columns of O, and of S."""
 
 _TILE, _LEVELS, _SIGNS = tl.constexpr(TILE), tl.constexpr(LEVELS), tl.constexpr(SIGNS)
+# The largest filter's bits: a power of two is its exponent.
+_LARGEST_EXPONENT = tl.constexpr(126 + math.frexp(LARGEST_FILTER)[1])
 _COLUMNS = tl.constexpr(2 * SIGNS)
 SLOTS = 16
 """Columns of a product: one per level, one for G unfiltered. A product has 16 at least."""
@@ -72,8 +75,8 @@ class LevelProducts(NamedTuple):
 
 @triton.jit
 def filter_of(level):
-    """2^(-8 - level), from the bits of its exponent."""
-    return ((127 - 8 - level) << 23).to(tl.float32, bitcast=True)
+    """``LARGEST_FILTER`` / 2^level, from the bits of its exponent."""
+    return ((-level + _LARGEST_EXPONENT) << 23).to(tl.float32, bitcast=True)
 
 
 @Relaunched

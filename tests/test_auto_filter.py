@@ -24,11 +24,11 @@ from parallel_lce.backends import triton_filter, triton_slices
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
 from parallel_lce.kernels.active_tiles import entry_shares, find_active_tiles, list_tiles
 from parallel_lce.kernels.filter_choice import LARGEST_ERROR, Allowance, SampledErrors, choose_level, error_allowance
-from parallel_lce.kernels.filter_estimates import LEVELS, RowFactors, level_products, signs
+from parallel_lce.kernels.filter_estimates import LARGEST_FILTER, LEVELS, RowFactors, level_products, signs
 from parallel_lce.kernels.tile_scan import inverse_limits, scan_tiles
 
 LIMIT = LARGEST_ERROR
-FILTERS = [2.0 ** -(8 + level) for level in range(LEVELS)]
+FILTERS = [LARGEST_FILTER / 2**level for level in range(LEVELS)]
 
 
 def inputs_of(kind: str, N: int, V: int):
@@ -41,7 +41,7 @@ def inputs_of(kind: str, N: int, V: int):
         x[TILE:, 1] = 3.0
     offsets = torch.zeros(4) if kind == "even" else torch.tensor([0.0, 0.0, -0.9, -1.1])
     weight[:, 0] = offsets.repeat_interleave(TILE)[:V]
-    weight[0, 0] = 3.8 if kind == "even" else 3.0
+    weight[0, 0] = 4.0 if kind == "even" else 3.0
     return x, weight
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -131,6 +132,10 @@ def test_rows_of_dw_that_are_0_do_not_count():
     found = [torch.ones(2, 3), torch.tensor([[3.0, 3.0], [1.0, 0.0], [0.0, 1.5]])]
     expected = {"dX": 0.0, "dW": (2.25 / 26) ** 0.5, "dW rows": (0.2 + 0.5) / 2}
     assert filtered._errors(found, truth) == pytest.approx(expected)
+    found[1][1] = torch.nan
+    assert filtered._errors(found, truth)["dW rows"] == pytest.approx(expected["dW rows"])
+    truth.grad_weight[2] = torch.nan
+    assert all(math.isnan(filtered._errors(found, truth)[name]) for name in ("dW", "dW rows"))
 
 
 def test_the_measures_of_a_small_snapshot(short, monkeypatch):

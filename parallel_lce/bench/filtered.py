@@ -173,15 +173,12 @@ def _errors(found, truth: Answers, order: Tensor | None = None, team: Team | Non
         torch.stack([torch.linalg.vector_norm(t, dim=1) for t in (its - true, true)])
         for its, true in zip(found, (grad_x, grad_weight if order is None else grad_weight[order]))
     )
-    counted = of_weight[1] > 0
+    counted = of_weight[1] != 0
     of_rows = torch.stack([(of_weight[0] / of_weight[1])[counted].sum(), counted.sum()])
     sums = torch.stack([of_x.square().sum(1), of_weight.square().sum(1), of_rows])
-    of_x, of_weight, of_rows = (sums if team is None else team.reduce(sums)).tolist()
-    return {
-        "dX": (of_x[0] / of_x[1]) ** 0.5,
-        "dW": (of_weight[0] / of_weight[1]) ** 0.5,
-        "dW rows": of_rows[0] / of_rows[1],
-    }
+    dx, dw, rows = (sums if team is None else team.reduce(sums)).unbind()
+    errors = torch.stack([(dx[0] / dx[1]).sqrt(), (dw[0] / dw[1]).sqrt(), rows[0] / rows[1]])
+    return dict(zip(("dX", "dW", "dW rows"), errors.tolist()))
 
 
 def step_of(name: str) -> int | None:

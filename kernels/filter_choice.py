@@ -7,7 +7,7 @@ over all ranks, an error of at most
 
 where ``p_i`` is the probability of token i's target, and ``a_i`` what the token's row of G holds where the probability
 is 1. Rounding the logits to bf16 adds more to dW: on models of D=256 to 4096, after 50 to 1000 steps of training,
-2^-6.6 to 2^-5.6 times the same root: twice the limit and more, and an error that is estimated from a sample may be
+2^-6.6 to 2^-5.6 times the same root: 1.9 times the limit and more, and an error that is estimated from a sample may be
 twice as large as it seems. The root is known for all tokens, from the merged partial. How large dW itself is would have
 to be estimated, and a sample of the tokens does not tell what they have in common.
 

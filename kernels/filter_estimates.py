@@ -18,7 +18,6 @@ deviation of a third.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -35,8 +34,7 @@ SIGNS = 4
 """Columns of O, and of S."""
 
 _TILE, _LEVELS, _SIGNS = tl.constexpr(TILE), tl.constexpr(LEVELS), tl.constexpr(SIGNS)
-# The largest filter's bits: a power of two is its exponent.
-_LARGEST_EXPONENT = tl.constexpr(126 + math.frexp(LARGEST_FILTER)[1])
+_LARGEST_FILTER = tl.constexpr(LARGEST_FILTER)
 _COLUMNS = tl.constexpr(2 * SIGNS)
 SLOTS = 16
 """Columns of a product: one per level, one for G unfiltered. A product has 16 at least."""
@@ -75,8 +73,8 @@ class LevelProducts(NamedTuple):
 
 @triton.jit
 def filter_of(level):
-    """``LARGEST_FILTER`` / 2^level, from the bits of its exponent."""
-    return ((-level + _LARGEST_EXPONENT) << 23).to(tl.float32, bitcast=True)
+    """``LARGEST_FILTER`` 2^-level, with the power of two from the bits of its exponent."""
+    return ((127 - level) << 23).to(tl.float32, bitcast=True) * _LARGEST_FILTER
 
 
 @Relaunched

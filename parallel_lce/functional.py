@@ -89,7 +89,7 @@ def linear_cross_entropy(
             tiles of 128 tokens by 128 vocabulary rows contribute that have an entry of a larger probability; of every
             other tile it takes the products of sums (:mod:`parallel_lce.kernels.active_tiles`). The loss is not
             affected. None: dX and dW are exact. On a CPU it saves no time. Not with ``label_smoothing``. ``"auto"``:
-            the largest of 2**-8, 2**-9, ..., 2**-15 whose errors, in Frobenius norms, are at most 2**-9 of dX, and of
+            the largest of 2**-10, 2**-11, ..., 2**-17 whose errors, in Frobenius norms, are at most 2**-9 of dX, and of
             dW at most 2**-7.5 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i)), with p_i the probability of token i's target and
             a_i the weight of its loss, by the Triton backend's estimate from a sample of the tokens
             (:mod:`parallel_lce.kernels.filter_choice`). If there is none, or none that is worth its time, gradients are

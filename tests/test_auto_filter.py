@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,12 @@ from parallel_lce.kernels.tile_scan import inverse_limits, scan_tiles
 
 LIMIT = LARGEST_ERROR
 FILTERS = [LARGEST_FILTER / 2**level for level in range(LEVELS)]
+
+
+def test_the_documentation_names_the_filters():
+    assert (FILTERS[0], FILTERS[1], FILTERS[-1]) == (2**-10, 2**-11, 2**-17)
+    assert linear_cross_entropy.__doc__ and "the largest of 2**-10, 2**-11, ..., 2**-17" in linear_cross_entropy.__doc__
+    assert "the largest of 2^-10 to 2^-17" in (Path(__file__).parent.parent / "docs/usage.md").read_text()
 
 
 def inputs_of(kind: str, N: int, V: int):

@@ -37,6 +37,7 @@ def peak_memory(fn: Callable, device: torch.device | str) -> tuple[int, int]:
 
 
 def _peak_cuda(fn: Callable, device: torch.device | str) -> tuple[int, int]:
+    held = _finish_backwards(device)
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -44,8 +45,17 @@ def _peak_cuda(fn: Callable, device: torch.device | str) -> tuple[int, int]:
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     alive = torch.cuda.memory_allocated(device) - before
-    del result
+    del result, held
     return peak, alive
+
+
+def _finish_backwards(device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lets the thread that runs backwards let go of the results of the last one, which it may still hold. It holds the
+    returned tensors instead, until some time later."""
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf, one = torch.zeros(1, device=device, requires_grad=True), torch.ones(1, device=device)
+        torch.autograd.grad(leaf.view(1), leaf, one)
+    return leaf, one
 
 
 def _peak_cpu(fn: Callable) -> tuple[int, int]:

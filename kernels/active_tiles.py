@@ -1,9 +1,10 @@
 """Which tiles of the gradient of the logits matter, and what stands for the others.
 
 A trained softmax is mostly empty: nearly all of it lies in few tiles of 128 tokens by 128 vocabulary entries. A tile of
-G is *active* if one of its entries exceeds its token's limit. The backward's products take the active tiles alone. In
-each of the others G is replaced by a product of a number per token and one per entry, whose sums over entries and over
-tokens are those of G:
+G is *active* if one of its entries exceeds its token's limit, or is the gradient of a target that several tokens share.
+(Of other targets G has 0: :mod:`parallel_lce.kernels.targets`.) The backward's products take the active tiles alone. In
+each of the others G is replaced by a product of a number per token and one per entry, whose sums over entries are those
+of G. So are its sums over tokens, if all tokens have the same coefficient:
 
     G_ij ~ m_it q_j        m_it = sum_j G_ij over tile t        q_j = sum_i |G_ij| u_i / sum_j sum_i |G_ij| u_i
 
@@ -12,8 +13,7 @@ alike. Then
 
     dX_i gets m_it c_t, with the centroid c_t = sum_j q_j W_j        dW_j gets q_j S_t, with S_t = sum_i m_it x_i
 
-The masses m are exact, and with weights u in proportion to the coefficients of the tokens so are the sums over tokens.
-Both products with m have at most 1/128 of the full products' size.
+The masses m are exact. Both products with m have at most 1/128 of the full products' size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.tile_scan import TILE, ScannedTiles, limit_of, scan_tiles
+from parallel_lce.kernels.tile_scan import TILE, ScannedTiles, TokenTargets, filter_argument, scan_tiles
 
 _TILE = tl.constexpr(TILE)
 # Hidden elements of a program that forms a centroid, and places of a list that one looks at at a time.
@@ -198,7 +198,7 @@ def entry_shares(
     [128 T]``, or 0. An ``eps`` of 0 skips nothing, and all are 0."""
     row_blocks, tiles = largest.shape
     shares = column_sums.new_empty(tiles * TILE)
-    chosen, number = limit_of(eps)
+    chosen, number = filter_argument(eps)
     lce_backward_entry_shares.launch(
         (tiles,),
         largest,
@@ -225,7 +225,7 @@ def list_tiles(largest: torch.Tensor, eps: float | torch.Tensor) -> ListedTiles:
     listed = ListedTiles(
         *(TileLists(next(parts)[: shape[0] * shape[1]].view(shape), next(parts)[: shape[0]]) for shape in shapes)
     )
-    chosen, number = limit_of(eps)
+    chosen, number = filter_argument(eps)
     lce_backward_list_tiles.launch(
         (2 * row_blocks + tiles + groups,),
         largest,
@@ -240,17 +240,23 @@ def list_tiles(largest: torch.Tensor, eps: float | torch.Tensor) -> ListedTiles:
     return listed
 
 
-def find_active_tiles(gradient: torch.Tensor, inverse_limits: torch.Tensor, eps: float | torch.Tensor) -> ActiveTiles:
+def find_active_tiles(
+    gradient: torch.Tensor,
+    inverse_limits: torch.Tensor,
+    eps: float | torch.Tensor,
+    targets: TokenTargets | None = None,
+    first: int = 0,
+) -> ActiveTiles:
     """The tiles of ``gradient [R, C]`` whose largest entry exceeds ``eps``, and what stands for the others.
 
     The arguments: as for :func:`scan_tiles`.
     """
-    return _active_tiles(scan_tiles(gradient, inverse_limits, eps), eps)
+    return _active_tiles(scan_tiles(gradient, inverse_limits, eps, targets=targets, first=first), eps)
 
 
 def active_tiles_of(scanned: ScannedTiles, eps: float | torch.Tensor) -> ActiveTiles:
     """The same of tiles that were scanned without a limit. Their masses become 0 where a tile is active."""
-    (tiles, rows), (chosen, number) = scanned.masses.shape, limit_of(eps)
+    (tiles, rows), (chosen, number) = scanned.masses.shape, filter_argument(eps)
     lce_backward_clear_active.launch(
         (-(-tiles // _CLEARED), len(scanned.largest)),
         scanned.masses,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import finite_base, rebased, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.tile_scan import TILE, limit_of, new_masses
+from parallel_lce.kernels.tile_scan import TILE, filter_argument, new_masses
 from parallel_lce.kernels.window_shares import parts_of_window
 
 _TILE = tl.constexpr(TILE)
@@ -200,7 +200,7 @@ def _bounds(
     eps: float | torch.Tensor,
 ) -> torch.Tensor:
     rows, (first, entries, window) = len(terms.alpha), places
-    row_blocks, (chosen, number) = -(-rows // TILE), limit_of(eps)
+    row_blocks, (chosen, number) = -(-rows // TILE), filter_argument(eps)
     largest = windows.max.new_empty(row_blocks, places.tiles)
     lce_backward_window_bounds.launch(
         (-(-entries // window), row_blocks),
@@ -232,7 +232,7 @@ def list_active_windows(largest: torch.Tensor, window: int, eps: float | torch.T
     windows = -(-tiles // per_window)
     listed = largest.new_empty(1 + row_blocks * windows, dtype=torch.int32)
     together = min(_TOGETHER, next_power_of_2(row_blocks))
-    chosen, number = limit_of(eps)
+    chosen, number = filter_argument(eps)
     lce_backward_list_windows.launch(
         (1,),
         largest,

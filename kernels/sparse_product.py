@@ -9,6 +9,8 @@ Triton one below elsewhere.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -113,6 +115,19 @@ def lce_backward_sparse_product(
     tl.store(pointers, z.to(total.dtype.element_ty), mask=in_result)
 
 
+class _OfBlocks(NamedTuple):
+    """Of the blocks of 128 rows of a product's result."""
+
+    # of ``TileLists``
+    numbers: torch.Tensor
+    counts: torch.Tensor
+    # [blocks] int32: in which order they are formed
+    order: torch.Tensor
+    # of ``rank_one``
+    shares: torch.Tensor | None
+    spread: torch.Tensor | None
+
+
 def sparse_product(
     total: torch.Tensor,
     gradient: torch.Tensor,
@@ -129,19 +144,18 @@ def sparse_product(
     the result. ``add`` to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[blocks, D]``, fp32; row j of
     block t also gets its share of the block's sum.
     """
-    (rows, hidden_size), blocks, places = total.shape, *lists.numbers.shape
-    order = _longest_first(lists.counts)
-    shares, spread = (None, None) if rank_one is None else rank_one
-    shared = total, *lists, order, shares, spread, rows, hidden_size, blocks, places
+    (rows, hidden_size), (blocks, places) = total.shape, lists.numbers.shape
+    of_blocks = _OfBlocks(*lists, _longest_first(lists.counts), *(rank_one or (None, None)))
     # Other hidden sizes would need more registers: addresses of single elements.
     if runs_gluon(gradient) and addressable(gradient, other) and hidden_size % 16 == 0:
-        _launch_hopper(shared, gradient, other, transposed, add)
+        _launch_hopper(total, gradient, other, of_blocks, transposed, add)
         return
     lce_backward_sparse_product.launch(
         (blocks * -(-hidden_size // _HIDDEN),),
         gradient,
         other,
-        *shared[:6],
+        total,
+        *of_blocks,
         rows,
         other.shape[0],
         hidden_size,
@@ -178,10 +192,12 @@ def _longest_first(counts: torch.Tensor) -> torch.Tensor:
     return order
 
 
-def _launch_hopper(shared: tuple, gradient: torch.Tensor, other: torch.Tensor, transposed: bool, add: bool) -> None:
+def _launch_hopper(
+    total: torch.Tensor, gradient: torch.Tensor, other: torch.Tensor, of_blocks: _OfBlocks, transposed: bool, add: bool
+) -> None:
     from parallel_lce.kernels.hopper_sparse import lce_backward_sparse_product as kernel
 
-    total, *others, hidden_size, blocks, places = shared
+    (rows, hidden_size), (blocks, places) = total.shape, of_blocks.numbers.shape
     shape = (_HOPPER_STEP, TILE) if transposed else (TILE, _HOPPER_STEP)
     staged = not add and total.dtype == gradient.dtype and addressable(total)
     destination = descriptor(total, TILE, _HOPPER_HIDDEN, True) if staged else total
@@ -191,7 +207,8 @@ def _launch_hopper(shared: tuple, gradient: torch.Tensor, other: torch.Tensor, t
         descriptor(gradient, *shape, True),
         descriptor(other, _HOPPER_STEP, _HOPPER_HIDDEN, True),
         destination,
-        *others,
+        *of_blocks,
+        rows,
         hidden_size,
         blocks,
         places,

@@ -64,11 +64,21 @@ def sample_blocks(rows: int, one_in: int, height: int = TILE) -> BlockSample:
     return BlockSample(first, step, -(-(blocks - first) // step), height)
 
 
+class TokenTargets(NamedTuple):
+    """Of :func:`parallel_lce.kernels.targets.place_targets`: a shared target's gradient is an entry of G, whose tile is
+    active if its token's gradient is not 0."""
+
+    # [R] int64
+    target: torch.Tensor
+    # [R] uint8
+    unshared: torch.Tensor
+
+
 class ScannedTiles(NamedTuple):
     """What is found of a gradient ``[R, C]`` with T blocks of entries. ``R``: of the sample, if some were scanned."""
 
-    # [row blocks, T] fp32: each tile's largest entry, in units of its token's limit. A row block has 128 rows, or the
-    # height of the scan.
+    # [row blocks, T] fp32: each tile's largest entry, in units of its token's limit; infinity where a shared target is.
+    # A row block has 128 rows, or the height of the scan.
     largest: torch.Tensor
     # [T, R], its rows 16 bytes aligned, in the gradient's dtype: m
     masses: torch.Tensor
@@ -137,6 +147,7 @@ def _scan_tile(
     inverse_limits,
     found,
     s,
+    targets,
     eps,
     sizes,
     first_row,
@@ -151,13 +162,14 @@ def _scan_tile(
     STAGES: tl.constexpr,
 ):
     """``s``: the tile's rows of the sketch, if ``COLUMNS``. ``block``: of the ``found`` row blocks."""
-    rows, entries, stride, masses_stride, blocks = sizes
+    rows, entries, stride, masses_stride, blocks, first_entry = sizes
     tiles = tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
     masses = found.masses + tile.to(tl.int64) * masses_stride + block * HEIGHT
     # Elementwise over some rows at a time: threads have less to tell each other.
     largest = tl.zeros((CHUNK, _TILE), tl.float32)
     sums = tl.zeros((CHUNK, _TILE), tl.float32)
+    marked = tl.zeros((CHUNK,), tl.int32)
     for start in tl.range(0, HEIGHT, CHUNK, num_stages=STAGES):
         lane = start + tl.arange(0, CHUNK)
         r = first_row + lane
@@ -167,12 +179,19 @@ def _scan_tile(
         if MASKED:
             stored = tl.where((c < entries)[None, :], stored, 0.0)
         g = stored.to(tl.float32)
-        relative = tl.abs(g) * tl.load(inverse_limits + r, mask=r < rows, other=0.0)[:, None]
+        inverse = tl.load(inverse_limits + r, mask=r < rows, other=0.0)
+        relative = tl.abs(g) * inverse[:, None]
         largest = tl.maximum(largest, relative)
         if LIMITED:
             # NaN stays.
             relative = tl.where(relative > eps, 0.0, relative)
         sums += relative
+        if targets is not None:
+            place = tl.load(targets.target + r, mask=r < rows, other=-1) - first_entry - tile * _TILE
+            is_shared = tl.load(targets.unshared + r, mask=r < rows, other=1) == 0
+            # Where a token's coefficient is 0, its entries alone decide.
+            has_limit = (inverse > 0.0) & (inverse < _FINITE)
+            marked = tl.maximum(marked, ((place >= 0) & (place < _TILE) & is_shared & has_limit).to(tl.int32))
         tl.store(masses + lane, tl.sum(g, 1).to(found.masses.dtype.element_ty), mask=r < rows)
         if COLUMNS:
             if UPCAST:
@@ -186,7 +205,8 @@ def _scan_tile(
     column_sums = tl.sum(sums, 0)
     # A maximum may leave out NaN, a sum does not.
     total = tl.sum(column_sums, 0)
-    top = tl.where(total == total, tl.max(tl.max(largest, 0), 0), float("inf"))
+    is_known = (total == total) & (tl.max(marked, 0) == 0)
+    top = tl.where(is_known, tl.max(tl.max(largest, 0), 0), float("inf"))
     tl.store(found.largest + block * tiles + tile, top)
     tl.store(found.column_sums + block * (tiles.to(tl.int64) * _TILE) + c, column_sums)
     if LIMITED:
@@ -197,13 +217,14 @@ def _scan_tile(
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "blocks", "first_block"])
+@triton.jit(do_not_specialize=["rows", "blocks", "first_block", "first_entry"])
 def lce_backward_scan(
     gradient,
     inverse_limits,
     chosen,
     found,
     sketch,
+    targets,
     eps,
     rows,
     entries,
@@ -213,6 +234,7 @@ def lce_backward_scan(
     blocks,
     first_block,
     block_step,
+    first_entry,
     LIMITED: tl.constexpr,
     MASKED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -226,7 +248,7 @@ def lce_backward_scan(
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     first = tl.program_id(1) * BLOCKS
     stop = tl.minimum(first + BLOCKS, blocks)
-    sizes = (rows, entries, stride, masses_stride, blocks)
+    sizes = (rows, entries, stride, masses_stride, blocks, first_entry)
     is_read = eps >= 0.0
     if chosen is not None:
         eps = tl.load(chosen)
@@ -249,6 +271,7 @@ def lce_backward_scan(
                 inverse_limits,
                 found,
                 s,
+                targets,
                 eps,
                 sizes,
                 (first_block + block * block_step) * HEIGHT,
@@ -273,6 +296,8 @@ def scan_tiles(
     inverse_limits: torch.Tensor,
     eps: float | torch.Tensor | None = None,
     *,
+    targets: TokenTargets | None = None,
+    first: int = 0,
     only_if: torch.Tensor | None = None,
     sketch: torch.Tensor | None = None,
     sample: BlockSample | None = None,
@@ -281,7 +306,8 @@ def scan_tiles(
     """What is known of the tiles of ``gradient [R, C]``.
 
     The rows of ``gradient`` lie in memory of a multiple of 8 elements each. ``inverse_limits [R]`` fp32, finite; 0 for
-    a token without a limit. A tile with NaN has the largest entry infinity.
+    a token without a limit. ``first``: the id of the first entry, as ``targets`` are counted. A tile with NaN, or with
+    the shared target of a token that has a limit, has the largest entry infinity.
 
     ``eps``: the limit, a number or fp32 ``[1]``. The masses are 0 in tiles whose largest entry exceeds it, and the
     column sums leave out such entries. A tensor of 0 stands for a filter that keeps everything: nothing is read, every
@@ -303,7 +329,7 @@ def scan_tiles(
     column_sums = gradient.new_empty(sample.count, tiles * TILE, dtype=torch.float32)
     masses = new_masses(tiles, scanned_rows, gradient, gradient.dtype)
     result = ScannedTiles(largest, masses, column_sums, sketched)
-    chosen, number = (only_if, 0.0) if eps is None else limit_of(eps)
+    chosen, number = (only_if, 0.0) if eps is None else filter_argument(eps)
     chunk, stages, warps = _PLAIN if sketch is None else _SKETCHED if height == TILE else _GROUPED
     lce_backward_scan.launch(
         (tiles, -(-sample.count // _SCANNED)),
@@ -312,6 +338,7 @@ def scan_tiles(
         chosen,
         result,
         sketch,
+        targets,
         number,
         rows,
         entries,
@@ -321,6 +348,7 @@ def scan_tiles(
         sample.count,
         sample.first,
         sample.step,
+        first,
         LIMITED=eps is not None,
         MASKED=entries % TILE != 0,
         COLUMNS=columns,
@@ -340,6 +368,6 @@ def new_masses(tiles: int, rows: int, like: torch.Tensor, dtype: torch.dtype) ->
     return like.new_empty(tiles, -(-rows // 8) * 8, dtype=dtype)[:, :rows]
 
 
-def limit_of(eps: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
-    """How a kernel is given a limit: fp32 ``[1]`` on the device, or None and a number."""
+def filter_argument(eps: float | torch.Tensor) -> tuple[torch.Tensor | None, float]:
+    """How a kernel is given a filter: fp32 ``[1]`` on the device, or None and a number."""
     return (None, float(eps)) if isinstance(eps, (int, float)) else (eps, 0.0)

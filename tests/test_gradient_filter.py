@@ -44,14 +44,16 @@ def expected(x, weight, target, backend, eps=EPS):
     counted = target >= 0
     p = (x @ weight.T).softmax(1) * counted[:, None]
     hit = one_hot(target.clamp(min=0), len(weight)).double() * counted[:, None]
-    outside = torch.zeros_like(p)
-    if backend == "triton":
-        # The gradient of a target that no other token has is formed beside G, in which it is 0.
+    if backend == "torch":
+        g, active = filtered(p, p, eps)
+        g -= hit
+    else:
+        # The gradient of a target that no other token has is formed beside G, in which it is 0. Shared ones are in G.
         alone = hit * (hit.sum(0) == 1)
-        outside = (p - 1) * alone
-        p, hit = p * (1 - alone), hit - alone
-    g, active = filtered(p - hit, p - hit, eps)
-    g = (g + outside) / counted.sum()
+        within, shared = p * (1 - alone), (hit - alone).bool()
+        g, active = filtered(within - shared.double(), within.masked_fill(shared, torch.inf), eps)
+        g += (p - 1) * alone
+    g /= counted.sum()
     return g @ weight, g.T @ x, active.double().mean().item()
 
 
@@ -66,6 +68,26 @@ def test_the_gradients_are_those_of_the_definition(backend, device):
     assert_close(found[1].cpu(), dw, 3e-6)
     exact = gradients(*t)
     assert not torch.allclose(found[0], exact[0], rtol=1e-4, atol=0)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("logits_budget", [1 << 30, 0])
+def test_gradients_of_likely_targets_are_exact(logits_budget, backend, device):
+    """Whether tokens share a target or not: what a model has learned nearly by heart is not smeared."""
+    N, V, D = 256, 512, 16
+    x, weight = 0.02 * normal(N, D), 0.02 * normal(V, D, seed=1)
+    target = torch.cat([torch.full((128,), 7), torch.arange(200, 328)])
+    x[:128, 0], weight[7, 0] = 13.0, 1.0
+    weight[200:328, 1:8] = torch.eye(7).repeat(19, 1)[:128] * 3 + 0.2 * normal(128, 7, seed=2)
+    x[128:, 1:8] = 1.5 * weight[200:328, 1:8]
+    t = [x.bfloat16().to(device).requires_grad_(), weight.bfloat16().to(device).requires_grad_(), target.to(device)]
+    eps = 2.0**-6
+    p = (t[0].double() @ t[1].double().T).softmax(1).gather(1, t[2][:, None])
+    assert 0.5 * eps < 1 - p[:128].mean().item() + 1e-2 and (1 - p[:128]).max() < eps
+    exact = [g.double() for g in gradients(*t, logits_budget=logits_budget)]
+    found = gradients(*t, gradient_filter=eps, logits_budget=logits_budget)
+    assert_close(found[0][:128], exact[0][:128], 0.05)
+    assert_close(found[1][7:8], exact[1][7:8], 0.05)
 
 
 @pytest.mark.thinned
@@ -94,6 +116,15 @@ def test_sums_over_tokens_and_over_entries_are_kept(backend, device):
     exact, found = (gradients(one, zero, target, linear_bias=bias, gradient_filter=eps) for eps in (None, EPS))
     assert_close(found[1], exact[1].double(), 1e-2)
     assert torch.equal(found[2], exact[2])  # the bias's is not filtered
+
+
+def test_the_gradient_of_the_bias_is_not_filtered(backend, device):
+    """Nor where tokens have other coefficients, so that what stands for a tile has other sums over tokens."""
+    t, bias = problem(dtype="bf16", device=device), torch.zeros(400, dtype=torch.bfloat16, device=device)
+    token_weight = torch.linspace(-1, 1, len(t[0]), device=device)
+    options = dict(linear_bias=bias.requires_grad_(), token_weight=token_weight)
+    exact, found = (gradients(*t, gradient_filter=eps, **options) for eps in (None, EPS))
+    assert torch.equal(found[2], exact[2]) and not torch.equal(found[1], exact[1])
 
 
 OPTIONS = {

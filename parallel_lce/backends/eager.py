@@ -28,6 +28,7 @@ from parallel_lce.backends.eager_selected import (
 )
 from parallel_lce.backends.eager_tiles import (
     SAVED_FP16_SCALE,
+    GradientTile,
     LogitGradient,
     logits,
     row_tiles,
@@ -237,13 +238,15 @@ class BlockBackward:
             held = [] if deferred and holds and window.start >= producer.saved else None
             sums = None if deferred else _WindowSums(self._grads, producer, window)
             weight = operand(self._projection.weight[window])
-            for rows, tile in producer.tiles(window, weight):
+            for tile in producer.tiles(window, weight):
                 if dx is not None:
-                    accumulate_nt(total[rows], tile.t(), weight.t(), overwrite=index == 0, factor=producer.fp16_unscale)
+                    of_rows, gradient = total[tile.rows], tile.gradient.t()
+                    accumulate_nt(of_rows, gradient, weight.t(), overwrite=index == 0, factor=producer.fp16_unscale)
+                    del gradient
                 if sums is not None:
-                    sums.add(tile, rows)
+                    sums.add(tile)
                 if held is not None:
-                    held.append((rows, tile))
+                    held.append(tile)
                 del tile  # before the next one is made
             if sums is not None:
                 sums.close()
@@ -258,8 +261,8 @@ class BlockBackward:
         while self._deferred:
             window, held = self._deferred.pop(0)
             sums = _WindowSums(self._grads, self._producer, window)
-            for rows, tile in self._producer.tiles(window) if held is None else held:
-                sums.add(tile, rows)
+            for tile in self._producer.tiles(window) if held is None else held:
+                sums.add(tile)
                 del tile
             sums.close()
 
@@ -273,15 +276,16 @@ class _WindowSums:
         self._opened = [b and b.open(window.start, window.stop) for b in self._buffers]
         self._first = True
 
-    def add(self, tile: Tensor, rows: slice) -> None:
+    def add(self, tile: GradientTile) -> None:
         weight, bias = self._opened
         factor = self._producer.fp16_unscale
         if weight is not None:
             total, empty = weight
-            accumulate_nt(total, tile, self._producer.x[rows].t(), overwrite=empty and self._first, factor=factor)
+            x = self._producer.x[tile.rows]
+            accumulate_nt(total, tile.gradient, x.t(), overwrite=empty and self._first, factor=factor)
         if bias is not None:
             total, empty = bias
-            column_sum = tile.sum(1, dtype=total.dtype)
+            column_sum = tile.gradient.sum(1, dtype=total.dtype) if tile.sums is None else tile.sums.to(total.dtype)
             if factor is not None:
                 column_sum *= factor
             put(total, column_sum, empty and self._first)

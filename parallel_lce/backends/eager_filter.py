@@ -27,4 +27,4 @@ def replace_inactive(gradient: Tensor, limits: Tensor) -> Tensor:
     total = sums.sum(1, keepdim=True)
     shares = torch.where(total > 0.0, sums / total, 0.0)
     replaced = torch.where(active, g, shares * others.sum(1, keepdim=True))
-    return replaced.flatten(2, 3).flatten(0, 1)[:entries, :rows]
+    return replaced.flatten(2, 3).flatten(0, 1)[:entries, :rows].contiguous()

@@ -12,6 +12,7 @@ statistic).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +95,14 @@ def _add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window:
     tile.view(-1).index_put_((position,), selected.values.where(hit, 0.0), accumulate=True)
 
 
+class GradientTile(NamedTuple):
+    rows: slice
+    # [window, rows], an operand of the next products
+    gradient: Tensor
+    # [window]: sums over the rows before anything was filtered; None: those of ``gradient``
+    sums: Tensor | None
+
+
 class LogitGradient:
     """Produces tiles of a block's gradient of the projection's output ``x @ weight.T + bias``."""
 
@@ -143,11 +152,8 @@ class LogitGradient:
             # Uses the target's fp32 logit, not a stored exponential.
             self._beta = self._beta * softcap_slope(projection.softcap, target_logit)
 
-    def tiles(self, window: slice, weight: Tensor | None = None) -> Iterator[tuple[slice, Tensor]]:
-        """Rows, and the gradient of their tile ``[window, rows]`` as an operand of the next products.
-
-        ``weight``: the window's rows as an operand.
-        """
+    def tiles(self, window: slice, weight: Tensor | None = None) -> Iterator[GradientTile]:
+        """``weight``: the window's rows as an operand."""
         if weight is None:
             weight = operand(self._projection.weight[window])
         for rows in row_tiles(self.x.shape[0], self.x.device):
@@ -159,15 +165,24 @@ class LogitGradient:
                 gradient -= self._gamma[rows]
             if slope is not None:
                 gradient *= slope
-            if self._beta is not None and self._target is not None:
-                position, hit = target_positions(self._target[rows], window)
-                gradient.view(-1).scatter_add_(0, position, self._beta[rows] * -hit.to(gradient.dtype))
+            sums = None
+            if self._limits is not None:
+                # The bias's gradient is not filtered.
+                if self._projection.bias is not None:
+                    exact = gradient.clone()
+                    self._add_targets(exact, rows, window)
+                    sums = exact.to(self.x.dtype).sum(1, dtype=gradient.dtype)
+                gradient = replace_inactive(gradient, self._limits[rows])
+            self._add_targets(gradient, rows, window)
             if self._selected is not None:
                 _add_selected(gradient, self._selected, rows, window)
-            if self._limits is not None:
-                gradient = replace_inactive(gradient, self._limits[rows])
-            yield rows, gradient.to(self.x.dtype)
+            yield GradientTile(rows, gradient.to(self.x.dtype), sums)
             del gradient
+
+    def _add_targets(self, gradient: Tensor, rows: slice, window: slice) -> None:
+        if self._beta is not None and self._target is not None:
+            position, hit = target_positions(self._target[rows], window)
+            gradient.view(-1).scatter_add_(0, position, self._beta[rows] * -hit.to(gradient.dtype))
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
         exponentials, maxima = self._saved

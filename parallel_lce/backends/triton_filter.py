@@ -19,6 +19,7 @@ from parallel_lce.kernels.tile_scan import (
     TILE,
     BlockSample,
     ScannedTiles,
+    TokenTargets,
     inverse_limits,
     sample_blocks,
     scan_tiles,
@@ -45,6 +46,8 @@ class UnfilteredSlice(NamedTuple):
     # [R, D]
     x: Tensor
     factors: RowFactors
+    # None: there are none
+    targets: TokenTargets | None
     # id of the slice's first entry
     first: int
 
@@ -70,7 +73,7 @@ def sample_groups(rows: int) -> BlockSample:
     return sample_blocks(rows, _GROUPS_ONE_IN, GROUP)
 
 
-def limits_of(
+def inverse_limits_of(
     coefficients: TokenCoefficients, projection: Projection, dx_factor: Tensor | None, fp16_scale: Tensor | None
 ) -> Tensor:
     """``1 / limit [R]`` fp32, where a token's limit is what its row of G holds where the probability is 1.
@@ -130,13 +133,13 @@ def filtered(
     bounds: Tensor | None = None,
 ) -> FilteredGradient:
     """A slice filtered by a probability or, with ``"auto"``, by the one that is chosen for it. ``inverse [R]``: of
-    :func:`limits_of`. For ``"auto"``: ``allowance``, and ``bounds`` of the tiles' largest entries, as of
+    :func:`inverse_limits_of`. For ``"auto"``: ``allowance``, and ``bounds`` of the tiles' largest entries, as of
     :func:`parallel_lce.kernels.active_windows.window_bounds`, if they are known."""
     if isinstance(gradient_filter, str):
         assert gradient_filter == AUTO and allowance is not None
         found = _chosen(given, inverse, allowance, bounds)
     else:
-        found = find_active_tiles(given.gradient, inverse, gradient_filter)
+        found = find_active_tiles(given.gradient, inverse, gradient_filter, given.targets, given.first)
     return FilteredGradient(given.gradient, found)
 
 
@@ -145,18 +148,19 @@ def _chosen(given: UnfilteredSlice, inverse: Tensor, allowance: Allowance, bound
     sample = sample_groups(rows)
     if bounds is None or sample.step == 1:
         sample, bounds = sample_blocks(rows, _BLOCKS_ONE_IN), None
-    scanned, x = scan_tiles(given.gradient, inverse, sketch=sketch, sample=sample), sample.of(given.x)
+    targets, first, x = given.targets, given.first, sample.of(given.x)
+    scanned = scan_tiles(given.gradient, inverse, targets=targets, first=first, sketch=sketch, sample=sample)
 
     def choice(largest: Tensor, only_if: Tensor | None = None, **stage) -> Tensor:
         tiles = scanned._replace(largest=largest)
-        errors = sampled_errors(x, given.factors, given.first, tiles, sketch, sample, only_if=only_if)
+        errors = sampled_errors(x, given.factors, first, tiles, sketch, sample, only_if=only_if)
         return estimated(errors, allowance, sample.step, hidden_size, only_if=only_if, **stage).eps
 
     if bounds is None:
-        return find_active_tiles(given.gradient, inverse, choice(scanned.largest))
+        return find_active_tiles(given.gradient, inverse, choice(scanned.largest), targets, first)
     # Within the bounds less is skipped than by the entries. If even that were too much, no tile need be read.
     only_if = choice(sample.of_tiles(bounds), tentative=True)
-    whole = scan_tiles(given.gradient, inverse, only_if=only_if)
+    whole = scan_tiles(given.gradient, inverse, targets=targets, first=first, only_if=only_if)
     return active_tiles_of(whole, choice(sample.of_tiles(whole.largest), only_if))
 
 

@@ -24,7 +24,13 @@ from parallel_lce.backends.interface import (
     SelectedGradient,
     power_of_two_scale,
 )
-from parallel_lce.backends.triton_filter import FilteredGradient, UnfilteredSlice, filtered, limits_of, worth_filtering
+from parallel_lce.backends.triton_filter import (
+    FilteredGradient,
+    UnfilteredSlice,
+    filtered,
+    inverse_limits_of,
+    worth_filtering,
+)
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
 from parallel_lce.kernels.active_windows import Places, RowTerms, WindowPartials, window_bounds
@@ -34,7 +40,7 @@ from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
 from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
-from parallel_lce.kernels.tile_scan import TILE
+from parallel_lce.kernels.tile_scan import TILE, TokenTargets
 from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
 from parallel_lce.memory import some_rows
 
@@ -198,7 +204,7 @@ class Piece:
         return Allowance(self._of_all, (stop - start) / (self._projection.real_rows - start))
 
     def _limits(self, dx_factor: Tensor | None) -> Tensor:
-        return limits_of(self._coefficients, self._projection, dx_factor, self._fp16_scale)
+        return inverse_limits_of(self._coefficients, self._projection, dx_factor, self._fp16_scale)
 
     def _is_recomputed(self, start: int) -> bool:
         return self._saved is None or start >= self._saved.exponentials.shape[1]
@@ -220,10 +226,13 @@ class Piece:
         return Rows(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale, targets)
 
     def _unfiltered(self, part: Slice) -> UnfilteredSlice:
-        targets = self._placed or (None, None)
-        factors = RowFactors(part.dx_factor, part.dw_factor, self._fp16_scale, *targets[:2])
+        targets, placed = None, self._placed
+        factors = RowFactors(part.dx_factor, part.dw_factor, self._fp16_scale, None, None)
+        if placed is not None:
+            targets = TokenTargets(placed.target, placed.unshared)
+            factors = factors._replace(target=placed.target, residual=placed.residual)
         weight = some_rows(self._projection.weight, part.start, part.stop)
-        return UnfilteredSlice(part.gradient, weight, self.x, factors, part.start)
+        return UnfilteredSlice(part.gradient, weight, self.x, factors, targets, part.start)
 
     def _formed(self, start: int, stop: int) -> Slice:
         """The slice without the selected entries."""

@@ -17,7 +17,7 @@ from parallel_lce.backends.interface import Projection, Saved
 from parallel_lce.backends.triton_filter import (
     FilteredGradient,
     estimated,
-    limits_of,
+    inverse_limits_of,
     sample_groups,
     sampled_errors,
     sketch_of,
@@ -127,7 +127,7 @@ class ActiveWindows:
             rows.fp16_scale,
             targets,
         )
-        self._sampled_inverse = sample.of(limits_of(rows.coefficients, rows.projection, None, rows.fp16_scale))
+        self._sampled_inverse = sample.of(inverse_limits_of(rows.coefficients, rows.projection, None, rows.fp16_scale))
         # [D] and 0-dimensional: what the tokens' mean logit is of a row of the weight, and of its bias
         self._mean, self._mean_scale = _mean_of(rows)
         # Of all entries from ``first`` on, fp32: the mean logits, without the projection's scale.

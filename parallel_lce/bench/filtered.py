@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import log2
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..backends.interface import AUTO
 from .accuracy import Answers, answers
 from .exactness import Inputs, without_nan
 from .measure import release
@@ -26,7 +28,6 @@ from .sparsity import by_probability, reordered, tile_maxima
 from .team import Team
 from .timing import timer
 
-AUTO = "auto"
 FILTERS = (None, AUTO, 2**-13, 2**-12, 2**-11, 2**-10)
 SAVED, UNSAVED = "saved", "budget 0"
 BUDGETS = {SAVED: ALL, UNSAVED: 0}  # logits_budget
@@ -102,8 +103,8 @@ class Case:
 
 
 def measure(inputs: Inputs, rounds: int, team: Team) -> Case:
-    """Errors first, then the times of all ways, interleaved round by round. Every rank has the same inputs. Raises
-    ValueError if the vocabulary cannot be shared evenly."""
+    """Errors first, then the times of all ways, interleaved round by round in changing orders. Every rank has the same
+    inputs. Raises ValueError if the vocabulary cannot be shared evenly."""
     entries = len(inputs.weight)
     if entries % team.ranks:
         raise ValueError(f"{inputs.name}: a vocabulary of {entries} entries cannot be shared by {team.ranks} ranks")
@@ -146,9 +147,10 @@ def _in_order(name: str, inputs: Inputs, errors_of: Callable[..., Errors], round
             active = (maxima > gradient_filter).double().mean((0, 2)).max().item()
         results.append(Filtered(name, gradient_filter, active, ways, gemm_seconds))
     release(team.device)
-    for _ in range(rounds):
+    for number in range(rounds):
         gc.collect()
-        for seconds, read in readers:
+        # What ran before a call changes the GPU's clock. The order is the same on all ranks.
+        for seconds, read in Random(number).sample(readers, len(readers)):
             seconds.append(read())
     return results
 

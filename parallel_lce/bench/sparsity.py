@@ -35,7 +35,8 @@ def reordered(inputs: Inputs, order: Tensor) -> Inputs:
 
 def tile_maxima(inputs: Inputs, ranks: int = 1) -> Tensor:
     """The largest probability of each tile of each rank's entries, `[ceil(N / 128), P, ceil(V / P / 128)]` fp32; 1
-    where a token of the tile has its target there. A tile is active if this exceeds `gradient_filter`."""
+    where a token of the tile has its target there. If this exceeds `gradient_filter`, the tile is active; but on a GPU
+    the gradient of a target that no other token has is formed beside the tiles, and need not make its tile active."""
     parts, shard = [], len(inputs.weight) // ranks
     for tokens, log_p, _ in log_softmax(inputs, torch.float32):
         p = log_p.exp_().scatter_(1, inputs.target[tokens, None], 1.0).unflatten(1, (ranks, shard))

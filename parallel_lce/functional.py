@@ -85,16 +85,18 @@ def linear_cross_entropy(
             these tokens alone, and the others cost nothing. The host does not wait for the device; if the number is
             wrong, the loss is NaN. Under sequence parallelism every rank gathers all hidden states, and dX is
             all-reduced.
-        gradient_filter: a probability, such as 2**-12. Backward then forms exactly only the target's part, and what
-            tiles of 128 tokens by 128 vocabulary rows contribute that have an entry of a larger probability; of every
-            other tile it takes the products of sums (:mod:`parallel_lce.kernels.active_tiles`). The loss is not
-            affected. None: dX and dW are exact. On a CPU it saves no time. Not with ``label_smoothing``. ``"auto"``:
-            the largest of 2**-10, 2**-11, ..., 2**-17 whose errors, in Frobenius norms, are at most 2**-9 of dX, and of
-            dW at most 2**-7.5 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i)), with p_i the probability of token i's target and
-            a_i the weight of its loss, by the Triton backend's estimate from a sample of the tokens
-            (:mod:`parallel_lce.kernels.filter_choice`). If there is none, or none that is worth its time, gradients are
-            exact. Slices of the vocabulary may have choices of their own; together they keep that limit. The torch
-            backend's gradients are then exact.
+        gradient_filter: a probability in (0, 1), such as 2**-12, or ``"auto"``; None: dX and dW are exact. Backward
+            then forms exactly only the targets' part, and what tiles of 128 tokens by 128 vocabulary rows contribute
+            that have an entry of a larger probability. Of every other tile it takes the products of sums
+            (:mod:`parallel_lce.kernels.active_tiles`). The loss is unchanged, and no collective is added. The Triton
+            backend filters products of 1e12 flops and more; the torch backend saves no time. Not with
+            ``label_smoothing``. ``"auto"``: the largest of 2**-10, 2**-11, ..., 2**-17 whose errors, in Frobenius
+            norms, are at most 2**-9 of this rank's part of dX, and of dW, over all ranks, at most
+            2**-7.5 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i)). There x_i is the hidden state of token i, p_i the probability
+            of its target, and a_i the gradient of its logits where a probability is 1. The Triton backend estimates
+            these errors from a sample of the tokens (:mod:`parallel_lce.kernels.filter_choice`). If there is no such
+            filter, or none that is worth its time, gradients are exact. Slices of the vocabulary may have choices of
+            their own; together they keep these limits. The torch backend's gradients are then exact.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
@@ -208,7 +210,8 @@ def token_statistics(
         counted_tokens: how many tokens the mask counts, known on the host and the same on all ranks. Given with
             ``mask`` alone. If it is wrong, statistics are NaN and ids -1. See :func:`linear_cross_entropy`.
         gradient_filter: as in :func:`linear_cross_entropy`. Only where gradients are probabilities times one number per
-            token, beside the target's: not with ``mean_logit``, ``expected_logit``, ``sum_p_squared`` and ``selected``.
+            token, beside the target's and the slope of a soft-cap: not with ``mean_logit``, ``expected_logit``,
+            ``sum_p_squared`` and ``selected``.
 
     Returns:
         :class:`TokenStatistics` of the target's shape, or of the tokens' without a target; fp32 (fp64 for fp64),

@@ -31,7 +31,8 @@ class LinearCrossEntropy(nn.Module):
     until :attr:`process_group` is set again.
 
     Args:
-        reduction, ignore_index, ...: those of :func:`parallel_lce.linear_cross_entropy`, with the same defaults.
+        reduction, ignore_index, ...: those of :func:`parallel_lce.linear_cross_entropy`, with the same defaults. Not
+            ``counted_tokens``, and a ``logit_scale`` that is a number alone.
 
     Attributes:
         options: the keyword arguments of each call as Python numbers, without ``process_group``.

@@ -54,7 +54,8 @@ def token_log_probs(
 
     Calls ``model`` itself, so that all its wrappers and hooks run, those of the output layer included. Neither
     :func:`parallel_lce.megatron.install` nor ``cross_entropy_fusion_impl="parallel_lce"`` is needed; if ``install``
-    was called, its ``logits_budget`` and ``reduce_dtype`` hold.
+    was called, its ``logits_budget``, ``reduce_dtype`` and, without ``entropy``, ``gradient_filter`` hold; otherwise
+    those of the environment do.
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as

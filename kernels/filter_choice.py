@@ -19,6 +19,9 @@ The errors are estimated from a sample of the tokens. For ``step`` times as many
 where ``first`` and ``second`` are the sums over the two halves of the sample, ``own`` is the square of what the tokens
 do not have in common, and ``common`` of what they have.
 
+A sample must stand for all tokens. If it has less than half of its share of ``sum_i |a_i x_i|^2``, nothing may be
+added; and for dW the root counts as ``step`` times the sample's sum, if that is less.
+
 Of dX the norms of some tokens each are known, and tokens have nothing in common. A few tokens may have most of the sum
 of squares. So twice its standard error is added to the squares of dX's errors, and subtracted from that of dX itself.
 
@@ -37,7 +40,7 @@ import triton.language as tl
 from parallel_lce.kernels.arithmetic import finite_base
 from parallel_lce.kernels.filter_estimates import LEVELS, SIGNS, SLOTS, filter_of
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tile_scan import FINITE
+from parallel_lce.kernels.tile_scan import FINITE, BlockSample
 
 LARGEST_ERROR = 2.0**-9
 """Largest relative error, in Frobenius norms, that filters of ``"auto"`` add to dX: about that of rounding to bf16."""
@@ -94,10 +97,22 @@ def _size_of_row(inverse_limits, hidden_norms, r, rows):
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "first", "step", "count"])
 def lce_backward_error_allowance(
-    partial, inverse_limits, hidden_norms, allowance, rows, largest, of_targets, BLOCK: tl.constexpr
+    partial,
+    inverse_limits,
+    hidden_norms,
+    allowance,
+    rows,
+    first,
+    step,
+    count,
+    largest,
+    of_targets,
+    HEIGHT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
+    """The sample: ``count`` blocks of ``HEIGHT`` tokens."""
     top = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         size = _size_of_row(inverse_limits, hidden_norms, start + tl.arange(0, BLOCK), rows)
@@ -105,10 +120,15 @@ def lce_backward_error_allowance(
     # In units of the largest one, fp32 holds squares of the sizes.
     unit = tl.max(top, 0)
     unit = tl.where((unit > 0.0) & (unit < float("inf")), unit, 1.0)
-    squares = tl.zeros((BLOCK,), tl.float32)
+    squares, sampled_squares = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+    sizes, sampled_sizes = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for start in range(0, rows, BLOCK):
         r = start + tl.arange(0, BLOCK)
+        after = r // HEIGHT - first
+        is_sampled = (after >= 0) & (after % step == 0) & (after < count * step)
         size = _size_of_row(inverse_limits, hidden_norms, r, rows) / unit
+        sizes += size * size
+        sampled_sizes += tl.where(is_sampled, size * size, 0.0)
         counted = size != 0.0
         base = finite_base(tl.load(partial + r, mask=counted, other=0.0))
         sum_exp = tl.load(partial + rows + r, mask=counted, other=1.0)
@@ -116,18 +136,23 @@ def lce_backward_error_allowance(
         probability = tl.exp(logit - base) / sum_exp
         square = size * size * probability * (1.0 - probability)
         # A target outside of the vocabulary has the logit 0. Rounding may make a probability larger than 1. NaN stays.
-        squares += tl.where(counted & (logit != 0.0) & (probability <= 1.0), square, 0.0)
-        squares += tl.where(probability != probability, probability, 0.0)
-    root = unit * tl.sqrt(tl.sum(squares, 0))
+        square = tl.where(counted & (logit != 0.0) & (probability <= 1.0), square, 0.0)
+        squares += tl.where(probability != probability, probability, square)
+        sampled_squares += tl.where(is_sampled, square, 0.0)
+    of_all, of_sample = tl.sum(squares, 0), step * tl.sum(sampled_squares, 0)
+    root = unit * tl.sqrt(tl.where(of_sample < of_all, of_sample, of_all))
+    # What is not finite is not represented.
+    total = tl.sum(sizes, 0)
+    is_represented = (2 * step * tl.sum(sampled_sizes, 0) >= total) & (total < float("inf"))
     place = tl.arange(0, 8)
     # What is not finite does not allow anything.
     of_weight = tl.where((root > 0.0) & (root < float("inf")), of_targets * root, 0.0)
     limits = tl.where(place == 0, largest, tl.where(place == 3, of_weight, 0.0))
-    tl.store(allowance + place, limits, mask=place < 6)
+    tl.store(allowance + place, tl.where(is_represented, limits, 0.0), mask=place < 6)
 
 
 def error_allowance(
-    partial: torch.Tensor, inverse_limits: torch.Tensor, hidden_norms: torch.Tensor, ranks: int
+    partial: torch.Tensor, inverse_limits: torch.Tensor, hidden_norms: torch.Tensor, ranks: int, sample: BlockSample
 ) -> torch.Tensor:
     """``[2, 3]`` fp32. Of dX: the largest relative error, and the sums over slices of the squares of errors and of
     norms, which are 0. Of this rank's rows of dW: the largest error, the sum over slices of the squares of errors in
@@ -135,7 +160,7 @@ def error_allowance(
 
     ``partial [>= 3, R]``, contiguous: the merged partial, with the targets' logits. ``inverse_limits [R]`` fp32:
     ``1 / a_i``, as of :func:`parallel_lce.kernels.tile_scan.inverse_limits`. ``hidden_norms [R]`` fp32: ``|x_i|``.
-    ``ranks``: each may add the same to dW.
+    ``ranks``: each may add the same to dW. ``sample``: of the R tokens, from which errors are estimated.
     """
     allowance = partial.new_empty(2, 3)
     lce_backward_error_allowance.launch(
@@ -145,8 +170,12 @@ def error_allowance(
         hidden_norms,
         allowance,
         partial.shape[1],
+        sample.first,
+        sample.step,
+        sample.count,
         LARGEST_ERROR,
         _OF_TARGETS * ranks**-0.5,
+        HEIGHT=sample.height,
         BLOCK=_TOKENS,
     )
     return allowance

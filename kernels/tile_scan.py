@@ -29,6 +29,7 @@ _SCANNED = 4
 # Rows that it looks at at a time, stages of its loads, and its warps: without a sketch, with one, and with one where
 # row blocks are groups. More warps tell each other more, and take longer.
 _PLAIN, _SKETCHED, _GROUPED = (16, 3, 2), (32, 1, 2), (16, 1, 1)
+_STEPS = 1, 3, 5, 7, 11, 13
 # Rows of a program that finds limits.
 _ROWS = 1024
 
@@ -56,9 +57,9 @@ class BlockSample(NamedTuple):
 
 
 def sample_blocks(rows: int, one_in: int, height: int = TILE) -> BlockSample:
-    """One in so many of the blocks of ``rows`` rows, or more of them where they would be too few. Steps are odd: even
-    ones would meet sequences of 2^n tokens at the same few places."""
-    step = max(1, min(one_in, rows // TILE // FEWEST_SAMPLED)) - 1 | 1
+    """One in so many of the blocks of ``rows`` rows, or more of them where they would be too few. Steps are odd primes:
+    others would meet sequences, or micro-batches, of usual sizes at the same few places."""
+    step = max(step for step in _STEPS if step <= max(1, min(one_in, rows // TILE // FEWEST_SAMPLED)))
     first = step // 2 if step > 1 else 0
     blocks = -(-rows // height) if step == 1 else rows // height
     return BlockSample(first, step, -(-(blocks - first) // step), height)

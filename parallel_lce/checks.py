@@ -193,17 +193,27 @@ def check_filtered(a: Arguments, columns: Columns, options: LossOptions | None) 
     if a.gradient_filter is None:
         return
     asked = {
-        "mean_logit" if options is None else "label_smoothing": columns.shifted,
+        "mean_logit" if options is None else f"label_smoothing={options.label_smoothing}": columns.shifted,
         "expected_logit": columns.weighted,
         "sum_p_squared": columns.squared,
         "selected": a.selected is not None,
     }
     for name, wanted in asked.items():
         if wanted:
-            raise ValueError(
-                f"gradient_filter={a.gradient_filter} cannot be combined with {name}, whose gradient is large where "
-                "probabilities are small"
-            )
+            raise ValueError(_unfiltered(a.gradient_filter, name))
+
+
+def check_filtered_loss(gradient_filter: object, label_smoothing: float) -> None:
+    """The same of the options of a loss alone."""
+    if gradient_filter is not None and label_smoothing != 0:
+        raise ValueError(_unfiltered(gradient_filter, f"label_smoothing={label_smoothing}"))
+
+
+def _unfiltered(gradient_filter: object, name: str) -> str:
+    return (
+        f"gradient_filter={gradient_filter} cannot be combined with {name}, whose gradient is large where "
+        "probabilities are small"
+    )
 
 
 def check_sequence_parallel(sequence_parallel: object) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from parallel_lce.arguments import LossOptions, as_bool, as_float, as_number
 from parallel_lce.checks import (
     check_budget,
+    check_filtered_loss,
     check_gradient_filter,
     check_logit_options,
     check_loss_options,
@@ -71,6 +72,7 @@ class LinearCrossEntropy(nn.Module):
         check_reduce_dtype(reduce_dtype)
         gradient_filter = as_float(gradient_filter)
         check_gradient_filter(gradient_filter)
+        check_filtered_loss(gradient_filter, loss.label_smoothing)
         check_process_group(process_group)
         check_sequence_parallel(sequence_parallel)
         self.options = {

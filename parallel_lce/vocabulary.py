@@ -47,7 +47,8 @@ class VocabularyOrder:
         if not torch.equal(ascending, torch.arange(V, device=new_id.device)):
             found = f"{len(ascending.unique())} different ones from {ascending[0]} to {ascending[-1]}"
             raise ValueError(f"new_id must hold each of the {V} numbers from 0 to {V - 1} once, got {found}")
-        self.new_id, self.rows = new_id, rows
+        # A copy: the caller may change theirs.
+        self.new_id, self.rows = new_id.clone(), rows
 
     @classmethod
     def by_frequency(cls, counts: Tensor, *, ranks: int = 1, rows: int | None = None) -> VocabularyOrder:
@@ -96,7 +97,8 @@ class VocabularyOrder:
     def apply(self, ids: Tensor) -> Tensor:
         """New ids of old ones: of inputs and targets, in the shape and dtype of ``ids``.
 
-        Numbers outside [0, V) stay as they are, such as ``ignore_index``. Nothing waits for the device.
+        Numbers outside [0, V) stay as they are, such as ``ignore_index``. Nothing waits for the device if ``new_id`` is
+        on that of the ids.
 
         Args:
             ids: any shape, any integer dtype that can hold V - 1.

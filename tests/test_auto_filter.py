@@ -23,10 +23,11 @@ pytest.importorskip("triton", reason="needs triton")
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter, triton_slices
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
+from parallel_lce.kernels import tile_scan
 from parallel_lce.kernels.active_tiles import entry_shares, find_active_tiles, list_tiles
 from parallel_lce.kernels.filter_choice import LARGEST_ERROR, Allowance, SampledErrors, choose_level, error_allowance
 from parallel_lce.kernels.filter_estimates import LARGEST_FILTER, LEVELS, RowFactors, level_products, signs
-from parallel_lce.kernels.tile_scan import inverse_limits, scan_tiles
+from parallel_lce.kernels.tile_scan import GROUP, inverse_limits, sample_blocks, scan_tiles
 
 LIMIT = LARGEST_ERROR
 FILTERS = [LARGEST_FILTER / 2**level for level in range(LEVELS)]
@@ -429,7 +430,8 @@ def test_dw_may_be_off_by_what_an_error_of_the_logits_would_add(size, device):
     root = ((norms / inverse).double().square() * p * (1 - p))[counted].sum().sqrt().item()
 
     def limits(partial=partial, inverse=inverse, norms=norms, ranks=1):
-        found = error_allowance(*(t.contiguous().to(device) for t in (partial, inverse, norms)), ranks)
+        given = (t.contiguous().to(device) for t in (partial, inverse, norms))
+        found = error_allowance(*given, ranks, sample_blocks(N, 1))
         assert found[:, 1:].count_nonzero() == 0
         return found[:, 0].tolist()
 
@@ -441,7 +443,49 @@ def test_dw_may_be_off_by_what_an_error_of_the_logits_would_add(size, device):
     for wrong in (torch.nan, torch.inf):
         others = [t.clone() for t in (partial, inverse, norms)]
         others[0][2, 5], others[1][4], others[2][5] = torch.nan, 0.0, wrong
-        assert limits(others[0]) == limits(inverse=others[1]) == limits(norms=others[2]) == [LIMIT, 0.0]
+        assert limits(others[0]) == [LIMIT, 0.0]
+        assert limits(inverse=others[1]) == limits(norms=others[2]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("height", [GROUP, TILE])
+def test_a_sample_must_stand_for_all_tokens(height, device):
+    """What is seen of it alone may be added to dW; and nothing, where most of the gradient is not seen."""
+    N, p = 1600, 0.25
+    sample, ones = sample_blocks(N, 3, height), torch.ones(N, device=device)
+    assert sample.step == 3
+    is_sampled = torch.zeros(N, dtype=torch.bool, device=device)
+    is_sampled[sample.of(torch.arange(N, device=device))] = True
+    partial = torch.stack([ones, ones / p, ones])
+
+    def limits(of_sample, of_others):
+        norms = torch.where(is_sampled, ones * of_sample, ones * of_others)
+        return error_allowance(partial, ones, norms, 1, sample)[:, 0].tolist()
+
+    of_all, seen = ((size * p * (1 - p)) ** 0.5 * 2**-7.5 for size in (N, 3 * sum(is_sampled.tolist())))
+    assert limits(1.0, 1.0) == [LIMIT, pytest.approx(min(of_all, seen), rel=1e-5)]
+    assert limits(0.9, 1.0) == [LIMIT, pytest.approx(0.9 * seen, rel=1e-5)]
+    assert limits(1.0, 0.5)[1] < 0.75 * of_all
+    assert limits(1.0, 2.0) == limits(0.0, 1.0) == [0.0, 0.0]
+
+
+def test_heavy_tokens_that_are_not_sampled_have_exact_gradients(choices, device, monkeypatch):
+    """Few tokens have most of the weight."""
+    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
+    N = 512
+    x, weight, target = draw("mixed", N, 500, device=device)
+    sample = triton_filter.sample_of(N, True)
+    assert sample.step == 3 and sample.first == 1
+    filters = []
+    for heavy in (1.0, 100.0):
+        token_weight = torch.ones(N, device=device)
+        token_weight[: sample.height] = heavy
+        options = dict(token_weight=token_weight, logits_budget=1 << 30)
+        found = gradients(x, weight, target, gradient_filter="auto", **options)
+        filters.append(choices[-1].eps.item())
+        exact = gradients(x, weight, target, **options)
+    assert filters[0] > 0.0 and filters[1] == 0.0
+    for a, b in zip(found, exact):
+        assert_close(a, b.double(), 2e-3)
 
 
 @pytest.mark.parametrize("saves", [True, False])

@@ -226,8 +226,11 @@ def test_statistics_of_other_gradients_are_refused(name):
 
 def test_label_smoothing_is_refused():
     t = small()
-    with pytest.raises(ValueError, match="cannot be combined with label_smoothing"):
+    refused = "gradient_filter=0.01 cannot be combined with label_smoothing=0.1"
+    with pytest.raises(ValueError, match=refused):
         linear_cross_entropy(t.x, t.weight, t.target, gradient_filter=0.01, label_smoothing=0.1)
+    with pytest.raises(ValueError, match=refused):
+        LinearCrossEntropy(gradient_filter=0.01, label_smoothing=0.1)
 
 
 def test_the_module_passes_it_on(backend, device):
@@ -308,6 +311,8 @@ def test_megatron_takes_it_from_install_or_the_environment(monkeypatch):
     try:
         parallel_lce.megatron.install(gradient_filter=0.01)
         assert current_options()["gradient_filter"] == 0.01
+        parallel_lce.megatron.install(gradient_filter=torch.tensor(0.25).numpy()[()])
+        assert type(current_options()["gradient_filter"]) is float
         parallel_lce.megatron.install(gradient_filter="auto")
         assert current_options()["gradient_filter"] == "auto"
         with pytest.raises(ValueError, match="gradient_filter=auto needs cross_entropy='output_layer'"):

@@ -125,6 +125,13 @@ NO_PERMUTATIONS = [
 ]
 
 
+def test_an_order_keeps_its_own_table():
+    table = torch.tensor([2, 0, 1])
+    order = VocabularyOrder(table)
+    table[0] = 0
+    assert order.undo(order.apply(torch.arange(3))).tolist() == [0, 1, 2]
+
+
 @pytest.mark.parametrize(("new_id", "rows", "message"), NO_PERMUTATIONS)
 def test_what_is_no_permutation_is_refused(new_id, rows, message):
     with pytest.raises(ValueError, match=message):

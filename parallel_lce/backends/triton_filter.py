@@ -33,7 +33,7 @@ SMALLEST_FILTERED = 1e12
 # projected again this is rough: a window is skipped whole.
 HIDDEN_PER_SCAN = 144
 # What is looked at to choose a filter: one in so many row blocks, or groups of tokens.
-_BLOCKS_ONE_IN, _GROUPS_ONE_IN = 5, 15
+_BLOCKS_ONE_IN, _GROUPS_ONE_IN = 5, 13
 
 
 class UnfilteredSlice(NamedTuple):
@@ -71,6 +71,12 @@ def sample_groups(rows: int) -> BlockSample:
     """Where it is known which windows have large probabilities, a sample needs no whole tiles: it has tokens of many
     places."""
     return sample_blocks(rows, _GROUPS_ONE_IN, GROUP)
+
+
+def sample_of(rows: int, knows_windows: bool) -> BlockSample:
+    """The tokens that are looked at to choose a filter."""
+    groups = sample_groups(rows)
+    return groups if knows_windows and groups.step > 1 else sample_blocks(rows, _BLOCKS_ONE_IN)
 
 
 def inverse_limits_of(
@@ -145,9 +151,9 @@ def filtered(
 
 def _chosen(given: UnfilteredSlice, inverse: Tensor, allowance: Allowance, bounds: Tensor | None) -> ActiveTiles:
     (rows, hidden_size), sketch = given.x.shape, sketch_of(given.weight)
-    sample = sample_groups(rows)
-    if bounds is None or sample.step == 1:
-        sample, bounds = sample_blocks(rows, _BLOCKS_ONE_IN), None
+    sample = sample_of(rows, bounds is not None)
+    if sample.height == TILE:
+        bounds = None
     targets, first, x = given.targets, given.first, sample.of(given.x)
     scanned = scan_tiles(given.gradient, inverse, targets=targets, first=first, sketch=sketch, sample=sample)
 

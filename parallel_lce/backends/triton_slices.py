@@ -29,6 +29,7 @@ from parallel_lce.backends.triton_filter import (
     UnfilteredSlice,
     filtered,
     inverse_limits_of,
+    sample_of,
     worth_filtering,
 )
 from parallel_lce.backends.triton_operands import product_of, stride_of
@@ -179,7 +180,8 @@ class Piece:
         if gradient_filter is not None:
             limits, allowance, bounds = self._limits(part.dx_factor), None, None
             if gradient_filter == AUTO:
-                allowance, bounds = self._allowance(start, stop), self._bounds(start, stop)
+                bounds = self._bounds(start, stop)
+                allowance = self._allowance(start, stop, bounds is not None)
             part.filtered = filtered(self._unfiltered(part), limits, gradient_filter, allowance, bounds)
         return part
 
@@ -196,10 +198,11 @@ class Piece:
         places = Places(start // window, stop - start, window)
         return window_bounds(WindowPartials(saved.maxima), terms, places, projection.scale)
 
-    def _allowance(self, start: int, stop: int) -> Allowance:
+    def _allowance(self, start: int, stop: int, knows_windows: bool = True) -> Allowance:
         if self._of_all is None:
             norms = torch.linalg.vector_norm(self.x, dim=1, dtype=torch.float32)
-            self._of_all = error_allowance(self._partial, self._limits(None), norms, self._projection.ranks)
+            sample, ranks = sample_of(len(self.x), knows_windows), self._projection.ranks
+            self._of_all = error_allowance(self._partial, self._limits(None), norms, ranks, sample)
         # As if the entries that follow needed as much each.
         return Allowance(self._of_all, (stop - start) / (self._projection.real_rows - start))
 

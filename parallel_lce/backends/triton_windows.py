@@ -138,7 +138,7 @@ class ActiveWindows:
     def choose(self, allowance: Allowance, width: int) -> Tensor:
         """One filter for all entries from ``first`` on, of which it looks at ``width`` at a time: fp32 ``[1]``. Then
         slices of that width are formed. Their sums over groups are kept until then: of 16-bit gradients 1/24 (1536
-        tokens) to 1/120 (7680 tokens and more) of the memory."""
+        tokens) to 1/104 (6656 tokens and more) of the memory."""
         first, real = self._first, self._rows.projection.real_rows
         mean_logits, errors, rows = self._mean.new_empty(real - first, dtype=torch.float32), [], self._sampled
         scale = rows.projection.scale

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from parallel_lce.arguments import as_float
 from parallel_lce.backends.interface import AUTO, GradientFilter
 from parallel_lce.checks import check_gradient_filter
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
@@ -152,6 +153,7 @@ def choose(
     filtered = before.gradient_filter if gradient_filter is None else gradient_filter
     if filtered is None:
         filtered = _filter_of_environment()
+    filtered = as_float(filtered)
     check_gradient_filter(filtered)
     if filtered is not None and chosen == "logits":
         raise ValueError(f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'")

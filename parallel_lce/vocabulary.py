@@ -75,11 +75,11 @@ class VocabularyOrder:
             raise ValueError(f"counts must be a tensor [V] with V > 0, got {_described(counts)}")
         if counts.dtype not in INTEGERS and not counts.is_floating_point():
             raise ValueError(f"counts must be integers or floating-point numbers, got {counts.dtype}")
-        if not isinstance(ranks, int) or ranks < 1:
+        if type(ranks) is not int or ranks < 1:
             raise ValueError(f"ranks must be a whole number of at least 1, got {ranks!r}")
         V = len(counts)
         rows = V if rows is None else rows
-        if not isinstance(rows, int) or rows < V or rows % ranks:
+        if type(rows) is not int or rows < V or rows % ranks:
             raise ValueError(f"rows must be at least V={V} and a multiple of ranks={ranks}, got {rows!r}")
         counts = counts.double() if counts.is_floating_point() else counts.long()
         if not (counts >= 0).all():
@@ -141,10 +141,11 @@ class VocabularyOrder:
                 Of a tied weight all names under which it is saved.
 
         Returns:
-            A new dict. The named tensors are new ones, as :meth:`apply_rows` makes them; all else is that of ``state``.
+            A new dict. The named tensors are new ones, as :meth:`apply_rows` makes them, without gradients; those that
+            shared memory do so again. All else is that of ``state``.
 
         Raises:
-            ValueError: a name is missing, or its tensor has another number of rows.
+            ValueError: ``names`` is one string, a name is missing, or its tensor has another number of rows.
         """
         return self._moved_checkpoint(state, names, self._old_id)
 
@@ -184,13 +185,24 @@ class VocabularyOrder:
             raise ValueError(f"{name} must be a tensor of {V} rows{padded}, got {_described(value)}")
 
     def _moved_checkpoint(self, state: Mapping[str, Any], names: Iterable[str], sources: Tensor) -> dict[str, Any]:
+        if isinstance(names, str):
+            raise ValueError(f"names must be several names, such as [{names!r}], got the string {names!r}")
         names = [*names]
         missing = [name for name in names if name not in state]
         if missing:
             raise ValueError(f"the checkpoint has no {', '.join(map(repr, missing))}")
         for name in names:
             self._check_rows(name, state[name])
-        return {**state, **{name: _moved(state[name], sources) for name in names}}
+        # Of a tied weight, whose names share memory, there is one again.
+        moved: dict[object, Tensor] = {}
+        result = dict(state)
+        for name in names:
+            value = state[name].detach()
+            place = value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
+            if place not in moved or not place[0]:
+                moved[place] = _moved(value, sources)
+            result[name] = moved[place]
+        return result
 
 
 def _mapped(ids: Tensor, table: Tensor) -> Tensor:

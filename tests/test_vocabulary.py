@@ -204,6 +204,15 @@ def test_checkpoints_both_ways():
     assert all(torch.equal(state[name], value) for name, value in before.items())
 
 
+def test_checkpoints_keep_ties_and_no_graph():
+    embedding = torch.nn.Parameter(normal(V, 3))
+    state = {"embedding": embedding, "output": embedding.detach(), "part": embedding[:, :2], "other": normal(V, 3)}
+    found = drawn_order().apply_checkpoint(state, state)
+    assert found["output"].data_ptr() == found["embedding"].data_ptr() and not found["embedding"].requires_grad
+    for name, value in state.items():
+        assert torch.equal(found[name], drawn_order().apply_rows(value))
+
+
 def test_checkpoints_that_are_refused():
     state = {"a": torch.zeros(V), "layer": torch.zeros(3, 3), "extra": None}
     for function in (drawn_order().apply_checkpoint, drawn_order().undo_checkpoint):
@@ -213,6 +222,8 @@ def test_checkpoints_that_are_refused():
             function(state, ["a", "layer"])
         with pytest.raises(ValueError, match="extra must be a tensor of 37 rows.* got NoneType"):
             function(state, ["extra"])
+        with pytest.raises(ValueError, match=r"names must be several names, such as \['a'\], got the string 'a'"):
+            function(state, "a")
 
 
 # --- files ---------------------------------------------------------------------------------------------

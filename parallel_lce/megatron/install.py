@@ -156,7 +156,10 @@ def choose(
     filtered = as_float(filtered)
     check_gradient_filter(filtered)
     if filtered is not None and chosen == "logits":
-        raise ValueError(f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'")
+        origin = ""
+        if gradient_filter is None:
+            origin = "; it is that of an earlier install() or of PARALLEL_LCE_GRADIENT_FILTER: uninstall() or unset it"
+        raise ValueError(f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'{origin}")
     return chosen, int(text) if text and budget is None else budget, filtered
 
 

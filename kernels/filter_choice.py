@@ -51,7 +51,7 @@ _SIGNS = tl.constexpr(SIGNS)
 # Largest error of dW, in units of the root above.
 _OF_TARGETS = 2.0**-7.5
 # Tokens that are looked at at a time.
-_TOKENS = 1024
+_TOKENS = 512
 # Norms, and tiles, that are looked at at a time.
 _SUMMED = 64
 # Norms below and above which fp32 does not hold their squares, and those of small parts.

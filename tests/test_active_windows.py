@@ -79,11 +79,8 @@ def gradients(x, weight, target, upstream=1.0, budget=0, **options):
 
 OPTIONS = {
     "none": {},
-    "scale": {"logit_scale": 0.9},
-    "z_loss": {"z_loss": 1e-3},
-    "partly saved": {"budget": N * WINDOW * 2 + 50_000},
-    "bias": {"linear_bias": 0.1 * normal(V, seed=5)},
-    "padded": {"vocab_size": V - 50},
+    "partly saved": {"budget": N * WINDOW * 2 + 50_000, "z_loss": 1e-3},
+    "bias": {"linear_bias": 0.1 * normal(V, seed=5), "logit_scale": 0.9, "vocab_size": V - 50},
 }
 
 
@@ -192,7 +189,7 @@ def test_a_bias_beside_scales_of_tokens(listed, device, monkeypatch):
         assert relative_error(a, b.double()) < 0.02
 
 
-@pytest.mark.parametrize("gradient_filter", [1e-30, EPS])
+@pytest.mark.parametrize("gradient_filter", [pytest.param(1e-30, marks=pytest.mark.slow), EPS])
 def test_targets_of_tokens_without_a_softmax_in_their_gradient(gradient_filter, listed, device):
     """The gradient of a target's logit is formed exactly, shared or not, where nothing else has a gradient."""
     x, weight, target = problem(device=device)
@@ -222,13 +219,12 @@ def test_a_window_of_no_probability_is_not_projected(listed, device):
     assert projected == {0, 2}
 
 
-@pytest.mark.parametrize("upstream", [2.0**12, -(2.0**-12)])
-def test_whoever_scales_the_loss_scales_its_gradient(upstream, listed, device):
-    t = problem(device=device)
-    once, scaled = (gradients(*t, factor, gradient_filter=EPS) for factor in (1.0, upstream))
+def test_whoever_scales_the_loss_scales_its_gradient(listed, device):
+    t, factor = problem(device=device), -(2.0**-12)
+    once, scaled = (gradients(*t, upstream, gradient_filter=EPS) for upstream in (1.0, factor))
     assert listed
     for a, b in zip(once, scaled):
-        assert torch.equal(a * upstream, b)
+        assert torch.equal(a * factor, b)
 
 
 def test_nan_reaches_what_it_would_reach_without_a_filter(device):
@@ -267,7 +263,7 @@ def test_auto_keeps_its_promise(placed, slope, listed, two_sampled, device):
     ("budget", "kind", "slope"),
     [
         (0, "tokens", 2.0),
-        (1 << 30, "halves", 1.0),
+        pytest.param(1 << 30, "halves", 1.0, marks=pytest.mark.slow),
         pytest.param(0, "ordered", 2.0, marks=pytest.mark.slow),
         pytest.param(0, "halves", 2.0, marks=pytest.mark.slow),
         pytest.param(1 << 30, "ordered", 2.0, marks=pytest.mark.slow),
@@ -370,8 +366,8 @@ def test_windows_are_kept_only_where_they_are_of_use(reason, device, monkeypatch
 
 def _on_ranks(member: Member, sequence_parallel: bool):
     tile_scan.FEWEST_SAMPLED = 1
-    x, weight, target = problem(N=1024, V=1024, device=member.device)
-    rows, tokens = 1024 // member.ranks, 1024 // member.ranks
+    x, weight, target = problem(N=512, V=1024, device=member.device)
+    rows, tokens = 1024 // member.ranks, 512 // member.ranks
     part = slice(member.rank * tokens, (member.rank + 1) * tokens) if sequence_parallel else slice(None)
     x = x.detach()[part].requires_grad_()
     weight = weight.detach()[member.rank * rows : (member.rank + 1) * rows].requires_grad_()
@@ -389,7 +385,7 @@ def _on_ranks(member: Member, sequence_parallel: bool):
 def test_ranks(sequence_parallel, device, worlds):
     """Shards of whole windows have the windows of the whole."""
     found = everywhere(worlds, device, 2, _on_ranks, sequence_parallel)
-    dx, dw = gradients(*problem(N=1024, V=1024, device=device), gradient_filter=EPS)
+    dx, dw = gradients(*problem(N=512, V=1024, device=device), gradient_filter=EPS)
     assert_close(torch.cat([weight for _, weight in found]), dw.cpu().double(), 1e-2)
     parts = torch.cat([x for x, _ in found]) if sequence_parallel else found[0][0]
     assert_close(parts, dx.cpu().double(), 1e-2)

@@ -348,9 +348,9 @@ def _of_a_large_vocabulary(member: Member, dtype: torch.dtype) -> list[torch.Ten
     return [v.cpu() for v in (loss, found.target_logit, found.vocab_size, found.argmax, found.mean_logit)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.thinned("ranks")
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_vocabulary_beyond_2_to_the_24(ranks, dtype, worlds, device):
     z = (torch.arange(LARGE) % 7 - 3).double() * torch.tensor([[0.5], [1.0], [-1.0], [2.0], [0.25]])
     target = torch.tensor([LARGE - 1, LARGE - 2, 2**24, 2**24 - 1])

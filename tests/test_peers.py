@@ -170,7 +170,7 @@ def test_a_large_hidden_dimension(device):
 @pytest.mark.parametrize(
     "case",
     [
-        Case(521, 2560, 2048, "bf16", ranks=3, reduction="none", budget=0, bias=True),
+        Case(137, 640, 2048, "bf16", ranks=3, reduction="none", budget=0, bias=True),
         Case(522, 2560, 2048, "fp32", ranks=2, sequence_parallel=True),
     ],
     ids=str,

@@ -11,7 +11,7 @@ tile's. It needs G no more once the ``A_t`` of all tiles are known, whatever the
 its mean. That changes nothing in R, whose rows sum to 0 in every tile; G's own product gets the masses times the means.
 The shares q may be others for dW than for dX.
 
-The errors are estimated at ``LEVELS`` filters: ``LARGEST_FILTER``, and each half of the one before. What is not finite
+The errors are estimated at 8 filters, the *levels*: 2^-10, 2^-11, ..., 2^-15, then 2^-17 and 2^-19. What is not finite
 is an error too large. Norms from four signs vary: the worst case is an error of rank 1, whose estimate has a standard
 deviation of a third.
 """
@@ -28,13 +28,12 @@ from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.tile_scan import GROUP, TILE, BlockSample, ScannedTiles
 from parallel_lce.kernels.tuning import interpreted
 
-LEVELS, LARGEST_FILTER = 8, 2.0**-10
-"""Filters at which the errors are estimated, and the largest of them."""
+LEVELS = 8
+"""Filters at which the errors are estimated."""
 SIGNS = 4
 """Columns of O, and of S."""
 
 _TILE, _LEVELS, _SIGNS = tl.constexpr(TILE), tl.constexpr(LEVELS), tl.constexpr(SIGNS)
-_LARGEST_FILTER = tl.constexpr(LARGEST_FILTER)
 _COLUMNS = tl.constexpr(2 * SIGNS)
 SLOTS = 16
 """Columns of a product: one per level, one for G unfiltered. A product has 16 at least."""
@@ -73,8 +72,10 @@ class LevelProducts(NamedTuple):
 
 @triton.jit
 def filter_of(level):
-    """``LARGEST_FILTER`` 2^-level, with the power of two from the bits of its exponent."""
-    return ((127 - level) << 23).to(tl.float32, bitcast=True) * _LARGEST_FILTER
+    """A power of two, from the bits of its exponent. Where small filters are needed, early in a training, twice as
+    large a one skips hardly more: there every other power of two is enough."""
+    exponent = 10 + level + tl.maximum(level - 5, 0)
+    return ((127 - exponent) << 23).to(tl.float32, bitcast=True)
 
 
 @Relaunched

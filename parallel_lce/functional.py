@@ -90,8 +90,8 @@ def linear_cross_entropy(
             that have an entry of a larger probability. Of every other tile it takes the products of sums
             (:mod:`parallel_lce.kernels.active_tiles`). The loss is unchanged, and no collective is added. The Triton
             backend filters products of 1e12 flops and more; the torch backend saves no time. Not with
-            ``label_smoothing``. ``"auto"``: the largest of 2**-10, 2**-11, ..., 2**-17 whose errors, in Frobenius
-            norms, are at most 2**-9 of this rank's part of dX, and of dW, over all ranks, at most
+            ``label_smoothing``. ``"auto"``: the largest of 2**-10, 2**-11, ..., 2**-15, 2**-17 and 2**-19 whose errors,
+            in Frobenius norms, are at most 2**-9 of this rank's part of dX, and of dW, over all ranks, at most
             2**-7.5 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i)). There x_i is the hidden state of token i, p_i the probability
             of its target, and a_i the gradient of its logits where a probability is 1. The Triton backend estimates
             these errors from a sample of the tokens (:mod:`parallel_lce.kernels.filter_choice`). If there is no such

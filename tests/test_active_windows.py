@@ -17,7 +17,6 @@ from parallel_lce.backends import triton_backward, triton_filter, triton_slices,
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.kernels import tile_scan
 from parallel_lce.kernels.filter_choice import LARGEST_ERROR
-from parallel_lce.kernels.filter_estimates import LARGEST_FILTER
 
 EPS = 2**-6
 # Tokens, entries, and those of a window in the tests' dtypes. A slice has two windows.
@@ -283,7 +282,7 @@ def test_estimates_are_near_the_errors(budget, kind, slope, two_sampled, device)
     units = torch.stack([exact[0].norm(), allowances[0][1, 0]])
     errors, checked = estimates[-1].errors.double() * units[:, None], 0
     for level in (0, 1):
-        found = gradients(*t, budget=budget, gradient_filter=LARGEST_FILTER / 2**level)
+        found = gradients(*t, budget=budget, gradient_filter=2.0 ** -(10 + level))
         for estimate, a, b in zip(errors[:, level].tolist(), found, exact):
             # What does not change is rounded alike.
             error, rounding = (a.double() - b).norm().item(), 2**-12 * b.norm().item()

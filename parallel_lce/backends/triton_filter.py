@@ -57,7 +57,7 @@ class Estimates(NamedTuple):
 
     # fp32 [1]: the largest filter that adds no more than the allowance, or 0
     eps: Tensor
-    # fp32 [2, LEVELS], at the filters 2^-10, 2^-11, ...: relative to dX's part, and to the largest error of dW
+    # fp32 [2, LEVELS], at each level: relative to dX's part, and to the largest error of dW
     errors: Tensor
 
 

@@ -87,8 +87,9 @@ def options_of(name, dtype, device):
     return {k: v.to(DTYPES[dtype]).to(device) if torch.is_tensor(v) else v for k, v in OPTIONS[name].items()}
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.slow), "fp16"])
-@pytest.mark.parametrize("name", ["none", *(pytest.param(name, marks=pytest.mark.slow) for name in list(OPTIONS)[1:])])
+@pytest.mark.thinned("dtype")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", OPTIONS)
 def test_a_filter_below_every_probability_changes_nothing(name, dtype, listed, device):
     t, options = problem(dtype, device), options_of(name, dtype, device)
     found = gradients(*t, gradient_filter=1e-30, **options)
@@ -329,7 +330,7 @@ def test_gradients_are_exact_where_every_filter_would_add_too_much(listed, two_s
         assert relative_error(c, b.double()) > 2 * LARGEST_ERROR
 
 
-@pytest.mark.parametrize("name", [pytest.param("none", marks=pytest.mark.slow), "partly saved"])
+@pytest.mark.parametrize("name", ["none", "partly saved"])
 def test_a_second_backward(name, listed, device):
     """What the first one has overwritten is formed anew; what is known of windows stays."""
     t, budget = problem(device=device), OPTIONS[name].get("budget", 0)

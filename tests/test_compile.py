@@ -122,12 +122,9 @@ def test_a_dynamic_dimension_is_compiled_once(name, device):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("budget", [pytest.param(None, marks=pytest.mark.slow), 0])
-@pytest.mark.parametrize(
-    "names",
-    [pytest.param(["lse", "target_log_prob"], marks=pytest.mark.slow), list(DIFFERENTIABLE)],
-    ids=["kept", "all"],
-)
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("names", [["lse", "target_log_prob"], list(DIFFERENTIABLE)], ids=["kept", "all"])
+@pytest.mark.thinned
 def test_statistics(names, budget, device):
     def statistics(x, weight, target):
         return parallel_lce.token_statistics(

@@ -11,9 +11,8 @@ tile's. It needs G no more once the ``A_t`` of all tiles are known, whatever the
 its mean. That changes nothing in R, whose rows sum to 0 in every tile; G's own product gets the masses times the means.
 The shares q may be others for dW than for dX.
 
-The errors are estimated at 8 filters, the *levels*: 2^-10, 2^-11, ..., 2^-15, then 2^-17 and 2^-19. What is not finite
-is an error too large. Norms from four signs vary: the worst case is an error of rank 1, whose estimate has a standard
-deviation of a third.
+The errors are estimated at ``LEVELS`` filters, those of :func:`filter_of`. What is not finite is an error too large.
+Norms from four signs vary: the worst case is an error of rank 1, whose estimate has a standard deviation of a third.
 """
 
 from __future__ import annotations
@@ -72,8 +71,8 @@ class LevelProducts(NamedTuple):
 
 @triton.jit
 def filter_of(level):
-    """A power of two, from the bits of its exponent. Where small filters are needed, early in a training, twice as
-    large a one skips hardly more: there every other power of two is enough."""
+    """2^-10, 2^-11, ..., 2^-15, 2^-17 and 2^-19, from the bits of the exponent. Small filters are needed early in a
+    training. There a filter twice as large skips few more tiles, so that every other power of two is enough."""
     exponent = 10 + level + tl.maximum(level - 5, 0)
     return ((127 - exponent) << 23).to(tl.float32, bitcast=True)
 

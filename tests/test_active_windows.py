@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cases import DTYPES, normal
+from filters import FILTERS
 from measures import assert_close, relative_error
 from parallel_lce import linear_cross_entropy, prepare, token_statistics
 from tools import arguments_to, chosen_backend, everywhere, results_of, shrunk
@@ -282,7 +283,7 @@ def test_estimates_are_near_the_errors(budget, kind, slope, two_sampled, device)
     units = torch.stack([exact[0].norm(), allowances[0][1, 0]])
     errors, checked = estimates[-1].errors.double() * units[:, None], 0
     for level in (0, 1):
-        found = gradients(*t, budget=budget, gradient_filter=2.0 ** -(10 + level))
+        found = gradients(*t, budget=budget, gradient_filter=FILTERS[level])
         for estimate, a, b in zip(errors[:, level].tolist(), found, exact):
             # What does not change is rounded alike.
             error, rounding = (a.double() - b).norm().item(), 2**-12 * b.norm().item()

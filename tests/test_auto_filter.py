@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import one_hot
 
 from cases import DTYPES, normal
-from filters import TILE, filtered
+from filters import FILTERS, TILE, filtered
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, prepare, token_statistics
 from parallel_lce.operands import call_of, numbers_of, operands_of
@@ -30,7 +30,6 @@ from parallel_lce.kernels.filter_estimates import LEVELS, RowFactors, level_prod
 from parallel_lce.kernels.tile_scan import GROUP, inverse_limits, sample_blocks, scan_tiles
 
 LIMIT = LARGEST_ERROR
-FILTERS = [2.0**-exponent for exponent in (10, 11, 12, 13, 14, 15, 17, 19)]
 
 
 def test_the_documentation_names_the_filters():

@@ -41,8 +41,11 @@ def test_the_documentation_names_the_filters():
 
 def inputs_of(kind: str, N: int, V: int):
     """Hidden states and a weight. The first entry has most of the softmax. The rest is in the first tiles, or ``even``
-    in all tiles. ``mixed``: some tokens have much less of the first entry, and like others of the rest."""
+    in all tiles. ``mixed``: some tokens have much less of the first entry, and like others of the rest. ``steps``: no
+    entry has much."""
     x, weight = normal(N, 16), 0.15 * normal(V, 16, seed=1)
+    if kind == "steps":
+        return x, weight
     x[:, 0] = 4.0
     x[TILE:, 0] = 3.0 if kind == "mixed" else 3.6
     if kind == "mixed":
@@ -87,10 +90,11 @@ N = 150
 
 
 class Slice:
-    """A slice of G as the backward has it, in float64 and on a device. ``placed``: with factors and targets."""
+    """A slice of G as the backward has it, in float64 and on a device. ``placed``: with factors and targets.
+    ``steps``: for each filter the largest probability of a tile is a little above it, and of the tile below less."""
 
     def __init__(self, kind: str, dtype: str, placed: bool, device: str) -> None:
-        V, first = 500, 1000
+        V, first = 1012 if kind == "steps" else 500, 1000
         x, weight = (t.to(DTYPES[dtype]) for t in inputs_of(kind, N, V))
         token, ones = torch.arange(N), torch.ones(N).double()
         self.scale, alpha, self.dx_factor, self.dw_factor = 1.0, ones, ones, ones
@@ -101,9 +105,14 @@ class Slice:
             alpha, self.dx_factor, self.dw_factor = (0.5 + normal(N, seed=s).sigmoid() for s in (3, 4, 5))
             self.scale, residual = 8.0, -alpha * torch.where(token % 3 == 0, 0.9, 0.05)
         p = (x.double() @ weight.double().T).softmax(1)
-        p[:, 0] -= 1.0
+        if kind == "steps":
+            tiles = [tile for rows in p.split(TILE) for tile in rows.split(TILE, dim=1)]
+            for tile, largest in zip(tiles, [eps * 2**step for step in (0.2, -0.2) for eps in FILTERS], strict=True):
+                tile *= largest / tile.max()
+        else:
+            p[:, 0] -= 1.0
         # What follows a row is never read as a number.
-        memory = torch.full((N, 504), torch.nan, dtype=DTYPES[dtype], device=device)
+        memory = torch.full((N, V + 4), torch.nan, dtype=DTYPES[dtype], device=device)
         memory[:, :V] = (p * (alpha / self.dx_factor * self.scale)[:, None]).to(device)
         self.g, self.inverse = memory[:, :V].cpu().double(), self.dx_factor / (alpha * self.scale)
         self.x, self.weight = x.double(), weight.double()
@@ -152,11 +161,13 @@ def test_estimates_are_near_the_errors_of_the_definition(kind, dtype, placed, de
     assert eps.item() == (passing or [0.0])[0]
 
 
-@pytest.mark.parametrize(("dtype", "rtol"), [("fp32", 4e-3), ("fp16", 4e-2)])
-def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
+@pytest.mark.parametrize(
+    ("kind", "dtype", "rtol"), [("mixed", "fp32", 4e-3), ("mixed", "fp16", 4e-2), ("steps", "fp32", 4e-3)]
+)
+def test_sketched_products_are_those_of_the_definition(kind, dtype, rtol, device):
     """The signs of the sketch being given, nothing is left to chance. Rounding is relative to G's product, and R's is
     smaller."""
-    t = Slice("mixed", dtype, True, device)
+    t = Slice(kind, dtype, True, device)
     norms, signed, skipped = level_products(t.scanned, t.sketch, *t.given[1:])
     sketch = t.sketch.cpu().double().T
     for level, r in enumerate([*t.removed, t.g]):
@@ -165,7 +176,8 @@ def test_sketched_products_are_those_of_the_definition(dtype, rtol, device):
         assert abs(norms[:, level].norm().item() - hidden) <= rtol * hidden, level
         if level == LEVELS:
             continue
-        assert skipped[:, level].sum() == (t.scanned.largest <= FILTERS[level]).sum(), level
+        count = (t.scanned.largest <= FILTERS[level]).sum()
+        assert skipped[:, level].sum() == count and (kind != "steps" or count == 15 - 2 * level), level
         expected = t.scale * (t.of_weight(r) @ sketch[:, 4:])
         first, second, both = signed.view(3, -1, N)[:, 4 * level : 4 * level + 4]
         assert_close(both.T, expected, rtol, name=level)

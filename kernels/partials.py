@@ -136,7 +136,8 @@ def _merge_kernel(
     """Merge slices of the vocabulary: windows of ``WINDOW`` entries, or the shards of the ranks.
 
     ``stride``: elements from one slice's columns to the next one's. For windows: ``entries`` and ``start`` are those
-    of the shard, and ``wanted`` the targets, whose logits are in ``merged``. For ranks: ``entries`` is V if ``BOUNDED``; ``vocab_size`` is an output; all ranks fit one tile
+    of the shard, and ``wanted`` the targets, whose logits are in ``merged``. For ranks: ``entries`` is V if
+    ``BOUNDED``; ``vocab_size`` is an output; all ranks fit one tile
     (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -273,7 +274,9 @@ def merge_windows(
     """Merge partials of windows ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's.
 
     That holds the logits of ``target [R]`` int64, or no target is given. A target that is its token's maximum beyond
-    doubt gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`). The windows have ``window`` entries each, ``entries`` in all; ``start`` is the global id of the first. Returns
+    doubt gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`).
+
+    The windows have ``window`` entries each, ``entries`` in all; ``start`` is the global id of the first. Returns
     ``on_shift [R]`` uint8: whether all of a token's windows are relative to its ``softmax_shift [R]`` fp32. None
     without a softmax shift.
     """

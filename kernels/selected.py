@@ -70,7 +70,9 @@ def lce_forward_selected_logits(
     weight,
     bias,
     token_scale,
-    windows,
+    maxima,
+    sums,
+    softmax_shift,
     ids,
     begin,
     end,
@@ -115,13 +117,13 @@ def lce_forward_selected_logits(
         logit *= factor
         if cap is not None:
             logit = softcapped(logit, cap)
-        if windows is not None:
+        if maxima is not None:
             here = (wanted // WINDOW) * rows + token
-            top = tl.load(windows.max + here, mask=hit, other=0.0)
+            top = tl.load(maxima + here, mask=hit, other=0.0)
             reference = finite_base(top)
-            if windows.softmax_shift is not None:
-                reference = window_shift(top, tl.load(windows.softmax_shift + token))
-            sum_exp = tl.load(windows.sum_exp + here, mask=hit, other=0.0) / exponential_from(top, reference)
+            if softmax_shift is not None:
+                reference = window_shift(top, tl.load(softmax_shift + token))
+            sum_exp = tl.load(sums + here, mask=hit, other=0.0) / exponential_from(top, reference)
             logit = exact_logit(logit, top, sum_exp)
         tl.store(logits + e, tl.where(hit, logit, 0.0), mask=e < stop)
 
@@ -289,7 +291,7 @@ def selected_logits(
         weight,
         product.bias,
         product.token_scale,
-        windows,
+        *(windows or (None, None, None)),
         ids,
         begin,
         end,

@@ -32,30 +32,14 @@ def exponential(x):
 
 @triton.jit
 def exponential_from(z, shift):
-    """exp(z - shift) by one multiply-add and one ``exp2``.
-
-    ``shift * log2(e)`` is rounded. :func:`rebased` rounds it in the same way, and in the product of the two the
-    errors cancel.
-    """
-    return tl.exp2(tl.fma(z, _LOG2_E, -(shift * _LOG2_E)))
-
-
-@triton.jit
-def rebased(shift, base):
-    """The factor that turns ``exponential_from(z, shift)`` into exp(z - base)."""
-    return tl.exp2(_bits_between(shift, base))
-
-
-@triton.jit
-def _bits_between(shift, base):
-    """(shift - base) * log2(e), ``shift * log2(e)`` being rounded as in :func:`exponential_from`."""
-    return tl.fma(-base, _LOG2_E, shift * _LOG2_E)
+    """exp(z - shift). They are subtracted first: the products of large ones with log2(e) would not cancel."""
+    return exponential(z - shift)
 
 
 @triton.jit
 def logit_above(e, shift, base):
-    """z - base, from ``e = exponential_from(z, shift)``; ``LOWEST_SHIFT`` where e underflowed."""
-    return tl.maximum((tl.log2(e) + _bits_between(shift, base)) * _LN_2, LOWEST_SHIFT)
+    """z - base, from ``e = exp(z - shift)``; ``LOWEST_SHIFT`` where e underflowed."""
+    return tl.maximum(tl.log2(e) * _LN_2 + (shift - base), LOWEST_SHIFT)
 
 
 @triton.jit

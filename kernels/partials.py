@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, rebased, window_shift
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.memory import on_device_of
 from parallel_lce.partials import NOBODY
@@ -184,7 +184,7 @@ def _merge_kernel(
             if softmax_shift is not None:
                 reference = window_shift(m, shift[None, :])
                 off_shift = tl.maximum(off_shift, tl.max((inside & (reference != shift[None, :])).to(tl.int32), 0))
-            factor = rebased(reference, base[None, :])
+            factor = exponential_from(reference, base[None, :])
         # A slice of -inf alone adds nothing, but NaN beside -inf must get through.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)
         sum_exp += tl.sum(s * factor, 0)
@@ -197,7 +197,8 @@ def _merge_kernel(
             total += tl.sum(tl.load(slices.total + here, mask=inside, other=0.0), 0)
         if slices.weighted is not None:
             column = tl.load(slices.weighted + here, mask=inside, other=0.0)
-            weighted += tl.sum((column + s * moved) * factor, 0)
+            # Far below the maximum the factor is 0. The bound keeps what it multiplies from infinity.
+            weighted += tl.sum((column + s * tl.maximum(moved, LOWEST_SHIFT)) * factor, 0)
         if slices.squared is not None:
             column = tl.load(slices.squared + here, mask=inside, other=0.0)
             squared += tl.sum(column * factor * factor, 0)

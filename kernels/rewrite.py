@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, finite_base, logit_above, rebased, window_shift
+from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, exponential_from, finite_base, logit_above, window_shift
 from parallel_lce.kernels.relaunch import Relaunched
 
 REWRITTEN = 2048
@@ -92,7 +92,7 @@ def rewrite_row(
         reference = finite_base(top)
         if HAS_SHIFT:
             reference = window_shift(top, shift)
-        rebase = rebased(reference, base)
+        rebase = exponential_from(reference, base)
         # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
         empty = (top == -float("inf"))[:, None] & (e == 0.0)
         of_max = tl.where(empty, 0.0, e * rebase[:, None])

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, finite_base, rebased
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, exponential_from, finite_base
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.rewrite import REWRITTEN, SavedExponentials, TokenCoefficients, rewrite_row, rewrite_rows
 from parallel_lce.kernels.targets import place
@@ -149,7 +149,7 @@ def lce_backward_token_gradients(
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
         alpha_over_sum = alpha * (grad_scale / tl.load(partial + rows + row, mask=valid, other=1.0))
         shift = tl.load(softmax_shift + row, mask=valid, other=0.0)
-        coefficient = alpha_over_sum * rebased(shift, base)
+        coefficient = alpha_over_sum * exponential_from(shift, base)
         # NaN is rewritten.
         keeps = (tl.load(on_shift + row, mask=valid, other=1) != 0) & (tl.abs(base - shift) <= _REACH)
         keeps &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | ((coefficient == 0.0) & (t == 0.0))

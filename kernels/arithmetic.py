@@ -45,6 +45,13 @@ def exponential_from(z, shift):
 
 
 @triton.jit
+def scaled(z, factor):
+    """``z * factor``, rounded. Compilers fuse a plain product with what is subtracted from it: a logit would then not
+    equal the maximum that was found of it, by a rounding, which of a large one has an infinite exponential."""
+    return tl.fma(z, factor, 0.0)
+
+
+@triton.jit
 def logit_above(e, shift, base):
     """z - base, from ``e = exp(z - shift)``; ``LOWEST_SHIFT`` where e underflowed."""
     return tl.maximum(tl.log2(e) * _LN_2 + (shift - base), LOWEST_SHIFT)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, softcapped
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, scaled, softcapped
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
 
@@ -103,9 +103,9 @@ def finish_tile(
     if bias is not None:
         z += tl.load(bias + c, mask=c < entries, other=0.0).to(tl.float32)[None, :]
     if SCALED:
-        z *= scale
+        z = scaled(z, scale)
     if token_scale is not None:
-        z *= row_values[0][:, None]
+        z = scaled(z, row_values[0][:, None])
     if cap is not None:
         z = softcapped(z, cap)
     if GRADIENT:

@@ -91,9 +91,6 @@ def lce_forward_selected_logits(
 ):
     token = tl.program_id(0)
     stop = tl.load(end + token)
-    factor = scale
-    if token_scale is not None:
-        factor *= tl.load(token_scale + token)
     # The token's row, as often as the smallest product has rows.
     lane = tl.arange(0, ENTRIES)
     x_rows = x + token.to(tl.int64) * x_stride + tl.zeros((ENTRIES,), tl.int64)[:, None]
@@ -114,7 +111,9 @@ def lce_forward_selected_logits(
         logit = tl.sum(tl.where(lane[:, None] == 0, z, 0.0), 0)
         if bias is not None:
             logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
-        logit *= factor
+        logit *= scale
+        if token_scale is not None:
+            logit *= tl.load(token_scale + token)
         if cap is not None:
             logit = softcapped(logit, cap)
         if maxima is not None:

@@ -124,6 +124,9 @@ class LogitGradient:
         maximum, sum_exp, target_logit = partial[: TARGET + 1]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        # A product of other rows rounds a logit in another way. Of millions, what is so near to the maximum is it.
+        slack = self._maximum.abs().mul_(8 * torch.finfo(maximum.dtype).eps).sub_(1.0).clamp_(min=0.0)
+        self._near_maximum = self._maximum - slack
         self.fp16_unscale: Tensor | None = None
         factor: Tensor | float = projection.scale
         if projection.token_scale is not None:
@@ -206,7 +209,7 @@ class LogitGradient:
         z = logits(self._projection, self.x, rows, weight, window)
         cap = self._projection.softcap
         slope = None if cap is None else softcap_slope(cap, z)
-        z -= self._maximum[rows]
+        z.sub_(self._near_maximum[rows]).clamp_(max=0.0)
         moved = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
         return self._softmax_gradient(z.exp_(), moved, rows), slope
 

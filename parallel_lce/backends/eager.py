@@ -47,6 +47,7 @@ from parallel_lce.backends.interface import (
     savable,
 )
 from parallel_lce.backends.loss import mean_loss, token_losses
+from parallel_lce.memory import some_rows
 from parallel_lce.partials import MAX, TARGET, Columns, empty_partial, merge, merge_ranks, tile_partial
 
 __all__ = [
@@ -118,26 +119,27 @@ class BlockForward:
         width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
         stored = pieces(0, save, width)
         cut = stored + pieces(save, projection.real_rows, width)
-        exponentials, saved = memory.borrow(0, projection.weight.dtype), ()
+        exponentials, saved = None, ()
         if save:
             exponentials = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
             saved = exponentials[: save * rows], self.partial.new_empty(len(stored), rows)
-        counts = self.partial.new_empty(len(cut))
         for group in (tiles[a : a + _GROUP] for a in range(0, len(tiles), _GROUP)):
             of_group = self.partial[:, group[0].start : group[-1].stop]
             partials = of_group[None] if len(cut) == 1 else of_group.new_zeros(len(cut), *of_group.shape)
             for number, window in enumerate(cut):
-                weight = operand(projection.weight[window])
-                counts[number].fill_(len(weight))
+                weight = operand(some_rows(projection.weight, window.start, window.stop))
                 for tile in group:
-                    store = saved_tile(exponentials, save, tile, window) if window.start < save else None
+                    store = None
+                    if exponentials is not None and window.start < save:
+                        store = saved_tile(exponentials, save, tile, window)
                     in_place = store is not None and store.dtype == dtype
-                    out = store if in_place else borrowed(memory, window, tile, dtype)
-                    z = logits(projection, x, tile, weight, window, out)
+                    z = store if in_place else borrowed(memory, window, tile, dtype)
+                    logits(projection, x, tile, weight, window, z)
                     self._reduce(z, tile, window, partials[number, :, tile.start - group[0].start :])
                     if store is not None and not in_place:
                         store.copy_(z.mul_(SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
             if len(cut) > 1:
+                counts = torch.stack([self.partial.new_full((), w.stop - w.start) for w in cut])
                 of_group.copy_(merge(partials, counts, columns))
             if saved:
                 saved[1][:, group[0].start : group[-1].stop] = partials[: len(stored), MAX]
@@ -203,12 +205,13 @@ class BlockBackward:
         waits = dx is not None and grads.reduces_dx
         for window in producer.windows:
             sums = _WindowSums(grads, producer, window)
-            weight = operand(projection.weight[window])
+            weight = operand(some_rows(projection.weight, window.start, window.stop))
             for rows in producer.row_tiles:
                 tile = producer.tile(window, rows, weight)
                 if total is not None:
-                    overwrite, factor = window.start == 0, producer.fp16_unscale
-                    accumulate_nt(total[rows], tile.gradient.t(), weight.t(), overwrite=overwrite, factor=factor)
+                    of_rows, factor = some_rows(total, rows.start, rows.stop), producer.fp16_unscale
+                    overwrite = window.start == 0
+                    accumulate_nt(of_rows, tile.gradient.t(), weight.t(), overwrite=overwrite, factor=factor)
                 last = window.stop == projection.real_rows and rows.stop == len(producer.x)
                 if waits and (last or producer.stays(window)):
                     self._waiting.append((sums, rows, tile))
@@ -238,7 +241,7 @@ class _WindowSums:
         factor, first = self._producer.fp16_unscale, rows.start == 0
         if weight is not None:
             total, empty = weight
-            x = self._producer.x[rows]
+            x = some_rows(self._producer.x, rows.start, rows.stop)
             accumulate_nt(total, tile.gradient, x.t(), overwrite=empty and first, factor=factor)
         if bias is not None:
             total, empty = bias

@@ -29,7 +29,8 @@ from parallel_lce.backends.interface import (
     power_of_two_scale,
     softcap_slope,
 )
-from parallel_lce.partials import LOWEST_SHIFT, TARGET
+from parallel_lce.memory import some_rows
+from parallel_lce.partials import LOWEST_SHIFT, MAX, SUM_EXP, TARGET, exponential_
 
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. On a CPU every
 # operation waits for the slowest thread, which may not be running: operations are to be few and large.
@@ -63,7 +64,7 @@ def pieces(start: int, stop: int, most: int) -> list[slice]:
 def logits(projection: Projection, x: Tensor, rows: slice, weight: Tensor, window: slice, out: Tensor) -> Tensor:
     """A tile ``[entries, rows]`` of z in ``out``; ``weight`` holds the window's rows as an operand."""
     bias = None if projection.bias is None else projection.bias[window, None]
-    accumulate_nt(out, weight, x[rows], overwrite=True)
+    accumulate_nt(out, weight, some_rows(x, rows.start, rows.stop), overwrite=True)
     return finished(out, projection, bias, projection.of_rows(rows).token_scale)
 
 
@@ -148,11 +149,11 @@ class LogitGradient:
         self.row_tiles = row_tiles(rows)
         temporaries = projection.softcap is not None or gradient_filter is not None
         temporaries |= coefficients.delta is not None or coefficients.epsilon is not None
-        width = window_size(projection, min(rows, _TILE_ROWS), temporaries)
+        width = window_size(projection, max([t.stop - t.start for t in self.row_tiles], default=0), temporaries)
         saved_windows = pieces(0, self._save, self._saved_width)
         self.windows = [w for s in saved_windows for w in pieces(s.start, s.stop, width)]
         self.windows += pieces(self._save, real, width)
-        maximum, sum_exp, target_logit = partial[: TARGET + 1]
+        maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
         self.fp16_unscale: Tensor | None = None
@@ -181,7 +182,7 @@ class LogitGradient:
             self._epsilon = self._epsilon / sum_exp.square()
         if self._beta is not None and projection.softcap is not None:
             # Uses the target's fp32 logit, not a stored exponential.
-            self._beta = self._beta * softcap_slope(projection.softcap, target_logit)
+            self._beta = self._beta * softcap_slope(projection.softcap, partial[TARGET])
 
     def stays(self, window: slice) -> bool:
         in_place = self._saved and self._saved[0].dtype == self._projection.dtype and self._limits is None
@@ -246,7 +247,7 @@ class LogitGradient:
         slope = None if cap is None else softcap_slope(cap, z)
         z -= self._maximum[rows]
         moved = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
-        return self._softmax_gradient(z.exp_(), moved, rows), slope
+        return self._softmax_gradient(exponential_(z), moved, rows), slope
 
     def _softmax_gradient(self, e: Tensor, moved: Tensor | None, rows: slice) -> Tensor:
         """``e (alpha + delta moved + epsilon e)``. ``e``: exp(z - M). ``moved``: z - M. Both are overwritten."""

@@ -20,9 +20,8 @@ _ALIGNED = 8
 
 def operand(tensor: Tensor) -> Tensor:
     """``tensor`` as :func:`matmul_nt` takes it on its device."""
-    if tensor.is_cuda:
-        return tensor
-    return tensor.to(accumulation_dtype(tensor.dtype))
+    dtype = accumulation_dtype(tensor.dtype)
+    return tensor if tensor.is_cuda or tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:

@@ -44,6 +44,7 @@ from parallel_lce.backends.interface import (
     Saved,
     Scratch,
     SelectedGradient,
+    SelectedLogits,
     savable,
 )
 from parallel_lce.backends.loss import mean_loss, token_losses
@@ -100,7 +101,9 @@ class BlockForward:
         buffer: Tensor | None = None,
         out: Tensor | None = None,
         keep_windows: bool = False,
+        selected: SelectedLogits | None = None,
     ) -> None:
+        self._selected = selected
         self._projection, self._x, self._target, self._columns = projection, x, target, columns
         self._save = min(save, projection.real_rows)
         self._buffer = buffer
@@ -115,11 +118,14 @@ class BlockForward:
         x, rows, dtype = operand(self._x), self._x.shape[0], projection.dtype
         if 0 in (projection.real_rows, rows):
             return ()
+        if self._selected is not None:
+            selected_logits(projection, self._x, *self._selected)
         tiles, memory = row_tiles(rows), Scratch(0, x.device)
         width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
         stored = pieces(0, save, width)
         cut = stored + pieces(save, projection.real_rows, width)
-        exponentials, saved = None, ()
+        exponentials: Tensor | None = None
+        saved: Saved = ()
         if save:
             exponentials = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
             saved = exponentials[: save * rows], self.partial.new_empty(len(stored), rows)
@@ -133,7 +139,7 @@ class BlockForward:
                     if exponentials is not None and window.start < save:
                         store = saved_tile(exponentials, save, tile, window)
                     in_place = store is not None and store.dtype == dtype
-                    z = store if in_place else borrowed(memory, window, tile, dtype)
+                    z = store if store is not None and in_place else borrowed(memory, window, tile, dtype)
                     logits(projection, x, tile, weight, window, z)
                     self._reduce(z, tile, window, partials[number, :, tile.start - group[0].start :])
                     if store is not None and not in_place:

@@ -192,8 +192,10 @@ def check_filtered(a: Arguments, columns: Columns, options: LossOptions | None) 
     """Raise if the gradient is filtered, and not the probabilities times one number per token."""
     if a.gradient_filter is None:
         return
+    if options is not None:
+        check_filtered_loss(a.gradient_filter, options.label_smoothing)
     asked = {
-        "mean_logit" if options is None else f"label_smoothing={options.label_smoothing}": columns.shifted,
+        "mean_logit": columns.shifted and options is None,
         "expected_logit": columns.weighted,
         "sum_p_squared": columns.squared,
         "selected": a.selected is not None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import parallel_lce
 from blocks import counted_forwards, watched_backwards
@@ -13,6 +15,7 @@ from cases import Case, dense, dense_loss, make, part
 from measures import ROUNDED, assert_close, assert_near, assert_no_worse, smallest_steps
 from parallel_lce import prepare, reference
 from parallel_lce.backends import backend_of
+from parallel_lce.distillation import divergence
 from tools import DIFFERENTIABLE, REDUCED, everywhere, shrunk, small, statistics
 from world import Member
 
@@ -40,6 +43,43 @@ def test_checkpointed_loss_is_computed_twice_and_no_more(reduction, reentrant, b
     # The plain call, the checkpoint's forward (without gradients if reentrant) and its recomputation.
     assert len(blocks) == 2 * once + (1 if reentrant else once)
     assert torch.equal(x.grad, want[0]) and torch.equal(w.grad, want[1])
+
+
+_aten = torch.ops.aten
+PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default)
+
+
+def _save_products(context, operation, *arguments, **options) -> CheckpointPolicy:
+    """What trainers checkpoint a block with."""
+    return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("name", [*REDUCED, "statistics", "selected", "divergence"])
+@pytest.mark.thinned
+def test_selective_checkpoints_may_keep_products(name, backend, device):
+    """They keep what ``aten.mm`` gives, and refuse it if it is changed in place. So no such result is: a product that
+    is to be changed is written by ``out=``."""
+    t = small(device, N=40, V=150, D=16, dtype="bf16")
+
+    def block(x, w):
+        x = torch.nn.functional.linear(x, torch.eye(16, dtype=x.dtype, device=device)).relu()
+        if name == "divergence":
+            return divergence(x, w, x.detach() * 0.5, w.detach(), temperature=2.0, reduction="none").sum()
+        if name == "selected":
+            return parallel_lce.selected_log_probs(x, w, t.target[:, None].repeat(1, 2)).sum()
+        if name == "statistics":
+            found = parallel_lce.token_statistics(
+                x, w, t.target, logit_scale=0.5, expected_logit=True, selected=t.target[:, None], top_k=2
+            )
+            return found.entropy.sum() + found.selected_log_prob.sum()
+        return parallel_lce.linear_cross_entropy(x, w, t.target, logit_scale=0.5, **REDUCED[name]).sum()
+
+    with shrunk(8000, (16, 32)):
+        want = torch.autograd.grad(block(t.x, t.weight), (t.x, t.weight))
+        contexts = functools.partial(create_selective_checkpoint_contexts, _save_products)
+        kept = checkpoint(block, t.x, t.weight, use_reentrant=False, context_fn=contexts)
+        found = torch.autograd.grad(kept, (t.x, t.weight))
+    assert all(torch.equal(a, b) for a, b in zip(found, want))
 
 
 @pytest.mark.parametrize("budget", [None, 0])

@@ -97,7 +97,10 @@ def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
         _cuda_nt(product, a, b, True)
         return product
     a, b = operand(a), operand(b)
-    return _onednn_nt(a, b) if _onednn(a, b) else torch.mm(a, b.t())
+    if _onednn(a, b):
+        return _onednn_nt(a, b)
+    # A checkpoint that keeps results of torch.mm would keep one that callers change in place.
+    return torch.mm(a, b.t(), out=a.new_empty(a.shape[0], b.shape[0]))
 
 
 def accumulate_nt(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: Tensor | None = None) -> None:

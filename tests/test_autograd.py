@@ -14,9 +14,10 @@ from blocks import counted_forwards, watched_backwards
 from cases import Case, dense, dense_loss, make, part
 from measures import ROUNDED, assert_close, assert_near, assert_no_worse, smallest_steps
 from parallel_lce import prepare, reference
+from parallel_lce import statistics as statistics_module
 from parallel_lce.backends import backend_of
 from parallel_lce.distillation import divergence
-from tools import DIFFERENTIABLE, REDUCED, everywhere, shrunk, small, statistics
+from tools import DIFFERENTIABLE, REDUCED, everywhere, fields, shrunk, small, statistics
 from world import Member
 
 SIZE = dict(N=64, V=300, D=8)
@@ -344,6 +345,30 @@ def test_a_loss_may_be_changed_in_place(reduction, backend, device):
     logged *= 3
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("shape", [(24,), (4, 6)])
+@pytest.mark.parametrize("sets", [False, True])
+def test_every_statistic_may_be_changed_in_place(shape, sets, backend, device):
+    """Of the tokens. Called three times, since later calls may be replays."""
+    t = small(device, N=24, V=150, D=16, dtype="bf16")
+    selected = torch.arange(48, device=device).view(*shape, 2)
+    if sets:
+        selected = selected.flatten(), torch.arange(0, 50, 2, device=device)
+
+    def gradients(change):
+        found = statistics(t.x.view(*shape, 16), t.weight, t.target.view(shape), selected=selected, top_k=2)
+        changed = {name: change(value) for name, value in fields(found).items() if value.dim()}
+        total = sum(value.sum() for name, value in changed.items() if name in statistics_module.DIFFERENTIABLE)
+        return torch.autograd.grad(total, (t.x, t.weight))
+
+    def halved(value):
+        return value.mul_(0.5).masked_fill_(value > 0, 0.0) if value.is_floating_point() else value.add_(1)
+
+    for _ in range(3):
+        want = gradients(lambda v: (v * 0.5).masked_fill(v > 0, 0.0))
+        found = gradients(halved)
+        assert all(torch.equal(a, b) for a, b in zip(found, want))
 
 
 @REDUCTIONS

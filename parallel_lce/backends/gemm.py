@@ -55,6 +55,7 @@ def _product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
 
 def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     """``a [m, k] @ b [n, k].T`` as a new fp32 (fp64) tensor ``[m, n]``."""
+    # Into memory of its own: a checkpoint that keeps results of torch.mm would keep one that callers change in place.
     product = a.new_empty(a.shape[0], b.shape[0], dtype=accumulation_dtype(a.dtype))
     accumulate_nt(product, a, b, overwrite=True)
     return product

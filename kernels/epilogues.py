@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, rebased, softcapped
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, caps_of, exponential_from, finite_base, rebased, softcapped
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
 
@@ -106,10 +106,14 @@ def finish_tile(
         z *= scale
     if token_scale is not None:
         z *= row_values[0][:, None]
+    caps = cap
     if cap is not None:
-        z = softcapped(z, cap)
+        caps = caps_of(cap, r, r < rows)
+        if cap.of_token is not None:
+            caps = caps[:, None]
+        z = softcapped(z, caps)
     if GRADIENT:
-        return _gradient(z, row_values, epilogue, cap)
+        return _gradient(z, row_values, epilogue, caps)
     else:
         if epilogue.logits is not None:
             inside = (r < rows)[:, None] & (c < entries)[None, :]

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import softcapped
+from parallel_lce.kernels.arithmetic import Cap, caps_of, softcapped
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
@@ -85,7 +85,7 @@ def lce_forward_selected_logits(
             logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
         logit *= factor
         if cap is not None:
-            logit = softcapped(logit, cap)
+            logit = softcapped(logit, caps_of(cap, token, True))
         tl.store(logits + e, tl.where(hit, logit, 0.0), mask=e < stop)
 
 
@@ -213,7 +213,7 @@ def selected_logits(
         x.stride(0),
         weight.stride(0),
         float(product.scale),
-        None if product.softcap is None else float(product.softcap),
+        Cap.of(product.softcap),
         **_tile_of(_LOGITS, x.shape[1]),
     )
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.kernels.arithmetic import Cap, caps_of
 from parallel_lce.kernels.relaunch import Relaunched
 
 _ENTRIES = 32
@@ -81,7 +82,7 @@ def lce_backward_set_log_probs(
         u = tl.load(upstream + e, mask=e < stop, other=0.0)
         g = (tl.where(log_p == -float("inf"), 0.0, u) - tl.exp(log_p) * total) * factor
         if cap is not None:
-            z = tl.load(logits + e, mask=e < stop, other=0.0) / cap
+            z = tl.load(logits + e, mask=e < stop, other=0.0) / caps_of(cap, token, True)
             g *= 1.0 - z * z
         tl.store(values + e, g, mask=e < stop)
 
@@ -126,10 +127,10 @@ def gradient_of_logits(
     offsets: torch.Tensor,
     token_scale: torch.Tensor | None,
     scale: float,
-    softcap: float | None,
+    softcap: float | torch.Tensor | None,
 ) -> torch.Tensor:
     """``[E]``: the gradient before scale and soft-cap of the logits that :func:`set_log_probs` was given. ``upstream
-    [E]`` fp32; ``token_scale [N]`` fp32, or None for 1."""
+    [E]`` fp32; ``token_scale [N]`` fp32, or None for 1; ``softcap``: a number, or ``[N]`` fp32."""
     values = torch.empty_like(log_probs)
     lce_backward_set_log_probs.launch(
         (len(offsets) - 1,),
@@ -140,7 +141,7 @@ def gradient_of_logits(
         token_scale,
         values,
         float(scale),
-        None if softcap is None else float(softcap),
+        Cap.of(softcap),
         BLOCK=_ENTRIES,
         num_warps=1,
     )

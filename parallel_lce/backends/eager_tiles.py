@@ -57,17 +57,17 @@ def row_tiles(rows: int, device: torch.device) -> list[slice]:
 def logits(projection: Projection, x: Tensor, rows: slice, weight: Tensor, window: slice) -> Tensor:
     """A tile ``[entries, rows]`` of z; ``weight`` holds the window's rows as an operand."""
     bias = None if projection.bias is None else projection.bias[window, None]
-    return finished(matmul_nt(weight, x[rows]), projection, bias, projection.of_rows(rows).token_scale)
+    return finished(matmul_nt(weight, x[rows]), projection.of_rows(rows), bias)
 
 
-def finished(z: Tensor, projection: Projection, bias: Tensor | None, token_scale: Tensor | None) -> Tensor:
-    """Logits from products, in place, with what of the bias and of the tokens' scales belongs to each."""
+def finished(z: Tensor, projection: Projection, bias: Tensor | None) -> Tensor:
+    """Logits from products, in place, with what of the bias and of the tokens' scales and caps belongs to each."""
     if bias is not None:
         z += bias
     if projection.scale != 1.0:
         z *= projection.scale
-    if token_scale is not None:
-        z *= token_scale
+    if projection.token_scale is not None:
+        z *= projection.token_scale
     if projection.softcap is not None:
         z.div_(projection.softcap).tanh_().mul_(projection.softcap)
     return z
@@ -204,7 +204,7 @@ class LogitGradient:
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
         z = logits(self._projection, self.x, rows, weight, window)
-        cap = self._projection.softcap
+        cap = self._projection.of_rows(rows).softcap
         slope = None if cap is None else softcap_slope(cap, z)
         z -= self._maximum[rows]
         moved = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import finite_base, rebased, window_shift
+from parallel_lce.kernels.arithmetic import exponential_from, finite_base, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.tile_scan import TILE, filter_argument, new_masses
 from parallel_lce.kernels.window_shares import parts_of_window
@@ -85,14 +85,14 @@ def lce_backward_window_bounds(
     base = finite_base(tl.load(terms.partial + r, mask=valid, other=0.0))
     sum_exp = tl.load(terms.partial + rows + r, mask=valid, other=1.0)
     # In units of the token's limit.
-    bound, p = rebased(top, base) / sum_exp, tl.zeros((_TILE,), tl.float32)
+    bound, p = exponential_from(top, base) / sum_exp, tl.zeros((_TILE,), tl.float32)
     if sums is not None:
         reference = finite_base(top)
         if shift is not None:
             reference = window_shift(top, tl.load(shift + r, mask=valid, other=0.0))
         p = tl.load(sums + here, mask=valid, other=0.0)
         # A window of -inf alone adds nothing, but NaN beside -inf must get through.
-        p = tl.where(p == 0.0, 0.0, p * rebased(reference, base) / sum_exp)
+        p = tl.where(p == 0.0, 0.0, p * exponential_from(reference, base) / sum_exp)
         # A maximum may leave out NaN, a sum does not.
         bound = tl.where(p == p, bound, float("inf"))
     factor = tl.load(terms.alpha + r, mask=valid, other=0.0) * scale
@@ -108,7 +108,7 @@ def lce_backward_window_bounds(
         wanted = tl.load(terms.target + r, mask=valid, other=-1)
         hit = (wanted >= begin) & (wanted < begin + WINDOW) & (wanted < stop)
         logit = tl.load(terms.partial + 2 * rows + r, mask=hit, other=0.0)
-        p = tl.where(hit, tl.maximum(p - rebased(logit, base) / sum_exp, 0.0), p)
+        p = tl.where(hit, tl.maximum(p - exponential_from(logit, base) / sum_exp, 0.0), p)
         is_shared = tl.load(terms.unshared + r, mask=hit, other=1) == 0
         has_gradient = (tl.load(terms.residual + r, mask=hit, other=0.0) != 0.0) | (factor != 0.0)
         bound = tl.where(hit & is_shared & has_gradient, float("inf"), bound)

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, caps_of, exponential_from, finite_base, rebased, softcapped
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, caps_of, exponential_from, finite_base, softcapped
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
 
@@ -146,8 +146,7 @@ def _gradient_rows(epilogue, token_scale, token_scales, r, rows, scale):
         grad_scale = token_scales * scale
     if epilogue.fp16_scale is not None:
         grad_scale *= tl.load(epilogue.fp16_scale)
-    # rebased cancels the rounding of exponential_from.
-    to_p = rebased(base, base) / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
+    to_p = 1.0 / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
     factor = to_p * grad_scale
     alpha = tl.load(epilogue.alpha + r, mask=valid, other=0.0)
     delta = alpha  # Not read without delta.

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, rebased, window_shift
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exact_logit, exponential_from, finite_base, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.memory import on_device_of
 from parallel_lce.partials import NOBODY
@@ -119,6 +119,7 @@ def _merge_kernel(
     merged,
     softmax_shift,
     on_shift,
+    wanted,
     bounds,
     vocab_size,
     rows,
@@ -135,7 +136,7 @@ def _merge_kernel(
     """Merge slices of the vocabulary: windows of ``WINDOW`` entries, or the shards of the ranks.
 
     ``stride``: elements from one slice's columns to the next one's. For windows: ``entries`` and ``start`` are those
-    of the shard. For ranks: ``entries`` is V if ``BOUNDED``; ``vocab_size`` is an output; all ranks fit one tile
+    of the shard, and ``wanted`` the targets, whose logits are in ``merged``. For ranks: ``entries`` is V if ``BOUNDED``; ``vocab_size`` is an output; all ranks fit one tile
     (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -184,10 +185,17 @@ def _merge_kernel(
             if softmax_shift is not None:
                 reference = window_shift(m, shift[None, :])
                 off_shift = tl.maximum(off_shift, tl.max((inside & (reference != shift[None, :])).to(tl.int32), 0))
-            factor = rebased(reference, base[None, :])
+            factor = exponential_from(reference, base[None, :])
         # A slice of -inf alone adds nothing, but NaN beside -inf must get through.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)
-        sum_exp += tl.sum(s * factor, 0)
+        if RANKS:
+            sum_exp += tl.sum(s * factor, 0)
+        else:
+            # A window's largest exponential is known apart. That of the largest window is 1, without the roundings of
+            # its shift, beside which a sum of all others of 1e-6 would be lost.
+            largest = exponential_from(m, reference)
+            highest = exponential_from(m, base[None, :])
+            sum_exp += tl.sum(tl.where(missing, s * factor, (s - largest) * factor + highest), 0)
         if slices.target is not None:
             target += tl.sum(tl.load(slices.target + here, mask=inside, other=0.0), 0)
         if slices.shifted is not None:
@@ -197,10 +205,15 @@ def _merge_kernel(
             total += tl.sum(tl.load(slices.total + here, mask=inside, other=0.0), 0)
         if slices.weighted is not None:
             column = tl.load(slices.weighted + here, mask=inside, other=0.0)
-            weighted += tl.sum((column + s * moved) * factor, 0)
+            # Far below the maximum the factor is 0. The bound keeps what it multiplies from infinity.
+            weighted += tl.sum((column + s * tl.maximum(moved, LOWEST_SHIFT)) * factor, 0)
         if slices.squared is not None:
             column = tl.load(slices.squared + here, mask=inside, other=0.0)
-            squared += tl.sum(column * factor * factor, 0)
+            if RANKS:
+                squared += tl.sum(column * factor * factor, 0)
+            else:
+                others = (column - largest * largest) * factor * factor
+                squared += tl.sum(tl.where(missing, column * factor * factor, others + highest * highest), 0)
         if slices.argmax is not None:
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _NOBODY), ids + start, _NOBODY)
@@ -209,6 +222,11 @@ def _merge_kernel(
     broken = (broken != 0) | ((sum_exp != sum_exp) & (top != float("inf")))
     tl.store(merged.max + r, tl.where(broken, float("nan"), top) + nan, mask=valid)
     tl.store(merged.sum_exp + r, sum_exp + nan, mask=valid)
+    if wanted is not None:
+        place = tl.load(wanted + r, mask=valid, other=-1)
+        valid_target = (place >= 0) & (place < entries)
+        logit = tl.load(merged.target + r, mask=valid_target, other=0.0)
+        tl.store(merged.target + r, exact_logit(logit, top, sum_exp), mask=valid_target)
     if slices.target is not None:
         tl.store(merged.target + r, target + nan, mask=valid)
     if slices.shifted is not None:
@@ -247,13 +265,15 @@ def merge_windows(
     softmax_shift: torch.Tensor | None,
     columns,
     *,
+    target: torch.Tensor | None = None,
     window: int,
     entries: int,
     start: int,
 ) -> torch.Tensor | None:
     """Merge partials of windows ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's.
 
-    The windows have ``window`` entries each, ``entries`` in all; ``start`` is the global id of the first. Returns
+    That holds the logits of ``target [R]`` int64, or no target is given. A target that is its token's maximum beyond
+    doubt gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`). The windows have ``window`` entries each, ``entries`` in all; ``start`` is the global id of the first. Returns
     ``on_shift [R]`` uint8: whether all of a token's windows are relative to its ``softmax_shift [R]`` fp32. None
     without a softmax shift.
     """
@@ -265,6 +285,7 @@ def merge_windows(
         columns_of(merged, columns),
         softmax_shift,
         on_shift,
+        target,
         None,
         None,
         rows,
@@ -297,6 +318,7 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
             (max(1, -(-rows // block_r)),),
             columns_of(own, columns),
             columns_of(merged, columns),
+            None,
             None,
             None,
             bounds,

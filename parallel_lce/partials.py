@@ -160,7 +160,8 @@ def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
         torch.sum(partials[:, row], 0, out=merged[row])
     if columns.weighted:
         row = columns["weighted"]
-        torch.sum((partials[:, row] + partials[:, SUM_EXP] * shift) * factor, 0, out=merged[row])
+        moved = shift.clamp(min=LOWEST_SHIFT)
+        torch.sum((partials[:, row] + partials[:, SUM_EXP] * moved) * factor, 0, out=merged[row])
     if columns.squared:
         row = columns["squared"]
         torch.sum(partials[:, row] * factor.square(), 0, out=merged[row])

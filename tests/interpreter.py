@@ -1,8 +1,7 @@
 """Triton's interpreter, made to round as GPUs do, so that one bound serves for both; and without work that shows
 nothing, which took most of its time.
 
-By itself it cuts fp32 off to bf16 where a GPU rounds to nearest, and rounds a fused multiply-add
-twice, which loses at |z| of 300 what the kernels take care to keep.
+By itself it cuts fp32 off to bf16 where a GPU rounds to nearest.
 """
 
 from __future__ import annotations
@@ -28,15 +27,8 @@ def _rounded(data, source, destination, rounding_mode):
     return np.where(np.isnan(data), np.uint16(0x7FC0), nearest)
 
 
-def _fma(self, x, y, z):
-    with np.errstate(all="ignore"):  # infinities and NaN are as good as numbers
-        found = x.data.astype(np.float64) * y.data + z.data
-        return interpreter.TensorHandle(found.astype(z.data.dtype), z.dtype.scalar)
-
-
 def round_as_gpus_do() -> None:
     interpreter._convert_float = _rounded
-    interpreter.InterpreterBuilder.create_fma = _fma
 
 
 _patch_lang = interpreter._patch_lang

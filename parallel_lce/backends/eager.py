@@ -45,6 +45,7 @@ from parallel_lce.backends.interface import (
     Saved,
     Scratch,
     SelectedGradient,
+    SelectedLogits,
     savable,
 )
 from parallel_lce.backends.loss import mean_loss, token_losses
@@ -110,7 +111,9 @@ class BlockForward:
         buffer: Tensor | None = None,
         out: Tensor | None = None,
         keep_windows: bool = False,
+        selected: SelectedLogits | None = None,
     ) -> None:
+        self._selected = selected
         self._projection, self._x, self._target, self._columns = projection, x, target, columns
         self._save = min(save, projection.real_rows)
         self._buffer = buffer
@@ -127,6 +130,8 @@ class BlockForward:
             return ()
         if self._x.device.type == "cpu":
             _settle_allocator()
+        if self._selected is not None:
+            selected_logits(projection, self._x, *self._selected)
         x, rows = operand(self._x), self._x.shape[0]
         exponentials = maxima = None
         saved: Saved = ()

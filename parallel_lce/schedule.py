@@ -250,8 +250,9 @@ def backward(
 
 
 def _selected_apart(call: Call, coefficients: Coefficients) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
-    """The coefficients, and ``[E]`` what the selected entries add to the gradient of the projection's output, with their
-    logits. What a selected target would add becomes part of ``beta``: the gradients of targets are never rounded."""
+    """The coefficients, and ``[E]`` what the selected entries add to the gradient of the projection's output, with
+    their logits. What a selected target would add becomes part of ``beta``: the gradients of targets are never
+    rounded."""
     if coefficients.selected is None or call.selected is None:
         return coefficients, None
     (upstream, logits), selected = coefficients.selected, call.selected

@@ -62,7 +62,15 @@ JITFunction.run = _compile_alone
 from blocks import block_backward, block_forward
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch, SelectedGradient, Selection
+from parallel_lce.backends.interface import (
+    Coefficients,
+    GradBuffers,
+    Projection,
+    Scratch,
+    SelectedGradient,
+    SelectedLogits,
+    Selection,
+)
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels import (
     dense_logits,
@@ -106,12 +114,14 @@ def call(rows, entries, depth, saved, everything, dtype):
     shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, softcap, token_scale)
     target = torch.zeros(rows, dtype=torch.int64)
     columns = Columns(*[bool(everything)] * len(dataclasses.fields(Columns)))
-    partial, exponentials = block_forward(backend, shape, x, target, columns, saved, keep_windows=not everything)
+    ids, begin = torch.zeros(3 * rows, dtype=torch.int64), torch.arange(rows) * 3
+    selection, logits = Selection(ids, begin, begin + 3), torch.ones(3 * rows)
+    wanted = SelectedLogits(selection, logits) if everything else None
+    given = shape, x, target, columns, saved
+    partial, exponentials = block_forward(backend, *given, keep_windows=not everything, selected=wanted)
     ones = torch.ones(rows)
     more = ones if everything else None
     coefficients = Coefficients(ones, ones, more, more, more)
-    ids, begin = torch.zeros(3 * rows, dtype=torch.int64), torch.arange(rows) * 3
-    selection, logits = Selection(ids, begin, begin + 3), torch.ones(3 * rows)
     backend.selected_logits(shape, x, selection, logits)
     plain = False
     backend.block_logits(shape, x)

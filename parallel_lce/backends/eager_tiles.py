@@ -65,7 +65,7 @@ def logits(projection: Projection, x: Tensor, rows: slice, weight: Tensor, windo
     """A tile ``[entries, rows]`` of z in ``out``; ``weight`` holds the window's rows as an operand."""
     bias = None if projection.bias is None else projection.bias[window, None]
     accumulate_nt(out, weight, some_rows(x, rows.start, rows.stop), overwrite=True)
-    return finished(out, projection, bias, projection.of_rows(rows).token_scale)
+    return finished(out, projection.of_rows(rows), bias)
 
 
 def borrowed(scratch: Scratch, window: slice, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -81,14 +81,14 @@ def saved_tile(exponentials: Tensor, save: int, rows: slice, window: slice) -> T
     return exponentials[start : start + (window.stop - window.start) * height].view(-1, height)
 
 
-def finished(z: Tensor, projection: Projection, bias: Tensor | None, token_scale: Tensor | None) -> Tensor:
-    """Logits from products, in place, with what of the bias and of the tokens' scales belongs to each."""
+def finished(z: Tensor, projection: Projection, bias: Tensor | None) -> Tensor:
+    """Logits from products, in place, with what of the bias and of the tokens' scales and caps belongs to each."""
     if bias is not None:
         z += bias
     if projection.scale != 1.0:
         z *= projection.scale
-    if token_scale is not None:
-        z *= token_scale
+    if projection.token_scale is not None:
+        z *= projection.token_scale
     if projection.softcap is not None:
         z.div_(projection.softcap).tanh_().mul_(projection.softcap)
     return z
@@ -238,15 +238,9 @@ class LogitGradient:
         return self._softmax_gradient(e, moved, rows), slope
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        z = logits(
-            self._projection,
-            self.x,
-            rows,
-            weight,
-            window,
-            borrowed(self._scratch, window, rows, self._projection.dtype),
-        )
-        cap = self._projection.softcap
+        out = borrowed(self._scratch, window, rows, self._projection.dtype)
+        z = logits(self._projection, self.x, rows, weight, window, out)
+        cap = self._projection.of_rows(rows).softcap
         slope = None if cap is None else softcap_slope(cap, z)
         z.sub_(self._near_maximum[rows]).clamp_(max=0.0)
         moved = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from parallel_lce.arguments import as_float
 from parallel_lce.backends.interface import AUTO, GradientFilter
+from parallel_lce.budget import budget_of_environment
 from parallel_lce.checks import check_gradient_filter
 from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
@@ -147,9 +148,7 @@ def choose(
     budget = before.logits_budget if logits_budget is None else logits_budget
     if budget is not None and (type(budget) is not int or budget < 0):
         raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {budget!r}")
-    text = os.environ.get("PARALLEL_LCE_LOGITS_BUDGET", "")
-    if text and not (text.isascii() and text.isdigit()):
-        raise ValueError(f"PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got {text!r}")
+    of_environment = budget_of_environment()
     filtered = before.gradient_filter if gradient_filter is None else gradient_filter
     if filtered is None:
         filtered = _filter_of_environment()
@@ -160,7 +159,7 @@ def choose(
         if gradient_filter is None:
             origin = "; it is that of an earlier install() or of PARALLEL_LCE_GRADIENT_FILTER: uninstall() or unset it"
         raise ValueError(f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'{origin}")
-    return chosen, int(text) if text and budget is None else budget, filtered
+    return chosen, of_environment if budget is None else budget, filtered
 
 
 def _filter_of_environment() -> GradientFilter:

@@ -26,6 +26,8 @@ from parallel_lce.backends.interface import (
     Saved,
     Scratch,
     SelectedGradient,
+    SelectedLogits,
+    Selection,
     power_of_two_scale,
     softcap_slope,
 )
@@ -105,12 +107,23 @@ def target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
     return torch.add(row, inside, alpha=len(target)), inside != entry
 
 
+def _selected_positions(selection: Selection, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
+    """Positions of the selected entries ``[E]`` in a flattened tile, and which of them lie in it."""
+    row, hit = selection.of_rows(rows).places()
+    hit &= selection.inside(window.start, window.stop)
+    height = len(selection.begin[rows])
+    return ((selection.ids - window.start) * height + row).where(hit, 0), hit
+
+
+def take_selected(tile: Tensor, selected: SelectedLogits, rows: slice, window: slice) -> None:
+    """Copy the selected entries' logits out of a ``tile [window, rows]``."""
+    position, hit = _selected_positions(selected.selection, rows, window)
+    selected.out.copy_(tile.view(-1).index_select(0, position).where(hit, selected.out))
+
+
 def _add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window: slice) -> None:
     """Add the selected entries' values to a ``tile [window, rows]`` of the gradient."""
-    height = tile.shape[1]
-    row, hit = selected.of_rows(rows).selection.places()
-    hit &= selected.selection.inside(window.start, window.stop)
-    position = ((selected.selection.ids - window.start) * height + row).where(hit, 0)
+    position, hit = _selected_positions(selected.selection, rows, window)
     # Equal positions are summed in a fixed order, on CUDA too.
     tile.view(-1).index_put_((position,), selected.values.where(hit, 0.0), accumulate=True)
 
@@ -140,6 +153,9 @@ class LogitGradient:
         selected: SelectedGradient | None = None,
         gradient_filter: GradientFilter = None,
     ) -> None:
+        if selected is not None and saved and saved[0].dtype != projection.dtype:
+            # What selected entries add may cancel nearly all of their gradients, but for the rounding of what is saved.
+            saved = ()
         self.x = operand(x)
         self._projection, self._target, self._saved, self._scratch = projection, target, saved, scratch
         rows, real = len(x), projection.real_rows

@@ -58,8 +58,8 @@ class TokenStatistics:
     # log p of the selected entries, [..., K], or [E] for sets given with offsets. ``-lse`` for an id outside [0, V).
     selected_log_prob: Tensor | None = field(metadata={"column": "selected"})
     max_logit: Tensor
-    # int64 global id, the lowest among equals. Where a logit of the token is NaN, or the shards are no partition, ids are
-    # -1, and all but a target's logit is NaN: ``torch.argmax`` and ``torch.topk`` would take NaN for the largest.
+    # int64 global id, the lowest among equals. Where a logit of the token is NaN, or the shards are no partition, ids
+    # are -1, and all but a target's logit is NaN: ``torch.argmax`` and ``torch.topk`` would take NaN for the largest.
     argmax: Tensor | None = field(metadata={"column": "argmax"})
     # [..., K], the largest first; all NaN where a logit is.
     top_logits: Tensor | None = field(metadata={"column": "top"})

@@ -42,9 +42,10 @@ class Configuration:
     (``selected_log_probs``) or divergence (``distillation.divergence``).
 
     ``shape``: of the target. ``shards``: (first id, rows) of each rank. ``bias``: '', plain or masked, some
-    entries of which are -inf. ``targets``: inside the vocabulary, or some outside. ``layouts``: strides of the
-    tensors :data:`LAID`. ``fields`` of a statistics' mixture and those that were asked for. ``mode``: train, no_grad or
-    inference. ``walk``: how the graph is made and walked. ``block_bytes`` and ``tile`` are those of ``tools.shrunk``.
+    entries of which are -inf, or low: a finite number masks a range of them. ``targets``: inside the vocabulary, or
+    some outside. ``layouts``: strides of the tensors :data:`LAID`. ``fields`` of a statistics' mixture and those that
+    were asked for. ``mode``: train, no_grad or inference. ``walk``: how the graph is made and walked. ``block_bytes``
+    and ``tile`` are those of ``tools.shrunk``.
 
     ``scale``: the logits'; with a ``scale_dtype`` the size of a tensor of each token. ``selected``: '', ids
     ``[..., K]`` or sets of up to K each. ``counted``: '', or whether the number of tokens that count is given right or

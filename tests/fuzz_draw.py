@@ -103,6 +103,8 @@ def _projection(random: Random, d: dict) -> dict:
         while -(-tokens // rows) * -(-V // columns) > 150:
             rows, columns = 2 * rows, 2 * columns
         tile = rows, columns
+    # Where whole windows can be masked; losses of such entries are less than what stands for infinity.
+    biases = ("", "", "plain", "plain", "masked") + ("low", "low") * (V > 128 and scale <= 1)
     return {
         "autocast": autocast,
         "reduce_dtype": random.choice(("", "", "wide", "same")),
@@ -111,7 +113,7 @@ def _projection(random: Random, d: dict) -> dict:
         "tile": tile,
         "scale": scale,
         "softcap": random.choice((None,) * 8 + (0.05, 0.5, 2.0, 5.0, 30.0, 50.0, 1e3, 1e6)),
-        "bias": random.choice(("", "", "plain", "plain", "masked") if scale > 0 and V > 1 else ("", "plain")),
+        "bias": random.choice(biases if scale > 0 and V > 1 else ("", "plain")),
     }
 
 
@@ -161,7 +163,7 @@ def _loss(random: Random, d: dict) -> dict:
         "z_loss": random.choice((0.0, 0.0, 0.0, 1e-4, 1e-2, -0.05)),
         "token_weight": token_weight,
         "weight_dtype": weight_dtype,
-        "weight_learns": token_weight not in ("", "mask") and random.random() < 0.3,
+        "weight_learns": token_weight not in ("", "mask") and d["bias"] != "low" and random.random() < 0.3,
         "counted": _counted(random, d),
         "filtered": not smoothing and random.random() < 0.3,
     }
@@ -217,10 +219,14 @@ def _divergence(random: Random, d: dict) -> dict:
     beta = random.choice((0.0, 0.0, 1.0, 1.0, 0.5, 0.1, 0.9, 1e-3, random.random()))
     temperature = random.choice((1.0, 1.0, 1.0, 0.7, 3.0, 0.05, 30.0, 1e4))
     dtypes = ("fp64",) if d["dtype"] == "fp64" else (d["dtype"], d["dtype"], "fp32", "bf16", "fp16")
-    bias, teacher_bias = (random.choice(("", "plain", "masked") if d["V"] > 1 else ("", "plain")) for _ in range(2))
-    # Else infinite: an entry that only the other excludes.
-    if beta == 0 and bias == "masked" or beta == 1 and teacher_bias == "masked":
-        bias = teacher_bias = "masked"
+    bias, teacher_bias = (
+        random.choice(("", "plain", "masked", "low") if d["V"] > 1 else ("", "plain")) for _ in range(2)
+    )
+    # Else infinite, or beyond fp16: an entry that only the other excludes.
+    if beta == 0 and bias == "masked":
+        teacher_bias = bias
+    if beta == 1 and teacher_bias in ("masked", "low"):
+        bias = teacher_bias
     equal = random.random() < 0.1
     padded = d["size_given"] and (d["ranks"] == 1 or d["starts_given"]) and random.random() < 0.3
     return {
@@ -273,7 +279,7 @@ def _walk(random: Random, d: dict) -> dict:
         repeats |= {"weight", "bias"}
     if d.get("teacher_padding") is not None:
         repeats |= {"teacher_weight", "teacher_bias"}
-    repeats |= {name for name in ("bias", "teacher_bias") if d.get(name) == "masked"}
+    repeats |= {name for name in ("bias", "teacher_bias") if d.get(name) in ("masked", "low")}
     if d.get("teacher_equal"):
         repeats |= {"input", "weight", "bias", "teacher_input", "teacher_weight", "teacher_bias"}
     for name in repeats:

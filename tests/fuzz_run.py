@@ -36,6 +36,8 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
             stack.enter_context(mock.patch.object(divergences, "_FEWEST_TOKENS", 1))
         if backend == "triton":
             _filter_small_products(stack)
+            if c.bias == "low" and not c.filtered and member.device.type == "cpu":
+                _narrow_windows(stack)
         if c.debug:
             stack.enter_context(debug_mode())
         found = _once(member, c)
@@ -55,6 +57,13 @@ def _filter_small_products(stack: ExitStack) -> None:
 
     stack.enter_context(mock.patch.multiple(triton_filter, SMALLEST_FILTERED=0, HIDDEN_PER_SCAN=0))
     stack.enter_context(mock.patch.object(tile_scan, "FEWEST_SAMPLED", 1))
+
+
+def _narrow_windows(stack: ExitStack) -> None:
+    """An interpreter's vocabulary has few of any other width."""
+    from parallel_lce.kernels.tuning import Tile, forced
+
+    stack.enter_context(forced(Tile(64, 64, 32, 4, 2), 16))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

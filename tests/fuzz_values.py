@@ -12,6 +12,8 @@ from fuzz_configuration import LARGEST_TARGET, Configuration
 
 MASKED = -1e34
 """Stands for a bias of -inf where a product with 0 must be 0."""
+LOW = -1e10
+"""A bias that masks as well. Its roundings are hundreds, and losses of it are far from ``fuzz_truth.INFINITE``."""
 
 
 @dataclass
@@ -68,8 +70,8 @@ class _Maker:
         made = None
         if bias:
             made = self.repeated(self.normal(c.V) + c.offset, f"{prefix}bias").to(DTYPES[dtype])
-        if bias == "masked":
-            made[masked] = -torch.inf
+        if bias in ("masked", "low"):
+            made[masked] = -torch.inf if bias == "masked" else -6e4 if "fp16" in (dtype, c.autocast) else LOW
         return x.to(DTYPES[dtype]), weight.to(DTYPES[dtype]), made
 
 
@@ -77,8 +79,13 @@ def make(c: Configuration) -> Whole:
     """The whole tensors of ``c``, on the CPU."""
     m = _Maker(c)
     masked = torch.zeros(c.V, dtype=torch.bool)
-    if "masked" in (c.bias, c.teacher_bias):
+    kinds = {c.bias, c.teacher_bias} & {"masked", "low"}
+    if kinds:
         masked = torch.rand(c.V, generator=m.generator) < 0.3
+        if "low" in kinds:
+            first, last = m.below(c.V, 2).sort().values
+            masked[:] = False
+            masked[first : last + 1] = True
         masked[m.below(c.V)] = False
     of_bias, of_teacher = (masked & (bias == "masked") for bias in (c.bias, c.teacher_bias))
     logits = teacher = None
@@ -86,11 +93,11 @@ def make(c: Configuration) -> Whole:
         x, weight, bias = m.normal(*c.shape, 0), m.normal(c.V, 0), None
         logits = m.repeated(m.normal(*c.shape, c.V) * (3 * c.sharpness) + c.offset, "input").to(DTYPES[c.dtype])
     else:
-        x, weight, bias = m.layer(c.dtype, c.D, c.bias, of_bias)
+        x, weight, bias = m.layer(c.dtype, c.D, c.bias, masked)
     if c.kind == "divergence":
         teacher = x, weight, bias, of_bias
         if not c.teacher_equal:
-            teacher = *m.layer(c.teacher_dtype, c.E, c.teacher_bias, of_teacher, "teacher_"), of_teacher
+            teacher = *m.layer(c.teacher_dtype, c.E, c.teacher_bias, masked, "teacher_"), of_teacher
     target = None if c.no_target else m.repeated(_targets(m, of_bias), "target")
     token_weight = m.repeated(_token_weight(c, m.normal(*c.shape)), "token_weight") if c.token_weight else None
     scale = m.repeated(_scale(m), "logit_scale") if c.scale_dtype else None
@@ -110,7 +117,7 @@ def _scale(m: _Maker) -> Tensor:
     """Of each token; of any sign, and 0 now and then, where no product with -inf is NaN."""
     c = m.c
     scale = (m.normal(*c.shape).abs() + 0.1) * c.scale
-    if c.bias == "masked":
+    if c.bias in ("masked", "low"):
         scale = scale.clamp(min=1e-3)
     else:
         scale *= m.normal(*c.shape).sign()

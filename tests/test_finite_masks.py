@@ -11,12 +11,13 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import cross_entropy, one_hot
 
 from cases import DTYPES, normal
 from fuzz_truth import log_ratios
 from parallel_lce import linear_cross_entropy, reference, selected_log_probs, token_statistics
-from parallel_lce.distillation import divergence
+from parallel_lce.distillation import divergence, top_k_divergence
+from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 from tools import DIFFERENTIABLE, REDUCED, everywhere, fields, shrunk, statistics
 from world import Member
 
@@ -65,7 +66,7 @@ def operands(pattern: str, mask: float, dtype: str) -> tuple[Tensor, ...]:
     elif pattern == "one of all":
         bias[150] = -mask
     else:
-        for some in PATTERNS[pattern]:
+        for some in PATTERNS.get(pattern, []):
             bias[some] += mask
     target = torch.arange(N) * 17 % V
     made = (v.to(DTYPES[dtype]) for v in (x, weight, bias.clamp(-abs(LOWEST), abs(LOWEST))))
@@ -133,11 +134,8 @@ def assert_gradients(found, x, weight, signed: Tensor, terms: Tensor, dtype: str
     for name, value, (g, other), t in zip(("dx", "dweight", "dbias"), found, sides, (terms, terms.T, terms.T)):
         exact = g @ other
         size = t @ other.abs()
-        off = (
-            (value.double().cpu().view(exact.shape) - exact)
-            .masked_fill(size > BEYOND.get(dtype, 1e38), 0.0)
-            .norm(dim=1)
-        )
+        off = value.double().cpu().view(exact.shape) - exact
+        off = off.masked_fill(size > BEYOND.get(dtype, 1e38), 0.0).norm(dim=1)
         # Entries of fp16 below its smallest number.
         least = 2.0**-24 * (1 + other.norm(dim=0).norm()) if dtype == "fp16" else 1e-30
         allowed = step * size.norm(dim=1) + least
@@ -198,16 +196,15 @@ def check(results: list[dict], pattern: str, mask: float, dtype: str) -> None:
 
 @pytest.mark.parametrize("pattern", [*PATTERNS, "some tokens", "huge rows", "one of all"])
 @pytest.mark.parametrize("dtype", MASKS)
+@pytest.mark.thinned
 def test_statistics_and_gradients(pattern, dtype, backend, worlds, device):
     for mask in MASKS[dtype]:
         check(everywhere(worlds, device, 1, _found, backend, pattern, mask, dtype), pattern, mask, dtype)
 
 
 @pytest.mark.parametrize("pattern", ["a rank", "all", "some tokens", "huge rows"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.thinned
-def test_over_ranks(pattern, dtype, backend, worlds, device):
-    check(everywhere(worlds, device, 2, _found, backend, pattern, -1e30, dtype), pattern, -1e30, dtype)
+def test_over_ranks(pattern, backend, worlds, device):
+    check(everywhere(worlds, device, 2, _found, backend, pattern, -1e30, "fp32"), pattern, -1e30, "fp32")
 
 
 def close(found: Tensor, exact: Tensor, magnitude: Tensor, of: str) -> None:
@@ -219,6 +216,7 @@ SOME = ["a window", "part of a window", "a rank", "all", "some tokens", "one of 
 
 @pytest.mark.parametrize("pattern", SOME)
 @pytest.mark.parametrize("dtype", MASKS)
+@pytest.mark.thinned
 def test_selected_and_largest(pattern, dtype, backend, device):
     mask, ids = MASKS[dtype][-1], torch.arange(N * 6).view(N, 6) * 7 % V
     ids[:4] = torch.arange(70, 76)  # of entries that are often masked
@@ -290,3 +288,129 @@ def test_divergences(pattern, dtype, beta, backend, device):
             of = f"{pattern}, {of_teacher}, {reduction}"
             close(found, value, size, of)
             assert_gradients(gradients, *student[:2], g, terms, dtype, of)
+
+
+@pytest.mark.parametrize("tail", ["class", "renormalize"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_a_teachers_largest_of_masked_entries(beta, tail, backend, device):
+    """The teacher keeps entries that the student masks: by 1e30, nearly as far as one that is excluded."""
+    x, weight, bias, _ = operands("a window", -1e30, "fp32")
+    leaves = [v.clone().to(device).requires_grad_() for v in (x, weight, bias)]
+    ids = torch.cat([torch.arange(60, 68), torch.arange(8)]).expand(N, -1)
+    log_q = 2 * normal(N, ids.shape[1] + 1, seed=4)
+    log_q[:, -1] += 5  # A tail is a difference, 1 - sum, and large enough that its digits are of no concern.
+    log_q = log_q.log_softmax(1)
+    given = ids.to(device), log_q[:, :-1].float().to(device)
+    with windows(backend):
+        found = top_k_divergence(*leaves[:2], *given, tail=tail, beta=beta, student_bias=leaves[2], reduction="none")
+        gradients = torch.autograd.grad(found.sum(), leaves)
+    z = logits(*(v.double() for v in (x, weight, bias))).requires_grad_()
+    log_p = z.log_softmax(1)
+    of_ids = log_p.gather(1, ids)
+    others = 1 - of_ids.exp().sum(1, keepdim=True)
+    if tail == "class":
+        log_p = torch.cat([of_ids, others.log()], 1)
+    else:
+        log_p, log_q = of_ids.log_softmax(1), log_q[:, :-1].log_softmax(1)
+    p, q = log_p.exp(), log_q.exp()
+    of_p, of_q = log_ratios(log_p - log_q, beta)
+    exact = (beta or 1.0) * (q * of_q).sum(1) if beta < 1 else 0.0
+    if beta > 0:
+        exact = exact + (1 - beta if beta < 1 else 1.0) * (p * of_p).sum(1)
+    close(found, exact, 100 * torch.ones(N), tail)
+    (g,) = torch.autograd.grad(exact.sum(), z)
+    terms = g.abs() + 10 * z.softmax(1).detach() + one_hot(ids, V).sum(1)
+    assert_gradients(gradients, x.double(), weight.double(), g, terms, "fp32", tail)
+
+
+@pytest.mark.parametrize("pattern", SOME)
+@pytest.mark.parametrize("dtype", MASKS)
+@pytest.mark.thinned
+def test_logits_that_exist(pattern, dtype, backend, device):
+    for mask in MASKS[dtype]:
+        x, weight, bias, target = operands(pattern, mask, dtype)
+        z = torch.nn.functional.linear(*(v.double() for v in (x, weight, bias))).to(x.dtype)
+        leaf = z.clone().to(device).requires_grad_()
+        exact = z.double().requires_grad_()
+        losses = vocab_parallel_cross_entropy(leaf, target.to(device)), cross_entropy(exact, target, reduction="none")
+        close(*losses, 2 * z.double().abs().amax(1), pattern)
+        found, g = (torch.autograd.grad(loss.sum(), leaf)[0] for loss, leaf in zip(losses, (leaf, exact)))
+        step = {"fp32": 1e-5, "bf16": 2.0**-7, "fp16": 2.0**-10}[dtype]
+        assert ((found.double().cpu() - g).abs() <= step * g.abs() + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("mask", [-1e10, -1e30, LOWEST])
+@pytest.mark.parametrize("logits_budget", [None, 0])
+@pytest.mark.thinned
+def test_filtered_gradients(mask, logits_budget, backend, device, monkeypatch):
+    """Whole windows, and whole tiles of tokens, that are masked are as if their entries were not there."""
+    monkeypatch.setattr("parallel_lce.backends.triton_filter.SMALLEST_FILTERED", 0)
+    x, weight, target = 0.3 * normal(300, D), normal(700, D, seed=1), torch.arange(300) * 17 % 512
+    x[:140, 0], x[140:, 0] = 0, 1
+    bias = torch.zeros(700)
+    bias[512:] = mask
+    t = [v.bfloat16().to(device) for v in (x, weight, bias)]
+    t[1][:256, 0] = 0
+    t[1][256:512, 0] = mask  # for the tokens from 140 on
+    target[140:] %= 256
+    for eps in (2.0**-7, "auto"):
+        found = []
+        for masked in (True, False):
+            x, weight, bias = (v.clone() for v in t)
+            if not masked:
+                weight[:, 0], bias[512:] = 0, -torch.inf
+                weight[256:512, 0] = -1e4
+            leaves = [v.requires_grad_() for v in (x, weight, bias)]
+            loss = linear_cross_entropy(
+                x, weight, target.to(device), linear_bias=bias, gradient_filter=eps, logits_budget=logits_budget
+            )
+            found.append([g.double()[..., 1:] for g in torch.autograd.grad(loss, leaves)])
+        for ours, exact in zip(*found):
+            assert ours.isfinite().all() and (ours - exact).norm() <= 0.02 * exact.norm()
+
+
+def _with_nan(member: Member, backend: str, where: str) -> tuple[dict, dict]:
+    """Statistics of tokens of which some have a logit that is NaN."""
+    x, weight, bias, target = (v.to(member.device) for v in operands("none", 0.0, "fp32"))
+    x[:, 0] = 0
+    x[3::5, 0] = -1
+    if where == "an entry":  # 0 times infinity: of all tokens but each fifth, whose logit is -inf
+        weight[70, 0] = torch.inf
+        broken = x[:, 0] == 0
+    else:
+        x[3::5, 1] = torch.nan
+        broken = x[:, 1].isnan()
+    shard = slice(150 * member.rank, 150 * (member.rank + 1)) if member.ranks > 1 else slice(None)
+    with windows(backend):
+        options = dict(linear_bias=bias[shard], process_group=member.group, top_k=4, selected=target[:, None])
+        found = fields(statistics(x, weight[shard], target, **options))
+    return {name: value.cpu() for name, value in found.items()}, broken.cpu()
+
+
+@pytest.mark.parametrize("where", ["an entry", "a token"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nan_is_of_the_whole_token(ranks, where, backend, worlds, device):
+    for found, broken in everywhere(worlds, device, ranks, _with_nan, backend, where):
+        assert broken.any() and not broken.all() and found.pop("vocab_size") == V
+        del found["target_logit"]
+        for name, value in found.items():
+            nothing = value.isnan() if value.is_floating_point() else value == -1
+            expected = broken.view(-1, *[1] * (value.dim() - 1)).expand_as(value)
+            assert torch.equal(nothing, expected), name
+
+
+def test_sets_of_which_nothing_remains(backend, device):
+    """Every log-probability is -inf and has no gradient, whether entries are excluded or outside the vocabulary. One
+    that is NaN makes the token's others NaN, but those that are -inf."""
+    x, weight, bias, _ = (v.to(device) for v in operands("none", 0.0, "fp32"))
+    bias[:10] = -torch.inf
+    bias[20] = torch.nan
+    ids = torch.tensor([[0, 1, 2], [3, -1, V], [V, -1, -2], [4, 30, 31], [5, 30, 20]], device=device)
+    leaves = [v.requires_grad_() for v in (x[:5].clone(), weight, bias)]
+    found = selected_log_probs(*leaves[:2], ids, linear_bias=leaves[2])
+    expected = torch.nn.functional.linear(*(v.detach() for v in leaves)).gather(1, ids.clamp(0, V - 1)).log_softmax(1)
+    assert (found[:3] == -torch.inf).all() and found[3, 0] == -torch.inf
+    torch.testing.assert_close(found[3], expected[3])
+    assert found[4].tolist()[0] == -torch.inf and found[4, 1:].isnan().all()
+    dx, dw, db = torch.autograd.grad(found[:4].where(found[:4].isfinite(), 0.0).sum() + found[:3].sum(), leaves)
+    assert (dx[:3] == 0).all() and (db[:10] == 0).all() and dx[3].isfinite().all()

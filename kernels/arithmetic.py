@@ -48,6 +48,13 @@ def exponential_from(z, shift):
 
 
 @triton.jit
+def scaled(z, factor):
+    """``z * factor``, rounded. Compilers fuse a plain product with what is subtracted from it: a logit would then not
+    equal the maximum that was found of it, by a rounding, which of a large one has an infinite exponential."""
+    return tl.fma(z, factor, 0.0)
+
+
+@triton.jit
 def logit_above(e, shift, base):
     """z - base, from ``e = exp(z - shift)``; ``LOWEST_SHIFT`` where e underflowed."""
     return tl.maximum(tl.log2(e) * _LN_2 + (shift - base), LOWEST_SHIFT)
@@ -114,17 +121,19 @@ def softcapped(u, cap):
 
 
 class Cap(NamedTuple):
-    """A soft-cap as the kernels take it: one number, or of each token."""
+    """A soft-cap as the kernels take it: one number, or of each token. Triton 3.6 cannot ask of a tuple whether it is
+    None, so there is always one."""
 
+    # None: no soft-cap.
     number: float | None
-    # [R] fp32
+    # [R] fp32, instead of the number
     of_token: torch.Tensor | None
 
     @classmethod
-    def of(cls, softcap: float | torch.Tensor | None) -> Cap | None:
+    def of(cls, softcap: float | torch.Tensor | None) -> Cap:
         if isinstance(softcap, torch.Tensor):
-            return cls(None, softcap)
-        return None if softcap is None else cls(float(softcap), None)
+            return cls(1.0, softcap)
+        return cls(None if softcap is None else float(softcap), None)
 
 
 @triton.jit

@@ -72,7 +72,9 @@ def lce_forward_selected_logits(
     weight,
     bias,
     token_scale,
-    windows,
+    maxima,
+    sums,
+    softmax_shift,
     ids,
     begin,
     end,
@@ -91,9 +93,6 @@ def lce_forward_selected_logits(
 ):
     token = tl.program_id(0)
     stop = tl.load(end + token)
-    factor = scale
-    if token_scale is not None:
-        factor *= tl.load(token_scale + token)
     # The token's row, as often as the smallest product has rows.
     lane = tl.arange(0, ENTRIES)
     x_rows = x + token.to(tl.int64) * x_stride + tl.zeros((ENTRIES,), tl.int64)[:, None]
@@ -114,16 +113,18 @@ def lce_forward_selected_logits(
         logit = tl.sum(tl.where(lane[:, None] == 0, z, 0.0), 0)
         if bias is not None:
             logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
-        logit *= factor
-        if cap is not None:
+        logit *= scale
+        if token_scale is not None:
+            logit *= tl.load(token_scale + token)
+        if cap.number is not None:
             logit = softcapped(logit, caps_of(cap, token, True))
-        if windows is not None:
+        if maxima is not None:
             here = (wanted // WINDOW) * rows + token
-            top = tl.load(windows.max + here, mask=hit, other=0.0)
+            top = tl.load(maxima + here, mask=hit, other=0.0)
             reference = finite_base(top)
-            if windows.softmax_shift is not None:
-                reference = window_shift(top, tl.load(windows.softmax_shift + token))
-            sum_exp = tl.load(windows.sum_exp + here, mask=hit, other=0.0) / exponential_from(top, reference)
+            if softmax_shift is not None:
+                reference = window_shift(top, tl.load(softmax_shift + token))
+            sum_exp = tl.load(sums + here, mask=hit, other=0.0) / exponential_from(top, reference)
             logit = exact_logit(logit, top, sum_exp)
         tl.store(logits + e, tl.where(hit, logit, 0.0), mask=e < stop)
 
@@ -193,7 +194,7 @@ def lce_backward_place_selected(
             earlier = tl.maximum(earlier, tl.max(tl.where(before, 1.0, 0.0), 1))
         logit = tl.load(logits + e, mask=hit, other=0.0)
         entry = gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon) * grad_scale
-        if cap is not None:
+        if cap.number is not None:
             ratio = logit / caps_of(cap, token, True)
             entry *= 1.0 - ratio * ratio
         entry = (entry + total) * unit
@@ -292,7 +293,7 @@ def selected_logits(
         weight,
         product.bias,
         product.token_scale,
-        windows,
+        *(windows or (None, None, None)),
         ids,
         begin,
         end,

@@ -85,7 +85,7 @@ def lce_backward_set_log_probs(
         u = tl.where(log_p == -float("inf"), 0.0, u)
         # u - p total, without the difference where p is near 1.
         g = (u * one_minus_exp(log_p) - tl.exp(log_p) * (total - u)) * factor
-        if cap is not None:
+        if cap.number is not None:
             z = tl.load(logits + e, mask=e < stop, other=0.0) / caps_of(cap, token, True)
             g *= 1.0 - z * z
         tl.store(values + e, g, mask=e < stop)

@@ -80,7 +80,7 @@ def _target_gradient(row, hit, partial, coefficients, alpha, upstream, rows, sca
         epsilon = tl.load(epsilon + row, mask=hit, other=0.0) * upstream
     g = gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon)
     g = (g - tl.load(coefficients.beta + row, mask=hit, other=0.0) * upstream) * scale
-    if cap is not None:
+    if cap.number is not None:
         ratio = logit / caps_of(cap, row, hit)
         g *= 1.0 - ratio * ratio
     return tl.where(hit, g, 0.0)

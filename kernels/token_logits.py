@@ -81,7 +81,7 @@ def lce_forward_token_logits(
         logit *= scale
         if token_scale is not None:
             logit *= tl.load(token_scale + r, mask=valid, other=0.0)
-        if cap is not None:
+        if cap.number is not None:
             logit = softcapped(logit, caps_of(cap, r, valid))
         tl.store(target_logit + r, tl.where(hit, logit, 0.0), mask=valid)
     if softmax_shift is not None:

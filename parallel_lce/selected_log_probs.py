@@ -46,8 +46,9 @@ def selected_log_probs(
     Args:
         selected: ids ``[..., K]``, the same number for each token; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
             where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
-            that comes twice counts twice. An id outside ``[0, vocab_size)`` has probability 0, log-probability -inf
-            and no gradient.
+            that comes twice counts twice. An id outside ``[0, vocab_size)``, or whose logit is -inf, has probability 0,
+            log-probability -inf and no gradient, even where a token has no other entry: ``torch.log_softmax`` would
+            give NaN there.
         Others: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns:
@@ -183,8 +184,8 @@ def _log_softmax(
     others = selected.sums(shifted.exp().masked_fill(largest, 0.0))
     others += (selected.sums(largest.to(shifted.dtype)) - 1).clamp(min=0)
     log_probs = shifted - selected.spread(others.log1p())
-    # A token without any entry of the vocabulary: -inf - -inf.
-    log_probs.masked_fill_(outside, -torch.inf)
+    # A token without any finite logit: -inf - -inf.
+    log_probs.masked_fill_(logits == -torch.inf, -torch.inf)
     if broken is not None:
         log_probs.masked_fill_(broken, torch.nan)
     return log_probs, logits.masked_fill_(outside, 0.0)

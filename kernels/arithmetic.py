@@ -6,6 +6,9 @@ Triton and, called from a Gluon kernel, under Gluon.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -42,6 +45,13 @@ def exponential(x):
 def exponential_from(z, shift):
     """exp(z - shift). They are subtracted first: the products of large ones with log2(e) would not cancel."""
     return exponential(z - shift)
+
+
+@triton.jit
+def scaled(z, factor):
+    """``z * factor``, rounded. Compilers fuse a plain product with what is subtracted from it: a logit would then not
+    equal the maximum that was found of it, by a rounding, which of a large one has an infinite exponential."""
+    return tl.fma(z, factor, 0.0)
 
 
 @triton.jit
@@ -108,6 +118,31 @@ def softcapped(u, cap):
     series = series * square - 0.3333328194201277
     near = u + u * (series * square)
     return tl.where(tl.abs(ratio) < _SERIES_END, near, far)
+
+
+class Cap(NamedTuple):
+    """A soft-cap as the kernels take it: one number, or of each token. Triton 3.6 cannot ask of a tuple whether it is
+    None, so there is always one."""
+
+    # None: no soft-cap.
+    number: float | None
+    # [R] fp32, instead of the number
+    of_token: torch.Tensor | None
+
+    @classmethod
+    def of(cls, softcap: float | torch.Tensor | None) -> Cap:
+        if isinstance(softcap, torch.Tensor):
+            return cls(1.0, softcap)
+        return cls(None if softcap is None else float(softcap), None)
+
+
+@triton.jit
+def caps_of(cap, r, inside):
+    """The caps of the tokens ``r``: one number, or a tensor of ``r``'s shape."""
+    if cap.of_token is not None:
+        return tl.load(cap.of_token + r, mask=inside, other=1.0)
+    else:
+        return cap.number
 
 
 @triton.jit

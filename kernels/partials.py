@@ -169,6 +169,11 @@ def _merge_kernel(
         nan = tl.where(covered, 0.0, float("nan"))
         if tl.program_id(0) == 0:
             tl.store(vocab_size, tl.sum(real, 0))
+    # The largest exponential of the windows with the largest maximum, and their number.
+    largest = exponential_from(top, base)
+    if softmax_shift is not None:
+        largest = exponential_from(top, window_shift(top, shift))
+    number = tl.zeros((BLOCK_R,), tl.float32)
     for first in range(0, num_slices, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < num_slices)[:, None] & valid[None, :]
@@ -189,14 +194,12 @@ def _merge_kernel(
             factor = exponential_from(reference, base[None, :])
         # A slice of -inf alone adds nothing, but NaN beside -inf must get through.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)
-        if RANKS:
-            sum_exp += tl.sum(s * factor, 0)
-        else:
-            # A window's largest exponential is known apart. That of the largest window is 1, without the roundings of
-            # its shift, beside which a sum of all others of 1e-6 would be lost.
-            largest = exponential_from(m, reference)
-            highest = exponential_from(m, base[None, :])
-            sum_exp += tl.sum(tl.where(missing, s * factor, (s - largest) * factor + highest), 0)
+        if not RANKS:
+            # Beside the roundings of the largest exponentials a sum of all others of 1e-6 would be lost.
+            highest = (m == top[None, :]) & (missing == 0)
+            s = tl.where(highest, s - largest[None, :], s)
+            number += tl.sum(highest.to(tl.float32), 0)
+        sum_exp += tl.sum(s * factor, 0)
         if slices.target is not None:
             target += tl.sum(tl.load(slices.target + here, mask=inside, other=0.0), 0)
         if slices.shifted is not None:
@@ -210,15 +213,16 @@ def _merge_kernel(
             weighted += tl.sum((column + s * tl.maximum(moved, LOWEST_SHIFT)) * factor, 0)
         if slices.squared is not None:
             column = tl.load(slices.squared + here, mask=inside, other=0.0)
-            if RANKS:
-                squared += tl.sum(column * factor * factor, 0)
-            else:
-                others = (column - largest * largest) * factor * factor
-                squared += tl.sum(tl.where(missing, column * factor * factor, others + highest * highest), 0)
+            if not RANKS:
+                column = tl.where(highest, column - (largest * largest)[None, :], column)
+            squared += tl.sum(column * factor * factor, 0)
         if slices.argmax is not None:
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _NOBODY), ids + start, _NOBODY)
             argmax = tl.minimum(argmax, tl.min(ids, 0))
+    # Relative to the maximum each of them is 1.
+    sum_exp += number
+    squared += number
     # A NaN logit of a window is not in its maximum, but makes its sum NaN.
     broken = (broken != 0) | ((sum_exp != sum_exp) & (top != float("inf")))
     tl.store(merged.max + r, tl.where(broken, float("nan"), top) + nan, mask=valid)

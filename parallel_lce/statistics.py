@@ -58,11 +58,12 @@ class TokenStatistics:
     # log p of the selected entries, [..., K], or [E] for sets given with offsets. ``-lse`` for an id outside [0, V).
     selected_log_prob: Tensor | None = field(metadata={"column": "selected"})
     max_logit: Tensor
-    # int64 global id, the lowest among equals; -1 where a logit is NaN or the shards are no partition.
+    # int64 global id, the lowest among equals. Where a logit of the token is NaN, or the shards are no partition, ids
+    # are -1, and all but a target's logit is NaN: ``torch.argmax`` and ``torch.topk`` would take NaN for the largest.
     argmax: Tensor | None = field(metadata={"column": "argmax"})
-    # [..., K], the largest first.
+    # [..., K], the largest first; all NaN where a logit is.
     top_logits: Tensor | None = field(metadata={"column": "top"})
-    # [..., K] int64 global ids, the lowest among equals first; -1 where a logit is NaN or the shards are no partition.
+    # [..., K] int64 global ids, the lowest among equals first; -1 as ``argmax``.
     top_ids: Tensor | None = field(metadata={"column": "top"})
     # V, 0-dimensional int64.
     vocab_size: Tensor
@@ -143,10 +144,11 @@ class StatisticsHead:
 
 def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor) -> Tensor:
     """``[N, K]`` or ``[E]``; NaN if the given offsets are none."""
-    found = (logits - selected.spread(partial[MAX])) - selected.spread(partial[SUM_EXP].log())
-    if selected.broken is not None:
-        return found.masked_fill(selected.broken, torch.nan)
-    return found.view(selected.tokens, selected.per_token or 0)
+    # No view of another tensor: autograd would let nobody change it in place.
+    shape = selected.given_ids.shape
+    shifted = logits.view(shape) - selected.spread(partial[MAX]).view(shape)
+    found = shifted - selected.spread(partial[SUM_EXP].log()).view(shape)
+    return found if selected.broken is None else found.masked_fill(selected.broken, torch.nan)
 
 
 def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, with_target: bool) -> dict[str, Any]:

@@ -62,7 +62,15 @@ JITFunction.run = _compile_alone
 from blocks import block_backward, block_forward
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch, SelectedGradient, Selection
+from parallel_lce.backends.interface import (
+    Coefficients,
+    GradBuffers,
+    Projection,
+    Scratch,
+    SelectedGradient,
+    SelectedLogits,
+    Selection,
+)
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels import (
     dense_logits,
@@ -82,7 +90,8 @@ triton_filter.SMALLEST_FILTERED = triton_filter.HIDDEN_PER_SCAN = 0
 # Of three row blocks one is a sample.
 tile_scan.FEWEST_SAMPLED = 1
 
-# Tokens, vocabulary rows, hidden size; saved vocabulary rows; everything asked for, or nothing.
+# Tokens, vocabulary rows, hidden size; saved vocabulary rows; everything asked for, or nothing; the last with soft-caps
+# of each token, of which nothing is saved.
 CALLS = [
     (1, 7, 8, 0, False),
     (1, 7, 8, 7, False),
@@ -91,6 +100,7 @@ CALLS = [
     (300, 1000, 64, 1000, False),
     (300, 1000, 64, 0, True),
     (33, 300, 15, 300, False),
+    (300, 1000, 64, 0, "each"),
 ]
 
 
@@ -100,20 +110,23 @@ def call(rows, entries, depth, saved, everything, dtype):
     x, weight = torch.randn(rows, depth).to(dtype), torch.randn(entries, depth).to(dtype)
     bias = torch.zeros(entries, dtype=dtype) if everything else None
     softcap, token_scale = (5.0, torch.ones(rows)) if everything else (None, None)
+    softcap = token_scale if everything == "each" else softcap
     shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, softcap, token_scale)
     target = torch.zeros(rows, dtype=torch.int64)
-    columns = Columns(*[everything] * len(dataclasses.fields(Columns)))
-    partial, exponentials = block_forward(backend, shape, x, target, columns, saved, keep_windows=not everything)
+    columns = Columns(*[bool(everything)] * len(dataclasses.fields(Columns)))
+    ids, begin = torch.zeros(3 * rows, dtype=torch.int64), torch.arange(rows) * 3
+    selection, logits = Selection(ids, begin, begin + 3), torch.ones(3 * rows)
+    wanted = SelectedLogits(selection, logits) if everything else None
+    given = shape, x, target, columns, saved
+    partial, exponentials = block_forward(backend, *given, keep_windows=not everything, selected=wanted)
     ones = torch.ones(rows)
     more = ones if everything else None
     coefficients = Coefficients(ones, ones, more, more, more)
-    ids, begin = torch.zeros(3 * rows, dtype=torch.int64), torch.arange(rows) * 3
-    selection, logits = Selection(ids, begin, begin + 3), torch.ones(3 * rows)
     backend.selected_logits(shape, x, selection, logits)
     plain = False
     backend.block_logits(shape, x)
     plain = not everything
-    gradient = SelectedGradient(selection, logits)
+    gradient = SelectedGradient(selection, logits, logits)
     backend.selected_hidden_gradient(weight, gradient, torch.empty_like(x))
     backend.selected_weight_gradient(x, begin.repeat_interleave(3) // 3, gradient, torch.empty_like(weight), bias)
     for gradient_filter in (None,) if everything else (None, "auto") if FEW else (None, 0.001, "auto"):
@@ -150,7 +163,8 @@ for tokens in (1, 5)[FEW:]:
     found = set_log_probs.set_log_probs(packed, ids, offsets, None, 7)
     set_log_probs.set_log_probs(packed, ids, offsets, offsets[0] > 0, offsets[0])
     set_log_probs.gradient_of_logits(*found, packed[0], offsets, None, 1.0, None)
-    set_log_probs.gradient_of_logits(*found, packed[0], offsets, packed[0, :tokens], 1.0, 5.0)
+    for cap in (5.0, packed[1, :tokens]):
+        set_log_probs.gradient_of_logits(*found, packed[0], offsets, packed[0, :tokens], 1.0, cap)
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
 for some in (1, 5)[FEW:]:

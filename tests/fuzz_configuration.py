@@ -26,6 +26,7 @@ LAID = (
     "target",
     "token_weight",
     "logit_scale",
+    "temperature",
     "selected",
     "offsets",
     "mask",
@@ -42,11 +43,13 @@ class Configuration:
     (``selected_log_probs``) or divergence (``distillation.divergence``).
 
     ``shape``: of the target. ``shards``: (first id, rows) of each rank. ``bias``: '', plain or masked, some
-    entries of which are -inf. ``targets``: inside the vocabulary, or some outside. ``layouts``: strides of the
-    tensors :data:`LAID`. ``fields`` of a statistics' mixture and those that were asked for. ``mode``: train, no_grad or
-    inference. ``walk``: how the graph is made and walked. ``block_bytes`` and ``tile`` are those of ``tools.shrunk``.
+    entries of which are -inf, or low: a finite number masks a range of them. ``targets``: inside the vocabulary, or
+    some outside. ``layouts``: strides of the tensors :data:`LAID`. ``fields`` of a statistics' mixture and those that
+    were asked for. ``mode``: train, no_grad or inference. ``walk``: how the graph is made and walked. ``block_bytes``
+    and ``tile`` are those of ``tools.shrunk``.
 
-    ``scale``: the logits'; with a ``scale_dtype`` the size of a tensor of each token. ``selected``: '', ids
+    ``scale``: the logits'; with a ``scale_dtype`` the size of a tensor of each token. ``temperature`` likewise.
+    ``selected``: '', ids
     ``[..., K]`` or sets of up to K each. ``counted``: '', or whether the number of tokens that count is given right or
     wrong; of a loss they are those that it does not ignore, and ``ignored`` tells a statistics' mask, too.
 
@@ -71,6 +74,7 @@ class Configuration:
     sequence_parallel: bool = False
     group_given: bool = True
     reduce_dtype: str = ""
+    reduce_hidden_grad: bool = True
     budget: int | None = None
     block_bytes: int | None = None
     tile: tuple[int, int] | None = None
@@ -103,6 +107,7 @@ class Configuration:
     counted: str = ""
     beta: float = 0.0
     temperature: float = 1.0
+    temperature_dtype: str = ""
     E: int = 0
     teacher_dtype: str = "fp32"
     teacher_bias: str = ""

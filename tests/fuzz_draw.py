@@ -101,7 +101,8 @@ def _in_reach(random: Random, d: dict) -> dict:
     changes["layouts"] = tuple("plain" if layout == "expanded" else layout for layout in d["layouts"])
     if d.get("softcap") is not None:
         changes |= {"softcap": max(30.0, d["softcap"]), "offset": 0.0}
-    if not 0.3 <= abs(d.get("scale", 1.0)) <= 3:
+    divided = 1.0 if d["kind"] == "divergence" else d.get("temperature", 1.0)
+    if not 0.3 <= abs(d.get("scale", 1.0)) / divided <= 3:
         changes["scale"] = changes["temperature"] = 1.0
     if d["kind"] == "divergence":
         changes["E"] = max(16, d["E"])
@@ -142,15 +143,18 @@ def _projection(random: Random, d: dict) -> dict:
         while -(-tokens // rows) * -(-V // columns) > 150:
             rows, columns = 2 * rows, 2 * columns
         tile = rows, columns
+    # Where whole windows can be masked; losses of such entries are less than what stands for infinity.
+    biases = ("", "", "plain", "plain", "masked") + ("low", "low") * (V > 128 and scale <= 1)
     return {
         "autocast": autocast,
+        "reduce_hidden_grad": d["sequence_parallel"] or random.random() < 0.8,
         "reduce_dtype": random.choice(("", "", "wide", "same")),
         "budget": random.choice((None, None, 0, 0, random.randint(0, whole), random.randint(0, 2 * whole))),
         "block_bytes": block_bytes,
         "tile": tile,
         "scale": scale,
         "softcap": random.choice((None,) * 8 + (0.05, 0.5, 2.0, 5.0, 30.0, 50.0, 1e3, 1e6)),
-        "bias": random.choice(("", "", "plain", "plain", "masked") if scale > 0 and V > 1 else ("", "plain")),
+        "bias": random.choice(biases if scale > 0 and V > 1 else ("", "plain")),
     }
 
 
@@ -200,7 +204,7 @@ def _loss(random: Random, d: dict) -> dict:
         "z_loss": random.choice((0.0, 0.0, 0.0, 1e-4, 1e-2, -0.05)),
         "token_weight": token_weight,
         "weight_dtype": weight_dtype,
-        "weight_learns": token_weight not in ("", "mask") and random.random() < 0.3,
+        "weight_learns": token_weight not in ("", "mask") and d["bias"] != "low" and random.random() < 0.3,
         "counted": _counted(random, d),
         "filtered": not smoothing and random.random() < 0.3,
     }
@@ -212,9 +216,13 @@ def _counted(random: Random, d: dict) -> str:
     return wrong if random.random() < 0.25 else ""
 
 
-def _token_scale(random: Random, d: dict) -> dict:
+def _per_token(random: Random, d: dict) -> dict:
     dtypes = ("float32", "float32", "float64", "bfloat16", "float16")
-    return {"scale_dtype": random.choice(dtypes) if random.random() < 0.25 else ""}
+    return {
+        "scale_dtype": random.choice(dtypes) if random.random() < 0.25 else "",
+        "temperature": random.choice((1.0,) * 4 + (0.3, 1.7, 30.0)),
+        "temperature_dtype": random.choice(dtypes) if random.random() < 0.25 else "",
+    }
 
 
 def _selected(random: Random, d: dict) -> dict:
@@ -256,10 +264,14 @@ def _divergence(random: Random, d: dict) -> dict:
     beta = random.choice((0.0, 0.0, 1.0, 1.0, 0.5, 0.1, 0.9, 1e-3, random.random()))
     temperature = random.choice((1.0, 1.0, 1.0, 0.7, 3.0, 0.05, 30.0, 1e4))
     dtypes = ("fp64",) if d["dtype"] == "fp64" else (d["dtype"], d["dtype"], "fp32", "bf16", "fp16")
-    bias, teacher_bias = (random.choice(("", "plain", "masked") if d["V"] > 1 else ("", "plain")) for _ in range(2))
-    # Else infinite: an entry that only the other excludes.
-    if beta == 0 and bias == "masked" or beta == 1 and teacher_bias == "masked":
-        bias = teacher_bias = "masked"
+    bias, teacher_bias = (
+        random.choice(("", "plain", "masked", "low") if d["V"] > 1 else ("", "plain")) for _ in range(2)
+    )
+    # Else infinite, or beyond fp16: an entry that only the other excludes.
+    if beta == 0 and bias == "masked":
+        teacher_bias = bias
+    if beta == 1 and teacher_bias in ("masked", "low"):
+        bias = teacher_bias
     equal = random.random() < 0.1
     padded = d["size_given"] and (d["ranks"] == 1 or d["starts_given"]) and random.random() < 0.3
     return {
@@ -278,10 +290,10 @@ def _divergence(random: Random, d: dict) -> dict:
 
 
 _OF_KIND = {
-    "loss": (_token_scale, _targets, _loss),
-    "statistics": (_token_scale, _targets, _statistics),
+    "loss": (_per_token, _targets, _loss),
+    "statistics": (_per_token, _targets, _statistics),
     "logits": (_logits, _targets),
-    "selected": (_token_scale, _selected, lambda random, d: {"no_target": True}),
+    "selected": (_per_token, _selected, lambda random, d: {"no_target": True}),
     "divergence": (_targets, _divergence),
 }
 
@@ -312,7 +324,7 @@ def _walk(random: Random, d: dict) -> dict:
         repeats |= {"weight", "bias"}
     if d.get("teacher_padding") is not None:
         repeats |= {"teacher_weight", "teacher_bias"}
-    repeats |= {name for name in ("bias", "teacher_bias") if d.get(name) == "masked"}
+    repeats |= {name for name in ("bias", "teacher_bias") if d.get(name) in ("masked", "low")}
     if d.get("teacher_equal"):
         repeats |= {"input", "weight", "bias", "teacher_input", "teacher_weight", "teacher_bias"}
     for name in repeats:

@@ -13,15 +13,17 @@ from fuzz_configuration import LARGEST_TARGET, Configuration
 
 MASKED = -1e34
 """Stands for a bias of -inf where a product with 0 must be 0."""
+LOW = -1e10
+"""A bias that masks as well. Its roundings are hundreds, and losses of it are far from ``fuzz_truth.INFINITE``."""
 
 
 @dataclass
 class Whole:
-    """``x [*shape, D]``, ``weight [V, D]`` and ``bias [V]`` without padding, ``target``, ``token_weight`` and ``scale
-    [*shape]``; ``logits [*shape, V]`` where these are given; ``ids`` that are selected, ``[*shape, K]`` or ``[E]`` with
-    ``offsets [N + 1]``; ``mask [*shape]``: the tokens that count, if ``counted``, their number as it is given, is;
-    ``upstream``: of the loss, of the log-probabilities or of each field of the mixture; ``masked [V]``: where the bias
-    is -inf; ``teacher``: x, weight, bias and where that is -inf."""
+    """``x [*shape, D]``, ``weight [V, D]`` and ``bias [V]`` without padding, ``target``, ``token_weight``, ``scale``
+    and ``temperature [*shape]``; ``logits [*shape, V]`` where these are given; ``ids`` that are selected,
+    ``[*shape, K]`` or ``[E]`` with ``offsets [N + 1]``; ``mask [*shape]``: the tokens that count, if ``counted``, their
+    number as it is given, is; ``upstream``: of the loss, of the log-probabilities or of each field of the mixture;
+    ``masked [V]``: where the bias is -inf; ``teacher``: x, weight, bias and where that is -inf."""
 
     x: Tensor
     weight: Tensor
@@ -29,6 +31,7 @@ class Whole:
     target: Tensor | None
     token_weight: Tensor | None
     scale: Tensor | None
+    temperature: Tensor | None
     logits: Tensor | None
     ids: Tensor | None
     offsets: Tensor | None
@@ -72,8 +75,8 @@ class _Maker:
         made = None
         if bias:
             made = self.repeated(self.normal(c.V) + c.offset, f"{prefix}bias").to(DTYPES[dtype])
-        if bias == "masked":
-            made[masked] = -torch.inf
+        if bias in ("masked", "low"):
+            made[masked] = -torch.inf if bias == "masked" else -6e4 if "fp16" in (dtype, c.autocast) else LOW
         return x.to(DTYPES[dtype]), weight.to(DTYPES[dtype]), made
 
 
@@ -81,8 +84,13 @@ def make(c: Configuration) -> Whole:
     """The whole tensors of ``c``, on the CPU."""
     m = _Maker(c)
     masked = torch.zeros(c.V, dtype=torch.bool)
-    if "masked" in (c.bias, c.teacher_bias):
+    kinds = {c.bias, c.teacher_bias} & {"masked", "low"}
+    if kinds:
         masked = torch.rand(c.V, generator=m.generator) < 0.3
+        if "low" in kinds:
+            first, last = m.below(c.V, 2).sort().values
+            masked[:] = False
+            masked[first : last + 1] = True
         masked[m.below(c.V)] = False
     of_bias, of_teacher = (masked & (bias == "masked") for bias in (c.bias, c.teacher_bias))
     logits = teacher = None
@@ -90,14 +98,18 @@ def make(c: Configuration) -> Whole:
         x, weight, bias = m.normal(*c.shape, 0), m.normal(c.V, 0), None
         logits = m.repeated(m.normal(*c.shape, c.V) * (3 * c.sharpness) + c.offset, "input").to(DTYPES[c.dtype])
     else:
-        x, weight, bias = m.layer(c.dtype, c.D, c.bias, of_bias)
+        x, weight, bias = m.layer(c.dtype, c.D, c.bias, masked)
     if c.kind == "divergence":
         teacher = x, weight, bias, of_bias
         if not c.teacher_equal:
-            teacher = *m.layer(c.teacher_dtype, c.E, c.teacher_bias, of_teacher, "teacher_"), of_teacher
+            teacher = *m.layer(c.teacher_dtype, c.E, c.teacher_bias, masked, "teacher_"), of_teacher
     target = None if c.no_target else m.repeated(_targets(m, of_bias), "target")
     token_weight = m.repeated(_token_weight(c, m.normal(*c.shape)), "token_weight") if c.token_weight else None
     scale = m.repeated(_scale(m), "logit_scale") if c.scale_dtype else None
+    temperature = None
+    if c.temperature_dtype:
+        temperature = (m.normal(*c.shape).abs() + 0.1) * c.temperature
+        temperature = m.repeated(temperature.to(getattr(torch, c.temperature_dtype)), "temperature")
     ids, offsets = _selected(m, of_bias, target) if c.selected else (None, None)
     mask = counted = None
     if c.counted:
@@ -108,11 +120,11 @@ def make(c: Configuration) -> Whole:
     upstream = _upstream(c, m.normal, ids)
     if c.sure:
         layer = x, weight, bias, of_bias
-        x, logits, teacher, p = _sure(m, layer, teacher, target, scale, logits, ids, offsets)
+        x, logits, teacher, p = _sure(m, layer, teacher, target, (scale, temperature), logits, ids, offsets)
         if c.upstream == "shares":
             share = p.gather(1, ids.reshape(c.N, c.K).long().clamp(0, c.V - 1)).view(ids.shape)
             upstream["selected_log_prob"] = (share * m.normal(*c.shape, 1)).to(upstream["selected_log_prob"].dtype)
-    given = target, token_weight, scale, logits, ids, offsets, mask, counted, upstream
+    given = target, token_weight, scale, temperature, logits, ids, offsets, mask, counted, upstream
     return Whole(x, weight, bias, *given, of_bias, teacher)
 
 
@@ -120,7 +132,7 @@ def _scale(m: _Maker) -> Tensor:
     """Of each token; of any sign, and 0 now and then, where no product with -inf is NaN."""
     c = m.c
     scale = (m.normal(*c.shape).abs() + 0.1) * c.scale
-    if c.bias == "masked":
+    if c.bias in ("masked", "low"):
         scale = scale.clamp(min=1e-3)
     else:
         scale *= m.normal(*c.shape).sign()
@@ -154,7 +166,7 @@ def _selected(m: _Maker, masked: Tensor, target: Tensor | None) -> tuple[Tensor,
     return m.repeated(ids.view(*c.shape, c.K), "selected"), None
 
 
-def _sure(m: _Maker, layer: tuple, teacher: tuple | None, target, scale, logits, ids, offsets) -> tuple:
+def _sure(m: _Maker, layer: tuple, teacher: tuple | None, target, scales, logits, ids, offsets) -> tuple:
     """Hidden states, logits and the teacher of tokens that are sure of an entry: of the target, of the first that is
     selected, or of any. And probabilities ``[N, V]``."""
     c = m.c
@@ -172,44 +184,56 @@ def _sure(m: _Maker, layer: tuple, teacher: tuple | None, target, scale, logits,
         entry = torch.where((firsts >= 0) & (counts > 0) & ((kind == 1) | torch.tensor(target is None)), firsts, entry)
         if c.kind == "selected":
             among = torch.zeros_like(among).index_put((owner[inside], flat[inside]), torch.tensor(True))
-    factor = torch.full((c.N,), c.scale, dtype=torch.float64) if scale is None else scale.reshape(-1).double()
+    numbers = c.scale, 1.0 if c.kind == "divergence" else c.temperature
+    scale, temperature = (
+        torch.full((c.N, 1), number).double() if given is None else given.reshape(-1, 1).double()
+        for given, number in zip(scales, numbers)
+    )
+    factor, cap = scale / temperature, None if c.softcap is None else c.softcap / temperature
     miss = c.miss * 2 ** (m.rand(c.N, 1) - 0.5)
     if logits is not None:
         z = logits.reshape(c.N, c.V).double()
         of_entry = z.scatter(1, entry[:, None], -torch.inf).logsumexp(1, keepdim=True) - torch.logit(miss)
         z = torch.where(chosen[:, None], z.scatter(1, entry[:, None], of_entry), z)
         return layer[0], z.view_as(logits).to(logits.dtype), None, None
-    x, p = _along(c, layer, entry, chosen, among, factor, miss)
+    x, p = _along(c, layer, entry, chosen, among, factor, cap, miss)
     if teacher is not None:
         given, teacher = teacher, (x, *teacher[1:])
         if not c.teacher_equal:
             both, of_teacher = chosen & (m.below(2, c.N) == 0), c.miss * 100 ** (m.rand(c.N, 1) - 0.5)
-            teacher = _along(c, given, entry, both, among, factor, of_teacher)[0], *given[1:]
+            teacher = _along(c, given, entry, both, among, factor, cap, of_teacher)[0], *given[1:]
     return x, None, teacher, p
 
 
 def _along(
-    c: Configuration, layer: tuple, entry: Tensor, chosen: Tensor, among: Tensor, factor: Tensor, miss: Tensor
+    c: Configuration,
+    layer: tuple,
+    entry: Tensor,
+    chosen: Tensor,
+    among: Tensor,
+    factor: Tensor,
+    cap: Tensor | None,
+    miss: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """``x [*shape, D]`` of the ``chosen`` tokens moved along the weight's row of ``entry [N]`` until 1 - p there,
     ``among [N, V]``, is ``miss [N, 1]``; and p. Tokens that cannot be so sure stay."""
     x, weight, bias, masked = layer
     wide, flat, at = weight.double(), x.reshape(c.N, -1).double(), entry[:, None]
-    unit = normalize(wide[entry], dim=1) * factor.sign()[:, None]
+    unit = normalize(wide[entry], dim=1) * factor.sign()
     start, step = flat @ wide.t(), unit @ wide.t()
     if bias is not None:
         start = start + bias.double().masked_fill(masked, MASKED)
 
     def log_p(length: Tensor) -> Tensor:
-        z = factor[:, None] * (start + length * step)
-        z = z if c.softcap is None else c.softcap * torch.tanh(z / c.softcap)
+        z = factor * (start + length * step)
+        z = z if cap is None else cap * torch.tanh(z / cap)
         return z.masked_fill(~among, -torch.inf).log_softmax(1)
 
     def missing(length: Tensor) -> Tensor:
         return log_p(length).scatter(1, at, -torch.inf).exp().sum(1, keepdim=True)
 
     low = torch.zeros(c.N, 1, dtype=torch.float64)
-    high = 60 / (factor.abs() * wide[entry].norm(dim=1)).clamp(min=1e-3)[:, None]
+    high = 60 / (factor.abs() * wide[entry].norm(dim=1, keepdim=True)).clamp(min=1e-3)
     for _ in range(30):
         middle = (low + high) / 2
         far = missing(middle) > miss

@@ -7,11 +7,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 import parallel_lce
 from blocks import counted_forwards
 from parallel_lce.arguments import LossOptions
 from parallel_lce.backends import backend_of
+from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.grad_buffers import MainGrad
 from tools import D, N, V, arguments_of, call, everywhere, good, recorded
@@ -195,6 +197,33 @@ BAD = {
         "sequence_parallel must be True or False, got 2",
     ),
     "sequence_parallel a float": (dict(sequence_parallel=1.0), "sequence_parallel must be True or False, got 1.0"),
+    "reduce_hidden_grad no truth value": (dict(reduce_hidden_grad="no"), "reduce_hidden_grad must be .* got 'no'"),
+    "an unreduced gradient of a part": (
+        dict(reduce_hidden_grad=False, sequence_parallel=True),
+        "reduce_hidden_grad=False cannot be combined with sequence_parallel=True: .* with sequence_parallel=False",
+    ),
+    "temperature zero": (dict(temperature=0.0), "temperature must be a number > 0, .* got 0.0"),
+    "temperature negative": (dict(temperature=-1), "temperature must be a number > 0, .* got -1"),
+    "temperature NaN": (dict(temperature=float("nan")), "temperature must be a number > 0, .* got nan"),
+    "temperature None": (dict(temperature=None), "temperature must be a number > 0, .* got None"),
+    "temperature of another shape": (
+        dict(temperature=torch.ones(N + 1)),
+        r"temperature must be .* target's shape \[6\], got one of shape \[7\]",
+    ),
+    "temperature of integers": (dict(temperature=torch.ones(N).int()), "temperature must be floating-point"),
+    "temperature that learns": (dict(temperature=torch.ones(N).requires_grad_()), "pass temperature.detach()"),
+    "scale over temperature": (
+        dict(logit_scale=1e30, temperature=1e-30),
+        "logit_scale=1e.30 and logit_softcap=None divided by temperature=1e-30 are beyond fp32",
+    ),
+    "softcap over temperature": (
+        dict(logit_softcap=1e-30, temperature=1e30),
+        "divided by temperature=1e.30 are beyond",
+    ),
+    "a mesh for a group": (
+        dict(process_group=type("DeviceMesh", (), {"get_group": None})()),
+        r"process_group must be .* got DeviceMesh: pass its get_group\(\)",
+    ),
     "weight of PyTorch's function": (dict(weight=torch.ones(V)), "weight=.* is not supported: use token_weight"),
     "options of PyTorch's function": (dict(options=object()), "options=.* is not supported: .*logits_budget"),
 }
@@ -212,11 +241,78 @@ def test_refused(name):
             call(good() | changes, parallel_lce.token_statistics)
 
 
+class _Wrapper(torch.Tensor):
+    """As a quantized tensor it has no memory of its own: each operation asks it."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held):
+        self.held = held
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        held = lambda t: t.held if isinstance(t, cls) else t  # noqa: E731
+        result = function(*tree_map(held, args), **tree_map(held, kwargs or {}))
+        return tree_map(lambda t: cls(t) if isinstance(t, torch.Tensor) else t, result)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias", "token_weight"])
+def test_tensors_that_are_none_in_memory_are_refused(name, backend, device):
+    tensors = good(device) | {n: torch.zeros(s, device=device) for n, s in (("linear_bias", V), ("token_weight", N))}
+    said = f"{name} is a _Wrapper.*__torch_dispatch__.*plain tensor"
+    with pytest.raises(ValueError, match=said):
+        call(tensors | {name: _Wrapper(tensors[name])})
+    if name == "input":
+        logits = _Wrapper(torch.zeros(N, V, device=device))
+        with pytest.raises(ValueError, match=said.replace(name, "vocab_parallel_logits")):
+            parallel_lce.vocab_parallel_cross_entropy(logits, tensors["target"])
+
+
+def test_an_upstream_gradient_that_is_none_in_memory(backend, device):
+    """Its own operations compute with it, or words refuse it."""
+    tensors = good(device)
+    leaves = [tensors[name].requires_grad_() for name in ("input", "linear_weight")]
+    losses, want = (call(tensors | dict(reduction="none")) for _ in range(2))
+    upstream = torch.rand(N, device=device)
+    try:
+        found = torch.autograd.grad(losses, leaves, _Wrapper(upstream))
+    except ValueError as refusal:
+        assert backend == "triton" and "no kernel can read a _Wrapper" in str(refusal)
+    else:
+        for a, b in zip(found, torch.autograd.grad(want, leaves, upstream)):
+            assert torch.equal(getattr(a, "held", a), b)
+
+
 def test_a_typo_is_a_type_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'label_smothing'"):
         call(good() | dict(label_smothing=0.1))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'reduction'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reduction'$"):
         call(good() | dict(reduction="mean"), parallel_lce.token_statistics)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "meant"),
+    [
+        (parallel_lce.linear_cross_entropy, "bias", "linear_bias"),
+        (parallel_lce.linear_cross_entropy, "label_smothing", "label_smoothing"),
+        (parallel_lce.token_statistics, "softcap", "logit_softcap"),
+        (parallel_lce.token_statistics, "weight", "linear_weight"),
+        (parallel_lce.selected_log_probs, "group", "process_group"),
+        (parallel_lce.LinearCrossEntropy, "tp_group", "process_group"),
+        (divergence, "bias", "student_bias or teacher_bias"),
+        (top_k_divergence, "temprature", "temperature"),
+    ],
+)
+def test_a_keyword_that_may_be_meant(function, given, meant):
+    positional = [] if function is parallel_lce.LinearCrossEntropy else [*good().values()]
+    positional += [None] * ("divergence" in function.__name__)
+    words = rf"^{function.__name__}\(\) got an unexpected keyword argument '{given}': did you mean {meant}\?$"
+    with pytest.raises(TypeError, match=words):
+        function(*positional, **{given: None})
 
 
 def _refused_over_ranks(member: Member):

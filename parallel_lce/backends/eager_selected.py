@@ -28,9 +28,8 @@ def selected_logits(projection: Projection, x: Tensor, selection: Selection, out
     for some in _pieces(len(ids), x.shape[1], out.element_size()):
         of_entry, at = row[some], ids[some]
         z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
-        bias, token_scale = projection.bias, projection.token_scale
-        bias = None if bias is None else bias[at]
-        finished(z, projection, bias, None if token_scale is None else token_scale[of_entry])
+        bias = None if projection.bias is None else projection.bias[at]
+        finished(z, projection.of_rows(of_entry), bias)
         out[some] = z.where(hit[some], out[some])
 
 
@@ -74,7 +73,8 @@ def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         rows = slice(a, a + height)
         for first in range(0, projection.real_rows, width):
             window = slice(first, min(first + width, projection.real_rows))
-            z = logits(projection, whole, rows, operand(projection.weight[window]), window).t()
+            weight = operand(projection.weight[window])
+            z = logits(projection, whole, rows, weight, window, values.new_empty(len(weight), len(x[rows]))).t()
             here = torch.arange(window.start, window.stop, device=x.device) + projection.start
             found = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
             both = torch.cat([values[rows], found[0]], 1), torch.cat([ids[rows], found[1]], 1)

@@ -1,0 +1,416 @@
+"""Finite masks, and logits as large as fp32 has them. What lies far below a token's largest logit has probability 0,
+however far it lies, and whichever windows, shards and tokens have nothing else.
+
+The truth is in float64, of logits that are rounded to fp32.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, one_hot
+
+from cases import DTYPES, normal
+from fuzz_truth import log_ratios
+from parallel_lce import linear_cross_entropy, reference, selected_log_probs, token_statistics
+from parallel_lce.distillation import divergence, top_k_divergence
+from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
+from tools import DIFFERENTIABLE, REDUCED, everywhere, fields, shrunk, statistics
+from world import Member
+
+N, V, D, WINDOW = 20, 300, 16, 64
+LOWEST = torch.finfo(torch.bfloat16).min
+MASKS = {"bf16": (-1e10, -1e30, LOWEST), "fp32": (-1e10, -1e30, LOWEST), "fp16": (-65504.0,)}
+PATTERNS = {
+    "a window": [slice(64, 128)],
+    "some windows": [slice(0, 64), slice(128, 192), slice(256, 300)],
+    "part of a window": [slice(70, 100), slice(140, 300, 3)],
+    "a rank": [slice(0, 150)],
+    "all": [slice(0, 300)],
+    "all, scaled": [slice(0, 300)],
+}
+
+
+@contextmanager
+def windows(backend: str):
+    """Windows of so few entries, in either backend, and tokens in several tiles."""
+    tile = nullcontext()
+    if backend == "triton":
+        from parallel_lce.kernels.tuning import Tile, forced
+
+        tile = forced(Tile(64, WINDOW, 32, 4, 2), 16)
+    with tile, shrunk(4096, (16, WINDOW)):
+        yield
+
+
+def operands(pattern: str, mask: float, dtype: str) -> tuple[Tensor, ...]:
+    """``x [N, D]``, ``weight [V, D]``, ``bias [V]`` and ``target [N]``; some targets are masked."""
+    x, weight, bias = normal(N, D), normal(V, D, seed=1) / 2, normal(V, seed=2) / 2
+    if pattern == "some tokens":
+        # Each token of the first half has a window of its own masked, or all.
+        x[:, :6] = 0
+        for window in range(5):
+            x[window : N // 2 : 6, window] = 1
+            weight[:, window] = 0
+            weight[WINDOW * window : WINDOW * (window + 1), window] = mask
+        # Without other terms, whose sum's order would show.
+        x[5 : N // 2 : 6] = torch.eye(D)[5]
+        weight[:, 5] = mask
+    elif pattern == "huge rows":
+        # The logits of two windows are huge, of either sign. fp16 holds them as products of two numbers.
+        x *= 1e4 if dtype == "fp16" else 1.0
+        weight[40:104] *= -mask / 4 if dtype == "fp16" else 1e30
+    elif pattern == "one of all":
+        bias[150] = -mask
+    else:
+        for some in PATTERNS.get(pattern, []):
+            bias[some] += mask
+    target = torch.arange(N) * 17 % V
+    made = (v.to(DTYPES[dtype]) for v in (x, weight, bias.clamp(-abs(LOWEST), abs(LOWEST))))
+    return *made, target
+
+
+def logits(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """In float64, rounded to fp32."""
+    return torch.nn.functional.linear(x, weight, bias).float().double()
+
+
+def scale_of(pattern: str, token_scales: bool) -> Tensor | float:
+    """Of the logits. A product of huge numbers is rounded by as much as matters."""
+    scale = 0.7 if pattern in ("huge rows", "all, scaled") else 1.0
+    return torch.full((N,), scale) if token_scales else scale
+
+
+def truth(pattern: str, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> tuple[dict, dict, dict]:
+    """Statistics; by their names also how much roundings may move each; and the gradients ``[N, V]`` of the
+    projection."""
+    scale = scale_of(pattern, False)
+    z = (logits(x, weight, bias).float() * scale).double().requires_grad_()
+    top = z.detach().amax(1)
+    found = reference.statistics(z - top[:, None], target)
+    del found["argmax"], found["max_logit"]
+    gradients = {
+        name: scale * torch.autograd.grad(found[name].sum(), z, retain_graph=True)[0] for name in DIFFERENTIABLE
+    }
+    for name in ("lse", "mean_logit", "expected_logit"):
+        found[name] = found[name] + top
+    found["target_logit"] = z.gather(1, target[:, None])[:, 0]
+    own = found["target_logit"].abs()
+    magnitude = {
+        "lse": top.abs(),
+        "expected_logit": top.abs(),
+        "target_logit": own,
+        "target_log_prob": top.abs() + own,
+        "mean_logit": z.abs().mean(1),
+        "mean_log_prob": top.abs() + z.abs().mean(1),
+    }
+    return found, magnitude, gradients
+
+
+def assert_statistics(found: dict[str, Tensor], expected: dict, magnitude: dict, of: str) -> None:
+    for name, exact in expected.items():
+        exact, value = exact.detach(), found[name].double().cpu()
+        # A sum beyond fp32 is infinite, as torch's.
+        beyond = (exact.abs() * V > 3.4e38) & value.isinf() & (value.sign() == exact.sign())
+        allowed = 1e-5 * (1 + exact.abs()) + 1e-6 * magnitude.get(name, torch.zeros(())).detach()
+        off = (value - exact).abs().masked_fill(beyond, 0.0)
+        assert (off <= allowed).all(), f"{of}: {name} is off by {off.tolist()}"
+
+
+BEYOND = {"fp16": 3e4}
+"""Sums of larger terms may overflow."""
+
+
+def assert_gradients(found, x, weight, signed: Tensor, terms: Tensor, dtype: str, of: str) -> None:
+    """Of each row of dX and dW and each number of dbias; ``signed``, ``terms [N, V]``: the gradient of the logits, and
+    the magnitudes of what is summed to it."""
+    # Four roundings.
+    step = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}[dtype]
+    ones = torch.ones(len(x), 1).double()
+    sides = ((signed, weight), (signed.T, x), (signed.T, ones))
+    for name, value, (g, other), t in zip(("dx", "dweight", "dbias"), found, sides, (terms, terms.T, terms.T)):
+        exact = g @ other
+        size = t @ other.abs()
+        off = value.double().cpu().view(exact.shape) - exact
+        off = off.masked_fill(size > BEYOND.get(dtype, 1e38), 0.0).norm(dim=1)
+        # Entries of fp16 below its smallest number.
+        least = 2.0**-24 * (1 + other.norm(dim=0).norm()) if dtype == "fp16" else 1e-30
+        allowed = step * size.norm(dim=1) + least
+        worst = (off / allowed).nan_to_num(torch.inf).max().item()
+        assert worst <= 1, f"{of}: {name} is off by {worst:.3g} of what it may be"
+
+
+def _found(member: Member, backend: str, pattern: str, mask: float, dtype: str) -> dict[str, dict[str, list[Tensor]]]:
+    """By strategy: the statistics, and gradients of the sum of all of them and of a mean loss."""
+    x, weight, bias, target = (v.to(member.device) for v in operands(pattern, mask, dtype))
+    shard = slice(None)
+    if member.ranks > 1:
+        shard = slice(150 * member.rank, 150 * (member.rank + 1))
+    results = {}
+    for strategy, how in REDUCED.items():
+        leaves = [v.clone().requires_grad_() for v in (x, weight[shard], bias[shard])]
+        scale = scale_of(pattern, strategy == "recompute")
+        scale = scale.to(member.device) if isinstance(scale, Tensor) else scale
+        options = dict(linear_bias=leaves[2], process_group=member.group, logit_scale=scale)
+        options["logits_budget"] = how["logits_budget"]
+        with windows(backend):
+            loss = linear_cross_entropy(*leaves[:2], target, **{**options, **how})
+            of_loss = torch.autograd.grad(loss.sum(), leaves)
+            found = {}
+            if strategy != "accumulate":
+                found = fields(statistics(*leaves[:2], target, **options))
+                of_sum = torch.autograd.grad(sum(found[name].sum() for name in DIFFERENTIABLE), leaves)
+                found |= dict(zip(("dx", "dweight", "dbias"), of_sum))
+            found |= dict(zip(("loss", "loss dx", "loss dweight", "loss dbias"), (loss, *of_loss)))
+        results[strategy] = {name: value.detach().cpu() for name, value in found.items()}
+    return results
+
+
+def check(results: list[dict], pattern: str, mask: float, dtype: str) -> None:
+    x, weight, bias, target = (v.double() if v.is_floating_point() else v for v in operands(pattern, mask, dtype))
+    expected, magnitude, gradients = truth(pattern, x, weight, bias, target)
+    signed, terms = sum(gradients.values()), sum(g.abs() for g in gradients.values())
+    for strategy, first in results[0].items():
+        of = f"{pattern} of {mask}, {strategy}"
+        whole = {
+            name: torch.cat([r[strategy][name] for r in results]) if "dweight" in name or "dbias" in name else value
+            for name, value in first.items()
+        }
+        of_tokens = REDUCED[strategy]["reduction"] == "none"
+        losses = -expected["target_log_prob"], magnitude["target_log_prob"]
+        losses, share = (losses, 1) if of_tokens else ([v.mean() for v in losses], N)
+        assert_statistics(whole, {"loss": losses[0]}, {"loss": losses[1]}, of)
+        g = -gradients["target_log_prob"] / share
+        names = "dx", "dweight", "dbias"
+        assert_gradients([whole[f"loss {n}"] for n in names], x, weight, g, g.abs(), dtype, f"{of}, loss")
+        if strategy != "accumulate":
+            assert_statistics(whole, expected, magnitude, of)
+            assert_gradients([whole[n] for n in names], x, weight, signed, terms, dtype, of)
+            z = logits(x, weight, bias)
+            picked = z.gather(1, whole["argmax"][:, None])[:, 0]
+            assert (z.amax(1) - picked <= 1e-6 * z.abs().amax(1)).all()
+
+
+@pytest.mark.parametrize("pattern", [*PATTERNS, "some tokens", "huge rows", "one of all"])
+@pytest.mark.parametrize("dtype", MASKS)
+@pytest.mark.thinned
+def test_statistics_and_gradients(pattern, dtype, backend, worlds, device):
+    for mask in MASKS[dtype]:
+        check(everywhere(worlds, device, 1, _found, backend, pattern, mask, dtype), pattern, mask, dtype)
+
+
+@pytest.mark.parametrize("pattern", ["a rank", "all", "some tokens", "huge rows"])
+def test_over_ranks(pattern, backend, worlds, device):
+    check(everywhere(worlds, device, 2, _found, backend, pattern, -1e30, "fp32"), pattern, -1e30, "fp32")
+
+
+def close(found: Tensor, exact: Tensor, magnitude: Tensor, of: str) -> None:
+    assert_statistics({"found": found}, {"found": exact}, {"found": magnitude}, of)
+
+
+SOME = ["a window", "part of a window", "a rank", "all", "some tokens", "one of all"]
+
+
+@pytest.mark.parametrize("pattern", SOME)
+@pytest.mark.parametrize("dtype", MASKS)
+@pytest.mark.thinned
+def test_selected_and_largest(pattern, dtype, backend, device):
+    mask, ids = MASKS[dtype][-1], torch.arange(N * 6).view(N, 6) * 7 % V
+    ids[:4] = torch.arange(70, 76)  # of entries that are often masked
+    given = x, weight, bias, _ = operands(pattern, mask, dtype)
+    leaves = [v.clone().to(device).requires_grad_() for v in given[:3]]
+    x, weight, bias = (v.double() for v in (x, weight, bias))
+    z = logits(x, weight, bias).requires_grad_()
+    top, picked = z.detach().amax(1, keepdim=True), z.gather(1, ids)
+    magnitude = picked.detach().abs()
+    with windows(backend):
+        found = token_statistics(*leaves[:2], None, linear_bias=leaves[2], selected=ids.to(device), top_k=9)
+        among = selected_log_probs(*leaves[:2], ids.to(device), linear_bias=leaves[2])
+    assert_statistics(
+        {"top": found.top_logits, "ids": z.gather(1, found.top_ids.cpu())},
+        dict.fromkeys(("top", "ids"), z.topk(9, 1).values),
+        dict.fromkeys(("top", "ids"), z.topk(9, 1).values.abs()),
+        pattern,
+    )
+    lse = (z - top).logsumexp(1, keepdim=True)
+    for values, exact, of in (
+        (found.selected_log_prob, picked - top - lse, "of all"),
+        (among, picked.log_softmax(1), "among selected"),
+    ):
+        close(values, exact, top.abs() + magnitude, f"{pattern}, {of}")
+        # Each log-probability has a weight of its own: else their gradients cancel.
+        upstream = torch.linspace(1, 2, ids.numel()).double().view(ids.shape)
+        (g,) = torch.autograd.grad(exact, z, upstream, retain_graph=True)
+        with windows(backend):
+            gradients = torch.autograd.grad(values, leaves, upstream.to(values))
+        terms = g.abs() + 12 * (z - top).softmax(1).detach() + 2 * one_hot(ids, V).sum(1)
+        assert_gradients(gradients, x, weight, g, terms, dtype, f"{pattern}, {of}")
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("pattern", SOME)
+@pytest.mark.thinned
+def test_divergences(pattern, dtype, beta, backend, device):
+    """The student's and the teacher's masks are the same, or the teacher has another."""
+    x, weight, bias, _ = operands(pattern, -1e30, dtype)
+    for of_teacher in (pattern, "part of a window"):
+        y, their_weight, their_bias, _ = operands(of_teacher, -1e30, dtype)
+        teacher = (0.7 * y).to(y.dtype), their_weight, their_bias
+        leaves = [v.clone().to(device).requires_grad_() for v in (x, weight, bias)]
+        student = [v.double() for v in (x, weight, bias)]
+        z = logits(*student).requires_grad_()
+        log_q = logits(*(v.double() for v in teacher)).log_softmax(1)
+        log_p = (z - z.detach().amax(1, keepdim=True)).log_softmax(1)
+        p, q, d = log_p.exp(), log_q.exp(), log_p - log_q
+        of_p, of_q = log_ratios(d, beta)
+        exact = (beta or 1.0) * (q * of_q).sum(1) if beta < 1 else 0.0
+        if beta > 0:
+            exact = exact + (1 - beta if beta < 1 else 1.0) * (p * of_p).sum(1)
+        (g,) = torch.autograd.grad(exact.sum(), z)
+        terms = (p + q + p * (of_p.abs() + (p * of_p).abs().sum(1, keepdim=True))).detach()
+        for reduction in ("none", "sum"):
+            with windows(backend):
+                found = divergence(
+                    *leaves[:2],
+                    *(v.to(device) for v in teacher[:2]),
+                    beta=beta,
+                    reduction=reduction,
+                    student_bias=leaves[2],
+                    teacher_bias=teacher[2].to(device),
+                )
+                gradients = torch.autograd.grad(found.sum(), leaves)
+            size = ((p + q) * (log_p.abs() + log_q.abs())).sum(1).detach()
+            value, size = (exact, size) if reduction == "none" else (exact.sum(), size.sum())
+            of = f"{pattern}, {of_teacher}, {reduction}"
+            close(found, value, size, of)
+            assert_gradients(gradients, *student[:2], g, terms, dtype, of)
+
+
+@pytest.mark.parametrize("tail", ["class", "renormalize"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_a_teachers_largest_of_masked_entries(beta, tail, backend, device):
+    """The teacher keeps entries that the student masks: by 1e30, nearly as far as one that is excluded."""
+    x, weight, bias, _ = operands("a window", -1e30, "fp32")
+    leaves = [v.clone().to(device).requires_grad_() for v in (x, weight, bias)]
+    ids = torch.cat([torch.arange(60, 68), torch.arange(8)]).expand(N, -1)
+    log_q = 2 * normal(N, ids.shape[1] + 1, seed=4)
+    log_q[:, -1] += 5  # A tail is a difference, 1 - sum, and large enough that its digits are of no concern.
+    log_q = log_q.log_softmax(1)
+    given = ids.to(device), log_q[:, :-1].float().to(device)
+    with windows(backend):
+        found = top_k_divergence(*leaves[:2], *given, tail=tail, beta=beta, student_bias=leaves[2], reduction="none")
+        gradients = torch.autograd.grad(found.sum(), leaves)
+    z = logits(*(v.double() for v in (x, weight, bias))).requires_grad_()
+    log_p = z.log_softmax(1)
+    of_ids = log_p.gather(1, ids)
+    others = 1 - of_ids.exp().sum(1, keepdim=True)
+    if tail == "class":
+        log_p = torch.cat([of_ids, others.log()], 1)
+    else:
+        log_p, log_q = of_ids.log_softmax(1), log_q[:, :-1].log_softmax(1)
+    p, q = log_p.exp(), log_q.exp()
+    of_p, of_q = log_ratios(log_p - log_q, beta)
+    exact = (beta or 1.0) * (q * of_q).sum(1) if beta < 1 else 0.0
+    if beta > 0:
+        exact = exact + (1 - beta if beta < 1 else 1.0) * (p * of_p).sum(1)
+    close(found, exact, 100 * torch.ones(N), tail)
+    (g,) = torch.autograd.grad(exact.sum(), z)
+    terms = g.abs() + 10 * z.softmax(1).detach() + one_hot(ids, V).sum(1)
+    assert_gradients(gradients, x.double(), weight.double(), g, terms, "fp32", tail)
+
+
+@pytest.mark.parametrize("pattern", SOME)
+@pytest.mark.parametrize("dtype", MASKS)
+@pytest.mark.thinned
+def test_logits_that_exist(pattern, dtype, backend, device):
+    for mask in MASKS[dtype]:
+        x, weight, bias, target = operands(pattern, mask, dtype)
+        z = torch.nn.functional.linear(*(v.double() for v in (x, weight, bias))).to(x.dtype)
+        leaf = z.clone().to(device).requires_grad_()
+        exact = z.double().requires_grad_()
+        losses = vocab_parallel_cross_entropy(leaf, target.to(device)), cross_entropy(exact, target, reduction="none")
+        close(*losses, 2 * z.double().abs().amax(1), pattern)
+        found, g = (torch.autograd.grad(loss.sum(), leaf)[0] for loss, leaf in zip(losses, (leaf, exact)))
+        step = {"fp32": 1e-5, "bf16": 2.0**-7, "fp16": 2.0**-10}[dtype]
+        assert ((found.double().cpu() - g).abs() <= step * g.abs() + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("mask", [-1e10, -1e30, LOWEST])
+@pytest.mark.parametrize("logits_budget", [None, 0])
+@pytest.mark.thinned
+def test_filtered_gradients(mask, logits_budget, backend, device, monkeypatch):
+    """Whole windows, and whole tiles of tokens, that are masked are as if their entries were not there."""
+    monkeypatch.setattr("parallel_lce.backends.triton_filter.SMALLEST_FILTERED", 0)
+    x, weight, target = 0.3 * normal(300, D), normal(700, D, seed=1), torch.arange(300) * 17 % 512
+    x[:140, 0], x[140:, 0] = 0, 1
+    bias = torch.zeros(700)
+    bias[512:] = mask
+    t = [v.bfloat16().to(device) for v in (x, weight, bias)]
+    t[1][:256, 0] = 0
+    t[1][256:512, 0] = mask  # for the tokens from 140 on
+    target[140:] %= 256
+    for eps in (2.0**-7, "auto"):
+        found = []
+        for masked in (True, False):
+            x, weight, bias = (v.clone() for v in t)
+            if not masked:
+                weight[:, 0], bias[512:] = 0, -torch.inf
+                weight[256:512, 0] = -1e4
+            leaves = [v.requires_grad_() for v in (x, weight, bias)]
+            loss = linear_cross_entropy(
+                x, weight, target.to(device), linear_bias=bias, gradient_filter=eps, logits_budget=logits_budget
+            )
+            found.append([g.double()[..., 1:] for g in torch.autograd.grad(loss, leaves)])
+        for ours, exact in zip(*found):
+            assert ours.isfinite().all() and (ours - exact).norm() <= 0.02 * exact.norm()
+
+
+def _with_nan(member: Member, backend: str, where: str) -> tuple[dict, dict]:
+    """Statistics of tokens of which some have a logit that is NaN."""
+    x, weight, bias, target = (v.to(member.device) for v in operands("none", 0.0, "fp32"))
+    x[:, 0] = 0
+    x[3::5, 0] = -1
+    if where == "an entry":  # 0 times infinity: of all tokens but each fifth, whose logit is -inf
+        weight[70, 0] = torch.inf
+        broken = x[:, 0] == 0
+    else:
+        x[3::5, 1] = torch.nan
+        broken = x[:, 1].isnan()
+    shard = slice(150 * member.rank, 150 * (member.rank + 1)) if member.ranks > 1 else slice(None)
+    with windows(backend):
+        options = dict(linear_bias=bias[shard], process_group=member.group, top_k=4, selected=target[:, None])
+        found = fields(statistics(x, weight[shard], target, **options))
+    return {name: value.cpu() for name, value in found.items()}, broken.cpu()
+
+
+@pytest.mark.parametrize("where", ["an entry", "a token"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nan_is_of_the_whole_token(ranks, where, backend, worlds, device):
+    for found, broken in everywhere(worlds, device, ranks, _with_nan, backend, where):
+        assert broken.any() and not broken.all() and found.pop("vocab_size") == V
+        del found["target_logit"]
+        for name, value in found.items():
+            nothing = value.isnan() if value.is_floating_point() else value == -1
+            expected = broken.view(-1, *[1] * (value.dim() - 1)).expand_as(value)
+            assert torch.equal(nothing, expected), name
+
+
+def test_sets_of_which_nothing_remains(backend, device):
+    """Every log-probability is -inf and has no gradient, whether entries are excluded or outside the vocabulary. One
+    that is NaN makes the token's others NaN, but those that are -inf."""
+    x, weight, bias, _ = (v.to(device) for v in operands("none", 0.0, "fp32"))
+    bias[:10] = -torch.inf
+    bias[20] = torch.nan
+    ids = torch.tensor([[0, 1, 2], [3, -1, V], [V, -1, -2], [4, 30, 31], [5, 30, 20]], device=device)
+    leaves = [v.requires_grad_() for v in (x[:5].clone(), weight, bias)]
+    found = selected_log_probs(*leaves[:2], ids, linear_bias=leaves[2])
+    expected = torch.nn.functional.linear(*(v.detach() for v in leaves)).gather(1, ids.clamp(0, V - 1)).log_softmax(1)
+    assert (found[:3] == -torch.inf).all() and found[3, 0] == -torch.inf
+    torch.testing.assert_close(found[3], expected[3])
+    assert found[4].tolist()[0] == -torch.inf and found[4, 1:].isnan().all()
+    dx, dw, db = torch.autograd.grad(found[:4].where(found[:4].isfinite(), 0.0).sum() + found[:3].sum(), leaves)
+    assert (dx[:3] == 0).all() and (db[:10] == 0).all() and dx[3].isfinite().all()

@@ -16,6 +16,16 @@ exp(32) and exp(-32) are far from its limits."""
 SAVED_FP16_SCALE = 2.0**15
 """fp16 saves exp(z - maximum), which is in [0, 1], times this: nothing is lost down to e^-20."""
 
+ALONE = 1.5
+"""Below this sum of exponentials relative to the maximum, one entry is the maximum, and all others lie more than ln 2
+below it. An inexact logit less than :data:`NEAR` below the maximum is then that entry's, and its value is known: it is
+the maximum."""
+
+NEAR = 0.3
+
+# Of the roundings by which a logit that is summed in another order is off, relative to it.
+_ROUNDINGS = tl.constexpr(2.0**-20)
+_ALONE, _NEAR = tl.constexpr(ALONE), tl.constexpr(NEAR)
 _REACH = tl.constexpr(REACH)
 # exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN as -inf * 0 would be.
 LOWEST_SHIFT = tl.constexpr(-1e4)
@@ -47,6 +57,47 @@ def scaled(z, factor):
 def logit_above(e, shift, base):
     """z - base, from ``e = exp(z - shift)``; ``LOWEST_SHIFT`` where e underflowed."""
     return tl.maximum(tl.log2(e) * _LN_2 + (shift - base), LOWEST_SHIFT)
+
+
+@triton.jit
+def exact_logit(logit, top, sum_exp):
+    """A logit, or the maximum ``top`` itself where it is that entry's (:data:`ALONE`).
+
+    ``logit`` was summed in another order than the logits of the sum of exponentials, by which 1 - p would be off.
+    """
+    # Of millions a rounding is more than that.
+    near = tl.maximum(_NEAR, tl.abs(top) * _ROUNDINGS)
+    return tl.where((sum_exp < _ALONE) & (logit > top - near), top, logit)
+
+
+@triton.jit
+def gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon):
+    """``p (alpha + delta (z - M) + epsilon p) - gamma`` of entries whose logits are known in fp32."""
+    moved = logit - base
+    p = tl.exp(moved) / sum_exp
+    g = alpha
+    if delta is not None:
+        g += delta * tl.maximum(moved, LOWEST_SHIFT)
+    if epsilon is not None:
+        g += epsilon * p
+    g *= p
+    if gamma is not None:
+        g -= gamma
+    return g
+
+
+@triton.jit
+def log_1_plus(x):
+    """log(1 + x) for x >= 0, without the rounding of 1 + x (Kahan)."""
+    u = 1.0 + x
+    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
+
+
+@triton.jit
+def one_minus_exp(x):
+    """1 - exp(x) for x <= 0, by its series where exp(x) is near 1."""
+    series = -x * (1.0 + x / 2.0 * (1.0 + x / 3.0 * (1.0 + x / 4.0)))
+    return tl.where(x > -0.05, series, 1.0 - tl.exp(x))
 
 
 @triton.jit

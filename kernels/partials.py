@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, window_shift
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exact_logit, exponential_from, finite_base, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.memory import on_device_of
 from parallel_lce.partials import NOBODY
@@ -119,6 +119,7 @@ def _merge_kernel(
     merged,
     softmax_shift,
     on_shift,
+    wanted,
     bounds,
     vocab_size,
     rows,
@@ -135,7 +136,8 @@ def _merge_kernel(
     """Merge slices of the vocabulary: windows of ``WINDOW`` entries, or the shards of the ranks.
 
     ``stride``: elements from one slice's columns to the next one's. For windows: ``entries`` and ``start`` are those
-    of the shard. For ranks: ``entries`` is V if ``BOUNDED``; ``vocab_size`` is an output; all ranks fit one tile
+    of the shard, and ``wanted`` the targets, whose logits are in ``merged``. For ranks: ``entries`` is V if
+    ``BOUNDED``; ``vocab_size`` is an output; all ranks fit one tile
     (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -167,6 +169,11 @@ def _merge_kernel(
         nan = tl.where(covered, 0.0, float("nan"))
         if tl.program_id(0) == 0:
             tl.store(vocab_size, tl.sum(real, 0))
+    # The largest exponential of the windows with the largest maximum, and their number.
+    largest = exponential_from(top, base)
+    if softmax_shift is not None:
+        largest = exponential_from(top, window_shift(top, shift))
+    number = tl.zeros((BLOCK_R,), tl.float32)
     for first in range(0, num_slices, BLOCK_W):
         w = first + tl.arange(0, BLOCK_W)
         inside = (w < num_slices)[:, None] & valid[None, :]
@@ -187,6 +194,11 @@ def _merge_kernel(
             factor = exponential_from(reference, base[None, :])
         # A slice of -inf alone adds nothing, but NaN beside -inf must get through.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)
+        if not RANKS:
+            # Beside the roundings of the largest exponentials a sum of all others of 1e-6 would be lost.
+            highest = (m == top[None, :]) & (missing == 0)
+            s = tl.where(highest, s - largest[None, :], s)
+            number += tl.sum(highest.to(tl.float32), 0)
         sum_exp += tl.sum(s * factor, 0)
         if slices.target is not None:
             target += tl.sum(tl.load(slices.target + here, mask=inside, other=0.0), 0)
@@ -201,15 +213,25 @@ def _merge_kernel(
             weighted += tl.sum((column + s * tl.maximum(moved, LOWEST_SHIFT)) * factor, 0)
         if slices.squared is not None:
             column = tl.load(slices.squared + here, mask=inside, other=0.0)
+            if not RANKS:
+                column = tl.where(highest, column - (largest * largest)[None, :], column)
             squared += tl.sum(column * factor * factor, 0)
         if slices.argmax is not None:
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _NOBODY), ids + start, _NOBODY)
             argmax = tl.minimum(argmax, tl.min(ids, 0))
+    # Relative to the maximum each of them is 1.
+    sum_exp += number
+    squared += number
     # A NaN logit of a window is not in its maximum, but makes its sum NaN.
     broken = (broken != 0) | ((sum_exp != sum_exp) & (top != float("inf")))
     tl.store(merged.max + r, tl.where(broken, float("nan"), top) + nan, mask=valid)
     tl.store(merged.sum_exp + r, sum_exp + nan, mask=valid)
+    if wanted is not None:
+        place = tl.load(wanted + r, mask=valid, other=-1)
+        valid_target = (place >= 0) & (place < entries)
+        logit = tl.load(merged.target + r, mask=valid_target, other=0.0)
+        tl.store(merged.target + r, exact_logit(logit, top, sum_exp), mask=valid_target)
     if slices.target is not None:
         tl.store(merged.target + r, target + nan, mask=valid)
     if slices.shifted is not None:
@@ -248,11 +270,15 @@ def merge_windows(
     softmax_shift: torch.Tensor | None,
     columns,
     *,
+    target: torch.Tensor | None = None,
     window: int,
     entries: int,
     start: int,
 ) -> torch.Tensor | None:
     """Merge partials of windows ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's.
+
+    That holds the logits of ``target [R]`` int64, or no target is given. A target that is its token's maximum beyond
+    doubt gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`).
 
     The windows have ``window`` entries each, ``entries`` in all; ``start`` is the global id of the first. Returns
     ``on_shift [R]`` uint8: whether all of a token's windows are relative to its ``softmax_shift [R]`` fp32. None
@@ -266,6 +292,7 @@ def merge_windows(
         columns_of(merged, columns),
         softmax_shift,
         on_shift,
+        target,
         None,
         None,
         rows,
@@ -298,6 +325,7 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
             (max(1, -(-rows // block_r)),),
             columns_of(own, columns),
             columns_of(merged, columns),
+            None,
             None,
             None,
             bounds,

@@ -125,7 +125,10 @@ def _describe(arguments: tuple, described: list) -> list:
         elif kind is float or kind is NoneType:
             pass
         elif issubclass(kind, Tensor):
-            [values[index]] = _describe((arguments[index].as_subclass(Tensor),), described)
+            plain = arguments[index].as_subclass(Tensor)
+            if type(plain) is not Tensor:
+                raise ValueError(f"no kernel can read a {kind.__name__}, which has a __torch_dispatch__ of its own")
+            [values[index]] = _describe((plain,), described)
         elif issubclass(kind, tuple):
             values[index] = tuple(_describe(arguments[index], described))
         elif hasattr(kind, "from_tensor"):

@@ -16,12 +16,20 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, exponential_from, finite_base, logit_above, window_shift
+from parallel_lce.kernels.arithmetic import (
+    ALONE,
+    SAVED_FP16_SCALE,
+    exponential_from,
+    finite_base,
+    logit_above,
+    window_shift,
+)
 from parallel_lce.kernels.relaunch import Relaunched
 
 REWRITTEN = 2048
 """Entries of a row that are rewritten at a time."""
 
+_ALONE = tl.constexpr(ALONE)
 # Entries of a program.
 _SPAN = 16384
 
@@ -66,6 +74,7 @@ def rewrite_row(
     maxima,
     base,
     shift,
+    sum_exp,
     alpha_over_sum,
     scaled_gamma,
     delta_over_sum,
@@ -83,6 +92,8 @@ def rewrite_row(
     times the soft-cap's slope."""
     # Some windows at a time: what is the same in a window is computed once.
     WINDOWS: tl.constexpr = BLOCK // WINDOW
+    # The largest entry of a token that is sure, whose terms nearly cancel, is known exactly. The others are below 1/2.
+    least = tl.where(sum_exp < _ALONE, 0.75, float("inf"))
     for start in range(first, stop, BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
         inside = c < stop
@@ -96,15 +107,17 @@ def rewrite_row(
         # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
         empty = (top == -float("inf"))[:, None] & (e == 0.0)
         of_max = tl.where(empty, 0.0, e * rebase[:, None])
+        alone = of_max > least
+        of_max = tl.where(alone, 1.0, of_max)
         g = of_max * alpha_over_sum
         if delta_over_sum is not None:
-            g += of_max * (delta_over_sum * logit_above(e, reference[:, None], base))
+            g += of_max * (delta_over_sum * tl.where(alone, 0.0, logit_above(e, reference[:, None], base)))
         if epsilon_over_sums is not None:
             g += of_max * (epsilon_over_sums * of_max)
         if scaled_gamma is not None:
             g -= scaled_gamma
         if cap is not None:
-            z = logit_above(e, reference[:, None], 0.0)
+            z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
             g *= 1.0 - (z / cap) * (z / cap)
         tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
 
@@ -158,6 +171,7 @@ def lce_backward_rewrite(
         maxima + row,
         base,
         shift,
+        sum_exp,
         tl.load(coefficients.alpha + row) * over_sum,
         gamma,
         delta,

@@ -9,21 +9,43 @@ Each output element is written by one program, and sums have a fixed order. Offs
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import softcapped
+from parallel_lce.kernels.arithmetic import (
+    exact_logit,
+    exponential_from,
+    finite_base,
+    gradient_of_entry,
+    softcapped,
+    window_shift,
+)
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.rewrite import TokenCoefficients
+from parallel_lce.kernels.tuning import interpreted
 
 # Entries of a tile of rows, its hidden elements at most, and warps. Measured on an H200 with D=4096: 1, 8 and 64
-# entries of each token, or 8 for dW, whose rows are mostly selected once.
-_LOGITS = 8, 256, 1
+# entries of each token, or 8 for dW, whose rows are mostly selected once. Logits are products, of at least 16 rows.
+_LOGITS = 16, 128, 1
 _FOR_HIDDEN = 8, 512, 2
 _FOR_WEIGHT = 4, 2048, 4
 # Entries of one token whose places in G a program finds at a time.
 _PLACED = 64
+
+
+class SelectedWindows(NamedTuple):
+    """The windows of a projection's tokens, fp32."""
+
+    # [windows, R]
+    max: torch.Tensor
+    # [windows, R], relative to ``arithmetic.window_shift``, or to the maximum without a softmax shift
+    sum_exp: torch.Tensor
+    # [R]
+    softmax_shift: torch.Tensor | None
 
 
 @triton.jit
@@ -41,24 +63,21 @@ def _tile(rows, ids, valid, k, k_size, stride, BLOCK_K: tl.constexpr):
     return tl.load(here, mask=valid[:, None] & (c < k_size)[None, :], other=0.0).to(tl.float32)
 
 
-@triton.jit
-def _hidden(x, token, k, k_size, stride, BLOCK_K: tl.constexpr):
-    """``x[token, k : k + BLOCK_K]`` in fp32."""
-    c = k + tl.arange(0, BLOCK_K)
-    return tl.load(x + token.to(tl.int64) * stride + c, mask=c < k_size, other=0.0).to(tl.float32)
-
-
 @Relaunched
-@triton.jit(do_not_specialize=["entries"])
+@triton.jit(do_not_specialize=["rows", "entries"])
 def lce_forward_selected_logits(
     x,
     weight,
     bias,
     token_scale,
+    maxima,
+    sums,
+    softmax_shift,
     ids,
     begin,
     end,
     logits,
+    rows,
     entries,
     k_size,
     x_stride,
@@ -67,43 +86,100 @@ def lce_forward_selected_logits(
     cap,
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    WINDOW: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     token = tl.program_id(0)
     stop = tl.load(end + token)
-    factor = scale
-    if token_scale is not None:
-        factor *= tl.load(token_scale + token)
+    # The token's row, as often as the smallest product has rows.
+    lane = tl.arange(0, ENTRIES)
+    x_rows = x + token.to(tl.int64) * x_stride + tl.zeros((ENTRIES,), tl.int64)[:, None]
     for first in range(tl.load(begin + token), stop, ENTRIES):
-        e = first + tl.arange(0, ENTRIES)
+        e = first + lane
         wanted = _columns(ids, e, stop, 0, entries)
         hit = wanted >= 0
-        logit = tl.zeros((ENTRIES,), tl.float32)
+        weight_rows = weight + tl.where(hit, wanted, 0)[:, None] * weight_stride
+        z = tl.zeros((ENTRIES, ENTRIES), tl.float32)
         for k in range(0, k_size, BLOCK_K):
-            row = _hidden(x, token, k, k_size, x_stride, BLOCK_K)
-            logit += tl.sum(_tile(weight, wanted, hit, k, k_size, weight_stride, BLOCK_K) * row[None, :], 1)
+            c = (k + tl.arange(0, BLOCK_K))[None, :]
+            a = tl.load(x_rows + c, mask=c < k_size, other=0.0)
+            b = tl.load(weight_rows + c, mask=hit[:, None] & (c < k_size), other=0.0)
+            if UPCAST:
+                a = a.to(tl.float32)
+                b = b.to(tl.float32)
+            z = tl.dot(a, b.T, z, input_precision="ieee")
+        logit = tl.sum(tl.where(lane[:, None] == 0, z, 0.0), 0)
         if bias is not None:
             logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
-        logit *= factor
+        logit *= scale
+        if token_scale is not None:
+            logit *= tl.load(token_scale + token)
         if cap is not None:
             logit = softcapped(logit, cap)
+        if maxima is not None:
+            here = (wanted // WINDOW) * rows + token
+            top = tl.load(maxima + here, mask=hit, other=0.0)
+            reference = finite_base(top)
+            if softmax_shift is not None:
+                reference = window_shift(top, tl.load(softmax_shift + token))
+            sum_exp = tl.load(sums + here, mask=hit, other=0.0) / exponential_from(top, reference)
+            logit = exact_logit(logit, top, sum_exp)
         tl.store(logits + e, tl.where(hit, logit, 0.0), mask=e < stop)
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["first", "slice_entries"])
+@triton.jit(do_not_specialize=["rows", "first", "slice_entries"])
 def lce_backward_place_selected(
-    gradient, ids, begin, end, values, fp16_scale, slice_entries, stride, first, BLOCK: tl.constexpr
+    gradient,
+    ids,
+    begin,
+    end,
+    values,
+    logits,
+    target,
+    token_scale,
+    partial,
+    coefficients,
+    fp16_scale,
+    rows,
+    slice_entries,
+    stride,
+    first,
+    factor_stride,
+    scale,
+    cap,
+    BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0)
     start, stop = tl.load(begin + token), tl.load(end + token)
     row = gradient + token.to(tl.int64) * stride
-    factor = 1.0
+    unit = 1.0
     if fp16_scale is not None:
-        factor = tl.load(fp16_scale)
+        unit = tl.load(fp16_scale)
+    grad_scale = scale
+    if token_scale is not None:
+        grad_scale *= tl.load(token_scale + token)
+    if coefficients.factor is not None:
+        grad_scale *= tl.load(coefficients.factor + token * factor_stride)
+    base = finite_base(tl.load(partial + token))
+    sum_exp = tl.load(partial + rows + token)
+    alpha = tl.load(coefficients.alpha + token)
+    # Each a number, or None.
+    gamma, delta, epsilon = coefficients.gamma, coefficients.delta, coefficients.epsilon
+    if gamma is not None:
+        gamma = tl.load(gamma + token)
+    if delta is not None:
+        delta = tl.load(delta + token)
+    if epsilon is not None:
+        epsilon = tl.load(epsilon + token)
+    # The target's entry is placed already.
+    elsewhere = -1
+    if target is not None:
+        elsewhere = (tl.load(target + token) - first).to(tl.int32)
     for here in range(start, stop, BLOCK):
         e = here + tl.arange(0, BLOCK)
         wanted = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
-        hit = wanted >= 0
+        hit = (wanted >= 0) & (wanted != elsewhere)
         # An id may be selected twice. The first of its entries adds the values of all.
         total = tl.zeros((BLOCK,), tl.float32)
         earlier = tl.zeros((BLOCK,), tl.float32)
@@ -114,9 +190,12 @@ def lce_backward_place_selected(
             total += tl.sum(tl.where(same, value[None, :], 0.0), 1)
             before = same & (other[None, :] < e[:, None])
             earlier = tl.maximum(earlier, tl.max(tl.where(before, 1.0, 0.0), 1))
-        adds = hit & (earlier == 0.0)
-        entry = tl.load(row + wanted, mask=adds, other=0.0).to(tl.float32)
-        tl.store(row + wanted, (entry + factor * total).to(gradient.dtype.element_ty), mask=adds)
+        logit = tl.load(logits + e, mask=hit, other=0.0)
+        entry = gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon) * grad_scale
+        if cap is not None:
+            entry *= 1.0 - (logit / cap) * (logit / cap)
+        entry = (entry + total) * unit
+        tl.store(row + wanted, entry.to(gradient.dtype.element_ty), mask=hit & (earlier == 0.0))
 
 
 @Relaunched
@@ -187,15 +266,22 @@ def lce_backward_selected_weight(
 
 def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
     entries, width, warps = sizes
-    return {"ENTRIES": entries, "BLOCK_K": min(width, next_power_of_2(hidden_size)), "num_warps": warps}
+    return {"ENTRIES": entries, "BLOCK_K": min(width, max(16, next_power_of_2(hidden_size))), "num_warps": warps}
 
 
 def selected_logits(
-    product: Product, ids: torch.Tensor, begin: torch.Tensor, end: torch.Tensor, logits: torch.Tensor
+    product: Product,
+    ids: torch.Tensor,
+    begin: torch.Tensor,
+    end: torch.Tensor,
+    logits: torch.Tensor,
+    windows: SelectedWindows | None = None,
 ) -> None:
     """Write the logits of the selected entries to ``logits [E]`` fp32; 0 for ids of other shards.
 
     ``ids [E]``, ``begin [R]`` and ``end [R]`` int64, contiguous: the selection for the rows of ``product.x [R, D]``.
+    They are summed in the mainloop's order, so that on GPUs they equal the projection's to the bit. ``windows``, of the
+    projection: a logit that is its window's maximum beyond doubt becomes that maximum, on every device.
     """
     x, weight = product.x, product.weight
     lce_forward_selected_logits.launch(
@@ -204,16 +290,20 @@ def selected_logits(
         weight,
         product.bias,
         product.token_scale,
+        *(windows or (None, None, None)),
         ids,
         begin,
         end,
         logits,
+        x.shape[0],
         weight.shape[0],
         x.shape[1],
         x.stride(0),
         weight.stride(0),
         float(product.scale),
         None if product.softcap is None else float(product.softcap),
+        WINDOW=product.tile.entries,
+        UPCAST=interpreted() and x.dtype == torch.bfloat16,
         **_tile_of(_LOGITS, x.shape[1]),
     )
 
@@ -225,10 +315,24 @@ def place_selected(
     begin: torch.Tensor,
     end: torch.Tensor,
     values: torch.Tensor,
+    logits: torch.Tensor,
+    *,
+    target: torch.Tensor | None,
+    partial: torch.Tensor,
+    coefficients: TokenCoefficients,
     fp16_scale: torch.Tensor | None,
+    scale: float,
+    token_scale: torch.Tensor | None,
+    softcap: float | None,
 ) -> None:
-    """Add ``fp16_scale * values [E]`` to the selected entries of ``gradient [R, C]``, whose columns are the shard's
-    entries from ``first`` on. ``fp16_scale``: 0-dimensional, or None for 1."""
+    """Write the selected entries of ``gradient [R, C]``, whose columns are the shard's entries from ``first`` on:
+    ``values [E]`` beside the gradients that they have as all entries.
+
+    Both are large and nearly cancel where a token is sure. So they are added in fp32, from the entries' ``logits [E]``,
+    and rounded once. ``target [R]``: entries that are left alone. The others: of
+    :func:`parallel_lce.kernels.token_gradients.token_gradients`.
+    """
+    factor = coefficients.factor
     lce_backward_place_selected.launch(
         (gradient.shape[0],),
         gradient,
@@ -236,10 +340,19 @@ def place_selected(
         begin,
         end,
         values,
+        logits,
+        target,
+        token_scale,
+        partial,
+        coefficients,
         fp16_scale,
+        gradient.shape[0],
         gradient.shape[1],
         gradient.stride(0),
         first,
+        0 if factor is None or factor.dim() == 0 else factor.stride(0),
+        float(scale),
+        None if softcap is None else float(softcap),
         BLOCK=_PLACED,
     )
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.kernels.arithmetic import log_1_plus, one_minus_exp
 from parallel_lce.kernels.relaunch import Relaunched
 
 _ENTRIES = 32
@@ -43,11 +44,13 @@ def lce_forward_set_log_probs(
         maximum = tl.maximum(maximum, tl.max(z, 0))
     # A token without an entry in the vocabulary: -inf - -inf is NaN.
     base = tl.where(maximum == -float("inf"), 0.0, maximum)
-    total = 0.0
+    # All exponentials but one of the largest. The sum of all would round away what is left of a token that is sure.
+    others, largest = 0.0, 0.0
     for start in range(first, stop, BLOCK):
         z = _logits_of(packed, ids, start + tl.arange(0, BLOCK), stop, ranks, stride, size, BLOCK)
-        total += tl.sum(tl.exp(z - base), 0)
-    log_sum = tl.log(total)
+        others += tl.sum(tl.where(z == maximum, 0.0, tl.exp(z - base)), 0)
+        largest += tl.sum(tl.where(z == maximum, 1.0, 0.0), 0)
+    log_sum = log_1_plus(others + tl.maximum(largest - 1.0, 0.0))
     for start in range(first, stop, BLOCK):
         e = start + tl.arange(0, BLOCK)
         z = _logits_of(packed, ids, e, stop, ranks, stride, size, BLOCK)
@@ -79,7 +82,9 @@ def lce_backward_set_log_probs(
         e = start + tl.arange(0, BLOCK)
         log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
         u = tl.load(upstream + e, mask=e < stop, other=0.0)
-        g = (tl.where(log_p == -float("inf"), 0.0, u) - tl.exp(log_p) * total) * factor
+        u = tl.where(log_p == -float("inf"), 0.0, u)
+        # u - p total, without the difference where p is near 1.
+        g = (u * one_minus_exp(log_p) - tl.exp(log_p) * (total - u)) * factor
         if cap is not None:
             z = tl.load(logits + e, mask=e < stop, other=0.0) / cap
             g *= 1.0 - z * z

@@ -14,6 +14,8 @@ Only these tokens' saved rows are rewritten (:mod:`parallel_lce.kernels.rewrite`
   their maximum over all ranks;
 - tokens whose ``c_i`` is so small (< 2^-60) that ``c_i x_i`` would lose precision, unless both ``c_i`` and the target's
   gradient are 0;
+- tokens that are sure of another entry than the target: its gradient dominates, and ``e_ij`` is rounded where ``p_ij``
+  is almost 1;
 - all tokens, where a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, where the bias's gradient is
   wanted, or in fp16.
 """
@@ -26,12 +28,12 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, REACH, exponential_from, finite_base
+from parallel_lce.kernels.arithmetic import ALONE, NEAR, REACH, exponential_from, finite_base, gradient_of_entry
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.rewrite import REWRITTEN, SavedExponentials, TokenCoefficients, rewrite_row, rewrite_rows
 from parallel_lce.kernels.targets import place
 
-_REACH = tl.constexpr(REACH)
+_REACH, _ALONE, _NEAR = tl.constexpr(REACH), tl.constexpr(ALONE), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16.
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
 # Tokens of a program, which rewrites some of their rows one by one; tokens that it compares with them at a time.
@@ -59,17 +61,15 @@ def _target_gradient(row, hit, partial, coefficients, alpha, upstream, rows, sca
     base = finite_base(tl.load(partial + row, mask=hit, other=0.0))
     sum_exp = tl.load(partial + rows + row, mask=hit, other=1.0)
     logit = tl.load(partial + 2 * rows + row, mask=hit, other=0.0)
-    shifted = logit - base
-    g = alpha
-    if coefficients.delta is not None:
-        delta = tl.load(coefficients.delta + row, mask=hit, other=0.0) * upstream
-        g += delta * tl.maximum(shifted, LOWEST_SHIFT)
-    p = tl.exp(shifted) / sum_exp
-    if coefficients.epsilon is not None:
-        g += tl.load(coefficients.epsilon + row, mask=hit, other=0.0) * upstream * p
-    g *= p
-    if coefficients.gamma is not None:
-        g -= tl.load(coefficients.gamma + row, mask=hit, other=0.0) * upstream
+    # Each a vector, or None.
+    gamma, delta, epsilon = coefficients.gamma, coefficients.delta, coefficients.epsilon
+    if gamma is not None:
+        gamma = tl.load(gamma + row, mask=hit, other=0.0) * upstream
+    if delta is not None:
+        delta = tl.load(delta + row, mask=hit, other=0.0) * upstream
+    if epsilon is not None:
+        epsilon = tl.load(epsilon + row, mask=hit, other=0.0) * upstream
+    g = gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon)
     g = (g - tl.load(coefficients.beta + row, mask=hit, other=0.0) * upstream) * scale
     if cap is not None:
         g *= 1.0 - (logit / cap) * (logit / cap)
@@ -147,12 +147,17 @@ def lce_backward_token_gradients(
     c = tl.full((TOKENS,), 1.0, tl.float32)
     if maxima is not None:
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
-        alpha_over_sum = alpha * (grad_scale / tl.load(partial + rows + row, mask=valid, other=1.0))
+        sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
+        alpha_over_sum = alpha * (grad_scale / sum_exp)
         shift = tl.load(softmax_shift + row, mask=valid, other=0.0)
         coefficient = alpha_over_sum * exponential_from(shift, base)
         # NaN is rewritten.
         keeps = (tl.load(on_shift + row, mask=valid, other=1) != 0) & (tl.abs(base - shift) <= _REACH)
         keeps &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | ((coefficient == 0.0) & (t == 0.0))
+        logit = tl.full((TOKENS,), -float("inf"), tl.float32)
+        if target is not None:
+            logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
+        keeps &= (sum_exp >= _ALONE) | (logit > base - _NEAR) | (coefficient == 0.0)
         c = tl.where(keeps, coefficient, 1.0)
         rewritten = valid & (keeps == 0)
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
@@ -164,6 +169,7 @@ def lce_backward_token_gradients(
                         maxima + token,
                         _number_of(base, lane, number),
                         _number_of(shift, lane, number),
+                        _number_of(sum_exp, lane, number),
                         _number_of(alpha_over_sum, lane, number),
                         None,
                         None,

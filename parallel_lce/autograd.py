@@ -93,7 +93,10 @@ class _Fused(torch.autograd.Function):
         number = ctx.head.num_residuals
         residuals, saved = others[:number], tuple(others[number:])
         upstream = tuple([u if u is None else in_memory(u) for u in upstream])
-        needs, head, main_grad = Needs(*ctx.needs_input_grad[:3]), ctx.head, ctx.call.main_grad
+        needs, head, main_grad = Needs(*ctx.needs_input_grad[:3]), ctx.head, call.main_grad
+        now = main_grad and main_grad.now()
+        if now is not main_grad:
+            call, main_grad = replace(call, main_grad=now), now
         if isinstance(head, StatisticsHead):
             head = call.statistics()
         consumed, ctx.consumed = ctx.consumed, True

@@ -10,7 +10,14 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, BlockForward, GradientFilter, Projection, softcap_slope
+from parallel_lce.backends.interface import (
+    Backend,
+    BlockForward,
+    GradientFilter,
+    Projection,
+    SelectedLogits,
+    softcap_slope,
+)
 from parallel_lce.collectives import IncomingHidden, Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns
@@ -95,10 +102,12 @@ class Call:
         buffer: Tensor | None,
         out: Tensor | None,
         keep_windows: bool = False,
+        selected: SelectedLogits | None = None,
     ) -> BlockForward:
         """The forward of a block. ``targets``: :meth:`local_targets`. The others: of ``Backend.BlockForward``."""
         projection, target = self.of_block(projection, block), self.layout.take(targets, block)
-        return self.backend.BlockForward(projection, x.tensor, target, self.columns, save, buffer, out, keep_windows)
+        given = projection, x.tensor, target, self.columns, save, buffer, out, keep_windows, selected
+        return self.backend.BlockForward(*given)
 
     def before_softcap(self, gradient: Tensor, logits: Tensor) -> Tensor:
         """From gradients ``[E]`` of selected ``logits`` to those of the projection's output ``x @ weight.T + bias``."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parallel_lce.arguments import LARGEST, Arguments, LossOptions
 from parallel_lce.backends.interface import AUTO
@@ -82,13 +83,26 @@ def token_shape(input: Tensor, layout: Layout) -> tuple[int, ...]:
 
 
 def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None) -> None:
-    """Raise for a DTensor, a sparse tensor, and a forward-mode dual tensor, whose tangent would be ignored."""
+    """Raise for a DTensor, a sparse tensor, a subclass that has no plain memory, and a forward-mode dual tensor, whose
+    tangent would be ignored."""
     if hasattr(value, "to_local"):
         refuse_dtensor(name, value, process_group)
+    if _dispatches(type(value)):
+        raise ValueError(
+            f"{name} is a {type(value).__name__}, a subclass of Tensor with a __torch_dispatch__ of its own, whose "
+            "memory may hold anything: pass a plain tensor"
+        )
     if value.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got one of layout {value.layout}")
     if not torch.compiler.is_compiling() and forward_ad.unpack_dual(value).tangent is not None:
         raise NotImplementedError(f"{name} has a tangent: parallel_lce has no forward-mode derivatives")
+
+
+def _dispatches(kind: type[Tensor]) -> bool:
+    """Whether tensors of this class compute in their own way. Those of torch's tracing do, and are understood."""
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or torch.compiler.is_compiling():
+        return False
+    return kind is not AsyncCollectiveTensor and not kind.__module__.startswith("torch._subclasses.")
 
 
 def _check_tensors(a: Arguments) -> None:
@@ -192,8 +206,10 @@ def check_filtered(a: Arguments, columns: Columns, options: LossOptions | None) 
     """Raise if the gradient is filtered, and not the probabilities times one number per token."""
     if a.gradient_filter is None:
         return
+    if options is not None:
+        check_filtered_loss(a.gradient_filter, options.label_smoothing)
     asked = {
-        "mean_logit" if options is None else f"label_smoothing={options.label_smoothing}": columns.shifted,
+        "mean_logit": columns.shifted and options is None,
         "expected_logit": columns.weighted,
         "sum_p_squared": columns.squared,
         "selected": a.selected is not None,

@@ -6,7 +6,7 @@ It is delivered as a new tensor, or added to a ``main_grad`` that exists.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,19 @@ class MainGrad:
     tensor: Tensor
     # Called once dW has been added. Returns what autograd is given for the weight.
     placeholder: Callable[[], Tensor | None]
+    # Gives the buffer that is to be added to when a backward begins; None: ``tensor``.
+    in_backward: Callable[[], Tensor] | None = None
+
+    def now(self) -> MainGrad:
+        """The same for a backward that begins now."""
+        before, tensor = self.tensor, self.tensor if self.in_backward is None else self.in_backward()
+        if tensor is before:
+            return self
+        traits = [(t.dtype, list(t.shape), t.device) for t in (before, tensor)]
+        if traits[0] != traits[1]:
+            was, found = ("{} {} on {}".format(*t) for t in traits)
+            raise RuntimeError(f"the weight's main_grad was {was} in forward and is {found} in backward")
+        return replace(self, tensor=tensor)
 
 
 class GradBuffer:

@@ -40,6 +40,15 @@ LOWEST_SHIFT = -1e4
 """z - max is clamped to this before it is multiplied by exp(z - max): -inf * 0 would be NaN, and exp(-1e4) is 0."""
 
 
+LOG2_E = 1.4426950408889634
+
+
+def exponential_(z: Tensor) -> Tensor:
+    """exp(z) in place. On a CPU torch.exp is MKL's, which takes up to four times as long as exp2, whose code is torch's
+    own. The product's rounding is a relative error of 2^-24 |z| in fp32, no more than that of z itself."""
+    return z.mul_(LOG2_E).exp2_()
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics and sums: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -106,13 +115,11 @@ def empty_partial(
     return partial
 
 
-def tile_partial(
-    z: Tensor, first: int, columns: Columns, partial: Tensor, exponentials: Tensor | None = None
-) -> Tensor:
+def tile_partial(z: Tensor, first: int, columns: Columns, partial: Tensor) -> Tensor:
     """Write the partial ``[C, R]`` of a tile of logits ``z [V, R]`` but for its target; returns exp(z - max).
 
     ``first``: global id of the tile's first entry. ``z`` is overwritten: it holds logits, then z - max, then
-    exponentials. ``exponentials``: where the result goes, of z's dtype; by default ``z``.
+    exponentials.
     """
     maximum = partial[MAX]
     if columns.argmax:
@@ -128,7 +135,7 @@ def tile_partial(
     if columns.shifted:
         torch.sum(z, 0, out=partial[columns["shifted"]])
     moved = z.clamp(min=LOWEST_SHIFT) if columns.weighted else None
-    e = torch.exp(z, out=z if exponentials is None else exponentials)
+    e = exponential_(z)
     torch.sum(e, 0, out=partial[SUM_EXP])
     if columns.squared:
         torch.sum(e * e, 0, out=partial[columns["squared"]])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -86,10 +86,11 @@ def forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, sav
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
             saves = block.saved if save else 0
-            work = call.block_forward(projection, x, targets, block, saves, None, out, keep_windows)
+            wanted = entries.selected_of(block)
+            work = call.block_forward(projection, x, targets, block, saves, None, out, keep_windows, wanted)
             block_saved = _project(work, x, gathers, first=block.start == 0)
             saved = saved or block_saved
-            entries.find(call.backend, call.of_block(projection, block), x.tensor, block)
+            entries.find_top(call.backend, call.of_block(projection, block), x.tensor, block)
             if save and call.plan.saves_hidden:
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
@@ -129,10 +130,10 @@ class _GradientSums:
         needs: Needs,
         scratch_bytes: int,
         dtype: torch.dtype | None = None,
-        selected: Tensor | None = None,
+        selected: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self._call, self._projection, self._targets = call, projection, call.local_targets()
-        # [E]: what the selected entries add to the gradient of the projection's output.
+        # [E]: what the selected entries add to the gradient of the projection's output, and their logits.
         self._selected = selected
         self.scratch = Scratch(scratch_bytes, hidden.device)
         number, real = len(call.plan.blocks), projection.real_rows
@@ -178,7 +179,7 @@ class _GradientSums:
         call = self._call
         if self._selected is None or call.selected is None:
             return None
-        return SelectedGradient(call.selected.of_block(call.layout, block, call.shard.start), self._selected)
+        return SelectedGradient(call.selected.of_block(call.layout, block, call.shard.start), *self._selected)
 
     def deliver(self, shape: torch.Size) -> Gradients:
         """The gradients, dX in this ``shape [..., D]``."""
@@ -218,7 +219,7 @@ def backward(
         # Windows alone may have been kept, without exponentials.
         has_exponentials = bool(saved) and saved[0].numel() > 0
         scratch_bytes = plan.scratch_bytes if has_exponentials else plan.scratch_bytes_unsaved
-        selected = None if coefficients.selected is None else call.before_softcap(*coefficients.selected)
+        coefficients, selected = _selected_apart(call, coefficients)
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes, selected=selected)
         if has_exponentials and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
             sums.scratch.adopt(saved[0])
@@ -246,6 +247,20 @@ def backward(
                 sums.scratch.adopt(saved[0])
                 saved = ()
         return sums.deliver(shape)
+
+
+def _selected_apart(call: Call, coefficients: Coefficients) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
+    """The coefficients, and ``[E]`` what the selected entries add to the gradient of the projection's output, with
+    their logits. What a selected target would add becomes part of ``beta``: the gradients of targets are never
+    rounded."""
+    if coefficients.selected is None or call.selected is None:
+        return coefficients, None
+    (upstream, logits), selected = coefficients.selected, call.selected
+    if call.target is not None and coefficients.beta is not None:
+        of_target = selected.ids == selected.spread(call.target)
+        beta = coefficients.beta - selected.sums(upstream.where(of_target, 0.0))
+        coefficients, upstream = replace(coefficients, beta=beta), upstream.masked_fill(of_target, 0.0)
+    return coefficients, (call.before_softcap(upstream, logits), logits)
 
 
 @dataclass

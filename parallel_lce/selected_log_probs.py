@@ -130,7 +130,9 @@ def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream:
             return gradient_of_logits(log_probs, logits, upstream, selected.offsets, *scales)
         # A probability of 0 has no gradient, whatever its log-probability has.
         upstream = upstream.where(log_probs != -torch.inf, 0.0)
-        gradient = upstream - log_probs.exp() * selected.spread(selected.sums(upstream))
+        # u - p sum(u), without the difference where p is near 1.
+        others = selected.spread(selected.sums(upstream)) - upstream
+        gradient = -upstream * log_probs.expm1() - log_probs.exp() * others
         return call.before_softcap(gradient, logits)
 
 
@@ -169,7 +171,11 @@ def _log_softmax(
     logits.masked_fill_(outside, -torch.inf)
     maxima = selected.maxima(logits)
     shifted = logits - selected.spread(maxima.masked_fill(maxima == -torch.inf, 0.0))
-    log_probs = shifted - selected.spread(selected.sums(shifted.exp()).log())
+    # All exponentials but one of the largest. The sum of all would round away what is left of a token that is sure.
+    largest = shifted == 0
+    others = selected.sums(shifted.exp().masked_fill(largest, 0.0))
+    others += (selected.sums(largest.to(shifted.dtype)) - 1).clamp(min=0)
+    log_probs = shifted - selected.spread(others.log1p())
     # A token without any finite logit: -inf - -inf.
     log_probs.masked_fill_(logits == -torch.inf, -torch.inf)
     if broken is not None:

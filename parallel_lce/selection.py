@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.eager_selected import largest
-from parallel_lce.backends.interface import Backend, Projection, Selection
+from parallel_lce.backends.interface import Backend, Projection, SelectedLogits, Selection
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.partials import NOBODY, integer_view
 from parallel_lce.plan import Block
@@ -138,15 +138,16 @@ class BesidePartials:
         if elements is not None:
             elements.zero_()
 
-    def find(self, backend: Backend, projection: Projection, x: Tensor, block: Block) -> None:
-        """Of a block's hidden states ``x [R, D]``."""
-        if self._own is None:
-            return
-        selected, top, ids = self._own
-        if self._selected is not None:
-            selection = self._selected.of_block(self._layout, block, self._shard.start)
-            backend.selected_logits(projection, x, selection, selected[0])
-        if self._top_k:
+    def selected_of(self, block: Block) -> SelectedLogits | None:
+        """Where the block's forward writes the logits of its selected entries."""
+        if self._selected is None or self._own is None:
+            return None
+        return SelectedLogits(self._selected.of_block(self._layout, block, self._shard.start), self._own[0][0])
+
+    def find_top(self, backend: Backend, projection: Projection, x: Tensor, block: Block) -> None:
+        """The largest logits of a block's hidden states ``x [R, D]``."""
+        if self._own is not None and self._top_k:
+            _, top, ids = self._own
             for own, found in zip((top, ids), backend.top_k(projection, x, self._top_k)):
                 self._layout.put(own[0].t(), block, found.t())
 

@@ -144,10 +144,11 @@ class StatisticsHead:
 
 def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor) -> Tensor:
     """``[N, K]`` or ``[E]``; NaN if the given offsets are none."""
-    found = (logits - selected.spread(partial[MAX])) - selected.spread(partial[SUM_EXP].log())
-    if selected.broken is not None:
-        return found.masked_fill(selected.broken, torch.nan)
-    return found.view(selected.tokens, selected.per_token or 0)
+    # No view of another tensor: autograd would let nobody change it in place.
+    shape = selected.given_ids.shape
+    shifted = logits.view(shape) - selected.spread(partial[MAX]).view(shape)
+    found = shifted - selected.spread(partial[SUM_EXP].log()).view(shape)
+    return found if selected.broken is None else found.masked_fill(selected.broken, torch.nan)
 
 
 def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, with_target: bool) -> dict[str, Any]:

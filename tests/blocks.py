@@ -9,10 +9,21 @@ from unittest import mock
 
 
 def block_forward(
-    backend, projection, x, target, columns, save, buffer=None, out=None, local=None, arrive=None, keep_windows=False
+    backend,
+    projection,
+    x,
+    target,
+    columns,
+    save,
+    buffer=None,
+    out=None,
+    local=None,
+    arrive=None,
+    keep_windows=False,
+    selected=None,
 ):
     """The block's partial and what it saves. ``local``: rows of x that are there before ``arrive()``."""
-    work = backend.BlockForward(projection, x, target, columns, save, buffer, out, keep_windows)
+    work = backend.BlockForward(projection, x, target, columns, save, buffer, out, keep_windows, selected)
     if local is not None:
         work.project_local(local)
         arrive()

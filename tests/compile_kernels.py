@@ -62,7 +62,15 @@ JITFunction.run = _compile_alone
 from blocks import block_backward, block_forward
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch, SelectedGradient, Selection
+from parallel_lce.backends.interface import (
+    Coefficients,
+    GradBuffers,
+    Projection,
+    Scratch,
+    SelectedGradient,
+    SelectedLogits,
+    Selection,
+)
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels import (
     dense_logits,
@@ -103,17 +111,19 @@ def call(rows, entries, depth, saved, everything, dtype):
     shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, softcap, token_scale)
     target = torch.zeros(rows, dtype=torch.int64)
     columns = Columns(*[everything] * len(dataclasses.fields(Columns)))
-    partial, exponentials = block_forward(backend, shape, x, target, columns, saved, keep_windows=not everything)
+    ids, begin = torch.zeros(3 * rows, dtype=torch.int64), torch.arange(rows) * 3
+    selection, logits = Selection(ids, begin, begin + 3), torch.ones(3 * rows)
+    wanted = SelectedLogits(selection, logits) if everything else None
+    given = shape, x, target, columns, saved
+    partial, exponentials = block_forward(backend, *given, keep_windows=not everything, selected=wanted)
     ones = torch.ones(rows)
     more = ones if everything else None
     coefficients = Coefficients(ones, ones, more, more, more)
-    ids, begin = torch.zeros(3 * rows, dtype=torch.int64), torch.arange(rows) * 3
-    selection, logits = Selection(ids, begin, begin + 3), torch.ones(3 * rows)
     backend.selected_logits(shape, x, selection, logits)
     plain = False
     backend.block_logits(shape, x)
     plain = not everything
-    gradient = SelectedGradient(selection, logits)
+    gradient = SelectedGradient(selection, logits, logits)
     backend.selected_hidden_gradient(weight, gradient, torch.empty_like(x))
     backend.selected_weight_gradient(x, begin.repeat_interleave(3) // 3, gradient, torch.empty_like(weight), bias)
     for gradient_filter in (None,) if everything else (None, "auto") if FEW else (None, 0.001, "auto"):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import parallel_lce
 from blocks import counted_forwards, watched_backwards
 from cases import Case, dense, dense_loss, make, part
 from measures import ROUNDED, assert_close, assert_near, assert_no_worse, smallest_steps
 from parallel_lce import prepare, reference
+from parallel_lce import statistics as statistics_module
 from parallel_lce.backends import backend_of
-from tools import DIFFERENTIABLE, REDUCED, everywhere, shrunk, small, statistics
+from parallel_lce.distillation import divergence
+from tools import DIFFERENTIABLE, REDUCED, everywhere, fields, shrunk, small, statistics
 from world import Member
 
 SIZE = dict(N=64, V=300, D=8)
@@ -40,6 +44,43 @@ def test_checkpointed_loss_is_computed_twice_and_no_more(reduction, reentrant, b
     # The plain call, the checkpoint's forward (without gradients if reentrant) and its recomputation.
     assert len(blocks) == 2 * once + (1 if reentrant else once)
     assert torch.equal(x.grad, want[0]) and torch.equal(w.grad, want[1])
+
+
+_aten = torch.ops.aten
+PRODUCTS = (_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default, _aten.linear.default)
+
+
+def _save_products(context, operation, *arguments, **options) -> CheckpointPolicy:
+    """What trainers checkpoint a block with."""
+    return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize("name", [*REDUCED, "statistics", "selected", "divergence"])
+@pytest.mark.thinned
+def test_selective_checkpoints_may_keep_products(name, backend, device):
+    """They keep what ``aten.mm`` gives, and refuse it if it is changed in place. So no such result is: a product that
+    is to be changed is written by ``out=``."""
+    t = small(device, N=40, V=150, D=16, dtype="bf16")
+
+    def block(x, w):
+        x = torch.nn.functional.linear(x, torch.eye(16, dtype=x.dtype, device=device)).relu()
+        if name == "divergence":
+            return divergence(x, w, x.detach() * 0.5, w.detach(), temperature=2.0, reduction="none").sum()
+        if name == "selected":
+            return parallel_lce.selected_log_probs(x, w, t.target[:, None].repeat(1, 2)).sum()
+        if name == "statistics":
+            found = parallel_lce.token_statistics(
+                x, w, t.target, logit_scale=0.5, expected_logit=True, selected=t.target[:, None], top_k=2
+            )
+            return found.entropy.sum() + found.selected_log_prob.sum()
+        return parallel_lce.linear_cross_entropy(x, w, t.target, logit_scale=0.5, **REDUCED[name]).sum()
+
+    with shrunk(8000, (16, 32)):
+        want = torch.autograd.grad(block(t.x, t.weight), (t.x, t.weight))
+        contexts = functools.partial(create_selective_checkpoint_contexts, _save_products)
+        kept = checkpoint(block, t.x, t.weight, use_reentrant=False, context_fn=contexts)
+        found = torch.autograd.grad(kept, (t.x, t.weight))
+    assert all(torch.equal(a, b) for a, b in zip(found, want))
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -304,6 +345,30 @@ def test_a_loss_may_be_changed_in_place(reduction, backend, device):
     logged *= 3
     for one, other in zip(found, expected):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("shape", [(24,), (4, 6)])
+@pytest.mark.parametrize("sets", [False, True])
+def test_every_statistic_may_be_changed_in_place(shape, sets, backend, device):
+    """Of the tokens. Called three times, since later calls may be replays."""
+    t = small(device, N=24, V=150, D=16, dtype="bf16")
+    selected = torch.arange(48, device=device).view(*shape, 2)
+    if sets:
+        selected = selected.flatten(), torch.arange(0, 50, 2, device=device)
+
+    def gradients(change):
+        found = statistics(t.x.view(*shape, 16), t.weight, t.target.view(shape), selected=selected, top_k=2)
+        changed = {name: change(value) for name, value in fields(found).items() if value.dim()}
+        total = sum(value.sum() for name, value in changed.items() if name in statistics_module.DIFFERENTIABLE)
+        return torch.autograd.grad(total, (t.x, t.weight))
+
+    def halved(value):
+        return value.mul_(0.5).masked_fill_(value > 0, 0.0) if value.is_floating_point() else value.add_(1)
+
+    for _ in range(3):
+        want = gradients(lambda v: (v * 0.5).masked_fill(v > 0, 0.0))
+        found = gradients(halved)
+        assert all(torch.equal(a, b) for a, b in zip(found, want))
 
 
 @REDUCTIONS

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 import parallel_lce
 from blocks import counted_forwards
@@ -210,6 +211,52 @@ def test_refused(name):
     if shared:
         with pytest.raises(ValueError, match=message):
             call(good() | changes, parallel_lce.token_statistics)
+
+
+class _Wrapper(torch.Tensor):
+    """As a quantized tensor it has no memory of its own: each operation asks it."""
+
+    @staticmethod
+    def __new__(cls, held):
+        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
+
+    def __init__(self, held):
+        self.held = held
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        held = lambda t: t.held if isinstance(t, cls) else t  # noqa: E731
+        result = function(*tree_map(held, args), **tree_map(held, kwargs or {}))
+        return tree_map(lambda t: cls(t) if isinstance(t, torch.Tensor) else t, result)
+
+
+@pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias", "token_weight"])
+def test_tensors_that_are_none_in_memory_are_refused(name, backend, device):
+    tensors = good(device) | {n: torch.zeros(s, device=device) for n, s in (("linear_bias", V), ("token_weight", N))}
+    said = f"{name} is a _Wrapper.*__torch_dispatch__.*plain tensor"
+    with pytest.raises(ValueError, match=said):
+        call(tensors | {name: _Wrapper(tensors[name])})
+    if name == "input":
+        logits = _Wrapper(torch.zeros(N, V, device=device))
+        with pytest.raises(ValueError, match=said.replace(name, "vocab_parallel_logits")):
+            parallel_lce.vocab_parallel_cross_entropy(logits, tensors["target"])
+
+
+def test_an_upstream_gradient_that_is_none_in_memory(backend, device):
+    """Its own operations compute with it, or words refuse it."""
+    tensors = good(device)
+    leaves = [tensors[name].requires_grad_() for name in ("input", "linear_weight")]
+    losses, want = (call(tensors | dict(reduction="none")) for _ in range(2))
+    upstream = torch.rand(N, device=device)
+    try:
+        found = torch.autograd.grad(losses, leaves, _Wrapper(upstream))
+    except ValueError as refusal:
+        assert backend == "triton" and "no kernel can read a _Wrapper" in str(refusal)
+    else:
+        for a, b in zip(found, torch.autograd.grad(want, leaves, upstream)):
+            assert torch.equal(getattr(a, "held", a), b)
 
 
 def test_a_typo_is_a_type_error():

@@ -14,7 +14,7 @@ from cases import DTYPES, normal
 from measures import assert_no_worse, size, smallest_steps
 from parallel_lce import divergence as schedule
 from parallel_lce import prepare
-from parallel_lce.backends import eager_logits, gemm
+from parallel_lce.backends import eager_logits
 from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.distillation import divergence
 from tools import alone, chosen_backend, debug_mode, everywhere, shrunk, started
@@ -128,14 +128,6 @@ def test_on_one_rank(name, beta, reduction, backend, device):
         pytest.skip("float64 is always torch's")
     parts = [_found(alone(device), name, beta, reduction, backend, False, {})]
     check(parts, name, beta, reduction, False, 1.3)
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("name", ["bf16", "fp16"])
-def test_products_that_are_not_small(name, reduction, device, monkeypatch):
-    """CPUs have another product for those."""
-    monkeypatch.setattr(gemm, "_SMALL", 1)
-    check([_found(alone(device), name, 0.3, reduction, "torch", False, {})], name, 0.3, reduction, False, 1.3)
 
 
 @pytest.mark.parametrize(

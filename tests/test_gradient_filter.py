@@ -196,6 +196,22 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(reduction, options, ba
         assert relative_error(found[0][others], truth[others].double()) <= allowed
 
 
+def test_a_token_of_nan_leaves_what_stands_for_the_tiles_of_others(backend, device):
+    """Where all tiles but those of its 128 tokens are approximated."""
+    t = small(device, N=256, V=512, D=16, sharpness=0.2)
+    target = torch.arange(256, device=device)  # a target of several tokens makes a tile active
+    with torch.no_grad():
+        t.weight += 1.0
+
+    def of_others(eps):
+        return gradients(t.x, t.weight, target, gradient_filter=eps, reduction="none")[0][128:]
+
+    truth, near = of_others(None), of_others(EPS)
+    target[5] = 10_000
+    assert 1e-3 < relative_error(near, truth)
+    assert relative_error(of_others(EPS), truth) <= 1.1 * relative_error(near, truth)
+
+
 def test_statistics_with_gradients_of_probabilities(backend, device):
     t = problem(dtype="bf16", device=device)
     with torch.no_grad():

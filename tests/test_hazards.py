@@ -13,7 +13,6 @@ from cases import dense_loss, part
 from measures import assert_close, assert_near, assert_no_worse, error, size, smallest_steps
 from parallel_lce import reference
 from parallel_lce.backends import eager, eager_tiles
-from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.prepare import prepare
 from parallel_lce.statistics import requested_columns
 from tools import DIFFERENTIABLE, REDUCED, arguments_of, everywhere, field_gradients, fields, shrunk, small, statistics
@@ -231,17 +230,9 @@ def half_operands(half: bool):
         yield
         return
 
-    def whole(a, b):
-        return matmul_nt(a.float(), b.float())
-
-    def add_whole(total, a, b, **options):
-        accumulate_nt(total, a.float(), b.float(), **options)
-
     with pytest.MonkeyPatch.context() as patched:
         for module in (eager, eager_tiles):
             patched.setattr(module, "operand", lambda tensor: tensor)
-        patched.setattr(eager_tiles, "matmul_nt", whole)
-        patched.setattr(eager, "accumulate_nt", add_whole)
         yield
 
 

@@ -298,6 +298,27 @@ def test_wrappers(worlds):
     worlds(2).run(_half)
 
 
+def _compiled(member: Member) -> None:
+    """The model's graphs break where it calls the loss."""
+    spec = Model(ranks=member.ranks)
+    model, data = build(member, spec, {}), batch(0, spec, member.device)
+    expected = of_stock(model, data, 1.0)
+    policy_loss(expected, data.labels, True).backward()
+    truth = [*expected, *(p.grad for p in model.parameters())]
+    wrapped = torch.compile(model, backend="eager")
+    for _ in range(2):
+        model.zero_grad()
+        found = of_ours(wrapped, data, Scoring())
+        policy_loss(found, data.labels, True).backward()
+        for a, b in zip((*found, *(p.grad for p in model.parameters())), truth, strict=True):
+            assert_close(a, b, 1e-5)
+    torch._dynamo.reset()
+
+
+def test_a_compiled_model(worlds):
+    worlds(2).run(_compiled)
+
+
 def _hooks(member: Member) -> None:
     model, data = build(member, Model(ranks=member.ranks), {}), batch(0, Model(ranks=member.ranks), member.device)
     calls = []

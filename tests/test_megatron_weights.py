@@ -15,6 +15,7 @@ import parallel_lce.megatron
 from measures import assert_close, largest_error
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of
 from megatron_training import switched
+from tools import words_of_error
 from world import Member
 
 
@@ -147,6 +148,38 @@ def _mixed_uses(member: Member, use: str) -> None:
 @pytest.mark.parametrize("use", ["weight", "logits"])
 def test_other_uses_of_the_weight(use, worlds):
     worlds(2).run(_mixed_uses, use)
+
+
+def _replaced(member: Member, fusion: bool, tied: bool) -> None:
+    """Somebody gives the weight another main_grad between forward and backward."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    spec, found = Model(ranks=member.ranks, fusion=fusion, tied=tied), []
+    for options in ({}, switched(spec)):
+        model = build(member, spec, options)
+        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        ddp.zero_grad_buffer()
+        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        loss = losses_of(model, spec, batch(0, spec, member.device)).mean()
+        before, after = weight.main_grad, torch.full_like(weight.main_grad, 0.5)
+        weight.main_grad = after
+        loss.backward()
+        assert weight.main_grad is (before if fusion else after)
+        found.append((before.clone(), after.clone()))
+    if not fusion:
+        loss = losses_of(model, spec, batch(0, spec, member.device)).mean()
+        weight.main_grad = after.bfloat16()
+        assert "main_grad was torch.float32 [" in words_of_error(loss.backward)
+    parallel_lce.megatron.uninstall()
+    for truth, mine in zip(*found, strict=True):
+        assert_close(mine, truth, 1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fusion", [False, True])
+def test_a_main_grad_that_was_replaced_since_forward(fusion, tied, worlds):
+    """As stock does: with gradient_accumulation_fusion the weight gets back the one of the forward."""
+    worlds(2).run(_replaced, fusion, tied)
 
 
 def _checkpointed(member: Member, folder: str, tied: bool) -> None:

@@ -29,4 +29,4 @@ def test_pyright_is_content():
 @pytest.mark.parametrize("folder", ["parallel_lce", "kernels"])
 def test_no_file_is_long(folder):
     lengths = {str(file): len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py")}
-    assert {name: lines for name, lines in lengths.items() if lines >= 400} == {}
+    assert {name: lines for name, lines in lengths.items() if lines > 700} == {}

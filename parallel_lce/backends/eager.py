@@ -1,19 +1,16 @@
 """The torch backend: any device, and the plain reference beside each kernel.
 
-A block of R tokens is projected onto the vocabulary shard in tiles, on a CPU of 256 tokens by 2048 entries: small
-enough to stay in a processor's cache while they are projected, exponentiated in place and multiplied into the
-gradients. Nothing of size R * V exists but the exponentials that the caller asked to save.
+A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB, few and large: each is projected,
+exponentiated in place, and multiplied into the gradients by one operation on all of it. Nothing of size R * V exists
+but the exponentials that the caller asked to save.
 
-Tiles are vocabulary-major, ``[entries, rows]``. Per-token vectors broadcast along their contiguous rows. In the
-products for dX and dW a tile's second operand is whole rows of the weight or of x, which oneDNN takes without a copy
-(:mod:`parallel_lce.backends.gemm`).
+Tiles are vocabulary-major, ``[entries, rows]``. Per-token vectors broadcast along their contiguous rows.
 
 :mod:`parallel_lce.backends.eager_tiles` makes the tiles.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -30,11 +27,13 @@ from parallel_lce.backends.eager_tiles import (
     SAVED_FP16_SCALE,
     GradientTile,
     LogitGradient,
+    borrowed,
     logits,
+    pieces,
     row_tiles,
+    saved_tile,
     target_positions,
-    tile_size,
-    windows,
+    window_size,
 )
 from parallel_lce.backends.gemm import accumulate_nt, operand, put
 from parallel_lce.backends.interface import (
@@ -45,9 +44,11 @@ from parallel_lce.backends.interface import (
     Saved,
     Scratch,
     SelectedGradient,
+    SelectedLogits,
     savable,
 )
 from parallel_lce.backends.loss import mean_loss, token_losses
+from parallel_lce.memory import some_rows
 from parallel_lce.partials import MAX, TARGET, Columns, empty_partial, merge, merge_ranks, tile_partial
 
 __all__ = [
@@ -82,22 +83,12 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     return projection.weight.new_empty(min(entries, projection.real_rows) * rows)
 
 
-@functools.cache
-def _settle_allocator() -> None:
-    """Free one buffer of nearly 32 MiB, untouched, once per process.
-
-    glibc raises its mmap threshold to the size of the largest freed buffer, up to 32 MiB. Tiles below the threshold
-    reuse memory. Above it each tile would be mapped and zeroed anew, which takes up to half of a call's time.
-    """
-    torch.empty(31 << 20, dtype=torch.uint8)
-
-
 class BlockForward:
     """Partials of a block of ``x [R, D]`` over the shard, and the exponentials of its first ``save`` vocabulary rows.
 
-    Saved are the exponentials ``exp(z - maxima) [save, R]`` in the weight's dtype, in ``buffer``, and the maxima
-    ``[windows, R]`` of each window. ``target [R]``: ids relative to the shard; one outside ``[0, real_rows)`` has no
-    logit here. ``out [C, R]``: where the partial is written. ``keep_windows`` has no effect.
+    Saved are the exponentials exp(z - maxima) in the weight's dtype, one tile of rows after another, in ``buffer``, and
+    the maxima ``[windows, R]`` of each window. ``target [R]``: ids relative to the shard; one outside [0, real_rows)
+    has no logit here. ``out [C, R]``: where the partial is written. ``keep_windows`` has no effect.
     """
 
     def __init__(
@@ -110,7 +101,9 @@ class BlockForward:
         buffer: Tensor | None = None,
         out: Tensor | None = None,
         keep_windows: bool = False,
+        selected: SelectedLogits | None = None,
     ) -> None:
+        self._selected = selected
         self._projection, self._x, self._target, self._columns = projection, x, target, columns
         self._save = min(save, projection.real_rows)
         self._buffer = buffer
@@ -122,57 +115,56 @@ class BlockForward:
     def project_rest(self) -> Saved:
         """Project all rows; returns what is saved."""
         projection, columns, save = self._projection, self._columns, self._save
-        cut = windows(projection, save)
-        if not cut:
+        x, rows, dtype = operand(self._x), self._x.shape[0], projection.dtype
+        if 0 in (projection.real_rows, rows):
             return ()
-        if self._x.device.type == "cpu":
-            _settle_allocator()
-        x, rows = operand(self._x), self._x.shape[0]
-        exponentials = maxima = None
+        if self._selected is not None:
+            selected_logits(projection, self._x, *self._selected)
+        tiles, memory = row_tiles(rows), Scratch(0, x.device)
+        width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
+        stored = pieces(0, save, width)
+        cut = stored + pieces(save, projection.real_rows, width)
+        exponentials: Tensor | None = None
         saved: Saved = ()
         if save:
-            buffer = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
-            exponentials = buffer[: save * rows].view(save, rows)
-            maxima = self.partial.new_empty(sum(w.start < save for w in cut), rows)
-            saved = exponentials, maxima
-        width = tile_size(x.device)[1]
-        counts = self.partial.new_full((len(cut),), width)
-        for number, window in enumerate(cut):
-            if window.stop - window.start < width:
-                counts[number].fill_(window.stop - window.start)
-        tiles = row_tiles(rows, x.device)
+            exponentials = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
+            saved = exponentials[: save * rows], self.partial.new_empty(len(stored), rows)
         for group in (tiles[a : a + _GROUP] for a in range(0, len(tiles), _GROUP)):
-            first, last = group[0].start, group[-1].stop
-            partials = self.partial.new_zeros(len(cut), columns.count, last - first)
+            of_group = self.partial[:, group[0].start : group[-1].stop]
+            partials = of_group[None] if len(cut) == 1 else of_group.new_zeros(len(cut), *of_group.shape)
             for number, window in enumerate(cut):
-                weight = operand(projection.weight[window])
+                weight = operand(some_rows(projection.weight, window.start, window.stop))
                 for tile in group:
-                    z = logits(projection, x, tile, weight, window)
-                    store = None if exponentials is None or window.start >= save else exponentials[window, tile]
-                    self._reduce(z, tile, window, partials[number, :, tile.start - first : tile.stop - first], store)
-            self.partial[:, first:last] = merge(partials, counts, columns)
-            if maxima is not None:
-                maxima[:, first:last] = partials[: len(maxima), MAX]
+                    store = None
+                    if exponentials is not None and window.start < save:
+                        store = saved_tile(exponentials, save, tile, window)
+                    in_place = store is not None and store.dtype == dtype
+                    z = store if store is not None and in_place else borrowed(memory, window, tile, dtype)
+                    logits(projection, x, tile, weight, window, z)
+                    self._reduce(z, tile, window, partials[number, :, tile.start - group[0].start :])
+                    if store is not None and not in_place:
+                        store.copy_(z.mul_(SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
+            if len(cut) > 1:
+                counts = torch.stack([self.partial.new_full((), w.stop - w.start) for w in cut])
+                of_group.copy_(merge(partials, counts, columns))
+            if saved:
+                saved[1][:, group[0].start : group[-1].stop] = partials[: len(stored), MAX]
         return saved
 
-    def _reduce(self, z: Tensor, tile: slice, window: slice, partial: Tensor, store: Tensor | None) -> None:
-        """Write the partial ``[C, rows]`` of a tile of logits, which is overwritten, and its exponentials."""
+    def _reduce(self, z: Tensor, tile: slice, window: slice, partial: Tensor) -> None:
+        """Write the partial ``[C, rows]`` of a tile of logits, which become exponentials."""
+        partial = partial[:, : z.shape[1]]
         if self._target is not None:
-            position, hit = target_positions(self._target[tile], window)
-            partial[TARGET].copy_(z.view(-1).index_select(0, position).masked_fill_(~hit, 0.0))
-        in_place = store is not None and store.dtype == z.dtype
-        first = self._projection.start + window.start
-        e = tile_partial(z, first, self._columns, partial, store if in_place else None)
-        if store is not None and not in_place:
-            store.copy_(e.mul_(SAVED_FP16_SCALE) if store.dtype == torch.float16 else e)
+            position, missed = target_positions(self._target[tile], window)
+            torch.index_select(z.view(-1), 0, position, out=partial[TARGET]).masked_fill_(missed, 0.0)
+        tile_partial(z, self._projection.start + window.start, self._columns, partial)
 
 
 class BlockBackward:
     """Gradients of a block of ``x [R, D]``. ``partial [>= 3, R]``: the merged partial.
 
-    What is not ``saved`` is projected again. Where dX is reduced over the ranks, dW of some windows is formed after
-    dX: of all saved windows, and of as many recomputed ones as can hold their gradients in ``scratch.limit`` bytes.
-    If there is no such window, dW of the last one is, whose logits are then recomputed once more.
+    What is not ``saved`` is projected again. Where dX is reduced over the ranks, dW of the last tile, and of those that
+    stay in the memory of what is saved, is formed after dX.
     """
 
     reads_hidden_first = True
@@ -194,77 +186,52 @@ class BlockBackward:
         self._gradient_filter: GradientFilter = gradient_filter
         self._partial, self._coefficients, self._saved = partial, coefficients.folded(), saved
         self._grads, self._scratch = grads, scratch
-        # Windows whose dW is still to come, each with its tiles, or None if they are to be produced again.
-        self._deferred: list[tuple[slice, list | None]] = []
+        # Tiles that are still to be added to dW of their windows.
+        self._waiting: list[tuple[_WindowSums, slice, GradientTile]] = []
 
-    def _open(self) -> list[slice]:
-        """Make the tiles' producer; returns the windows, recomputed ones first."""
-        self._producer = LogitGradient(
-            self._projection,
+    def hidden_grad(self) -> Iterator[int]:
+        """Form dX, and dW of the tiles that do not wait; yields R when dX is complete."""
+        projection, grads = self._projection, self._grads
+        producer = LogitGradient(
+            projection,
             self._x_given,
             self._target,
             self._partial,
             self._coefficients,
             self._saved,
+            self._scratch,
             self._selected,
             self._gradient_filter,
         )
-        cut, saved = windows(self._projection, self._producer.saved), self._producer.saved
-        return [w for w in cut if w.start >= saved] + [w for w in cut if w.start < saved]
-
-    def _num_deferred(self, cut: list[slice]) -> tuple[int, bool]:
-        """How many of the last windows have their dW deferred, and whether recomputed ones of them are held."""
-        grads, saved = self._grads, self._producer.saved
-        if grads.dx is None or not grads.reduces_dx or not (grads.dweight or grads.dbias):
-            return 0, False
-        recomputed = [w.stop - w.start for w in cut if w.start >= saved]
-        tile_bytes = self._x_given.shape[0] * max(recomputed, default=0) * self._producer.x.element_size()
-        held = min(len(recomputed), self._scratch.limit // max(1, tile_bytes))
-        stored = len(cut) - len(recomputed)
-        again = 1 if recomputed and not held and not stored else 0
-        return stored + held + again, held > 0
-
-    def hidden_grad(self) -> Iterator[int]:
-        """Form dX, and dW of the windows that are not deferred; yields R when dX is complete."""
-        cut, dx = self._open(), self._grads.dx
-        producer, dtype = self._producer, self._projection.dtype
-        number, holds = self._num_deferred(cut)
+        dx, total = grads.dx, None
         if dx is not None:
-            total = dx if dx.dtype == dtype else dx.new_empty(dx.shape, dtype=dtype)
-            if not cut:
+            total = dx if dx.dtype == projection.dtype else dx.new_empty(dx.shape, dtype=projection.dtype)
+            if not producer.windows:
                 total.zero_()
-        for index, window in enumerate(cut):
-            deferred = index >= len(cut) - number
-            held = [] if deferred and holds and window.start >= producer.saved else None
-            sums = None if deferred else _WindowSums(self._grads, producer, window)
-            weight = operand(self._projection.weight[window])
-            for tile in producer.tiles(window, weight):
-                if dx is not None:
-                    of_rows, gradient = total[tile.rows], tile.gradient.t()
-                    accumulate_nt(of_rows, gradient, weight.t(), overwrite=index == 0, factor=producer.fp16_unscale)
-                    del gradient
-                if sums is not None:
-                    sums.add(tile)
-                if held is not None:
-                    held.append(tile)
-                del tile  # before the next one is made
-            if sums is not None:
-                sums.close()
-            if deferred:
-                self._deferred.append((window, held))
+        waits = dx is not None and grads.reduces_dx
+        for window in producer.windows:
+            sums = _WindowSums(grads, producer, window)
+            weight = operand(some_rows(projection.weight, window.start, window.stop))
+            for rows in producer.row_tiles:
+                tile = producer.tile(window, rows, weight)
+                if total is not None:
+                    of_rows, factor = some_rows(total, rows.start, rows.stop), producer.fp16_unscale
+                    overwrite = window.start == 0
+                    accumulate_nt(of_rows, tile.gradient.t(), weight.t(), overwrite=overwrite, factor=factor)
+                last = window.stop == projection.real_rows and rows.stop == len(producer.x)
+                if waits and (last or producer.stays(window)):
+                    self._waiting.append((sums, rows, tile))
+                else:
+                    sums.add(rows, tile)
         if dx is not None and total is not dx:
             dx.copy_(total)
         yield self._x_given.shape[0]
 
     def weight_grad(self) -> None:
-        """dW and dbias of the deferred windows."""
-        while self._deferred:
-            window, held = self._deferred.pop(0)
-            sums = _WindowSums(self._grads, self._producer, window)
-            for tile in self._producer.tiles(window) if held is None else held:
-                sums.add(tile)
-                del tile
-            sums.close()
+        """dW and dbias of the tiles that wait."""
+        while self._waiting:
+            sums, rows, tile = self._waiting.pop(0)
+            sums.add(rows, tile)
 
 
 class _WindowSums:
@@ -274,24 +241,21 @@ class _WindowSums:
         self._producer, self._window = producer, window
         self._buffers = grads.dweight, grads.dbias
         self._opened = [b and b.open(window.start, window.stop) for b in self._buffers]
-        self._first = True
 
-    def add(self, tile: GradientTile) -> None:
+    def add(self, rows: slice, tile: GradientTile) -> None:
         weight, bias = self._opened
-        factor = self._producer.fp16_unscale
+        factor, first = self._producer.fp16_unscale, rows.start == 0
         if weight is not None:
             total, empty = weight
-            x = self._producer.x[tile.rows]
-            accumulate_nt(total, tile.gradient, x.t(), overwrite=empty and self._first, factor=factor)
+            x = some_rows(self._producer.x, rows.start, rows.stop)
+            accumulate_nt(total, tile.gradient, x.t(), overwrite=empty and first, factor=factor)
         if bias is not None:
             total, empty = bias
             column_sum = tile.gradient.sum(1, dtype=total.dtype) if tile.sums is None else tile.sums.to(total.dtype)
             if factor is not None:
                 column_sum *= factor
-            put(total, column_sum, empty and self._first)
-        self._first = False
-
-    def close(self) -> None:
-        for buffer, opened in zip(self._buffers, self._opened):
-            if buffer is not None and opened is not None:
-                buffer.close(self._window.start, self._window.stop, opened[0])
+            put(total, column_sum, empty and first)
+        if rows.stop == len(self._producer.x):
+            for buffer, opened in zip(self._buffers, self._opened):
+                if buffer is not None and opened is not None:
+                    buffer.close(self._window.start, self._window.stop, opened[0])

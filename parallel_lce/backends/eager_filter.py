@@ -20,9 +20,8 @@ def replace_inactive(gradient: Tensor, limits: Tensor) -> Tensor:
     # NaN is active. Dimensions: blocks of entries, entries, blocks of rows, rows.
     active = (magnitude <= limit).logical_not_().any(3, keepdim=True).any(1, keepdim=True)
     others = g.masked_fill(active, 0.0)
-    # A limit of 0 or infinity belongs to a token without probabilities.
-    inverse = limit.reciprocal()
-    inverse.masked_fill_(inverse == torch.inf, 0.0)
+    # A limit of 0, infinity or NaN belongs to a token without probabilities. NaN of one must not reach ``sums``.
+    inverse = limit.reciprocal().nan_to_num_(0.0, 0.0)
     sums = others.abs().mul_(inverse).sum((2, 3), keepdim=True)
     total = sums.sum(1, keepdim=True)
     shares = torch.where(total > 0.0, sums / total, 0.0)

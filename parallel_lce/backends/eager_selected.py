@@ -74,7 +74,8 @@ def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         rows = slice(a, a + height)
         for first in range(0, projection.real_rows, width):
             window = slice(first, min(first + width, projection.real_rows))
-            z = logits(projection, whole, rows, operand(projection.weight[window]), window).t()
+            weight = operand(projection.weight[window])
+            z = logits(projection, whole, rows, weight, window, values.new_empty(len(weight), len(x[rows]))).t()
             here = torch.arange(window.start, window.stop, device=x.device) + projection.start
             found = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
             both = torch.cat([values[rows], found[0]], 1), torch.cat([ids[rows], found[1]], 1)

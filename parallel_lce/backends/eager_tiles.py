@@ -11,53 +11,74 @@ statistic).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.eager_filter import replace_inactive
-from parallel_lce.backends.gemm import matmul_nt, operand
+from parallel_lce.backends.gemm import accumulate_nt, operand
 from parallel_lce.backends.interface import (
     AUTO,
     Coefficients,
     GradientFilter,
     Projection,
     Saved,
+    Scratch,
     SelectedGradient,
     power_of_two_scale,
     softcap_slope,
 )
-from parallel_lce.partials import LOWEST_SHIFT, TARGET
+from parallel_lce.memory import some_rows
+from parallel_lce.partials import LOWEST_SHIFT, MAX, SUM_EXP, TARGET, exponential_
 
-# Rows and entries of a tile: 2 MiB of fp32, a core complex's cache, or 16 MiB for a GPU.
-_CPU_TILE = (256, 2048)
-_CUDA_TILE = (2048, 2048)
+# Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. On a CPU every
+# operation waits for the slowest thread, which may not be running: operations are to be few and large.
+_TILE_BYTES = 64 << 20
+# Tensors of its shape that a tile needs at most, but for a gradient_filter.
+_COPIES = 4
+# Rows of a tile, at most.
+_TILE_ROWS = 4096
 # fp16 saves exp(z - m), which is in [0, 1], times this: nothing is lost down to e^-20.
 SAVED_FP16_SCALE = 2.0**15
 
 
-def tile_size(device: torch.device) -> tuple[int, int]:
-    return _CUDA_TILE if device.type == "cuda" else _CPU_TILE
+def row_tiles(rows: int) -> list[slice]:
+    return pieces(0, rows, _TILE_ROWS)
 
 
-def windows(projection: Projection, saved: int = 0) -> list[slice]:
-    """The vocabulary windows of a shard, one per tile. None straddles the end of the first ``saved`` entries."""
-    width = tile_size(projection.weight.device)[1]
-    bounds = ((0, saved), (saved, projection.real_rows))
-    return [slice(a, min(a + width, end)) for begin, end in bounds for a in range(begin, end, width)]
+def window_size(projection: Projection, rows: int, temporaries: bool) -> int:
+    """Entries of a window, at most, for tiles of ``rows`` rows. ``temporaries``: tensors of a tile's shape are needed
+    beside it."""
+    low_precision = projection.weight.dtype != projection.dtype
+    nbytes = _TILE_BYTES // _COPIES if temporaries or low_precision else _TILE_BYTES
+    return max(1, nbytes // (projection.dtype.itemsize * max(1, rows, projection.weight.shape[1] * low_precision)))
 
 
-def row_tiles(rows: int, device: torch.device) -> list[slice]:
-    height = tile_size(device)[0]
-    return [slice(a, min(a + height, rows)) for a in range(0, rows, height)]
+def pieces(start: int, stop: int, most: int) -> list[slice]:
+    """``[start, stop)`` in as few pieces of at most ``most`` as possible, of equal size but for the last one."""
+    size = -(-(stop - start) // max(1, -(-(stop - start) // most)))
+    return [slice(a, min(a + size, stop)) for a in range(start, stop, size or 1)]
 
 
-def logits(projection: Projection, x: Tensor, rows: slice, weight: Tensor, window: slice) -> Tensor:
-    """A tile ``[entries, rows]`` of z; ``weight`` holds the window's rows as an operand."""
+def logits(projection: Projection, x: Tensor, rows: slice, weight: Tensor, window: slice, out: Tensor) -> Tensor:
+    """A tile ``[entries, rows]`` of z in ``out``; ``weight`` holds the window's rows as an operand."""
     bias = None if projection.bias is None else projection.bias[window, None]
-    return finished(matmul_nt(weight, x[rows]), projection, bias, projection.of_rows(rows).token_scale)
+    accumulate_nt(out, weight, some_rows(x, rows.start, rows.stop), overwrite=True)
+    return finished(out, projection, bias, projection.of_rows(rows).token_scale)
+
+
+def borrowed(scratch: Scratch, window: slice, rows: slice, dtype: torch.dtype) -> Tensor:
+    """Memory of a tile."""
+    shape = window.stop - window.start, rows.stop - rows.start
+    return scratch.borrow(shape[0] * shape[1], dtype).view(shape)
+
+
+def saved_tile(exponentials: Tensor, save: int, rows: slice, window: slice) -> Tensor:
+    """A tile ``[entries, rows]`` of what is saved: exponentials of ``save`` entries, one tile of rows after another."""
+    height = rows.stop - rows.start
+    start = rows.start * save + window.start * height
+    return exponentials[start : start + (window.stop - window.start) * height].view(-1, height)
 
 
 def finished(z: Tensor, projection: Projection, bias: Tensor | None, token_scale: Tensor | None) -> Tensor:
@@ -74,15 +95,14 @@ def finished(z: Tensor, projection: Projection, bias: Tensor | None, token_scale
 
 
 def target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
-    """Positions of the targets in the flattened tile, and which targets lie in it ``[rows]``.
+    """Positions of the targets in the flattened tile, and which targets do not lie in it ``[rows]``.
 
     One-dimensional: only at such positions does torch add deterministically.
     """
     entry = target - window.start
-    width, rows = window.stop - window.start, target.shape[0]
-    hit = (entry >= 0) & (entry < width)
-    position = entry.clamp_(0, width - 1).mul_(rows)
-    return position.add_(torch.arange(rows, device=target.device)), hit
+    inside = entry.clamp(0, window.stop - window.start - 1)
+    row = torch.arange(len(target), device=target.device)
+    return torch.add(row, inside, alpha=len(target)), inside != entry
 
 
 def _add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window: slice) -> None:
@@ -96,7 +116,6 @@ def _add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window:
 
 
 class GradientTile(NamedTuple):
-    rows: slice
     # [window, rows], an operand of the next products
     gradient: Tensor
     # [window]: sums over the rows before anything was filtered; None: those of ``gradient``
@@ -104,7 +123,10 @@ class GradientTile(NamedTuple):
 
 
 class LogitGradient:
-    """Produces tiles of a block's gradient of the projection's output ``x @ weight.T + bias``."""
+    """Produces tiles of a block's gradient of the projection's output ``x @ weight.T + bias``.
+
+    A tile overwrites the one before, unless it :meth:`stays` in the memory of what is saved.
+    """
 
     def __init__(
         self,
@@ -114,14 +136,24 @@ class LogitGradient:
         partial: Tensor,
         coefficients: Coefficients,
         saved: Saved,
+        scratch: Scratch,
         selected: SelectedGradient | None = None,
         gradient_filter: GradientFilter = None,
     ) -> None:
         self.x = operand(x)
-        self._projection, self._target, self._saved = projection, target, saved
-        # Vocabulary rows whose exponentials are saved.
-        self.saved = len(saved[0]) if saved else 0
-        maximum, sum_exp, target_logit = partial[: TARGET + 1]
+        self._projection, self._target, self._saved, self._scratch = projection, target, saved, scratch
+        rows, real = len(x), projection.real_rows
+        # Vocabulary rows whose exponentials are saved, and of a window of the forward.
+        self._save = saved[0].numel() // max(1, rows) if saved else 0
+        self._saved_width = -(-self._save // len(saved[1])) if saved else 1
+        self.row_tiles = row_tiles(rows)
+        temporaries = projection.softcap is not None or gradient_filter is not None
+        temporaries |= coefficients.delta is not None or coefficients.epsilon is not None
+        width = window_size(projection, max([t.stop - t.start for t in self.row_tiles], default=0), temporaries)
+        saved_windows = pieces(0, self._save, self._saved_width)
+        self.windows = [w for s in saved_windows for w in pieces(s.start, s.stop, width)]
+        self.windows += pieces(self._save, real, width)
+        maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
         # A product of other rows rounds a logit in another way. Of millions, what is so near to the maximum is it.
@@ -153,65 +185,72 @@ class LogitGradient:
             self._epsilon = self._epsilon / sum_exp.square()
         if self._beta is not None and projection.softcap is not None:
             # Uses the target's fp32 logit, not a stored exponential.
-            self._beta = self._beta * softcap_slope(projection.softcap, target_logit)
+            self._beta = self._beta * softcap_slope(projection.softcap, partial[TARGET])
 
-    def tiles(self, window: slice, weight: Tensor | None = None) -> Iterator[GradientTile]:
+    def stays(self, window: slice) -> bool:
+        in_place = self._saved and self._saved[0].dtype == self._projection.dtype and self._limits is None
+        return bool(in_place) and window.start < self._save
+
+    def tile(self, window: slice, rows: slice, weight: Tensor) -> GradientTile:
         """``weight``: the window's rows as an operand."""
-        if weight is None:
-            weight = operand(self._projection.weight[window])
-        for rows in row_tiles(self.x.shape[0], self.x.device):
-            if window.start < self.saved:
-                gradient, slope = self._from_saved(rows, window)
-            else:
-                gradient, slope = self._recomputed(rows, window, weight)
-            if self._gamma is not None:
-                gradient -= self._gamma[rows]
-            if slope is not None:
-                gradient *= slope
-            sums = None
-            if self._limits is not None:
-                # The bias's gradient is not filtered.
-                if self._projection.bias is not None:
-                    exact = gradient.clone()
-                    self._add_targets(exact, rows, window)
-                    sums = exact.to(self.x.dtype).sum(1, dtype=gradient.dtype)
-                gradient = replace_inactive(gradient, self._limits[rows])
-            self._add_targets(gradient, rows, window)
-            if self._selected is not None:
-                _add_selected(gradient, self._selected, rows, window)
-            yield GradientTile(rows, gradient.to(self.x.dtype), sums)
-            del gradient
+        if window.start < self._save:
+            gradient, slope = self._from_saved(rows, window)
+        else:
+            gradient, slope = self._recomputed(rows, window, weight)
+        if self._gamma is not None:
+            gradient -= self._gamma[rows]
+        if slope is not None:
+            gradient *= slope
+        sums = None
+        if self._limits is not None:
+            # The bias's gradient is not filtered.
+            if self._projection.bias is not None:
+                exact = gradient.clone()
+                self._add_targets(exact, rows, window)
+                sums = exact.to(self.x.dtype).sum(1, dtype=gradient.dtype)
+            gradient = replace_inactive(gradient, self._limits[rows])
+        self._add_targets(gradient, rows, window)
+        if self._selected is not None:
+            _add_selected(gradient, self._selected, rows, window)
+        return GradientTile(gradient.to(self.x.dtype), sums)
 
     def _add_targets(self, gradient: Tensor, rows: slice, window: slice) -> None:
         if self._beta is not None and self._target is not None:
-            position, hit = target_positions(self._target[rows], window)
-            gradient.view(-1).scatter_add_(0, position, self._beta[rows] * -hit.to(gradient.dtype))
+            position, missed = target_positions(self._target[rows], window)
+            gradient.view(-1).scatter_add_(0, position, self._beta[rows].neg().masked_fill_(missed, 0.0))
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
         exponentials, maxima = self._saved
-        stored = exponentials[window, rows]
+        stored = saved_tile(exponentials, self._save, rows, window)
         scale = 1 / SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
-        maximum = maxima[window.start // tile_size(stored.device)[1], rows]
+        maximum = maxima[window.start // self._saved_width, rows]
         above = maximum - self._maximum[rows]
         rebase = above.exp() * scale
-        if self._delta is None and self._epsilon is None:
-            gradient = stored * (self._alpha[rows] * rebase)
-        else:
-            e = stored * rebase
-            moved = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
-            gradient = self._softmax_gradient(e, moved, rows)
         slope, cap = None, self._projection.softcap
         if cap is not None:
-            slope = softcap_slope(cap, torch.log(stored.to(gradient.dtype) * scale).add_(maximum))
-        return gradient, slope
+            slope = softcap_slope(cap, torch.log(stored.to(maximum.dtype) * scale).add_(maximum))
+        in_place = stored.dtype == maximum.dtype
+        out = stored if in_place else borrowed(self._scratch, window, rows, self._projection.dtype)
+        if self._delta is None and self._epsilon is None:
+            return torch.mul(stored, self._alpha[rows] * rebase, out=out), slope
+        e = torch.mul(stored, rebase, out=out)
+        moved = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
+        return self._softmax_gradient(e, moved, rows), slope
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        z = logits(self._projection, self.x, rows, weight, window)
+        z = logits(
+            self._projection,
+            self.x,
+            rows,
+            weight,
+            window,
+            borrowed(self._scratch, window, rows, self._projection.dtype),
+        )
         cap = self._projection.softcap
         slope = None if cap is None else softcap_slope(cap, z)
         z.sub_(self._near_maximum[rows]).clamp_(max=0.0)
         moved = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
-        return self._softmax_gradient(z.exp_(), moved, rows), slope
+        return self._softmax_gradient(exponential_(z), moved, rows), slope
 
     def _softmax_gradient(self, e: Tensor, moved: Tensor | None, rows: slice) -> Tensor:
         """``e (alpha + delta moved + epsilon e)``. ``e``: exp(z - M). ``moved``: z - M. Both are overwritten."""

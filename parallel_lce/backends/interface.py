@@ -154,9 +154,18 @@ class SelectedGradient(NamedTuple):
     selection: Selection
     # [E] in the statistics' dtype
     values: Tensor
+    # [E]; None where no other entry has a gradient
+    logits: Tensor | None = None
 
     def of_rows(self, rows: slice) -> SelectedGradient:
-        return SelectedGradient(self.selection.of_rows(rows), self.values)
+        return self._replace(selection=self.selection.of_rows(rows))
+
+
+class SelectedLogits(NamedTuple):
+    """Where the logits of a block's selected entries go: to ``out [E]``, but those of other shards and blocks."""
+
+    selection: Selection
+    out: Tensor
 
 
 @dataclass(frozen=True)
@@ -302,6 +311,7 @@ class Backend(Protocol):
         buffer: Tensor | None = None,
         out: Tensor | None = None,
         keep_windows: bool = False,
+        selected: SelectedLogits | None = None,
     ) -> BlockForward:
         """The forward of a block, not started yet.
 
@@ -313,6 +323,7 @@ class Backend(Protocol):
             buffer: where the exponentials go, from :meth:`allocate_saved`; None: new memory.
             out: where the partial ``[C, R]`` is written; None: new memory.
             keep_windows: save also what tells a filtered backward which entries need not be projected again.
+            selected: entries whose logits are wanted; None: none.
         """
         ...
 
@@ -339,7 +350,7 @@ class Backend(Protocol):
             saved: what the forward of the block saved, or ``()``: then all logits are recomputed. May be overwritten.
             grads: where the gradients go.
             scratch: working memory, shared by the blocks of the call.
-            selected: added to the gradient of the projection's output.
+            selected: added to the gradient of the projection's output, before it is rounded.
             gradient_filter: tiles of 128 tokens by 128 entries without a larger probability may be replaced by
                 products of sums of them (:mod:`parallel_lce.kernels.active_tiles`). ``AUTO``: where little is lost.
                 Without gamma, delta, epsilon and ``selected`` alone.

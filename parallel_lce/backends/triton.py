@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.eager_selected import top_k
-from parallel_lce.backends.interface import Projection, Saved, SelectedGradient, Selection, savable
+from parallel_lce.backends.interface import Projection, Saved, SelectedGradient, SelectedLogits, Selection, savable
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
 from parallel_lce.backends.triton_windows import keeps_windows
@@ -99,7 +99,7 @@ class BlockForward:
     exponentials in ``buffer``. Behind it come, with ``keep_windows``, the windows' sums of exponentials, if a filtered
     backward can do without some of the other entries. fp16 has no softmax shift: its exponentials are relative to each
     window's maximum. ``target [R]``: ids relative to the shard; one outside ``[0, real_rows)`` has no logit here.
-    ``out [C, R]``: where the partial is written.
+    ``out [C, R]``: where the partial is written. ``selected``: entries whose logits are wanted.
     """
 
     def __init__(
@@ -112,8 +112,10 @@ class BlockForward:
         buffer: Tensor | None = None,
         out: Tensor | None = None,
         keep_windows: bool = False,
+        selected: SelectedLogits | None = None,
     ) -> None:
         rows, real = x.shape[0], projection.real_rows
+        self._selected = selected
         self._projection, self._target, self._columns = projection, target, columns
         self._local = range(0)
         self._product: Product | None = None
@@ -187,7 +189,7 @@ class BlockForward:
             # Row blocks after the local ones, wrapping around to those before them.
             left = range(done.stop, product.row_blocks + done.start)
             product.launch(self._exponentials, ForwardEpilogue(self._partials, self._shift), left)
-            on_shift = self._merge(product, self._partials, self.partial)
+            on_shift = self._merge(product, self._partials, slice(0, len(product.x)))
             if self._stored is not None:
                 saved = self._stored, self._partials.max
                 if self._shift is not None and on_shift is not None:
@@ -206,15 +208,22 @@ class BlockForward:
             piece = product.of_rows(rows)
             partials = new_window_partials(piece, self._columns)
             piece.launch(None, ForwardEpilogue(partials, None))
-            self._merge(piece, partials, self.partial[:, rows])
+            self._merge(piece, partials, rows)
             del partials  # before the next ones are allocated
 
-    def _merge(self, product: Product, partials: PartialColumns, merged: Tensor) -> Tensor | None:
+    def _merge(self, product: Product, partials: PartialColumns, rows: slice) -> Tensor | None:
+        """Merge the windows of some rows, and find the rows' selected logits."""
+        if self._selected is not None:
+            selection, logits = self._selected
+            windows = kernels.SelectedWindows(partials.max, partials.sum_exp, self._shift)
+            kernels.selected_logits(product, *selection.of_rows(rows), logits, windows)
+        target = None if self._target is None else self._target[rows]
         return merge_windows(
             partials,
-            merged,
+            self.partial[:, rows],
             self._shift,
             self._columns,
+            target=target,
             window=product.tile.entries,
             entries=self._projection.real_rows,
             start=self._projection.start,

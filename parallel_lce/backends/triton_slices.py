@@ -175,8 +175,22 @@ class Piece:
             return self._form_active(self._windows, gradient_filter, start, stop)
         part = self._formed(start, stop)
         if self._selected is not None:
-            selection, values = self._selected
-            place_selected(part.gradient, start, *selection, values, self._fp16_scale)
+            selection, values, logits = self._selected
+            assert logits is not None
+            place_selected(
+                part.gradient,
+                start,
+                *selection,
+                values,
+                logits,
+                target=self._target if self.has_targets else None,
+                partial=self._partial,
+                coefficients=self._coefficients,
+                fp16_scale=self._fp16_scale,
+                scale=self._projection.scale,
+                token_scale=self._projection.token_scale,
+                softcap=self._projection.softcap,
+            )
         if gradient_filter is not None:
             limits, allowance, bounds = self._limits(part.dx_factor), None, None
             if gradient_filter == AUTO:

@@ -59,7 +59,8 @@ def token_log_probs(
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as
-            DistributedDataParallel and Float16Module. The output layer must be Megatron's ColumnParallelLinear.
+            DistributedDataParallel, Float16Module and torch.compile. The output layer must be Megatron's
+            ColumnParallelLinear.
         input_ids, position_ids, attention_mask: as of the model's forward.
         labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. Under context
             parallelism this rank's part, with packed sequences ``[1, tokens]``, as of the model's forward. A label
@@ -153,9 +154,14 @@ def _language_model(model: torch.nn.Module) -> Any:
     """The LanguageModule in a model's wrappers."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    inner = model
-    while not isinstance(inner, LanguageModule) and isinstance(getattr(inner, "module", None), torch.nn.Module):
-        inner = inner.module
+    inner: Any = model
+    while not isinstance(inner, LanguageModule):
+        # The latter is torch.compile's name.
+        parts = (getattr(inner, name, None) for name in ("module", "_orig_mod"))
+        wrapped = next((part for part in parts if isinstance(part, torch.nn.Module)), None)
+        if wrapped is None:
+            break
+        inner = wrapped
     if not isinstance(inner, LanguageModule) or not _takes(inner.forward, "labels", "runtime_gather_output"):
         raise ValueError(
             "model must be a Megatron GPTModel, MambaModel or HybridModel, alone or in wrappers, got "

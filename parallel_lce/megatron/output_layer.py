@@ -242,26 +242,32 @@ def _called(
     )
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():
-        fused = layer.config.gradient_accumulation_fusion and not logits.shared
-        main_grad = main_grad_of(weight, fused)
+        main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, logits.shared)
         found = compute(arguments, main_grad)
     logits.has_loss = True
     return found
 
 
-def main_grad_of(weight: Tensor, fused: bool) -> MainGrad | None:
+def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
     """Where Megatron's DistributedDataParallel wants dW, or None: then autograd delivers it.
 
     Once ``grad_added_to_main_grad`` is set, DDP drops what autograd delivers for the parameter, unless it has
-    ``zero_out_wgrad``. ``fused``: the weight is the output layer's own, and ``gradient_accumulation_fusion`` is on;
-    stock then drops what autograd delivers, too. Otherwise the weight gets ``zero_out_wgrad``, so that DDP adds what
-    autograd delivers for its other uses.
+    ``zero_out_wgrad``. With ``gradient_accumulation_fusion`` and a weight that is the output layer's own stock drops
+    that, too. Otherwise the weight gets ``zero_out_wgrad``, so that DDP adds what autograd delivers for its other uses.
+
+    If somebody replaces main_grad between forward and backward, stock adds to the new one without fusion; with it the
+    weight gets back the one of the forward.
     """
     tensor = getattr(weight, "main_grad", None)
     if tensor is None or not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    if not fused:
+    if shared or not fusion:
         keep_autograd_gradient(weight)
+
+    def in_backward() -> Tensor:
+        if fusion:
+            weight.main_grad = tensor  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
+        return weight.main_grad  # pyright: ignore[reportAttributeAccessIssue]
 
     def placeholder() -> Tensor:
         # DDP's hook fires when autograd has a gradient, whose values it then ignores or adds.
@@ -269,4 +275,4 @@ def main_grad_of(weight: Tensor, fused: bool) -> MainGrad | None:
         added = getattr(weight, "zero_out_wgrad", False)
         return torch.zeros_like(weight) if added else torch.empty_like(weight)
 
-    return MainGrad(tensor, placeholder)
+    return MainGrad(tensor, placeholder, in_backward)

@@ -6,6 +6,9 @@ Triton and, called from a Gluon kernel, under Gluon.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -119,6 +122,31 @@ def softcapped(u, cap):
     series = series * square - 0.3333328194201277
     near = u + u * (series * square)
     return tl.where(tl.abs(ratio) < _SERIES_END, near, far)
+
+
+class Cap(NamedTuple):
+    """A soft-cap as the kernels take it: one number, or of each token. Triton 3.6 cannot ask of a tuple whether it is
+    None, so there is always one."""
+
+    # None: no soft-cap.
+    number: float | None
+    # [R] fp32, instead of the number
+    of_token: torch.Tensor | None
+
+    @classmethod
+    def of(cls, softcap: float | torch.Tensor | None) -> Cap:
+        if isinstance(softcap, torch.Tensor):
+            return cls(1.0, softcap)
+        return cls(None if softcap is None else float(softcap), None)
+
+
+@triton.jit
+def caps_of(cap, r, inside):
+    """The caps of the tokens ``r``: one number, or a tensor of ``r``'s shape."""
+    if cap.of_token is not None:
+        return tl.load(cap.of_token + r, mask=inside, other=1.0)
+    else:
+        return cap.number
 
 
 @triton.jit

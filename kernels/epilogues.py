@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exponential_from, finite_base, scaled, softcapped
+from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, caps_of, exponential_from, finite_base, scaled, softcapped
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
 
@@ -106,10 +106,15 @@ def finish_tile(
         z = scaled(z, scale)
     if token_scale is not None:
         z = scaled(z, row_values[0][:, None])
-    if cap is not None:
-        z = softcapped(z, cap)
+    CAPPED: tl.constexpr = cap.number is not None
+    caps = z  # Not read without a cap.
+    if CAPPED:
+        caps = caps_of(cap, r, r < rows)
+        if cap.of_token is not None:
+            caps = caps[:, None]
+        z = softcapped(z, caps)
     if GRADIENT:
-        return _gradient(z, row_values, epilogue, cap)
+        return _gradient(z, row_values, epilogue, caps, CAPPED)
     else:
         if epilogue.logits is not None:
             inside = (r < rows)[:, None] & (c < entries)[None, :]
@@ -160,7 +165,7 @@ def _gradient_rows(epilogue, token_scale, token_scales, r, rows, scale):
 
 
 @triton.jit
-def _gradient(z, row_values, epilogue, cap):
+def _gradient(z, row_values, epilogue, cap, CAPPED: tl.constexpr):
     _, base, factor, alpha, delta, epsilon, scaled_gamma = row_values
     e = exponential_from(z, base[:, None])
     g = e * factor[:, None]
@@ -175,6 +180,6 @@ def _gradient(z, row_values, epilogue, cap):
         g *= alpha[:, None] + epsilon[:, None] * e
     if epilogue.gamma is not None:
         g -= scaled_gamma[:, None]
-    if cap is not None:
+    if CAPPED:
         g *= 1.0 - (z / cap) * (z / cap)
     return g

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
+from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, Cap
 from parallel_lce.kernels.epilogues import (
     BackwardEpilogue,
     ForwardEpilogue,
@@ -173,14 +173,16 @@ class Product:
     # [V]
     bias: torch.Tensor | None = None
     scale: float = 1.0
-    softcap: float | None = None
+    # One number, or [R] fp32.
+    softcap: float | torch.Tensor | None = None
     # [R] fp32; None: 1
     token_scale: torch.Tensor | None = None
 
     def of_rows(self, rows: slice) -> Product:
         """The product of some tokens."""
         token_scale = self.token_scale if self.token_scale is None else self.token_scale[rows]
-        return replace(self, x=self.x[rows], token_scale=token_scale)
+        softcap = self.softcap[rows] if isinstance(self.softcap, torch.Tensor) else self.softcap
+        return replace(self, x=self.x[rows], token_scale=token_scale, softcap=softcap)
 
     @cached_property
     def tma(self) -> bool:
@@ -249,7 +251,7 @@ class Product:
                 "num_stages": tile.stages,
             }
         row_blocks, windows = self.row_blocks, self.windows
-        cap = None if self.softcap is None else float(self.softcap)
+        cap = Cap.of(self.softcap)
         blocks = range(row_blocks) if blocks is None else blocks
         programs = num_sms(self.x.device)
         programs = beside_collective(programs) if overlaps_collective else programs

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import (
+    Cap,
+    caps_of,
     exact_logit,
     exponential_from,
     finite_base,
@@ -114,8 +116,8 @@ def lce_forward_selected_logits(
         logit *= scale
         if token_scale is not None:
             logit *= tl.load(token_scale + token)
-        if cap is not None:
-            logit = softcapped(logit, cap)
+        if cap.number is not None:
+            logit = softcapped(logit, caps_of(cap, token, True))
         if maxima is not None:
             here = (wanted // WINDOW) * rows + token
             top = tl.load(maxima + here, mask=hit, other=0.0)
@@ -192,8 +194,9 @@ def lce_backward_place_selected(
             earlier = tl.maximum(earlier, tl.max(tl.where(before, 1.0, 0.0), 1))
         logit = tl.load(logits + e, mask=hit, other=0.0)
         entry = gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon) * grad_scale
-        if cap is not None:
-            entry *= 1.0 - (logit / cap) * (logit / cap)
+        if cap.number is not None:
+            ratio = logit / caps_of(cap, token, True)
+            entry *= 1.0 - ratio * ratio
         entry = (entry + total) * unit
         tl.store(row + wanted, entry.to(gradient.dtype.element_ty), mask=hit & (earlier == 0.0))
 
@@ -301,7 +304,7 @@ def selected_logits(
         x.stride(0),
         weight.stride(0),
         float(product.scale),
-        None if product.softcap is None else float(product.softcap),
+        Cap.of(product.softcap),
         WINDOW=product.tile.entries,
         UPCAST=interpreted() and x.dtype == torch.bfloat16,
         **_tile_of(_LOGITS, x.shape[1]),
@@ -323,7 +326,7 @@ def place_selected(
     fp16_scale: torch.Tensor | None,
     scale: float,
     token_scale: torch.Tensor | None,
-    softcap: float | None,
+    softcap: float | torch.Tensor | None,
 ) -> None:
     """Write the selected entries of ``gradient [R, C]``, whose columns are the shard's entries from ``first`` on:
     ``values [E]`` beside the gradients that they have as all entries.
@@ -352,7 +355,7 @@ def place_selected(
         first,
         0 if factor is None or factor.dim() == 0 else factor.stride(0),
         float(scale),
-        None if softcap is None else float(softcap),
+        Cap.of(softcap),
         BLOCK=_PLACED,
     )
 

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import log_1_plus, one_minus_exp
+from parallel_lce.kernels.arithmetic import Cap, caps_of, log_1_plus, one_minus_exp
 from parallel_lce.kernels.relaunch import Relaunched
 
 _ENTRIES = 32
@@ -85,8 +85,8 @@ def lce_backward_set_log_probs(
         u = tl.where(log_p == -float("inf"), 0.0, u)
         # u - p total, without the difference where p is near 1.
         g = (u * one_minus_exp(log_p) - tl.exp(log_p) * (total - u)) * factor
-        if cap is not None:
-            z = tl.load(logits + e, mask=e < stop, other=0.0) / cap
+        if cap.number is not None:
+            z = tl.load(logits + e, mask=e < stop, other=0.0) / caps_of(cap, token, True)
             g *= 1.0 - z * z
         tl.store(values + e, g, mask=e < stop)
 
@@ -131,10 +131,10 @@ def gradient_of_logits(
     offsets: torch.Tensor,
     token_scale: torch.Tensor | None,
     scale: float,
-    softcap: float | None,
+    softcap: float | torch.Tensor | None,
 ) -> torch.Tensor:
     """``[E]``: the gradient before scale and soft-cap of the logits that :func:`set_log_probs` was given. ``upstream
-    [E]`` fp32; ``token_scale [N]`` fp32, or None for 1."""
+    [E]`` fp32; ``token_scale [N]`` fp32, or None for 1; ``softcap``: a number, or ``[N]`` fp32."""
     values = torch.empty_like(log_probs)
     lce_backward_set_log_probs.launch(
         (len(offsets) - 1,),
@@ -145,7 +145,7 @@ def gradient_of_logits(
         token_scale,
         values,
         float(scale),
-        None if softcap is None else float(softcap),
+        Cap.of(softcap),
         BLOCK=_ENTRIES,
         num_warps=1,
     )

@@ -28,7 +28,16 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import ALONE, NEAR, REACH, exponential_from, finite_base, gradient_of_entry
+from parallel_lce.kernels.arithmetic import (
+    ALONE,
+    NEAR,
+    REACH,
+    Cap,
+    caps_of,
+    exponential_from,
+    finite_base,
+    gradient_of_entry,
+)
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.rewrite import REWRITTEN, SavedExponentials, TokenCoefficients, rewrite_row, rewrite_rows
 from parallel_lce.kernels.targets import place
@@ -71,8 +80,9 @@ def _target_gradient(row, hit, partial, coefficients, alpha, upstream, rows, sca
         epsilon = tl.load(epsilon + row, mask=hit, other=0.0) * upstream
     g = gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon)
     g = (g - tl.load(coefficients.beta + row, mask=hit, other=0.0) * upstream) * scale
-    if cap is not None:
-        g *= 1.0 - (logit / cap) * (logit / cap)
+    if cap.number is not None:
+        ratio = logit / caps_of(cap, row, hit)
+        g *= 1.0 - ratio * ratio
     return tl.where(hit, g, 0.0)
 
 
@@ -212,7 +222,7 @@ def token_gradients(
     window: int = 1,
     scale: float = 1.0,
     token_scale: torch.Tensor | None = None,
-    softcap: float | None = None,
+    softcap: float | torch.Tensor | None = None,
     find_shared: bool = True,
     rewrite: bool = False,
 ) -> TokenGradients:
@@ -229,13 +239,13 @@ def token_gradients(
     """
     rows, factor = gradient.shape[0], coefficients.factor
     factor_stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
-    cap = None if softcap is None else float(softcap)
     maxima = softmax_shift = on_shift = None
     if saved is not None:
         _, maxima, softmax_shift, on_shift = saved
         _, _, *beside_alpha, _ = coefficients
         every = rewrite or softcap is not None or any([c is not None for c in beside_alpha])
         if every or softmax_shift is None:
+            assert not isinstance(softcap, torch.Tensor)  # Nothing is saved under caps of each token.
             rewrite_rows(gradient, saved, partial, coefficients, fp16_scale, window, scale, token_scale, softcap)
             maxima = softmax_shift = on_shift = None
     keeps_rows = maxima is not None
@@ -271,7 +281,7 @@ def token_gradients(
         first,
         factor_stride,
         float(scale),
-        cap,
+        Cap.of(softcap),
         FIND_SHARED=find_shared,
         WINDOW=window,
         TOKENS=_TOKENS,

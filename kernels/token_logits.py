@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import softcapped
+from parallel_lce.kernels.arithmetic import Cap, caps_of, softcapped
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import hopper_or_later, interpreted
@@ -81,8 +81,8 @@ def lce_forward_token_logits(
         logit *= scale
         if token_scale is not None:
             logit *= tl.load(token_scale + r, mask=valid, other=0.0)
-        if cap is not None:
-            logit = softcapped(logit, cap)
+        if cap.number is not None:
+            logit = softcapped(logit, caps_of(cap, r, valid))
         tl.store(target_logit + r, tl.where(hit, logit, 0.0), mask=valid)
     if softmax_shift is not None:
         if bias is not None:
@@ -125,7 +125,7 @@ def token_logits(
         x.stride(0),
         weight.stride(0),
         float(product.scale),
-        None if product.softcap is None else float(product.softcap),
+        Cap.of(product.softcap),
         UPCAST=interpreted() and x.dtype == torch.bfloat16,
         BLOCK=_TOKENS,
         # Ampere has no registers for more.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import numbers
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,12 +21,15 @@ _TENSORS = (
     "linear_bias",
     "token_weight",
     "logit_scale",
+    "temperature",
     "selected",
     "selected_offsets",
 )
+# Each is a number, or a tensor of one for each token.
+_EITHER = ("logit_scale", "temperature")
 _COUNTS, _REALS = (
     ("vocab_start", "vocab_size", "logits_budget", "top_k"),
-    ("logit_scale", "logit_softcap", "gradient_filter"),
+    ("logit_scale", "logit_softcap", "temperature", "gradient_filter"),
 )
 
 
@@ -48,6 +54,8 @@ class Arguments:
     selected_offsets: Tensor | None = None
     top_k: int | None = None
     gradient_filter: float | Literal["auto"] | None = None
+    temperature: float | Tensor = 1.0
+    reduce_hidden_grad: bool = True
 
     @property
     def token_scale(self) -> Tensor | None:
@@ -55,9 +63,27 @@ class Arguments:
         return self.logit_scale if isinstance(self.logit_scale, Tensor) else None
 
     @property
+    def token_temperature(self) -> Tensor | None:
+        """The temperature of each token, if it is not one number."""
+        return self.temperature if isinstance(self.temperature, Tensor) else None
+
+    @property
+    def scale(self) -> float:
+        """The logits' scale beside :attr:`token_scale` and :attr:`token_temperature`."""
+        scale = 1.0 if isinstance(self.logit_scale, Tensor) else self.logit_scale
+        return scale if isinstance(self.temperature, Tensor) else scale / self.temperature
+
+    @property
+    def softcap(self) -> float | None:
+        """The soft-cap's cap beside :attr:`token_temperature`: softcap(u) / T has the cap divided by T, and u."""
+        cap = self.logit_softcap
+        return cap if cap is None or isinstance(self.temperature, Tensor) else cap / self.temperature
+
+    @property
     def tensors_or_none(self) -> tuple[Tensor | None, ...]:
         """All that are tensors, or None, in one order."""
-        return tuple([self.token_scale if name == "logit_scale" else getattr(self, name) for name in _TENSORS])
+        values = [(name, getattr(self, name)) for name in _TENSORS]
+        return tuple([None if name in _EITHER and not isinstance(v, Tensor) else v for name, v in values])
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -72,8 +98,9 @@ class Arguments:
                 value = getattr(self, name)
                 if value is not None and type(value) is not usual:
                     changed[name] = convert(value)
-        if type(self.sequence_parallel) is not bool:
-            changed["sequence_parallel"] = as_bool(self.sequence_parallel)
+        for name in ("sequence_parallel", "reduce_hidden_grad"):
+            if type(getattr(self, name)) is not bool:
+                changed[name] = as_bool(getattr(self, name))
         return replace(self, **changed) if changed else self
 
 
@@ -95,6 +122,17 @@ class LossOptions:
             ignore_index = as_number(ignore_index)
             label_smoothing, z_loss = as_float(label_smoothing), as_float(z_loss)
         return cls(reduction, ignore_index, label_smoothing, z_loss)
+
+
+def refuse_unknown(function: Callable, given: dict[str, object]) -> None:
+    """Raise for keyword arguments that ``function`` does not take, and name one of its own that may be meant: of the
+    same last word, or else of nearly the same letters."""
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name in given:
+        alike = [other for other in known if other.split("_")[-1] == name.split("_")[-1]]
+        meant = " or ".join(alike or difflib.get_close_matches(name, known, 1))
+        hint = f": did you mean {meant}?" if meant else ""
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")
 
 
 def as_number(value: Any) -> Any:

@@ -1,6 +1,8 @@
-"""The default of ``logits_budget``, which follows the device."""
+"""The default of ``logits_budget``: the environment's, else one that follows the device."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 
@@ -10,18 +12,32 @@ from parallel_lce.plan import DEFAULT_BUDGET
 # of one kind may differ by a few MiB, and all ranks must have the same budget.
 _SHARE, _STEP = 32, 256 << 20
 
+BUDGET_VARIABLE = "PARALLEL_LCE_LOGITS_BUDGET"
+
+
+def budget_of_environment() -> int | None:
+    """Bytes, or None if the environment tells none. Raises ``ValueError`` for anything else."""
+    text = os.environ.get(BUDGET_VARIABLE, "")
+    if text and not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{BUDGET_VARIABLE} must be a number of bytes, got {text!r}")
+    return int(text) if text else None
+
 
 def default_budget(device: torch.device) -> int:
     """Bytes per rank and call for ``logits_budget=None``.
 
-    On a GPU a thirty-second of its memory, in whole 256 MiB: 4.25 GiB of an H200's 140 GiB, 2.25 GiB of an 80-GB GPU's
-    79. Elsewhere 1 GiB.
+    That of the environment. Else on a GPU a thirty-second of its memory, in whole 256 MiB: 4.25 GiB of an H200's
+    140 GiB, 2.25 GiB of an 80-GB GPU's 79. Elsewhere 1 GiB.
     """
+    given = budget_of_environment()
+    if given is not None:
+        return given
     if device.type != "cuda" or not torch.cuda.is_available():
         return DEFAULT_BUDGET
     total = torch.cuda.get_device_properties(device).total_memory
     return max(_STEP, total // _SHARE // _STEP * _STEP)
 
 
-# torch.compile calls it while tracing, as parallel_lce.backends says of _name.
+# torch.compile calls them while tracing, as parallel_lce.backends says of _name.
+budget_of_environment._dynamo_marked_constant = True
 default_budget._dynamo_marked_constant = True

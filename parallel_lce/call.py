@@ -18,7 +18,7 @@ from parallel_lce.backends.interface import (
     SelectedLogits,
     softcap_slope,
 )
-from parallel_lce.collectives import IncomingHidden, Layout, Shard
+from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns
 from parallel_lce.plan import Block, Plan
@@ -48,11 +48,14 @@ class Call:
     # How many of the largest logits are wanted; 0: none.
     top_k: int = 0
     scale: float = 1.0
-    softcap: float | None = None
+    # One number, or [N] in the statistics' dtype.
+    softcap: float | Tensor | None = None
     # Where dW is added, if anywhere.
     main_grad: MainGrad | None = None
     # dtype of dX's reduction over the ranks; None: that of the hidden states.
     reduce_dtype: torch.dtype | None = None
+    # False: dX stays this rank's part.
+    reduce_hidden_grad: bool = True
     # Largest probability of a tile of the gradient that is approximated, or AUTO; None: the gradient is exact.
     gradient_filter: GradientFilter = None
     # Of calls of the same signature, where their runs can be replayed.
@@ -61,18 +64,25 @@ class Call:
     @property
     def per_token(self) -> tuple[Tensor | None, ...]:
         """Its tensors, all of them per token; none needs a gradient."""
-        return (self.target, self.token_scale, *(self.selected.tensors if self.selected else (None, None)))
+        selected = self.selected.tensors if self.selected else (None, None)
+        return (self.target, self.token_scale, self.token_cap, *selected)
+
+    @property
+    def token_cap(self) -> Tensor | None:
+        """The soft-cap of each token, if it is not one number."""
+        return self.softcap if isinstance(self.softcap, Tensor) else None
 
     def with_tensors(self, per_token: Sequence[Tensor | None]) -> Call:
         """The call with these as :attr:`per_token`. They may have any strides."""
         # What a forward has found of its selection is unknown to the tape of a backward.
         if self.selected is None and all(a is b for a, b in zip(per_token, self.per_token)):
             return self
-        target, token_scale, ids, offsets = [t if t is None else t.contiguous() for t in per_token]
+        target, token_scale, token_cap, ids, offsets = [t if t is None else t.contiguous() for t in per_token]
         selected = self.selected
         if selected is not None and ids is not None:
             selected = Selected(ids, offsets, selected.tokens)
-        return replace(self, target=target, token_scale=token_scale, selected=selected)
+        softcap = self.softcap if token_cap is None else token_cap
+        return replace(self, target=target, token_scale=token_scale, softcap=softcap, selected=selected)
 
     def run(self, kind: Hashable, work: Callable[[], _T], *inputs: Tensor | None) -> _T:
         """``work()``, or its replay (:meth:`parallel_lce.replay.Tapes.run`)."""
@@ -87,10 +97,20 @@ class Call:
         return Projection(weight, bias, shard.start, shard.real_rows, scale, self.softcap, ranks=ranks)
 
     def of_block(self, projection: Projection, block: Block) -> Projection:
-        """The ``projection`` with the scales of a block's tokens."""
+        """The ``projection`` with the scales and soft-caps of a block's tokens."""
         if self.token_scale is None:
             return projection
-        return replace(projection, token_scale=self.layout.take(self.token_scale, block))
+        softcap = self.softcap if self.token_cap is None else self.layout.take(self.token_cap, block)
+        return replace(projection, token_scale=self.layout.take(self.token_scale, block), softcap=softcap)
+
+    def hidden_reduction(self, hidden: Tensor, in_pieces: bool) -> HiddenReduction:
+        """The sum of dX over the ranks, or over this rank alone."""
+        return HiddenReduction(hidden, self.reduced_over, self.reduce_dtype, in_pieces)
+
+    @property
+    def reduced_over(self) -> Layout:
+        """The ranks over which dX is summed."""
+        return self.layout if self.reduce_hidden_grad else Layout()
 
     def block_forward(
         self,
@@ -115,7 +135,10 @@ class Call:
         if self.token_scale is not None and self.selected is not None:
             gradient *= self.selected.spread(self.token_scale)
         if self.softcap is not None:
-            gradient *= softcap_slope(self.softcap, logits)
+            cap = self.softcap
+            if isinstance(cap, Tensor) and self.selected is not None:
+                cap = self.selected.spread(cap)
+            gradient *= softcap_slope(cap, logits)
         return gradient
 
     def statistics(self) -> StatisticsHead:

@@ -3,6 +3,9 @@ collective."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeGuard
 
 import torch
@@ -13,6 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parallel_lce.arguments import LARGEST, Arguments, LossOptions
 from parallel_lce.backends.interface import AUTO
+from parallel_lce.budget import budget_of_environment
 from parallel_lce.collectives import Layout
 from parallel_lce.dtensor import refuse_dtensor
 from parallel_lce.partials import Columns, accumulation_dtype
@@ -22,6 +26,16 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, tor
 _SMALLEST = torch.finfo(torch.float32).tiny
 # Ids are exchanged and stored in 32 bits.
 _LARGEST_VOCABULARY = 2**31 - 1
+
+
+@contextmanager
+def renamed(**names: str) -> Iterator[None]:
+    """Refusals within it have these ``names`` of arguments instead of :func:`parallel_lce.linear_cross_entropy`'s."""
+    try:
+        yield
+    except ValueError as refusal:
+        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(refusal))
+        raise ValueError(text) from None
 
 
 def is_number(value: object) -> TypeGuard[float]:
@@ -36,7 +50,10 @@ def _is_count(value: object) -> TypeGuard[int]:
 
 def check_process_group(group: object) -> None:
     if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {type(group).__name__}")
+        kind = type(group).__name__
+        # A DeviceMesh; a mesh of several dimensions is asked for one of them.
+        remedy = ': pass its get_group(), as mesh["tp"].get_group()' if hasattr(group, "get_group") else ""
+        raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {kind}{remedy}")
 
 
 def check_arguments(a: Arguments, layout: Layout, needs_target: bool) -> torch.Size:
@@ -44,7 +61,7 @@ def check_arguments(a: Arguments, layout: Layout, needs_target: bool) -> torch.S
     shape."""
     if needs_target and not isinstance(a.target, Tensor):
         raise ValueError(f"target must be a tensor, got {type(a.target).__name__}")
-    check_sequence_parallel(a.sequence_parallel)
+    check_sequence_parallel(a.sequence_parallel, a.reduce_hidden_grad)
     _check_tensors(a)
     weight, rows = a.linear_weight, a.linear_weight.shape[0]
     bias, target = a.linear_bias, a.target
@@ -64,9 +81,12 @@ def check_arguments(a: Arguments, layout: Layout, needs_target: bool) -> torch.S
     if a.token_weight is not None and a.token_weight.shape != tokens:
         raise ValueError(f"token_weight must have target's shape {list(tokens)}, got {list(a.token_weight.shape)}")
     if a.token_scale is not None:
-        _check_token_scale(a.token_scale, tokens)
+        _check_per_token("logit_scale", a.token_scale, tokens)
+    if a.token_temperature is not None:
+        _check_per_token("temperature", a.token_temperature, tokens)
     _check_selected(a, tokens)
-    check_logit_options(1.0 if a.token_scale is not None else a.logit_scale, a.logit_softcap)
+    scale, temperature = (1.0 if isinstance(v, Tensor) else v for v in (a.logit_scale, a.temperature))
+    check_logit_options(scale, a.logit_softcap, temperature)
     check_budget(a.logits_budget)
     check_gradient_filter(a.gradient_filter)
     sums = accumulation_dtype(a.input.dtype)
@@ -144,16 +164,16 @@ def _check_tensors(a: Arguments) -> None:
         raise ValueError(f"token_weight must be real, got {a.token_weight.dtype}")
 
 
-def _check_token_scale(scale: Tensor, tokens: torch.Size) -> None:
-    if scale.shape != tokens:
+def _check_per_token(name: str, value: Tensor, tokens: torch.Size) -> None:
+    if value.shape != tokens:
         raise ValueError(
-            f"logit_scale must be a finite Python number, or a tensor of target's shape {list(tokens)}, got one of "
-            f"shape {list(scale.shape)}"
+            f"{name} must be a finite Python number, or a tensor of target's shape {list(tokens)}, got one of "
+            f"shape {list(value.shape)}"
         )
-    if not scale.is_floating_point():
-        raise ValueError(f"logit_scale must be floating-point, got {scale.dtype}")
-    if scale.requires_grad and torch.is_grad_enabled():
-        raise ValueError("logit_scale requires a gradient, and none flows to it: pass logit_scale.detach()")
+    if not value.is_floating_point():
+        raise ValueError(f"{name} must be floating-point, got {value.dtype}")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name} requires a gradient, and none flows to it: pass {name}.detach()")
 
 
 def _check_selected(a: Arguments, tokens: torch.Size) -> None:
@@ -180,14 +200,21 @@ def _check_selected(a: Arguments, tokens: torch.Size) -> None:
         raise ValueError(f"top_k must be None or a number of entries >= 1, got {shortened(a.top_k)}")
 
 
-def check_logit_options(logit_scale: object, logit_softcap: object) -> None:
+def check_logit_options(logit_scale: object, logit_softcap: object, temperature: object) -> None:
     if not is_number(logit_scale):
         raise ValueError(f"logit_scale must be a finite Python number, got {shortened(logit_scale)}")
     if logit_softcap is not None and not (is_number(logit_softcap) and logit_softcap >= _SMALLEST):
         raise ValueError(f"logit_softcap must be None or a positive Python number, got {shortened(logit_softcap)}")
+    if not (is_number(temperature) and temperature >= 1 / LARGEST):
+        raise ValueError(f"temperature must be a number > 0, or one per token, got {shortened(temperature)}")
+    cap = _SMALLEST if logit_softcap is None else logit_softcap / temperature
+    if not (is_number(logit_scale / temperature) and _SMALLEST <= cap <= LARGEST):
+        raise ValueError(f"{logit_scale=} and {logit_softcap=} divided by {temperature=} are beyond fp32")
 
 
 def check_budget(logits_budget: object) -> None:
+    if logits_budget is None:
+        budget_of_environment()  # raises
     if logits_budget is not None and not (_is_count(logits_budget) and logits_budget >= 0):
         raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {logits_budget!r}")
 
@@ -232,10 +259,18 @@ def _unfiltered(gradient_filter: object, name: str) -> str:
     )
 
 
-def check_sequence_parallel(sequence_parallel: object) -> None:
+def check_sequence_parallel(sequence_parallel: object, reduce_hidden_grad: object) -> None:
     # The text "no" would be taken for yes.
     if not isinstance(sequence_parallel, bool):
         raise ValueError(f"sequence_parallel must be True or False, got {shortened(sequence_parallel)}")
+    if not isinstance(reduce_hidden_grad, bool):
+        raise ValueError(f"reduce_hidden_grad must be True or False, got {shortened(reduce_hidden_grad)}")
+    if sequence_parallel and not reduce_hidden_grad:
+        raise ValueError(
+            "reduce_hidden_grad=False cannot be combined with sequence_parallel=True: a gradient of this rank's part "
+            "of the tokens is made by the reduce-scatter alone. If a mapping of your own gathers the tokens, pass what "
+            "it returns, with sequence_parallel=False"
+        )
 
 
 def check_reduce_dtype(reduce_dtype: object) -> None:

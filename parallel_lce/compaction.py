@@ -105,7 +105,7 @@ def compacted(
         hidden = _AllTokens.apply(hidden, layout)
     per_token = {
         name: found.of(value, dims=1 if name == "selected" else 0)
-        for name in ("target", "token_weight", "logit_scale", "selected")
+        for name in ("target", "token_weight", "logit_scale", "temperature", "selected")
         if isinstance(value := getattr(a, name), Tensor)
     }
     return replace(a, input=found.of(hidden, dims=1), sequence_parallel=False, **per_token), found

@@ -7,17 +7,17 @@ The teacher is an output layer of its own (:func:`divergence`), or the largest l
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import debug
-from parallel_lce.arguments import Arguments, as_float
+from parallel_lce.arguments import Arguments, as_float, refuse_unknown
 from parallel_lce.backends import valueless
 from parallel_lce.backends.divergence import of_classes
-from parallel_lce.checks import check_budget, check_process_group, is_number, known_vocab_size
+from parallel_lce.checks import check_budget, check_process_group, known_vocab_size
 from parallel_lce.collectives import Layout
 from parallel_lce.distillation_checks import check_numbers, check_pair, check_stored, naming
 from parallel_lce.divergence import Divergence, summed_divergence, token_divergences
@@ -47,6 +47,8 @@ def divergence(
     vocab_size: int | None = None,
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
+    reduce_hidden_grad: bool = True,
+    **unknown: Never,
 ) -> Tensor:
     """Divergence of the teacher's softmax from the student's, differentiable by the student's tensors.
 
@@ -89,7 +91,7 @@ def divergence(
        elements per rank, each started a block ahead.
     2. An all-gather of 4 R + 2 elements per rank, and one of 2 R, fp32 (fp64 for fp64).
     3. If gradients are formed with the loss: an all-reduce, or reduce-scatter, of dX, R * D elements of
-       ``reduce_dtype``, beside dW.
+       ``reduce_dtype``, beside dW. None with ``reduce_hidden_grad=False``.
 
     A backward that projects again runs 1 and 3; a second backward of gradients that were formed with the loss, all.
 
@@ -97,26 +99,29 @@ def divergence(
         ValueError: shapes, dtypes, devices, shards or numbers that do not fit, before any collective; the message has
         the given and the expected value.
     """
+    if unknown:
+        refuse_unknown(divergence, unknown)
+    beta, temperature = as_float(beta), as_float(temperature)
     shared: dict[str, Any] = dict(
         logit_softcap=None,
+        temperature=temperature,
         process_group=process_group,
         sequence_parallel=sequence_parallel,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
         reduce_dtype=reduce_dtype,
+        reduce_hidden_grad=reduce_hidden_grad,
     )
-    beta, temperature = as_float(beta), as_float(temperature)
     ignore_index = -100 if ignore_index is None else ignore_index
     numbers = partial(check_numbers, beta, temperature, reduction, ignore_index)
-    scale = 1 / temperature if is_number(temperature) and temperature > 0 else 1.0
     name = f"distillation.divergence with {beta=}, {reduction=} and {ignore_index=}"
-    given = Arguments(student_hidden, student_weight, target, student_bias, scale, **shared)
+    given = Arguments(student_hidden, student_weight, target, student_bias, 1.0, **shared)
     with naming("student"):
         student = prepare(given, Columns(), function=name, extra_check=numbers)
     shared["reduce_dtype"] = None
     hidden, weight, bias = map(_detached, (teacher_hidden, teacher_weight, teacher_bias))
-    theirs = Arguments(hidden, weight, None, bias, scale, **shared)
+    theirs = Arguments(hidden, weight, None, bias, 1.0, **shared)
     with naming("teacher"):
         teacher = prepare(theirs, Columns(), function=name, extra_check=partial(check_pair, student, theirs))
     dtype = student.inputs[0].dtype
@@ -154,6 +159,8 @@ def top_k_divergence(
     vocab_size: int | None = None,
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
+    reduce_hidden_grad: bool = True,
+    **unknown: Never,
 ) -> Tensor:
     """:func:`divergence` from the teacher's largest log-probabilities, K of each token, that were stored.
 
@@ -181,6 +188,8 @@ def top_k_divergence(
     Raises:
         ValueError: as :func:`divergence`.
     """
+    if unknown:
+        refuse_unknown(top_k_divergence, unknown)
     check_process_group(process_group)
     layout = Layout.of(process_group, sequence_parallel is True)
     beta, temperature = as_float(beta), as_float(temperature)
@@ -204,12 +213,13 @@ def top_k_divergence(
         debug.agree(layout, settings, stored, (0, 0))
     options: dict[str, Any] = dict(
         linear_bias=student_bias,
-        logit_scale=1 / temperature,
+        temperature=temperature,
         process_group=process_group,
         sequence_parallel=sequence_parallel,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         reduce_dtype=reduce_dtype,
+        reduce_hidden_grad=reduce_hidden_grad,
     )
     # What is no entry, and whatever is stored of tokens that do not count, must not reach a gradient.
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
 from parallel_lce.arguments import Arguments, LossOptions
-from parallel_lce.checks import INTEGERS, check_loss_options, is_number, shortened
+from parallel_lce.checks import INTEGERS, check_loss_options, is_number, renamed, shortened
 from parallel_lce.collectives import Shard
 from parallel_lce.partials import accumulation_dtype
 from parallel_lce.prepare import Prepared
@@ -17,16 +15,11 @@ from parallel_lce.prepare import Prepared
 _NEAREST = 1e-6  # of a beta to 0 and 1: the mixture's logarithm is less exact the nearer it is
 
 
-@contextmanager
-def naming(who: str, **others: str) -> Iterator[None]:
+def naming(who: str, **others: str) -> AbstractContextManager[None]:
     """Refusals within it name the arguments of the student or teacher, and the ``others``, instead of those of
     :func:`parallel_lce.linear_cross_entropy`."""
-    names = {"input": f"{who}_hidden", "linear_weight": f"{who}_weight", "linear_bias": f"{who}_bias"} | others
-    try:
-        yield
-    except ValueError as refusal:
-        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(refusal))
-        raise ValueError(text) from None
+    names = {"input": f"{who}_hidden", "linear_weight": f"{who}_weight", "linear_bias": f"{who}_bias"}
+    return renamed(**names | others)
 
 
 def check_numbers(beta: object, temperature: object, reduction: str, ignore_index: int) -> None:

@@ -31,7 +31,7 @@ from parallel_lce.backends.eager_logits import aligned
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.backends.interface import power_of_two_near
 from parallel_lce.call import Call, Gradients, Inputs, Needs, flattened, token_count
-from parallel_lce.collectives import HiddenReduction, Layout, Shard, gather_whole, gather_with_bounds
+from parallel_lce.collectives import Layout, Shard, gather_whole, gather_with_bounds
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.memory import device_without_autocast, in_memory
 from parallel_lce.partials import accumulation_dtype
@@ -186,7 +186,7 @@ class _StudentGradients:
         blocks = len(work.task.blocks)
         self._reduction = self._dweight = self._dbias = None
         if needs.hidden:
-            self._reduction = HiddenReduction(hidden, call.layout, call.reduce_dtype, in_pieces=not needs.weight)
+            self._reduction = call.hidden_reduction(hidden, in_pieces=not needs.weight)
         if needs.weight:
             self._dweight = GradBuffer(projection.weight, projection.real_rows, blocks, dtype=sum_dtype)
         if needs.bias and projection.bias is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Literal, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.arguments import Arguments, LossOptions
+from parallel_lce.arguments import Arguments, LossOptions, refuse_unknown
 from parallel_lce.checks import shortened
 from parallel_lce.compaction import compacted
 from parallel_lce.fused_loss import fused_loss, fused_statistics
@@ -38,9 +38,11 @@ def linear_cross_entropy(
     reduce_dtype: torch.dtype | None = None,
     counted_tokens: int | None = None,
     gradient_filter: float | Literal["auto"] | None = None,
+    temperature: float | Tensor = 1.0,
+    reduce_hidden_grad: bool = True,
     **unsupported: object,
 ) -> Tensor:
-    """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias))``.
+    """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias)) / temperature``.
 
     The ``[N, V]`` logits never exist. The same call of PyTorch 2.13's ``torch.nn.functional.linear_cross_entropy``
     gives the same answer, with three exceptions: the loss of bf16 and fp16 input is fp32; the mean of no tokens is 0
@@ -64,6 +66,10 @@ def linear_cross_entropy(
         logit_scale: a Python number; or a tensor of the target's shape and any real dtype, one scale for each token,
             such as 1 / temperature. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
+        temperature: divides what the soft-cap returns: a number > 0; or a tensor of the target's shape and any
+            floating-point dtype, one for each token. No gradient flows to it. It must be the same on all ranks. The
+            values of a tensor are not checked, since this would wait for the device: they must be > 0. With a tensor
+            and a ``logit_softcap`` every logit is recomputed in backward.
         process_group: the tensor-parallel group that shards the vocabulary. None, or a group of one rank, means no
             parallelism. No other group is used.
         sequence_parallel: ``input`` is split along dimension 0 over ``process_group``.
@@ -75,12 +81,18 @@ def linear_cross_entropy(
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: what is saved from forward to backward,
             and the working block. A call may use 64 MiB even if the budget is smaller. None means a thirty-second of
-            the GPU's memory (:func:`parallel_lce.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU. Must
-            be equal on all ranks, so ranks on GPUs of different memory must give it. What does not fit is recomputed;
+            the GPU's memory (:func:`parallel_lce.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU;
+            the environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. Must be equal on all ranks, so ranks on
+            GPUs of different memory must be given it. What does not fit is recomputed;
             or, for 'mean' and 'sum' except in fp16, the gradients are formed in forward
             (:func:`parallel_lce.plan.plan`). A second backward through one graph recomputes everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
             part is summed, sent and added unrounded: for bf16 that is twice the bytes.
+        reduce_hidden_grad: True: dX is summed over the ranks. False: it stays this rank's part, in the input's dtype,
+            and there is no reduction: for hidden states that come from a mapping which sums in its own backward, such
+            as Megatron's ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``. Not
+            with ``sequence_parallel``, where the reduction makes of the whole sequence's gradient this rank's part; if
+            the mapping gathers the sequence, there is no ``sequence_parallel`` here.
         counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks. The call then works on
             these tokens alone, and the others cost nothing. The host does not wait for the device; if the number is
             wrong, the loss is NaN. Under sequence parallelism every rank gathers all hidden states, and dX is
@@ -119,8 +131,9 @@ def linear_cross_entropy(
     ===========  ========================  ==============================  ===========================================
 
     A forward gathers the hidden states of the block that saves exponentials at once, and those of the other tokens in
-    pieces of 256 MiB, each started a block ahead. If ``input`` needs no gradient, there is no reduction. If the weight
-    needs none, dX is all-reduced in pieces of 64 MiB, which overlap the rest of dX.
+    pieces of 256 MiB, each started a block ahead. If ``input`` needs no gradient, and with
+    ``reduce_hidden_grad=False``, there is no reduction. If the weight needs none, dX is all-reduced in pieces of
+    64 MiB, which overlap the rest of dX.
 
     If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
     partials (C * R + 2 elements), and reduces its dX after the next block's gather of partials. Backward then has no
@@ -153,10 +166,12 @@ def linear_cross_entropy(
         reduce_dtype=reduce_dtype,
         token_weight=token_weight,
         gradient_filter=gradient_filter,
+        temperature=temperature,
+        reduce_hidden_grad=reduce_hidden_grad,
     )
     ignore_index = -100 if ignore_index is None else ignore_index
     options = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
-    extra_check = partial(_refuse_unknown, "linear_cross_entropy", unsupported, _ONLY_TORCH) if unsupported else None
+    extra_check = partial(_refuse_unsupported, unsupported) if unsupported else None
     if counted_tokens is not None:
         arguments, compaction = compacted(arguments, None, counted_tokens, options)
         loss = fused_loss(arguments, options, extra_check=extra_check)
@@ -187,7 +202,9 @@ def token_statistics(
     mask: Tensor | None = None,
     counted_tokens: int | None = None,
     gradient_filter: float | Literal["auto"] | None = None,
-    **unknown: object,
+    temperature: float | Tensor = 1.0,
+    reduce_hidden_grad: bool = True,
+    **unknown: Never,
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
@@ -240,6 +257,8 @@ def token_statistics(
         selected_offsets=offsets,
         top_k=top_k,
         gradient_filter=gradient_filter,
+        temperature=temperature,
+        reduce_hidden_grad=reduce_hidden_grad,
     )
     compaction = None
     if mask is not None or counted_tokens is not None:
@@ -248,7 +267,7 @@ def token_statistics(
             raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
         arguments, compaction = compacted(arguments, mask, counted_tokens)
     columns = requested_columns(mean_logit, expected_logit, argmax, sum_p_squared)
-    extra_check = partial(_refuse_unknown, "token_statistics", unknown, ()) if unknown else None
+    extra_check = partial(refuse_unknown, token_statistics, unknown) if unknown else None
     found = fused_statistics(arguments, columns, extra_check=extra_check)
     return found if compaction is None else compaction.spread_all(found)
 
@@ -257,11 +276,12 @@ def token_statistics(
 _ONLY_TORCH = ("weight", "options")
 
 
-def _refuse_unknown(function: str, given: dict[str, object], known: tuple[str, ...]) -> None:
-    """Raise for unknown keyword arguments. It is called where debug mode can tell the other ranks."""
+def _refuse_unsupported(given: dict[str, object]) -> None:
+    """Raise for keyword arguments that are unknown, or PyTorch's alone. It is called where debug mode can tell the
+    other ranks."""
     for name, value in given.items():
-        if name not in known:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+        if name not in _ONLY_TORCH:
+            refuse_unknown(linear_cross_entropy, {name: value})
         if value is not None:
             raise ValueError(
                 f"{name}={shortened(value)} of torch.nn.functional.linear_cross_entropy is not supported: "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from typing import Literal
+from typing import Literal, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_lce.arguments import LossOptions, as_bool, as_float, as_number
+from parallel_lce.arguments import LossOptions, as_bool, as_float, as_number, refuse_unknown
 from parallel_lce.checks import (
     check_budget,
     check_filtered_loss,
@@ -33,7 +33,7 @@ class LinearCrossEntropy(nn.Module):
 
     Args:
         reduction, ignore_index, ...: those of :func:`parallel_lce.linear_cross_entropy`, with the same defaults. Not
-            ``counted_tokens``, and a ``logit_scale`` that is a number alone.
+            ``counted_tokens``; ``logit_scale`` and ``temperature`` are numbers alone.
 
     Attributes:
         options: the keyword arguments of each call as Python numbers, without ``process_group``.
@@ -58,15 +58,20 @@ class LinearCrossEntropy(nn.Module):
         logits_budget: int | None = None,
         reduce_dtype: torch.dtype | None = None,
         gradient_filter: float | Literal["auto"] | None = None,
+        temperature: float = 1.0,
+        reduce_hidden_grad: bool = True,
+        **unknown: Never,
     ) -> None:
         super().__init__()
+        if unknown:
+            refuse_unknown(type(self), unknown)
         # Converted here: torch.compile turns NumPy scalars into tensors.
         loss = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
-        logit_scale, logit_softcap = as_float(logit_scale), as_float(logit_softcap)
+        logit_scale, logit_softcap, temperature = map(as_float, (logit_scale, logit_softcap, temperature))
         vocab_start, vocab_size, logits_budget = as_number(vocab_start), as_number(vocab_size), as_number(logits_budget)
-        sequence_parallel = as_bool(sequence_parallel)
+        sequence_parallel, reduce_hidden_grad = as_bool(sequence_parallel), as_bool(reduce_hidden_grad)
         check_loss_options(loss)
-        check_logit_options(logit_scale, logit_softcap)
+        check_logit_options(logit_scale, logit_softcap, temperature)
         check_vocabulary(vocab_start, vocab_size)
         check_budget(logits_budget)
         check_reduce_dtype(reduce_dtype)
@@ -74,7 +79,7 @@ class LinearCrossEntropy(nn.Module):
         check_gradient_filter(gradient_filter)
         check_filtered_loss(gradient_filter, loss.label_smoothing)
         check_process_group(process_group)
-        check_sequence_parallel(sequence_parallel)
+        check_sequence_parallel(sequence_parallel, reduce_hidden_grad)
         self.options = {
             "reduction": loss.reduction,
             "ignore_index": loss.ignore_index,
@@ -88,6 +93,8 @@ class LinearCrossEntropy(nn.Module):
             "logits_budget": logits_budget,
             "reduce_dtype": reduce_dtype,
             "gradient_filter": gradient_filter,
+            "temperature": temperature,
+            "reduce_hidden_grad": reduce_hidden_grad,
         }
         self.process_group = process_group
 

@@ -21,11 +21,12 @@ from parallel_lce.selection import Selected
 
 CALL = (
     "str backend, str group, bool sequence_parallel, SymInt start, SymInt? vocab_size, "
-    "bool[] columns, int top_k, bool capped, bool filtered, bool auto, SymInt[] plan, ScalarType? reduce_dtype"
+    "bool[] columns, int top_k, bool capped, bool filtered, bool auto, SymInt[] plan, ScalarType? reduce_dtype, "
+    "bool reduce_hidden_grad"
 )
 OPERANDS = (
-    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor? token_scale, Tensor? selected, "
-    "Tensor? offsets, Tensor factors"
+    "Tensor hidden, Tensor weight, Tensor? bias, Tensor? target, Tensor? token_scale, Tensor? token_cap, "
+    "Tensor? selected, Tensor? offsets, Tensor factors"
 )
 LOSS = "Tensor? token_weight, SymInt? ignore_index, bool outside_is_nan"
 
@@ -38,6 +39,7 @@ class Operands(NamedTuple):
     bias: Tensor | None
     target: Tensor | None
     token_scale: Tensor | None
+    token_cap: Tensor | None
     selected: Tensor | None
     offsets: Tensor | None
     # [5] fp64, on the CPU: logit_scale, logit_softcap, gradient_filter, label_smoothing, z_loss
@@ -59,13 +61,13 @@ class OfLoss(NamedTuple):
 def operands_of(call: Call, inputs: Inputs, loss: WeightedLoss | None = None) -> Operands:
     """A Python number passed to an operator is compiled in as a constant; in a tensor it may change."""
     probability = 0.0 if isinstance(call.gradient_filter, str) else call.gradient_filter
-    numbers = [call.scale, call.softcap or 0.0, probability or 0.0, 0.0, 0.0]
+    softcap = call.softcap if call.token_cap is None else None
+    numbers = [call.scale, softcap or 0.0, probability or 0.0, 0.0, 0.0]
     if loss is not None:
         numbers[3:] = loss.label_smoothing, loss.z_loss
     zero = inputs[1].new_zeros((), dtype=torch.float64, device="cpu")
     factors = torch.stack([zero + number for number in numbers])
-    target, token_scale, selected, offsets = call.per_token
-    return Operands(*inputs, target, token_scale, selected, offsets, factors)
+    return Operands(*inputs, *call.per_token, factors)
 
 
 class Numbers(NamedTuple):
@@ -86,6 +88,7 @@ class Numbers(NamedTuple):
     # One per field of Plan.
     plan: list[int]
     reduce_dtype: torch.dtype | None
+    reduce_hidden_grad: bool
 
 
 def numbers_of(call: Call) -> Numbers:
@@ -100,11 +103,12 @@ def numbers_of(call: Call) -> Numbers:
         call.shard.vocab_size,
         [getattr(columns, field) for field in _COLUMN_FIELDS],
         call.top_k,
-        call.softcap is not None,
+        call.softcap is not None and call.token_cap is None,
         call.gradient_filter is not None,
         isinstance(call.gradient_filter, str),
         [int(getattr(plan, field)) for field in _PLAN_FIELDS],
         call.reduce_dtype,
+        call.reduce_hidden_grad,
     )
 
 
@@ -147,8 +151,9 @@ def call_of(operands: Operands, numbers: Numbers) -> Call:
         selected,
         numbers.top_k,
         scale,
-        softcap if numbers.capped else None,
+        softcap if numbers.capped else operands.token_cap,
         reduce_dtype=numbers.reduce_dtype,
+        reduce_hidden_grad=numbers.reduce_hidden_grad,
         gradient_filter=gradient_filter if numbers.filtered else None,
     )
 

@@ -92,7 +92,7 @@ def prepare(
     rows = a.linear_weight.shape[0]
     start = layout.rank * rows if a.vocab_start is None else a.vocab_start
     shard = Shard(start, rows, a.vocab_size)
-    gradients = _gradients(inputs, layout, a.reduce_dtype, main_grad)
+    gradients = _gradients(inputs, a.reduce_dtype if layout.ranks > 1 and a.reduce_hidden_grad else None, main_grad)
     planned = _plan(a, inputs, layout, shard, backend, gradients, accumulable)
     if debugging and not valueless(a.linear_weight):
         agreed = {
@@ -144,6 +144,11 @@ def _prepared(a: Arguments, known: _Known, layout: Layout, columns: Columns, mai
     target = a.target
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = target.reshape(-1).long().contiguous()
+    token_scale, softcap = _flat(a.token_scale, hidden), a.softcap
+    temperature = _flat(a.token_temperature, hidden)
+    if temperature is not None:
+        token_scale = (1.0 if token_scale is None else token_scale) / temperature
+        softcap = softcap if softcap is None else softcap / temperature
     call = Call(
         known.backend,
         layout,
@@ -151,13 +156,14 @@ def _prepared(a: Arguments, known: _Known, layout: Layout, columns: Columns, mai
         columns,
         known.plan,
         target,
-        _flat(a.token_scale, hidden),
+        token_scale,
         None if a.selected is None else Selected.of(a.selected, a.selected_offsets, known.shape.numel()),
         a.top_k or 0,
-        1.0 if a.token_scale is not None else float(a.logit_scale),
-        a.logit_softcap,
+        float(a.scale),
+        softcap,
         main_grad,
         a.reduce_dtype,
+        a.reduce_hidden_grad,
         a.gradient_filter,
         known.tapes,
     )
@@ -171,15 +177,13 @@ def _flat(per_token: Tensor | None, hidden: Tensor) -> Tensor | None:
     return None if per_token is None else per_token.reshape(-1).to(accumulation_dtype(hidden.dtype)).contiguous()
 
 
-def _gradients(
-    inputs: Inputs, layout: Layout, reduce_dtype: torch.dtype | None, main_grad: MainGrad | None
-) -> GradientTraits | None:
-    """What the backward must produce; None: there is none."""
+def _gradients(inputs: Inputs, reduce_dtype: torch.dtype | None, main_grad: MainGrad | None) -> GradientTraits | None:
+    """What the backward must produce; None: there is none. ``reduce_dtype``: of dX, None for the input's."""
     hidden, weight, bias = inputs
     if not (_needs(hidden) or _needs(weight) or (bias is not None and _needs(bias))):
         return None
     sum_dtype = accumulation_dtype(weight.dtype)
-    dx_dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
+    dx_dtype = hidden.dtype if reduce_dtype is None else reduce_dtype
     dw_dtype = weight.dtype if main_grad is None else main_grad.tensor.dtype
     return GradientTraits(
         hidden=hidden.requires_grad,
@@ -219,12 +223,18 @@ def _plan(
         sp_size=layout.sp_size,
         ranks=layout.ranks,
         gradients=gradients,
-        savable=backend.savable(weight.dtype, a.logit_softcap),
+        savable=_savable(a, backend),
         accumulable=accumulable,
         smallest_accumulated=backend.SMALLEST_ACCUMULATED,
         reuses_saved=backend.REUSES_SAVED,
     )
     return planned.limited(shard.real_rows, itemsize, layout.sp_size)
+
+
+def _savable(a: Arguments, backend: Backend) -> bool:
+    # The host does not know the caps of tokens that have temperatures of their own.
+    unknown = a.logit_softcap is not None and a.token_temperature is not None
+    return not unknown and backend.savable(a.linear_weight.dtype, a.softcap)
 
 
 def budget_of(a: Arguments) -> int:
@@ -244,8 +254,10 @@ def _check_together(
             "hidden size": a.input.shape[-1],
             "dtype": a.input.dtype,
             "sequence_parallel": layout.sequence_parallel,
+            "reduce_hidden_grad": a.reduce_hidden_grad,
             "logit_scale": "of each token" if a.token_scale is not None else a.logit_scale,
             "logit_softcap": a.logit_softcap,
+            "temperature": "of each token" if a.token_temperature is not None else a.temperature,
             "vocab_size": a.vocab_size,
             "vocab_start given": a.vocab_start is not None,
             "logits_budget": budget_of(a),
@@ -263,6 +275,7 @@ def _check_together(
             "selected": None if a.selected is None else a.selected.long(),
             "offsets of selected": None if a.selected_offsets is None else a.selected_offsets.long(),
             "logit_scale of each token": None if a.token_scale is None else a.token_scale.double(),
+            "temperature of each token": None if a.token_temperature is None else a.token_temperature.double(),
         }
         shards = debug.agree(layout, settings, tensors, shards[0])
         if not layout.sequence_parallel:

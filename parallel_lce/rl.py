@@ -2,6 +2,9 @@
 
 Statistics come from fp32 logits that are never rounded. So log-probabilities are those of an fp32 head on the same
 weights. A temperature divides the logits; entropies are those of the divided logits.
+
+Who sums the gradient of the hidden states over the ranks is part of each contract: the caller of
+:func:`linear_cross_entropy`, but :func:`from_parallel_hidden_states_to_logprobs` itself.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.arguments import inverse_temperature
+from parallel_lce.arguments import as_number
+from parallel_lce.checks import renamed, shortened
 from parallel_lce.functional import token_statistics
 
 
@@ -21,9 +25,19 @@ def linear_cross_entropy(
     temperature: float | Tensor | None = 1.0,
     reduction: str | None = "none",
     dist_process_group: dist.ProcessGroup | None = None,
+    *,
+    bias: Tensor | None = None,
+    vocab_size: int | None = None,
+    logits_budget: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the labels and entropies: ``verl.utils.kernel.linear_cross_entropy`` of verl, which slime
-    and SkyRL copy, in its signature and meaning.
+    copies, in its signature and meaning.
+
+    As in verl, the gradient of ``hidden`` is this rank's part: it is not summed over the ranks. The callers' mapping in
+    front sums it: Megatron's ``gather_from_sequence_parallel_region`` (verl and slime with sequence parallelism), or
+    ``copy_to_tensor_model_parallel_region`` (slime without). Where nothing is in front, as in verl's Megatron path
+    without sequence parallelism, the hidden states' gradient is incomplete: put the latter there, or call
+    :func:`parallel_lce.token_statistics`.
 
     Args:
         hidden: ``[..., D]``, all tokens on every rank of the group. It is flattened, and so are the labels.
@@ -32,13 +46,15 @@ def linear_cross_entropy(
         temperature: a number > 0; or, beyond verl, a tensor of as many numbers, one for each token. None is 1.
         reduction: of the log-probabilities: 'none', 'sum' or 'mean', in any case of letters. None is 'none'.
         dist_process_group: the tensor-parallel group; None for one rank.
+        bias: ``[V/P]`` or None.
+        vocab_size, logits_budget: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns:
         Log-probabilities ``[N]``, or 0-dimensional, and entropies in nats ``[N]``, fp32 (fp64 for fp64), N tokens in
         row-major order; differentiable, identical on every rank bit for bit. A label outside the vocabulary has the
         log-probability ``-lse``.
 
-    Collectives: those of :func:`parallel_lce.token_statistics`, C = 4.
+    Collectives: in forward that of :func:`parallel_lce.token_statistics`, C = 4. In backward none.
 
     Raises:
         ValueError: a temperature that is no number > 0, an unknown reduction, and as
@@ -47,17 +63,23 @@ def linear_cross_entropy(
     name = "none" if reduction is None else str(reduction).lower()
     if name not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
+    _check_tensors(hidden=hidden, weight=weight, labels=labels)
     if hidden.dim() < 1:
         raise ValueError(f"hidden must be [..., D], got {list(hidden.shape)}")
-    tokens = hidden.shape[:-1].numel()
-    found = token_statistics(
-        hidden.reshape(tokens, hidden.shape[-1]),
-        weight,
-        labels.reshape(-1),
-        logit_scale=inverse_temperature(temperature, tokens),
-        process_group=dist_process_group,
-        expected_logit=True,
-    )
+    own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")
+    with renamed(process_group="dist_process_group", **own):
+        found = token_statistics(
+            hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]),
+            weight,
+            labels.reshape(-1),
+            linear_bias=bias,
+            temperature=_temperature(temperature),
+            process_group=dist_process_group,
+            vocab_size=vocab_size,
+            logits_budget=logits_budget,
+            reduce_hidden_grad=False,
+            expected_logit=True,
+        )
     assert found.target_log_prob is not None and found.entropy is not None
     log_probs = found.target_log_prob
     if name != "none":
@@ -76,8 +98,15 @@ def from_parallel_hidden_states_to_logprobs(
     inference_only: bool = False,
     cp_group: dist.ProcessGroup | None = None,
     chunk_size: int | None = None,
+    *,
+    bias: Tensor | None = None,
+    vocab_size: int | None = None,
+    logits_budget: int | None = None,
 ) -> Tensor:
     """Log-probability of each next token: the function of this name in NeMo-RL's ``distributed/model_utils.py``.
+
+    As there, the gradient of the hidden states is summed over the ranks, by a reduce-scatter: the caller passes the
+    decoder's output, without a mapping in front.
 
     Args:
         tensor_parallel_hidden_states: ``[S/P, B, D]``, split over ``tp_group`` along the sequence.
@@ -88,6 +117,8 @@ def from_parallel_hidden_states_to_logprobs(
         inference_only: nothing is saved for a backward.
         cp_group: None or a group of one rank, as there.
         chunk_size: not used: no logits are formed.
+        bias: ``[V/P]`` or None.
+        vocab_size, logits_budget: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns:
         ``[B, S - 1]`` fp32, differentiable. A target outside the vocabulary has 0 and no gradient.
@@ -95,24 +126,53 @@ def from_parallel_hidden_states_to_logprobs(
     Collectives: those of :func:`parallel_lce.token_statistics` under sequence parallelism, C = 3.
 
     Raises:
-        ValueError: a ``cp_group`` of several ranks, a shard of fewer rows than ids, and as
-        :func:`parallel_lce.token_statistics`.
+        ValueError: a ``cp_group`` of several ranks, a shard of fewer rows than ids, ids that end before they start, and
+        as :func:`parallel_lce.token_statistics`.
     """
     if cp_group is not None and dist.get_world_size(cp_group) > 1:
         raise ValueError(f"cp_group must have one rank, got {dist.get_world_size(cp_group)}")
-    rows, ids = output_weight_layer.shape[0], vocab_end_index - vocab_start_index
-    if rows < ids:
-        raise ValueError(f"output_weight_layer has {rows} rows for {ids} ids of the shard")
+    hidden, weight = tensor_parallel_hidden_states, output_weight_layer
+    _check_tensors(tensor_parallel_hidden_states=hidden, output_weight_layer=weight, target=target)
+    if target.dim() != 2 or weight.dim() != 2:
+        given = f"{list(target.shape)} and {list(weight.shape)}"
+        raise ValueError(f"target must be [B, S] and output_weight_layer [V/P, D], got {given}")
+    rows, start, end = len(weight), as_number(vocab_start_index), as_number(vocab_end_index)
+    if not (type(start) is type(end) is int and 0 <= start <= end <= start + rows):
+        bounds = f"vocab_start_index={shortened(start)} to vocab_end_index={shortened(end)}"
+        raise ValueError(f"output_weight_layer has {rows} rows, which cannot be for the ids from {bounds}")
+    if isinstance(bias, Tensor) and bias.shape != (rows,):
+        raise ValueError(f"bias must have shape [{rows}], got {list(bias.shape)}")
+    rows = end - start
     target = target.roll(-1, -1)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only):
+    own = dict(input="tensor_parallel_hidden_states", linear_weight="output_weight_layer", linear_bias="bias")
+    with (
+        torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only),
+        renamed(process_group="tp_group", vocab_start="vocab_start_index", **own),
+    ):
         found = token_statistics(
-            tensor_parallel_hidden_states,
-            output_weight_layer[:ids],
+            hidden,
+            weight[:rows],
             target.t(),
+            linear_bias=bias[:rows] if isinstance(bias, Tensor) else bias,
             process_group=tp_group,
             sequence_parallel=True,
-            vocab_start=vocab_start_index,
+            vocab_start=start,
+            vocab_size=vocab_size,
+            logits_budget=logits_budget,
         )
     assert found.target_log_prob is not None
     outside = (target < 0) | (target >= found.vocab_size)
     return found.target_log_prob.t().masked_fill(outside, 0.0)[:, :-1].contiguous()
+
+
+def _check_tensors(**named: object) -> None:
+    """Of what is used before :func:`parallel_lce.token_statistics` checks it."""
+    for name, value in named.items():
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
+def _temperature(temperature: float | Tensor | None) -> float | Tensor:
+    if temperature is None:
+        return 1.0
+    return temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature

@@ -33,7 +33,7 @@ from parallel_lce.backends.interface import (
     recovers_logits,
 )
 from parallel_lce.call import Call, Gradients, Needs, flattened, token_count
-from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, PartialsGather, gather_hidden
+from parallel_lce.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.losses import WeightedLoss
 from parallel_lce.memory import device_without_autocast
@@ -139,7 +139,7 @@ class _GradientSums:
         number, real = len(call.plan.blocks), projection.real_rows
         self._reduction = self._dweight = self._dbias = None
         if needs.hidden:
-            self._reduction = HiddenReduction(hidden, call.layout, call.reduce_dtype, in_pieces=not needs.weight)
+            self._reduction = call.hidden_reduction(hidden, in_pieces=not needs.weight)
         if needs.weight:
             self._dweight = GradBuffer(projection.weight, real, number, dtype=dtype, main_grad=call.main_grad)
         if needs.bias and projection.bias is not None:
@@ -161,7 +161,7 @@ class _GradientSums:
             partial,
             coefficients,
             saved,
-            GradBuffers(dx, self._dweight, self._dbias, call.layout.ranks > 1, x.arrived),
+            GradBuffers(dx, self._dweight, self._dbias, call.reduced_over.ranks > 1, x.arrived),
             self.scratch,
             self._selected_of(block),
             call.gradient_filter,
@@ -206,7 +206,7 @@ def backward(
     return what they like.
 
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a block ahead, unless
-    they were saved; then the reduction of dX (:class:`HiddenReduction`).
+    they were saved; then the reduction of dX (:class:`parallel_lce.collectives.HiddenReduction`).
     """
     layout, blocks, plan = call.layout, call.plan.blocks, call.plan
     with device_without_autocast(weight):

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.arguments import Arguments
+from parallel_lce.arguments import Arguments, refuse_unknown
 from parallel_lce.autograd import first_order_only
 from parallel_lce.backends import uses_kernels
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call import Call, flattened
-from parallel_lce.collectives import HiddenReduction, gather_hidden, gather_with_bounds
+from parallel_lce.collectives import gather_hidden, gather_with_bounds
 from parallel_lce.memory import device_without_autocast, in_memory
 from parallel_lce.partials import Columns, accumulation_dtype
 from parallel_lce.plan import Block
@@ -34,6 +34,9 @@ def selected_log_probs(
     vocab_start: int | None = None,
     vocab_size: int | None = None,
     reduce_dtype: torch.dtype | None = None,
+    temperature: float | Tensor = 1.0,
+    reduce_hidden_grad: bool = True,
+    **unknown: Never,
 ) -> Tensor:
     """Log-softmax of the logits of selected entries, over each token's entries alone.
 
@@ -55,11 +58,14 @@ def selected_log_probs(
 
     Collectives, on ``process_group``, in this order. Forward: under sequence parallelism an all-gather of the hidden
     states, N/P * D elements per rank; an all-gather of the logits, E + 2 elements of fp32 per rank. Backward: under
-    sequence parallelism the first again; an all-reduce, or reduce-scatter, of dX, N * D elements of ``reduce_dtype``.
+    sequence parallelism the first again; an all-reduce, or reduce-scatter, of dX, N * D elements of ``reduce_dtype``,
+    which ``reduce_hidden_grad=False`` has not.
 
     Raises:
         ValueError: as :func:`parallel_lce.token_statistics`, before any collective.
     """
+    if unknown:
+        refuse_unknown(selected_log_probs, unknown)
     ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
@@ -78,6 +84,8 @@ def selected_log_probs(
         reduce_dtype=reduce_dtype,
         selected=ids,
         selected_offsets=offsets,
+        temperature=temperature,
+        reduce_hidden_grad=reduce_hidden_grad,
     )
     prepared = prepare(arguments, Columns(), function="selected_log_probs")
     if linear_weight.is_meta:
@@ -195,7 +203,7 @@ def _backward(
         flat, real = flattened(hidden), shard.real_rows
         gradient = SelectedGradient(selected.of_block(layout, whole, shard.start), values)
         if needs[0]:
-            reduction = HiddenReduction(flat, layout, call.reduce_dtype, in_pieces=True)
+            reduction = call.hidden_reduction(flat, in_pieces=True)
             local = reduction.open_block(whole)
             call.backend.selected_hidden_gradient(weight[:real], gradient, local)
             reduction.start(whole, local, len(local))

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 from parallel_lce import debug
 from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.backends import VARIABLE
+from parallel_lce.budget import BUDGET_VARIABLE
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns
 
@@ -41,10 +42,11 @@ def signature_of(
             key += tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
         else:
             return None
-    scale = None if a.token_scale is not None else a.logit_scale
     numbers: tuple = (
         a.sequence_parallel,
-        scale,
+        a.reduce_hidden_grad,
+        None if a.token_scale is not None else a.logit_scale,
+        None if a.token_temperature is not None else a.temperature,
         a.logit_softcap,
         a.vocab_start,
         a.vocab_size,
@@ -57,13 +59,15 @@ def signature_of(
         numbers += options.ignore_index, options.label_smoothing, options.z_loss, options.outside_is_nan
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, numbers))
-    if kinds[0] is not bool or not _PLAIN.issuperset(kinds):
+    if kinds[:2] != (bool, bool) or not _PLAIN.issuperset(kinds):
         return None
     key += kinds, numbers
     if main_grad is not None:
         key += main_grad.tensor.shape, main_grad.tensor.dtype
-    # What chooses the backend.
+    # What chooses the backend, and the budget.
     key += os.environ.get(VARIABLE), os.environ.get("TRITON_INTERPRET")
+    if a.logits_budget is None:
+        key.append(os.environ.get(BUDGET_VARIABLE))
     signature = tuple(key)
     try:
         hash(signature)

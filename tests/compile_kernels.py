@@ -90,7 +90,8 @@ triton_filter.SMALLEST_FILTERED = triton_filter.HIDDEN_PER_SCAN = 0
 # Of three row blocks one is a sample.
 tile_scan.FEWEST_SAMPLED = 1
 
-# Tokens, vocabulary rows, hidden size; saved vocabulary rows; everything asked for, or nothing.
+# Tokens, vocabulary rows, hidden size; saved vocabulary rows; everything asked for, or nothing; the last with soft-caps
+# of each token, of which nothing is saved.
 CALLS = [
     (1, 7, 8, 0, False),
     (1, 7, 8, 7, False),
@@ -99,6 +100,7 @@ CALLS = [
     (300, 1000, 64, 1000, False),
     (300, 1000, 64, 0, True),
     (33, 300, 15, 300, False),
+    (300, 1000, 64, 0, "each"),
 ]
 
 
@@ -108,9 +110,10 @@ def call(rows, entries, depth, saved, everything, dtype):
     x, weight = torch.randn(rows, depth).to(dtype), torch.randn(entries, depth).to(dtype)
     bias = torch.zeros(entries, dtype=dtype) if everything else None
     softcap, token_scale = (5.0, torch.ones(rows)) if everything else (None, None)
+    softcap = token_scale if everything == "each" else softcap
     shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, softcap, token_scale)
     target = torch.zeros(rows, dtype=torch.int64)
-    columns = Columns(*[everything] * len(dataclasses.fields(Columns)))
+    columns = Columns(*[bool(everything)] * len(dataclasses.fields(Columns)))
     ids, begin = torch.zeros(3 * rows, dtype=torch.int64), torch.arange(rows) * 3
     selection, logits = Selection(ids, begin, begin + 3), torch.ones(3 * rows)
     wanted = SelectedLogits(selection, logits) if everything else None
@@ -160,7 +163,8 @@ for tokens in (1, 5)[FEW:]:
     found = set_log_probs.set_log_probs(packed, ids, offsets, None, 7)
     set_log_probs.set_log_probs(packed, ids, offsets, offsets[0] > 0, offsets[0])
     set_log_probs.gradient_of_logits(*found, packed[0], offsets, None, 1.0, None)
-    set_log_probs.gradient_of_logits(*found, packed[0], offsets, packed[0, :tokens], 1.0, 5.0)
+    for cap in (5.0, packed[1, :tokens]):
+        set_log_probs.gradient_of_logits(*found, packed[0], offsets, packed[0, :tokens], 1.0, cap)
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
 for some in (1, 5)[FEW:]:

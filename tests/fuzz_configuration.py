@@ -26,6 +26,7 @@ LAID = (
     "target",
     "token_weight",
     "logit_scale",
+    "temperature",
     "selected",
     "offsets",
     "mask",
@@ -47,7 +48,8 @@ class Configuration:
     were asked for. ``mode``: train, no_grad or inference. ``walk``: how the graph is made and walked. ``block_bytes``
     and ``tile`` are those of ``tools.shrunk``.
 
-    ``scale``: the logits'; with a ``scale_dtype`` the size of a tensor of each token. ``selected``: '', ids
+    ``scale``: the logits'; with a ``scale_dtype`` the size of a tensor of each token. ``temperature`` likewise.
+    ``selected``: '', ids
     ``[..., K]`` or sets of up to K each. ``counted``: '', or whether the number of tokens that count is given right or
     wrong; of a loss they are those that it does not ignore, and ``ignored`` tells a statistics' mask, too.
 
@@ -69,6 +71,7 @@ class Configuration:
     sequence_parallel: bool = False
     group_given: bool = True
     reduce_dtype: str = ""
+    reduce_hidden_grad: bool = True
     budget: int | None = None
     block_bytes: int | None = None
     tile: tuple[int, int] | None = None
@@ -99,6 +102,7 @@ class Configuration:
     counted: str = ""
     beta: float = 0.0
     temperature: float = 1.0
+    temperature_dtype: str = ""
     E: int = 0
     teacher_dtype: str = "fp32"
     teacher_bias: str = ""

@@ -107,6 +107,7 @@ def _projection(random: Random, d: dict) -> dict:
     biases = ("", "", "plain", "plain", "masked") + ("low", "low") * (V > 128 and scale <= 1)
     return {
         "autocast": autocast,
+        "reduce_hidden_grad": d["sequence_parallel"] or random.random() < 0.8,
         "reduce_dtype": random.choice(("", "", "wide", "same")),
         "budget": random.choice((None, None, 0, 0, random.randint(0, whole), random.randint(0, 2 * whole))),
         "block_bytes": block_bytes,
@@ -175,9 +176,13 @@ def _counted(random: Random, d: dict) -> str:
     return wrong if random.random() < 0.25 else ""
 
 
-def _token_scale(random: Random, d: dict) -> dict:
+def _per_token(random: Random, d: dict) -> dict:
     dtypes = ("float32", "float32", "float64", "bfloat16", "float16")
-    return {"scale_dtype": random.choice(dtypes) if random.random() < 0.25 else ""}
+    return {
+        "scale_dtype": random.choice(dtypes) if random.random() < 0.25 else "",
+        "temperature": random.choice((1.0,) * 4 + (0.3, 1.7, 30.0)),
+        "temperature_dtype": random.choice(dtypes) if random.random() < 0.25 else "",
+    }
 
 
 def _selected(random: Random, d: dict) -> dict:
@@ -245,10 +250,10 @@ def _divergence(random: Random, d: dict) -> dict:
 
 
 _OF_KIND = {
-    "loss": (_token_scale, _targets, _loss),
-    "statistics": (_token_scale, _targets, _statistics),
+    "loss": (_per_token, _targets, _loss),
+    "statistics": (_per_token, _targets, _statistics),
     "logits": (_logits, _targets),
-    "selected": (_token_scale, _selected, lambda random, d: {"no_target": True}),
+    "selected": (_per_token, _selected, lambda random, d: {"no_target": True}),
     "divergence": (_targets, _divergence),
 }
 

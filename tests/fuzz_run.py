@@ -119,6 +119,7 @@ def _arguments(member: Member, c: Configuration, whole: Whole) -> _Arguments:
     others: dict[str, Tensor | None] = {
         "target": whole.target,
         "logit_scale": whole.scale,
+        "temperature": whole.temperature,
         "selected": whole.ids,
         "offsets": whole.offsets,
         "mask": whole.mask if c.kind == "statistics" else None,
@@ -150,7 +151,7 @@ def _options(member: Member, c: Configuration, whole: Whole, given: dict[str, Te
     if c.kind == "divergence":
         numbers |= {"ignore_index": c.ignore_index, "beta": c.beta, "temperature": c.temperature}
     else:
-        numbers |= {"logit_scale": c.scale, "logit_softcap": c.softcap}
+        numbers |= {"logit_scale": c.scale, "logit_softcap": c.softcap, "temperature": c.temperature}
     if c.kind == "loss":
         numbers |= {"ignore_index": c.ignore_index, "label_smoothing": c.label_smoothing, "z_loss": c.z_loss}
     if c.filtered:
@@ -164,10 +165,11 @@ def _options(member: Member, c: Configuration, whole: Whole, given: dict[str, Te
     if c.kind in ("loss", "divergence"):
         options["reduction"] = c.reduction
     options |= {name: True for name in c.asked}
-    options |= {name: given[name] for name in ("logit_scale", "mask") if name in given}
+    options |= {name: given[name] for name in ("logit_scale", "temperature", "mask") if name in given}
     if c.kind == "statistics" and c.selected:
         options["selected"] = _selected(given)
-    return options | {"process_group": group, "sequence_parallel": c.sequence_parallel, "reduce_dtype": reduce}
+    options |= {"sequence_parallel": c.sequence_parallel, "reduce_hidden_grad": c.reduce_hidden_grad}
+    return options | {"process_group": group, "reduce_dtype": reduce}
 
 
 def _selected(given: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
@@ -310,6 +312,8 @@ def assemble(c: Configuration, parts: list[dict[str, Tensor]]) -> dict[str, Tens
         base = name.removesuffix(" again")
         if base in ("dweight", "dbias"):
             whole[name] = torch.cat([parts[rank][name] for rank in order if real_rows(c, rank)])
+        elif base == "dinput" and not c.reduce_hidden_grad:
+            whole[name] = sum(p[name].double() for p in parts)
         elif base == "dinput" and (c.kind == "logits" or c.sequence_parallel and c.ranks > 1):
             whole[name] = torch.cat([p[name] for p in parts], -1 if c.kind == "logits" else 0)
         elif base == "loss" and c.kind == "logits" and c.label_smoothing:

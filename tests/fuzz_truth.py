@@ -18,14 +18,15 @@ from parallel_lce import reference
 @dataclass
 class Layer:
     """An output layer and its tokens, exact in the computed dtype: ``x [N, D]``, ``weight [V, D]``, ``bias [V]``;
-    ``masked [V]``: where the bias is -inf; ``scale [N, 1]`` float64."""
+    ``masked [V]``: where the bias is -inf; ``scale [N, 1]`` and ``softcap [N, 1]`` float64, divided by the
+    temperature."""
 
     x: Tensor
     weight: Tensor
     bias: Tensor | None
     masked: Tensor
     scale: Tensor
-    softcap: float | None
+    softcap: Tensor | None
 
 
 @dataclass
@@ -70,11 +71,16 @@ def operands(c: Configuration, whole: Whole) -> Operands:
     def layer(x: Tensor, weight: Tensor, bias: Tensor | None, masked: Tensor, dtype: torch.dtype) -> Layer:
         flat = x.reshape(c.N, x.shape[-1]).to(dtype)
         bias = None if bias is None else bias.to(dtype)
-        return Layer(flat, weight.to(dtype), bias, masked, scale, c.softcap)
+        return Layer(flat, weight.to(dtype), bias, masked, scale, softcap)
 
     scale = torch.full((c.N, 1), c.scale, dtype=torch.float64)
     if whole.scale is not None:
         scale = whole.scale.reshape(c.N, 1).double()
+    temperature = torch.full((c.N, 1), 1.0 if c.kind == "divergence" else c.temperature, dtype=torch.float64)
+    if whole.temperature is not None:
+        temperature = whole.temperature.reshape(c.N, 1).double()
+    scale = scale / temperature
+    softcap = None if c.softcap is None else c.softcap / temperature
     mine = layer(whole.x, whole.weight, whole.bias, whole.masked, DTYPES[c.computed])
     teacher = None if whole.teacher is None else layer(*whole.teacher, DTYPES[c.teacher_computed])
     target = None if whole.target is None else whole.target.reshape(-1).long()
@@ -171,7 +177,8 @@ def _logits(layer: Layer, leaves: dict[str, Tensor], wide: torch.dtype) -> tuple
     product = linear(leaves["input"], leaves["weight"], leaves.get("bias"))
     z = product.to(wide) * layer.scale.to(wide)
     if layer.softcap is not None:
-        z = layer.softcap * torch.tanh(z / layer.softcap)
+        softcap = layer.softcap.to(wide)
+        z = softcap * torch.tanh(z / softcap)
     return z, product
 
 

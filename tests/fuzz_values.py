@@ -18,11 +18,11 @@ LOW = -1e10
 
 @dataclass
 class Whole:
-    """``x [*shape, D]``, ``weight [V, D]`` and ``bias [V]`` without padding, ``target``, ``token_weight`` and ``scale
-    [*shape]``; ``logits [*shape, V]`` where these are given; ``ids`` that are selected, ``[*shape, K]`` or ``[E]`` with
-    ``offsets [N + 1]``; ``mask [*shape]``: the tokens that count, if ``counted``, their number as it is given, is;
-    ``upstream``: of the loss, of the log-probabilities or of each field of the mixture; ``masked [V]``: where the bias
-    is -inf; ``teacher``: x, weight, bias and where that is -inf."""
+    """``x [*shape, D]``, ``weight [V, D]`` and ``bias [V]`` without padding, ``target``, ``token_weight``, ``scale``
+    and ``temperature [*shape]``; ``logits [*shape, V]`` where these are given; ``ids`` that are selected,
+    ``[*shape, K]`` or ``[E]`` with ``offsets [N + 1]``; ``mask [*shape]``: the tokens that count, if ``counted``, their
+    number as it is given, is; ``upstream``: of the loss, of the log-probabilities or of each field of the mixture;
+    ``masked [V]``: where the bias is -inf; ``teacher``: x, weight, bias and where that is -inf."""
 
     x: Tensor
     weight: Tensor
@@ -30,6 +30,7 @@ class Whole:
     target: Tensor | None
     token_weight: Tensor | None
     scale: Tensor | None
+    temperature: Tensor | None
     logits: Tensor | None
     ids: Tensor | None
     offsets: Tensor | None
@@ -101,6 +102,10 @@ def make(c: Configuration) -> Whole:
     target = None if c.no_target else m.repeated(_targets(m, of_bias), "target")
     token_weight = m.repeated(_token_weight(c, m.normal(*c.shape)), "token_weight") if c.token_weight else None
     scale = m.repeated(_scale(m), "logit_scale") if c.scale_dtype else None
+    temperature = None
+    if c.temperature_dtype:
+        temperature = (m.normal(*c.shape).abs() + 0.1) * c.temperature
+        temperature = m.repeated(temperature.to(getattr(torch, c.temperature_dtype)), "temperature")
     ids, offsets = _selected(m, of_bias, target) if c.selected else (None, None)
     mask = counted = None
     if c.counted:
@@ -109,7 +114,7 @@ def make(c: Configuration) -> Whole:
         if c.counted == "wrong":
             counted = (counted + 1 + c.values % c.N) % (c.N + 1)
     upstream = _upstream(c, m.normal, ids)
-    given = target, token_weight, scale, logits, ids, offsets, mask, counted, upstream
+    given = target, token_weight, scale, temperature, logits, ids, offsets, mask, counted, upstream
     return Whole(x, weight, bias, *given, of_bias, teacher)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -41,12 +42,25 @@ def test_a_cpu_s_is_1_gib():
     assert default_budget(torch.device("cpu")) == GIB == default_budget(torch.device("meta"))
 
 
-def test_a_call_is_planned_with_it(device):
+def test_a_call_is_planned_with_it(device, monkeypatch):
+    """Or with the environment's, or with the one that is given, whatever is remembered of earlier calls."""
     prepare.KNOWN.clear()
     x, weight = torch.ones(3, 4, device=device, requires_grad=True), torch.ones(5, 4, device=device)
-    with mock.patch.object(prepare, "plan", wraps=prepare.plan) as plan:
-        parallel_lce.linear_cross_entropy(x, weight, torch.zeros(3, dtype=torch.int64, device=device))
-    assert plan.call_args.kwargs["budget"] == default_budget(x.device)
+    call = partial(parallel_lce.linear_cross_entropy, x, weight, torch.zeros(3, dtype=torch.int64, device=device))
+
+    def planned(**options) -> int:
+        with mock.patch.object(prepare, "plan", wraps=prepare.plan) as plan:
+            call(**options)
+        return plan.call_args.kwargs["budget"]
+
+    assert planned() == default_budget(x.device)
+    monkeypatch.setenv("PARALLEL_LCE_LOGITS_BUDGET", "123")
+    assert planned() == 123 and planned(logits_budget=45) == 45
+    monkeypatch.setenv("PARALLEL_LCE_LOGITS_BUDGET", "-1")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got '-1'"):
+            call()
+    call(logits_budget=46)
 
 
 def _of_a_head(member: Member, further_heads: int | None, given: int | None) -> int | None:

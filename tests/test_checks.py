@@ -13,6 +13,7 @@ import parallel_lce
 from blocks import counted_forwards
 from parallel_lce.arguments import LossOptions
 from parallel_lce.backends import backend_of
+from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.grad_buffers import MainGrad
 from tools import D, N, V, arguments_of, call, everywhere, good, recorded
@@ -196,6 +197,33 @@ BAD = {
         "sequence_parallel must be True or False, got 2",
     ),
     "sequence_parallel a float": (dict(sequence_parallel=1.0), "sequence_parallel must be True or False, got 1.0"),
+    "reduce_hidden_grad no truth value": (dict(reduce_hidden_grad="no"), "reduce_hidden_grad must be .* got 'no'"),
+    "an unreduced gradient of a part": (
+        dict(reduce_hidden_grad=False, sequence_parallel=True),
+        "reduce_hidden_grad=False cannot be combined with sequence_parallel=True: .* with sequence_parallel=False",
+    ),
+    "temperature zero": (dict(temperature=0.0), "temperature must be a number > 0, .* got 0.0"),
+    "temperature negative": (dict(temperature=-1), "temperature must be a number > 0, .* got -1"),
+    "temperature NaN": (dict(temperature=float("nan")), "temperature must be a number > 0, .* got nan"),
+    "temperature None": (dict(temperature=None), "temperature must be a number > 0, .* got None"),
+    "temperature of another shape": (
+        dict(temperature=torch.ones(N + 1)),
+        r"temperature must be .* target's shape \[6\], got one of shape \[7\]",
+    ),
+    "temperature of integers": (dict(temperature=torch.ones(N).int()), "temperature must be floating-point"),
+    "temperature that learns": (dict(temperature=torch.ones(N).requires_grad_()), "pass temperature.detach()"),
+    "scale over temperature": (
+        dict(logit_scale=1e30, temperature=1e-30),
+        "logit_scale=1e.30 and logit_softcap=None divided by temperature=1e-30 are beyond fp32",
+    ),
+    "softcap over temperature": (
+        dict(logit_softcap=1e-30, temperature=1e30),
+        "divided by temperature=1e.30 are beyond",
+    ),
+    "a mesh for a group": (
+        dict(process_group=type("DeviceMesh", (), {"get_group": None})()),
+        r"process_group must be .* got DeviceMesh: pass its get_group\(\)",
+    ),
     "weight of PyTorch's function": (dict(weight=torch.ones(V)), "weight=.* is not supported: use token_weight"),
     "options of PyTorch's function": (dict(options=object()), "options=.* is not supported: .*logits_budget"),
 }
@@ -262,8 +290,29 @@ def test_an_upstream_gradient_that_is_none_in_memory(backend, device):
 def test_a_typo_is_a_type_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'label_smothing'"):
         call(good() | dict(label_smothing=0.1))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'reduction'"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'reduction'$"):
         call(good() | dict(reduction="mean"), parallel_lce.token_statistics)
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "meant"),
+    [
+        (parallel_lce.linear_cross_entropy, "bias", "linear_bias"),
+        (parallel_lce.linear_cross_entropy, "label_smothing", "label_smoothing"),
+        (parallel_lce.token_statistics, "softcap", "logit_softcap"),
+        (parallel_lce.token_statistics, "weight", "linear_weight"),
+        (parallel_lce.selected_log_probs, "group", "process_group"),
+        (parallel_lce.LinearCrossEntropy, "tp_group", "process_group"),
+        (divergence, "bias", "student_bias or teacher_bias"),
+        (top_k_divergence, "temprature", "temperature"),
+    ],
+)
+def test_a_keyword_that_may_be_meant(function, given, meant):
+    positional = [] if function is parallel_lce.LinearCrossEntropy else [*good().values()]
+    positional += [None] * ("divergence" in function.__name__)
+    words = rf"^{function.__name__}\(\) got an unexpected keyword argument '{given}': did you mean {meant}\?$"
+    with pytest.raises(TypeError, match=words):
+        function(*positional, **{given: None})
 
 
 def _refused_over_ranks(member: Member):

@@ -66,6 +66,7 @@ LOSSES = {
     "some saved": dict(reduction="none", logits_budget=SOME, label_smoothing=0.1),
     "recomputed": dict(reduction="none", logits_budget=0, logit_softcap=5.0),
     "accumulated": dict(logits_budget=0),
+    "tempered": dict(reduction="none", logits_budget=0, logit_softcap=5.0, temperature=0.7, reduce_hidden_grad=False),
     "accumulated, every option": dict(
         reduction="sum", logits_budget=0, label_smoothing=0.1, z_loss=1e-3, logit_softcap=5.0
     ),
@@ -139,6 +140,20 @@ def test_sizes_and_numbers_may_all_be_dynamic(options, device):
         assert_same([value, *found], [expected, *truth], device)
         counts.append(counter.frame_count)
     assert len(set(counts)) == 1
+
+
+def test_scales_and_temperatures_of_each_token(device):
+    def loss(x, weight, target, scale, temperature):
+        options = dict(logit_scale=scale, temperature=temperature, logit_softcap=5.0, reduce_hidden_grad=False)
+        return parallel_lce.linear_cross_entropy(x, weight, target, reduction="none", **options)
+
+    fast, counter = compiled(loss)
+    for N in SIZES:
+        t = operands(N, device)
+        given = t.x, t.weight, t.target, t.token_weight + 0.5, t.token_weight + 0.3
+        found, expected = fast(*given), loss(*given)
+        assert_same([found, *gradients(found, t)], [expected, *gradients(expected, t)], device)
+    assert counter.frame_count == 2
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -398,8 +413,11 @@ def _over_ranks(member: Member, name: str, sequence_parallel: bool):
     assert_same(*results, member.device.type)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", ["saved", "some saved", "accumulated"])
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"),
+    [(name, split) for name in ("saved", "some saved", "accumulated") for split in (False, True)]
+    + [("tempered", False)],
+)
 @pytest.mark.thinned
 def test_process_groups(name, sequence_parallel, worlds, device):
     everywhere(worlds, device, 2, _over_ranks, name, sequence_parallel)
@@ -428,6 +446,7 @@ CHANGING = {
     "z_loss": [1e-3 * (i + 1) for i in range(12)],
     "logit_scale": [0.5 + i / 7 for i in range(12)],
     "logit_softcap": [3.0 + i for i in range(12)],
+    "temperature": [0.5 + i / 7 for i in range(12)],
     "logits_budget": [2**70, 2**65, 2**64],
     "ignore_index": [3, 5, 7, 9],
 }
@@ -439,7 +458,7 @@ CHANGING = {
     ("function", "name"),
     [
         *(("loss", name) for name in CHANGING),
-        *(("statistics", name) for name in ("logit_scale", "logit_softcap", "logits_budget")),
+        *(("statistics", name) for name in ("logit_scale", "logit_softcap", "temperature", "logits_budget")),
     ],
 )
 @pytest.mark.thinned

@@ -21,17 +21,22 @@ MISSES = (1e-1, 1e-2, 1e-3, 2e-4, 2e-5, 1e-6)
 TEACHER = (0.5, 0.2, 0.1, 0.05)
 
 
-def problem(miss: float, dtype: torch.dtype, seed: int = 0):
-    """Hidden states, weight, targets, selected ids. The first ``SURE`` tokens have 1 - p = ``miss`` at the targets."""
+def problem(miss: float, dtype: torch.dtype, seed: int = 0, twins: bool = False):
+    """Hidden states, weight, targets, selected ids. The first ``SURE`` tokens have 1 - p = ``miss`` at the targets.
+
+    ``twins``: p is that of the target and of another entry, which has the same logit in another window.
+    """
     weight = (normal(V, D, seed=seed) * (2 / D**0.5)).to(dtype)
     hidden = normal(SURE + ORDINARY, D, seed=seed + 1)
-    target = torch.randint(V, (len(hidden),), generator=torch.Generator().manual_seed(seed))
+    target = torch.randint(V // 2, (len(hidden),), generator=torch.Generator().manual_seed(seed))
+    sure = torch.stack([target, target + V // 2], 1) if twins else target[:, None]
+    weight[sure] = weight[target][:, None]
     wide, along = weight.double(), F.normalize(weight.double()[target], dim=1)
 
     def missing(length: torch.Tensor) -> torch.Tensor:
         z = (hidden + length * along).to(dtype).double() @ wide.t()
-        others = z.scatter(1, target[:, None], -torch.inf).logsumexp(1, keepdim=True)
-        return torch.sigmoid(others - z.gather(1, target[:, None]))
+        others = z.scatter(1, sure, -torch.inf).logsumexp(1, keepdim=True)
+        return torch.sigmoid(others - z.gather(1, sure).logsumexp(1, keepdim=True))
 
     low, high = torch.zeros(len(hidden), 1).double(), torch.full((len(hidden), 1), 200.0).double()
     for _ in range(30):
@@ -39,9 +44,11 @@ def problem(miss: float, dtype: torch.dtype, seed: int = 0):
         far = missing(middle) > miss
         low, high = torch.where(far, middle, low), torch.where(far, high, middle)
     high[SURE:] = 0
-    # The target, and entries that are not sure.
-    ids = (target[:, None] + torch.tensor([0, 7, 300, 411])) % V
-    return (hidden + high * along).to(dtype), weight, target, ids
+    hidden = (hidden + high * along).to(dtype)
+    # The sure entries, the largest others, and one more.
+    z = (hidden.double() @ wide.t()).scatter(1, sure, -torch.inf)
+    others = z.topk(9, 1).indices[:, [0, 8] if twins else [0, 1, 8]]
+    return hidden, weight, target, torch.cat([sure, others], 1)
 
 
 def teacher_of(hidden: torch.Tensor) -> torch.Tensor:
@@ -134,13 +141,13 @@ def ours(member: Member, output: str, given, options: dict, backend: str):
         return [t.detach().cpu() for t in (values, *torch.autograd.grad(values.sum(), leaves))]
 
 
-def judge(run, output: str, name: str, budget: int | None, softcap: float | None = None) -> None:
+def judge(run, output: str, name: str, budget: int | None, softcap: float | None = None, twins: bool = False) -> None:
     """At most twice torch's error: of the values and of dX over the sure tokens among ordinary ones, and of dW of sure
     tokens alone. ``run(output, given, options)``: of all ranks."""
     dtype, misses = DTYPES[name], MISSES if softcap is None else MISSES[1:3]
     options = {"logits_budget": budget} | ({} if softcap is None else {"logit_softcap": softcap})
     for miss in misses:
-        hidden, weight, target, ids = problem(miss, dtype)
+        hidden, weight, target, ids = problem(miss, dtype, twins=twins)
         for tokens in (slice(None), slice(SURE)):
             given = hidden[tokens], weight, target[tokens], ids[tokens]
             ranks = run(output, given, options)
@@ -173,6 +180,14 @@ def test_sure_tokens_under_a_softcap(output, backend, device):
         return [ours(alone(device), *arguments, backend)]
 
     judge(run, output, "bf16", None, softcap=30.0)
+
+
+@pytest.mark.parametrize("output", ["class", "policy"])
+def test_tokens_that_are_sure_of_two_entries(output, backend, device):
+    def run(*arguments):
+        return [ours(alone(device), *arguments, backend)]
+
+    judge(run, output, "bf16", None, twins=True)
 
 
 @pytest.mark.thinned

@@ -6,6 +6,7 @@ import copy
 import operator
 import pickle
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy
@@ -281,6 +282,23 @@ def _says_once(member: Member, reason: str, message: str) -> None:
 )
 def test_says_once_that_logits_are_made(reason, message, worlds):
     worlds(2).run(_says_once, reason, message)
+
+
+def _says_nothing(member: Member, family: str) -> None:
+    """Of logits that were asked for, in training too: by a call without labels. Those with labels are still told of."""
+    spec = Model(ranks=member.ranks, family=family)
+    ours = build(member, spec, switched(spec))
+    data = batch(0, spec, member.device)
+    ours.output_layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].float(), None)[1])
+    unlabelled = replace(data, labels=None)
+    assert _said(ours, unlabelled) == _said(ours, unlabelled, runtime_gather_output=True) == []
+    assert len(_said(ours, data)) == (member.rank == 0)
+    parallel_lce.megatron.uninstall()
+
+
+@pytest.mark.parametrize("family", ["gpt", "mamba"])
+def test_says_nothing_of_logits_that_were_asked_for(family, worlds):
+    worlds(2).run(_says_nothing, family)
 
 
 def _speak(member: Member, spec: Model) -> int:

@@ -143,6 +143,24 @@ def test_unsupported_settings(worlds):
     worlds(1).run(_unsupported)
 
 
+def _misspelt(member: Member, fused: bool) -> None:
+    spec = Model(ranks=member.ranks)
+    switched(spec)
+    try:
+        for name in ("paralel_lce", "parallel-lce", "Parallel_LCE", "parallel lce", "parallel_lce "):
+            with pytest.raises(ValueError, match=f"cross_entropy_fusion_impl='{name}': did you mean 'parallel_lce'"):
+                build(member, spec, {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": name})
+        for name in ("native", "te", "linear", "vocab_parallel", None):
+            build(member, spec, {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": name})
+    finally:
+        parallel_lce.megatron.uninstall()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_misspelt_names_of_the_loss_are_refused(fused, worlds):
+    worlds(1).run(_misspelt, fused)
+
+
 def _forgotten(member: Member, family: str) -> str:
     """The last line of what a model that asks for this loss ends with."""
     spec = Model(ranks=member.ranks, family=family)

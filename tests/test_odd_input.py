@@ -34,6 +34,8 @@ NUMBERS = {
     "z_loss": (fractions.Fraction(1, 8), 0.125),
     "logit_scale": (np.float16(0.5), 0.5),
     "logit_softcap": (np.float64(5.0), 5.0),
+    "temperature": (np.int32(2), 2.0),
+    "reduce_hidden_grad": (np.bool_(False), False),
     "logits_budget": (np.int32(0), 0),
     "vocab_size": (np.uint8(9), 9),
     "vocab_start": (np.int16(0), 0),
@@ -96,7 +98,7 @@ def test_truth_values_of_other_libraries(worlds, device):
         assert found == [True] * 6
 
 
-@pytest.mark.parametrize("name", ["z_loss", "logit_scale", "logit_softcap"])
+@pytest.mark.parametrize("name", ["z_loss", "logit_scale", "logit_softcap", "temperature"])
 def test_integers_of_any_length_are_numbers(name, backend, device):
     arguments, number = good(device), 10**20
     if name == "logit_scale":

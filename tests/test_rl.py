@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import parallel_lce
 from cases import normal
 from measures import assert_near
 from parallel_lce import rl
@@ -54,6 +55,8 @@ def test_linear_cross_entropy(shape, temperature, reduction, by_token, ranks, wo
     expected = contract(x, w, labels.view(shape), t, (reduction or "none").lower())
     upstream = [normal(f.numel(), seed=6 + i).float().to(f).view(f.shape) for i, f in enumerate(expected)]
     dx, dw = torch.autograd.grad(expected, [x, w], upstream)
+    # dX is each rank's part, which a mapping in front sums.
+    parts[0][2] = sum(part[2] for part in parts)
     for log_probs, entropy, *_ in parts:
         assert log_probs.shape == expected[0].shape and entropy.shape == (N,) and log_probs.dtype == torch.float32
         assert torch.equal(log_probs, parts[0][0]) and torch.equal(entropy, parts[0][1])
@@ -69,9 +72,17 @@ def test_linear_cross_entropy(shape, temperature, reduction, by_token, ranks, wo
         (dict(temperature=float("nan")), "temperature must be a number > 0.* got nan"),
         (dict(temperature="1"), "temperature must be a number > 0.* got '1'"),
         (dict(reduction="max"), "reduction must be 'none', 'sum' or 'mean', got 'max'"),
-        (dict(temperature=torch.ones(3)), "or 30 real ones, one per token, got 3 of torch.float32"),
+        (dict(temperature=torch.ones(3)), r"temperature must be .* of labels's shape \[30\], got one of shape \[3\]"),
+        (dict(temperature=torch.ones(30, requires_grad=True)), r"pass temperature.detach\(\)"),
         (dict(hidden=torch.tensor(1.0)), r"hidden must be \[..., D\], got \[\]"),
-        (dict(labels=torch.zeros(3, dtype=torch.int64)), r"target must have shape \[30\]"),
+        (dict(labels=torch.zeros(3, dtype=torch.int64)), r"labels must have shape \[30\]"),
+        (dict(hidden=None), "hidden must be a tensor, got NoneType"),
+        (dict(weight=[[1.0]]), "weight must be a tensor, got list"),
+        (dict(labels=3), "labels must be a tensor, got int"),
+        (dict(bias=torch.zeros(V + 1)), r"bias must have shape \[64\], one entry per row of weight"),
+        (dict(dist_process_group=3), "dist_process_group must be a .*ProcessGroup or None, got int"),
+        (dict(logits_budget=-1), "logits_budget must be None or a number of bytes >= 0, got -1"),
+        (dict(vocab_size=V + 1), "vocab_size=65 exceeds the 64 rows of weight"),
     ],
 )
 def test_refused(arguments, message):
@@ -152,7 +163,40 @@ def test_hidden_states_and_labels_are_flattened():
         assert torch.equal(a, b)
 
 
-def test_a_shard_of_fewer_rows_than_ids():
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(vocab_end_index=65), "64 rows, which cannot be for the ids from .*=0 to vocab_end_index=65"),
+        (dict(vocab_end_index=-1), "64 rows, which cannot be for the ids from .*=0 to vocab_end_index=-1"),
+        (dict(vocab_start_index=9, vocab_end_index=8), "for the ids from vocab_start_index=9 to vocab_end_index=8"),
+        (dict(vocab_start_index=-1), "for the ids from vocab_start_index=-1"),
+        (dict(vocab_end_index=None), "to vocab_end_index=None"),
+        (dict(tensor_parallel_hidden_states=None), "tensor_parallel_hidden_states must be a tensor, got NoneType"),
+        (dict(output_weight_layer="w"), "output_weight_layer must be a tensor, got str"),
+        (dict(output_weight_layer=torch.zeros(V)), r"output_weight_layer \[V/P, D\], got .* and \[64\]"),
+        (dict(target=0), "target must be a tensor, got int"),
+        (dict(target=torch.zeros(N, dtype=torch.int64)), r"target must be \[B, S\] .*got \[30\] and"),
+        (dict(bias=torch.zeros(V + 1)), r"bias must have shape \[64\], got \[65\]"),
+        (dict(tp_group="tp"), "tp_group must be a .*ProcessGroup or None, got str"),
+    ],
+)
+def test_refused_of_parallel_hidden_states(change, message):
     x, w, labels = tensors()
-    with pytest.raises(ValueError, match="output_weight_layer has 64 rows for 65 ids of the shard"):
-        rl.from_parallel_hidden_states_to_logprobs(x.view(S, B, D), w, None, labels.view(B, S), 0, 65, None)
+    given = dict(tensor_parallel_hidden_states=x.view(S, B, D), output_weight_layer=w, runtime_gather_output=None)
+    given |= dict(target=labels.view(B, S), vocab_start_index=0, vocab_end_index=V, tp_group=None)
+    with pytest.raises(ValueError, match=message):
+        rl.from_parallel_hidden_states_to_logprobs(**given | change)
+
+
+def test_bias_vocabulary_and_budget():
+    """Beyond what the trainers' functions take: as of :func:`parallel_lce.token_statistics`."""
+    x, w, labels = tensors()
+    more = dict(vocab_size=V - 5, logits_budget=0)
+    bias = normal(V, seed=3).float()
+    expected = parallel_lce.token_statistics(x, w, labels, linear_bias=bias, expected_logit=True, **more)
+    log_probs, entropy = rl.linear_cross_entropy(x, w, labels, bias=bias, **more)
+    assert torch.equal(log_probs, expected.target_log_prob) and torch.equal(entropy, expected.entropy)
+    target = labels.view(S, B).t().roll(1, -1)
+    found = rl.from_parallel_hidden_states_to_logprobs(x.view(S, B, D), w, None, target, 0, V, None, bias=bias, **more)
+    inside = (labels < V - 5).view(S, B).t()[:, :-1]
+    assert_near(found[inside], expected.target_log_prob.view(S, B).t()[:, :-1][inside], 1e-6)

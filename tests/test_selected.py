@@ -55,6 +55,8 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
     x = t.x.chunk(call.ranks)[member.rank] if call.sequence_parallel else t.x
     leaves = [v.clone().requires_grad_() for v in (x, weight, bias) if v is not None]
     ids, offsets = ids.to(member.device), offsets.to(member.device)
+    # Under a soft-cap a scale of each token comes with a temperature of each.
+    tempered = {"temperature": 1 / scale.to(member.device)} if call.scaled_by_token and call.logit_softcap else {}
     with shrunk(call.block_bytes, (32, 64)), chosen_backend(call.backend):
         for _ in range(3):  # the third is a replay, where there are any
             found = parallel_lce.token_statistics(
@@ -70,6 +72,7 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
                 logits_budget=call.budget,
                 selected=ids.view(call.N, call.K) if call.K else (ids.int(), offsets),
                 top_k=call.top_k,
+                **tempered,
             )
             log_prob = found.selected_log_prob
             assert log_prob.shape == ((call.N, call.K) if call.K else ids.shape)
@@ -94,6 +97,7 @@ def dense(call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     z = reference.logits(*leaves).to(wide) * (scale.to(wide)[:, None] if call.scaled_by_token else scale)
     if call.logit_softcap is not None:
         z = call.logit_softcap * torch.tanh(z / call.logit_softcap)
+        z = z * scale.to(wide)[:, None] if call.scaled_by_token else z
     log_p = z.log_softmax(1)
     outputs = [log_p[owner, ids], log_p.gather(1, t.target[:, None]).squeeze(1)]
     gradients = torch.autograd.grad(outputs, leaves, [u.to(wide) for u in upstream])
@@ -109,6 +113,7 @@ CALLS = [
     Call(63, 257, 33, "bf16", K=0, budget=0, block_bytes=9000),
     Call(40, 130, 24, "fp16", budget=0, logit_scale=0.5),
     Call(40, 130, 24, "fp64", K=80, top_k=130),
+    Call(40, 130, 24, "fp32", logit_softcap=3.0, scaled_by_token=True),
     Call(21, 300, 40, "bf16", bias=True, backend="triton"),
     Call(21, 300, 40, "bf16", K=0, budget=10000, block_bytes=3000, backend="triton"),
     Call(9, 300, 40, "fp16", K=70, logit_softcap=6.0, scaled_by_token=True, backend="triton"),
@@ -141,7 +146,8 @@ def check(call: Call, found: dict[str, torch.Tensor], factor: float) -> None:
 def dense_logits(call: Call) -> torch.Tensor:
     t, *_, scale, _ = problem(call)
     operands = (v if v is None else v.double() for v in (t.x, t.weight, t.bias))
-    return reference.logits(*operands, scale=scale, softcap=call.logit_softcap)
+    z = reference.logits(*operands, scale=scale, softcap=call.logit_softcap)
+    return z * scale[:, None] if call.scaled_by_token and call.logit_softcap else z
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)

@@ -39,7 +39,7 @@ def _found(member: Member, name, kind, options, backend, sequence_parallel):
     leaves = [v.clone().requires_grad_() for v in (x, w[shard], b[shard])]
     given = dict(linear_bias=leaves[2] if "bias" in options else None)
     if "scaled" in options:
-        given |= dict(logit_scale=scale, logit_softcap=4.0)
+        given |= dict(logit_scale=scale, logit_softcap=4.0, temperature=1 / scale.flip(0))
     if member.ranks > 1:
         given |= dict(process_group=member.group, vocab_start=start, sequence_parallel=sequence_parallel)
     with chosen_backend(backend):
@@ -60,7 +60,7 @@ def dense(name, dtype, kind, options):
     leaves = [v.requires_grad_() for v in (x, w, b)]
     z = torch.nn.functional.linear(x, w, b if "bias" in options else None).to(wide)
     if "scaled" in options:
-        z = 4.0 * torch.tanh(z * scale.to(wide)[:, None] / 4.0)
+        z = 4.0 * torch.tanh(z * scale.to(wide)[:, None] / 4.0) * scale.to(wide).flip(0)[:, None]
     z = z[owner, ids].masked_fill(ids >= V - 10, -torch.inf)
     found = torch.zeros_like(z)
     for token in range(N):

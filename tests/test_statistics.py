@@ -27,6 +27,16 @@ class Call(Case):
     backend: str = ""
     # Each token has a logit_scale of its own.
     scaled_by_token: bool = False
+    # "" for 1, a number, or a tensor of each token
+    temperature: str = ""
+
+
+def temperature_of(call: Call, device="cpu"):
+    """In fp32 a power of two: the rounding of another one's inverse would be seen beside fp32's own errors."""
+    if call.temperature == "tensor":
+        power = normal(call.N, seed=98)
+        return 2 ** (power.round() if call.dtype == "fp32" else power).clamp(-1, 2).float().to(device)
+    return 0.5 if call.temperature else 1.0
 
 
 def tensors(call: Call, device="cpu"):
@@ -61,6 +71,7 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
             linear_bias=bias,
             logit_scale=scale,
             logit_softcap=call.logit_softcap,
+            temperature=temperature_of(call, member.device),
             process_group=member.group,
             sequence_parallel=call.sequence_parallel,
             vocab_start=start if call.shards else None,
@@ -91,6 +102,7 @@ def dense(call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     z = z * (scale.to(z_dtype)[:, None] if call.scaled_by_token else scale)
     if call.logit_softcap is not None:
         z = call.logit_softcap * torch.tanh(z / call.logit_softcap)
+    z = z / torch.as_tensor(temperature_of(call), dtype=z_dtype).view(-1, 1)
     results = reference.statistics(z, t.target)
     found = {name: value.detach() for name, value in results.items()}
     for name in DIFFERENTIABLE:
@@ -120,6 +132,7 @@ def check(call: Call, found: dict[str, torch.Tensor], factor: float) -> None:
     t, _, scale = tensors(call)
     operands = (v if v is None else v.double() for v in (t.x, t.weight, t.bias))
     z = reference.logits(*operands, scale=scale, softcap=call.logit_softcap)
+    z /= torch.as_tensor(temperature_of(call)).view(-1, 1)
     picked = z.gather(1, found.pop("argmax").unsqueeze(1)).squeeze(1)
     slack = 1e-12 if dtype == torch.float64 else 1e-5
     assert (picked >= z.amax(1) - slack * z.abs().amax()).all(), "argmax is not the largest"
@@ -155,6 +168,13 @@ ONE = [
     Call(63, 300, 40, "fp16", scaled_by_token=True, logit_softcap=5.0, backend="triton"),
     Call(63, 300, 40, "bf16", bias=True, logit_scale=0.7, budget=30000, block_bytes=9000, backend="triton"),
     Call(33, 300, 15, logit_softcap=4.0, bias=True, budget=0, block_bytes=9000, backend="triton"),
+    Call(33, 200, 16, temperature="number", logit_softcap=4.0, bias=True),
+    Call(33, 200, 16, "fp64", temperature="tensor", scaled_by_token=True, budget=0, block_bytes=9000),
+    Call(33, 200, 16, "fp64", temperature="tensor", logit_softcap=4.0, logit_scale=2.0, budget=0, block_bytes=9000),
+    Call(63, 300, 40, "bf16", temperature="number", scaled_by_token=True, logit_softcap=5.0, backend="triton"),
+    Call(63, 300, 40, "bf16", bias=True, temperature="tensor", logit_softcap=5.0, backend="triton"),
+    Call(63, 300, 40, "fp16", scaled_by_token=True, temperature="tensor", logit_softcap=5.0, backend="triton"),
+    Call(33, 300, 15, temperature="tensor", logit_softcap=4.0, budget=0, block_bytes=9000, backend="triton"),
 ]
 MANY = [
     Call(41, 125, 64, ranks=2),
@@ -169,6 +189,7 @@ MANY = [
     Call(36, 300, 16, "fp16", ranks=4, sequence_parallel=True, budget=0, block_bytes=4000),
     Call(40, 260, 31, "fp64", ranks=2, scaled_by_token=True, bias=True),
     Call(36, 300, 16, "bf16", ranks=2, sequence_parallel=True, budget=0, block_bytes=4000, scaled_by_token=True),
+    Call(36, 300, 16, ranks=2, sequence_parallel=True, block_bytes=4000, logit_softcap=4.0, temperature="tensor"),
 ]
 
 

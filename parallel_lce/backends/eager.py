@@ -32,6 +32,7 @@ from parallel_lce.backends.eager_tiles import (
     pieces,
     row_tiles,
     saved_tile,
+    take_selected,
     target_positions,
     window_size,
 )
@@ -118,8 +119,6 @@ class BlockForward:
         x, rows, dtype = operand(self._x), self._x.shape[0], projection.dtype
         if 0 in (projection.real_rows, rows):
             return ()
-        if self._selected is not None:
-            selected_logits(projection, self._x, *self._selected)
         tiles, memory = row_tiles(rows), Scratch(0, x.device)
         width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
         stored = pieces(0, save, width)
@@ -157,6 +156,8 @@ class BlockForward:
         if self._target is not None:
             position, missed = target_positions(self._target[tile], window)
             torch.index_select(z.view(-1), 0, position, out=partial[TARGET]).masked_fill_(missed, 0.0)
+        if self._selected is not None:
+            take_selected(z, self._selected, tile, window)
         tile_partial(z, self._projection.start + window.start, self._columns, partial)
 
 

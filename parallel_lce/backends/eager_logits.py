@@ -26,8 +26,7 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = matmul_nt(x, projection.weight[:real])
     if real == 0:
         return logits, partial
-    scale = projection.token_scale
-    finished(logits, projection, None if bias is None else bias[:real], None if scale is None else scale[:, None])
+    finished(logits.t(), projection, None if bias is None else bias[:real, None])
     for rows in tiles_of_rows(logits):
         maximum = torch.amax(logits[rows], 1, out=partial[MAX, rows])
         # If all logits of a token are -inf, subtract 0: -inf - -inf is NaN.

@@ -28,9 +28,8 @@ def selected_logits(projection: Projection, x: Tensor, selection: Selection, out
     for some in _pieces(len(ids), x.shape[1], out.element_size()):
         of_entry, at = row[some], ids[some]
         z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
-        bias, token_scale = projection.bias, projection.token_scale
-        bias = None if bias is None else bias[at]
-        finished(z, projection, bias, None if token_scale is None else token_scale[of_entry])
+        bias = None if projection.bias is None else projection.bias[at]
+        finished(z, projection.of_rows(of_entry), bias)
         out[some] = z.where(hit[some], out[some])
 
 

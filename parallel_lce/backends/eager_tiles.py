@@ -26,6 +26,8 @@ from parallel_lce.backends.interface import (
     Saved,
     Scratch,
     SelectedGradient,
+    SelectedLogits,
+    Selection,
     power_of_two_scale,
     softcap_slope,
 )
@@ -65,7 +67,7 @@ def logits(projection: Projection, x: Tensor, rows: slice, weight: Tensor, windo
     """A tile ``[entries, rows]`` of z in ``out``; ``weight`` holds the window's rows as an operand."""
     bias = None if projection.bias is None else projection.bias[window, None]
     accumulate_nt(out, weight, some_rows(x, rows.start, rows.stop), overwrite=True)
-    return finished(out, projection, bias, projection.of_rows(rows).token_scale)
+    return finished(out, projection.of_rows(rows), bias)
 
 
 def borrowed(scratch: Scratch, window: slice, rows: slice, dtype: torch.dtype) -> Tensor:
@@ -81,14 +83,14 @@ def saved_tile(exponentials: Tensor, save: int, rows: slice, window: slice) -> T
     return exponentials[start : start + (window.stop - window.start) * height].view(-1, height)
 
 
-def finished(z: Tensor, projection: Projection, bias: Tensor | None, token_scale: Tensor | None) -> Tensor:
-    """Logits from products, in place, with what of the bias and of the tokens' scales belongs to each."""
+def finished(z: Tensor, projection: Projection, bias: Tensor | None) -> Tensor:
+    """Logits from products, in place, with what of the bias and of the tokens' scales and caps belongs to each."""
     if bias is not None:
         z += bias
     if projection.scale != 1.0:
         z *= projection.scale
-    if token_scale is not None:
-        z *= token_scale
+    if projection.token_scale is not None:
+        z *= projection.token_scale
     if projection.softcap is not None:
         z.div_(projection.softcap).tanh_().mul_(projection.softcap)
     return z
@@ -105,12 +107,23 @@ def target_positions(target: Tensor, window: slice) -> tuple[Tensor, Tensor]:
     return torch.add(row, inside, alpha=len(target)), inside != entry
 
 
+def _selected_positions(selection: Selection, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
+    """Positions of the selected entries ``[E]`` in a flattened tile, and which of them lie in it."""
+    row, hit = selection.of_rows(rows).places()
+    hit &= selection.inside(window.start, window.stop)
+    height = len(selection.begin[rows])
+    return ((selection.ids - window.start) * height + row).where(hit, 0), hit
+
+
+def take_selected(tile: Tensor, selected: SelectedLogits, rows: slice, window: slice) -> None:
+    """Copy the selected entries' logits out of a ``tile [window, rows]``."""
+    position, hit = _selected_positions(selected.selection, rows, window)
+    selected.out.copy_(tile.view(-1).index_select(0, position).where(hit, selected.out))
+
+
 def _add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window: slice) -> None:
     """Add the selected entries' values to a ``tile [window, rows]`` of the gradient."""
-    height = tile.shape[1]
-    row, hit = selected.of_rows(rows).selection.places()
-    hit &= selected.selection.inside(window.start, window.stop)
-    position = ((selected.selection.ids - window.start) * height + row).where(hit, 0)
+    position, hit = _selected_positions(selected.selection, rows, window)
     # Equal positions are summed in a fixed order, on CUDA too.
     tile.view(-1).index_put_((position,), selected.values.where(hit, 0.0), accumulate=True)
 
@@ -140,6 +153,9 @@ class LogitGradient:
         selected: SelectedGradient | None = None,
         gradient_filter: GradientFilter = None,
     ) -> None:
+        if selected is not None and saved and saved[0].dtype != projection.dtype:
+            # What selected entries add may cancel nearly all of their gradients, but for the rounding of what is saved.
+            saved = ()
         self.x = operand(x)
         self._projection, self._target, self._saved, self._scratch = projection, target, saved, scratch
         rows, real = len(x), projection.real_rows
@@ -238,15 +254,9 @@ class LogitGradient:
         return self._softmax_gradient(e, moved, rows), slope
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        z = logits(
-            self._projection,
-            self.x,
-            rows,
-            weight,
-            window,
-            borrowed(self._scratch, window, rows, self._projection.dtype),
-        )
-        cap = self._projection.softcap
+        out = borrowed(self._scratch, window, rows, self._projection.dtype)
+        z = logits(self._projection, self.x, rows, weight, window, out)
+        cap = self._projection.of_rows(rows).softcap
         slope = None if cap is None else softcap_slope(cap, z)
         z.sub_(self._near_maximum[rows]).clamp_(max=0.0)
         moved = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)

@@ -33,7 +33,8 @@ class Projection:
     # number of rows that are not padding; they come first
     real_rows: int
     scale: float = 1.0
-    softcap: float | None = None
+    # One number, or [R] in the statistics' dtype.
+    softcap: float | Tensor | None = None
     # [R] in the statistics' dtype: multiplies z of each token beside ``scale``; None: 1
     token_scale: Tensor | None = None
     # that the vocabulary is split over
@@ -44,9 +45,10 @@ class Projection:
         """Of statistics and sums."""
         return accumulation_dtype(self.weight.dtype)
 
-    def of_rows(self, rows: slice) -> Projection:
+    def of_rows(self, rows: slice | Tensor) -> Projection:
         """The projection of some tokens."""
-        return self if self.token_scale is None else replace(self, token_scale=self.token_scale[rows])
+        each = {n: v[rows] for n in ("token_scale", "softcap") if isinstance(v := getattr(self, n), Tensor)}
+        return replace(self, **each) if each else self
 
 
 AUTO = "auto"
@@ -216,7 +218,7 @@ class Scratch:
         return self._memory.narrow(0, 0, needed).view(dtype)
 
 
-def softcap_slope(cap: float, z: Tensor) -> Tensor:
+def softcap_slope(cap: float | Tensor, z: Tensor) -> Tensor:
     """d softcap(u) / du at ``z = softcap(u)``: ``1 - (z / cap)^2``."""
     return (z / cap).square_().neg_().add_(1.0)
 

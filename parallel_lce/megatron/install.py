@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 import warnings
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from parallel_lce.arguments import as_float
 from parallel_lce.backends.interface import AUTO, GradientFilter
+from parallel_lce.budget import budget_of_environment
 from parallel_lce.checks import check_gradient_filter
-from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
+from parallel_lce.megatron.lazy_logits import LazyLogits
+from parallel_lce.megatron.logits_warning import warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
@@ -92,7 +95,7 @@ def install(
     Raises:
         ImportError: megatron-core is missing.
         ValueError: a budget, a cross-entropy, a dtype or a filter that does not exist; later, when a model is
-            built with settings that the switch does not support.
+            built with settings that the switch does not support, or with a misspelt ``"parallel_lce"``.
     """
     global _installed
     chosen, budget, filtered = choose(logits_budget, cross_entropy, gradient_filter)
@@ -147,9 +150,7 @@ def choose(
     budget = before.logits_budget if logits_budget is None else logits_budget
     if budget is not None and (type(budget) is not int or budget < 0):
         raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {budget!r}")
-    text = os.environ.get("PARALLEL_LCE_LOGITS_BUDGET", "")
-    if text and not (text.isascii() and text.isdigit()):
-        raise ValueError(f"PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got {text!r}")
+    of_environment = budget_of_environment()
     filtered = before.gradient_filter if gradient_filter is None else gradient_filter
     if filtered is None:
         filtered = _filter_of_environment()
@@ -160,7 +161,7 @@ def choose(
         if gradient_filter is None:
             origin = "; it is that of an earlier install() or of PARALLEL_LCE_GRADIENT_FILTER: uninstall() or unset it"
         raise ValueError(f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'{origin}")
-    return chosen, int(text) if text and budget is None else budget, filtered
+    return chosen, of_environment if budget is None else budget, filtered
 
 
 def _filter_of_environment() -> GradientFilter:
@@ -194,11 +195,19 @@ def _asked_for(config) -> bool:
     return config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == IMPLEMENTATION
 
 
+def _check_spelling(name: str | None) -> None:
+    """Megatron does not check the name, and its loss ends in an ``UnboundLocalError``."""
+    meant = difflib.get_close_matches((name or "").lower(), [IMPLEMENTATION], cutoff=0.75)
+    if meant and name != IMPLEMENTATION:
+        raise ValueError(f"cross_entropy_fusion_impl={name!r}: did you mean {IMPLEMENTATION!r}?")
+
+
 def _wrap_setup(original: Callable) -> Callable:
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self) -> None:
         original(self)
         config = self.config
+        _check_spelling(config.cross_entropy_fusion_impl)
         if config.cross_entropy_fusion_impl == IMPLEMENTATION and not _asked_for(config):
             warnings.warn(
                 "parallel_lce: cross_entropy_fusion_impl='parallel_lce' has no effect with "

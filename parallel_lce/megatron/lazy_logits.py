@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import numbers
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from types import CodeType, FrameType
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from parallel_lce.collectives import Layout, gather_hidden
 from parallel_lce.functional import token_statistics
+from parallel_lce.megatron.logits_warning import warn_of_logits
 from parallel_lce.plan import Block
 
 
@@ -87,38 +87,6 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
-
-
-class LogitsWarning(RuntimeWarning):
-    """Training makes the whole logits.
-
-    Not a UserWarning: Megatron-LM's programs silence those on all ranks but the first, which has no output layer under
-    pipeline parallelism.
-    """
-
-
-def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) -> None:
-    """Warn that training makes the logits: once per module and reason, on one of the ranks that have the module.
-
-    Raises:
-        RuntimeError: ``module`` is an output layer called by a function that makes no logits.
-    """
-    if (function := getattr(module, "logits_refused_by", None)) is not None:
-        raise RuntimeError(f"{function} makes no logits: {reason}")
-    if not module.training:
-        return
-    said = vars(module).setdefault("_parallel_lce_said", set())
-    if reason in said:
-        return
-    said.add(reason)
-    from megatron.core import parallel_state
-
-    if parallel_state.is_initialized():
-        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        if replica or parallel_state.get_tensor_model_parallel_rank():
-            return
-    message = f"parallel_lce: training makes the whole logits, which need not exist: {reason}"
-    warnings.warn(message, LogitsWarning, stacklevel=stacklevel)
 
 
 class LazyLogits:

@@ -17,7 +17,8 @@ from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.budget import default_budget
 from parallel_lce.fused_loss import fused_loss, fused_statistics
 from parallel_lce.grad_buffers import MainGrad
-from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
+from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient
+from parallel_lce.megatron.logits_warning import warn_of_logits
 from parallel_lce.statistics import TokenStatistics, requested_columns
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 

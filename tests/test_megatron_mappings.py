@@ -91,9 +91,9 @@ def dense(name, x, w, y, t):
         tail = torch.cat([few, (1 - few.exp().sum(-1, keepdim=True)).log()], -1)
         pairs = (tail, torch.cat([q, 1 - q.sum(0, keepdim=True)])), (few.log_softmax(-1), q / q.sum())
         return [kl(p, of_teacher.log().expand_as(p)) for p, of_teacher in pairs]
-    return [
-        -picked if name in ("losses", "logits") else -picked[y != y[0, 0]].sum() if name == "counted" else -picked.sum()
-    ]
+    if name in ("losses", "logits"):
+        return [-picked]
+    return [-picked[y != y[0, 0]].sum() if name == "counted" else -picked.sum()]
 
 
 FUNCTIONS = {

@@ -25,8 +25,6 @@ _TENSORS = (
     "selected",
     "selected_offsets",
 )
-# Each is a number, or a tensor of one for each token.
-_EITHER = ("logit_scale", "temperature")
 _COUNTS, _REALS = (
     ("vocab_start", "vocab_size", "logits_budget", "top_k"),
     ("logit_scale", "logit_softcap", "temperature", "gradient_filter"),
@@ -82,8 +80,9 @@ class Arguments:
     @property
     def tensors_or_none(self) -> tuple[Tensor | None, ...]:
         """All that are tensors, or None, in one order."""
-        values = [(name, getattr(self, name)) for name in _TENSORS]
-        return tuple([None if name in _EITHER and not isinstance(v, Tensor) else v for name, v in values])
+        operands = self.input, self.linear_weight, self.linear_bias
+        selected = self.selected, self.selected_offsets
+        return *operands, self.target, self.token_weight, self.token_scale, self.token_temperature, *selected
 
     @property
     def tensors(self) -> dict[str, Tensor]:

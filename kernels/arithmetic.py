@@ -76,7 +76,8 @@ def exact_logit(logit, top, sum_exp):
 @triton.jit
 def gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon):
     """``p (alpha + delta (z - M) + epsilon p) - gamma`` of entries whose logits are known in fp32."""
-    moved = logit - base
+    # Huge logits of equal entries may differ by roundings.
+    moved = tl.minimum(logit - base, 0.0)
     p = tl.exp(moved) / sum_exp
     g = alpha
     if delta is not None:

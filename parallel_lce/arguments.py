@@ -66,18 +66,6 @@ class Arguments:
         return self.temperature if isinstance(self.temperature, Tensor) else None
 
     @property
-    def scale(self) -> float:
-        """The logits' scale beside :attr:`token_scale` and :attr:`token_temperature`."""
-        scale = 1.0 if isinstance(self.logit_scale, Tensor) else self.logit_scale
-        return scale if isinstance(self.temperature, Tensor) else scale / self.temperature
-
-    @property
-    def softcap(self) -> float | None:
-        """The soft-cap's cap beside :attr:`token_temperature`: softcap(u) / T has the cap divided by T, and u."""
-        cap = self.logit_softcap
-        return cap if cap is None or isinstance(self.temperature, Tensor) else cap / self.temperature
-
-    @property
     def tensors_or_none(self) -> tuple[Tensor | None, ...]:
         """All that are tensors, or None, in one order."""
         operands = self.input, self.linear_weight, self.linear_bias

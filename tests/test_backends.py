@@ -54,7 +54,7 @@ class _LargeOperations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("budget", "reduction", "most"), [(None, "mean", 11), (None, "none", 11), (0, "none", 15)])
+@pytest.mark.parametrize(("budget", "reduction", "most"), [(None, "mean", 11), (None, "none", 11), (0, "none", 16)])
 def test_logits_that_fit_take_few_operations(budget, reduction, most, choose):
     """On a CPU each waits for the slowest thread, which beside a busy process may not be running: many small ones took
     ten times as long there. 32768 elements are shared among threads."""

@@ -26,6 +26,8 @@ the maximum."""
 
 NEAR = 0.3
 
+# Of the roundings by which a logit that is summed in another order is off, relative to it.
+_ROUNDINGS = tl.constexpr(2.0**-20)
 _ALONE, _NEAR = tl.constexpr(ALONE), tl.constexpr(NEAR)
 _REACH = tl.constexpr(REACH)
 # exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN as -inf * 0 would be.
@@ -66,13 +68,16 @@ def exact_logit(logit, top, sum_exp):
 
     ``logit`` was summed in another order than the logits of the sum of exponentials, by which 1 - p would be off.
     """
-    return tl.where((sum_exp < _ALONE) & (logit > top - _NEAR), top, logit)
+    # Of millions a rounding is more than that.
+    near = tl.maximum(_NEAR, tl.abs(top) * _ROUNDINGS)
+    return tl.where((sum_exp < _ALONE) & (logit > top - near), top, logit)
 
 
 @triton.jit
 def gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon):
     """``p (alpha + delta (z - M) + epsilon p) - gamma`` of entries whose logits are known in fp32."""
-    moved = logit - base
+    # Huge logits of equal entries may differ by roundings.
+    moved = tl.minimum(logit - base, 0.0)
     p = tl.exp(moved) / sum_exp
     g = alpha
     if delta is not None:

@@ -25,8 +25,6 @@ _TENSORS = (
     "selected",
     "selected_offsets",
 )
-# Each is a number, or a tensor of one for each token.
-_EITHER = ("logit_scale", "temperature")
 _COUNTS, _REALS = (
     ("vocab_start", "vocab_size", "logits_budget", "top_k"),
     ("logit_scale", "logit_softcap", "temperature", "gradient_filter"),
@@ -68,22 +66,11 @@ class Arguments:
         return self.temperature if isinstance(self.temperature, Tensor) else None
 
     @property
-    def scale(self) -> float:
-        """The logits' scale beside :attr:`token_scale` and :attr:`token_temperature`."""
-        scale = 1.0 if isinstance(self.logit_scale, Tensor) else self.logit_scale
-        return scale if isinstance(self.temperature, Tensor) else scale / self.temperature
-
-    @property
-    def softcap(self) -> float | None:
-        """The soft-cap's cap beside :attr:`token_temperature`: softcap(u) / T has the cap divided by T, and u."""
-        cap = self.logit_softcap
-        return cap if cap is None or isinstance(self.temperature, Tensor) else cap / self.temperature
-
-    @property
     def tensors_or_none(self) -> tuple[Tensor | None, ...]:
         """All that are tensors, or None, in one order."""
-        values = [(name, getattr(self, name)) for name in _TENSORS]
-        return tuple([None if name in _EITHER and not isinstance(v, Tensor) else v for name, v in values])
+        operands = self.input, self.linear_weight, self.linear_bias
+        selected = self.selected, self.selected_offsets
+        return *operands, self.target, self.token_weight, self.token_scale, self.token_temperature, *selected
 
     @property
     def tensors(self) -> dict[str, Tensor]:

@@ -47,9 +47,11 @@ class Call:
     selected: Selected | None = None
     # How many of the largest logits are wanted; 0: none.
     top_k: int = 0
-    scale: float = 1.0
-    # One number, or [N] in the statistics' dtype.
-    softcap: float | Tensor | None = None
+    logit_scale: float = 1.0
+    # One number, or of each token, already divided by its temperature: [N] in the statistics' dtype.
+    logit_softcap: float | Tensor | None = None
+    # One number. Temperatures of each token are part of ``token_scale`` and of the soft-cap.
+    temperature: float = 1.0
     # Where dW is added, if anywhere.
     main_grad: MainGrad | None = None
     # dtype of dX's reduction over the ranks; None: that of the hidden states.
@@ -68,9 +70,20 @@ class Call:
         return (self.target, self.token_scale, self.token_cap, *selected)
 
     @property
+    def scale(self) -> float:
+        """The logits' scale beside :attr:`token_scale`."""
+        return self.logit_scale / self.temperature
+
+    @property
+    def softcap(self) -> float | Tensor | None:
+        """The cap of the soft-cap: softcap(u) / T has the cap divided by T, and u."""
+        cap = self.logit_softcap
+        return cap if cap is None or isinstance(cap, Tensor) else cap / self.temperature
+
+    @property
     def token_cap(self) -> Tensor | None:
         """The soft-cap of each token, if it is not one number."""
-        return self.softcap if isinstance(self.softcap, Tensor) else None
+        return self.logit_softcap if isinstance(self.logit_softcap, Tensor) else None
 
     def with_tensors(self, per_token: Sequence[Tensor | None]) -> Call:
         """The call with these as :attr:`per_token`. They may have any strides."""
@@ -81,8 +94,8 @@ class Call:
         selected = self.selected
         if selected is not None and ids is not None:
             selected = Selected(ids, offsets, selected.tokens)
-        softcap = self.softcap if token_cap is None else token_cap
-        return replace(self, target=target, token_scale=token_scale, softcap=softcap, selected=selected)
+        softcap = self.logit_softcap if token_cap is None else token_cap
+        return replace(self, target=target, token_scale=token_scale, logit_softcap=softcap, selected=selected)
 
     def run(self, kind: Hashable, work: Callable[[], _T], *inputs: Tensor | None) -> _T:
         """``work()``, or its replay (:meth:`parallel_lce.replay.Tapes.run`)."""

@@ -42,7 +42,7 @@ class Operands(NamedTuple):
     token_cap: Tensor | None
     selected: Tensor | None
     offsets: Tensor | None
-    # [5] fp64, on the CPU: logit_scale, logit_softcap, gradient_filter, label_smoothing, z_loss
+    # [6] fp64, on the CPU: logit_scale, logit_softcap, temperature, gradient_filter, label_smoothing, z_loss
     factors: Tensor
 
     @property
@@ -61,10 +61,11 @@ class OfLoss(NamedTuple):
 def operands_of(call: Call, inputs: Inputs, loss: WeightedLoss | None = None) -> Operands:
     """A Python number passed to an operator is compiled in as a constant; in a tensor it may change."""
     probability = 0.0 if isinstance(call.gradient_filter, str) else call.gradient_filter
-    softcap = call.softcap if call.token_cap is None else None
-    numbers = [call.scale, softcap or 0.0, probability or 0.0, 0.0, 0.0]
+    softcap = call.logit_softcap if call.token_cap is None else None
+    # As they are given: a graph of torch 2.11 knows no quotient of two of them.
+    numbers = [call.logit_scale, softcap or 0.0, call.temperature, probability or 0.0, 0.0, 0.0]
     if loss is not None:
-        numbers[3:] = loss.label_smoothing, loss.z_loss
+        numbers[4:] = loss.label_smoothing, loss.z_loss
     zero = inputs[1].new_zeros((), dtype=torch.float64, device="cpu")
     factors = torch.stack([zero + number for number in numbers])
     return Operands(*inputs, *call.per_token, factors)
@@ -103,7 +104,7 @@ def numbers_of(call: Call) -> Numbers:
         call.shard.vocab_size,
         [getattr(columns, field) for field in _COLUMN_FIELDS],
         call.top_k,
-        call.softcap is not None and call.token_cap is None,
+        call.logit_softcap is not None and call.token_cap is None,
         call.gradient_filter is not None,
         isinstance(call.gradient_filter, str),
         [int(getattr(plan, field)) for field in _PLAN_FIELDS],
@@ -138,7 +139,7 @@ def call_of(operands: Operands, numbers: Numbers) -> Call:
     # While a graph is traced the factors have no values. The results' shapes do not depend on them.
     factors, ids = operands.factors, operands.selected
     selected = None if ids is None else Selected(ids, operands.offsets, token_count(operands.hidden, layout))
-    scale, softcap, probability = (1.0, 1.0, 1.0) if valueless(factors) else factors.tolist()[:3]
+    scale, softcap, temperature, probability = [1.0] * 4 if valueless(factors) else factors.tolist()[:4]
     gradient_filter = AUTO if numbers.auto else probability
     return Call(
         named(numbers.backend),
@@ -152,6 +153,7 @@ def call_of(operands: Operands, numbers: Numbers) -> Call:
         numbers.top_k,
         scale,
         softcap if numbers.capped else operands.token_cap,
+        temperature,
         reduce_dtype=numbers.reduce_dtype,
         reduce_hidden_grad=numbers.reduce_hidden_grad,
         gradient_filter=gradient_filter if numbers.filtered else None,
@@ -159,7 +161,7 @@ def call_of(operands: Operands, numbers: Numbers) -> Call:
 
 
 def loss_of(operands: Operands, of_loss: OfLoss) -> WeightedLoss:
-    label_smoothing, z_loss = operands.factors.tolist()[3:]
+    label_smoothing, z_loss = operands.factors.tolist()[4:]
     assert operands.target is not None
     weight, ignore_index, outside_is_nan = of_loss
     return WeightedLoss(operands.target, weight, ignore_index, label_smoothing, z_loss, outside_is_nan)

@@ -144,7 +144,7 @@ def _prepared(a: Arguments, known: _Known, layout: Layout, columns: Columns, mai
     target = a.target
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = target.reshape(-1).long().contiguous()
-    token_scale, softcap = _flat(a.token_scale, hidden), a.softcap
+    token_scale, softcap = _flat(a.token_scale, hidden), a.logit_softcap
     temperature = _flat(a.token_temperature, hidden)
     if temperature is not None:
         token_scale = (1.0 if token_scale is None else token_scale) / temperature
@@ -159,8 +159,9 @@ def _prepared(a: Arguments, known: _Known, layout: Layout, columns: Columns, mai
         token_scale,
         None if a.selected is None else Selected.of(a.selected, a.selected_offsets, known.shape.numel()),
         a.top_k or 0,
-        float(a.scale),
+        1.0 if a.token_scale is not None else a.logit_scale,
         softcap,
+        1.0 if temperature is not None else a.temperature,
         main_grad,
         a.reduce_dtype,
         a.reduce_hidden_grad,
@@ -234,7 +235,11 @@ def _plan(
 def _savable(a: Arguments, backend: Backend) -> bool:
     # The host does not know the caps of tokens that have temperatures of their own.
     unknown = a.logit_softcap is not None and a.token_temperature is not None
-    return not unknown and backend.savable(a.linear_weight.dtype, a.softcap)
+    if a.logit_softcap is None or unknown:
+        return not unknown
+    # A graph of torch 2.11 knows no quotient of two numbers that change.
+    softcap = a.logit_softcap if a.temperature == 1.0 else a.logit_softcap / a.temperature
+    return backend.savable(a.linear_weight.dtype, softcap)
 
 
 def budget_of(a: Arguments) -> int:

@@ -8,6 +8,7 @@ allocate the same memory, and start the same launches and collectives, in the sa
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
@@ -20,9 +21,13 @@ from parallel_lce.tape import Tape
 
 _T = TypeVar("_T")
 _MOST_TAPES = 64
+# In all tapes of the process together. One takes about 1.4 KiB of the host's memory.
+_MOST_ACTIONS = 16384
 # A dispatch mode sets flags of the process: of two that end in another order than they began, one would stay set.
 _recording = threading.Lock()
 _RUN_ONCE, _NEVER_REPLAYED = "run once", "never replayed"
+# All tapes, the oldest first: where each is, and its actions. Changed by who holds ``_recording``.
+_kept: deque[tuple[dict[Hashable, Tape | str], Hashable, int]] = deque()
 
 
 class Tapes:
@@ -58,7 +63,16 @@ class Tapes:
         try:
             with recording((*inputs, group)) as recorder:
                 result = work()
+            self._keep(key, recorder.tape(result))
         finally:
             _recording.release()
-        self._tapes[key] = recorder.tape(result) or _NEVER_REPLAYED
         return result
+
+    def _keep(self, key: Hashable, tape: Tape | None) -> None:
+        """Keep a new tape, and forget the oldest ones where all are too long together."""
+        self._tapes[key] = tape or _NEVER_REPLAYED
+        if tape is not None:
+            _kept.append((self._tapes, key, tape.length))
+        while sum([length for _, _, length in _kept]) > _MOST_ACTIONS:
+            tapes, oldest, _ = _kept.popleft()
+            tapes.pop(oldest, None)

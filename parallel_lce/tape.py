@@ -176,6 +176,10 @@ class Tape:
     def __init__(self, size: int, actions: list, result) -> None:
         self._size, self._actions, self._result = size, actions, result
 
+    @property
+    def length(self) -> int:
+        return len(self._actions)
+
     def replay(self, inputs: Iterable):
         memory = [*inputs]
         memory += [None] * (self._size - len(memory))

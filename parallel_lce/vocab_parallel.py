@@ -33,7 +33,8 @@ def vocab_parallel_cross_entropy(
     Megatron, the loss then depends on the rank. ``linear_cross_entropy`` smooths over the whole vocabulary.
 
     Unlike Megatron's it does not change the logits and saves no softmax. Forward reads the logits once and saves two
-    numbers per token. Backward reads them again and writes their gradient in their dtype. Triton kernels do this for
+    numbers per token. Backward reads them again and writes their gradient in their dtype, that of this rank's shard:
+    as in Megatron, the layer that made the logits sums the gradient of its input. Triton kernels do this for
     bf16, fp16 and fp32 on NVIDIA GPUs of compute capability 8.0 and later, torch in blocks of rows elsewhere, unless
     ``PARALLEL_LCE_BACKEND`` names one of the two.
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
 from parallel_lce import backends
@@ -35,6 +36,36 @@ def choose(monkeypatch):
 def test_the_torch_backend_serves_a_cpu(value, dtype, choose):
     choose(value, interpret="1")
     assert backend_of(torch.empty(2, 2, dtype=dtype)) is eager
+
+
+class _LargeOperations(TorchDispatchMode):
+    """Counts operations on tensors of at least ``size`` elements, but for views and allocations."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.found = size, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        touched = [t for t in (*args, *(kwargs or {}).values(), result) if isinstance(t, torch.Tensor)]
+        works = not func.is_view and "empty" not in str(func) and "detach" not in str(func)
+        if works and max((t.numel() for t in touched), default=0) >= self.size:
+            self.found.append(str(func))
+        return result
+
+
+@pytest.mark.parametrize(("budget", "reduction", "most"), [(None, "mean", 11), (None, "none", 11), (0, "none", 16)])
+def test_logits_that_fit_take_few_operations(budget, reduction, most, choose):
+    """On a CPU each waits for the slowest thread, which beside a busy process may not be running: many small ones took
+    ten times as long there. 32768 elements are shared among threads."""
+    choose("torch")
+    x, weight = torch.randn(512, 4, requires_grad=True), torch.randn(20000, 4, requires_grad=True)
+    with _LargeOperations(32768 + 4 * 20000) as mode:
+        loss = parallel_lce.linear_cross_entropy(
+            x, weight, torch.arange(512), reduction=reduction, logits_budget=budget
+        )
+        torch.autograd.grad(loss.sum(), [x, weight])
+    assert len(mode.found) <= most, mode.found
 
 
 def test_the_choice_is_read_at_each_call(choose):

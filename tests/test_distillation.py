@@ -385,7 +385,7 @@ def test_memory_is_that_of_one_block(reduction):
     with shrunk(block):
         call()
         # What is exponentiated at a time has a bound of its own.
-        with mock.patch.object(eager_logits, "_CPU_BYTES", 1 << 14):
+        with mock.patch.object(eager_logits, "_BYTES", 1 << 14):
             assert 0.5 * block < peak_memory(call, "cpu")[0] < 1.2 * block
 
 

@@ -67,6 +67,11 @@ def _top_k(x, w, y, **options):
     return [top_k_divergence(x, w, ids(y), stored, tail=tail, **options) for tail in ("class", "renormalize")]
 
 
+def _logits(x, w, y, temperature, process_group, **_):
+    """Of logits that exist each rank has its own gradient. The layer that made them sums that of its input."""
+    return [parallel_lce.vocab_parallel_cross_entropy(x @ w.t() / temperature, y, tp_group=process_group)]
+
+
 def dense(name, x, w, y, t):
     """The same of whole tensors."""
     t = t[..., None] if isinstance(t, torch.Tensor) else t
@@ -86,7 +91,9 @@ def dense(name, x, w, y, t):
         tail = torch.cat([few, (1 - few.exp().sum(-1, keepdim=True)).log()], -1)
         pairs = (tail, torch.cat([q, 1 - q.sum(0, keepdim=True)])), (few.log_softmax(-1), q / q.sum())
         return [kl(p, of_teacher.log().expand_as(p)) for p, of_teacher in pairs]
-    return [-picked if name == "losses" else -picked[y != y[0, 0]].sum() if name == "counted" else -picked.sum()]
+    if name in ("losses", "logits"):
+        return [-picked]
+    return [-picked[y != y[0, 0]].sum() if name == "counted" else -picked.sum()]
 
 
 FUNCTIONS = {
@@ -98,6 +105,7 @@ FUNCTIONS = {
     "selected": _selected,
     "divergence": partial(_divergence, reduction="sum"),
     "top_k": partial(_top_k, reduction="sum"),
+    "logits": _logits,
 }
 CAPPED = dict.fromkeys(FUNCTIONS, False) | dict.fromkeys(("statistics", "losses", "counted", "selected"), True)
 CAPPED["rl"] = False
@@ -134,7 +142,7 @@ def _ours(member: Member, name: str, gathered: bool, by_token: bool):
 @pytest.mark.parametrize(
     ("name", "by_token"),
     [("rl", False), ("rl", True), ("statistics", True), ("losses", False), ("counted", True), ("selected", True)]
-    + [(name, False) for name in ("gradients in forward", "module", "divergence", "top_k")],
+    + [(name, False) for name in ("gradients in forward", "module", "divergence", "top_k", "logits")],
 )
 @pytest.mark.thinned
 def test_gradients(name, by_token, gathered, ranks, worlds, device):

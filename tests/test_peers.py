@@ -280,13 +280,13 @@ LOSSES = {
 
 @contextmanager
 def _unconsumed():
-    """Every walk of a graph uses what forward saved, as gradcheck walks one again and again; the torch
-    backend, which is float64's, leaves it as it is."""
+    """Every walk of a graph uses what forward saved, as gradcheck walks one again and again: a copy, since a backward
+    overwrites it."""
     original = autograd.backward
 
-    def backward(*arguments):
-        *others, _ = arguments
-        return original(*others, False)
+    def backward(call, hidden, weight, bias, partial, saved, coefficients, needs, _):
+        saved = tuple(t.clone() for t in saved)
+        return original(call, hidden, weight, bias, partial, saved, coefficients, needs, False)
 
     autograd.backward = backward
     try:

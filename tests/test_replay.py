@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 import weakref
 from collections.abc import Callable
 from contextlib import contextmanager, nullcontext
@@ -656,6 +657,38 @@ def test_the_number_of_tapes_is_bounded(device, monkeypatch):
     for kind in range(10):
         assert torch.equal(tapes.run(kind, lambda: x + 1, (x,)), x + 1)
     assert len(tapes._tapes) == 3
+
+
+def test_the_memory_of_all_tapes_of_the_process_is_bounded(device, monkeypatch):
+    """Of calls of many lengths the oldest tapes are forgotten, and the newest are replayed."""
+    assert replay._MOST_ACTIONS * 2048 <= 32 << 20
+    assert replay._MOST_ACTIONS > 2 * recording._MOST_ACTIONS, "a forward and a backward never drive each other out"
+    monkeypatch.setattr(replay, "_MOST_ACTIONS", 500)
+    x, known = torch.ones(4, device=device), [replay.Tapes() for _ in range(60)]
+
+    def work():
+        y = x
+        for _ in range(30):
+            y = torch.cat([y[:2], y[2:] + 1])
+        return y
+
+    def number_of_replays(tapes) -> int:
+        with replays() as found:
+            for _ in range(3):
+                tapes.run("kind", work, (x,))
+        return len(found)
+
+    gc.collect()
+    tracemalloc.start()
+    try:
+        assert [number_of_replays(tapes) for tapes in known] == [1] * 60
+        gc.collect()
+        kept = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert kept < 500 * 2048, f"{kept >> 10} KiB"
+    assert [len(tapes._tapes) for tapes in known] == [0] * 52 + [1] * 8
+    assert number_of_replays(known[0]) == 1, "one that was forgotten is recorded again"
 
 
 @pytest.mark.gpu

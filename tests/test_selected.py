@@ -233,8 +233,10 @@ def test_nothing_selected(given, backend, device):
 def test_no_tokens(backend, device):
     t = small(device, N=4)
     ids = torch.zeros(0, 3, dtype=torch.int64, device=device)
-    found = parallel_lce.token_statistics(t.x[:0], t.weight, None, selected=ids, top_k=2)
+    found = parallel_lce.token_statistics(t.x[:0], t.weight, t.target[:0], selected=ids, top_k=2)
     assert found.selected_log_prob.shape == (0, 3) and found.top_ids.shape == (0, 2)
+    total = found.selected_log_prob.sum() + found.target_log_prob.sum()
+    assert not torch.autograd.grad(total, t.weight)[0].any()
     assert parallel_lce.selected_log_probs(t.x[:0], t.weight, ids).shape == (0, 3)
     ids, nothing = torch.zeros(4, 3, dtype=torch.int64, device=device), torch.zeros(4, dtype=torch.bool, device=device)
     found = parallel_lce.token_statistics(t.x, t.weight, None, selected=ids, mask=nothing, counted_tokens=0)

@@ -35,7 +35,8 @@ def temperature_of(call: Call, device="cpu"):
     """In fp32 a power of two: the rounding of another one's inverse would be seen beside fp32's own errors."""
     if call.temperature == "tensor":
         power = normal(call.N, seed=98)
-        return 2 ** (power.round() if call.dtype == "fp32" else power).clamp(-1, 2).float().to(device)
+        power = power.round() if call.dtype == "fp32" else power
+        return (2 ** power.clamp(-1, 2)).float().to(device)
     return 0.5 if call.temperature else 1.0
 
 

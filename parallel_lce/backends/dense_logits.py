@@ -11,7 +11,7 @@ from parallel_lce.memory import on_device_of
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, accumulation_dtype
 
 # Bytes of the fp32 copy of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
-_CPU_BLOCK, _CUDA_BLOCK = 2 << 20, 256 << 20
+_CPU_BLOCK, _CUDA_BLOCK = 32 << 20, 256 << 20
 
 
 def logits_partial(logits: Tensor, target: Tensor, start: int, want_shifted: bool) -> tuple[Tensor, Tensor | None]:

@@ -10,8 +10,8 @@ from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.backends.interface import Projection
 from parallel_lce.partials import MAX, SUM_EXP, Columns, empty_partial
 
-# Bytes of a tile of the logits that are exponentiated at a time.
-_CPU_BYTES, _CUDA_BYTES = 2 << 20, 64 << 20
+# Bytes of a tile of the logits that are exponentiated at a time. Beside it are up to eight tensors of its shape.
+_BYTES = 32 << 20
 # Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, of half precision too.
 _ALIGNED = 8
 
@@ -41,7 +41,7 @@ def aligned(like: Tensor, rows: int, entries: int, dtype: torch.dtype) -> Tensor
 
 
 def tiles_of_rows(logits: Tensor) -> list[slice]:
-    """Rows of ``logits [R, V]`` of which a few tensors fit in a cache."""
+    """Rows of ``logits [R, V]`` whose temporaries may be held."""
     row_bytes = max(1, logits.shape[1] * logits.element_size())
-    step = max(1, (_CUDA_BYTES if logits.is_cuda else _CPU_BYTES) // row_bytes)
+    step = max(1, _BYTES // row_bytes)
     return [slice(a, a + step) for a in range(0, len(logits), step)]

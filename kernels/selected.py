@@ -177,7 +177,8 @@ def lce_backward_place_selected(
     # The target's entry is placed already.
     elsewhere = -1
     if target is not None:
-        elsewhere = (tl.load(target + token) - first).to(tl.int32)
+        place = tl.load(target + token) - first
+        elsewhere = tl.where((place >= 0) & (place < slice_entries), place, -1).to(tl.int32)
     for here in range(start, stop, BLOCK):
         e = here + tl.arange(0, BLOCK)
         wanted = _columns(ids, e, stop, first, slice_entries).to(tl.int32)

@@ -203,6 +203,21 @@ def test_an_id_outside_has_no_logit(backend, device):
         torch.testing.assert_close(a, b)
 
 
+def test_a_target_outside_is_no_selected_entry(backend, device):
+    """Its lower 32 bits are those of an entry."""
+    t = small(device, N=4)
+    target = torch.tensor([2**62, -(2**63), 2**32 + 5, 3], device=device)
+    ids = torch.tensor([[0, 1], [0, 1], [5, 1], [3, 1]], device=device)
+    found = parallel_lce.token_statistics(t.x, t.weight, target, selected=ids)
+    loss = found.target_log_prob.sum() + found.selected_log_prob.sum()
+    gradients = torch.autograd.grad(loss, [t.x, t.weight])
+    z = t.x @ t.weight.t()
+    log_p = z.log_softmax(1)
+    expected = log_p.gather(1, ids).sum() + log_p[3, 3] - z[:3].logsumexp(1).sum()
+    for a, b in zip(gradients, torch.autograd.grad(expected, [t.x, t.weight])):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.thinned("offsets")
 @pytest.mark.parametrize("offsets", [[0, 2, 4, 5, 5], [1, 2, 4, 5, 6], [0, 4, 2, 5, 6], [0, 2, 4, 2**40, 6]])
 def test_offsets_that_are_none_give_nan(offsets, backend, device):

@@ -260,7 +260,8 @@ def _selected_apart(call: Call, coefficients: Coefficients) -> tuple[Coefficient
         of_target = selected.ids == selected.spread(call.target)
         beta = coefficients.beta - selected.sums(upstream.where(of_target, 0.0))
         coefficients, upstream = replace(coefficients, beta=beta), upstream.masked_fill(of_target, 0.0)
-    return coefficients, (call.before_softcap(upstream, logits), logits)
+    # Hooks for saved tensors may have changed the strides of the logits.
+    return coefficients, (call.before_softcap(upstream, logits), logits.contiguous())
 
 
 @dataclass

@@ -39,6 +39,7 @@ class Analysis:
         self._precision = precision = Precision.of(c)
         self._u = precision.u
         self.logits = Logits(o.layer, precision.u, precision.low)
+        self.miss = self.logits.miss
         # Of the magnitudes of what single entries get, [N, V].
         self._points = torch.zeros_like(self.logits.z)
         self._statistics(precision.u)

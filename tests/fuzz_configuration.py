@@ -53,6 +53,9 @@ class Configuration:
     ``[..., K]`` or sets of up to K each. ``counted``: '', or whether the number of tokens that count is given right or
     wrong; of a loss they are those that it does not ignore, and ``ignored`` tells a statistics' mask, too.
 
+    ``sure``: '', or whether some or all tokens are sure of an entry, whose 1 - p is about ``miss``, if hidden states
+    along its row of the weight can make it so. ``upstream`` shares: of selected entries, their probabilities.
+
     A divergence has ``scale`` 1 / ``temperature``. The teacher's hidden size is ``E``; its last shard has
     ``teacher_padding`` rows behind the vocabulary, or, if that is None, as many as the student's.
     """
@@ -76,6 +79,8 @@ class Configuration:
     block_bytes: int | None = None
     tile: tuple[int, int] | None = None
     sharpness: float = 1.0
+    sure: str = ""
+    miss: float = 0.0
     offset: float = 0.0
     bias: str = ""
     scale: float = 1.0

@@ -35,6 +35,7 @@ class SelectedAnalysis:
         at = entries.owner, entries.ids
         self._there = entries.inside & (truth["log_probs"] > -INFINITE)
         self._p = truth["log_probs"].exp()
+        self.miss = 1 - entries.maxima(self._p, c.N)
         logits = z.z[at].masked_fill(~self._there, -torch.inf)
         top = entries.maxima(logits, c.N)[entries.owner]
         from_top = (top - logits).masked_fill(~self._there, 0.0)
@@ -69,6 +70,7 @@ class DivergenceAnalysis:
         self._c, self._o, self._truth = c, o, truth
         self._precision = precision = Precision.of(c)
         self.logits = Logits(o.layer, precision.u, precision.low)
+        self.miss = self.logits.miss
         sides = self.logits, Logits(o.teacher, precision.u, 0.0)
         # Of the log-probabilities, and of the probabilities relative to them.
         errors = [self._log_prob_error(side) for side in sides]

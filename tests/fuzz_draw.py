@@ -18,11 +18,14 @@ def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
     """The next configuration over ``ranks``; ``small`` ones have few logits, for an interpreter."""
     kind = random.choices([*_OF_KIND], (40, 28, 7, 10, 15))[0]
     d = _tensors(random, ranks, small, kind)
+    if random.random() < 0.25:
+        d |= _sure(random, d, small)
     if kind != "logits":
         d |= _vocabulary(random, ranks, d["V"]) | _projection(random, d)
     for part in _OF_KIND[kind]:
         d |= part(random, d)
-    return Configuration(**(d | _walk(random, d)))
+    d |= _walk(random, d)
+    return Configuration(**(d | _in_reach(random, d) if "sure" in d else d))
 
 
 def _upto(random: Random, largest: int) -> int:
@@ -67,6 +70,43 @@ def _tensors(random: Random, ranks: int, small: bool, kind: str) -> dict:
         "debug": random.random() < 0.1,
         "repeat": random.random() < 0.4,
     }
+
+
+def _sure(random: Random, d: dict, small: bool) -> dict:
+    """So many tokens, in so many dimensions, that some can be sure of an entry and are a group."""
+    tokens = d["ranks"] * random.randint(24, 40 if small else 100)
+    return {
+        "sure": random.choice(("some", "some", "all")),
+        "miss": 10 ** random.uniform(-6, -1),
+        "shape": random.choice(((tokens,), (d["ranks"], tokens // d["ranks"]))),
+        "D": max(16, d["D"]),
+        "V": max(16 * d["ranks"], d["V"]),
+        "dtype": random.choice(("fp32", "bf16", "bf16", "bf16", "fp16", "fp16")),
+        "sharpness": random.choice((0.3, 1.0, 1.0, 3.0)),
+    }
+
+
+def _in_reach(random: Random, d: dict) -> dict:
+    """Nothing that keeps sure tokens from being that, or their gradients from counting."""
+    changes: dict = {"upstream": random.choice(("random", "random", "ones", "some zeros"))}
+    if d["kind"] == "statistics" and random.random() < 0.7:
+        # One gradient that is as small as 1 - p. Those of others hide it.
+        fields = ["target_log_prob"] * (not d["no_target"]) + ["entropy"] * ("expected_logit" in d["asked"])
+        fields += ["sum_p_squared"] * ("sum_p_squared" in d["asked"]) + ["selected_log_prob"] * 2 * bool(d["selected"])
+        changes["mixture"] = mixture = (random.choice(fields or d["mixture"]),)
+        if mixture == ("selected_log_prob",):
+            # Of the entry alone, or of all of its set's probability.
+            of_one = {"K": 2, "upstream": "some zeros"}
+            changes |= {"selected": "ids"} | random.choice((of_one, {"K": 1}, {"K": 8, "upstream": "shares"}))
+    changes["layouts"] = tuple("plain" if layout == "expanded" else layout for layout in d["layouts"])
+    if d.get("softcap") is not None:
+        changes |= {"softcap": max(30.0, d["softcap"]), "offset": 0.0}
+    divided = 1.0 if d["kind"] == "divergence" else d.get("temperature", 1.0)
+    if not 0.3 <= abs(d.get("scale", 1.0)) / divided <= 3:
+        changes["scale"] = changes["temperature"] = 1.0
+    if d["kind"] == "divergence":
+        changes["E"] = max(16, d["E"])
+    return changes
 
 
 def _vocabulary(random: Random, ranks: int, V: int) -> dict:

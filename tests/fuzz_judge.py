@@ -5,10 +5,16 @@ may be twice that of a yardstick, plus a few roundings of the terms that are sum
 The yardstick is torch's path in the same dtype. In low precision that would be too lenient, as it rounds the
 logits; there it is exact but for exponentials and gradients of logits that are rounded to the inputs' dtype, which
 is how the package is described.
+
+Roundings of tokens that are sure of an entry are as large as those of others, and their gradients as small as 1 - p.
+So tokens that are as sure as each other are judged as a group, too, and tokens that are not sure as another one: in low
+precision the norm of a group's error is at most twice that of torch's path, whose logits are rounded, plus the rounding
+of what is delivered.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,9 +25,9 @@ import fuzz_bounds
 from cases import DTYPES
 from fuzz_configuration import Configuration
 from fuzz_distributions import DivergenceAnalysis, SelectedAnalysis
-from fuzz_logits import Logits
+from fuzz_logits import FP16_SMALLEST, Logits, Precision, half_spacing, partial_sums
 from fuzz_run import Wrong, assemble
-from fuzz_truth import INFINITE, Operands, dense, kept, operands, per_result
+from fuzz_truth import INFINITE, Entries, Operands, dense, kept, operands, per_result
 from fuzz_values import Whole, make
 from parallel_lce.partials import accumulation_dtype
 
@@ -100,7 +106,16 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
             value, exact = (v.double().index_fill(0, rows.nonzero()[:, 0], 0.0) for v in (value, exact))
             yard = [torch.where(rows.view(-1, *[1] * (y.dim() - 1)), 0.0, y) for y in yard]
         verdicts.append(_worst(c, name, value, exact, bounds[base], yard))
-    return verdicts + _of_ids(c, o, found, analysis.logits)
+    verdicts += _of_ids(c, o, found, analysis.logits)
+    if c.sure and dtype.itemsize == 2:
+        counts = ~(o.quiet | o.outside)
+        torchs = dense(c, o, dtype, torch.float32)
+        floor = _floor(c, o, truth["G"])
+        ratio = analysis.miss / c.miss
+        sure = counts & (ratio > 1 / 3) & (ratio < 3)
+        groups = _Groups(sure, counts & ~sure & (analysis.miss > 0.1), counts, o.entries, torchs, floor)
+        verdicts += groups.verdicts(found, truth)
+    return verdicts
 
 
 def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> None:
@@ -160,6 +175,61 @@ def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], logits: Log
         ):
             verdicts.append(_worst(c, name, *(v.reshape(-1) for v in (top, truth, allowed)), []))
     return verdicts
+
+
+_FEWEST = 8
+"""Tokens of a group. With fewer of them torch may be right by luck."""
+
+
+@dataclass(frozen=True)
+class _Groups:
+    """Of tokens ``[N]``: those that are ``sure``, and ``other`` ones that count; ``entries`` that are selected; torch's
+    results; ``floor``: from the truth of a result how far the rounding of what is delivered may move it."""
+
+    sure: Tensor
+    other: Tensor
+    counts: Tensor
+    entries: Entries | None
+    torchs: dict[str, Tensor]
+    floor: Callable[[str, Tensor], Tensor]
+
+    def verdicts(self, found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
+        verdicts = []
+        for name, value in found.items():
+            base = name.removesuffix(" again")
+            if base not in self.torchs or not value.is_floating_point() or truth[base].dim() == 0 or not value.numel():
+                continue
+            exact = truth[base]
+            value, its = (v.double().reshape(exact.shape) for v in (value, self.torchs[base]))
+            for group, tokens in (("sure", self.sure), ("other", self.other)):
+                # Of a sum over all tokens the others' part would hide that of the sure ones.
+                is_sum = base in ("dweight", "dbias")
+                if tokens.sum() < _FEWEST or (is_sum and (self.counts & ~tokens).any()):
+                    continue
+                rows = (exact.abs() < INFINITE).reshape(len(exact), -1).all(1)
+                if not is_sum:
+                    rows &= per_result(base, tokens, self.entries)
+                parts = value - exact, its - exact, self.floor(base, exact), exact
+                error, other, floor, size = (v[rows].norm().item() for v in parts)
+                if math.isfinite(other):
+                    verdicts.append(Verdict(f"{name} of {group} tokens", -1, error, 2 * other + floor, other, size))
+        return verdicts
+
+
+def _floor(c: Configuration, o: Operands, G: Tensor) -> Callable[[str, Tensor], Tensor]:
+    precision = Precision.of(c)
+
+    def of(base: str, exact: Tensor) -> Tensor:
+        if base == "dtoken_weight":
+            return half_spacing(getattr(torch, c.weight_dtype)) * exact.abs()
+        if base not in _GRADIENTS:
+            return precision.u * exact.abs()
+        moved = precision.delivered * exact.abs() + (FP16_SMALLEST if precision.any_fp16 else 0.0)
+        if base == "dinput" and c.ranks > 1:
+            moved += c.ranks * precision.low * partial_sums(c, o.layer, G)
+        return moved
+
+    return of
 
 
 def _require(condition: object, message: str) -> None:

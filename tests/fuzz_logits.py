@@ -95,6 +95,8 @@ class Logits:
     def _softmax(self, u: float, summed: float) -> None:
         log_p = torch.log_softmax(self.z, 1)
         self.p, self.lse = log_p.exp(), torch.logsumexp(self.z, 1)
+        # 1 - p of the largest entry
+        self.miss = log_p.scatter(1, self.z.argmax(1, keepdim=True), -torch.inf).exp().sum(1)
         self.mean_error = torch.logsumexp(log_p + self.error, 1).clamp(min=0.0)
         self.relative = torch.expm1((self.error + self.mean_error[:, None]).clamp(max=50.0)) + summed
         # lse - top and the error of its sum of exponentials
@@ -105,6 +107,15 @@ class Logits:
 def _deviations(elements: int, roundings: int) -> float:
     """Seven standard deviations, in roundings, of the norm of so many sums. A rounding has 0.433: three have 0.75."""
     return 0.75 * (roundings / 3) ** 0.5 * (2 + 7 / (2 * max(1, elements)) ** 0.5)
+
+
+def partial_sums(c: Configuration, layer: Layer, G: Tensor) -> Tensor:
+    """Sum over the ranks of the magnitude of their part of dX ``[N, D]``."""
+    total, weight = torch.zeros(c.N, c.D, dtype=torch.float64), layer.weight.double()
+    for rank, (start, _) in enumerate(c.shards):
+        mine = slice(start, start + real_rows(c, rank))
+        total += (G[:, mine] @ weight[mine]).abs()
+    return total
 
 
 @dataclass(frozen=True)
@@ -131,19 +142,11 @@ class Gradients:
         tokens, entries = self._alike(0), self._alike(1)
         bounds = {"dinput": self._product(terms, error, weight, truth["dinput"], entries)}
         if c.ranks > 1:
-            bounds["dinput"] += (c.ranks + 1) * (precision.low or precision.u) * self._partial_sums(truth["G"])
+            bounds["dinput"] += (c.ranks + 1) * (precision.low or precision.u) * partial_sums(c, layer, truth["G"])
         bounds["dweight"] = self._product(terms.t(), error.t(), x, truth["dweight"], tokens)
         of_bias = truth["G"].sum(0)[:, None]
         bounds["dbias"] = self._product(terms.t(), error.t(), ones, of_bias, tokens)[:, 0]
         return bounds
-
-    def _partial_sums(self, G: Tensor) -> Tensor:
-        """Sum over the ranks of the magnitude of their part of dX ``[N, D]``."""
-        total, weight = torch.zeros(self.c.N, self.c.D, dtype=torch.float64), self.o.layer.weight.double()
-        for rank, (start, _) in enumerate(self.c.shards):
-            mine = slice(start, start + real_rows(self.c, rank))
-            total += (G[:, mine] @ weight[mine]).abs()
-        return total
 
     def _alike(self, dimension: int) -> Tensor:
         """For which rows of a gradient the exponentials of all tokens, or of all entries, are within 16 roundings of

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from cases import DTYPES
 from fuzz_configuration import LARGEST_TARGET, Configuration
@@ -56,6 +57,9 @@ class _Maker:
 
     def below(self, end: int, *shape: int) -> Tensor:
         return torch.randint(end, shape, generator=self.generator)
+
+    def rand(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
     def repeated(self, value: Tensor, name: str) -> Tensor:
         """All along the first dimension the same, if this is to be laid out in one place."""
@@ -114,6 +118,12 @@ def make(c: Configuration) -> Whole:
         if c.counted == "wrong":
             counted = (counted + 1 + c.values % c.N) % (c.N + 1)
     upstream = _upstream(c, m.normal, ids)
+    if c.sure:
+        layer = x, weight, bias, of_bias
+        x, logits, teacher, p = _sure(m, layer, teacher, target, (scale, temperature), logits, ids, offsets)
+        if c.upstream == "shares":
+            share = p.gather(1, ids.reshape(c.N, c.K).long().clamp(0, c.V - 1)).view(ids.shape)
+            upstream["selected_log_prob"] = (share * m.normal(*c.shape, 1)).to(upstream["selected_log_prob"].dtype)
     given = target, token_weight, scale, temperature, logits, ids, offsets, mask, counted, upstream
     return Whole(x, weight, bias, *given, of_bias, teacher)
 
@@ -154,6 +164,83 @@ def _selected(m: _Maker, masked: Tensor, target: Tensor | None) -> tuple[Tensor,
     if c.selected == "sets":
         return m.repeated(ids, "selected"), offsets.to(torch.int32 if c.id_dtype == "int32" else torch.int64)
     return m.repeated(ids.view(*c.shape, c.K), "selected"), None
+
+
+def _sure(m: _Maker, layer: tuple, teacher: tuple | None, target, scales, logits, ids, offsets) -> tuple:
+    """Hidden states, logits and the teacher of tokens that are sure of an entry: of the target, of the first that is
+    selected, or of any. And probabilities ``[N, V]``."""
+    c = m.c
+    chosen = torch.full((c.N,), True) if c.sure == "all" else m.below(2, c.N) == 0
+    entry, kind = m.below(c.V, c.N), m.below(4, c.N)
+    among = torch.full((c.N, c.V), True)
+    if target is not None:
+        wanted = target.reshape(-1).long()
+        entry = torch.where((kind > 0) & (wanted >= 0) & (wanted < c.V), wanted, entry)
+    if ids is not None:
+        flat = ids.reshape(-1).long()
+        counts = torch.full((c.N,), c.K) if offsets is None else offsets.long().diff()
+        owner, inside = torch.repeat_interleave(torch.arange(c.N), counts), (flat >= 0) & (flat < c.V)
+        firsts = torch.zeros_like(entry).index_put((owner.flip(0),), torch.where(inside, flat, -1).flip(0))
+        entry = torch.where((firsts >= 0) & (counts > 0) & ((kind == 1) | torch.tensor(target is None)), firsts, entry)
+        if c.kind == "selected":
+            among = torch.zeros_like(among).index_put((owner[inside], flat[inside]), torch.tensor(True))
+    numbers = c.scale, 1.0 if c.kind == "divergence" else c.temperature
+    scale, temperature = (
+        torch.full((c.N, 1), number).double() if given is None else given.reshape(-1, 1).double()
+        for given, number in zip(scales, numbers)
+    )
+    factor, cap = scale / temperature, None if c.softcap is None else c.softcap / temperature
+    miss = c.miss * 2 ** (m.rand(c.N, 1) - 0.5)
+    if logits is not None:
+        z = logits.reshape(c.N, c.V).double()
+        of_entry = z.scatter(1, entry[:, None], -torch.inf).logsumexp(1, keepdim=True) - torch.logit(miss)
+        z = torch.where(chosen[:, None], z.scatter(1, entry[:, None], of_entry), z)
+        return layer[0], z.view_as(logits).to(logits.dtype), None, None
+    x, p = _along(c, layer, entry, chosen, among, factor, cap, miss)
+    if teacher is not None:
+        given, teacher = teacher, (x, *teacher[1:])
+        if not c.teacher_equal:
+            both, of_teacher = chosen & (m.below(2, c.N) == 0), c.miss * 100 ** (m.rand(c.N, 1) - 0.5)
+            teacher = _along(c, given, entry, both, among, factor, cap, of_teacher)[0], *given[1:]
+    return x, None, teacher, p
+
+
+def _along(
+    c: Configuration,
+    layer: tuple,
+    entry: Tensor,
+    chosen: Tensor,
+    among: Tensor,
+    factor: Tensor,
+    cap: Tensor | None,
+    miss: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """``x [*shape, D]`` of the ``chosen`` tokens moved along the weight's row of ``entry [N]`` until 1 - p there,
+    ``among [N, V]``, is ``miss [N, 1]``; and p. Tokens that cannot be so sure stay."""
+    x, weight, bias, masked = layer
+    wide, flat, at = weight.double(), x.reshape(c.N, -1).double(), entry[:, None]
+    unit = normalize(wide[entry], dim=1) * factor.sign()
+    start, step = flat @ wide.t(), unit @ wide.t()
+    if bias is not None:
+        start = start + bias.double().masked_fill(masked, MASKED)
+
+    def log_p(length: Tensor) -> Tensor:
+        z = factor * (start + length * step)
+        z = z if cap is None else cap * torch.tanh(z / cap)
+        return z.masked_fill(~among, -torch.inf).log_softmax(1)
+
+    def missing(length: Tensor) -> Tensor:
+        return log_p(length).scatter(1, at, -torch.inf).exp().sum(1, keepdim=True)
+
+    low = torch.zeros(c.N, 1, dtype=torch.float64)
+    high = 60 / (factor.abs() * wide[entry].norm(dim=1, keepdim=True)).clamp(min=1e-3)
+    for _ in range(30):
+        middle = (low + high) / 2
+        far = missing(middle) > miss
+        low, high = torch.where(far, middle, low), torch.where(far, high, middle)
+    reached = chosen[:, None] & ((missing(high) / miss - 1).abs() < 0.1) & (high < 1e3)
+    length = torch.where(reached, high, 0.0)
+    return (flat + length * unit).view(x.shape).to(x.dtype), log_p(length).exp()
 
 
 def _mask(m: _Maker) -> Tensor:

@@ -21,7 +21,19 @@ from safetensors.torch import save_file
 
 from cases import normal
 from parallel_lce.bench import exactness, parity
-from parallel_lce.bench.exactness import FP32_HEAD, OURS, Case, Deviation, Inputs, Scores, head, measure, random_inputs
+from parallel_lce.bench.exactness import (
+    FP32_HEAD,
+    OURS,
+    OUTPUTS,
+    Case,
+    Deviation,
+    Group,
+    Inputs,
+    Scores,
+    head,
+    measure,
+    random_inputs,
+)
 from parallel_lce.bench.problem import Shape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -231,6 +243,7 @@ def assert_parity(measured: Case) -> None:
     assert 100 * its.mean < rounded.mean
     assert its.entropy_largest <= measured.entropy_limit
     assert 10 * its.entropy_largest < rounded.entropy_largest
+    assert measured.groups and measured.holds
 
 
 @pytest.mark.parametrize("deviation", parity.DEVIATIONS)
@@ -242,6 +255,36 @@ def test_ours_equals_an_fp32_head_on_random_inputs(shape, deviation, device):
     assert_parity(measured)
     if deviation >= 5:
         assert measured.deviations[BF16].outside > 0.1
+
+
+def test_gradients_of_sure_tokens_are_shown_by_group(device):
+    measured = measure(random_inputs(Shape(200, 3000, 256), 20.0, torch.device(device)))
+    edges = [(group.low, group.high) for group in measured.groups]
+    assert edges == [(0.1, 1.0), (1e-2, 0.1), (1e-3, 1e-2), (1e-4, 1e-3), (1e-5, 1e-4), (0.0, 1e-5)]
+    assert sum(group.tokens for group in measured.groups) == 200 and min(group.tokens for group in measured.groups) >= 8
+    for group in measured.groups:
+        assert list(group.errors) == list(OUTPUTS)
+        for ways in group.errors.values():
+            assert list(ways) == [OURS, BF16, FP32_HEAD]
+            # Of float64 gradients of the rounded logits about one percent, and more of sure tokens.
+            assert ways[OURS] < 0.03 and ways[FP32_HEAD] < 0.03 < ways[BF16] < 0.5
+
+
+@pytest.mark.parametrize(
+    ("ours", "rounded", "tokens", "holds"),
+    [
+        (0.02, 0.01, 8, True),
+        (0.025, 0.01, 8, False),
+        (0.025, 0.01, 7, True),  # few
+        (2**-8, 0.0, 8, True),  # one rounding
+        (2**-7, 0.0, 8, False),
+        (NAN, 0.1, 8, False),
+    ],
+)
+def test_gradients_of_a_group_are_held_to_those_of_rounded_logits(ours, rounded, tokens, holds):
+    right = {OURS: 0.0, BF16: 0.1, FP32_HEAD: 0.0}
+    group = Group(1e-3, 1e-2, tokens, {"entropy": right, "log-probability": right | {OURS: ours, BF16: rounded}})
+    assert group.holds is holds and replace(case(1e-3, 1e-3), groups=(group,)).holds is holds
 
 
 @pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tiny", "configuration"])
@@ -268,11 +311,14 @@ def test_the_whole_command_on_a_trained_model(large, tmp_path):
         deviations = {name: Deviation(**its) for name, its in each["deviations"].items()}
         shape = Shape(each["n"], each["v"], each["d"])
         numbers = each["max_abs_logit"], each["max_sum_of_magnitudes"], each["mean_log_prob"]
-        found = Case(each["name"], shape, each["dtype"], *numbers, deviations)
+        groups = tuple(Group(**group) for group in each["groups"])
+        assert sum(group.tokens for group in groups) == shape.n
+        found = Case(each["name"], shape, each["dtype"], *numbers, deviations, groups)
         assert each["holds"] and found.as_dict() == each
         assert_parity(found)
         rows = [line for line in done.stdout.splitlines() if line.startswith(f"| {found.name}: {shape} ")]
-        assert len(rows) == 1 and f"{deviations[OURS].largest:.1e}" in rows[0]
+        assert len(rows) == 2 and f"{deviations[OURS].largest:.1e}" in rows[0]
+        assert all(f"{ways[OURS]:.1e} / " in rows[1] for ways in groups[0].errors.values())
     assert content["cases"][0]["max_abs_logit"] < content["cases"][1]["max_abs_logit"]  # it has been trained
 
 
@@ -289,6 +335,21 @@ def test_a_wrong_result_fails_the_report(monkeypatch, capsys):
     monkeypatch.setattr(exactness, "ours", lambda inputs: head(inputs, torch.bfloat16)[0])
     assert parity.main(["--device", "cpu", "--random", "32,64,32"]) == 1
     assert capsys.readouterr().out.count("FAILED: ours is off by") == 3
+
+
+def test_wrong_gradients_of_sure_tokens_fail_the_report(monkeypatch, capsys):
+    right = exactness.our_gradients
+
+    def wrong(inputs, entry):
+        log_p = head(replace(inputs, target=entry), torch.float64)[0].log_prob
+        # Lost beside those of the other tokens.
+        return {name: dx.where(log_p[:, None] < -1e-3, 0.0) for name, dx in right(inputs, entry).items()}
+
+    monkeypatch.setattr(exactness, "our_gradients", wrong)
+    assert parity.main(["--device", "cpu", "--random", "256,512,64"]) == 1
+    said = capsys.readouterr().out
+    words = "; its dX by more than twice those of bf16 logits, where 1 - p is at most 1e-03, 1e-04, 1e-05"
+    assert said.count("FAILED") == said.count(words) == 1
 
 
 def test_wrong_entropies_fail_the_report(monkeypatch, capsys, tmp_path):

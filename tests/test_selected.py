@@ -245,6 +245,9 @@ def test_no_tokens(backend, device):
     sets = torch.arange(3, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     assert parallel_lce.token_statistics(t.x[:0], t.weight, None, selected=sets).selected_log_prob.isnan().all()
     assert parallel_lce.selected_log_probs(t.x[:0], t.weight, sets).isnan().all()
+    found = parallel_lce.token_statistics(t.x[:0], t.weight, t.target[:0], selected=sets)
+    loss = found.target_log_prob.sum() + found.selected_log_prob.sum()
+    assert torch.autograd.grad(loss, t.x)[0].shape == t.x.shape
 
 
 BAD = {

@@ -1,4 +1,5 @@
-"""How exact log-probabilities and entropies are: three ways to compute them, each compared with float64.
+"""How exact log-probabilities, entropies and their gradients are: three ways to compute them, each compared with
+float64.
 
 ours           `token_statistics`
 bf16 logits    the logits in the inputs' dtype, converted to fp32 for the softmax, as trainers do
@@ -21,6 +22,11 @@ BAND = 0.01  # a ratio outside of 1 ± BAND counts
 # cores cut off what they add to a sum, where an fp32 product rounds it.
 ROUNDINGS = 4
 OURS, FP32_HEAD = "ours", "fp32 head"
+# 1 - p of a token's largest entry. Gradients are compared among tokens between two of these: they are as small as
+# 1 - p, and those of tokens that are not sure would hide the errors of the others.
+EDGES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 0.0)
+OUTPUTS = "log-probability", "entropy", "log-probability of the largest"
+FEWEST = 8  # tokens of a group that is judged; with fewer of them a way may be right by luck
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,25 @@ class Deviation:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Tokens whose largest entry has 1 - p from `low` to `high`, and how far their dX are from the truth."""
+
+    low: float
+    high: float
+    tokens: int
+    errors: dict[str, dict[str, float]]  # of each output and way: norm of the difference over that of the truth
+
+    @property
+    def holds(self) -> bool:
+        """Whether the errors of ours are at most twice those of rounded logits, and a rounding of the result."""
+        if self.tokens < FEWEST:
+            return True
+        (rounded,) = {name for ways in self.errors.values() for name in ways} - {OURS, FP32_HEAD}
+        rounding = torch.finfo(torch.bfloat16 if rounded.startswith("bf16") else torch.float16).eps / 2
+        return all(ways[OURS] <= 2 * ways[rounded] + rounding for ways in self.errors.values())  # not for NaN
+
+
+@dataclass(frozen=True)
 class Case:
     """The deviations of all ways on one set of inputs."""
 
@@ -89,6 +114,7 @@ class Case:
     largest_sum: float  # max of sum |x_k w_k| over the targets' logits: what their roundings are relative to
     mean_log_prob: float  # of the targets, true
     deviations: dict[str, Deviation]
+    groups: tuple[Group, ...] = ()
 
     @property
     def limit(self) -> float:
@@ -106,7 +132,8 @@ class Case:
     @property
     def holds(self) -> bool:
         found = self.deviations[OURS]
-        return found.largest <= self.limit and found.entropy_largest <= self.entropy_limit  # not for NaN
+        exact = found.largest <= self.limit and found.entropy_largest <= self.entropy_limit  # not for NaN
+        return exact and all(group.holds for group in self.groups)
 
     def times(self, name: str) -> float:
         """The largest difference of a way relative to that of the fp32 head, or to one rounding if that has none."""
@@ -126,6 +153,7 @@ class Case:
             "allowed_entropy_largest": self.entropy_limit,
             "holds": self.holds,
             "deviations": {name: asdict(deviation) for name, deviation in self.deviations.items()},
+            "groups": [asdict(group) for group in self.groups],
         }
         return without_nan(content)
 
@@ -147,7 +175,57 @@ def measure(inputs: Inputs) -> Case:
     deviations = {name: Deviation.of(way(), truth) for name, way in ways.items()}
     mean = truth.log_prob.mean().item()
     largest_sum = max(_sums_of_magnitudes(inputs))
-    return Case(inputs.name, inputs.shape, inputs.dtype_name, largest_logit, largest_sum, mean, deviations)
+    numbers = largest_logit, largest_sum, mean
+    return Case(inputs.name, inputs.shape, inputs.dtype_name, *numbers, deviations, _groups(inputs))
+
+
+def _groups(inputs: Inputs) -> tuple[Group, ...]:
+    """The errors of dX, by how sure tokens are of their largest entries."""
+    tops = [log_p.max(1) for _, log_p, _ in log_softmax(inputs, torch.float64)]
+    entry = torch.cat([top.indices for top in tops])
+    miss = torch.cat([top.values for top in tops]).expm1().neg_().clamp_(min=1e-300)
+    truth = head_gradients(inputs, torch.float64, entry)
+    ways = {
+        OURS: lambda: our_gradients(inputs, entry),
+        f"{inputs.dtype_name} logits": lambda: head_gradients(inputs, inputs.hidden.dtype, entry),
+        FP32_HEAD: lambda: head_gradients(inputs, torch.float32, entry),
+    }
+    groups = [(low, high, (miss > low) & (miss <= high)) for high, low in zip(EDGES, EDGES[1:])]
+    errors: list[dict[str, dict[str, float]]] = [{name: {} for name in truth} for _ in groups]
+    for way, gradients in ways.items():
+        for name, found in gradients().items():
+            off, size = (rows.norm(dim=1) for rows in (found - truth[name], truth[name]))
+            for (*_, tokens), its in zip(groups, errors):
+                its[name][way] = (off[tokens].norm() / size[tokens].norm()).item()
+    counts = [int(tokens.sum()) for *_, tokens in groups]
+    return tuple(Group(*edges, n, its) for (*edges, _), n, its in zip(groups, counts, errors) if n)
+
+
+def our_gradients(inputs: Inputs, entry: Tensor) -> dict[str, Tensor]:
+    """dX `[N, D]` of each output. `entry [N]`: the selected ones."""
+    from parallel_lce import token_statistics
+
+    x = inputs.hidden.detach().requires_grad_()
+    found = token_statistics(x, inputs.weight, inputs.target, expected_logit=True)
+    values = [found.target_log_prob, found.entropy]
+    gradients = [torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in values if value is not None]
+    selected = token_statistics(x, inputs.weight, None, selected=entry[:, None]).selected_log_prob
+    assert selected is not None
+    return dict(zip(OUTPUTS, [*gradients, *torch.autograd.grad(selected.sum(), x)]))
+
+
+def head_gradients(inputs: Inputs, dtype: torch.dtype, entry: Tensor) -> dict[str, Tensor]:
+    """The same of logits in `dtype`."""
+    weight = inputs.weight.to(dtype)
+    found = {name: torch.empty_like(inputs.hidden, dtype=dtype) for name in OUTPUTS}
+    for tokens in _blocks(inputs):
+        x = inputs.hidden[tokens].to(dtype).requires_grad_()
+        with _full_fp32():
+            log_p = (x @ weight.T).to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
+            of_target, of_entry = (log_p.gather(1, ids[tokens, None]) for ids in (inputs.target, entry))
+            for name, value in zip(OUTPUTS, (of_target, -(log_p.exp() * log_p), of_entry)):
+                found[name][tokens] = torch.autograd.grad(value.sum(), x, retain_graph=True)[0]
+    return found
 
 
 def _sums_of_magnitudes(inputs: Inputs) -> Iterator[float]:

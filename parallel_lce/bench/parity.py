@@ -12,8 +12,9 @@ launch/snapshots.py writes them. Random inputs have normal logits of three stand
 drawn from their softmax. `./launch/parity.sh` trains a model, then runs this on its snapshots.
 
 Exit status: 0 if the largest differences of ours, in log-probabilities and in entropies, are at most twice the fp32
-head's plus four fp32 roundings of the largest sum |x_k w_k| that is a target's logit; else 1; 2 for input that cannot
-be measured.
+head's plus four fp32 roundings of the largest sum |x_k w_k| that is a target's logit, and the errors of dX, by how sure
+tokens are of an entry, at most twice those of bf16 logits plus one rounding; else 1; 2 for input that cannot be
+measured.
 """
 
 import argparse
@@ -47,7 +48,7 @@ def parse_arguments(arguments: list[str] | None, program: str = PROGRAM) -> argp
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    from .parity_table import parity_table, verdict
+    from .parity_table import gradient_table, parity_table, verdict
     from .tables import new_console, say
 
     device = torch.device(options.device)
@@ -63,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:
             write_json(options.json, {"machine": facts, "cases": [case.as_dict() for case in cases]})
     say(console, parity_table(cases))
+    say(console, gradient_table(cases))
     for case in cases:
         say(console, verdict(case))
     return status or int(not all(case.holds for case in cases))

@@ -12,19 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.partials import ALONE, NEAR
+
 REACH = 32.0
 """How far, in nats, a window's maximum may lie from the token's softmax shift. bf16 has fp32's exponent range:
 exp(32) and exp(-32) are far from its limits."""
 
 SAVED_FP16_SCALE = 2.0**15
 """fp16 saves exp(z - maximum), which is in [0, 1], times this: nothing is lost down to e^-20."""
-
-ALONE = 1.5
-"""Below this sum of exponentials relative to the maximum, one entry is the maximum, and all others lie more than ln 2
-below it. An inexact logit less than :data:`NEAR` below the maximum is then that entry's, and its value is known: it is
-the maximum."""
-
-NEAR = 0.3
 
 # Of the roundings by which a logit that is summed in another order is off, relative to it.
 _ROUNDINGS = tl.constexpr(2.0**-20)

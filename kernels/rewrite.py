@@ -16,15 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import (
-    ALONE,
-    SAVED_FP16_SCALE,
-    exponential_from,
-    finite_base,
-    logit_above,
-    window_shift,
-)
+from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, exponential_from, finite_base, logit_above, window_shift
 from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.partials import ALONE
 
 REWRITTEN = 2048
 """Entries of a row that are rewritten at a time."""

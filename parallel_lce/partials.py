@@ -49,6 +49,14 @@ def exponential_(z: Tensor) -> Tensor:
     return z.exp_() if z.is_cuda else z.mul_(LOG2_E).exp2_()
 
 
+ALONE = 1.5
+"""Below this sum of exponentials relative to the maximum, one entry is the maximum, and all others lie more than ln 2
+below it. An inexact logit less than :data:`NEAR` below the maximum is then that entry's, and its value is known: it is
+the maximum."""
+
+NEAR = 0.3
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics and sums: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

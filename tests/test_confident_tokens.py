@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import parallel_lce
 from cases import DTYPES, normal
 from measures import relative_error
+from parallel_lce.backends import eager_tiles
 from parallel_lce.distillation import divergence, top_k_divergence
 from tools import alone, chosen_backend
 from world import Member
@@ -198,6 +199,23 @@ def test_sure_tokens_of_two_ranks(output, budget, backend, worlds, device):
         return worlds(2).run(ours, *arguments, backend)
 
     judge(run, output, "bf16", budget)
+
+
+@pytest.mark.parametrize("output", ["target", "entropy"])
+def test_sure_tokens_whose_logits_are_recomputed_in_another_order(output, monkeypatch, device):
+    logits, recomputed = eager_tiles.logits, eager_tiles.LogitGradient._recomputed
+
+    def in_another_order(*given):
+        with monkeypatch.context() as patches:
+            patches.setattr(eager_tiles, "logits", lambda *operands: logits(*operands).mul_(1 - 2**-21))
+            return recomputed(*given)
+
+    monkeypatch.setattr(eager_tiles.LogitGradient, "_recomputed", in_another_order)
+
+    def run(*arguments):
+        return [ours(alone(device), *arguments, "torch")]
+
+    judge(run, output, "fp16", 0)
 
 
 def test_no_log_probability_is_above_zero(backend, device):

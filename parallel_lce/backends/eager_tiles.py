@@ -32,7 +32,7 @@ from parallel_lce.backends.interface import (
     softcap_slope,
 )
 from parallel_lce.memory import some_rows
-from parallel_lce.partials import LOWEST_SHIFT, MAX, SUM_EXP, TARGET, exponential_
+from parallel_lce.partials import ALONE, LOWEST_SHIFT, MAX, NEAR, SUM_EXP, TARGET, exponential_
 
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. On a CPU every
 # operation waits for the slowest thread, which may not be running: operations are to be few and large.
@@ -175,6 +175,11 @@ class LogitGradient:
         # A product of other rows rounds a logit in another way. Of millions, what is so near to the maximum is it.
         slack = self._maximum.abs().mul_(8 * torch.finfo(maximum.dtype).eps).sub_(1.0).clamp_(min=0.0)
         self._near_maximum = self._maximum - slack
+        # [R]: below such a logit no other is the maximum. None: of no token.
+        alone = sum_exp < ALONE
+        self._largest_from = self._maximum - NEAR if alone.is_cuda or alone.any() else None
+        if self._largest_from is not None:
+            self._largest_from.masked_fill_(~alone, torch.inf)
         self.fp16_unscale: Tensor | None = None
         factor: Tensor | float = projection.scale
         if projection.token_scale is not None:
@@ -258,7 +263,12 @@ class LogitGradient:
         z = logits(self._projection, self.x, rows, weight, window, out)
         cap = self._projection.of_rows(rows).softcap
         slope = None if cap is None else softcap_slope(cap, z)
-        z.sub_(self._near_maximum[rows]).clamp_(max=0.0)
+        maximum = self._near_maximum[rows]
+        if self._largest_from is not None:
+            # Its exponential is 1, where that of a difference of roundings would hide how small 1 - p is.
+            top = z.amax(0)
+            maximum = torch.where(top > self._largest_from[rows], top, maximum)
+        z.sub_(maximum).clamp_(max=0.0)
         moved = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
         return self._softmax_gradient(exponential_(z), moved, rows), slope
 

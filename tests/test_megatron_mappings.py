@@ -3,6 +3,7 @@ leave it as this rank's part. Against dense gradients in float64."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from unittest import mock
 
@@ -120,8 +121,10 @@ def _ours(member: Member, name: str, gathered: bool, by_token: bool):
     mapping = mappings.copy_to_tensor_model_parallel_region
     if gathered:
         mapping = mappings.gather_from_sequence_parallel_region
-    # Megatron's gather asks where to put its result.
-    device = mock.patch.object(torch.cuda, "current_device", lambda: member.device)
+    device = nullcontext()
+    if member.device.type == "cpu":
+        # Megatron's gather asks where to put its result.
+        device = mock.patch.object(torch.cuda, "current_device", lambda: member.device)
     with device, shrunk(2000, (8, 16)), started() as collectives:
         hidden = x if group is None else mapping(x, group=group)
         if name == "rl":

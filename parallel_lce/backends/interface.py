@@ -68,10 +68,12 @@ _DEFAULT_RANGE = 80.0
 def savable(dtype: torch.dtype, softcap: float | None) -> bool:
     """Whether the backward can work from saved exponentials.
 
-    Under a soft-cap it recovers z as log(e), with an absolute error of one rounding unit: too much for caps below 1.
-    Under large caps e underflows.
+    Under a soft-cap it recovers z as log(e), with an absolute error of one rounding unit: too much for caps below 1,
+    and in fp32 and fp64, whose logits are not rounded otherwise. Under large caps e underflows.
     """
-    return softcap is None or 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
+    if softcap is None or dtype == accumulation_dtype(dtype):
+        return softcap is None
+    return 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
 
 
 @dataclass(frozen=True)

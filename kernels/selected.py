@@ -36,7 +36,7 @@ _LOGITS = 16, 128, 1
 _FOR_HIDDEN = 8, 512, 2
 _FOR_WEIGHT = 4, 2048, 4
 # Entries of one token whose places in G a program finds at a time.
-_PLACED = 64
+_PLACED = 32
 
 
 class SelectedWindows(NamedTuple):

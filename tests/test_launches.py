@@ -72,7 +72,7 @@ SPILLS = {
 }
 # What else is spilled, a few registers of releases beside the usual ones. For the windows of a single token, which lie
 # side by side, Triton lets a thread load 16 at once.
-FEW = {("3.8.0", gpu, "lce_forward_merge_windows") for gpu in (80, 90)} | {("3.9.0", 80, "lce_forward_merge_windows")}
+FEW = {(version, gpu, "lce_forward_merge_windows") for version in ("3.8.0", "3.9.0") for gpu in (80, 90)}
 FEW |= {(version, gpu, "lce_backward_token_gradients") for version in ("3.8.0", "3.9.0") for gpu in (90, 100)}
 FEW |= {("3.6.0", gpu, "lce_backward_choose_level") for gpu in (90, 100)}
 FEW_BYTES = 16

@@ -274,7 +274,8 @@ class _SumOfRanks(torch.autograd.Function):
 STRATEGIES = {"save": ("none", None), "recompute": ("none", 0), "accumulate": ("mean", 0)}
 LOSSES = {
     "plain": {},
-    "smoothing, z-loss and soft-cap": dict(label_smoothing=0.2, z_loss=0.1, logit_softcap=3.0, logit_scale=1.3),
+    "smoothing and z-loss": dict(label_smoothing=0.2, z_loss=0.1, logit_scale=1.3),
+    "soft-cap": dict(label_smoothing=0.2, logit_softcap=3.0, logit_scale=1.3),
 }
 
 
@@ -325,7 +326,8 @@ def _gradcheck(member: Member, strategy: str, sequence_parallel: bool) -> list[s
         found = parallel_lce.linear_cross_entropy(
             x, weight, target, linear_bias=bias, reduction=reduction, token_weight=token_weight, **parallel, **options
         )
-        plans.add(_kind(found))
+        if "logit_softcap" not in options:  # with which fp64 saves nothing, and accumulates nothing
+            plans.add(_kind(found))
         return found
 
     def statistics(x, weight, bias, **options):
@@ -367,4 +369,4 @@ def _kind(loss) -> bool:
 @pytest.mark.thinned
 def test_gradcheck(strategy, ranks, sequence_parallel, worlds, device):
     checked = everywhere(worlds, device, ranks, _gradcheck, strategy, sequence_parallel)
-    assert checked == [checked[0]] * ranks and len(checked[0]) == 2 + (strategy != "accumulate")
+    assert checked == [checked[0]] * ranks and len(checked[0]) == 3 + (strategy != "accumulate")

@@ -15,7 +15,7 @@ ERRORS = ("loss", "dX", "dW")  # in JSON the worst rows too
 SHORT = {FORWARD: "forward", FORWARD_BACKWARD: "fwd+bwd"}
 NONE = "–"
 MIB = 2**20
-PIPE_WIDTH = 240  # a file or a pipe has no width, and wrapped numbers cannot be read
+PIPE_WIDTH = 300  # a file or a pipe has no width, and wrapped numbers cannot be read
 CELL_CAPTION = (
     " Milliseconds of the slowest rank. of GEMM-only: speed relative to that baseline in the same round. MiB: peak "
     "above the inputs on the rank that needs most; beyond: without dX and dW too."

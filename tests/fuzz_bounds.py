@@ -3,10 +3,14 @@
 ``u`` is half the spacing of the statistics' dtype, ``low`` that of the computed one. Sums of n terms are given
 ``8 + sqrt(n)`` roundings of the sum of their magnitudes, products over D as many less 4. In low precision the
 entries of the logits' gradient are rounded three times at most, kept exponential, slope and result, each time on
-its own, and once more where selected entries are added; their sums are given seven standard deviations of that, and
-one rounding of the sum of their magnitudes where all logits are so near each other that their exponentials are rounded
-alike. The square of a probability moves twice as far as the probability. Logits that a backward takes from saved
-exponentials, as their logarithm, are off by one rounding of 1, however near the largest they lie.
+its own; what targets and selected entries add is rounded with the result alone. Their sums are given seven standard
+deviations of that, and one rounding of the sum of their magnitudes where all logits are so near each other that their
+exponentials are rounded alike. The square of a probability moves twice as far as the probability. Logits that a
+backward takes from saved exponentials, as their logarithm, are off by one rounding of 1, however near the largest they
+lie.
+
+An entry with p > 2/3 is the largest, and its exponential is exactly 1, saved or not. What is as small as 1 - p is as
+exact as the exponentials of the others, but for roundings of 1 in the statistics' dtype, and then rounded.
 
 The K-th largest of some numbers moves no further than one of them does, so the largest logits have the error of the
 largest one.
@@ -20,7 +24,17 @@ from torch.nn.functional import one_hot
 
 from cases import DTYPES
 from fuzz_configuration import FIELDS, Configuration
-from fuzz_logits import FP16_REACH, FP16_SMALLEST, Gradients, Logits, Precision, column, half_spacing, sum_of
+from fuzz_logits import (
+    FP16_REACH,
+    FP16_SMALLEST,
+    ROUNDINGS_OF_1,
+    Gradients,
+    Logits,
+    Precision,
+    column,
+    half_spacing,
+    sum_of,
+)
 from fuzz_truth import Operands
 from fuzz_values import Whole
 from parallel_lce.backends.interface import recovers_logits
@@ -52,15 +66,24 @@ class Analysis:
         errors = {"lse": z.lse_error, "max_logit": error.amax(1)}
         weighted = (z.p * z.from_top).sum(1)
         spread = (z.p * (error + z.relative * z.from_top)).sum(1) + summed * weighted
+        # The largest entry's distance from itself is exact.
+        apart = error + (z.alone * error).sum(1, keepdim=True)
+        rest = z.p.masked_fill(z.alone, 0.0)
+        of_rest = (rest * (apart + torch.expm1(apart.clamp(max=50.0)) * z.from_top)).sum(1) + z.others * (1 + weighted)
+        self._expected_error = torch.minimum(spread, of_rest + summed * weighted)
         errors["mean_logit"] = error.mean(1) + summed * z.reach.mean(1)
         errors["mean_log_prob"] = error.mean(1) + z.lse_error + summed * z.from_top.mean(1)
         errors["expected_logit"] = spread + 4 * u * z.top[:, 0].abs()
-        errors["entropy"] = spread + z.mean_error + summed * (1 + z.log_sum)
+        log_sum_error = torch.minimum(z.mean_error + summed * (1 + z.log_sum), z.others)
+        errors["entropy"] = self._expected_error + log_sum_error
         self._squared = z.p.square().sum(1)
         moved = (z.p.square() * ((1 + z.relative).square() - 1)).sum(1)
-        errors["sum_p_squared"] = moved + summed * self._squared + c.V * self._precision.tiny
+        of_rest = summed * rest.square().sum(1) + ROUNDINGS_OF_1 * u
+        summed_squares = torch.where(z.alone.any(1), of_rest, summed * self._squared)
+        errors["sum_p_squared"] = moved + summed_squares + c.V * self._precision.tiny
         own_error = error + 2 * u * z.reach
         log_prob_error = own_error + column(z.lse_error) + 4 * u * (z.from_top + column(z.log_sum))
+        log_prob_error = torch.where(z.alone, torch.minimum(log_prob_error, column(z.others)), log_prob_error)
         self._inside = torch.zeros(c.N, dtype=torch.bool)
         self._own = torch.zeros_like(z.z)
         if o.target is not None:
@@ -125,24 +148,32 @@ class Analysis:
         self._alpha_error = sum_of(entries.most) * u * size
         self._points = entries.spread(upstream.abs(), self._points.shape)
 
-    def _terms(self) -> tuple[Tensor, Tensor]:
-        """Sums of the magnitudes of the terms of G ``[N, V]``, and G's error in the statistics' dtype."""
+    def _terms(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sums of the magnitudes of the terms of G ``[N, V]``, and G's error in the statistics' dtype; magnitudes of
+        its entries, and of what is rounded three times."""
         z, scale = self.logits, self.logits.scale.abs()
         # As p moves: the derivatives of p log p, where the logarithm is taken of a saved one, and of epsilon p (p - Q).
         recovered = float(recovers_logits(DTYPES[self._c.computed]))
-        level = column(self._alpha) + column(self._delta) * (self._slope_reach + recovered)
+        level = column(self._alpha) + column(self._delta) * (self._slope_reach + recovered * ~z.alone)
         level = level + column(self._epsilon) * (2 * z.p + column(self._squared))
         raw = z.p * level + column(self._beta) * self._own + column(self._gamma) + self._points
+        # NumPy's products, in the interpreter, round a row in another way if it is at another place in a tile.
+        c, again = self._c, 0.0
+        if c.budget is not None or c.softcap is not None or c.computed == "fp16":
+            again = z.alone * 2 * self._u * z.reach
         error = z.p * (
-            z.relative * level
+            (z.relative + again) * level
             + column(self._alpha_error)
-            + column(self._delta) * (z.error + column(self._errors["expected_logit"]))
+            + column(self._delta) * (z.error * ~z.alone + again + column(self._expected_error))
             + column(self._epsilon) * z.p * z.relative.square()
         )
         common = self._common * raw
         if self._o.entries is not None:
             common = common + sum_of(self._o.entries.most) * self._u * self._points
-        error = z.chain * (error + common) + z.chain_error * raw
+        # An entry that is alone is formed first, then multiplied by its slope. The others' terms have one each.
+        formed = self._truth["G"].abs()
+        sloped = torch.where(z.alone & (z.chain > 0), formed / (scale * z.chain), raw).nan_to_num(torch.inf)
+        error = z.chain * (error + common) + z.chain_error * torch.minimum(sloped, raw)
         # The truth's own error, of entropies whose terms cancel.
         noise = z.p * column(self._delta) * (1 + column(z.lse.abs()) + z.reach)
         error = error + 16 * torch.finfo(torch.float64).eps * noise
@@ -155,16 +186,17 @@ class Analysis:
             each = alpha, self._beta, self._gamma, self._delta, self._epsilon
             largest = sum((v * scale[:, 0]).amax() for v in each) + (scale * self._points).amax()
             error = error + 2.0**-34 * largest + 2.0**-65
-        return scale * z.chain * raw, error
+        rounded = torch.where(z.alone, formed, (2 * scale * z.chain * z.p * level + formed) / 3)
+        return scale * z.chain * raw, error, formed + error, rounded
 
     def bounds(self) -> dict[str, Tensor]:
         """The largest error of each result, of its shape; infinite where fp16 may overflow."""
         bounds = dict(self._errors)
         if self._c.kind == "loss":
             bounds |= self._losses()
-        roundings = 3 if self._o.entries is None else 4
-        gradients = Gradients(self._c, self._o, self._precision, self.logits, roundings=roundings)
-        return bounds | gradients.bounds(*self._terms(), self._truth)
+        gradients = Gradients(self._c, self._o, self._precision, self.logits)
+        self.terms, error, formed, rounded = self._terms()
+        return bounds | gradients.bounds(self.terms, error, self._truth, formed, rounded)
 
     def moved(self) -> Tensor:
         """G from exponentials that are rounded once."""
@@ -208,36 +240,51 @@ class Analysis:
         return bounds
 
 
-def of_logits(c: Configuration, whole: Whole) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Truth and bounds of ``vocab_parallel_cross_entropy``, as its docstring has it."""
-    z = whole.logits.double()
+def dense_of_logits(c: Configuration, whole: Whole, wide: torch.dtype) -> dict[str, Tensor]:
+    """Results of ``vocab_parallel_cross_entropy``, as its docstring has them, computed in ``wide``."""
+    z, (own, inside), smoothing = whole.logits.to(wide), _own(c, whole), _smoothing(c)
+    log_p = torch.log_softmax(z, -1)
+    # A target outside has the largest logit's loss.
+    picked = torch.where(inside, (own * log_p).sum(-1), log_p.amax(-1))
+    means = log_p.unflatten(-1, (c.ranks, c.V // c.ranks)).mean(-1).movedim(-1, 0)
+    losses = (smoothing - 1) * picked - smoothing * means
+    gradient = log_p.exp() - (1 - smoothing) * own.to(wide) - smoothing * c.ranks / c.V
+    gradient = whole.upstream["loss"].to(wide).unsqueeze(-1) * gradient
+    return {"loss": losses if c.label_smoothing else losses[0], "dinput": gradient}
+
+
+def _own(c: Configuration, whole: Whole) -> tuple[Tensor, Tensor]:
     target = whole.target.long()
+    inside = (target >= 0) & (target < c.V)
+    return one_hot(target.clamp(0, c.V - 1), c.V) * inside.unsqueeze(-1), inside
+
+
+def _smoothing(c: Configuration) -> float:
+    entries = c.V // c.ranks
+    return c.label_smoothing * entries / (entries - 1) if c.label_smoothing else 0.0
+
+
+def of_logits(c: Configuration, whole: Whole) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Truth and bounds of ``vocab_parallel_cross_entropy``."""
+    z = whole.logits.double()
     dtype = DTYPES[c.dtype]
     wide = accumulation_dtype(dtype)
     u = half_spacing(wide) * (2 if wide == torch.float64 else 1)
-    entries = c.V // c.ranks
-    smoothing = c.label_smoothing * entries / (entries - 1) if c.label_smoothing else 0.0
-    log_p, lse, top = torch.log_softmax(z, -1), torch.logsumexp(z, -1), z.amax(-1)
-    inside = (target >= 0) & (target < c.V)
-    own = one_hot(target.clamp(0, c.V - 1), c.V).double() * inside.unsqueeze(-1)
-    picked = torch.where(inside, (own * z).sum(-1), top)
-    means = log_p.unflatten(-1, (c.ranks, entries)).mean(-1).movedim(-1, 0)
-    losses = (1 - smoothing) * (lse - picked) - smoothing * means
-    if not c.label_smoothing:
-        losses = losses[0]
+    smoothing, (own, _) = _smoothing(c), _own(c, whole)
+    truth = dense_of_logits(c, whole, torch.float64)
+    log_p, top = torch.log_softmax(z, -1), z.amax(-1)
     upstream = whole.upstream["loss"].double()
-    gradient = log_p.exp() - (1 - smoothing) * own - smoothing / entries
     error = 4 * u * (z.abs() + top.abs().unsqueeze(-1))
     worst = error.amax(-1)
-    terms = log_p.exp() + abs(1 - smoothing) * own + smoothing / entries
-    loss_bound = 3 * worst + sum_of(c.V) * u * (1 + z.abs().amax(-1)) + 8 * u * losses.abs()
+    terms = log_p.exp() + abs(1 - smoothing) * own + smoothing * c.ranks / c.V
+    loss_bound = 3 * worst + sum_of(c.V) * u * (1 + z.abs().amax(-1)) + 8 * u * truth["loss"].abs()
     relative = torch.expm1((error + worst.unsqueeze(-1)).clamp(max=50.0)) + sum_of(c.V) * u
     size = upstream.abs().unsqueeze(-1)
     tiny = torch.finfo(wide).tiny
-    bound = tiny + size * (tiny + log_p.exp() * relative + 8 * u * terms + half_spacing(dtype) * gradient.abs())
+    bound = tiny + size * (tiny + log_p.exp() * relative + 8 * u * terms)
+    bound += half_spacing(dtype) * truth["dinput"].abs()
     if dtype == torch.float16:
         bound = (bound + FP16_SMALLEST).masked_fill(size * terms > FP16_REACH, torch.inf)
-    truth = {"loss": losses, "dinput": upstream.unsqueeze(-1) * gradient}
     bounds = {"loss": loss_bound, "dinput": bound}
     for found in (truth, bounds):
         found["dinput again"] = found["dinput"]

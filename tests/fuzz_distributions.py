@@ -55,7 +55,8 @@ class SelectedAnalysis:
         error = z.scale.abs() * (z.chain * error + z.chain_error * terms)
         longest = len(entries.ids)
         gradients = Gradients(c, self._o, self._precision, z, longest=longest, roundings=0)
-        return {"log_probs": self._error, **gradients.bounds(z.scale.abs() * z.chain * terms, error, self._truth)}
+        self.terms = z.scale.abs() * z.chain * terms
+        return {"log_probs": self._error, **gradients.bounds(self.terms, error, self._truth)}
 
     def moved(self) -> None:
         """The gradient of the logits is not rounded."""
@@ -126,7 +127,8 @@ class DivergenceAnalysis:
             error = error + 2.0**-34 * 64 * factor.amax() + 2.0**-65
         deliveries = 1 if c.reduction == "none" else 2
         gradients = Gradients(c, self._o, self._precision, z, roundings=1, deliveries=deliveries)
-        return {"loss": loss, **gradients.bounds(self._truth["G"].abs(), error, self._truth)}
+        self.terms = self._truth["G"].abs()
+        return {"loss": loss, **gradients.bounds(self.terms, error, self._truth)}
 
     def _gradient_error(self) -> Tensor:
         """Of the gradient of the logits, in the statistics' dtype, without its factor."""

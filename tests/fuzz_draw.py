@@ -16,9 +16,10 @@ _LAYOUTS = ("wide", "gaps", "rows", "transposed", "offset", "expanded")
 
 def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
     """The next configuration over ``ranks``; ``small`` ones have few logits, for an interpreter."""
-    kind = random.choices([*_OF_KIND], (40, 28, 7, 10, 15))[0]
+    sure = random.random() < 0.25
+    kind = random.choices([*_OF_KIND], (20, 50, 5, 10, 15) if sure else (40, 28, 7, 10, 15))[0]
     d = _tensors(random, ranks, small, kind)
-    if random.random() < 0.25:
+    if sure:
         d |= _sure(random, d, small)
     if kind != "logits":
         d |= _vocabulary(random, ranks, d["V"]) | _projection(random, d)
@@ -79,8 +80,9 @@ def _sure(random: Random, d: dict, small: bool) -> dict:
         "sure": random.choice(("some", "some", "all")),
         "miss": 10 ** random.uniform(-6, -1),
         "shape": random.choice(((tokens,), (d["ranks"], tokens // d["ranks"]))),
-        "D": max(16, d["D"]),
-        "V": max(16 * d["ranks"], d["V"]),
+        # Products over few dimensions are nearly exact.
+        "D": random.choice((max(16, d["D"]), random.randint(64, 128))),
+        "V": max(random.randint(48, 200), d["V"]),
         "dtype": random.choice(("fp32", "bf16", "bf16", "bf16", "fp16", "fp16")),
         "sharpness": random.choice((0.3, 1.0, 1.0, 3.0)),
     }
@@ -89,24 +91,35 @@ def _sure(random: Random, d: dict, small: bool) -> dict:
 def _in_reach(random: Random, d: dict) -> dict:
     """Nothing that keeps sure tokens from being that, or their gradients from counting."""
     changes: dict = {"upstream": random.choice(("random", "random", "ones", "some zeros"))}
-    if d["kind"] == "statistics" and random.random() < 0.7:
-        # One gradient that is as small as 1 - p. Those of others hide it.
-        fields = ["target_log_prob"] * (not d["no_target"]) + ["entropy"] * ("expected_logit" in d["asked"])
-        fields += ["sum_p_squared"] * ("sum_p_squared" in d["asked"]) + ["selected_log_prob"] * 2 * bool(d["selected"])
-        changes["mixture"] = mixture = (random.choice(fields or d["mixture"]),)
-        if mixture == ("selected_log_prob",):
-            # Of the entry alone, or of all of its set's probability.
-            of_one = {"K": 2, "upstream": "some zeros"}
-            changes |= {"selected": "ids"} | random.choice((of_one, {"K": 1}, {"K": 8, "upstream": "shares"}))
+    # One gradient that is as small as 1 - p. Those of others hide it.
+    names = ("target_log_prob", "entropy", "sum_p_squared", "selected_log_prob", "selected_log_prob", "")
+    name = random.choice(names) if d["kind"] == "statistics" else ""
+    if name:
+        asked = {"entropy": "expected_logit"}.get(name, name)
+        changes |= {"mixture": (name,), "asked": (*d["asked"], *[asked] * (asked not in d["asked"])), "filtered": False}
+    if name == "target_log_prob":
+        changes |= {"no_target": False, "asked": d["asked"]}
+    if name == "selected_log_prob":
+        # Of the entry alone, or of all of its set's probability.
+        sets = {"K": 1}, {"K": 2, "upstream": "some zeros"}, {"K": 8, "upstream": "shares"}
+        changes |= {"selected": "ids", "id_dtype": "int64", "ids": "inside", "asked": d["asked"]} | random.choice(sets)
+    if random.random() < 0.8:
+        changes["targets"] = "inside"
+    if d["kind"] == "selected":
+        changes["K"] = max(2, d["K"])
     changes["layouts"] = tuple("plain" if layout == "expanded" else layout for layout in d["layouts"])
+    if random.random() < 0.7:
+        # All is saved or nothing is.
+        changes["budget"] = random.choice((None, 0))
     if d.get("softcap") is not None:
         changes |= {"softcap": max(30.0, d["softcap"]), "offset": 0.0}
     divided = 1.0 if d["kind"] == "divergence" else d.get("temperature", 1.0)
-    if not 0.3 <= abs(d.get("scale", 1.0)) / divided <= 3:
+    if not 0.3 <= abs(d.get("scale", 1.0)) / divided <= 3 or d.get("softcap") is not None:
         changes["scale"] = changes["temperature"] = 1.0
     if d["kind"] == "divergence":
         changes["E"] = max(16, d["E"])
-    return changes
+    # Their roundings are hundreds, and those of a mean are a matter of luck.
+    return changes | {name: "plain" for name in ("bias", "teacher_bias") if d.get(name) == "low"}
 
 
 def _vocabulary(random: Random, ranks: int, V: int) -> dict:

@@ -14,7 +14,6 @@ of what is delivered.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,12 +21,13 @@ import torch
 from torch import Tensor
 
 import fuzz_bounds
+import fuzz_groups
 from cases import DTYPES
 from fuzz_configuration import Configuration
 from fuzz_distributions import DivergenceAnalysis, SelectedAnalysis
-from fuzz_logits import FP16_SMALLEST, Logits, Precision, half_spacing, partial_sums
+from fuzz_logits import Logits
 from fuzz_run import Wrong, assemble
-from fuzz_truth import INFINITE, Entries, Operands, dense, kept, operands, per_result
+from fuzz_truth import INFINITE, Operands, dense, kept, operands, per_result
 from fuzz_values import Whole, make
 from parallel_lce.partials import accumulation_dtype
 
@@ -66,7 +66,11 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
     found, whole = assemble(c, parts), make(c)
     if c.kind == "logits":
         truth, bounds = fuzz_bounds.of_logits(c, whole)
-        return [_worst(c, name, value, truth[name], bounds[name], []) for name, value in found.items()]
+        verdicts = [_worst(c, name, value, truth[name], bounds[name], []) for name, value in found.items()]
+        if not c.N:
+            return verdicts
+        flat = [{name: value.reshape(c.N, -1) for name, value in values.items()} for values in (found, truth)]
+        return verdicts + _of_groups(fuzz_groups.of_logits(c, whole), *flat)
     o = operands(c, whole)
     for name, value in found.items():
         _check_form(c, whole, name, value)
@@ -107,15 +111,7 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
             yard = [torch.where(rows.view(-1, *[1] * (y.dim() - 1)), 0.0, y) for y in yard]
         verdicts.append(_worst(c, name, value, exact, bounds[base], yard))
     verdicts += _of_ids(c, o, found, analysis.logits)
-    if c.sure and dtype.itemsize == 2:
-        counts = ~(o.quiet | o.outside)
-        torchs = dense(c, o, dtype, torch.float32)
-        floor = _floor(c, o, truth["G"])
-        ratio = analysis.miss / c.miss
-        sure = counts & (ratio > 1 / 3) & (ratio < 3)
-        groups = _Groups(sure, counts & ~sure & (analysis.miss > 0.1), counts, o.entries, torchs, floor)
-        verdicts += groups.verdicts(found, truth)
-    return verdicts
+    return verdicts + _of_groups(fuzz_groups.of_operands(c, o, analysis, truth), found, truth)
 
 
 def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> None:
@@ -177,59 +173,15 @@ def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], logits: Log
     return verdicts
 
 
-_FEWEST = 8
-"""Tokens of a group. With fewer of them torch may be right by luck."""
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """Of tokens ``[N]``: those that are ``sure``, and ``other`` ones that count; ``entries`` that are selected; torch's
-    results; ``floor``: from the truth of a result how far the rounding of what is delivered may move it."""
-
-    sure: Tensor
-    other: Tensor
-    counts: Tensor
-    entries: Entries | None
-    torchs: dict[str, Tensor]
-    floor: Callable[[str, Tensor], Tensor]
-
-    def verdicts(self, found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
-        verdicts = []
-        for name, value in found.items():
-            base = name.removesuffix(" again")
-            if base not in self.torchs or not value.is_floating_point() or truth[base].dim() == 0 or not value.numel():
-                continue
-            exact = truth[base]
-            value, its = (v.double().reshape(exact.shape) for v in (value, self.torchs[base]))
-            for group, tokens in (("sure", self.sure), ("other", self.other)):
-                # Of a sum over all tokens the others' part would hide that of the sure ones.
-                is_sum = base in ("dweight", "dbias")
-                if tokens.sum() < _FEWEST or (is_sum and (self.counts & ~tokens).any()):
-                    continue
-                rows = (exact.abs() < INFINITE).reshape(len(exact), -1).all(1)
-                if not is_sum:
-                    rows &= per_result(base, tokens, self.entries)
-                parts = value - exact, its - exact, self.floor(base, exact), exact
-                error, other, floor, size = (v[rows].norm().item() for v in parts)
-                if math.isfinite(other):
-                    verdicts.append(Verdict(f"{name} of {group} tokens", -1, error, 2 * other + floor, other, size))
-        return verdicts
-
-
-def _floor(c: Configuration, o: Operands, G: Tensor) -> Callable[[str, Tensor], Tensor]:
-    precision = Precision.of(c)
-
-    def of(base: str, exact: Tensor) -> Tensor:
-        if base == "dtoken_weight":
-            return half_spacing(getattr(torch, c.weight_dtype)) * exact.abs()
-        if base not in _GRADIENTS:
-            return precision.u * exact.abs()
-        moved = precision.delivered * exact.abs() + (FP16_SMALLEST if precision.any_fp16 else 0.0)
-        if base == "dinput" and c.ranks > 1:
-            moved += c.ranks * precision.low * partial_sums(c, o.layer, G)
-        return moved
-
-    return of
+def _of_groups(groups: fuzz_groups.Groups | None, found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
+    """On tokens that are as sure as each other of an entry, and on those that are not sure."""
+    verdicts = []
+    for name, value in found.items() if groups is not None else ():
+        exact = truth[base] if (base := name.removesuffix(" again")) in truth else torch.zeros(())
+        if base in groups.torchs and exact.dim() and exact.numel() and value.is_floating_point():
+            for group, *numbers in groups.errors(base, value.double().reshape(exact.shape), exact):
+                verdicts.append(Verdict(f"{name} of {group} tokens", -1, *numbers))
+    return verdicts
 
 
 def _require(condition: object, message: str) -> None:

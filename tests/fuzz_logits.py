@@ -20,6 +20,9 @@ FP16_REACH = 3e4
 FP16_SMALLEST = 2.0**-25
 """Half the spacing of the smallest fp16 numbers."""
 
+ROUNDINGS_OF_1 = 12
+"""Of a sum of exponentials with a 1 among them, and of what it divides. Torch adds up to six times to the 1."""
+
 
 def sum_of(terms: int) -> float:
     """Roundings of a sum of so many."""
@@ -64,6 +67,9 @@ class Logits:
     """Logits ``z [N, V]`` of a layer, their softmax ``p``, and the errors of both: ``error`` of z, ``relative`` of p.
 
     ``from_top``: distance from the ``top [N, 1]``; ``gone [1, V]``: -inf; ``chain``: the soft-cap's slope.
+
+    ``alone``: entries with p > 2/3. Their logit is the maximum itself, so that their p and those of the others are off
+    as ``others [N]`` are: by the errors of differences of logits, times the others' p.
     """
 
     def __init__(self, layer: Layer, u: float, low: float) -> None:
@@ -101,6 +107,13 @@ class Logits:
         self.relative = torch.expm1((self.error + self.mean_error[:, None]).clamp(max=50.0)) + summed
         # lse - top and the error of its sum of exponentials
         self.log_sum = self.lse - self.top[:, 0]
+        # In float64 the truth is as inexact.
+        self.alone = (self.p > 2 / 3) & torch.tensor(u > 1e-12)
+        apart = self.error + (self.alone * self.error).sum(1, keepdim=True)
+        rest = self.p.masked_fill(self.alone, 0.0)
+        moved = (1.5 * rest * torch.expm1(apart.clamp(max=50.0))).sum(1)
+        self.others = (moved + 1.5 * summed * rest.sum(1) + ROUNDINGS_OF_1 * u).where(self.alone.any(1), torch.inf)
+        self.relative = torch.where(self.alone, torch.minimum(self.relative, self.others[:, None]), self.relative)
         self.lse_error = self.mean_error + summed + 4 * u * (self.lse.abs() + self.top[:, 0].abs())
 
 
@@ -122,9 +135,10 @@ def partial_sums(c: Configuration, layer: Layer, G: Tensor) -> Tensor:
 class Gradients:
     """Bounds of dX, dW and dbias from the gradient ``G [N, V]`` of the projection.
 
-    ``terms [N, V]``: magnitudes of what is summed to G; ``error [N, V]``: G's, in the statistics' dtype. In low
-    precision an entry of G is rounded ``roundings`` times, 0 if it stays in the statistics' dtype, and what is
-    delivered ``deliveries`` times. ``longest``: the most terms of a sum.
+    ``terms [N, V]``: magnitudes of what is summed to G; ``error [N, V]``: G's, in the statistics' dtype; ``formed``:
+    the magnitudes of what is summed to dX and dW. In low precision an entry of G is rounded ``roundings`` times,
+    relative to ``rounded``, 0 times if it stays in the statistics' dtype, and what is delivered ``deliveries`` times.
+    ``longest``: the most terms of a sum.
     """
 
     c: Configuration
@@ -135,17 +149,26 @@ class Gradients:
     roundings: int = 3
     deliveries: int = 1
 
-    def bounds(self, terms: Tensor, error: Tensor, truth: dict[str, Tensor]) -> dict[str, Tensor]:
+    def bounds(
+        self,
+        terms: Tensor,
+        error: Tensor,
+        truth: dict[str, Tensor],
+        formed: Tensor | None = None,
+        rounded: Tensor | None = None,
+    ) -> dict[str, Tensor]:
         c, layer, precision = self.c, self.o.layer, self.precision
         x, weight = layer.x.double(), layer.weight.double()
         ones = torch.ones(c.N, 1, dtype=torch.float64)
         tokens, entries = self._alike(0), self._alike(1)
-        bounds = {"dinput": self._product(terms, error, weight, truth["dinput"], entries)}
+        of_rows = terms, error, terms if formed is None else formed, terms if rounded is None else rounded
+        of_columns = [part.t() for part in of_rows]
+        bounds = {"dinput": self._product(*of_rows, weight, truth["dinput"], entries)}
         if c.ranks > 1:
             bounds["dinput"] += (c.ranks + 1) * (precision.low or precision.u) * partial_sums(c, layer, truth["G"])
-        bounds["dweight"] = self._product(terms.t(), error.t(), x, truth["dweight"], tokens)
+        bounds["dweight"] = self._product(*of_columns, x, truth["dweight"], tokens)
         of_bias = truth["G"].sum(0)[:, None]
-        bounds["dbias"] = self._product(terms.t(), error.t(), ones, of_bias, tokens)[:, 0]
+        bounds["dbias"] = self._product(*of_columns, ones, of_bias, tokens)[:, 0]
         return bounds
 
     def _alike(self, dimension: int) -> Tensor:
@@ -157,17 +180,20 @@ class Gradients:
         spread = below.amax(dimension) - below.masked_fill(gone, torch.inf).amin(dimension)
         return spread < 16 * self.precision.low
 
-    def _product(self, terms: Tensor, error: Tensor, other: Tensor, truth: Tensor, alike: Tensor) -> Tensor:
+    def _product(
+        self, terms: Tensor, error: Tensor, formed: Tensor, rounded: Tensor, other: Tensor, truth: Tensor, alike: Tensor
+    ) -> Tensor:
         """Of ``G @ other``; ``alike``: of which rows what is summed is rounded alike."""
         precision, roundings = self.precision, self.roundings
-        size = terms @ other.abs()
-        bound = error @ other.abs() + (sum_of(max(terms.shape[1], self.longest)) * precision.u) * size
+        sums = sum_of(max(terms.shape[1], self.longest)) * precision.u
+        bound = error @ other.abs() + sums * (formed @ other.abs())
         bound += self.deliveries * precision.delivered * truth.abs() + precision.tiny
         if precision.low:
-            spread = (terms.square() @ other.square()).sqrt()
+            size = rounded @ other.abs()
+            spread = (rounded.square() @ other.square()).sqrt()
             deviations = _deviations(other.shape[1], roundings) * spread
             bound += precision.low * torch.minimum(roundings * size, deviations + column(alike) * size)
         if precision.any_fp16:
             bound += (self.c.ranks + 1) * FP16_SMALLEST
-            bound = bound.masked_fill(size > FP16_REACH, torch.inf)
+            bound = bound.masked_fill(terms @ other.abs() > FP16_REACH, torch.inf)
         return bound

@@ -168,20 +168,22 @@ def _selected(m: _Maker, masked: Tensor, target: Tensor | None) -> tuple[Tensor,
 
 def _sure(m: _Maker, layer: tuple, teacher: tuple | None, target, scales, logits, ids, offsets) -> tuple:
     """Hidden states, logits and the teacher of tokens that are sure of an entry: of the target, of the first that is
-    selected, or of any. And probabilities ``[N, V]``."""
+    selected, or of any. And probabilities ``[N, V]``. All tokens are sure of the same kind of entry: gradients of those
+    that are sure of another entry than the target would hide the others'."""
     c = m.c
     chosen = torch.full((c.N,), True) if c.sure == "all" else m.below(2, c.N) == 0
-    entry, kind = m.below(c.V, c.N), m.below(4, c.N)
+    entry, of_any = m.below(c.V, c.N), m.below(4) == 0 and c.mixture != ("target_log_prob",)
     among = torch.full((c.N, c.V), True)
-    if target is not None:
+    if target is not None and not of_any:
         wanted = target.reshape(-1).long()
-        entry = torch.where((kind > 0) & (wanted >= 0) & (wanted < c.V), wanted, entry)
+        entry = torch.where((wanted >= 0) & (wanted < c.V), wanted, entry)
     if ids is not None:
         flat = ids.reshape(-1).long()
         counts = torch.full((c.N,), c.K) if offsets is None else offsets.long().diff()
         owner, inside = torch.repeat_interleave(torch.arange(c.N), counts), (flat >= 0) & (flat < c.V)
         firsts = torch.zeros_like(entry).index_put((owner.flip(0),), torch.where(inside, flat, -1).flip(0))
-        entry = torch.where((firsts >= 0) & (counts > 0) & ((kind == 1) | torch.tensor(target is None)), firsts, entry)
+        if target is None or c.mixture == ("selected_log_prob",):
+            entry = torch.where((firsts >= 0) & (counts > 0), firsts, entry)
         if c.kind == "selected":
             among = torch.zeros_like(among).index_put((owner[inside], flat[inside]), torch.tensor(True))
     numbers = c.scale, 1.0 if c.kind == "divergence" else c.temperature

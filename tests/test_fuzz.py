@@ -168,6 +168,36 @@ def test_one_wrong_result_is_found(name, monkeypatch):
     assert not missed, f"{len(missed)}, {missed[0]}"
 
 
+def _sure(**wanted):
+    """Configurations whose tokens are so sure that a low-precision p would say nothing of 1 - p."""
+    wanted |= dict(mode=("train",), frozen=((),), walk=("backward",), sure=("some", "all"), counted=("",))
+    return [c for c in _configurations(12, dtype=("bf16", "fp16"), autocast=("",), **wanted) if c.miss < 1e-3]
+
+
+@pytest.mark.parametrize("mixture", ["target_log_prob", "entropy", "selected_log_prob"])
+@pytest.mark.thinned
+def test_a_p_that_is_rounded_beside_1_is_found(mixture, monkeypatch):
+    """The gradients of tokens that are not sure hide it."""
+    gradients, moved = fuzz_run._gradients, []
+
+    def faulty(member, c, a, results):
+        found = gradients(member, c, a, results)
+        weight, x = (a.leaves[name].detach().double() for name in ("weight", "input"))
+        weight = weight[: c.V]  # without padding
+        off = c.scale * torch.finfo(found["dinput"].dtype).eps / 8 * weight[(x @ weight.t()).argmax(-1)]
+        moved.append(bool(off.any()))
+        found["dinput"] = (found["dinput"].double() + off).to(found["dinput"].dtype)
+        return found
+
+    monkeypatch.setattr(fuzz_run, "_gradients", faulty)
+    several = _sure(kind=("statistics",), mixture=((mixture,),), scale_dtype=("",), upstream=("random", "ones"))
+    said = [finding.detail if finding else "" for _, finding in (fuzz.examine(c, _run) for c in several)]
+    assert len(said) >= 4 and all(moved)
+    assert all("dinput row" in each for each in said), said
+    # Some have too few of these tokens for a group.
+    assert sum("dinput of sure tokens" in each for each in said) >= 0.6 * len(said), said
+
+
 @pytest.mark.slow
 def test_a_configuration_is_the_same_alone_and_within_a_run(tmp_path, capsys):
     drawn = []

@@ -12,7 +12,7 @@ import torch
 
 import parallel_lce
 from cases import DTYPES, Case, make, normal, part
-from measures import assert_near, assert_no_worse, size, smallest_steps
+from measures import assert_near, assert_no_worse, error, size, smallest_steps
 from parallel_lce import reference
 from parallel_lce.partials import accumulation_dtype
 from tools import DIFFERENTIABLE, alone, chosen_backend, everywhere, fields, shrunk, small, statistics
@@ -94,22 +94,22 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
     return results
 
 
-def dense(call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def dense(call: Call, dtype: torch.dtype, device="cpu") -> dict[str, torch.Tensor]:
     """The same from all logits: projected in ``dtype``, statistics in fp32, or in fp64 for fp64."""
     z_dtype = accumulation_dtype(dtype)
-    t, upstream, scale = tensors(call)
+    t, upstream, scale = tensors(call, device)
     leaves = [v.to(dtype).requires_grad_() for v in (t.x, t.weight, t.bias) if v is not None]
     z = torch.nn.functional.linear(*leaves).to(z_dtype)
     z = z * (scale.to(z_dtype)[:, None] if call.scaled_by_token else scale)
     if call.logit_softcap is not None:
         z = call.logit_softcap * torch.tanh(z / call.logit_softcap)
-    z = z / torch.as_tensor(temperature_of(call), dtype=z_dtype).view(-1, 1)
+    z = z / torch.as_tensor(temperature_of(call), dtype=z_dtype, device=device).view(-1, 1)
     results = reference.statistics(z, t.target)
     found = {name: value.detach() for name, value in results.items()}
     for name in DIFFERENTIABLE:
         gradients = torch.autograd.grad(results[name], leaves, upstream[name].to(z_dtype), retain_graph=True)
         found |= {f"{leaf} of {name}": g for leaf, g in zip(("dx", "dweight", "dbias"), gradients)}
-    return found
+    return {name: value.cpu() for name, value in found.items()}
 
 
 def whole(call: Call, parts: list[dict]) -> dict[str, torch.Tensor]:
@@ -125,10 +125,14 @@ def whole(call: Call, parts: list[dict]) -> dict[str, torch.Tensor]:
     return results
 
 
-def check(call: Call, found: dict[str, torch.Tensor], factor: float) -> None:
+def check(call: Call, found: dict[str, torch.Tensor], factor: float, device: str) -> None:
     dtype = DTYPES[call.dtype]
     wide = accumulation_dtype(dtype)
     truth, yardstick = dense(call, torch.float64), dense(call, dtype)
+    if device != "cpu":
+        # torch's functions are less exact there, as its tanh.
+        for name, value in dense(call, dtype, device).items():
+            yardstick[name] = max(value, yardstick[name], key=lambda v: error(v, truth[name]))
     assert found.pop("vocab_size").item() == call.V
     t, _, scale = tensors(call)
     operands = (v if v is None else v.double() for v in (t.x, t.weight, t.bias))
@@ -198,13 +202,13 @@ MANY = [
 def test_every_field_on_one_rank(call, device, request):
     if call.backend == "triton":
         request.getfixturevalue("kernels")
-    check(call, ours(alone(device), call), factor=1.1)
+    check(call, ours(alone(device), call), 1.1, device)
 
 
 @pytest.mark.parametrize("call", MANY, ids=str)
 def test_every_field_over_ranks(call, worlds, device):
     parts = everywhere(worlds, device, call.ranks, ours, call)
-    check(call, whole(call, parts), factor=2.0)
+    check(call, whole(call, parts), 2.0, device)
 
 
 # --- targets ---------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def divergence(
     ignore_index = -100 if ignore_index is None else ignore_index
     numbers = partial(check_numbers, beta, temperature, reduction, ignore_index)
     name = f"distillation.divergence with {beta=}, {reduction=} and {ignore_index=}"
-    given = Arguments(student_hidden, student_weight, target, student_bias, 1.0, **shared)
+    given = Arguments(student_hidden, student_weight, target, student_bias, 1.0, **shared).with_python_numbers()
     with naming("student"):
         student = prepare(given, Columns(), function=name, extra_check=numbers)
     shared["reduce_dtype"] = None

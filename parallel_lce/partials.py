@@ -123,8 +123,8 @@ def empty_partial(
     return partial
 
 
-def tile_partial(z: Tensor, first: int, columns: Columns, partial: Tensor) -> Tensor:
-    """Write the partial ``[C, R]`` of a tile of logits ``z [V, R]`` but for its target; returns exp(z - max).
+def tile_partial(z: Tensor, first: int, columns: Columns, partial: Tensor) -> None:
+    """Write the partial ``[C, R]`` of a tile of logits ``z [V, R]`` but for its target.
 
     ``first``: global id of the tile's first entry. ``z`` is overwritten: it holds logits, then z - max, then
     exponentials.
@@ -149,7 +149,6 @@ def tile_partial(z: Tensor, first: int, columns: Columns, partial: Tensor) -> Te
         torch.sum(e * e, 0, out=partial[columns["squared"]])
     if moved is not None:
         torch.sum(moved.mul_(e), 0, out=partial[columns["weighted"]])
-    return e
 
 
 def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:

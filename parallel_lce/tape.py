@@ -156,7 +156,7 @@ class Launch:
         self._compiled, self._grid, self._arguments = compiled, grid, arguments
 
     def run(self, memory: list) -> None:
-        self._compiled.start(self._grid, self._arguments.within(memory))
+        self._compiled.start(self._grid, filled(self._arguments, memory))
 
 
 class Release:

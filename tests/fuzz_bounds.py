@@ -73,7 +73,9 @@ class Analysis:
         self._expected_error = torch.minimum(spread, of_rest + summed * weighted)
         errors["mean_logit"] = error.mean(1) + summed * z.reach.mean(1)
         errors["mean_log_prob"] = error.mean(1) + z.lse_error + summed * z.from_top.mean(1)
-        errors["expected_logit"] = spread + 4 * u * z.top[:, 0].abs()
+        # The truth has a rounding of its own: that of a sum of p z.
+        truths = sum_of(c.V) * torch.finfo(torch.float64).eps * (z.p * z.z.abs()).sum(1)
+        errors["expected_logit"] = spread + 4 * u * z.top[:, 0].abs() + truths
         log_sum_error = torch.minimum(z.mean_error + summed * (1 + z.log_sum), z.others)
         errors["entropy"] = self._expected_error + log_sum_error
         self._squared = z.p.square().sum(1)

@@ -127,8 +127,15 @@ class DivergenceAnalysis:
             error = error + 2.0**-34 * 64 * factor.amax() + 2.0**-65
         deliveries = 1 if c.reduction == "none" else 2
         gradients = Gradients(c, self._o, self._precision, z, roundings=1, deliveries=deliveries)
-        self.terms = self._truth["G"].abs()
-        return {"loss": loss, **gradients.bounds(self.terms, error, self._truth)}
+        self.terms = column(factor) * self._magnitudes()
+        return {"loss": loss, **gradients.bounds(self._truth["G"].abs(), error, self._truth)}
+
+    def _magnitudes(self) -> Tensor:
+        """Of the two terms of which the gradient of the logits is the difference, without its factor."""
+        p, q = self._p
+        if self._c.beta == 0:
+            return p + q
+        return p * (self._ratios[0].abs() + column((p * self._ratios[0]).sum(1)).abs())
 
     def _gradient_error(self) -> Tensor:
         """Of the gradient of the logits, in the statistics' dtype, without its factor."""

@@ -23,9 +23,9 @@ from fuzz_values import Whole
 
 _FEWEST = 8
 """Tokens of a group. With fewer of them torch may be right by luck."""
-_ROUNDINGS = 6
-"""Of 1: of a probability and of the sums that it is formed from. Torch may have fewer. At 1 - p of 1e-6 they are a
-third of it."""
+_ROUNDINGS = 2
+"""Of 1: of a probability and of the sums that it is formed from. Torch may have fewer. At 1 - p of 1e-6 they are an
+eighth of it."""
 
 
 @dataclass(frozen=True)

@@ -76,11 +76,13 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
         _check_form(c, whole, name, value)
     found.pop("vocab_size", None)
     if c.counted == "wrong":
+        # Of results without an element, such as the log-probabilities of no selected entry, nothing flows back.
+        sources = [name for name in whole.upstream if found[name].numel()]
         for name, value in found.items():
             nothing = _is_nothing(value)
             if name.removesuffix(" again") not in _GRADIENTS:
                 _require(nothing.all(), f"{name} is a number, but the count of tokens is wrong")
-            elif min(whole.counted, int(whole.mask.sum())) and value.numel():
+            elif min(whole.counted, int(whole.mask.sum()), len(sources)) and value.numel():
                 _require(nothing.any(), f"{name} has no NaN, but the count of tokens is wrong")
         return []
     dtype = DTYPES[c.computed]

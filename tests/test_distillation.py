@@ -215,6 +215,13 @@ def test_no_token_counts(backend, device):
         assert not any(g.any() for g in torch.autograd.grad(found, leaves))
 
 
+def test_a_narrow_number_of_numpy_beside_a_large_budget():
+    """NumPy refuses a difference of its int32 and a number of bytes beyond 2^31."""
+    x, w, _, y, u, *_ = problem(torch.float32)
+    found = [divergence(x, w, y, u, vocab_size=size, logits_budget=1 << 33) for size in (V - 2, np.int32(V - 2))]
+    assert torch.equal(*found)
+
+
 def test_numbers_of_numpy_and_no_ignore_index():
     x, w, _, y, u, _, target, _ = problem(torch.float32)
     found = divergence(x, w, y, u, beta=np.float32(0.5), temperature=np.int64(2), target=target, ignore_index=None)

@@ -515,6 +515,15 @@ def test_tensors_without_elements_are_replayed(device):
     assert found[2][0] is not found[3][0]
 
 
+def test_no_tokens_are_replayed(device):
+    for _ in range(3):
+        input = torch.empty(0, 24, device=device, requires_grad=True)
+        weight = torch.ones(40, 24, device=device, requires_grad=True)
+        target = torch.empty(0, dtype=torch.int64, device=device)
+        parallel_lce.linear_cross_entropy(input, weight, target, reduction="sum").backward()
+        assert weight.grad is not None and torch.equal(weight.grad, torch.zeros_like(weight))
+
+
 def test_one_thread_records_at_a_time(device):
     x = torch.ones(4, device=device)
     tapes = replay.Tapes()

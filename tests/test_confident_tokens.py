@@ -227,3 +227,28 @@ def test_no_log_probability_is_above_zero(backend, device):
         # A GPU sums both in one order, NumPy in Triton's interpreter does not.
         equal = slice(None) if device == "cuda" or backend == "torch" else slice(SURE)
         assert torch.equal(found.target_log_prob[equal], found.selected_log_prob[equal, 0])
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
+@pytest.mark.parametrize("budget", [None, 0])
+def test_a_sum_near_one_keeps_the_other_entries(budget, device):
+    """The largest exponential is summed apart: beside its approximation on a GPU the others' 1e-5 would lose three
+    times as much. Measured .07 of torch's error, and .28 where all are summed together."""
+    V, D, N = 131072, 1024, 64
+    generator = torch.Generator(device).manual_seed(0)
+    weight = (torch.randn(V, D, generator=generator, device=device) * 2 / D**0.5).bfloat16()
+    hidden = torch.randn(N, D, generator=generator, device=device)
+    target = torch.randint(V, (N,), generator=generator, device=device)
+    along, wide = F.normalize(weight.float()[target], dim=1), weight.double()
+    low, high = (torch.full((N, 1), end, device=device) for end in (0.0, 200.0))
+    for _ in range(24):
+        middle = (low + high) / 2
+        log_p = ((hidden + middle * along).bfloat16().double() @ wide.t()).log_softmax(1)
+        far = -log_p.gather(1, target[:, None]) > 1e-5
+        low, high = torch.where(far, middle, low), torch.where(far, high, middle)
+    hidden = (hidden + high * along).bfloat16()
+    truth = F.cross_entropy(hidden.double() @ wide.t(), target, reduction="none")
+    torchs = F.cross_entropy(F.linear(hidden, weight).float(), target, reduction="none")
+    leaf = hidden.requires_grad_()
+    found = parallel_lce.linear_cross_entropy(leaf, weight, target, reduction="none", logits_budget=budget)
+    assert relative_error(found.detach(), truth) < 0.15 * relative_error(torchs.detach(), truth)

@@ -69,19 +69,23 @@ def exact_logit(logit, top, sum_exp):
 
 
 @triton.jit
-def gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon):
-    """``p (alpha + delta (z - M) + epsilon p) - gamma`` of entries whose logits are known in fp32."""
+def gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, mask, upstream):
+    """``p (alpha + delta (z - M) + epsilon p) - gamma`` of entries whose logits are known in fp32.
+
+    delta, epsilon and gamma are those of the tokens ``row``, times ``upstream``. ``alpha`` is loaded already.
+    """
     # Huge logits of equal entries may differ by roundings.
     moved = tl.minimum(logit - base, 0.0)
     p = tl.exp(moved) / sum_exp
     g = alpha
-    if delta is not None:
+    if coefficients.delta is not None:
+        delta = tl.load(coefficients.delta + row, mask=mask, other=0.0) * upstream
         g += delta * tl.maximum(moved, LOWEST_SHIFT)
-    if epsilon is not None:
-        g += epsilon * p
+    if coefficients.epsilon is not None:
+        g += tl.load(coefficients.epsilon + row, mask=mask, other=0.0) * upstream * p
     g *= p
-    if gamma is not None:
-        g -= gamma
+    if coefficients.gamma is not None:
+        g -= tl.load(coefficients.gamma + row, mask=mask, other=0.0) * upstream
     return g
 
 

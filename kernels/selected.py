@@ -166,14 +166,6 @@ def lce_backward_place_selected(
     base = finite_base(tl.load(partial + token))
     sum_exp = tl.load(partial + rows + token)
     alpha = tl.load(coefficients.alpha + token)
-    # Each a number, or None.
-    gamma, delta, epsilon = coefficients.gamma, coefficients.delta, coefficients.epsilon
-    if gamma is not None:
-        gamma = tl.load(gamma + token)
-    if delta is not None:
-        delta = tl.load(delta + token)
-    if epsilon is not None:
-        epsilon = tl.load(epsilon + token)
     # The target's entry is placed already.
     elsewhere = -1
     if target is not None:
@@ -194,7 +186,7 @@ def lce_backward_place_selected(
             before = same & (other[None, :] < e[:, None])
             earlier = tl.maximum(earlier, tl.max(tl.where(before, 1.0, 0.0), 1))
         logit = tl.load(logits + e, mask=hit, other=0.0)
-        entry = gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon) * grad_scale
+        entry = gradient_of_entry(logit, base, sum_exp, alpha, coefficients, token, True, 1.0) * grad_scale
         if cap.number is not None:
             ratio = logit / caps_of(cap, token, True)
             entry *= 1.0 - ratio * ratio

@@ -62,15 +62,7 @@ def _target_gradient(row, hit, partial, coefficients, alpha, upstream, rows, sca
     base = finite_base(tl.load(partial + row, mask=hit, other=0.0))
     sum_exp = tl.load(partial + rows + row, mask=hit, other=1.0)
     logit = tl.load(partial + 2 * rows + row, mask=hit, other=0.0)
-    # Each a vector, or None.
-    gamma, delta, epsilon = coefficients.gamma, coefficients.delta, coefficients.epsilon
-    if gamma is not None:
-        gamma = tl.load(gamma + row, mask=hit, other=0.0) * upstream
-    if delta is not None:
-        delta = tl.load(delta + row, mask=hit, other=0.0) * upstream
-    if epsilon is not None:
-        epsilon = tl.load(epsilon + row, mask=hit, other=0.0) * upstream
-    g = gradient_of_entry(logit, base, sum_exp, alpha, gamma, delta, epsilon)
+    g = gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, hit, upstream)
     g = (g - tl.load(coefficients.beta + row, mask=hit, other=0.0) * upstream) * scale
     if cap.number is not None:
         ratio = logit / caps_of(cap, row, hit)

@@ -150,19 +150,3 @@ def as_bool(value: Any) -> Any:
         return bool(value)
     value = as_number(value)
     return bool(value) if type(value) is int and value in (0, 1) else value
-
-
-def inverse_temperature(temperature: float | Tensor | None, tokens: int) -> float | Tensor:
-    """The logits' scale: a number, or fp32 (fp64 for fp64) ``[tokens]`` for a tensor of as many numbers."""
-    if isinstance(temperature, Tensor):
-        if temperature.numel() != tokens or temperature.is_complex():
-            given = f"{temperature.numel()} of {temperature.dtype}"
-            raise ValueError(f"temperature must be a number > 0, or {tokens} real ones, one per token, got {given}")
-        wide = torch.promote_types(temperature.dtype, torch.float32)
-        return 1 / temperature.reshape(-1).to(wide)
-    if temperature is None:
-        return 1.0
-    number = as_float(temperature)
-    if type(number) is not float or not 1 / LARGEST <= number <= LARGEST:
-        raise ValueError(f"temperature must be a number > 0, or one per token, got {temperature!r}")
-    return 1 / number

@@ -1,6 +1,6 @@
 """One call of the package, its float64 truth and its same-dtype yardstick, for any layout.
 
-The truth is :mod:`parallel_lce.reference` in float64 on one process. The yardstick is what a user
+The truth is :mod:`reference` in float64 on one process. The yardstick is what a user
 has without the package: torch's projection in the inputs' dtype, its logits in fp32 and autograd.
 Errors are those of :mod:`measures`.
 """
@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 import parallel_lce
+import reference
 from measures import assert_no_worse, size, smallest_steps
 from measures import error as error
-from parallel_lce import reference
 from parallel_lce.partials import accumulation_dtype
 from world import Member
 
@@ -139,7 +139,7 @@ def dense_loss(
 ) -> dict[str, Tensor]:
     """Loss and gradients of all logits: projected in ``dtype``, and from there on in fp32, or in fp64 for fp64.
 
-    ``upstream``: of the loss, None for ones. ``options``: of :func:`parallel_lce.reference.loss`.
+    ``upstream``: of the loss, None for ones. ``options``: of :func:`reference.loss`.
     """
     leaves = {
         name: value.detach().to(dtype).requires_grad_()

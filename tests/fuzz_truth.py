@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+import reference
 from cases import DTYPES
 from fuzz_configuration import Configuration
 from fuzz_values import MASKED, Whole, ignore_index
-from parallel_lce import reference
 
 
 @dataclass

@@ -10,10 +10,11 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import parallel_lce
+import reference
 from blocks import counted_forwards, watched_backwards
 from cases import Case, dense, dense_loss, make, part
 from measures import ROUNDED, assert_close, assert_near, assert_no_worse, smallest_steps
-from parallel_lce import prepare, reference
+from parallel_lce import prepare
 from parallel_lce import statistics as statistics_module
 from parallel_lce.backends import backend_of
 from parallel_lce.distillation import divergence

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, one_hot
 
+import reference
 from cases import DTYPES, normal
 from fuzz_truth import log_ratios
-from parallel_lce import linear_cross_entropy, reference, selected_log_probs, token_statistics
+from parallel_lce import linear_cross_entropy, selected_log_probs, token_statistics
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 from tools import DIFFERENTIABLE, REDUCED, everywhere, fields, shrunk, statistics

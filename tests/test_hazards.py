@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import parallel_lce
+import reference
 from cases import dense_loss, part
 from measures import assert_close, assert_near, assert_no_worse, error, size, smallest_steps
-from parallel_lce import reference
 from parallel_lce.backends import eager, eager_tiles
 from parallel_lce.prepare import prepare
 from parallel_lce.statistics import requested_columns

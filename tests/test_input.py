@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 import parallel_lce
+import reference
 from cases import Case, check, make, run
-from parallel_lce import reference
 from tools import D, N, V, call, debug_mode, everywhere, good, shrunk
 from world import Member
 

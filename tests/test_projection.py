@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
+import reference
 from cases import DTYPES, normal
-from parallel_lce import reference
 from parallel_lce.kernels import projection as kernels
 from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
 from parallel_lce.kernels.projection import Product, logits_gradient

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import parallel_lce
+import reference
 from cases import DTYPES, Case, make, normal
 from measures import assert_no_worse, size, smallest_steps
-from parallel_lce import reference
 from tools import alone, chosen_backend, everywhere, shrunk, small
 from world import Member
 

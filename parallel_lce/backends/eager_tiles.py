@@ -172,14 +172,11 @@ class LogitGradient:
         maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        # A product of other rows rounds a logit in another way. Of millions, what is so near to the maximum is it.
-        slack = self._maximum.abs().mul_(8 * torch.finfo(maximum.dtype).eps).sub_(1.0).clamp_(min=0.0)
-        self._near_maximum = self._maximum - slack
-        # [R]: below such a logit no other is the maximum. None: of no token.
-        alone = sum_exp < ALONE
-        self._largest_from = self._maximum - NEAR if alone.is_cuda or alone.any() else None
-        if self._largest_from is not None:
-            self._largest_from.masked_fill_(~alone, torch.inf)
+        # [R]: a recomputed logit less than that below the maximum is the maximum, which a product of other rows rounds
+        # in another way: of millions, and where the exponential of a rounding would hide how small 1 - p is. None: 0.
+        slack = self._maximum.abs().mul_(8 * torch.finfo(maximum.dtype).eps).sub_(1.0)
+        slack.clamp_(min=0.0).clamp_(min=(sum_exp < ALONE) * NEAR)
+        self._slack = slack if slack.is_cuda or slack.any() else None
         self.fp16_unscale: Tensor | None = None
         factor: Tensor | float = projection.scale
         if projection.token_scale is not None:
@@ -263,12 +260,11 @@ class LogitGradient:
         z = logits(self._projection, self.x, rows, weight, window, out)
         cap = self._projection.of_rows(rows).softcap
         slope = None if cap is None else softcap_slope(cap, z)
-        maximum = self._near_maximum[rows]
-        if self._largest_from is not None:
-            # Its exponential is 1, where that of a difference of roundings would hide how small 1 - p is.
-            top = z.amax(0)
-            maximum = torch.where(top > self._largest_from[rows], top, maximum)
-        z.sub_(maximum).clamp_(max=0.0)
+        z.sub_(self._maximum[rows])
+        if self._slack is None:
+            z.clamp_(max=0.0)
+        else:
+            z.masked_fill_(z > -self._slack[rows], 0.0)
         moved = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
         return self._softmax_gradient(exponential_(z), moved, rows), slope
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.arguments import inverse_temperature
-from parallel_lce.checks import INTEGERS
+from parallel_lce.arguments import as_float
+from parallel_lce.checks import INTEGERS, check_logit_options
 from parallel_lce.megatron.install import current_options
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import token_losses, token_statistics, without_logits
@@ -99,13 +99,13 @@ def token_log_probs(
         raise ValueError(f"entropy must be True or False, got {entropy!r}")
     last = bool(getattr(inner, "post_process", True))
     decoder_input = forward_arguments.get("decoder_input")
-    scale = _scale(labels, temperature, input_ids if decoder_input is None else None, last)
+    divisor = _temperature(labels, temperature, input_ids if decoder_input is None else None, last)
     # False: the model may have been built to gather its logits (parallel_output=False).
     arguments = {**forward_arguments, "labels": labels, "runtime_gather_output": False}
     if not last:
         return model(input_ids, position_ids, attention_mask, **arguments)
-    assert labels is not None  # _scale has refused it
-    answering = _answering(inner, labels, scale, entropy)
+    assert labels is not None  # _temperature has refused it
+    answering = _answering(inner, labels, divisor, entropy)
     own = vars(inner).get("compute_language_model_loss")
     with without_logits(inner.output_layer, current_options, _FUNCTION):
         inner.compute_language_model_loss = answering
@@ -124,13 +124,13 @@ def token_log_probs(
 
 
 def _answering(
-    model: torch.nn.Module, labels: Tensor, scale: float | Tensor, entropy: bool
+    model: torch.nn.Module, labels: Tensor, temperature: float | Tensor, entropy: bool
 ) -> Callable[[Tensor, object], Tensor | tuple[Tensor, ...]]:
     """What stands for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
 
     For ``labels`` themselves it gives the log-probabilities ``[b, s]``, and with ``entropy`` the entropies: a plain
     tuple, which wrappers of the model know how to walk. For others, those of heads for multi-token prediction, it gives
-    the loss. ``scale``: a number or ``[s, b]``.
+    the loss. ``temperature``: a number or ``[s, b]``.
     """
 
     def compute_language_model_loss(given: Tensor, logits: object) -> Tensor | tuple[Tensor, ...]:
@@ -140,7 +140,7 @@ def _answering(
         # Megatron's labels are [b, s], its activations [s, b, ...].
         target = given.transpose(0, 1).contiguous()
         if given is labels:
-            found = token_statistics(logits, target, scale, entropy)
+            found = token_statistics(logits, target, temperature, entropy)
             wanted = (found.target_log_prob, found.entropy)
             return tuple([value.transpose(0, 1).contiguous() for value in wanted if value is not None])
         if not (model.training or torch.is_grad_enabled()):
@@ -177,26 +177,26 @@ def _takes(function: Callable, *names: str) -> bool:
     return all(name in parameters for name in names)
 
 
-def _scale(labels: object, temperature: float | Tensor, input_ids: Tensor | None, last: bool) -> float | Tensor:
-    """What multiplies the logits: a number or ``[s, b]``. Refuses labels and temperatures that do not fit."""
-    scale = 1.0 if isinstance(temperature, Tensor) else inverse_temperature(temperature, 0)
+def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor | None, last: bool) -> float | Tensor:
+    """What divides the logits: a number, or floating-point ``[s, b]``. Refuses labels and temperatures that do not
+    fit."""
+    if not isinstance(temperature, Tensor):
+        temperature = as_float(temperature)
+        check_logit_options(1.0, None, temperature)
     if labels is None and not last:
-        return scale
+        return temperature
     if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype not in INTEGERS:
         given = f"{list(labels.shape)} of {labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
         raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {given}")
     if input_ids is not None and input_ids.shape != labels.shape:
         raise ValueError(f"labels must have input_ids' shape {list(input_ids.shape)}, got {list(labels.shape)}")
     if not isinstance(temperature, Tensor):
-        return scale
-    if temperature.shape != labels.shape:
-        raise ValueError(
-            f"temperature must be a number > 0, or of labels' shape {list(labels.shape)}, got {list(temperature.shape)}"
-        )
+        return temperature
+    if temperature.shape != labels.shape or temperature.is_complex():
+        expected = f"a number > 0, or real ones of labels' shape {list(labels.shape)}"
+        raise ValueError(f"temperature must be {expected}, got {list(temperature.shape)} of {temperature.dtype}")
     if temperature.requires_grad and torch.is_grad_enabled():
         raise ValueError("temperature requires a gradient, and none flows to it: pass temperature.detach()")
     if temperature.device != labels.device:
         raise ValueError(f"temperature is on {temperature.device} and labels are on {labels.device}")
-    scale = inverse_temperature(temperature, labels.numel())
-    assert isinstance(scale, Tensor)
-    return scale.view(labels.shape).transpose(0, 1)
+    return (temperature if temperature.is_floating_point() else temperature.float()).transpose(0, 1)

@@ -196,12 +196,12 @@ def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) 
     def losses(arguments: Arguments, main_grad: MainGrad | None) -> Tensor:
         return fused_loss(arguments, of_loss, function="Megatron's output layer", main_grad=main_grad)
 
-    return _called(logits, target, 1.0, losses)
+    return _called(logits, target, losses)
 
 
-def token_statistics(logits: LazyLogits, target: Tensor, scale: float | Tensor, entropy: bool) -> TokenStatistics:
-    """Statistics ``[s, b]`` of lazy logits that are multiplied by ``scale``, a number or ``[s, b]``: log-probabilities
-    of ``target [s, b]``, and with ``entropy`` entropies. Padding rows stay in the softmax.
+def token_statistics(logits: LazyLogits, target: Tensor, temperature: float | Tensor, entropy: bool) -> TokenStatistics:
+    """Statistics ``[s, b]`` of lazy logits that are divided by ``temperature``, a number or ``[s, b]``:
+    log-probabilities of ``target [s, b]``, and with ``entropy`` entropies. Padding rows stay in the softmax.
 
     Collectives: those of :func:`parallel_lce.token_statistics`.
     """
@@ -213,12 +213,15 @@ def token_statistics(logits: LazyLogits, target: Tensor, scale: float | Tensor, 
             arguments = replace(arguments, gradient_filter=None)
         return fused_statistics(arguments, columns, function="token_log_probs", main_grad=main_grad)
 
-    return _called(logits, target, scale, statistics)
+    return _called(logits, target, statistics, temperature)
 
 
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
 def _called(
-    logits: LazyLogits, target: Tensor, scale: float | Tensor, compute: Callable[[Arguments, MainGrad | None], _T]
+    logits: LazyLogits,
+    target: Tensor,
+    compute: Callable[[Arguments, MainGrad | None], _T],
+    temperature: float | Tensor = 1.0,
 ) -> _T:
     """``compute(arguments, main_grad)`` of the output layer's call, in the modes in which it was called."""
     logits.check()
@@ -233,7 +236,8 @@ def _called(
         linear_weight=weight,
         target=target,
         linear_bias=logits.bias,
-        logit_scale=scale * logits.scale,
+        logit_scale=logits.scale,
+        temperature=temperature,
         logit_softcap=None,
         process_group=layer.tp_group,
         sequence_parallel=logits.sequence_parallel,

@@ -7,7 +7,7 @@ import inspect
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,7 @@ class Arguments:
     selected: Tensor | None = None
     selected_offsets: Tensor | None = None
     top_k: int | None = None
-    gradient_filter: float | Literal["auto"] | None = None
+    gradient_filter: float | None = None
     temperature: float | Tensor = 1.0
     reduce_hidden_grad: bool = True
 

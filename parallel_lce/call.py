@@ -10,14 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import (
-    Backend,
-    BlockForward,
-    GradientFilter,
-    Projection,
-    SelectedLogits,
-    softcap_slope,
-)
+from parallel_lce.backends.interface import Backend, BlockForward, Projection, SelectedLogits, softcap_slope
 from parallel_lce.collectives import HiddenReduction, IncomingHidden, Layout, Shard
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.partials import Columns
@@ -58,8 +51,8 @@ class Call:
     reduce_dtype: torch.dtype | None = None
     # False: dX stays this rank's part.
     reduce_hidden_grad: bool = True
-    # Largest probability of a tile of the gradient that is approximated, or AUTO; None: the gradient is exact.
-    gradient_filter: GradientFilter = None
+    # Largest probability of a tile of the gradient that is approximated; None: the gradient is exact.
+    gradient_filter: float | None = None
     # Of calls of the same signature, where their runs can be replayed.
     tapes: Tapes | None = None
 
@@ -106,8 +99,7 @@ class Call:
         # Kernels take rows contiguous in D. Hooks for saved tensors may have returned others.
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         bias = bias if bias is None else bias.contiguous()
-        scale, ranks = self.scale, self.layout.ranks
-        return Projection(weight, bias, shard.start, shard.real_rows, scale, self.softcap, ranks=ranks)
+        return Projection(weight, bias, shard.start, shard.real_rows, self.scale, self.softcap)
 
     def of_block(self, projection: Projection, block: Block) -> Projection:
         """The ``projection`` with the scales and soft-caps of a block's tokens."""

@@ -15,7 +15,6 @@ from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from parallel_lce.arguments import LARGEST, Arguments, LossOptions
-from parallel_lce.backends.interface import AUTO
 from parallel_lce.budget import budget_of_environment
 from parallel_lce.collectives import Layout
 from parallel_lce.dtensor import refuse_dtensor
@@ -220,13 +219,9 @@ def check_budget(logits_budget: object) -> None:
 
 
 def check_gradient_filter(gradient_filter: object) -> None:
-    # Of a tensor or an array a comparison is no bool.
-    if gradient_filter is None or (isinstance(gradient_filter, str) and gradient_filter == AUTO):
-        return
-    if not (is_number(gradient_filter) and 0 < gradient_filter < 1):
-        raise ValueError(
-            f'gradient_filter must be None, "auto" or a probability between 0 and 1, got {shortened(gradient_filter)}'
-        )
+    if gradient_filter is not None and not (is_number(gradient_filter) and 0 < gradient_filter < 1):
+        expected = "None or a number between 0 and 1, such as 2**-13"
+        raise ValueError(f"gradient_filter must be {expected}, got {shortened(gradient_filter)}")
 
 
 def check_filtered(a: Arguments, columns: Columns, options: LossOptions | None) -> None:

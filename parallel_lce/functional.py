@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, Never
+from typing import Never
 
 import torch
 import torch.distributed as dist
@@ -37,7 +37,7 @@ def linear_cross_entropy(
     logits_budget: int | None = None,
     reduce_dtype: torch.dtype | None = None,
     counted_tokens: int | None = None,
-    gradient_filter: float | Literal["auto"] | None = None,
+    gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
     **unsupported: object,
@@ -97,18 +97,12 @@ def linear_cross_entropy(
             these tokens alone, and the others cost nothing. The host does not wait for the device; if the number is
             wrong, the loss is NaN. Under sequence parallelism every rank gathers all hidden states, and dX is
             all-reduced.
-        gradient_filter: a probability in (0, 1), such as 2**-12, or ``"auto"``; None: dX and dW are exact. Backward
-            then forms exactly only the targets' part, and what tiles of 128 tokens by 128 vocabulary rows contribute
-            that have an entry of a larger probability. Of every other tile it takes the products of sums
-            (:mod:`parallel_lce.kernels.active_tiles`). The loss is unchanged, and no collective is added. The Triton
-            backend filters products of 1e12 flops and more; the torch backend saves no time. Not with
-            ``label_smoothing``. ``"auto"``: the largest of 2**-10, 2**-11, ..., 2**-15, 2**-17 and 2**-19 whose errors,
-            in Frobenius norms, are at most 2**-9 of this rank's part of dX, and of dW, over all ranks, at most
-            2**-7.5 sqrt(sum_i |a_i x_i|^2 p_i (1 - p_i)). There x_i is the hidden state of token i, p_i the probability
-            of its target, and a_i the gradient of its logits where a probability is 1. The Triton backend estimates
-            these errors from a sample of the tokens (:mod:`parallel_lce.kernels.filter_choice`). If there is no such
-            filter, or none that is worth its time, gradients are exact. Slices of the vocabulary may have choices of
-            their own; together they keep these limits. The torch backend's gradients are then exact.
+        gradient_filter: a probability in (0, 1), such as 2**-13; None: dX and dW are exact. Backward then forms exactly
+            only the targets' part, and what tiles of 128 tokens by 128 vocabulary rows contribute that have an entry of
+            a larger probability. Of every other tile it takes the products of sums
+            (:mod:`parallel_lce.kernels.filter`). The loss is unchanged, and no collective is added. The Triton backend
+            filters products of 1e12 flops and more; the torch backend saves no time. Not with ``label_smoothing``. In
+            the first few hundred steps of a training None is better: a filter's errors are largest there.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
@@ -201,7 +195,7 @@ def token_statistics(
     top_k: int | None = None,
     mask: Tensor | None = None,
     counted_tokens: int | None = None,
-    gradient_filter: float | Literal["auto"] | None = None,
+    gradient_filter: float | None = None,
     temperature: float | Tensor = 1.0,
     reduce_hidden_grad: bool = True,
     **unknown: Never,

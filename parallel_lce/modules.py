@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Literal, Never
+from typing import Never
 
 import torch
 import torch.distributed as dist
@@ -57,7 +57,7 @@ class LinearCrossEntropy(nn.Module):
         vocab_size: int | None = None,
         logits_budget: int | None = None,
         reduce_dtype: torch.dtype | None = None,
-        gradient_filter: float | Literal["auto"] | None = None,
+        gradient_filter: float | None = None,
         temperature: float = 1.0,
         reduce_hidden_grad: bool = True,
         **unknown: Never,

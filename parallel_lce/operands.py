@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
 from parallel_lce.backends import named, valueless
-from parallel_lce.backends.interface import AUTO
 from parallel_lce.call import Call, Inputs, token_count
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.losses import WeightedLoss
@@ -21,7 +20,7 @@ from parallel_lce.selection import Selected
 
 CALL = (
     "str backend, str group, bool sequence_parallel, SymInt start, SymInt? vocab_size, "
-    "bool[] columns, int top_k, bool capped, bool filtered, bool auto, SymInt[] plan, ScalarType? reduce_dtype, "
+    "bool[] columns, int top_k, bool capped, bool filtered, SymInt[] plan, ScalarType? reduce_dtype, "
     "bool reduce_hidden_grad"
 )
 OPERANDS = (
@@ -60,10 +59,9 @@ class OfLoss(NamedTuple):
 
 def operands_of(call: Call, inputs: Inputs, loss: WeightedLoss | None = None) -> Operands:
     """A Python number passed to an operator is compiled in as a constant; in a tensor it may change."""
-    probability = 0.0 if isinstance(call.gradient_filter, str) else call.gradient_filter
     softcap = call.logit_softcap if call.token_cap is None else None
     # As they are given: a graph of torch 2.11 knows no quotient of two of them.
-    numbers = [call.logit_scale, softcap or 0.0, call.temperature, probability or 0.0, 0.0, 0.0]
+    numbers = [call.logit_scale, softcap or 0.0, call.temperature, call.gradient_filter or 0.0, 0.0, 0.0]
     if loss is not None:
         numbers[4:] = loss.label_smoothing, loss.z_loss
     zero = inputs[1].new_zeros((), dtype=torch.float64, device="cpu")
@@ -83,9 +81,7 @@ class Numbers(NamedTuple):
     columns: list[bool]
     top_k: int
     capped: bool
-    # Whether the gradient is filtered, and by "auto" instead of a number.
     filtered: bool
-    auto: bool
     # One per field of Plan.
     plan: list[int]
     reduce_dtype: torch.dtype | None
@@ -106,7 +102,6 @@ def numbers_of(call: Call) -> Numbers:
         call.top_k,
         call.logit_softcap is not None and call.token_cap is None,
         call.gradient_filter is not None,
-        isinstance(call.gradient_filter, str),
         [int(getattr(plan, field)) for field in _PLAN_FIELDS],
         call.reduce_dtype,
         call.reduce_hidden_grad,
@@ -139,8 +134,7 @@ def call_of(operands: Operands, numbers: Numbers) -> Call:
     # While a graph is traced the factors have no values. The results' shapes do not depend on them.
     factors, ids = operands.factors, operands.selected
     selected = None if ids is None else Selected(ids, operands.offsets, token_count(operands.hidden, layout))
-    scale, softcap, temperature, probability = [1.0] * 4 if valueless(factors) else factors.tolist()[:4]
-    gradient_filter = AUTO if numbers.auto else probability
+    scale, softcap, temperature, gradient_filter = [1.0] * 4 if valueless(factors) else factors.tolist()[:4]
     return Call(
         named(numbers.backend),
         layout,

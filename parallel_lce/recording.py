@@ -35,7 +35,7 @@ from parallel_lce.tape import (
 
 _T = TypeVar("_T")
 _aten = torch.ops.aten
-# Longer tapes save the host little: the GPU takes longer. A slice that is projected again for ``"auto"`` takes 74.
+# Longer tapes save the host little: the GPU takes longer.
 _MOST_ACTIONS = 2048
 # Bytes from which on memory is freed after its last use, and not at the end of the replay.
 _LARGE = 1 << 20

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import (
-    AUTO,
     BlockForward,
     Coefficients,
     GradBuffers,
@@ -71,7 +70,6 @@ def forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, sav
     # The backward's only block can use what is known of the forward's windows, but for the gradient of the bias.
     keep_windows = save and call.gradient_filter is not None and len(blocks) == 1 and call.plan.blocks == blocks
     keep_windows = keep_windows and (bias is None or not bias.requires_grad)
-    keep_windows = keep_windows and (call.gradient_filter != AUTO or call.target is not None)
     with device_without_autocast(weight):
         hidden, projection = flattened(hidden), call.projection(weight, bias)
         targets = call.local_targets()

@@ -72,23 +72,15 @@ from parallel_lce.backends.interface import (
     Selection,
 )
 from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.kernels import (
-    dense_logits,
-    divergence,
-    losses,
-    partials,
-    projection,
-    set_log_probs,
-    tile_scan,
-    tuning,
-)
+from parallel_lce.kernels import dense_logits, divergence, losses, partials, projection, set_log_probs, tuning
+from parallel_lce.kernels.filter import windows
 from parallel_lce.partials import Columns, packed_size
 
 tuning._capability = lambda device: CAPABILITY
 projection.num_sms = lambda device: 132
-triton_filter.SMALLEST_FILTERED = triton_filter.HIDDEN_PER_SCAN = 0
+triton_filter.SMALLEST_FILTERED = 0
 # Of three row blocks one is a sample.
-tile_scan.FEWEST_SAMPLED = 1
+windows.FEWEST_SAMPLED = 1
 
 # Tokens, vocabulary rows, hidden size; saved vocabulary rows; everything asked for, or nothing; the last with soft-caps
 # of each token, of which nothing is saved.
@@ -129,7 +121,7 @@ def call(rows, entries, depth, saved, everything, dtype):
     gradient = SelectedGradient(selection, logits, logits)
     backend.selected_hidden_gradient(weight, gradient, torch.empty_like(x))
     backend.selected_weight_gradient(x, begin.repeat_interleave(3) // 3, gradient, torch.empty_like(weight), bias)
-    for gradient_filter in (None,) if everything else (None, "auto") if FEW else (None, 0.001, "auto"):
+    for gradient_filter in (None,) if everything else (None, 0.001):
         block_backward(
             backend,
             shape,

@@ -1,12 +1,10 @@
-"""The definition of a filtered gradient of the logits, and the filters of ``"auto"``."""
+"""The definition of a filtered gradient of the logits."""
 
 from __future__ import annotations
 
 import torch
 
 TILE = 128
-FILTERS = [2.0**-exponent for exponent in (10, 11, 12, 13, 14, 15, 17, 19)]
-"""Among which ``"auto"`` chooses."""
 
 
 def filtered(g: torch.Tensor, p: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:

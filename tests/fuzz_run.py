@@ -53,10 +53,10 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
 def _filter_small_products(stack: ExitStack) -> None:
     """Of 384 tokens on, a sample is less than all of them."""
     from parallel_lce.backends import triton_filter
-    from parallel_lce.kernels import tile_scan
+    from parallel_lce.kernels.filter import windows
 
-    stack.enter_context(mock.patch.multiple(triton_filter, SMALLEST_FILTERED=0, HIDDEN_PER_SCAN=0))
-    stack.enter_context(mock.patch.object(tile_scan, "FEWEST_SAMPLED", 1))
+    stack.enter_context(mock.patch.object(triton_filter, "SMALLEST_FILTERED", 0))
+    stack.enter_context(mock.patch.object(windows, "FEWEST_SAMPLED", 1))
 
 
 def _narrow_windows(stack: ExitStack) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from cases import DTYPES, normal
-from filters import FILTERS
 from measures import assert_close, relative_error
 from parallel_lce import linear_cross_entropy, prepare, token_statistics
 from tools import arguments_to, chosen_backend, everywhere, results_of, shrunk
@@ -14,10 +13,12 @@ from world import Member
 
 pytest.importorskip("triton", reason="needs triton")
 
-from parallel_lce.backends import triton_backward, triton_filter, triton_slices, triton_windows
+
+from parallel_lce.backends import triton_backward, triton_filter, triton_windows
 from parallel_lce.backends.interface import Scratch
-from parallel_lce.kernels import tile_scan
-from parallel_lce.kernels.filter_choice import LARGEST_ERROR
+from parallel_lce.kernels.filter import windows
+from parallel_lce.kernels.filter.tiles import TILE
+from parallel_lce.kernels.filter.windows import sample_tokens
 
 EPS = 2**-6
 # Tokens, entries, and those of a window in the tests' dtypes. A slice has two windows.
@@ -29,7 +30,7 @@ MORE = {"N": 788, "V": 1000}
 @pytest.fixture(autouse=True)
 def small_slices(monkeypatch):
     """A third of the tokens are a sample, and a slice has two windows."""
-    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
+    monkeypatch.setattr(windows, "FEWEST_SAMPLED", 1)
     monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * N * 2)
     with chosen_backend("triton"), shrunk(40_000):
         yield
@@ -38,7 +39,7 @@ def small_slices(monkeypatch):
 @pytest.fixture
 def two_sampled(monkeypatch):
     """A third of the tokens of MORE are a sample."""
-    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 2)
+    monkeypatch.setattr(windows, "FEWEST_SAMPLED", 2)
     monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * MORE["N"] * 2)
     with shrunk(60_000):
         yield
@@ -237,98 +238,20 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(device):
         assert torch.equal(a.isnan(), b.isnan())
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("slope", [4.0, 0.0])
-@pytest.mark.parametrize("placed", [True, False])
-def test_auto_keeps_its_promise(placed, slope, listed, two_sampled, device):
-    """The choice is made by the sample. On an even softmax everything is formed."""
-    t = problem(device=device, slope=slope, **MORE)
-    if not placed:
-        t[2].fill_(-100)
-        t[2][::7] = 0
-    with arguments_to(triton_filter, "choose_level") as asked:
-        found, exact = gradients(*t, gradient_filter="auto"), gradients(*t)
-    # One choice for both slices.
-    ((sampled, allowance, step, fewest),) = asked
-    assert len(listed) == 2 and (allowance.share, step, fewest) == (1.0, 3, 0) and allowance.of_all[0, 2] > 0
-    assert sampled.tiles == 2 * 8 * 8 and len(sampled.skipped) == 8
-    everything = sum(n[0].item() for n in listed) == 4 * 7
-    assert everything == (slope == 0.0)
-    for a, b in zip(found, exact):
-        # Both results are rounded.
-        assert relative_error(a, b.double()) <= 1.25 * LARGEST_ERROR + 2**-9
-
-
-@pytest.mark.parametrize(
-    ("budget", "kind", "slope"),
-    [
-        (0, "tokens", 2.0),
-        pytest.param(1 << 30, "halves", 1.0, marks=pytest.mark.slow),
-        pytest.param(0, "ordered", 2.0, marks=pytest.mark.slow),
-        pytest.param(0, "halves", 2.0, marks=pytest.mark.slow),
-        pytest.param(1 << 30, "ordered", 2.0, marks=pytest.mark.slow),
-        pytest.param(1 << 30, "tokens", 2.0, marks=pytest.mark.slow),
-    ],
-)
-def test_estimates_are_near_the_errors(budget, kind, slope, two_sampled, device):
-    """Windows are known of exponentials that are saved, too."""
-    t = problem(device=device, slope=slope, kind=kind, noise=0.2, **MORE)
-    asked = results_of(triton_filter if budget else triton_windows, "estimated")
-    with asked as estimates, results_of(triton_slices, "error_allowance") as allowances:
-        chosen = gradients(*t, budget=budget, gradient_filter="auto")
-    same = gradients(*t, budget=budget, gradient_filter=estimates[-1].eps.item())
-    for a, b in zip(chosen, same):
-        assert_close(a, b.double(), 2e-3)
-    exact = [g.double() for g in gradients(*t, budget=budget)]
-    units = torch.stack([exact[0].norm(), allowances[0][1, 0]])
-    errors, checked = estimates[-1].errors.double() * units[:, None], 0
-    for level in (0, 1):
-        found = gradients(*t, budget=budget, gradient_filter=FILTERS[level])
-        for estimate, a, b in zip(errors[:, level].tolist(), found, exact):
-            # What does not change is rounded alike.
-            error, rounding = (a.double() - b).norm().item(), 2**-12 * b.norm().item()
-            assert error / 2 - rounding <= estimate <= 2 * error + rounding, level
-            checked += error > 3 * rounding
-    assert checked >= 2
-
-
-def test_the_chosen_filter_does_what_it_does_alone(two_sampled, device):
-    """The sample is projected once for each slice, and its tokens count if their tile is skipped."""
-    t, bias = problem(device=device, slope=4.0, **MORE), 0.1 * normal(MORE["V"], seed=5).bfloat16().to(device)
-    t[2][::3] = 1
-    noted = (results_of(triton_windows, name) for name in ("estimated", "entry_shares", "mean_shares", "window_masses"))
-    given = (arguments_to(triton_windows, name) for name in ("entry_shares", "scan_tiles"))
-    with next(noted) as chosen, next(noted) as shares, next(noted) as means, next(noted) as masses:
-        with next(given) as summed, next(given) as scanned:
-            found = gradients(*t, gradient_filter="auto", linear_bias=bias)
-            assert len(scanned) == 2
-            eps = chosen[0].eps.item()
-            same = gradients(*t, gradient_filter=eps, linear_bias=bias)
-            assert len(scanned) == 4
-    assert eps > 0 and len(chosen) == 1
-    sample = triton_filter.sample_groups(MORE["N"])
-    blocks = [(sample.first + k * sample.step) * sample.height // tile_scan.TILE for k in range(sample.count)]
-    for (largest, *_), (bounds, _) in zip(summed, masses, strict=True):
+def test_tokens_of_the_sample_count_where_their_tile_is_skipped(two_sampled, device):
+    """The sample is projected once for each slice."""
+    t = problem(device=device, slope=4.0, **MORE)
+    with (
+        arguments_to(triton_windows, "sample_sums") as summed,
+        arguments_to(triton_windows, "entry_shares") as shared,
+        results_of(triton_windows, "window_masses") as masses,
+    ):
+        gradients(*t, gradient_filter=EPS)
+    assert len(summed) == 2
+    sample = sample_tokens(MORE["N"])
+    blocks = [(sample.first + k * sample.step) * 16 // TILE for k in range(sample.count)]
+    for (largest, *_), (bounds, _) in zip(shared, masses, strict=True):
         assert torch.equal(largest, bounds[blocks]) and len(set(bounds.flatten().tolist())) > 7
-    of_auto, of_fixed = ([*shares[k : k + 2], *sum(means[k + 2 : k + 4], ())] for k in (0, 2))
-    assert len(of_auto) == len(of_fixed) == 6
-    for a, b in zip([*of_auto, *sum(means[:2], ())], [*of_fixed, *sum(means[4:], ())]):
-        assert_close(a, b.double(), 1e-3)
-    for a, b in zip(found, same):
-        assert_close(a, b.double(), 2e-3)
-
-
-def test_gradients_are_exact_where_every_filter_would_add_too_much(listed, two_sampled, device):
-    """Nearly all of the softmax is one entry's, and what there is of the others matters to dX."""
-    x, weight = normal(MORE["N"], 16), 0.15 * normal(MORE["V"], 16, seed=1)
-    x[:, 0], weight[:, 0], weight[0, 0] = 4.0, 0.0, 3.8
-    x, weight = (t.bfloat16().to(device).requires_grad_() for t in (x, weight))
-    target = torch.zeros(MORE["N"], dtype=torch.int64, device=device)
-    found, exact = gradients(x, weight, target, gradient_filter="auto"), gradients(x, weight, target)
-    assert sum(n[0] for n in listed) == 4 * 7
-    for a, b, c in zip(found, exact, gradients(x, weight, target, gradient_filter=2**-15)):
-        assert_close(a, b.double(), 6e-3)
-        assert relative_error(c, b.double()) > 2 * LARGEST_ERROR
 
 
 @pytest.mark.parametrize("name", ["none", "partly saved"])
@@ -355,7 +278,7 @@ def test_windows_are_kept_only_where_they_are_of_use(reason, device, monkeypatch
     if reason == "gradient of the bias":
         options["linear_bias"] = torch.zeros(V, dtype=torch.bfloat16, device=device, requires_grad=True)
     if reason == "few tokens":
-        monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 4)
+        monkeypatch.setattr(windows, "FEWEST_SAMPLED", 4)
     if reason == "small products":
         monkeypatch.setattr(triton_filter, "SMALLEST_FILTERED", 1e9)
     shapes, t = [], problem(device=device)
@@ -365,7 +288,7 @@ def test_windows_are_kept_only_where_they_are_of_use(reason, device, monkeypatch
 
 
 def _on_ranks(member: Member, sequence_parallel: bool):
-    tile_scan.FEWEST_SAMPLED = 1
+    windows.FEWEST_SAMPLED = 1
     x, weight, target = problem(N=512, V=1024, device=member.device)
     rows, tokens = 1024 // member.ranks, 512 // member.ranks
     part = slice(member.rank * tokens, (member.rank + 1) * tokens) if sequence_parallel else slice(None)
@@ -376,7 +299,7 @@ def _on_ranks(member: Member, sequence_parallel: bool):
         with chosen_backend("triton"), results_of(triton_windows, "list_active_windows") as lists:
             found = [g.cpu() for g in gradients(x, weight, target, **options)]
     finally:
-        tile_scan.FEWEST_SAMPLED = 4
+        windows.FEWEST_SAMPLED = 4
     assert sum(n[0].item() for n in lists) > 0
     return found
 

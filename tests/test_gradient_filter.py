@@ -10,11 +10,14 @@ import parallel_lce
 from cases import DTYPES, normal
 from filters import filtered
 from measures import assert_close, relative_error
-from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
-from tools import chosen_backend, everywhere, shrunk, small
+from parallel_lce import LinearCrossEntropy, linear_cross_entropy, prepare, token_statistics
+from parallel_lce.operands import call_of, numbers_of, operands_of
+from parallel_lce.partials import Columns
+from tools import arguments_of, chosen_backend, everywhere, shrunk, small
 from world import Member
 
 EPS = 2**-7
+REFUSED = r"gradient_filter must be None or a number between 0 and 1, such as 2\*\*-13, got "
 
 
 def problem(N=150, V=400, D=16, dtype="fp32", device="cpu"):
@@ -223,13 +226,21 @@ def test_statistics_with_gradients_of_probabilities(backend, device):
         assert_close(a, b.double(), 1e-5)
 
 
-@pytest.mark.parametrize("value", [0, 1, -0.1, 2.0, float("nan"), True, "", "Auto", "0.1", [0.1], torch.tensor(0.1)])
+@pytest.mark.parametrize("value", [0, 1, -0.1, 2.0, float("nan"), True, "", "auto", "0.1", [0.1], torch.tensor(0.1)])
 def test_a_filter_that_is_no_probability_is_refused(value):
     t = small()
-    with pytest.raises(ValueError, match='gradient_filter must be None, "auto" or a probability between 0 and 1'):
+    with pytest.raises(ValueError, match=REFUSED):
         linear_cross_entropy(t.x, t.weight, t.target, gradient_filter=value)
-    with pytest.raises(ValueError, match="gradient_filter must be"):
+    with pytest.raises(ValueError, match=REFUSED):
         LinearCrossEntropy(gradient_filter=value)
+
+
+@pytest.mark.parametrize("value", [None, 2**-9])
+def test_operators_are_told_of_it(value):
+    t = small()
+    prepared = prepare.prepare(arguments_of(t.x, t.weight, t.target, gradient_filter=value), Columns(), function="f")
+    operands, numbers = operands_of(prepared.call, prepared.inputs), numbers_of(prepared.call)
+    assert call_of(operands, numbers).gradient_filter == value
 
 
 @pytest.mark.parametrize("name", ["mean_logit", "expected_logit", "sum_p_squared", "selected"])
@@ -319,9 +330,8 @@ def test_megatron_takes_it_from_install_or_the_environment(monkeypatch):
     monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "0.001")
     assert current_options()["gradient_filter"] == 0.001
     monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "auto")
-    assert current_options()["gradient_filter"] == "auto"
-    monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "a little")
-    with pytest.raises(ValueError, match="PARALLEL_LCE_GRADIENT_FILTER must be 'auto' or a .* got 'a little'"):
+    expected = r"a number between 0 and 1, such as 0.0001220703125, which is 2\*\*-13, got 'auto'"
+    with pytest.raises(ValueError, match=f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}"):
         current_options()
     monkeypatch.delenv("PARALLEL_LCE_GRADIENT_FILTER")
     try:
@@ -329,11 +339,10 @@ def test_megatron_takes_it_from_install_or_the_environment(monkeypatch):
         assert current_options()["gradient_filter"] == 0.01
         parallel_lce.megatron.install(gradient_filter=torch.tensor(0.25).numpy()[()])
         assert type(current_options()["gradient_filter"]) is float
-        parallel_lce.megatron.install(gradient_filter="auto")
-        assert current_options()["gradient_filter"] == "auto"
-        with pytest.raises(ValueError, match="gradient_filter=auto needs cross_entropy='output_layer'.* earlier"):
+        with pytest.raises(ValueError, match="gradient_filter=0.25 needs cross_entropy='output_layer'.* earlier"):
             parallel_lce.megatron.install(cross_entropy="logits")
-        with pytest.raises(ValueError, match="gradient_filter must be None, .* or a probability"):
-            parallel_lce.megatron.install(gradient_filter=3)
+        for value in (3, "auto"):
+            with pytest.raises(ValueError, match=REFUSED + repr(value)):
+                parallel_lce.megatron.install(gradient_filter=value)
     finally:
         parallel_lce.megatron.uninstall()

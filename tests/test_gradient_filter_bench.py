@@ -187,7 +187,7 @@ def test_both_budgets_and_every_filter_are_asked_for(short, monkeypatch):
 
     monkeypatch.setattr(parallel_lce, "linear_cross_entropy", recorded)
     measure(Inputs("", **tensors(20, 30, 8)), 1, ALONE)
-    values = None, "auto", 2**-13, 2**-12, 2**-11, 2**-10
+    values = None, 2**-13, 2**-12, 2**-11, 2**-10
     assert set(asked) == {(value, budget, "mean") for value in values for budget in (1 << 40, 0)}
 
 
@@ -300,21 +300,17 @@ def test_the_report_writes_tables_json_and_a_picture(short, tmp_path, capsys):
         assert f"{case['name']}: N=40, V=60, D=16, bf16, loss {case['loss']:.4f}" in said
         assert set(case["reference_errors"]) == {EXACT, *ROUNDINGS, *(name + UNROUNDED for name in ROUNDINGS)}
         assert all(set(errors) == {"dX", "dW", "dW rows"} for errors in case["reference_errors"].values())
-        assert len(case["results"]) == 12
+        assert len(case["results"]) == 10
         for result in case["results"]:
             assert len(result["gemm_only_seconds"]) == 3
-            assert (
-                result["active_tiles"] is None
-                if result["gradient_filter"] == "auto"
-                else 0 < result["active_tiles"] <= 1
-            )
+            assert 0 < result["active_tiles"] <= 1
             for memory in BUDGETS:
                 way = result[memory]
                 ratios = sorted(g / s for g, s in zip(result["gemm_only_seconds"], way["seconds"]))
                 assert way["of_gemm_only"] == pytest.approx([ratios[1], ratios[0], ratios[2]])
                 assert set(way["errors"]) == {"dX", "dW", "dW rows"}
     row = next(line for line in said.splitlines() if line.startswith("| by probability") and "| 2^-11" in line)
-    result = content["cases"][0]["results"][10]
+    result = content["cases"][0]["results"][8]
     assert (result["order"], result["gradient_filter"]) == (BY_PROBABILITY, 2**-11)
     for way in (result[memory] for memory in BUDGETS):
         assert f"{way['of_gemm_only'][0]:.3f} (" in row and f"{way['errors']['dX']:.2e}" in row

@@ -136,30 +136,28 @@ def test_statistics_are_replayed(device):
     check_replays(one)
 
 
-def filtered(gradient_filter: float | str, device: str, seed: int) -> list[torch.Tensor]:
+def filtered(device: str, seed: int) -> list[torch.Tensor]:
     """Loss and gradients of some tokens of a softmax of which most lies in the first of three tiles."""
     t = make(Case(**SMALL | dict(V=300), seed=seed), device)
     with torch.no_grad():
         t.x[:, 0], t.weight[:, 0] = 4.0, 0.0
         t.weight[:128, 0] = 2.0
     inputs = t.x.requires_grad_(), t.weight.requires_grad_()
-    loss = parallel_lce.linear_cross_entropy(*inputs, t.target, gradient_filter=gradient_filter)
+    loss = parallel_lce.linear_cross_entropy(*inputs, t.target, gradient_filter=2**-9)
     return [loss.detach(), *torch.autograd.grad(loss, inputs)]
 
 
-@pytest.mark.parametrize("gradient_filter", [2**-9, "auto"])
-def test_filters_are_replayed(gradient_filter, device):
-    check_replays(lambda seed: filtered(gradient_filter, device, seed))
+def test_filters_are_replayed(device):
+    check_replays(lambda seed: filtered(device, seed))
 
 
-@pytest.mark.parametrize("gradient_filter", [pytest.param(2**-6, marks=pytest.mark.slow), "auto"])
-def test_filters_of_recomputed_windows_are_replayed(gradient_filter, device, monkeypatch):
+def test_filters_of_recomputed_windows_are_replayed(device, monkeypatch):
     """Slices of two windows and of one. A third of the tokens are a sample."""
     from parallel_lce.backends import triton_backward, triton_windows
-    from parallel_lce.kernels import tile_scan
+    from parallel_lce.kernels.filter import windows
 
     N, V = 404, 700
-    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
+    monkeypatch.setattr(windows, "FEWEST_SAMPLED", 1)
     monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * 256 * N * 2)
 
     def one(seed: int) -> list[torch.Tensor]:
@@ -167,7 +165,7 @@ def test_filters_of_recomputed_windows_are_replayed(gradient_filter, device, mon
         with torch.no_grad():
             t.x[:, 0], t.weight[:, 0] = 3.0, torch.linspace(4.0, -4.0, V)
         inputs = t.x.requires_grad_(), t.weight.requires_grad_()
-        options = dict(gradient_filter=gradient_filter, logits_budget=0, reduction="none")
+        options = dict(gradient_filter=2**-6, logits_budget=0, reduction="none")
         loss = parallel_lce.linear_cross_entropy(*inputs, t.target, **options)
         return [loss.detach(), *torch.autograd.grad(loss.sum(), inputs)]
 
@@ -179,7 +177,8 @@ def test_filters_of_recomputed_windows_are_replayed(gradient_filter, device, mon
 def test_filters_of_sixteen_slices_are_replayed(device, monkeypatch):
     """As many as 16384 tokens have of 131072 entries. No kernel runs, but launches are noted as a GPU's."""
     from parallel_lce.backends import triton_backward, triton_windows
-    from parallel_lce.kernels import relaunch, tile_scan
+    from parallel_lce.kernels import relaunch
+    from parallel_lce.kernels.filter import windows
 
     compiled = relaunch.Compiled(lambda *arguments: None, None, None, lambda device: 0, 0, ())
 
@@ -188,14 +187,14 @@ def test_filters_of_sixteen_slices_are_replayed(device, monkeypatch):
         return compiled if observer is None else observer(kernel, grid, arguments, constants)
 
     N, V = 404, 8192
-    monkeypatch.setattr(tile_scan, "FEWEST_SAMPLED", 1)
+    monkeypatch.setattr(windows, "FEWEST_SAMPLED", 1)
     monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", V // 16 * N * 2)
     monkeypatch.setattr(relaunch.Relaunched, "launch", launch)
     t = make(Case(N=N, V=V, D=16, dtype="bf16"), device)
     inputs = t.x.requires_grad_(), t.weight.requires_grad_()
     with shrunk(40_000), results_of(triton_windows, "list_active_windows") as listed, replays() as found:
         for _ in range(4):
-            options = dict(gradient_filter="auto", logits_budget=0, reduction="none")
+            options = dict(gradient_filter=2**-6, logits_budget=0, reduction="none")
             loss = parallel_lce.linear_cross_entropy(*inputs, t.target, **options)
             torch.autograd.grad(loss.sum(), inputs)
     # Forward and backward, of the third call and the fourth one.

@@ -107,7 +107,7 @@ def configure() -> None:
     if backends._triton_installed():
         from parallel_lce.backends import triton_filter
 
-        triton_filter.SMALLEST_FILTERED = triton_filter.HIDDEN_PER_SCAN = 0
+        triton_filter.SMALLEST_FILTERED = 0
     if os.environ.get("PARALLEL_LCE_TEST_MAINLOOP") == "plain":
         from parallel_lce.kernels import tuning
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Literal, NoReturn, TypeVar
+from typing import Annotated, NoReturn, TypeVar
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -115,16 +115,17 @@ class TrainConfig(Section):
 
 
 def _checked_filter(value: object) -> object:
-    if value is None or value == "auto" or (isinstance(value, float) and 0 < value < 1):
+    if value is None or (isinstance(value, float) and 0 < value < 1):
         return value
-    raise ValueError(f"loss.gradient_filter={value!r}: expected null, auto or a probability between 0 and 1")
+    expected = "null or a number between 0 and 1, such as 0.0001220703125, which is 2**-13"
+    raise ValueError(f"loss.gradient_filter={value!r}: expected {expected}")
 
 
 class LossConfig(Section):
     impl: LossImpl
     logits_budget_mib: Number | None = None  # passed to install(); None: its default
     # Passed to install(). None: gradients are exact.
-    gradient_filter: Annotated[float | Literal["auto"] | None, BeforeValidator(_checked_filter)] = None
+    gradient_filter: Annotated[float | None, BeforeValidator(_checked_filter)] = None
 
 
 class ParallelConfig(Section):

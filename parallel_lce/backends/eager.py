@@ -40,7 +40,6 @@ from parallel_lce.backends.gemm import accumulate_nt, operand, put
 from parallel_lce.backends.interface import (
     Coefficients,
     GradBuffers,
-    GradientFilter,
     Projection,
     Saved,
     Scratch,
@@ -181,10 +180,10 @@ class BlockBackward:
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
-        gradient_filter: GradientFilter = None,
+        gradient_filter: float | None = None,
     ) -> None:
         self._projection, self._target, self._x_given, self._selected = projection, target, x, selected
-        self._gradient_filter: GradientFilter = gradient_filter
+        self._gradient_filter = gradient_filter
         self._partial, self._coefficients, self._saved = partial, coefficients.folded(), saved
         self._grads, self._scratch = grads, scratch
         # Tiles that are still to be added to dW of their windows.

@@ -1,4 +1,4 @@
-"""What :mod:`parallel_lce.kernels.active_tiles` leaves out of a gradient, in plain torch and on any device."""
+"""What :mod:`parallel_lce.kernels.filter` leaves out of a gradient, in plain torch and on any device."""
 
 from __future__ import annotations
 

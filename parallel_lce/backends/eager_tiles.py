@@ -19,9 +19,7 @@ from torch import Tensor
 from parallel_lce.backends.eager_filter import replace_inactive
 from parallel_lce.backends.gemm import accumulate_nt, operand
 from parallel_lce.backends.interface import (
-    AUTO,
     Coefficients,
-    GradientFilter,
     Projection,
     Saved,
     Scratch,
@@ -151,7 +149,7 @@ class LogitGradient:
         saved: Saved,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
-        gradient_filter: GradientFilter = None,
+        gradient_filter: float | None = None,
     ) -> None:
         if selected is not None and saved and saved[0].dtype != projection.dtype:
             # What selected entries add may cancel nearly all of their gradients, but for the rounding of what is saved.
@@ -189,8 +187,7 @@ class LogitGradient:
         self._selected = selected
         # Up to these numbers entries of a token are approximated, where all of their tile are. [R]
         self._limits: Tensor | None = None
-        # A filter saves no time here, so that "auto" is exact.
-        if gradient_filter is not None and gradient_filter != AUTO:
+        if gradient_filter is not None:
             self._limits = (coefficients.alpha * factor).abs() * gradient_filter
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
         self._alpha = coefficients.alpha / sum_exp * factor

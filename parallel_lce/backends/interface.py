@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -37,8 +37,6 @@ class Projection:
     softcap: float | Tensor | None = None
     # [R] in the statistics' dtype: multiplies z of each token beside ``scale``; None: 1
     token_scale: Tensor | None = None
-    # that the vocabulary is split over
-    ranks: int = 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -50,10 +48,6 @@ class Projection:
         each = {n: v[rows] for n in ("token_scale", "softcap") if isinstance(v := getattr(self, n), Tensor)}
         return replace(self, **each) if each else self
 
-
-AUTO = "auto"
-GradientFilter = float | Literal["auto"] | None
-"""A probability, ``AUTO`` or None, as in :func:`parallel_lce.linear_cross_entropy`."""
 
 Saved = tuple[Tensor, ...]
 """Tensors that a block saves for its backward; the exponentials are the first. ``()`` if it saves nothing. Only the
@@ -342,7 +336,7 @@ class Backend(Protocol):
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
-        gradient_filter: GradientFilter = None,
+        gradient_filter: float | None = None,
     ) -> BlockBackward:
         """The backward of a block, not started yet.
 
@@ -356,8 +350,8 @@ class Backend(Protocol):
             scratch: working memory, shared by the blocks of the call.
             selected: added to the gradient of the projection's output, before it is rounded.
             gradient_filter: tiles of 128 tokens by 128 entries without a larger probability may be replaced by
-                products of sums of them (:mod:`parallel_lce.kernels.active_tiles`). ``AUTO``: where little is lost.
-                Without gamma, delta, epsilon and ``selected`` alone.
+                products of sums of them (:mod:`parallel_lce.kernels.filter`). Without gamma, delta, epsilon and
+                ``selected`` alone.
         """
         ...
 

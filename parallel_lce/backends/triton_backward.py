@@ -18,21 +18,12 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import put
-from parallel_lce.backends.interface import (
-    AUTO,
-    Coefficients,
-    GradBuffers,
-    GradientFilter,
-    Projection,
-    Saved,
-    Scratch,
-    SelectedGradient,
-)
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, SelectedGradient
 from parallel_lce.backends.triton_operands import dense, product_of
 from parallel_lce.backends.triton_slices import Piece, Slice, tiling
 from parallel_lce.backends.triton_windows import WINDOWED_BYTES, fills_sample, kept_windows
 from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.kernels.active_windows import WindowPartials
+from parallel_lce.kernels.filter.windows import WindowPartials
 from parallel_lce.kernels.targets import scale_and_add_targets
 from parallel_lce.memory import some_rows
 from parallel_lce.plan import PIECE_ROWS
@@ -49,8 +40,7 @@ class BlockBackward:
     The saved exponentials are overwritten, and what is recomputed reuses their memory. dX is complete before the last
     slice's dW product starts. Beside what is saved and ``scratch``, memory is needed for fp32 products of at most
     128 MiB, or of dX's size where several slices add to it, and for a copy of x. Where only active windows are
-    projected again ``scratch`` becomes ``WINDOWED_BYTES``, and ``"auto"`` needs 1/24 to 1/120 of the memory that all of
-    them would have (:meth:`parallel_lce.backends.triton_windows.ActiveWindows.choose`).
+    projected again ``scratch`` becomes ``WINDOWED_BYTES``.
     """
 
     def __init__(
@@ -64,13 +54,10 @@ class BlockBackward:
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
-        gradient_filter: GradientFilter = None,
+        gradient_filter: float | None = None,
     ) -> None:
         self._projection, self._grads, self._selected = projection, grads, selected
-        if gradient_filter == AUTO and (target is None or coefficients.beta is None):
-            # Without the targets' gradient nothing is known of what may be added to dW.
-            gradient_filter = None
-        self._gradient_filter: GradientFilter = gradient_filter
+        self._gradient_filter = gradient_filter
         # The last slice, whose dW is still to come.
         self._last: tuple[Piece, Slice] | None = None
         # c x of a slice, formed beside its dX.
@@ -86,8 +73,7 @@ class BlockBackward:
         # Saved rows may be padded.
         self._saved_entries = min(saved[0].shape[1], projection.real_rows) if saved else 0
         self._empty = x.shape[0] == 0 or projection.real_rows == 0
-        recomputes = self._saved_entries < projection.real_rows
-        self.reads_hidden_first = not self._empty and (recomputes or gradient_filter == AUTO)
+        self.reads_hidden_first = not self._empty and self._saved_entries < projection.real_rows
 
     def _cut(self) -> tuple[list[tuple[int, int]], list[Piece]]:
         """The ranges of vocabulary entries and the pieces of rows. Every piece goes through all ranges."""

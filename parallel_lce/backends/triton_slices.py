@@ -15,33 +15,22 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import (
-    AUTO,
     Coefficients,
-    GradientFilter,
     Projection,
     Saved,
     Scratch,
     SelectedGradient,
     power_of_two_scale,
 )
-from parallel_lce.backends.triton_filter import (
-    FilteredGradient,
-    UnfilteredSlice,
-    filtered,
-    inverse_limits_of,
-    sample_of,
-    worth_filtering,
-)
+from parallel_lce.backends.triton_filter import FilteredGradient, inverse_limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
-from parallel_lce.kernels.active_windows import Places, RowTerms, WindowPartials, window_bounds
-from parallel_lce.kernels.filter_choice import Allowance, error_allowance
-from parallel_lce.kernels.filter_estimates import RowFactors
+from parallel_lce.kernels.filter.tiles import TokenTargets, find_active_tiles
+from parallel_lce.kernels.filter.windows import WindowPartials
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
 from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
-from parallel_lce.kernels.tile_scan import TILE, TokenTargets
 from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
 from parallel_lce.memory import some_rows
 
@@ -135,7 +124,7 @@ class Piece:
         rewrite: bool,
         find_shared: bool,
         selected: SelectedGradient | None = None,
-        gradient_filter: GradientFilter = None,
+        gradient_filter: float | None = None,
         windows: WindowPartials | None = None,
     ) -> None:
         self.rows, self.x, self._gradient_filter = rows, x, gradient_filter
@@ -143,10 +132,8 @@ class Piece:
         self._partial, self._saved = partial.contiguous(), SavedExponentials.of(saved) if saved else None
         # Of which the active ones alone are projected; None: all are.
         self._windows = windows
-        # What does so, and the filter. None before the first slice.
-        self._active: tuple[ActiveWindows, float | Tensor] | None = None
-        # What filters that are chosen may add in all slices. None before the first one that is filtered.
-        self._of_all: Tensor | None = None
+        # What does so. None before the first slice.
+        self._active: ActiveWindows | None = None
         # ``rewrite`` every row of saved exponentials, so that there are no row factors. Selected entries are added to
         # such rows alone.
         self._rewrite, self._find_shared = rewrite or selected is not None, find_shared
@@ -192,64 +179,27 @@ class Piece:
                 softcap=self._projection.softcap,
             )
         if gradient_filter is not None:
-            limits, allowance, bounds = self._limits(part.dx_factor), None, None
-            if gradient_filter == AUTO:
-                bounds = self._bounds(start, stop)
-                allowance = self._allowance(start, stop, bounds is not None)
-            part.filtered = filtered(self._unfiltered(part), limits, gradient_filter, allowance, bounds)
+            inverse = inverse_limits_of(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
+            placed = self._placed
+            targets = None if placed is None else TokenTargets(placed.target, placed.unshared)
+            found = find_active_tiles(part.gradient, inverse, gradient_filter, targets, start)
+            part.filtered = FilteredGradient(part.gradient, found)
         return part
-
-    def _bounds(self, start: int, stop: int) -> Tensor | None:
-        """Of the tiles' largest entries, if the forward's windows tell them."""
-        saved, projection = self._saved, self._projection
-        if saved is None or self._is_recomputed(start):
-            return None
-        window = self._window(saved)
-        if window % TILE:
-            return None
-        scale, targets = projection.token_scale, self._placed or (None, None, None)
-        terms = RowTerms(self._partial, self._coefficients.alpha, scale, self._fp16_scale, *targets)
-        places = Places(start // window, stop - start, window)
-        return window_bounds(WindowPartials(saved.maxima), terms, places, projection.scale)
-
-    def _allowance(self, start: int, stop: int, knows_windows: bool = True) -> Allowance:
-        if self._of_all is None:
-            norms = torch.linalg.vector_norm(self.x, dim=1, dtype=torch.float32)
-            sample, ranks = sample_of(len(self.x), knows_windows), self._projection.ranks
-            self._of_all = error_allowance(self._partial, self._limits(None), norms, ranks, sample)
-        # As if the entries that follow needed as much each.
-        return Allowance(self._of_all, (stop - start) / (self._projection.real_rows - start))
-
-    def _limits(self, dx_factor: Tensor | None) -> Tensor:
-        return inverse_limits_of(self._coefficients, self._projection, dx_factor, self._fp16_scale)
 
     def _is_recomputed(self, start: int) -> bool:
         return self._saved is None or start >= self._saved.exponentials.shape[1]
 
-    def _form_active(self, windows: WindowPartials, gradient_filter: float | str, start: int, stop: int) -> Slice:
+    def _form_active(self, windows: WindowPartials, gradient_filter: float, start: int, stop: int) -> Slice:
         gradient = self._memory(start, stop)
         if self._active is None:
             if self._tokens is None and self.has_targets:
                 # Without entries: nothing is placed.
                 self._tokens = self._find_tokens(gradient[:, :0], None, start)
-            active, limit = ActiveWindows(self._rows(self._placed), windows, start), gradient_filter
-            if isinstance(limit, str):
-                limit = active.choose(self._allowance(start, self._projection.real_rows), stop - start)
-            self._active = active, limit
-        active, limit = self._active
-        return Slice(start, stop, gradient, None, None, active.form(start, stop, gradient, limit))
+            self._active = ActiveWindows(self._rows(self._placed), windows, start, gradient_filter)
+        return Slice(start, stop, gradient, None, None, self._active.form(start, stop, gradient))
 
     def _rows(self, targets: Targets | None) -> Rows:
         return Rows(self.x, self._projection, self._partial, self._coefficients, self._fp16_scale, targets)
-
-    def _unfiltered(self, part: Slice) -> UnfilteredSlice:
-        targets, placed = None, self._placed
-        factors = RowFactors(part.dx_factor, part.dw_factor, self._fp16_scale, None, None)
-        if placed is not None:
-            targets = TokenTargets(placed.target, placed.unshared)
-            factors = factors._replace(target=placed.target, residual=placed.residual)
-        weight = some_rows(self._projection.weight, part.start, part.stop)
-        return UnfilteredSlice(part.gradient, weight, self.x, factors, targets, part.start)
 
     def _formed(self, start: int, stop: int) -> Slice:
         """The slice without the selected entries."""
@@ -270,7 +220,9 @@ class Piece:
     def _find_tokens(self, gradient: Tensor, saved: SavedExponentials | None, start: int) -> TokenGradients:
         projection, window = self._projection, 1
         if saved is not None:
-            window = self._window(saved)
+            # Entries of the forward's windows, a power of two; less if the vocabulary is smaller. The tile of
+            # ``product_of`` may differ from the forward's: saved-tensor hooks may change the operands' alignment.
+            window = next_power_of_2(-(-projection.real_rows // saved.maxima.shape[0]))
         return token_gradients(
             gradient,
             saved,
@@ -287,11 +239,6 @@ class Piece:
             find_shared=self._find_shared,
             rewrite=self._rewrite,
         )
-
-    def _window(self, saved: SavedExponentials) -> int:
-        """Entries of the forward's windows, a power of two; less if the vocabulary is smaller. The tile of
-        ``product_of`` may differ from the forward's: saved-tensor hooks may change the operands' alignment."""
-        return next_power_of_2(-(-self._projection.real_rows // saved.maxima.shape[0]))
 
     def _recompute(self, start: int, stop: int) -> Tensor:
         gradient = self._memory(start, stop)

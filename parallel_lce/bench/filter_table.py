@@ -24,7 +24,7 @@ def filter_table(case: Case) -> Table:
         columns += [f"{name}, ms", "of GEMM-only", "dX error", "dW error", "of rows"]
     table = new_table(escape(title), CAPTION, ["vocabulary", "gradient_filter"], columns)
     for each in case.results:
-        row = [each.order, filter_name(each.gradient_filter), NONE if each.active is None else f"{each.active:.1%}"]
+        row = [each.order, filter_name(each.gradient_filter), f"{each.active:.1%}"]
         for name, way in each.ways.items():
             ratio = "{:.3f} ({:.3f}–{:.3f})".format(*each.of_gemm_only(name))
             row += [milliseconds(spread(way.seconds)[0]), ratio, *_texts(way.errors)]

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.interface import AUTO
 from .accuracy import Answers, answers
 from .exactness import Inputs, without_nan
 from .measure import release
@@ -28,7 +27,7 @@ from .sparsity import by_probability, reordered, tile_maxima
 from .team import Team
 from .timing import timer
 
-FILTERS = (None, AUTO, 2**-13, 2**-12, 2**-11, 2**-10)
+FILTERS = (None, 2**-13, 2**-12, 2**-11, 2**-10)
 SAVED, UNSAVED = "saved", "budget 0"
 BUDGETS = {SAVED: ALL, UNSAVED: 0}  # logits_budget
 NATURAL, BY_PROBABILITY = "natural", "by probability"
@@ -55,9 +54,9 @@ class Filtered:
     """One value of gradient_filter in one order of the vocabulary."""
 
     order: str
-    gradient_filter: float | str | None
-    # Share of the tiles, on the rank that has most; None: the loss chooses the probability, and does not tell.
-    active: float | None
+    gradient_filter: float | None
+    # Share of the tiles, on the rank that has most.
+    active: float
     ways: dict[str, Way]  # by the names of BUDGETS
     gemm_seconds: list[float]  # of the three bare products, one per round
 
@@ -142,8 +141,8 @@ def _in_order(name: str, inputs: Inputs, errors_of: Callable[..., Errors], round
             call = calls_of(named("ours", setting), problem, loss)[FORWARD_BACKWARD]
             ways[memory] = Way(errors_of(call()[1:]))
             readers.append((ways[memory].seconds, timer(call, team)))
-        active = 1.0 if gradient_filter is None else None
-        if isinstance(gradient_filter, float):
+        active = 1.0
+        if gradient_filter is not None:
             active = (maxima > gradient_filter).double().mean((0, 2)).max().item()
         results.append(Filtered(name, gradient_filter, active, ways, gemm_seconds))
     release(team.device)
@@ -189,8 +188,6 @@ def step_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def filter_name(gradient_filter: float | str | None) -> str:
-    """'2^-12', 'auto' or 'none'."""
-    if isinstance(gradient_filter, float):
-        return f"2^{log2(gradient_filter):g}"
-    return "none" if gradient_filter is None else str(gradient_filter)
+def filter_name(gradient_filter: float | None) -> str:
+    """'2^-12' or 'none'."""
+    return "none" if gradient_filter is None else f"2^{log2(gradient_filter):g}"

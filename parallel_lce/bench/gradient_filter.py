@@ -1,7 +1,7 @@
 """`python -m parallel_lce.bench.gradient_filter FILE.safetensors ...`: what does gradient_filter gain, and cost?
 
 For each snapshot, with the vocabulary in its own order and ordered by the mean probability of its entries, and for
-gradient_filter None, 'auto' and 2^-13 to 2^-10:
+gradient_filter None and 2^-13 to 2^-10:
 
 active         share of the tiles of 128 tokens by 128 entries with a larger probability, or a target
 of GEMM-only   speed of forward + backward of `linear_cross_entropy`, reduction 'mean', relative to the three bare

@@ -7,7 +7,7 @@
 anywhere; everything else goes to the script. Each option sets the environment variable beside it:
 
     --parallel-lce-logits-budget BYTES            PARALLEL_LCE_LOGITS_BUDGET
-    --parallel-lce-gradient-filter PROBABILITY    PARALLEL_LCE_GRADIENT_FILTER  (or auto)
+    --parallel-lce-gradient-filter PROBABILITY    PARALLEL_LCE_GRADIENT_FILTER
     --parallel-lce-cross-entropy output_layer     PARALLEL_LCE_CROSS_ENTROPY  (or logits)
     --parallel-lce-backend torch                  PARALLEL_LCE_BACKEND        (or triton)
     --parallel-lce-debug 1                        PARALLEL_LCE_DEBUG

@@ -9,13 +9,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from parallel_lce.arguments import as_float
-from parallel_lce.backends.interface import AUTO, GradientFilter
 from parallel_lce.budget import budget_of_environment
 from parallel_lce.checks import check_gradient_filter
 from parallel_lce.megatron.lazy_logits import LazyLogits
@@ -34,7 +32,7 @@ class _Installed:
 
     cross_entropy: str
     logits_budget: int | None
-    gradient_filter: GradientFilter = None
+    gradient_filter: float | None = None
     reduce_dtype: torch.dtype | None = None
     # Each replaced attribute: its owner, its name, ours, and the original.
     replaced: list[tuple[type | ModuleType, str, object, object]] = field(default_factory=list)
@@ -66,7 +64,7 @@ def install(
     *,
     cross_entropy: str | None = None,
     reduce_dtype: torch.dtype | None = None,
-    gradient_filter: float | Literal["auto"] | None = None,
+    gradient_filter: float | None = None,
 ) -> None:
     """Let ``TransformerConfig(cross_entropy_loss_fusion=True,
     cross_entropy_fusion_impl="parallel_lce")`` choose this package's loss.
@@ -89,8 +87,8 @@ def install(
             ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
         reduce_dtype: dtype in which dX is summed over the ranks, as in
             :func:`parallel_lce.linear_cross_entropy`; by default that of the hidden states, as in stock.
-        gradient_filter: a probability or ``"auto"``, as in :func:`parallel_lce.linear_cross_entropy`; by default the
-            environment's ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact. With ``"output_layer"`` alone.
+        gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; by default the environment's
+            ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact. With ``"output_layer"`` alone.
 
     Raises:
         ImportError: megatron-core is missing.
@@ -140,8 +138,8 @@ def uninstall() -> None:
 
 
 def choose(
-    logits_budget: int | None = None, cross_entropy: str | None = None, gradient_filter: GradientFilter = None
-) -> tuple[str, int | None, GradientFilter]:
+    logits_budget: int | None = None, cross_entropy: str | None = None, gradient_filter: float | None = None
+) -> tuple[str, int | None, float | None]:
     """The cross-entropy, the budget and the filter: what is given, else installed, else in the environment."""
     before = _installed or _Installed(os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer", None)
     chosen = cross_entropy or before.cross_entropy
@@ -164,15 +162,13 @@ def choose(
     return chosen, of_environment if budget is None else budget, filtered
 
 
-def _filter_of_environment() -> GradientFilter:
+def _filter_of_environment() -> float | None:
     text = os.environ.get("PARALLEL_LCE_GRADIENT_FILTER", "")
-    if text == AUTO:
-        return AUTO
     try:
         number = float(text) if text else None
         check_gradient_filter(number)
     except ValueError:
-        expected = "'auto' or a probability between 0 and 1"
+        expected = "a number between 0 and 1, such as 0.0001220703125, which is 2**-13"
         raise ValueError(f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}, got {text!r}") from None
     return number
 

@@ -1,4 +1,4 @@
-"""The mainloop of :mod:`parallel_lce.kernels.sparse_product` for Hopper.
+"""The mainloop of :mod:`parallel_lce.kernels.filter.products` for Hopper.
 
 As in :mod:`parallel_lce.kernels.hopper`, one warp loads by TMA, ahead across tiles of the result, and two warpgroups
 multiply.
@@ -10,10 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from parallel_lce.kernels.filter.products import result_tile
+from parallel_lce.kernels.filter.tiles import TILE
 from parallel_lce.kernels.hopper import async_load, async_store, multiply, new_ring
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.sparse_product import result_tile
-from parallel_lce.kernels.tile_scan import TILE
 
 _TILE = gl.constexpr(TILE)
 # Warps of the consumers, and registers of a thread of the producer.

@@ -1,10 +1,10 @@
 """Products with some tiles of the gradient of the logits, ``G @ weight`` and ``G.T @ x``, or of its masses.
 
-G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.active_tiles` lists the tiles that are taken. A program
+G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles that are taken. A program
 forms one tile of the result from its list. Results whose lists are long come first, so that the programs end together.
 
-The mainloop is :mod:`parallel_lce.kernels.hopper_sparse` on Hopper where TMA can address the operands, and the plain
-Triton one below elsewhere.
+The mainloop is :mod:`parallel_lce.kernels.filter.hopper_products` on Hopper where TMA can address the operands, and the
+plain Triton one below elsewhere.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.active_tiles import TileLists
+from parallel_lce.kernels.filter.tiles import TILE, TileLists
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.tile_scan import TILE
 from parallel_lce.kernels.tuning import addressable, descriptor, interpreted, num_sms, runs_gluon
 
 # Hidden elements of a program's result in the plain mainloop, and elements of the sum per step.
@@ -195,7 +194,7 @@ def _longest_first(counts: torch.Tensor) -> torch.Tensor:
 def _launch_hopper(
     total: torch.Tensor, gradient: torch.Tensor, other: torch.Tensor, of_blocks: _OfBlocks, transposed: bool, add: bool
 ) -> None:
-    from parallel_lce.kernels.hopper_sparse import lce_backward_sparse_product as kernel
+    from parallel_lce.kernels.filter.hopper_products import lce_backward_sparse_product as kernel
 
     (rows, hidden_size), (blocks, places) = total.shape, of_blocks.numbers.shape
     shape = (_HOPPER_STEP, TILE) if transposed else (TILE, _HOPPER_STEP)

@@ -1,0 +1,90 @@
+"""What is found of the tiles of a gradient of the logits, one launch at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cases import normal
+from measures import assert_close
+
+pytest.importorskip("triton", reason="needs triton")
+
+from parallel_lce.kernels.filter.tiles import TILE, entry_shares, find_active_tiles, inverse_limits, list_tiles
+from parallel_lce.kernels.filter.windows import sample_sums, sample_tokens
+
+
+@pytest.mark.parametrize(("row_blocks", "tiles"), [(1, 1), (3, 129), (17, 300)])
+def test_lists_have_what_is_active_and_the_masses_of_what_is_skipped(row_blocks, tiles, device):
+    largest = normal(row_blocks, tiles).abs().float()
+    largest[:, ::5], largest[0, : tiles // 2] = 0.0, torch.inf
+    if row_blocks > 1:
+        largest[1] = torch.inf
+    is_active = largest > 0.25
+    skipped = torch.nn.functional.pad(~is_active, (0, -tiles % TILE)).view(row_blocks, -1, TILE).any(2)
+    listed = list_tiles(largest.to(device), 0.25)
+    for lists, expected in zip(listed, (is_active, is_active.T, skipped, skipped.T), strict=True):
+        assert lists.numbers.shape == expected.shape and lists.numbers.data_ptr() % 16 == 0
+        assert lists.counts.data_ptr() % 16 == 0
+        for numbers, count, row in zip(lists.numbers.tolist(), lists.counts.tolist(), expected, strict=True):
+            assert numbers[:count] == row.nonzero().squeeze(1).tolist()
+
+
+def test_shares_are_of_the_sums_of_skipped_tiles(device):
+    """Or others, of the blocks of entries that have none."""
+    sums, otherwise = normal(3, 4 * TILE).abs().float(), normal(4 * TILE, seed=1).float()
+    largest = torch.tensor([[0.1, 0.1, 0.9, 0.1], [0.9, 0.1, 0.9, 0.1], [0.2, 0.9, 0.9, 0.1]])
+    sums[:, 3 * TILE :], sums[1, 0] = 0.0, torch.nan
+    given = largest.to(device), sums.to(device)
+    first, second = sums[[0, 2], :TILE].sum(0), sums[:2, TILE : 2 * TILE].sum(0)
+    for others in (otherwise, torch.zeros_like(otherwise)):
+        expected = torch.cat([first / first.sum(), second / second.sum(), others[2 * TILE :]])
+        found = entry_shares(*given, 0.5, otherwise.to(device) if others is otherwise else None)
+        torch.testing.assert_close(found.cpu(), expected)
+
+
+def test_the_limits_of_rows(device):
+    alpha, factor, scales, dx = (normal(5, seed=s).float().to(device) for s in range(4))
+    alpha[1], dx[2], alpha[3], dx[3] = 0.0, 0.0, 0.0, 0.0
+    fp16 = torch.tensor(8.0, device=device)
+    found = inverse_limits(alpha, -0.5, (factor, scales, fp16), dx)
+    expected = dx.double().abs() / (0.5 * alpha * factor * scales * fp16).double().abs()
+    expected[1], expected[3] = torch.finfo(torch.float32).max, 0.0
+    assert_close(found, expected, 1e-6)
+    ones = torch.ones(5, device=device)
+    for one in (torch.tensor(2.0, device=device), torch.tensor([2.0], device=device).expand(5)):
+        assert inverse_limits(ones, 0.25, (one, None, None), None).tolist() == [2.0] * 5
+
+
+def test_a_tile_with_nan_is_active(device):
+    gradient = torch.zeros(300, 384, dtype=torch.bfloat16, device=device)
+    gradient[130, 300] = torch.nan
+    found = find_active_tiles(gradient, torch.ones(300, device=device), 0.5)
+    assert found.listed.of_rows.counts.tolist() == [0, 1, 0] and found.listed.of_entries.counts.tolist() == [0, 0, 1]
+    assert found.listed.of_rows.numbers[1, 0] == 2 and not found.masses.any()
+
+
+@pytest.mark.parametrize("entries", [256, 300])
+def test_the_sums_of_a_sample(entries, device):
+    gradient = normal(96, 304, seed=2).bfloat16().to(device)[:, :entries]
+    inverse = normal(96, seed=3).abs().float().to(device)
+    expected = (gradient.double().abs() * inverse.double()[:, None]).view(6, 16, entries).sum(1)
+    found = sample_sums(gradient, inverse)
+    assert found.shape == (6, -(-entries // TILE) * TILE) and not found[:, entries:].any()
+    assert_close(found[:, :entries], expected, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "step", "count"), [(1536, 3, 32), (2560, 5, 32), (6655, 11, 38), (6656, 13, 32), (8192, 13, 39)]
+)
+def test_a_sample_has_groups_of_tokens_at_equal_distances(rows, step, count):
+    sample = sample_tokens(rows)
+    assert sample is not None and (sample.first, sample.step, sample.count) == (step // 2, step, count)
+    groups = torch.arange(step // 2, rows // 16, step)
+    assert sample.of(torch.arange(rows)).tolist() == [16 * g + i for g in groups.tolist() for i in range(16)]
+    numbers = torch.arange(-(-rows // TILE))[:, None]
+    assert torch.equal(sample.of_tiles(numbers), groups[:, None] // (TILE // 16))
+
+
+def test_few_tokens_have_no_sample():
+    assert sample_tokens(1535) is None

@@ -172,9 +172,11 @@ class LogitGradient:
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
         # [R]: a recomputed logit less than that below the maximum is the maximum, which a product of other rows rounds
         # in another way: of millions, and where the exponential of a rounding would hide how small 1 - p is. None: 0.
-        slack = self._maximum.abs().mul_(8 * torch.finfo(maximum.dtype).eps).sub_(1.0)
-        slack.clamp_(min=0.0).clamp_(min=(sum_exp < ALONE) * NEAR)
-        self._slack = slack if slack.is_cuda or slack.any() else None
+        self._slack: Tensor | None = None
+        if self._save < real:
+            slack = self._maximum.abs().mul_(8 * torch.finfo(maximum.dtype).eps).sub_(1.0)
+            slack.clamp_(min=0.0).clamp_(min=(sum_exp < ALONE) * NEAR)
+            self._slack = slack if slack.is_cuda or slack.any() else None
         self.fp16_unscale: Tensor | None = None
         factor: Tensor | float = projection.scale
         if projection.token_scale is not None:
@@ -190,10 +192,12 @@ class LogitGradient:
         if gradient_filter is not None:
             self._limits = (coefficients.alpha * factor).abs() * gradient_filter
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
-        self._alpha = coefficients.alpha / sum_exp * factor
-        self._beta, self._gamma, self._delta, self._epsilon = (
-            c if c is None else c * factor for c in coefficients.each[1:]
-        )
+        each = coefficients.each
+        if isinstance(factor, Tensor) or factor != 1.0:
+            each = [c if c is None else c * factor for c in each]
+        alpha, self._beta, self._gamma, self._delta, self._epsilon = each
+        assert alpha is not None
+        self._alpha = alpha / sum_exp
         if self._delta is not None:
             self._delta = self._delta / sum_exp
         if self._epsilon is not None:

@@ -102,7 +102,8 @@ def linear_cross_entropy(
             a larger probability. Of every other tile it takes the products of sums
             (:mod:`parallel_lce.kernels.filter`). The loss is unchanged, and no collective is added. The Triton backend
             filters products of 1e12 flops and more; the torch backend saves no time. Not with ``label_smoothing``. In
-            the first few hundred steps of a training None is better: a filter's errors are largest there.
+            the first few hundred steps of a training None is better: a filter skips little there, or adds its largest
+            errors.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.

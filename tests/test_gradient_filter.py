@@ -8,7 +8,6 @@ from torch.nn.functional import one_hot
 
 import parallel_lce
 from cases import DTYPES, normal
-from filters import filtered
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, prepare, token_statistics
 from parallel_lce.operands import call_of, numbers_of, operands_of
@@ -17,7 +16,23 @@ from tools import arguments_of, chosen_backend, everywhere, shrunk, small
 from world import Member
 
 EPS = 2**-7
+TILE = 128
 REFUSED = r"gradient_filter must be None or a number between 0 and 1, such as 2\*\*-13, got "
+
+
+def filtered(g: torch.Tensor, p: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The definition: ``g [N, V]`` filtered, and which of its tiles are active."""
+    result, active = g.clone(), torch.zeros(-(-g.shape[0] // TILE), -(-g.shape[1] // TILE), dtype=torch.bool)
+    for b, c in enumerate(range(0, g.shape[1], TILE)):
+        columns = slice(c, c + TILE)
+        rows = [slice(a, a + TILE) for a in range(0, g.shape[0], TILE)]
+        active[:, b] = torch.tensor([bool((p[r, columns].abs() > eps).any()) for r in rows])
+        others = [r for r, is_active in zip(rows, active[:, b]) if not is_active]
+        share = sum((p[r, columns].abs().sum(0) for r in others), torch.zeros(g[:, columns].shape[1]).double())
+        share = share / share.sum() if share.sum() else share
+        for r in others:
+            result[r, columns] = g[r, columns].sum(1, keepdim=True) * share
+    return result, active
 
 
 def problem(N=150, V=400, D=16, dtype="fp32", device="cpu"):

@@ -330,12 +330,12 @@ def test_the_picture_has_a_line_per_filter_in_each_panel(short, tmp_path, monkey
     speed, error = figures[0].axes
     labels = [axis.get_legend_handles_labels()[1] for axis in (speed, error)]
     pyplot.close(figures[0])
-    assert [len(each) for each in labels] == [12, 14] and {"bf16 logits, dX", "bf16 logits, dW"} <= set(labels[1])
+    assert [len(each) for each in labels] == [10, 12] and {"bf16 logits, dX", "bf16 logits, dW"} <= set(labels[1])
     lines = [line for line in speed.lines if len(line.get_xdata()) == 2 and line.get_marker() == "o"]
     assert all(list(line.get_xdata()) == [2, 9] for line in lines)
-    expected = [case["results"][6]["saved"]["of_gemm_only"][0] for case in cases[::-1]]
+    expected = [case["results"][5]["saved"]["of_gemm_only"][0] for case in cases[::-1]]
     assert any(list(line.get_ydata()) == expected for line in lines)
-    expected = [case["results"][9]["saved"]["errors"]["dW"] for case in cases[::-1]]
+    expected = [case["results"][7]["saved"]["errors"]["dW"] for case in cases[::-1]]
     assert any(list(line.get_ydata()) == expected for line in error.lines)
 
 

@@ -267,7 +267,8 @@ def test_gradients_of_sure_tokens_are_shown_by_group(device):
         for ways in group.errors.values():
             assert list(ways) == [OURS, BF16, FP32_HEAD]
             # Of float64 gradients of the rounded logits about one percent, and more of sure tokens.
-            assert ways[OURS] < 0.03 and ways[FP32_HEAD] < 0.03 < ways[BF16] < 0.5
+            assert ways[OURS] < 0.03 and ways[FP32_HEAD] < 0.03 and ways[BF16] < 0.5
+        assert max(ways[BF16] for ways in group.errors.values()) > 0.03
 
 
 @pytest.mark.parametrize(

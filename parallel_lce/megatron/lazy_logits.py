@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel_lce.collectives import Layout, gather_hidden
 from parallel_lce.functional import token_statistics
@@ -304,7 +304,10 @@ class LazyLogits:
             return getattr(args[0], name)(*args[1:], **options)
         use = f"torch function {name!r}"
 
-        args, options = tree_map_only(cls, lambda lazy: lazy.materialize(use), (args, options))
+        for value in tree_leaves((args, options)):
+            if isinstance(value, cls):
+                value.materialize(use)  # in this frame: the warning names its caller's line
+        args, options = tree_map_only(cls, lambda lazy: lazy.made, (args, options))
         return function(*args, **options)
 
 

@@ -254,6 +254,8 @@ def _says_once(member: Member, reason: str, message: str) -> None:
         layer.disable_grad_reduce = True
     if reason == "use":
         layer.register_forward_hook(lambda module, inputs, outputs: (outputs[0].float(), outputs[0].sum(), None)[2])
+    if reason == "function":
+        layer.register_forward_hook(lambda module, inputs, outputs: (torch.softmax(outputs[0], -1), None)[1])
     if reason == "hooked":
         layer.register_full_backward_hook(lambda module, of_inputs, of_outputs: None)
     options = {"runtime_gather_output": True} if reason == "gathered" else {}
@@ -277,6 +279,7 @@ def _says_once(member: Member, reason: str, message: str) -> None:
         ("unreduced", "disable_grad_reduce=False"),
         ("gathered", "parallel_output=True"),
         ("use", "attribute 'float'"),
+        ("function", "torch function 'softmax'"),
         ("hooked", "backward hooks"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from parallel_lce.collectives import Layout, gather_hidden
 from parallel_lce.functional import token_statistics
@@ -32,6 +33,10 @@ def keep_autograd_gradient(weight: Tensor) -> None:
 
 # Hooks registered after the fused loss would never run.
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+
+
+# What is answered without real logits, and has no gradient.
+_SIZES = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "device", "is_cuda")
 
 
 # None from torch 2.14 on, where the call of a Function has no frame of its own.
@@ -202,25 +207,6 @@ class LazyLogits:
             )
 
     @property
-    def shape(self) -> torch.Size:
-        if self.made is not None:
-            return self.made.shape
-        sequence, *others = self.hidden.shape[:-1]
-        parts = self.layer.tp_group.size() if self.sequence_parallel else 1
-        return torch.Size((parts * sequence, *others, self.layer.output_size_per_partition))
-
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device if self.made is None else self.made.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        if self.made is not None:
-            return self.made.dtype
-        asked = getattr(self.layer, "output_dtype", None)  # from 0.20 on
-        return asked or self.autocast_dtype or self.hidden.dtype
-
-    @property
     def requires_grad(self) -> bool:
         if self.made is not None:
             return self.made.requires_grad
@@ -229,28 +215,18 @@ class LazyLogits:
     def _parts_need_gradients(self) -> bool:
         return any(t is not None and t.requires_grad for t in (self.hidden, self.weight, self.bias))
 
-    @property
-    def is_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        return self.shape if dim is None else self.shape[dim]
-
     def __len__(self) -> int:
-        return self.shape[0]
+        return len(self._sized())
+
+    def _sized(self) -> Tensor:
+        """What has the logits' sizes, dtype and device: themselves if they are made, else one number, expanded."""
+        if self.made is not None:
+            return self.made
+        sequence, *others = self.hidden.shape[:-1]
+        parts = self.layer.tp_group.size() if self.sequence_parallel else 1
+        dtype = getattr(self.layer, "output_dtype", None)  # from 0.20 on
+        one = self.hidden.new_empty((), dtype=dtype or self.autocast_dtype or self.hidden.dtype)
+        return one.expand(parts * sequence, *others, self.layer.output_size_per_partition)
 
     def max(self, *arguments, **options):
         """Over the vocabulary, without a gradient, by statistics; else as of the real logits."""
@@ -303,6 +279,8 @@ class LazyLogits:
     __rmul__ = __mul__
 
     def __getattr__(self, name: str):
+        if name in _SIZES:
+            return getattr(self._sized(), name)
         special = name.startswith("__") and name != "__cuda_array_interface__"
         if special or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -326,17 +304,11 @@ class LazyLogits:
             return getattr(args[0], name)(*args[1:], **options)
         use = f"torch function {name!r}"
 
-        def real(value):
+        for value in tree_leaves((args, options)):
             if isinstance(value, cls):
-                return value.materialize(use)
-            if isinstance(value, dict):
-                return type(value)((k, real(v)) for k, v in value.items())
-            if isinstance(value, (list, tuple)):
-                items = map(real, value)
-                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-            return value
-
-        return function(*map(real, args), **{k: real(v) for k, v in options.items()})
+                value.materialize(use)  # in this frame: the warning names its caller's line
+        args, options = tree_map_only(cls, lambda lazy: lazy.made, (args, options))
+        return function(*args, **options)
 
 
 def _add_special_methods() -> None:

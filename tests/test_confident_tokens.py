@@ -5,6 +5,8 @@ Truth is float64 on dense logits, the yardstick torch on logits in the inputs' d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,17 +41,23 @@ def problem(miss: float, dtype: torch.dtype, seed: int = 0, twins: bool = False)
         others = z.scatter(1, sure, -torch.inf).logsumexp(1, keepdim=True)
         return torch.sigmoid(others - z.gather(1, sure).logsumexp(1, keepdim=True))
 
-    low, high = torch.zeros(len(hidden), 1).double(), torch.full((len(hidden), 1), 200.0).double()
-    for _ in range(30):
-        middle = (low + high) / 2
-        far = missing(middle) > miss
-        low, high = torch.where(far, middle, low), torch.where(far, high, middle)
+    high = lengths(missing, miss, len(hidden), "cpu")
     high[SURE:] = 0
     hidden = (hidden + high * along).to(dtype)
     # The sure entries, the largest others, and one more.
     z = (hidden.double() @ wide.t()).scatter(1, sure, -torch.inf)
     others = z.topk(9, 1).indices[:, [0, 8] if twins else [0, 1, 8]]
     return hidden, weight, target, torch.cat([sure, others], 1)
+
+
+def lengths(missing: Callable[[torch.Tensor], torch.Tensor], miss: float, tokens: int, device: str) -> torch.Tensor:
+    """``[N, 1]``: with what length along its target ``missing`` is ``miss`` of each token."""
+    low, high = (torch.full((tokens, 1), end, dtype=torch.float64, device=device) for end in (0.0, 200.0))
+    for _ in range(30):
+        middle = (low + high) / 2
+        far = missing(middle) > miss
+        low, high = torch.where(far, middle, low), torch.where(far, high, middle)
+    return high
 
 
 def teacher_of(hidden: torch.Tensor) -> torch.Tensor:
@@ -240,12 +248,12 @@ def test_a_sum_near_one_keeps_the_other_entries(budget, device):
     hidden = torch.randn(N, D, generator=generator, device=device)
     target = torch.randint(V, (N,), generator=generator, device=device)
     along, wide = F.normalize(weight.float()[target], dim=1), weight.double()
-    low, high = (torch.full((N, 1), end, device=device) for end in (0.0, 200.0))
-    for _ in range(24):
-        middle = (low + high) / 2
-        log_p = ((hidden + middle * along).bfloat16().double() @ wide.t()).log_softmax(1)
-        far = -log_p.gather(1, target[:, None]) > 1e-5
-        low, high = torch.where(far, middle, low), torch.where(far, high, middle)
+
+    def missing(length: torch.Tensor) -> torch.Tensor:
+        log_p = ((hidden + length * along).bfloat16().double() @ wide.t()).log_softmax(1)
+        return -log_p.gather(1, target[:, None])
+
+    high = lengths(missing, 1e-5, N, device)
     hidden = (hidden + high * along).bfloat16()
     truth = F.cross_entropy(hidden.double() @ wide.t(), target, reduction="none")
     torchs = F.cross_entropy(F.linear(hidden, weight).float(), target, reduction="none")

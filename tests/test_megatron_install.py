@@ -15,7 +15,7 @@ import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of
 from megatron_releases import OTHERS, path_of
 from megatron_training import switched
-from tools import recorded
+from tools import arguments_to, recorded
 from world import Member
 
 
@@ -100,6 +100,24 @@ def _reductions(member: Member, reduce_dtype: torch.dtype | None) -> list:
 def test_hidden_gradients_are_summed_in_the_dtype_asked_for(worlds, device):
     for stock, asked in zip(*(worlds(2).run(_reductions, d) for d in (None, torch.float32))):
         assert "float32" not in stock and asked.count("float32") == 1
+
+
+def _filters(member: Member) -> list:
+    """Of a loss before, and of one after a second install."""
+    spec = Model()
+    try:
+        model = build(member, spec, switched(spec))
+        with arguments_to(sys.modules["parallel_lce.megatron.output_layer"], "fused_loss") as given:
+            losses_of(model, spec, batch(0, spec, member.device))
+            parallel_lce.megatron.install(gradient_filter=2**-13)
+            losses_of(model, spec, batch(0, spec, member.device))
+        return [arguments.gradient_filter for arguments, *_ in given]
+    finally:
+        parallel_lce.megatron.uninstall()
+
+
+def test_a_filter_may_begin_later(worlds):
+    assert worlds(1).run(_filters) == [[None, 2**-13]]
 
 
 @pytest.mark.parametrize(

@@ -192,12 +192,10 @@ class LogitGradient:
         if gradient_filter is not None:
             self._limits = (coefficients.alpha * factor).abs() * gradient_filter
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
-        each = coefficients.each
-        if isinstance(factor, Tensor) or factor != 1.0:
-            each = [c if c is None else c * factor for c in each]
-        alpha, self._beta, self._gamma, self._delta, self._epsilon = each
-        assert alpha is not None
-        self._alpha = alpha / sum_exp
+        self._alpha = coefficients.alpha / sum_exp * factor
+        self._beta, self._gamma, self._delta, self._epsilon = (
+            c if c is None else c * factor for c in coefficients.each[1:]
+        )
         if self._delta is not None:
             self._delta = self._delta / sum_exp
         if self._epsilon is not None:

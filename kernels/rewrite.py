@@ -28,22 +28,19 @@ _ALONE = tl.constexpr(ALONE)
 _SPAN = 16384
 
 
-class SavedExponentials(NamedTuple):
+class Saved(NamedTuple):
     """What a block saves of its first C vocabulary entries from forward to backward."""
 
-    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE
-    exponentials: torch.Tensor
+    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE. None: windows alone are kept.
+    exponentials: torch.Tensor | None
     # [windows, R] fp32, of all windows of the forward
     maxima: torch.Tensor
     # [R] fp32, or None where each window is relative to its maximum
     softmax_shift: torch.Tensor | None = None
     # [R] uint8: whether all of a token's windows are relative to its softmax shift
     on_shift: torch.Tensor | None = None
-
-    @classmethod
-    def of(cls, saved: tuple[torch.Tensor, ...]) -> SavedExponentials:
-        """Without the sums of the windows, which come last if they were kept."""
-        return cls(*saved[: len(saved) // 2 * 2])
+    # [windows, R] fp32: each window's sum of exponentials, if a filtered backward can do without some entries
+    sums: torch.Tensor | None = None
 
 
 class TokenCoefficients(NamedTuple):
@@ -183,7 +180,7 @@ def lce_backward_rewrite(
 
 def rewrite_rows(
     gradient: torch.Tensor,
-    saved: SavedExponentials,
+    saved: Saved,
     partial: torch.Tensor,
     coefficients: TokenCoefficients,
     fp16_scale: torch.Tensor | None,

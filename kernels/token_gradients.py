@@ -30,7 +30,7 @@ import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import REACH, Cap, caps_of, exponential_from, finite_base, gradient_of_entry
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.rewrite import REWRITTEN, SavedExponentials, TokenCoefficients, rewrite_row, rewrite_rows
+from parallel_lce.kernels.rewrite import REWRITTEN, Saved, TokenCoefficients, rewrite_row, rewrite_rows
 from parallel_lce.kernels.targets import place
 from parallel_lce.partials import ALONE, NEAR
 
@@ -195,7 +195,7 @@ def lce_backward_token_gradients(
 
 def token_gradients(
     gradient: torch.Tensor,
-    saved: SavedExponentials | None,
+    saved: Saved | None,
     target: torch.Tensor | None,
     partial: torch.Tensor,
     coefficients: TokenCoefficients,
@@ -225,7 +225,7 @@ def token_gradients(
     factor_stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
     maxima = softmax_shift = on_shift = None
     if saved is not None:
-        _, maxima, softmax_shift, on_shift = saved
+        _, maxima, softmax_shift, on_shift, _ = saved
         _, _, *beside_alpha, _ = coefficients
         every = rewrite or softcap is not None or any([c is not None for c in beside_alpha])
         if every or softmax_shift is None:

@@ -1,34 +1,28 @@
 """Forward and backward of a call joined for autograd, which may walk a graph more than once.
 
-A *head* computes a call's outputs from merged partials: :class:`parallel_lce.statistics.StatisticsHead` the statistics,
-:class:`parallel_lce.losses.WeightedLoss` per-token losses, :class:`parallel_lce.losses.ReducedLoss` their sum or mean.
-Its ``outputs`` gives the outputs and the residuals for the backward, its ``coefficients`` folds upstream gradients into
+What a call finds are statistics (:mod:`parallel_lce.statistics`) or a loss (:mod:`parallel_lce.losses`). Each module
+has ``outputs``, from merged partials to what the user gets, and ``coefficients``, which folds upstream gradients into
 coefficients of the gradient of the logits.
-
-In a compiled graph, and for tensors without values, the operators of :mod:`parallel_lce.ops` run instead.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel_lce import ops
+from parallel_lce import losses, statistics
 from parallel_lce.backends import uses_kernels
-from parallel_lce.backends.interface import Saved
-from parallel_lce.backends.loss import mean_loss
-from parallel_lce.call import Call, Gradients, Inputs, Needs, flattened
-from parallel_lce.losses import ReducedLoss, WeightedLoss
+from parallel_lce.call import Call, Inputs, Needs, flattened
 from parallel_lce.memory import in_memory, on_device_of
+from parallel_lce.partials import Merged
 from parallel_lce.schedule import accumulate, backward, forward
-from parallel_lce.statistics import StatisticsHead
+from parallel_lce.statistics import DIFFERENTIABLE, Residuals
 
-Head = StatisticsHead | WeightedLoss | ReducedLoss
+FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
 
 _SCALED_BYTES = 16 << 20
 
@@ -45,7 +39,7 @@ class _FirstOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, upstream: Tensor):
-        raise RuntimeError(ops.FIRST_ORDER)
+        raise RuntimeError(FIRST_ORDER)
 
 
 def first_order_only(backward: Callable) -> Callable:
@@ -58,145 +52,117 @@ def first_order_only(backward: Callable) -> Callable:
     @functools.wraps(backward)
     def call(ctx, *upstream):
         saved = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return backward(ctx, saved, *upstream)
         with torch.no_grad():
             gradients = backward(ctx, saved, *upstream)
-        if not torch.is_grad_enabled():
-            return gradients
         dependencies = [t for t in (*saved, *upstream) if t is not None and t.requires_grad]
         return tuple(g if g is None else _FirstOrder.apply(g, *dependencies) for g in gradients)
 
     return call
 
 
+class _Kept(NamedTuple):
+    """What is kept from forward to backward, before what the backend saves."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    # Call.per_token
+    target: Tensor | None
+    token_scale: Tensor | None
+    token_cap: Tensor | None
+    token_weight: Tensor | None
+    ids: Tensor | None
+    offsets: Tensor | None
+    # [C, N], merged
+    partial: Tensor
+    # The gathered hidden states [N, D], if there is memory for them.
+    gathered: Tensor | None
+    # Residuals
+    alpha: Tensor | None
+    beta: Tensor | None
+    gamma: Tensor | None
+    divisor: Tensor | None
+    vocab_size: Tensor | None
+    selected_logits: Tensor | None
+
+
+_NUM_KEPT = len(_Kept._fields)
+
+
 class _Fused(torch.autograd.Function):
-    """The outputs of a head."""
+    """What a call finds."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, call: Call, head: Head):
+    def forward(ctx, hidden, weight, bias, call: Call):
+        is_loss = call.options.reduction is not None
         # Most statistics get no upstream gradient, and no zeros are made for them.
-        ctx.set_materialize_grads(head.num_differentiable == 1)
-        outputs, residuals, partial, saved = _forward(call, (hidden, weight, bias), head, save=True)
+        ctx.set_materialize_grads(is_loss)
+        merged, gathered, saved = forward(call, hidden, weight, bias, True)
+        outputs, residuals = outputs_of(call, merged)
         # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
-        ctx.save_for_backward(hidden, weight, bias, *call.per_token, partial, *residuals, *saved)
-        ctx.call, ctx.head, ctx.consumed = call, head, False
-        if len(outputs) > head.num_differentiable:
-            ctx.mark_non_differentiable(*[v for v in outputs[head.num_differentiable :] if v is not None])
+        kept = hidden, weight, bias, *call.per_token, merged.partial, gathered, *residuals
+        ctx.save_for_backward(*kept, *(saved or ()))
+        ctx.call, ctx.consumed = call, False
+        if not is_loss:
+            ctx.mark_non_differentiable(*[v for v in outputs[len(DIFFERENTIABLE) :] if v is not None])
         return tuple(outputs)
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved_tensors, *upstream):
-        (hidden, weight, bias), others = saved_tensors[:3], saved_tensors[3:]
+        kept, saved = _Kept(*saved_tensors[:_NUM_KEPT]), saved_tensors[_NUM_KEPT:]
         # A saved-tensor hook may have returned them in other memory.
-        count = len(ctx.call.per_token)
-        call, partial, others = ctx.call.with_tensors(others[:count]), others[count], others[count + 1 :]
-        number = ctx.head.num_residuals
-        residuals, saved = others[:number], tuple(others[number:])
-        upstream = tuple([u if u is None else in_memory(u) for u in upstream])
-        needs, head, main_grad = Needs(*ctx.needs_input_grad[:3]), ctx.head, call.main_grad
-        now = main_grad and main_grad.now()
-        if now is not main_grad:
-            call, main_grad = replace(call, main_grad=now), now
-        if isinstance(head, StatisticsHead):
-            head = call.statistics()
+        call = ctx.call.with_tensors(kept[3:9])
+        upstream = [u if u is None else in_memory(u) for u in upstream]
+        if call.main_grad is not None:
+            call = call.replaced(main_grad=call.main_grad.now())
+        needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[11:])
+        if call.options.reduction is None:
+            coefficients = statistics.coefficients(call, kept.partial, residuals, tuple(upstream))
+        else:
+            coefficients = losses.coefficients(residuals, upstream[0])
         consumed, ctx.consumed = ctx.consumed, True
-
-        def work() -> Gradients:
-            coefficients = head.coefficients(partial, residuals, upstream)
-            return backward(call, hidden, weight, bias, partial, saved, coefficients, needs, consumed)
-
-        added_to = None if main_grad is None else main_grad.tensor
-        kind = "backward", needs, consumed
-        dx, dweight, dbias = call.run(kind, work, *saved_tensors, *upstream, added_to)
-        if main_grad is not None and needs.weight:
-            dweight = main_grad.placeholder()
-        return dx, dweight, dbias, None, None
+        dx, dweight, dbias = backward(
+            call, *kept[:3], kept.partial, kept.gathered, saved, coefficients, needs, consumed
+        )
+        if call.main_grad is not None and needs.weight:
+            dweight = call.main_grad.placeholder()
+        return dx, dweight, dbias, None
 
 
-def fused(call: Call, inputs: Inputs, head: Head, differentiable: bool) -> tuple[Any, ...]:
-    """The outputs of a head; None for one not asked for. Nothing is saved unless ``differentiable``."""
-    if ops.uses_operators(inputs[1]):
-        assert not isinstance(head, ReducedLoss)
-        return ops.fused(call, inputs, head, differentiable)
-    if differentiable:
-        return _Fused.apply(*inputs, call, head)
+def outputs_of(call: Call, merged: Merged) -> tuple[list, Residuals]:
+    """What the call's user gets, and what its coefficients need."""
+    return (statistics if call.options.reduction is None else losses).outputs(call, merged)
+
+
+def fused(call: Call, inputs: Inputs) -> tuple[Any, ...]:
+    """What a call finds: one loss, or all statistics, None for one not asked for."""
+    if any(call.needs):
+        return _Fused.apply(*inputs, call)
     with torch.no_grad():
-        return tuple(_forward(call, inputs, head, save=False)[0])
-
-
-def _forward(call: Call, inputs: Inputs, head: Head, save: bool) -> tuple[list, tuple, Tensor, Saved]:
-    """The head's outputs and residuals, the merged partial, and what is saved for backward."""
-
-    def work():
-        merged, saved = forward(call, *inputs, save=save)
-        outputs, residuals = head.outputs(call.backend, merged)
-        return outputs, residuals, merged.partial, saved
-
-    return call.run(("forward", save), work, *inputs, *call.per_token, head.weights)
-
-
-def token_losses(call: Call, inputs: Inputs, loss: WeightedLoss, differentiable: bool) -> Tensor:
-    """The loss of each token ``[N]``, differentiable by the tokens' weights, too."""
-    weights = loss.token_weight
-    if weights is not None and _differentiable_by_weights(loss):
-        losses = token_losses(call, inputs, replace(loss, token_weight=None), differentiable)
-        return torch.where(loss.counted, losses * weights, 0.0)
-    return fused(call, inputs, loss, differentiable)[0]
-
-
-def _differentiable_by_weights(loss: WeightedLoss) -> bool:
-    weights = loss.token_weight
-    return torch.is_grad_enabled() and weights is not None and weights.requires_grad
-
-
-def reduced_loss(call: Call, inputs: Inputs, loss: WeightedLoss, mean: bool, differentiable: bool) -> Tensor:
-    """The sum of the tokens' losses, or their mean by weight, 0-dimensional."""
-    if not (ops.uses_operators(inputs[1]) or _differentiable_by_weights(loss)):
-        return fused(call, inputs, ReducedLoss(loss, mean), differentiable)[0]
-    losses = token_losses(call, inputs, loss, differentiable)
-    return mean_loss(losses, loss.target, loss.token_weight, loss.ignore_index)[0] if mean else losses.sum()
+        return tuple(outputs_of(call, forward(call, *inputs, False)[0])[0])
 
 
 class _AccumulatedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, call: Call, loss: WeightedLoss, divisor):
-        needs = Needs(*ctx.needs_input_grad[:3])
-        value, *gradients = _accumulate(call, (hidden, weight, bias), loss, divisor, needs)
-        ctx.save_for_backward(hidden, weight, bias, loss.token_weight, *call.per_token)
-        ctx.arguments, ctx.gradients = (call, loss, divisor, needs), gradients
+    def forward(ctx, hidden, weight, bias, call: Call):
+        ctx.call, ctx.needs = call, Needs(*ctx.needs_input_grad[:3])
+        value, ctx.gradients = accumulate(call, hidden, weight, bias, ctx.needs)
+        ctx.save_for_backward(hidden, weight, bias, *call.per_token)
         return value
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream):
-        hidden, weight, bias, token_weight, *per_token = saved
+        inputs, per_token = saved[:3], saved[3:]
         # The first backward scales the sums in place and hands them over: a copy would double the largest buffer of the
         # call. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            call, loss, divisor, needs = ctx.arguments
-            call = call.with_tensors(per_token)
-            token_weight = token_weight if token_weight is None else token_weight.contiguous()
-            assert call.target is not None
-            loss = replace(loss, target=call.target, token_weight=token_weight)
-            _, *gradients = _accumulate(call, (hidden, weight, bias), loss, divisor, needs)
-        delivered = [
-            g if g is None else scaled(g, upstream, tensor.dtype)
-            for g, tensor in zip(gradients, (hidden, weight, bias))
-        ]
-        return *delivered, None, None, None
-
-
-def _accumulate(
-    call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | None, needs: Needs
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The loss, and the gradients formed with it."""
-
-    def work():
-        done = accumulate(call, *inputs, loss, divisor, needs)
-        return done.loss, *done.gradients
-
-    return call.run(("accumulate", needs), work, *inputs, *call.per_token, loss.token_weight, divisor)
+            _, gradients = accumulate(ctx.call.with_tensors(per_token), *inputs, ctx.needs)
+        return *[g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)], None
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -217,8 +183,6 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def accumulated_loss(call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | None) -> Tensor:
+def accumulated_loss(call: Call, inputs: Inputs) -> Tensor:
     """The reduced loss, 0-dimensional. Its gradients are formed in this call."""
-    if ops.uses_operators(inputs[1]):
-        return ops.accumulated_loss(call, inputs, loss, divisor)
-    return _AccumulatedLoss.apply(*inputs, call, loss, divisor)
+    return _AccumulatedLoss.apply(*inputs, call)

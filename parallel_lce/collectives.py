@@ -18,7 +18,6 @@ from torch import Tensor
 from parallel_lce.memory import some_rows
 from parallel_lce.partials import Columns, accumulation_dtype, bounds_of, covered, integer_view, packed_size
 from parallel_lce.plan import PIECE_ROWS, Block
-from parallel_lce.recording import noted
 
 # torch 2.13 renamed these two.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -80,10 +79,6 @@ class Layout:
         return tokens.unflatten(-1, (self.sp_size, -1))[..., block.start : block.stop]
 
 
-def _wait(work: dist.Work) -> None:
-    work.wait()
-
-
 class IncomingHidden:
     """A block's hidden states ``[R, D]``, of which other ranks' rows may still be on their way.
 
@@ -101,7 +96,7 @@ class IncomingHidden:
 
     def wait(self) -> Tensor:
         if self._work is not None:
-            noted(_wait, self._work)
+            self._work.wait()
             self._work = None
         return self.tensor
 
@@ -118,7 +113,7 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
     gathered = chunk.new_empty(layout.ranks * rows, chunk.shape[1])
     start = layout.rank * rows
     own = gathered[start : start + rows].copy_(chunk)
-    work = noted(all_gather, gathered, own, group=layout.group, async_op=True)
+    work = all_gather(gathered, own, group=layout.group, async_op=True)
     return IncomingHidden(gathered, work, range(start, start + rows))
 
 
@@ -169,7 +164,7 @@ class HiddenReduction:
         if layout.sequence_parallel:
             if complete:  # A reduce-scatter has rows of every rank.
                 summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
-                work = noted(reduce_scatter, summed, local, group=layout.group, async_op=True)
+                work = reduce_scatter(summed, local, group=layout.group, async_op=True)
                 started.append(_Reduction(work, local, summed, part))
         else:
             size = max(1, local.shape[0])
@@ -181,7 +176,7 @@ class HiddenReduction:
                 if last > rows_done:
                     break
                 piece = local[first:last]
-                work = noted(dist.all_reduce, piece, group=layout.group, async_op=True)
+                work = dist.all_reduce(piece, group=layout.group, async_op=True)
                 started.append(_Reduction(work, piece, piece, part[first:last]))
         if complete:
             while len(self._started) > 1:
@@ -193,7 +188,7 @@ class HiddenReduction:
     def _finish_block(self) -> None:
         for reduction in self._started.popleft():
             assert reduction.work is not None  # None only on a rank outside the group
-            noted(_wait, reduction.work)
+            reduction.work.wait()
             if reduction.summed.dtype != reduction.part.dtype:
                 reduction.part.copy_(reduction.summed)
 
@@ -206,7 +201,7 @@ class HiddenReduction:
 
 def gather_whole(whole: Tensor, own: Tensor, layout: Layout) -> None:
     """All-gather ``whole [P, n]``, of which this rank has written its row ``own``, and wait for it."""
-    noted(_wait, noted(all_gather, whole.view(-1), own, group=layout.group, async_op=True))
+    all_gather(whole.view(-1), own, group=layout.group, async_op=True).wait()
 
 
 @dataclass(frozen=True)
@@ -281,7 +276,7 @@ class PartialsGather:
         if self._layout.ranks == 1:
             return
         _write_bounds(bounds_of(self._own, self._columns, self._rows), self._shard)
-        self._work = noted(all_gather, self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
+        self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
     def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor | int]:
         """The merged partial and V by a backend's ``merge_ranks``: 0-dimensional int64, or a number on a single rank,
@@ -289,5 +284,5 @@ class PartialsGather:
         if self._layout.ranks == 1:
             return self.local, self._shard.real_rows
         assert self._work is not None  # start() has been called
-        noted(_wait, self._work)
+        self._work.wait()
         return merge_ranks(self._packed, self._columns, self._rows, self._shard.vocab_size)

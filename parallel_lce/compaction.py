@@ -6,19 +6,19 @@ wrong makes the result NaN.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import debug
-from parallel_lce.arguments import Arguments, LossOptions, as_number
 from parallel_lce.backends import valueless
-from parallel_lce.checks import check_arguments, check_loss_options, check_process_group, shortened
 from parallel_lce.collectives import Layout, gather_hidden
+from parallel_lce.options import Options, Tensors, as_number, shortened
 from parallel_lce.plan import Block
-from parallel_lce.prepare import autocasted
+from parallel_lce.prepare import prepare
 from parallel_lce.statistics import NAMES, TokenStatistics
 
 
@@ -76,10 +76,14 @@ class _AllTokens(torch.autograd.Function):
 
 
 def compacted(
-    a: Arguments, mask: Tensor | None, count: Any, options: LossOptions | None = None
-) -> tuple[Arguments, Compaction]:
-    """The call on the tokens that count alone: those of the ``mask``, or, of a loss with ``options``, those
-    that it does not ignore.
+    options: Options,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
+    mask: Tensor | None,
+    count: Any,
+    extra_check: Callable[[torch.Size], None] | None,
+) -> tuple[Options, Tensors, Compaction]:
+    """The call on the tokens that count alone: those of the ``mask``, or those that a loss does not ignore.
 
     It has no sequence parallelism: every rank gathers all hidden states first, since the tokens that count are not
     spread evenly over the ranks. Its dX is all-reduced.
@@ -88,47 +92,43 @@ def compacted(
         ValueError: a count that is no number from 0 to N, or a mask of another shape or dtype than the tokens' bool;
         and for all arguments that are wrong without a count.
     """
-    check_process_group(a.process_group)
-    a = autocasted(a).with_python_numbers()
-    layout = Layout.of(a.process_group, a.sequence_parallel is True)
-    count = as_number(count)
+    count, masks = as_number(count), []
+
+    def check(shape: torch.Size) -> None:
+        if extra_check is not None:
+            extra_check(shape)
+        masks.append(_mask_of(options, tensors, shape, mask, count))
+
     # A refusal is told to the other ranks. They must not gather hidden states before.
-    try:
-        mask = _mask_of(a, layout, mask, count, options)
-    except Exception as refusal:
-        debug.report_refusal(layout, refusal)
-        raise
-    if debug.enabled() and layout.ranks > 1 and not valueless(a.linear_weight):
-        debug.agree(layout, {"counted_tokens": count}, {}, (0, 0))
-    found, hidden = Compaction(mask, count), a.input
-    if layout.sequence_parallel:
-        hidden = _AllTokens.apply(hidden, layout)
+    call, inputs = prepare(options, tensors, group, extra_check=check, planned=False)
+    if debug.enabled() and call.layout.ranks > 1 and not valueless(tensors.linear_weight):
+        debug.agree(call.layout, {"counted_tokens": count}, {}, (0, 0))
+    found, hidden = Compaction(masks[0], count), inputs[0]
+    if call.layout.sequence_parallel:
+        hidden = _AllTokens.apply(hidden, call.layout)
     per_token = {
         name: found.of(value, dims=1 if name == "selected" else 0)
-        for name in ("target", "token_weight", "logit_scale", "temperature", "selected")
-        if isinstance(value := getattr(a, name), Tensor)
+        for name, value in tensors.named().items()
+        if name not in ("input", "linear_weight", "linear_bias")
     }
-    return replace(a, input=found.of(hidden, dims=1), sequence_parallel=False, **per_token), found
+    tensors = tensors._replace(input=found.of(hidden, dims=1), **per_token)
+    return options._replace(sequence_parallel=False), tensors, found
 
 
-def _mask_of(a: Arguments, layout: Layout, mask: Tensor | None, count: Any, options: LossOptions | None) -> Tensor:
-    """Which tokens count, of the tokens' shape. Raises what :func:`compacted` says."""
-    if options is not None:
-        check_loss_options(options)
-    tokens = check_arguments(a, layout, needs_target=options is not None)
+def _mask_of(options: Options, tensors: Tensors, tokens: torch.Size, mask: Tensor | None, count: Any) -> Tensor:
+    """Which tokens count, of the shape of all ``tokens``. Raises what :func:`compacted` says of them."""
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= tokens.numel():
         raise ValueError(
             f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"
         )
-    if options is not None:
-        assert a.target is not None
+    if options.reduction is not None:
         # In a narrow dtype a number beyond it would wrap.
-        mask = a.target.long() != options.ignore_index
+        mask = tensors.target.long() != as_number(options.ignore_index)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise ValueError(f"mask must be torch.bool of the tokens' shape {list(tokens)}, got {given}")
-    if mask.device != a.input.device:
-        raise ValueError(f"mask is on {mask.device} and input is on {a.input.device}")
-    if a.selected_offsets is not None:
+    if mask.device != tensors.input.device:
+        raise ValueError(f"mask is on {mask.device} and input is on {tensors.input.device}")
+    if tensors.selected_offsets is not None:
         raise ValueError("selected must be ids [..., K], without offsets, where counted_tokens is given")
     return mask

@@ -14,17 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import debug
-from parallel_lce.arguments import Arguments, as_float, refuse_unknown
 from parallel_lce.backends import valueless
 from parallel_lce.backends.divergence import of_classes
-from parallel_lce.checks import check_budget, check_process_group, known_vocab_size
+from parallel_lce.call import Call
+from parallel_lce.checks import check_process_group, known_vocab_size
 from parallel_lce.collectives import Layout
 from parallel_lce.distillation_checks import check_numbers, check_pair, check_stored, naming
 from parallel_lce.divergence import Divergence, summed_divergence, token_divergences
 from parallel_lce.functional import token_statistics
-from parallel_lce.partials import Columns, accumulation_dtype
-from parallel_lce.plan import shared_shard_rows
-from parallel_lce.prepare import Prepared, budget_of, prepare
+from parallel_lce.options import Options, Tensors, as_float, as_number, check_option, refuse_unknown
+from parallel_lce.partials import accumulation_dtype
+from parallel_lce.prepare import prepare
 from parallel_lce.selected_log_probs import selected_log_probs
 
 
@@ -102,39 +102,35 @@ def divergence(
     if unknown:
         refuse_unknown(divergence, unknown)
     beta, temperature = as_float(beta), as_float(temperature)
-    shared: dict[str, Any] = dict(
-        logit_softcap=None,
+    ignore_index = -100 if ignore_index is None else ignore_index
+    options = Options(
+        f"distillation.divergence with {beta=}, {reduction=} and {ignore_index=}",
         temperature=temperature,
-        process_group=process_group,
         sequence_parallel=sequence_parallel,
+        reduce_hidden_grad=reduce_hidden_grad,
+        reduce_dtype=reduce_dtype,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
-        reduce_dtype=reduce_dtype,
-        reduce_hidden_grad=reduce_hidden_grad,
     )
-    ignore_index = -100 if ignore_index is None else ignore_index
-    numbers = partial(check_numbers, beta, temperature, reduction, ignore_index)
-    name = f"distillation.divergence with {beta=}, {reduction=} and {ignore_index=}"
-    given = Arguments(student_hidden, student_weight, target, student_bias, 1.0, **shared).with_python_numbers()
+    numbers = partial(check_numbers, beta, reduction, ignore_index)
+    given = Tensors(student_hidden, student_weight, target, student_bias)
     with naming("student"):
-        student = prepare(given, Columns(), function=name, extra_check=numbers)
-    shared["reduce_dtype"] = None
-    hidden, weight, bias = map(_detached, (teacher_hidden, teacher_weight, teacher_bias))
-    theirs = Arguments(hidden, weight, None, bias, 1.0, **shared)
+        student, inputs = prepare(options, given, process_group, extra_check=numbers, planned=False)
+    theirs = Tensors(*map(_detached, (teacher_hidden, teacher_weight, None, teacher_bias)))
+    pair = partial(check_pair, student, inputs, theirs)
     with naming("teacher"):
-        teacher = prepare(theirs, Columns(), function=name, extra_check=partial(check_pair, student, theirs))
-    dtype = student.inputs[0].dtype
+        of_teacher = options._replace(reduce_dtype=None)
+        teacher, teacher_inputs = prepare(of_teacher, theirs, process_group, extra_check=pair, planned=False)
+    dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
     if student_weight.is_meta:
         return student_hidden.new_empty(shape, dtype=accumulation_dtype(dtype))
-    call = student.call
-    rows = shared_shard_rows(call.shard.rows, call.layout.ranks, given.vocab_start, given.vocab_size)
-    task = Divergence.of(call, teacher.call, beta, dtype, rows, budget_of(given))
-    factor = _factor(student, reduction, ignore_index)
-    if reduction != "none" and student.differentiable and dtype != torch.float16:
-        return summed_divergence(task, student.inputs, teacher.inputs, factor)
-    found = token_divergences(task, student.inputs, teacher.inputs)
+    task = Divergence.of(student, teacher, beta, dtype)
+    factor = _factor(student, inputs[0], reduction, ignore_index)
+    if reduction != "none" and any(student.needs) and dtype != torch.float16:
+        return summed_divergence(task, inputs, teacher_inputs, factor)
+    found = token_divergences(task, inputs, teacher_inputs)
     # A token that does not count has no loss and no gradient, whatever its logits are.
     found = torch.where(factor != 0, found * factor, 0.0)
     return found.view(shape) if reduction == "none" else found.sum()
@@ -195,8 +191,9 @@ def top_k_divergence(
     beta, temperature = as_float(beta), as_float(temperature)
     ignore_index = -100 if ignore_index is None else ignore_index
     try:
-        check_numbers(beta, temperature, reduction, ignore_index)
-        check_budget(logits_budget)
+        check_numbers(beta, reduction, ignore_index)
+        check_option("temperature", temperature)
+        check_option("logits_budget", as_number(logits_budget))
         check_stored(teacher_ids, teacher_log_probs, tail, target)
     except ValueError as refusal:
         debug.report_refusal(layout, refusal)
@@ -255,13 +252,13 @@ def _with_tail(log_probs: Tensor) -> Tensor:
     return torch.cat([log_probs, others.clamp(min=torch.finfo(others.dtype).eps).log()], -1)
 
 
-def _factor(student: Prepared, reduction: str, ignore_index: int) -> Tensor:
+def _factor(student: Call, hidden: Tensor, reduction: str, ignore_index: int) -> Tensor:
     """``[N]``: what each token's divergence counts in the result."""
-    target, dtype = student.call.target, accumulation_dtype(student.inputs[0].dtype)
+    target, dtype = student.target, accumulation_dtype(hidden.dtype)
     if target is None:
         count = student.shape.numel()
         share = 1 / max(1, count) if reduction == "mean" else 1.0
-        return student.inputs[0].new_full((count,), share, dtype=dtype)
+        return hidden.new_full((count,), share, dtype=dtype)
     counted = (target != ignore_index).to(dtype)
     return counted / counted.sum().clamp(min=1) if reduction == "mean" else counted
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+import torch
 from torch import Tensor
 
-from parallel_lce.arguments import Arguments, LossOptions
-from parallel_lce.checks import INTEGERS, check_loss_options, is_number, renamed, shortened
+from parallel_lce.call import Call, Inputs
+from parallel_lce.checks import INTEGERS, renamed
 from parallel_lce.collectives import Shard
+from parallel_lce.options import Tensors, as_number, check_option, is_number, shortened
 from parallel_lce.partials import accumulation_dtype
-from parallel_lce.prepare import Prepared
 
 _NEAREST = 1e-6  # of a beta to 0 and 1: the mixture's logarithm is less exact the nearer it is
 
@@ -22,34 +23,31 @@ def naming(who: str, **others: str) -> AbstractContextManager[None]:
     return renamed(**names | others)
 
 
-def check_numbers(beta: object, temperature: object, reduction: str, ignore_index: int) -> None:
+def check_numbers(beta: object, reduction: object, ignore_index: object, shape: torch.Size | None = None) -> None:
     if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
         between = f"0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}"
         raise ValueError(f"beta must be {between}, got {shortened(beta)}")
-    if not (is_number(temperature) and temperature > 0 and is_number(1 / temperature)):
-        raise ValueError(f"temperature must be a number > 0, got {shortened(temperature)}")
-    check_loss_options(LossOptions.given(reduction, ignore_index, 0.0, 0.0))
+    check_option("reduction", repr(None) if reduction is None else reduction)
+    check_option("ignore_index", as_number(ignore_index))
 
 
-def check_pair(student: Prepared, teacher: Arguments) -> None:
+def check_pair(student: Call, inputs: Inputs, teacher: Tensors, shape: torch.Size) -> None:
     """The teacher has the student's tokens, vocabulary entries, device and dtype of statistics."""
     x, weight = teacher.input, teacher.linear_weight
-    if not (isinstance(x, Tensor) and isinstance(weight, Tensor) and x.dim() and weight.dim() == 2):
-        return  # refused by what follows
-    own, shard = student.inputs[0], student.call.shard
+    own, shard, options = inputs[0], student.shard, student.options
     if x.shape[:-1] != own.shape[:-1]:
         raise ValueError(f"teacher_hidden {list(x.shape)} has other tokens than student_hidden {list(own.shape)}")
     if x.device != own.device:
         raise ValueError(f"teacher_hidden is on {x.device} and student_hidden is on {own.device}")
     if x.is_floating_point() and accumulation_dtype(x.dtype) != accumulation_dtype(own.dtype):
         raise ValueError(f"teacher_hidden is {x.dtype} and student_hidden is {own.dtype}: both or none must be float64")
-    start = student.call.layout.rank * len(weight) if teacher.vocab_start is None else teacher.vocab_start
-    other = Shard(start, len(weight), teacher.vocab_size)
+    start = student.layout.rank * len(weight) if options.vocab_start is None else options.vocab_start
+    other = Shard(start, len(weight), options.vocab_size)
     # Where a shard that has no entry starts does not matter.
     if other.real_rows != shard.real_rows or (shard.real_rows and other.start != shard.start):
         raise ValueError(
             f"teacher_weight {list(weight.shape)} has the vocabulary entries [{other.start}, "
-            f"{other.start + other.real_rows}) and student_weight {list(student.inputs[1].shape)} has "
+            f"{other.start + other.real_rows}) and student_weight {list(inputs[1].shape)} has "
             f"[{shard.start}, {shard.start + shard.real_rows})"
         )
 

@@ -35,7 +35,7 @@ from parallel_lce.collectives import Layout, Shard, gather_whole, gather_with_bo
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.memory import device_without_autocast, in_memory
 from parallel_lce.partials import accumulation_dtype
-from parallel_lce.plan import Block, balanced
+from parallel_lce.plan import Block, balanced, shared_shard_rows
 from parallel_lce.schedule import Gathers
 
 # Of a token: the normalizers of student and teacher, two numbers each, and the student's sum.
@@ -56,16 +56,18 @@ class Divergence:
     blocks: tuple[Block, ...]
 
     @classmethod
-    def of(
-        cls, student: Call, teacher: Call, beta: float, dtype: torch.dtype, shard_rows: int, budget: int
-    ) -> Divergence:
-        """Blocks of tokens whose logits and gradient fit in ``budget`` bytes, or in 64 MiB, or that are 128 tokens.
+    def of(cls, student: Call, teacher: Call, beta: float, dtype: torch.dtype) -> Divergence:
+        """Blocks of tokens whose logits and gradient fit in the budget, or in 64 MiB, or that are 128 tokens.
 
-        ``dtype``: of the student. ``shard_rows``: vocabulary rows per rank, the same number on all ranks.
+        ``dtype``: of the student.
         """
-        parts, rows = student.layout.sp_size, student.plan.part_rows
+        options, layout = student.options, student.layout
+        # The same number on all ranks.
+        shard_rows = shared_shard_rows(student.shard.rows, layout.ranks, options.vocab_start, options.vocab_size)
+        parts = layout.sp_size
+        rows = student.shape.numel() // parts
         token_bytes = shard_rows * (2 * accumulation_dtype(dtype).itemsize + dtype.itemsize)
-        fitting = max(budget, plan.SMALLEST_BLOCK) // max(1, parts * token_bytes)
+        fitting = max(options.logits_budget or 0, plan.SMALLEST_BLOCK) // max(1, parts * token_bytes)
         size = balanced(rows, max(fitting, -(-_FEWEST_TOKENS // parts)))
         blocks = tuple([Block(a, min(a + size, rows), 0) for a in range(0, rows, size)])
         return cls(student, teacher, beta, blocks)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.arguments import Arguments, LossOptions, refuse_unknown
-from parallel_lce.checks import shortened
 from parallel_lce.compaction import compacted
 from parallel_lce.fused_loss import fused_loss, fused_statistics
+from parallel_lce.options import Options, Tensors, apart, refuse_unknown, shortened
 from parallel_lce.selection import ids_and_offsets
-from parallel_lce.statistics import TokenStatistics, requested_columns
+from parallel_lce.statistics import TokenStatistics
 
 
 def linear_cross_entropy(
@@ -146,32 +144,31 @@ def linear_cross_entropy(
         keyword argument. NotImplementedError: a tensor with a forward-mode tangent. RuntimeError: in backward, where
         a gradient itself is differentiated.
     """
-    arguments = Arguments(
-        input=input,
-        linear_weight=linear_weight,
-        target=target,
-        linear_bias=linear_bias,
+    (logit_scale, token_scale), (temperature, token_temperature) = apart(logit_scale), apart(temperature)
+    tensors = Tensors(input, linear_weight, target, linear_bias, token_weight, token_scale, token_temperature)
+    options = Options(
+        "linear_cross_entropy",
+        reduction=repr(None) if reduction is None else reduction,
+        ignore_index=-100 if ignore_index is None else ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
-        process_group=process_group,
+        temperature=temperature,
+        gradient_filter=gradient_filter,
         sequence_parallel=sequence_parallel,
+        reduce_hidden_grad=reduce_hidden_grad,
+        reduce_dtype=reduce_dtype,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
-        reduce_dtype=reduce_dtype,
-        token_weight=token_weight,
-        gradient_filter=gradient_filter,
-        temperature=temperature,
-        reduce_hidden_grad=reduce_hidden_grad,
     )
-    ignore_index = -100 if ignore_index is None else ignore_index
-    options = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
-    extra_check = partial(_refuse_unsupported, unsupported) if unsupported else None
-    if counted_tokens is not None:
-        arguments, compaction = compacted(arguments, None, counted_tokens, options)
-        loss = fused_loss(arguments, options, extra_check=extra_check)
-        return compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
-    return fused_loss(arguments, options, extra_check=extra_check)
+    extra_check = (lambda _: _refuse_unsupported(unsupported)) if unsupported else None
+    if counted_tokens is None:
+        return fused_loss(options, tensors, process_group, extra_check=extra_check)
+    options, tensors, compaction = compacted(options, tensors, process_group, None, counted_tokens, extra_check)
+    loss = fused_loss(options, tensors, process_group)
+    return compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
 
 
 def token_statistics(
@@ -235,36 +232,34 @@ def token_statistics(
     for ``top_k``.
     """
     ids, offsets = ids_and_offsets(selected)
-    arguments = Arguments(
-        input=input,
-        linear_weight=linear_weight,
-        target=target,
-        linear_bias=linear_bias,
+    (logit_scale, token_scale), (temperature, token_temperature) = apart(logit_scale), apart(temperature)
+    tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
+    options = Options(
+        "token_statistics",
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
-        process_group=process_group,
+        temperature=temperature,
+        gradient_filter=gradient_filter,
         sequence_parallel=sequence_parallel,
+        reduce_hidden_grad=reduce_hidden_grad,
+        reduce_dtype=reduce_dtype,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=logits_budget,
-        reduce_dtype=reduce_dtype,
-        selected=ids,
-        selected_offsets=offsets,
+        mean_logit=bool(mean_logit),
+        expected_logit=bool(expected_logit),
+        argmax=bool(argmax),
+        sum_p_squared=bool(sum_p_squared),
         top_k=top_k,
-        gradient_filter=gradient_filter,
-        temperature=temperature,
-        reduce_hidden_grad=reduce_hidden_grad,
     )
-    compaction = None
-    if mask is not None or counted_tokens is not None:
-        if mask is None or counted_tokens is None:
-            given = type(mask).__name__, type(counted_tokens).__name__
-            raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
-        arguments, compaction = compacted(arguments, mask, counted_tokens)
-    columns = requested_columns(mean_logit, expected_logit, argmax, sum_p_squared)
-    extra_check = partial(refuse_unknown, token_statistics, unknown) if unknown else None
-    found = fused_statistics(arguments, columns, extra_check=extra_check)
-    return found if compaction is None else compaction.spread_all(found)
+    extra_check = (lambda _: refuse_unknown(token_statistics, unknown)) if unknown else None
+    if mask is None and counted_tokens is None:
+        return fused_statistics(options, tensors, process_group, extra_check=extra_check)
+    if mask is None or counted_tokens is None:
+        given = type(mask).__name__, type(counted_tokens).__name__
+        raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
+    options, tensors, compaction = compacted(options, tensors, process_group, mask, counted_tokens, extra_check)
+    return compaction.spread_all(fused_statistics(options, tensors, process_group))
 
 
 # Arguments of torch.nn.functional.linear_cross_entropy that are not supported.

@@ -1,71 +1,83 @@
 """The entries of every fused loss, and of statistics without one: the public functions, Megatron's output layer and
-the benchmark use them."""
+the benchmark use them.
+
+In a compiled graph, and for tensors without values, the operators of :mod:`parallel_lce.ops` take the place of the
+functions of :mod:`parallel_lce.autograd`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.arguments import Arguments, LossOptions
-from parallel_lce.autograd import accumulated_loss, fused, reduced_loss, token_losses
+from parallel_lce import autograd, ops
+from parallel_lce.backends.loss import counted, mean_loss
+from parallel_lce.call import Call, Inputs
 from parallel_lce.grad_buffers import MainGrad
-from parallel_lce.losses import WeightedLoss
-from parallel_lce.partials import Columns, accumulation_dtype
+from parallel_lce.options import Options, Tensors
 from parallel_lce.prepare import prepare
 from parallel_lce.statistics import TokenStatistics
 
 
 def fused_loss(
-    arguments: Arguments,
-    options: LossOptions,
+    options: Options,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
     *,
-    function: str = "linear_cross_entropy",
-    extra_check: Callable[[], None] | None = None,
+    extra_check: Callable[[torch.Size], None] | None = None,
     main_grad: MainGrad | None = None,
 ) -> Tensor:
-    """The loss of ``arguments`` and ``options``: of the tokens' shape, or 0-dimensional.
-
-    ``function``: what the user called, the same on all ranks. ``extra_check`` is called with the other checks; it
-    raises if an argument that is not among ``arguments`` is wrong. ``main_grad``: dW is added to it, and no gradient
-    is formed in forward.
-    """
-    smoothing, reduction = options.label_smoothing, options.reduction
-    prepared = prepare(
-        arguments,
-        Columns(shifted=isinstance(smoothing, (int, float)) and smoothing > 0),
-        function=function,
-        options=options,
-        extra_check=extra_check,
-        accumulable=reduction != "none" and main_grad is None,
-        main_grad=main_grad,
-    )
-    call, inputs = prepared.call, prepared.inputs
-    assert call.target is not None  # check_arguments has refused it
-    loss = WeightedLoss(
-        call.target, prepared.token_weight, options.ignore_index, smoothing, options.z_loss, options.outside_is_nan
-    )
+    """The loss, of the tokens' shape or 0-dimensional. The arguments are those of
+    :func:`parallel_lce.prepare.prepare`."""
+    call, inputs = prepare(options, tensors, group, extra_check=extra_check, main_grad=main_grad)
+    in_graph = ops.uses_operators(inputs[1])
     if call.plan.accumulate:
-        divisor = loss.divisor(reduction, accumulation_dtype(inputs[0].dtype))
-        return accumulated_loss(call, inputs, loss, divisor)
-    if reduction == "none":
-        losses = token_losses(call, inputs, loss, prepared.differentiable)
+        if in_graph:
+            return ops.accumulated_loss(call, _with_inputs(tensors, inputs))
+        return autograd.accumulated_loss(call, inputs)
+    reduction, weights = call.options.reduction, call.token_weight
+    # The losses are multiplied after the call by weights that need a gradient. A graph reduces losses by itself.
+    multiplies = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+    if not (multiplies or in_graph):
+        losses = autograd.fused(call, inputs)[0]
         # A view is a node of the graph, and time of the host.
-        return losses if len(prepared.shape) == 1 else losses.view(prepared.shape)
-    return reduced_loss(call, inputs, loss, reduction == "mean", prepared.differentiable)
+        return losses if reduction != "none" or len(call.shape) == 1 else losses.view(call.shape)
+    call = call.replaced(options=call.options._replace(reduction="none"))
+    if multiplies:
+        call, tensors = call.replaced(token_weight=None), tensors._replace(token_weight=None)
+    target, ignore_index = call.target, call.options.ignore_index
+    assert target is not None  # check_tensors has refused it
+    losses = _fused(call, inputs, tensors)[0]
+    if multiplies:
+        losses = torch.where(counted(target, ignore_index), losses * weights, 0.0)
+    if reduction == "none":
+        return losses.view(call.shape)
+    return mean_loss(losses, target, weights, ignore_index)[0] if reduction == "mean" else losses.sum()
 
 
 def fused_statistics(
-    arguments: Arguments,
-    columns: Columns,
+    options: Options,
+    tensors: Tensors,
+    group: dist.ProcessGroup | None,
     *,
-    function: str = "token_statistics",
-    extra_check: Callable[[], None] | None = None,
+    extra_check: Callable[[torch.Size], None] | None = None,
     main_grad: MainGrad | None = None,
 ) -> TokenStatistics:
-    """The statistics of ``arguments`` that ``columns`` tell, of the tokens' shape. The other arguments are those of
-    :func:`fused_loss`."""
-    prepared = prepare(arguments, columns, function=function, extra_check=extra_check, main_grad=main_grad)
-    call = prepared.call
-    found = TokenStatistics(*fused(call, prepared.inputs, call.statistics(), prepared.differentiable))
-    return found.view(prepared.shape)
+    """The statistics that the options ask for, of the tokens' shape. The arguments are those of :func:`fused_loss`."""
+    call, inputs = prepare(options, tensors, group, extra_check=extra_check, main_grad=main_grad)
+    return TokenStatistics(*_fused(call, inputs, tensors)).view(call.shape)
+
+
+def _fused(call: Call, inputs: Inputs, tensors: Tensors) -> tuple[Any, ...]:
+    if ops.uses_operators(inputs[1]):
+        return ops.fused(call, _with_inputs(tensors, inputs))
+    return autograd.fused(call, inputs)
+
+
+def _with_inputs(tensors: Tensors, inputs: Inputs) -> Tensors:
+    hidden, weight, bias = inputs
+    return tensors._replace(input=hidden, linear_weight=weight, linear_bias=bias)

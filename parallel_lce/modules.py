@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Never
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_lce.arguments import LossOptions, as_bool, as_float, as_number, refuse_unknown
-from parallel_lce.checks import (
-    check_budget,
-    check_filtered_loss,
-    check_gradient_filter,
-    check_logit_options,
-    check_loss_options,
-    check_process_group,
-    check_reduce_dtype,
-    check_sequence_parallel,
-    check_vocabulary,
-)
+from parallel_lce.checks import check_process_group
 from parallel_lce.functional import linear_cross_entropy
+from parallel_lce.options import Options, check_options, refuse_unknown, with_python_numbers
 
 
 class LinearCrossEntropy(nn.Module):
@@ -65,37 +56,30 @@ class LinearCrossEntropy(nn.Module):
         super().__init__()
         if unknown:
             refuse_unknown(type(self), unknown)
-        # Converted here: torch.compile turns NumPy scalars into tensors.
-        loss = LossOptions.given(reduction, ignore_index, label_smoothing, z_loss)
-        logit_scale, logit_softcap, temperature = map(as_float, (logit_scale, logit_softcap, temperature))
-        vocab_start, vocab_size, logits_budget = as_number(vocab_start), as_number(vocab_size), as_number(logits_budget)
-        sequence_parallel, reduce_hidden_grad = as_bool(sequence_parallel), as_bool(reduce_hidden_grad)
-        check_loss_options(loss)
-        check_logit_options(logit_scale, logit_softcap, temperature)
-        check_vocabulary(vocab_start, vocab_size)
-        check_budget(logits_budget)
-        check_reduce_dtype(reduce_dtype)
-        gradient_filter = as_float(gradient_filter)
-        check_gradient_filter(gradient_filter)
-        check_filtered_loss(gradient_filter, loss.label_smoothing)
         check_process_group(process_group)
-        check_sequence_parallel(sequence_parallel, reduce_hidden_grad)
-        self.options = {
-            "reduction": loss.reduction,
-            "ignore_index": loss.ignore_index,
-            "label_smoothing": loss.label_smoothing,
-            "z_loss": loss.z_loss,
-            "logit_scale": logit_scale,
-            "logit_softcap": logit_softcap,
-            "sequence_parallel": sequence_parallel,
-            "vocab_start": vocab_start,
-            "vocab_size": vocab_size,
-            "logits_budget": logits_budget,
-            "reduce_dtype": reduce_dtype,
-            "gradient_filter": gradient_filter,
-            "temperature": temperature,
-            "reduce_hidden_grad": reduce_hidden_grad,
-        }
+        # Converted here: torch.compile turns NumPy scalars into tensors.
+        options = with_python_numbers(
+            Options(
+                type(self).__name__,
+                reduction=repr(None) if reduction is None else reduction,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                logit_scale=logit_scale,
+                logit_softcap=logit_softcap,
+                temperature=temperature,
+                gradient_filter=gradient_filter,
+                sequence_parallel=sequence_parallel,
+                reduce_hidden_grad=reduce_hidden_grad,
+                reduce_dtype=reduce_dtype,
+                vocab_start=vocab_start,
+                vocab_size=vocab_size,
+                logits_budget=logits_budget,
+            )
+        )
+        check_options(options)
+        known = inspect.signature(linear_cross_entropy).parameters
+        self.options = {name: value for name, value in options._asdict().items() if name in known}
         self.process_group = process_group
 
     @property

@@ -1,8 +1,8 @@
 """Forward and backward of a call as operators.
 
-torch.compile takes an operator as a whole; meta and fake tensors get the shapes of its results. The operators run the
-functions that eager mode calls directly (:mod:`parallel_lce.schedule`), with their collectives. An operator gets a
-:class:`Call` as numbers, and a process group by its name.
+torch.compile takes an operator as a whole; meta and fake tensors get the shapes of its results. An operator gets the
+options and tensors of a call, and a process group by its name. It prepares the call (:mod:`parallel_lce.prepare`) and
+runs what eager mode runs (:mod:`parallel_lce.schedule`), with its collectives.
 
 Saved exponentials travel outside the graph. The forward operator returns a *handle*, a tensor of one byte; what is
 saved is an attribute of its storage, and lives and dies with it. The backward removes it, and recomputes if it is
@@ -14,36 +14,28 @@ operator. The backward overwrites them, and would have to declare that: Inductor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
-from parallel_lce import schedule
+from parallel_lce import losses, schedule, statistics
+from parallel_lce.autograd import FIRST_ORDER
 from parallel_lce.backends import valueless
 from parallel_lce.backends.interface import Coefficients
 from parallel_lce.call import Call, Inputs, Needs, token_count
-from parallel_lce.losses import WeightedLoss
-from parallel_lce.operands import (
-    CALL,
-    LOSS,
-    OPERANDS,
-    OfLoss,
-    Operands,
-    call_of,
-    loss_of,
-    numbers_of,
-    operands_of,
-    split,
-)
-from parallel_lce.partials import Columns, Merged, accumulation_dtype
+from parallel_lce.collectives import Layout
+from parallel_lce.options import Options, Tensors
+from parallel_lce.partials import Merged, accumulation_dtype
+from parallel_lce.prepare import prepare
 from parallel_lce.selection import Selected
-from parallel_lce.statistics import NAMES, StatisticsHead
+from parallel_lce.statistics import DIFFERENTIABLE, NAMES, Residuals
 
 # Attribute of a handle's storage that holds what is saved.
 _SAVED = "_parallel_lce_saved"
-# How many outputs of the forward operator are a head's. Its residuals, the partial and the handle follow.
-_NUM_OUTPUTS, _NUM_RESIDUALS = len(NAMES), WeightedLoss.num_residuals
+# Outputs of the forward operator that are the user's. Its residuals, the partial and the handle follow.
+_NUM_OUTPUTS, _NUM_RESIDUALS = len(NAMES), len(Residuals._fields)
 
 
 def uses_operators(weight: Tensor) -> bool:
@@ -51,9 +43,96 @@ def uses_operators(weight: Tensor) -> bool:
     return torch.compiler.is_compiling() or valueless(weight)
 
 
-# --- second derivatives ----------------------------------------------------------------------------
+# --- a call as an operator's arguments -------------------------------------------------------------
 
-FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
+_KINDS = {
+    "str": "str",
+    "str | None": "str?",
+    "bool": "bool",
+    "int | None": "SymInt?",
+    "torch.dtype | None": "ScalarType?",
+}
+# By the fields' names, as texts.
+_TYPES = {name: kind.__forward_arg__ for name, kind in Options.__annotations__.items()}
+_NUMBERS = [name for name, kind in _TYPES.items() if kind.startswith("float")]
+_OTHERS = [name for name in _TYPES if name not in _NUMBERS]
+_TENSORS = ", ".join(f"Tensor{'' if n in ('input', 'linear_weight') else '?'} {n}_" for n in Tensors._fields)
+CALL = (
+    f"{_TENSORS}, Tensor numbers, bool[] given, {', '.join(f'{_KINDS[_TYPES[n]]} {n}' for n in _OTHERS)}, "
+    "bool[] needs, str group"
+)
+"""In a schema, the arguments of :class:`Arguments`."""
+
+
+class Arguments(NamedTuple):
+    """A call as an operator gets it."""
+
+    tensors: Tensors
+    # Options that are floating-point numbers, fp64 on the CPU. A Python number would be compiled in as a constant.
+    numbers: Tensor
+    # Which of them are not 0 or None.
+    given: list[bool]
+    # The other options.
+    others: list
+    # Which gradients are to come.
+    needs: list[bool]
+    # Name of the process group; '' for none
+    group: str
+
+    @classmethod
+    def of(cls, call: Call, tensors: Tensors) -> Arguments:
+        if call.main_grad is not None:
+            raise RuntimeError("a gradient that is added to main_grad cannot be compiled")
+        options, group = call.options, call.layout.group
+        values = [getattr(options, name) or 0.0 for name in _NUMBERS]
+        zero = tensors.linear_weight.new_zeros((), dtype=torch.float64, device="cpu")
+        numbers = torch.stack([zero + value for value in values])
+        others = [getattr(options, name) for name in _OTHERS]
+        name = "" if group is None else group.group_name
+        return cls(tensors, numbers, [value != 0.0 for value in values], others, [*call.needs], name)
+
+    @property
+    def flat(self) -> list:
+        return [*self.tensors, self.numbers, self.given, *self.others, self.needs, self.group]
+
+    @property
+    def options(self) -> Options:
+        # While a graph is traced numbers have no values. The results' shapes do not depend on them.
+        values = [0.5] * len(_NUMBERS) if valueless(self.numbers) else self.numbers.tolist()
+        numbers = {
+            name: value if there else (None if "None" in _TYPES[name] else 0.0)
+            for name, value, there in zip(_NUMBERS, values, self.given)
+        }
+        return Options(**numbers, **dict(zip(_OTHERS, self.others)))
+
+    def prepared(self) -> tuple[Call, Inputs]:
+        # A group's name is a str, of which torch 2.13 makes a type of its own.
+        group = _resolve_process_group(self.group) if self.group else None  # pyright: ignore[reportArgumentType]
+        return prepare(self.options, self.tensors, group, needs=Needs(*self.needs))
+
+    def described(self) -> Call:
+        """The call as far as the shapes of its results and its coefficients depend on it."""
+        group = _resolve_process_group(self.group) if self.group else None  # pyright: ignore[reportArgumentType]
+        options, tensors = self.options, self.tensors
+        layout, ids = Layout.of(group, options.sequence_parallel), tensors.selected
+        tokens = token_count(tensors.input, layout)
+        selected = None if ids is None else Selected.of(ids, tensors.selected_offsets, tokens)
+        shape, needs, none = torch.Size((tokens,)), Needs(*self.needs), cast(Any, None)
+        return Call(
+            options, none, none, options.columns, none, shape, needs, layout, target=tensors.target, selected=selected
+        )
+
+
+def _split(arguments: Sequence[Any]) -> tuple[Arguments, list]:
+    """The call of an operator's arguments, which comes first, and the others."""
+    given, count, number = list(arguments), len(Tensors._fields), len(_OTHERS)
+    tensors, given = Tensors(*given[:count]), given[count:]
+    numbers, there, *given = given
+    others, (needs, group, *rest) = given[:number], given[number:]
+    return Arguments(tensors, numbers, there, others, needs, group), rest
+
+
+# --- second derivatives ----------------------------------------------------------------------------
 
 
 def _refuse_second_order(ctx, *_):
@@ -84,7 +163,7 @@ _first_order.register_autograd(_refuse_second_order, setup_context=_save_nothing
 
 # --- forward and backward --------------------------------------------------------------------------
 
-# torch.compile's CUDA graphs refuse CPU tensors (the factors) and do not track the memory behind a handle.
+# torch.compile's CUDA graphs refuse CPU tensors (the numbers) and do not track the memory behind a handle.
 # torch.cuda.graph over forward and backward has neither problem.
 _OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
@@ -95,81 +174,74 @@ def _padded(values: Sequence[Tensor | None], count: int, like: Tensor) -> list[T
     return [like.new_empty(0) if v is None else v for v in values]
 
 
+def _results(outputs: Sequence[Tensor | None], residuals: Residuals, partial: Tensor, handle: Tensor) -> tuple:
+    """Of the forward operator. An output must not share memory with an input or another output."""
+    copied = [r if r is None else r.clone() for r in residuals]
+    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(copied, _NUM_RESIDUALS, partial), partial, handle
+
+
 @torch.library.custom_op(
     "parallel_lce::forward",
     mutates_args=(),
-    schema=f"({OPERANDS}, {LOSS}, bool losses, bool save, {CALL}) -> "
-    f"({', '.join(['Tensor'] * (_NUM_OUTPUTS + _NUM_RESIDUALS + 2))})",
+    schema=f"({CALL}) -> ({', '.join(['Tensor'] * (_NUM_OUTPUTS + _NUM_RESIDUALS + 2))})",
     tags=_OUTSIDE_GRAPHS,
 )
 def _forward(*arguments):
-    """The outputs of a head, its residuals, the merged partial, and the handle. ``losses``: the head is WeightedLoss,
-    else StatisticsHead."""
-    operands, of_loss, losses, save, numbers = split(arguments, Operands, OfLoss)
-    call = call_of(operands, numbers)
-    head = loss_of(operands, of_loss) if losses else call.statistics()
-    inputs: Inputs = operands.inputs
-    merged, saved = schedule.forward(call, *inputs, save)
-    outputs, residuals = head.outputs(call.backend, merged)
+    """The losses, or the statistics, of each token; their residuals, the merged partial, and the handle."""
+    call, inputs = _split(arguments)[0].prepared()
+    merged, gathered, saved = schedule.forward(call, *inputs, any(call.needs))
     partial = merged.partial
     handle = partial.new_zeros(1, dtype=torch.uint8)
-    vars(handle.untyped_storage())[_SAVED] = saved
-    # An output must not share memory with an input or another output.
-    residuals = [r if r is None else r.clone() for r in residuals]
-    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, _NUM_RESIDUALS, partial), partial, handle
+    vars(handle.untyped_storage())[_SAVED] = gathered, *(saved or ())
+    module = statistics if call.options.reduction is None else losses
+    return _results(*module.outputs(call, merged), partial, handle)
 
 
 @_forward.register_fake
 def _(*arguments):
-    operands, _, losses, _, numbers = split(arguments, Operands, OfLoss)
-    call, hidden = call_of(operands, numbers), operands.hidden
-    shape, dtype = (call.columns.count, token_count(hidden, call.layout)), accumulation_dtype(hidden.dtype)
-    partial = hidden.new_empty(shape, dtype=dtype)
-    if losses:
-        outputs = [partial.new_empty(shape[1])]
-        residuals = [partial.new_empty(shape[1]) for _ in range(2 + call.columns.shifted)]
-    else:
-        vocab_size = partial.new_empty((), dtype=torch.int64)
-        selected = None if call.selected is None else partial.new_empty(call.selected.count)
-        top = partial.new_empty(shape[1], call.top_k)
-        found = Merged(partial, vocab_size, selected, (top, top.long()) if call.top_k else None)
-        outputs, residuals = call.statistics().outputs(call.backend, found)
-        residuals = [r if r is None else r.clone() for r in residuals]
+    call, hidden = (given := _split(arguments)[0]).described(), given.tensors.input
+    count = call.shape.numel()
+    partial = hidden.new_empty((call.columns.count, count), dtype=accumulation_dtype(hidden.dtype))
     handle = partial.new_empty(1, dtype=torch.uint8)
-    return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(residuals, _NUM_RESIDUALS, partial), partial, handle
+    if call.options.reduction is not None:
+        alpha, beta, gamma = (partial.new_empty(count) for _ in range(3))
+        residuals = Residuals(alpha, beta, gamma if call.columns.shifted else None)
+        return _results([partial.new_empty(count)], residuals, partial, handle)
+    vocab_size, top_k = partial.new_empty((), dtype=torch.int64), call.options.top_k
+    logits = None if call.selected is None else partial.new_empty(call.selected.count)
+    top = None if top_k is None else partial.new_empty(count, top_k)
+    found = Merged(partial, vocab_size, logits, None if top is None else (top, top.long()))
+    return _results(*statistics.outputs(call, found), partial, handle)
 
 
 def _save_forward(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
-    operands, _, ctx.losses, _, ctx.numbers = split(inputs, Operands, OfLoss)
-    ctx.num_inputs = len(inputs)
-    ctx.mark_non_differentiable(*output[_head_class(ctx.losses).num_differentiable :])
-    ctx.save_for_backward(*operands, *output[_NUM_OUTPUTS:])
-
-
-def _head_class(losses: bool) -> type:
-    return WeightedLoss if losses else StatisticsHead
+    given, _ = _split(inputs)
+    ctx.arguments = given._replace(tensors=Tensors(None, None), numbers=None)
+    is_loss = given.options.reduction is not None
+    ctx.mark_non_differentiable(*output[1 if is_loss else len(DIFFERENTIABLE) :])
+    ctx.save_for_backward(*given.tensors, given.numbers, *output[_NUM_OUTPUTS:])
 
 
 def _differentiate_forward(ctx, *upstream):
+    count, saved = len(Tensors._fields), ctx.saved_tensors
+    given = ctx.arguments._replace(tensors=Tensors(*saved[:count]), numbers=saved[count])
+    nothing = (None,) * (len(given.flat) - 4)
     if all(u is None for u in upstream):
-        return (None,) * ctx.num_inputs
-    count, saved = len(Operands._fields), ctx.saved_tensors
-    operands, (*residuals, partial, handle) = Operands(*saved[:count]), saved[count:]
-    target, columns = operands.target, Columns(*ctx.numbers.columns)
-    if ctx.losses:
-        alpha, beta, gamma = residuals
-        of_losses = alpha, beta, gamma if columns.shifted else None
-        assert target is not None
-        c = WeightedLoss(target).coefficients(partial, of_losses, upstream[:1]).folded()
+        return None, None, None, None, *nothing
+    *residuals, partial, handle = saved[count + 1 :]
+    call, residuals = given.described(), Residuals(*residuals)
+    if call.options.reduction is None:
+        c = statistics.coefficients(call, partial, residuals, upstream[: len(DIFFERENTIABLE)])
     else:
-        ids, offsets = operands.selected, operands.offsets
-        selected = None if ids is None else Selected(ids, offsets, partial.shape[1])
-        head = StatisticsHead(columns, target is not None, selected)
-        c = head.coefficients(partial, (residuals[0], residuals[1]), upstream[: head.num_differentiable])
-    needs, of_selected = list(ctx.needs_input_grad[:3]), c.selected or (None, None)
-    found = torch.ops.parallel_lce.backward(*operands, partial, handle, *c.each, *of_selected, needs, *ctx.numbers)
-    return *_by_input(found, needs), *(None for _ in range(ctx.num_inputs - 3))
+        gamma = residuals.gamma if call.columns.shifted else None
+        c = losses.coefficients(residuals._replace(gamma=gamma, divisor=None), upstream[0]).folded()
+    # In the order of the operator's tensors: input, linear_weight, target, linear_bias.
+    hidden, weight, _, bias, *_ = ctx.needs_input_grad
+    wanted, of_selected = [hidden, weight, bias], c.selected or (None, None)
+    found = torch.ops.parallel_lce.backward(*given.flat, partial, handle, *c.each, *of_selected, wanted)
+    dx, dweight, dbias = _by_input(found, wanted)
+    return dx, dweight, None, dbias, *nothing
 
 
 _forward.register_autograd(_differentiate_forward, setup_context=_save_forward)
@@ -178,24 +250,24 @@ _forward.register_autograd(_differentiate_forward, setup_context=_save_forward)
 @torch.library.custom_op(
     "parallel_lce::backward",
     mutates_args=(),
-    schema=f"({OPERANDS}, Tensor partial, Tensor handle, Tensor alpha, Tensor? beta, Tensor? gamma, "
-    f"Tensor? delta, Tensor? epsilon, Tensor? of_selected, Tensor? selected_logits, bool[] needs, {CALL}) -> Tensor[]",
+    schema=f"({CALL}, Tensor partial, Tensor handle, Tensor alpha, Tensor? beta, Tensor? gamma, "
+    "Tensor? delta, Tensor? epsilon, Tensor? of_selected, Tensor? selected_logits, bool[] wanted) -> Tensor[]",
     tags=_OUTSIDE_GRAPHS,
 )
 def _backward(*arguments):
-    """dX, dW and dbias, those that ``needs`` asks for."""
-    operands, partial, handle, *each, of_selected, selected_logits, needs, numbers = split(arguments, Operands)
-    saved = vars(handle.untyped_storage()).pop(_SAVED, ())
-    inputs: Inputs = operands.inputs
+    """dX, dW and dbias, those that are ``wanted``."""
+    given, (partial, handle, *each, of_selected, selected_logits, wanted) = _split(arguments)
+    gathered, *saved = vars(handle.untyped_storage()).pop(_SAVED, (None,))
+    call, inputs = given.prepared()
     coefficients = Coefficients(*each, selected=None if of_selected is None else (of_selected, selected_logits))
-    gradients = schedule.backward(call_of(operands, numbers), *inputs, partial, saved, coefficients, Needs(*needs))
+    gradients = schedule.backward(call, *inputs, partial, gathered, saved, coefficients, Needs(*wanted))
     return [g for g in gradients if g is not None]
 
 
 @_backward.register_fake
 def _(*arguments):
-    operands, _, _, *_, needs, _ = split(arguments, Operands)
-    return _empty_gradients(operands.inputs, needs)
+    given, (*_, wanted) = _split(arguments)
+    return _empty_gradients(given.tensors, wanted)
 
 
 _backward.register_autograd(_refuse_second_order, setup_context=_save_nothing)
@@ -205,35 +277,32 @@ _backward.register_autograd(_refuse_second_order, setup_context=_save_nothing)
 
 
 @torch.library.custom_op(
-    "parallel_lce::accumulated_loss",
-    mutates_args=(),
-    schema=f"({OPERANDS}, {LOSS}, Tensor? divisor, bool[] needs, {CALL}) -> (Tensor, Tensor[])",
-    tags=_OUTSIDE_GRAPHS,
+    "parallel_lce::accumulated_loss", mutates_args=(), schema=f"({CALL}) -> (Tensor, Tensor[])", tags=_OUTSIDE_GRAPHS
 )
 def _accumulated_loss(*arguments):
-    """The loss, and its dX, dW and dbias, those that ``needs`` asks for."""
-    operands, of_loss, divisor, needs, numbers = split(arguments, Operands, OfLoss)
-    inputs: Inputs = operands.inputs
-    done = schedule.accumulate(call_of(operands, numbers), *inputs, loss_of(operands, of_loss), divisor, Needs(*needs))
-    return done.loss, [g for g in done.gradients if g is not None]
+    """The loss, and its dX, dW and dbias, those that are to come."""
+    call, inputs = _split(arguments)[0].prepared()
+    loss, gradients = schedule.accumulate(call, *inputs, call.needs)
+    return loss, [g for g in gradients if g is not None]
 
 
 @_accumulated_loss.register_fake
 def _(*arguments):
-    operands, _, _, needs, _ = split(arguments, Operands, OfLoss)
-    dtype = accumulation_dtype(operands.weight.dtype)
-    return operands.hidden.new_empty((), dtype=dtype), _empty_gradients(operands.inputs, needs, dtype)
+    given, _ = _split(arguments)
+    dtype = accumulation_dtype(given.tensors.linear_weight.dtype)
+    return given.tensors.input.new_empty((), dtype=dtype), _empty_gradients(given.tensors, given.needs, dtype)
 
 
 def _save_gradients(ctx, inputs, output) -> None:
-    operands, _, _, ctx.needs, _ = split(inputs, Operands, OfLoss)
-    ctx.num_inputs = len(inputs)
-    ctx.save_for_backward(*operands.inputs, *output[1])
+    given, _ = _split(inputs)
+    ctx.needs, ctx.count = given.needs, len(inputs)
+    ctx.save_for_backward(given.tensors.input, given.tensors.linear_weight, given.tensors.linear_bias, *output[1])
 
 
 def _scale_gradients(ctx, upstream, _):
     hidden, weight, bias, *gradients = ctx.saved_tensors
-    if any(asked and not formed for asked, formed in zip(ctx.needs_input_grad, ctx.needs)):
+    asked = (*ctx.needs_input_grad[:2], ctx.needs_input_grad[3])
+    if any(wanted and not formed for wanted, formed in zip(asked, ctx.needs)):
         raise RuntimeError(
             "a gradient is asked for that was not when this graph was made, and gradients of parallel_lce's "
             "'mean' and 'sum' are formed in forward: make the graph with tensors that require gradients"
@@ -242,18 +311,19 @@ def _scale_gradients(ctx, upstream, _):
     upstream = torch.ops.parallel_lce.first_order(upstream, hidden, weight, bias)
     # torch.compile decides which of them it scales in place.
     scaled = [(g.to(upstream.dtype) * upstream).to(weight.dtype) for g in gradients]
-    return *_by_input(scaled, ctx.needs), *(None for _ in range(ctx.num_inputs - 3))
+    dx, dweight, dbias = _by_input(scaled, ctx.needs)
+    return dx, dweight, None, dbias, *(None for _ in range(ctx.count - 4))
 
 
 _accumulated_loss.register_autograd(_scale_gradients, setup_context=_save_gradients)
 
 
-def _empty_gradients(inputs: Inputs, needs: list[bool], dtype: torch.dtype | None = None) -> list[Tensor]:
-    gradients = []
-    if needs[0]:
-        gradients.append(inputs[0].new_empty(inputs[0].shape))
-    parameters = zip(inputs[1:], needs[1:])
-    return gradients + [p.new_empty(p.shape, dtype=dtype) for p, needed in parameters if needed and p is not None]
+def _empty_gradients(tensors: Tensors, needs: list[bool], dtype: torch.dtype | None = None) -> list[Tensor]:
+    hidden, parameters = tensors.input, (tensors.linear_weight, tensors.linear_bias)
+    gradients = [hidden.new_empty(hidden.shape)] if needs[0] else []
+    return gradients + [
+        p.new_empty(p.shape, dtype=dtype) for p, needed in zip(parameters, needs[1:]) if needed and p is not None
+    ]
 
 
 def _by_input(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None, ...]:
@@ -265,24 +335,14 @@ def _by_input(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None
 # --- the functions of parallel_lce.autograd, in a graph --------------------------------------------
 
 
-def fused(call: Call, inputs: Inputs, head: StatisticsHead | WeightedLoss, differentiable: bool) -> tuple[Any, ...]:
-    """:func:`parallel_lce.autograd.fused` of a graph."""
-    losses = isinstance(head, WeightedLoss)
-    operands, of_loss = operands_of(call, inputs, head if losses else None), OfLoss()
-    if losses:
-        of_loss = OfLoss(head.token_weight, head.ignore_index, head.outside_is_nan)
-    outputs = torch.ops.parallel_lce.forward(*operands, *of_loss, losses, differentiable, *numbers_of(call))
-    if losses:
+def fused(call: Call, tensors: Tensors) -> tuple[Any, ...]:
+    """:func:`parallel_lce.autograd.fused` of a graph, whose reduction is 'none' or None."""
+    outputs = torch.ops.parallel_lce.forward(*Arguments.of(call, tensors).flat)
+    if call.options.reduction is not None:
         return (outputs[0],)
-    return tuple(v if there else None for v, there in zip(outputs, head.present))
+    return tuple(v if there else None for v, there in zip(outputs, statistics.present(call)))
 
 
-def accumulated_loss(call: Call, inputs: Inputs, loss: WeightedLoss, divisor: Tensor | None) -> Tensor:
+def accumulated_loss(call: Call, tensors: Tensors) -> Tensor:
     """:func:`parallel_lce.autograd.accumulated_loss` of a graph."""
-    needs = [t is not None and t.requires_grad for t in inputs]
-    operands, of_loss = (
-        operands_of(call, inputs, loss),
-        OfLoss(loss.token_weight, loss.ignore_index, loss.outside_is_nan),
-    )
-    value, _ = torch.ops.parallel_lce.accumulated_loss(*operands, *of_loss, divisor, needs, *numbers_of(call))
-    return value
+    return torch.ops.parallel_lce.accumulated_loss(*Arguments.of(call, tensors).flat)[0]

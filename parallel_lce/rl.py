@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.arguments import as_number
-from parallel_lce.checks import renamed, shortened
+from parallel_lce.checks import renamed
 from parallel_lce.functional import token_statistics
+from parallel_lce.options import as_number, shortened
 
 
 def linear_cross_entropy(

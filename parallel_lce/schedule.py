@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from parallel_lce import losses
 from parallel_lce.backends.interface import (
     BlockForward,
     Coefficients,
@@ -34,7 +36,6 @@ from parallel_lce.backends.interface import (
 from parallel_lce.call import Call, Gradients, Needs, flattened, token_count
 from parallel_lce.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
 from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.losses import WeightedLoss
 from parallel_lce.memory import device_without_autocast
 from parallel_lce.partials import Merged, accumulation_dtype
 from parallel_lce.plan import Block
@@ -57,50 +58,64 @@ class Gathers:
         return self._started.popleft()
 
 
-def forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool) -> tuple[Merged, Saved]:
-    """What is found of ``hidden [..., D]``, and what is saved for backward.
-
-    With ``save`` these are the first block's exponentials, preceded by its gathered hidden states if
-    ``plan.saves_hidden``.
+def forward(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
+) -> tuple[Merged, Tensor | None, Saved | None]:
+    """What is found of ``hidden [..., D]``; and with ``save``, for backward, the gathered hidden states, if there is
+    memory for them, and what the backend saves of the first block.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
     one all-gather of the partials.
     """
-    layout, columns, blocks = call.layout, call.columns, call.plan.forward_blocks
+    layout, plan, blocks, backend = call.layout, call.plan, call.plan.forward_blocks, call.backend
     # The backward's only block can use what is known of the forward's windows, but for the gradient of the bias.
-    keep_windows = save and call.gradient_filter is not None and len(blocks) == 1 and call.plan.blocks == blocks
+    keep_windows = save and call.options.gradient_filter is not None and len(blocks) == 1 and plan.blocks == blocks
     keep_windows = keep_windows and (bias is None or not bias.requires_grad)
     with device_without_autocast(weight):
         hidden, projection = flattened(hidden), call.projection(weight, bias)
-        targets = call.local_targets()
-        entries = BesidePartials(call.selected, call.top_k, token_count(hidden, layout), call.shard, layout)
-        partials = PartialsGather(hidden, entries.tokens, call.shard, columns, layout, entries.size)
-        entries.begin(partials.extra)
-        saved: Saved = ()
+        targets, tokens = call.local_targets(), token_count(hidden, layout)
+        beside, top_k = None, call.options.top_k
+        if call.selected is not None or top_k:
+            beside = BesidePartials(call.selected, top_k or 0, tokens, call.shard, layout)
+        partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, beside and beside.size)
+        if beside is not None:
+            beside.begin(partials.extra)
+        gathered, saved = None, None
         gathers = Gathers(hidden, blocks, layout)
         gathers.start()
         for block in blocks:
-            x = gathers.next()
+            x, of_block = gathers.next(), call.of_block(projection, block)
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
-            saves = block.saved if save else 0
-            wanted = entries.selected_of(block)
-            work = call.block_forward(projection, x, targets, block, saves, None, out, keep_windows, wanted)
-            block_saved = _project(work, x, gathers, first=block.start == 0)
-            saved = saved or block_saved
-            entries.find_top(call.backend, call.of_block(projection, block), x.tensor, block)
-            if save and call.plan.saves_hidden:
+            work = backend.BlockForward(
+                of_block,
+                x.tensor,
+                layout.take(targets, block),
+                call.columns,
+                block.saved if save else 0,
+                None,
+                out,
+                keep_windows,
+                beside and beside.selected_of(block),
+            )
+            of_this = _project(work, x, gathers, first=block.start == 0)
+            saved = saved or of_this
+            if beside is not None:
+                beside.find_top(backend, of_block, x.tensor, block)
+            if save and plan.saves_hidden:
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
-                saved = (x.tensor, *saved)
+                gathered = x.tensor
             if out is None:
                 layout.put(partials.local, block, work.partial)
         partials.start()
-        merged = partials.finish(call.backend.merge_ranks)
-        return Merged(*merged, *entries.merged(partials.extras)), saved
+        merged = Merged(*partials.finish(backend.merge_ranks))
+        if beside is not None:
+            merged = Merged(*merged[:2], *beside.merged(partials.extras))
+        return merged, gathered, saved
 
 
-def _project(work: BlockForward, x: IncomingHidden, gathers: Gathers, first: bool) -> Saved:
+def _project(work: BlockForward, x: IncomingHidden, gathers: Gathers, first: bool) -> Saved | None:
     """Project a block, and start the next block's gather once this one's hidden states are there.
 
     This rank's own rows of the first block are projected during its gather: no earlier block overlaps that. The
@@ -144,7 +159,7 @@ class _GradientSums:
             self._dbias = GradBuffer(projection.bias, real, number, dtype=dtype)
 
     def add_block(
-        self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved
+        self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved | None
     ) -> None:
         """Add the gradients of a block: its merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``.
 
@@ -162,7 +177,7 @@ class _GradientSums:
             GradBuffers(dx, self._dweight, self._dbias, call.reduced_over.ranks > 1, x.arrived),
             self.scratch,
             self._selected_of(block),
-            call.gradient_filter,
+            call.options.gradient_filter,
         )
         if work.reads_hidden_first:
             x.wait()
@@ -192,12 +207,13 @@ def backward(
     weight: Tensor,
     bias: Tensor | None,
     partial: Tensor,
-    saved: Saved,
+    gathered: Tensor | None,
+    saved: Sequence[Tensor | None],
     coefficients: Coefficients,
     needs: Needs,
     consumed: bool = False,
 ) -> Gradients:
-    """Gradients of a call whose :func:`forward` gave ``partial`` and ``saved``.
+    """Gradients of a call whose :func:`forward` gave ``partial``, ``gathered`` and the fields of ``saved``.
 
     A backward overwrites what is saved. ``consumed``: an earlier backward has overwritten it; everything is then
     recomputed, in that memory. The tensors may have other strides than in forward, since hooks for saved tensors
@@ -208,20 +224,18 @@ def backward(
     """
     layout, blocks, plan = call.layout, call.plan.blocks, call.plan
     with device_without_autocast(weight):
-        gathered = None
-        if saved and plan.saves_hidden:
-            gathered, saved = saved[0], saved[1:]
-        # Autograd, which saved these tensors, must not see that they are overwritten.
-        saved = tuple([t.data.contiguous() for t in saved])
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
+        # Autograd, which saved these tensors, must not see that they are overwritten.
+        of_block = [t if t is None else t.data.contiguous() for t in saved]
+        kept: Saved | None = call.backend.Saved(*of_block) if of_block else None
         # Windows alone may have been kept, without exponentials.
-        has_exponentials = bool(saved) and saved[0].numel() > 0
-        scratch_bytes = plan.scratch_bytes if has_exponentials else plan.scratch_bytes_unsaved
+        exponentials = None if kept is None else kept.exponentials
+        scratch_bytes = plan.scratch_bytes_unsaved if exponentials is None else plan.scratch_bytes
         coefficients, selected = _selected_apart(call, coefficients)
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes, selected=selected)
-        if has_exponentials and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
-            sums.scratch.adopt(saved[0])
-            saved = ()
+        if exponentials is not None and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
+            sums.scratch.adopt(exponentials)
+            kept = None
         tokens = None
         if len(blocks) > 1:
             coefficients = coefficients.folded()
@@ -235,15 +249,15 @@ def backward(
             if block.start:
                 x.wait()
             gathers.start()
-            of_block, folded = partial, coefficients
+            merged, folded = partial, coefficients
             if tokens is not None:
                 stacked = layout.take(tokens, block).contiguous()
-                of_block, present = stacked[: len(partial)], stacked[len(partial) :]
+                merged, present = stacked[: len(partial)], stacked[len(partial) :]
                 folded = coefficients.replaced(present.unbind())
-            sums.add_block(block, x, of_block, folded, saved)
-            if saved:
-                sums.scratch.adopt(saved[0])
-                saved = ()
+            sums.add_block(block, x, merged, folded, kept)
+            if kept is not None and kept.exponentials is not None:
+                sums.scratch.adopt(kept.exponentials)
+            kept = None
         return sums.deliver(shape)
 
 
@@ -262,36 +276,20 @@ def _selected_apart(call: Call, coefficients: Coefficients) -> tuple[Coefficient
     return coefficients, (call.before_softcap(upstream, logits), logits.contiguous())
 
 
-@dataclass
-class Accumulated:
-    """Result of :func:`accumulate`."""
-
-    # Sum of the weighted losses over the divisor, 0-dimensional.
-    loss: Tensor
-    # dX in the hidden states' dtype, dW and dbias in fp32 (fp64 for fp64).
-    gradients: Gradients
-
-
-@dataclass
-class _Waiting:
+class _Waiting(NamedTuple):
     """A projected block that waits for the other ranks' partials."""
 
     block: Block
     x: IncomingHidden
     partials: PartialsGather
-    saved: Saved
+    saved: Saved | None
 
 
 def accumulate(
-    call: Call,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    loss: WeightedLoss,
-    divisor: Tensor | None,
-    needs: Needs,
-) -> Accumulated:
-    """The loss of ``hidden [..., D]``, the sum over ``divisor``, and its gradients in one pass over the blocks.
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Needs
+) -> tuple[Tensor, Gradients]:
+    """The reduced loss of ``hidden [..., D]``, 0-dimensional, and its gradients in one pass over the blocks: dX in the
+    hidden states' dtype, dW and dbias in fp32 (fp64 for fp64).
 
     The gradient of a ``mean`` or ``sum`` by each token's loss is known in forward, up to the scalar upstream
     gradient. So a block's gradients are formed from its exponentials as soon as its partials are merged, and backward
@@ -307,15 +305,17 @@ def accumulate(
         sums = _GradientSums(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
         per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
         targets = call.local_targets()
+        divisor = losses.divisor_of(call, dtype)
         factor = None if divisor is None else 1 / divisor
 
         def complete(waiting: _Waiting) -> None:
             block = waiting.block
             merged = Merged(*waiting.partials.finish(backend.merge_ranks))
-            [losses], residuals = loss.of_block(layout, block).outputs(backend, merged)
-            partial = merged.partial
-            layout.put(per_token, block, losses)
-            sums.add_block(block, waiting.x, partial, Coefficients(*residuals, factor=factor), waiting.saved)
+            target = layout.take(call.target, block)
+            assert target is not None  # of a loss
+            found, *each = losses.token_losses(call, merged, target, layout.take(call.token_weight, block))
+            layout.put(per_token, block, found)
+            sums.add_block(block, waiting.x, merged.partial, Coefficients(*each, factor=factor), waiting.saved)
 
         # Over ranks a block waits for its merged partials while the next one is projected.
         ahead = 1 if layout.ranks > 1 else 0
@@ -329,7 +329,15 @@ def accumulate(
             x = gathers.next()
             buffers.rotate(1)
             partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout)
-            work = call.block_forward(projection, x, targets, block, block.saved, buffers[0], partials.local)
+            work = backend.BlockForward(
+                call.of_block(projection, block),
+                x.tensor,
+                layout.take(targets, block),
+                columns,
+                block.saved,
+                buffers[0],
+                partials.local,
+            )
             saved = _project(work, x, gathers, first=block.start == 0)
             partials.start()
             waiting.append(_Waiting(block, x, partials, saved))
@@ -338,4 +346,4 @@ def accumulate(
         while waiting:
             complete(waiting.popleft())
         total = per_token.sum()
-        return Accumulated(total if divisor is None else total / divisor, sums.deliver(shape))
+        return total if divisor is None else total / divisor, sums.deliver(shape)

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.arguments import Arguments, refuse_unknown
 from parallel_lce.autograd import first_order_only
 from parallel_lce.backends import uses_kernels
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call import Call, flattened
 from parallel_lce.collectives import gather_hidden, gather_with_bounds
 from parallel_lce.memory import device_without_autocast, in_memory
-from parallel_lce.partials import Columns, accumulation_dtype
+from parallel_lce.options import Options, Tensors, apart, refuse_unknown
+from parallel_lce.partials import accumulation_dtype
 from parallel_lce.plan import Block
 from parallel_lce.prepare import prepare
 from parallel_lce.selection import Selected, ids_and_offsets
@@ -69,29 +69,24 @@ def selected_log_probs(
     ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
-    arguments = Arguments(
-        input=input,
-        linear_weight=linear_weight,
-        target=None,
-        linear_bias=linear_bias,
+    (logit_scale, token_scale), (temperature, token_temperature) = apart(logit_scale), apart(temperature)
+    tensors = Tensors(input, linear_weight, None, linear_bias, None, token_scale, token_temperature, ids, offsets)
+    options = Options(
+        "selected_log_probs",
         logit_scale=logit_scale,
         logit_softcap=logit_softcap,
-        process_group=process_group,
+        temperature=temperature,
         sequence_parallel=sequence_parallel,
+        reduce_hidden_grad=reduce_hidden_grad,
+        reduce_dtype=reduce_dtype,
         vocab_start=vocab_start,
         vocab_size=vocab_size,
         logits_budget=0,
-        reduce_dtype=reduce_dtype,
-        selected=ids,
-        selected_offsets=offsets,
-        temperature=temperature,
-        reduce_hidden_grad=reduce_hidden_grad,
     )
-    prepared = prepare(arguments, Columns(), function="selected_log_probs")
+    call, inputs = prepare(options, tensors, process_group, planned=False)
     if linear_weight.is_meta:
         return input.new_empty(ids.shape, dtype=accumulation_dtype(input.dtype))
-    found = _SelectedLogProbs.apply(*prepared.inputs, prepared.call)
-    return found.view(ids.shape)
+    return _SelectedLogProbs.apply(*inputs, call).view(ids.shape)
 
 
 # A graph of torch.compile breaks here. torch.compiler.disable does the same, and imports torch._dynamo.
@@ -102,8 +97,7 @@ class _SelectedLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         assert call.selected is not None
-        inputs = hidden, weight, bias
-        log_probs, logits = call.run("selected", lambda: _forward(call, *inputs), *inputs, *call.per_token)
+        log_probs, logits = _forward(call, hidden, weight, bias)
         ctx.call = call
         ctx.save_for_backward(hidden, weight, bias, *call.per_token, log_probs, logits)
         return log_probs
@@ -114,14 +108,8 @@ class _SelectedLogProbs(torch.autograd.Function):
         (hidden, weight, bias, *per_token, log_probs, logits), needs = saved, ctx.needs_input_grad
         call = ctx.call.with_tensors(per_token)
         upstream = in_memory(upstream)
-        inputs = hidden, weight, bias
-
-        def work() -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-            values = _gradient_of_logits(call, log_probs, logits, upstream)
-            return _backward(call, *inputs, values, needs)
-
-        kind = "selected backward", needs[:3]
-        return *call.run(kind, work, *inputs, *per_token, log_probs, logits, upstream), None
+        values = _gradient_of_logits(call, log_probs, logits, upstream)
+        return *_backward(call, hidden, weight, bias, values, needs), None
 
 
 def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream: Tensor) -> Tensor:
@@ -145,7 +133,7 @@ def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream:
 
 
 def _whole(call: Call) -> Block:
-    return Block(0, call.plan.part_rows, 0)
+    return Block(0, call.shape.numel() // call.layout.sp_size, 0)
 
 
 def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Per-token statistics of the logits: from merged partials, and back to the gradient of the logits.
 
 Any loss is plain PyTorch on the ``[N]`` statistics. The upstream gradients that autograd hands back for them are
-folded into five per-token coefficients of the gradient of the logits (:func:`coefficients`). With the maximum M, p =
+folded into five per-token coefficients of the gradient of the logits (:func:`folded`). With the maximum M, p =
 softmax(z) and the columns of :mod:`parallel_lce.partials`:
 
     lse               = M + log s                        d/dz_j = p_j
@@ -18,12 +18,13 @@ softmax(z) and the columns of :mod:`parallel_lce.partials`:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Backend, Coefficients
+from parallel_lce.backends.interface import Coefficients
+from parallel_lce.call import Call
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, Merged, integer_view
 from parallel_lce.selection import Selected
 
@@ -84,62 +85,56 @@ _COLUMNS = tuple(f.metadata.get("column") for f in fields(TokenStatistics))
 DIFFERENTIABLE = NAMES[: NAMES.index("max_logit")]
 
 
-def requested_columns(
-    mean_logit: bool = False, expected_logit: bool = False, argmax: bool = False, sum_p_squared: bool = False
-) -> Columns:
-    """The columns that the statistics of ``parallel_lce.token_statistics`` need."""
-    mean_logit = bool(mean_logit)
-    return Columns(mean_logit, mean_logit, bool(expected_logit), bool(sum_p_squared), bool(argmax))
+class Residuals(NamedTuple):
+    """What the backward of a call needs beside the merged partial."""
+
+    # Of a loss, [N] each: coefficients of the gradient of the logits
+    alpha: Tensor | None = None
+    beta: Tensor | None = None
+    gamma: Tensor | None = None
+    # Of a mean, 0-dimensional: what the sum of the losses was divided by
+    divisor: Tensor | None = None
+    # Of statistics: V, 0-dimensional int64, and the logits of the selected entries [E]
+    vocab_size: Tensor | None = None
+    selected_logits: Tensor | None = None
 
 
-Residuals = tuple[Tensor, Tensor | None, Tensor | None]
-"""What the losses save for their coefficients beside the merged partial: alpha, beta and gamma."""
+def present(call: Call) -> list[bool]:
+    """Which fields of :class:`TokenStatistics` are not None."""
+    asked = {"target": call.target is not None, "selected": call.selected is not None, "top": bool(call.options.top_k)}
+    columns = {*call.columns.requested, *(name for name, there in asked.items() if there), None}
+    return [column in columns for column in _COLUMNS]
 
 
-@dataclass(frozen=True)
-class StatisticsHead:
-    """All statistics that the columns of a partial tell, as outputs in the order of ``NAMES``."""
+def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]:
+    """The statistics in the order of ``NAMES``, and what the backward needs beside the partial."""
+    partial, vocab_size, selected_logits, top = merged
+    if isinstance(vocab_size, int):
+        vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
+    values = finish_statistics(partial, vocab_size, call.columns, call.target is not None)
+    if call.selected is not None and selected_logits is not None:
+        values["selected_log_prob"] = selected_log_prob(call.selected, selected_logits, partial)
+    if top is not None:
+        nowhere = partial[MAX].isnan().unsqueeze(1)
+        values["top_logits"] = top[0].masked_fill(nowhere, torch.nan)
+        values["top_ids"] = top[1].masked_fill(nowhere, -1)
+    return [values[name] for name in NAMES], Residuals(vocab_size=vocab_size, selected_logits=selected_logits)
 
-    columns: Columns
-    with_target: bool
-    selected: Selected | None = None
-    top_k: int = 0
 
-    num_differentiable, num_residuals, weights = len(DIFFERENTIABLE), 2, None
-
-    @property
-    def present(self) -> list[bool]:
-        """Which fields of :class:`TokenStatistics` are not None."""
-        asked = {"target": self.with_target, "selected": self.selected is not None, "top": self.top_k > 0}
-        columns = {*self.columns.requested, *(name for name, there in asked.items() if there), None}
-        return [column in columns for column in _COLUMNS]
-
-    def outputs(self, backend: Backend, merged: Merged) -> tuple[list[Tensor | None], tuple[Tensor, Tensor | None]]:
-        """The statistics, and what the backward needs beside the partial: V and the selected logits."""
-        partial, vocab_size, selected_logits, top = merged
-        if isinstance(vocab_size, int):
-            vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
-        values = finish_statistics(partial, vocab_size, self.columns, self.with_target)
-        if self.selected is not None and selected_logits is not None:
-            values["selected_log_prob"] = selected_log_prob(self.selected, selected_logits, partial)
-        if top is not None:
-            nowhere = partial[MAX].isnan().unsqueeze(1)
-            values["top_logits"] = top[0].masked_fill(nowhere, torch.nan)
-            values["top_ids"] = top[1].masked_fill(nowhere, -1)
-        return [values[name] for name in NAMES], (vocab_size, selected_logits)
-
-    def coefficients(
-        self, partial: Tensor, residuals: tuple[Tensor, Tensor | None], upstream: tuple[Tensor | None, ...]
-    ) -> Coefficients:
-        given = dict(zip(DIFFERENTIABLE, upstream))
-        found = coefficients(given, partial, residuals[0], self.columns)
-        of_selected = given["selected_log_prob"]
-        if of_selected is None or self.selected is None:
-            return found
-        of_selected = of_selected.reshape(-1).contiguous()
-        assert residuals[1] is not None
-        alpha = found.alpha - self.selected.sums(of_selected)
-        return replace(found, alpha=alpha, selected=(of_selected, residuals[1]))
+def coefficients(
+    call: Call, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor | None, ...]
+) -> Coefficients:
+    """Of the gradient of the logits. ``upstream``: the gradients of the differentiable statistics, in their order."""
+    given = dict(zip(DIFFERENTIABLE, upstream))
+    vocab_size, logits = residuals.vocab_size, residuals.selected_logits
+    assert vocab_size is not None
+    found = folded(given, partial, vocab_size, call.columns)
+    of_selected = given["selected_log_prob"]
+    if of_selected is None or call.selected is None:
+        return found
+    of_selected = of_selected.reshape(-1).contiguous()
+    assert logits is not None
+    return replace(found, alpha=found.alpha - call.selected.sums(of_selected), selected=(of_selected, logits))
 
 
 def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor) -> Tensor:
@@ -175,9 +170,7 @@ def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, wit
     return values
 
 
-def coefficients(
-    upstream: dict[str, Tensor | None], partial: Tensor, vocab_size: Tensor, columns: Columns
-) -> Coefficients:
+def folded(upstream: dict[str, Tensor | None], partial: Tensor, vocab_size: Tensor, columns: Columns) -> Coefficients:
     """Fold the upstream gradients ``[N]`` of the statistics into coefficients of the gradient of the logits."""
 
     def total(*terms: tuple[int, str]) -> Tensor | None:

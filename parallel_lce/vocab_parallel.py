@@ -9,13 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce import debug
-from parallel_lce.arguments import as_float
 from parallel_lce.autograd import first_order_only
 from parallel_lce.backends import uses_kernels, valueless
 from parallel_lce.backends.dense_logits import logits_gradient, logits_partial, merge_ranks
-from parallel_lce.checks import check_kind, check_process_group, is_number, shortened
+from parallel_lce.checks import check_kind, check_process_group
 from parallel_lce.collectives import Layout, PartialsGather, Shard
 from parallel_lce.memory import in_memory
+from parallel_lce.options import as_float, is_number, shortened
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
 
 

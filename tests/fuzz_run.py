@@ -41,7 +41,6 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
         if c.debug:
             stack.enter_context(debug_mode())
         found = _once(member, c)
-        # The second run of a kind is recorded, the third one replayed.
         for _ in range(2 * c.repeat):
             again = _once(member, c)
             for name, value in found.items():

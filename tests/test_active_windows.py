@@ -47,7 +47,7 @@ def two_sampled(monkeypatch):
 
 @pytest.fixture
 def listed():
-    """The lists of windows that were projected since, ``[1 + n]`` each, but by replays."""
+    """The lists of windows that were projected since, ``[1 + n]`` each."""
     prepare.KNOWN.clear()
     with results_of(triton_windows, "list_active_windows") as found:
         yield found

@@ -14,7 +14,6 @@ import reference
 from blocks import counted_forwards, watched_backwards
 from cases import Case, dense, dense_loss, make, part
 from measures import ROUNDED, assert_close, assert_near, assert_no_worse, smallest_steps
-from parallel_lce import prepare
 from parallel_lce import statistics as statistics_module
 from parallel_lce.backends import backend_of
 from parallel_lce.distillation import divergence
@@ -40,7 +39,6 @@ def test_checkpointed_loss_is_computed_twice_and_no_more(reduction, reentrant, b
         once = len(blocks)
         assert once > 1 or reduction == "none", "several blocks accumulate"
         x.grad = w.grad = None
-        prepare.KNOWN.clear()  # A replay would not be counted.
         checkpoint(loss, x, w, use_reentrant=reentrant).backward()
     # The plain call, the checkpoint's forward (without gradients if reentrant) and its recomputation.
     assert len(blocks) == 2 * once + (1 if reentrant else once)
@@ -351,7 +349,7 @@ def test_a_loss_may_be_changed_in_place(reduction, backend, device):
 @pytest.mark.parametrize("shape", [(24,), (4, 6)])
 @pytest.mark.parametrize("sets", [False, True])
 def test_every_statistic_may_be_changed_in_place(shape, sets, backend, device):
-    """Of the tokens. Called three times, since later calls may be replays."""
+    """Of the tokens. Called three times."""
     t = small(device, N=24, V=150, D=16, dtype="bf16")
     selected = torch.arange(48, device=device).view(*shape, 2)
     if sets:

@@ -11,12 +11,11 @@ from torch.utils._pytree import tree_map
 
 import parallel_lce
 from blocks import counted_forwards
-from parallel_lce.arguments import LossOptions
 from parallel_lce.backends import backend_of
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.fused_loss import fused_loss
 from parallel_lce.grad_buffers import MainGrad
-from tools import D, N, V, arguments_of, call, everywhere, good, recorded
+from tools import D, N, V, call, everywhere, given, good, recorded
 from world import Member
 
 
@@ -375,14 +374,14 @@ def test_refused_over_ranks(worlds, device):
 
 def _main_grad_of_another_shape(member: Member, shape: tuple[int, ...]):
     """What is said, and what has been started by then."""
-    given = good(member.device)
-    given["linear_weight"].requires_grad_()
-    arguments = arguments_of(**given, process_group=member.group)
+    tensors = good(member.device)
+    tensors["linear_weight"].requires_grad_()
+    options, inputs = given(**tensors, reduction="none")
     main_grad = MainGrad(torch.zeros(shape, device=member.device), lambda: None)
     said = ""
-    with recorded(member.group) as events, counted_forwards(backend_of(given["linear_weight"])) as blocks:
+    with recorded(member.group) as events, counted_forwards(backend_of(tensors["linear_weight"])) as blocks:
         try:
-            fused_loss(arguments, LossOptions(), main_grad=main_grad)
+            fused_loss(options, inputs, member.group, main_grad=main_grad)
         except ValueError as refusal:
             said = str(refusal)
     return said, events, blocks

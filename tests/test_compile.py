@@ -15,11 +15,10 @@ import parallel_lce
 from blocks import watched_backwards
 from cases import DTYPES, Case, make, part
 from measures import ROUNDED, assert_close
-from parallel_lce.arguments import LossOptions
 from parallel_lce.backends import backend_of
 from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.fused_loss import fused_loss
-from tools import DIFFERENTIABLE, arguments_of, chosen_backend, debug_mode, everywhere, fields, shrunk, small
+from tools import DIFFERENTIABLE, chosen_backend, debug_mode, everywhere, fields, given, shrunk, small
 from world import Member
 
 V, D = 150, 16
@@ -198,8 +197,8 @@ def test_statistics(names, budget, device):
 def test_a_target_outside_has_the_loss_that_was_asked_for(name, outside_is_nan, device):
     """NaN, or lse - max as in Megatron. No public function has the option: they all want NaN."""
     reduction, budget = ("mean", 0) if name == "accumulated" else ("none", None)
-    options = LossOptions(reduction, ignore_index=-100, outside_is_nan=outside_is_nan)
-    loss = lambda x, w, y: fused_loss(arguments_of(x, w, y, logits_budget=budget), options)  # noqa: E731
+    options = dict(reduction=reduction, ignore_index=-100, outside_is_nan=outside_is_nan, logits_budget=budget)
+    loss = lambda x, w, y: fused_loss(*given(x, w, y, **options), None)  # noqa: E731
     t = operands(24, device)
     t.target[[1, 5]] = torch.tensor([V, -7], device=device)
     fast, _ = compiled(loss)

@@ -9,9 +9,8 @@ import torch
 from torch.autograd import forward_ad
 
 import parallel_lce
-from parallel_lce.arguments import LossOptions
 from parallel_lce.fused_loss import fused_loss
-from tools import D, N, V, arguments_of, call, chosen_backend, debug_mode, good, small
+from tools import D, N, V, call, chosen_backend, debug_mode, given, good, small
 from world import Member
 
 LOSS, STATISTICS = parallel_lce.linear_cross_entropy, parallel_lce.token_statistics
@@ -162,13 +161,13 @@ def test_only_what_differs_is_named(worlds, device):
 def _megatron_s_options_differ(member: Member, name: str) -> str:
     odd = member.rank == 1
     options = {
-        "ignore_index": LossOptions(ignore_index=3 if odd else None, outside_is_nan=False),
-        "outside_is_nan": LossOptions(outside_is_nan=odd),
+        "ignore_index": dict(ignore_index=3 if odd else None, outside_is_nan=False),
+        "outside_is_nan": dict(outside_is_nan=odd),
     }[name]
     tensors = good(member.device)
     with debug_mode():
         try:
-            fused_loss(arguments_of(*tensors.values(), process_group=member.group), options)
+            fused_loss(*given(*tensors.values(), reduction="none", **options), member.group)
             return "not refused"
         except ValueError as refusal:
             return str(refusal)

@@ -10,9 +10,8 @@ import parallel_lce
 from cases import DTYPES, normal
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, prepare, token_statistics
-from parallel_lce.operands import call_of, numbers_of, operands_of
-from parallel_lce.partials import Columns
-from tools import arguments_of, chosen_backend, everywhere, shrunk, small
+from parallel_lce.ops import Arguments
+from tools import chosen_backend, everywhere, given, shrunk, small
 from world import Member
 
 EPS = 2**-7
@@ -253,9 +252,9 @@ def test_a_filter_that_is_no_probability_is_refused(value):
 @pytest.mark.parametrize("value", [None, 2**-9])
 def test_operators_are_told_of_it(value):
     t = small()
-    prepared = prepare.prepare(arguments_of(t.x, t.weight, t.target, gradient_filter=value), Columns(), function="f")
-    operands, numbers = operands_of(prepared.call, prepared.inputs), numbers_of(prepared.call)
-    assert call_of(operands, numbers).gradient_filter == value
+    options, tensors = given(t.x, t.weight, t.target, gradient_filter=value)
+    call, _ = prepare.prepare(options, tensors)
+    assert Arguments.of(call, tensors).options.gradient_filter == value
 
 
 @pytest.mark.parametrize("name", ["mean_logit", "expected_logit", "sum_p_squared", "selected"])

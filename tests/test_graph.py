@@ -40,7 +40,7 @@ pytestmark = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytes
 
 @pytest.fixture
 def small_blocks():
-    """Around all calls of a test: what is known of a call, its replays too, is forgotten where this begins."""
+    """Around all calls of a test: what is known of a call is forgotten where this begins."""
     with shrunk(BLOCK):
         yield
 

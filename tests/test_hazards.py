@@ -14,8 +14,7 @@ from cases import dense_loss, part
 from measures import assert_close, assert_near, assert_no_worse, error, size, smallest_steps
 from parallel_lce.backends import eager, eager_tiles
 from parallel_lce.prepare import prepare
-from parallel_lce.statistics import requested_columns
-from tools import DIFFERENTIABLE, REDUCED, arguments_of, everywhere, field_gradients, fields, shrunk, small, statistics
+from tools import DIFFERENTIABLE, REDUCED, everywhere, field_gradients, fields, given, shrunk, small, statistics
 from world import Member
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -166,9 +165,8 @@ def test_softcap_range(strategy, softcap, dtype, names, device):
 )
 def test_softcap_beyond_the_exponentials_range_saves_nothing(dtype, softcap, saved, device):
     t = small(device, dtype=dtype)
-    arguments = arguments_of(t.x, t.weight, t.target, logit_softcap=softcap)
-    columns = requested_columns(mean_logit=True, expected_logit=True, argmax=True)
-    plan = prepare(arguments, columns, function="token_statistics").call.plan
+    columns = dict(mean_logit=True, expected_logit=True, argmax=True)
+    plan = prepare(*given(t.x, t.weight, t.target, logit_softcap=softcap, **columns))[0].plan
     assert [b.saved for b in plan.blocks] == [150 if saved else 0]
 
 

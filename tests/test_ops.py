@@ -7,12 +7,12 @@ import torch
 
 import parallel_lce
 from parallel_lce import prepare
+from parallel_lce.call import Needs
 from parallel_lce.grad_buffers import MainGrad
-from parallel_lce.losses import WeightedLoss
 from parallel_lce.megatron.output_layer import _called
-from parallel_lce.operands import numbers_of, operands_of
-from parallel_lce.partials import Columns
-from tools import arguments_of, shrunk, small
+from parallel_lce.ops import Arguments
+from parallel_lce.options import Tensors
+from tools import given, shrunk, small
 
 V, D = 150, 16
 SOME = 10000  # bytes: a part of the logits, beside blocks of 4000
@@ -22,20 +22,30 @@ def problem(device: str, bias: bool = False):
     return small(device, V=V, D=D, bias=bias, ignored="some", token_weight=True)
 
 
-def _call(t, accumulable: bool = False, smoothed: bool = True, **options):
-    arguments = arguments_of(t.x, t.weight, t.target, linear_bias=t.bias, logits_budget=0 if accumulable else SOME)
-    prepared = prepare.prepare(
-        arguments, Columns(shifted=smoothed), function="a test", accumulable=accumulable, **options
+def _call(t, reduction: str | None = "none", budget: int = SOME, smoothed: bool = True, **options):
+    """The call, and its tensors apart from their graph."""
+    smoothing = 0.1 if smoothed and reduction is not None else 0.0
+    asked, tensors = given(
+        t.x,
+        t.weight,
+        t.target,
+        t.bias,
+        reduction=reduction,
+        ignore_index=-100,
+        label_smoothing=smoothing,
+        mean_logit=reduction is None,
+        logits_budget=budget,
     )
-    return prepared.call, tuple(v if v is None else v.detach() for v in prepared.inputs)
+    tensors = Tensors(*[v if v is None else v.detach() for v in tensors])
+    return prepare.prepare(asked, tensors, **options)[0], tensors
 
 
 def test_main_grad_is_refused_in_words(device):
     """Megatron's loss is no part of a graph: there only is dW added to a gradient that exists."""
     assert _called._torchdynamo_disable
-    call, _ = _call(problem(device), main_grad=MainGrad(torch.empty(V, D), lambda: None))
+    call, tensors = _call(problem(device), main_grad=MainGrad(torch.empty(V, D), lambda: None))
     with pytest.raises(RuntimeError, match="main_grad cannot be compiled"):
-        numbers_of(call)
+        Arguments.of(call, tensors)
 
 
 def test_a_gradient_that_an_exported_graph_does_not_have(device):
@@ -60,9 +70,9 @@ def test_a_gradient_that_an_exported_graph_does_not_have(device):
 
 @pytest.mark.parametrize("name", ["forward", "backward", "accumulated_loss"])
 def test_operators_that_read_the_cpu_stay_outside_of_the_compilers_graphs(name):
-    """A CUDA graph of ``mode="reduce-overhead"`` would read ``factors`` where there is nothing."""
+    """A CUDA graph of ``mode="reduce-overhead"`` would read ``numbers`` where there is nothing."""
     operator = getattr(torch.ops.parallel_lce, name).default
-    assert "factors" in [argument.name for argument in operator._schema.arguments]
+    assert "numbers" in [argument.name for argument in operator._schema.arguments]
     assert torch.Tag.cudagraph_unsafe in operator.tags
 
 
@@ -71,32 +81,27 @@ def test_contracts_of_the_operators(device):
     library = torch.ops.parallel_lce
     with shrunk(4000, (16, 32)):
         t = problem(device, bias=True)
-        call, tensors = _call(t)
-        given = operands_of(call, tensors)
-        assert 0 < call.plan.saved < V
-        for save in (False, True):
-            arguments = *given, None, None, True, False, save, *numbers_of(call)
+        everything, nothing = Needs(True, True, True), Needs(False, False, False)
+        for needs in (everything, nothing):
+            for smoothed in (False, True):
+                call, tensors = _call(t, smoothed=smoothed, needs=needs)
+                torch.library.opcheck(library.forward.default, Arguments.of(call, tensors).flat)
+            call, tensors = _call(t, reduction=None, needs=needs)
+            arguments = Arguments.of(call, tensors).flat
             torch.library.opcheck(library.forward.default, arguments)
-            for smoothing in (0.0, 0.1):
-                other, _ = _call(t, smoothed=smoothing > 0)
-                loss = WeightedLoss(t.target, t.token_weight, -100, smoothing, 1e-3)
-                of_loss = t.token_weight, -100, True, True, save
-                arguments = *operands_of(other, tensors, loss), *of_loss, *numbers_of(other)
-                torch.library.opcheck(library.forward.default, arguments)
-        *_, partial, handle = library.forward(*given, None, None, True, False, True, *numbers_of(call))
+        call, tensors = _call(t, reduction=None, needs=everything)
+        assert 0 < call.plan.saved < V
+        arguments = Arguments.of(call, tensors).flat
+        *_, partial, handle = library.forward(*arguments)
         alpha = torch.rand(24, device=device)
         for folded in ((alpha, alpha, *[None] * 5), (alpha, None, alpha, None, alpha, None, None)):
-            for needs in ([True, True, True], [False, True, False]):
-                arguments = *given, partial, handle, *folded, needs, *numbers_of(call)
-                torch.library.opcheck(library.backward.default, arguments)
-        call, tensors = _call(t, accumulable=True)
-        assert call.plan.accumulate
-        loss = WeightedLoss(t.target, t.token_weight, -100, 0.1, 1e-3)
-        for divisor in (None, loss.divisor("mean", torch.float32)):
-            given = *operands_of(call, tensors, loss), t.token_weight, -100, True
-            arguments = *given, divisor, [True, True, True], *numbers_of(call)
-            torch.library.opcheck(library.accumulated_loss.default, arguments)
-        first_order = torch.ones((), device=device), *tensors
+            for wanted in ([True, True, True], [False, True, False]):
+                torch.library.opcheck(library.backward.default, (*arguments, partial, handle, *folded, wanted))
+        for reduction in ("mean", "sum"):
+            call, tensors = _call(t, reduction=reduction, budget=0, needs=everything)
+            assert call.plan.accumulate
+            torch.library.opcheck(library.accumulated_loss.default, Arguments.of(call, tensors).flat)
+        first_order = torch.ones((), device=device), t.x.detach(), t.weight.detach(), t.bias.detach()
         torch.library.opcheck(library.first_order.default, first_order)
 
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import DTYPES, Case, make, part
-from parallel_lce import collectives, prepare, tape
+from parallel_lce import collectives
 from parallel_lce.backends import backend_of
 from tools import chosen_backend, everywhere, shrunk
 from world import Member
@@ -111,8 +111,7 @@ class Delays:
 
 @contextmanager
 def around(weight: torch.Tensor, before, after):
-    """``before(name)`` and ``after(name, result)`` of each collective, each of the backend's block functions, and each
-    operation and launch of a replay."""
+    """``before(name)`` and ``after(name, result)`` of each collective, and each of the backend's block functions."""
     backend = backend_of(weight)
 
     def within(owner, name):
@@ -127,9 +126,8 @@ def around(weight: torch.Tensor, before, after):
         return mock.patch.object(owner, name, call)
 
     blocks = [(backend, name) for name in ("BlockForward", "BlockBackward", "merge_ranks")]
-    replayed = [(tape.Operation, "run"), (tape.Launch, "run")]
     with ExitStack() as stack:
-        for place in (*COLLECTIVES, *blocks, *replayed):
+        for place in (*COLLECTIVES, *blocks):
             stack.enter_context(within(*place))
         yield
 
@@ -228,7 +226,6 @@ def undisturbed(problem: Problem, number: int) -> list[torch.Tensor]:
             torch.cuda.synchronize()
 
     problem.load(number)
-    prepare.KNOWN.clear()  # not a replay
     with around(problem.weight, lambda name: complete(), complete):
         found = [tensor.clone() for tensor in problem.backward(problem.forward())]
     complete()
@@ -246,7 +243,6 @@ def _disturbed(member: Member, call: Call, repetitions: int, seed: int) -> list[
         first, second = (torch.cuda.Stream() for _ in range(2)) if call.streams == 2 else (None, None)
         differs = []
         delay = Delays(seed * 64 + member.rank, member.device)
-        prepare.KNOWN.clear()
         with around(problem.weight, delay, delay):
             for repetition in range(repetitions):
                 forward, backward = (first, second) if repetition % 2 else (second, first)

@@ -12,9 +12,8 @@ from cases import dense_loss, normal, part
 from measures import assert_close
 from parallel_lce import linear_cross_entropy
 from parallel_lce.backends.interface import Scratch
-from parallel_lce.partials import Columns
 from parallel_lce.prepare import prepare
-from tools import arguments_of, chosen_backend, everywhere, shrunk, small
+from tools import chosen_backend, everywhere, given, shrunk, small
 from world import Member
 
 
@@ -115,11 +114,10 @@ def _uneven(member: Member):
     whole = small(member.device, N=512, V=sum(SHARDS), D=64, dtype="bf16", sharpness=2.0)
     t, start = part(whole, member, shards=SHARDS), sum(SHARDS[: member.rank])
     rows = slice(start, start + SHARDS[member.rank])
-    options = dict(process_group=member.group, vocab_start=start, vocab_size=sum(SHARDS), logits_budget=327680)
+    options = dict(vocab_start=start, vocab_size=sum(SHARDS), logits_budget=327680)
     with shrunk(16384):
-        arguments = arguments_of(t.x, t.weight, t.target, **options)
-        plan = prepare(arguments, Columns(), function="a test", accumulable=True).call.plan
-        loss = linear_cross_entropy(t.x, t.weight, t.target, **options)
+        plan = prepare(*given(t.x, t.weight, t.target, reduction="mean", **options), member.group)[0].plan
+        loss = linear_cross_entropy(t.x, t.weight, t.target, process_group=member.group, **options)
     assert plan.accumulate and len(plan.blocks) >= 3
     if member.rank == 0:
         assert 0 < plan.blocks[0].saved < SHARDS[0]

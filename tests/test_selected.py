@@ -58,7 +58,7 @@ def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
     # Under a soft-cap a scale of each token comes with a temperature of each.
     tempered = {"temperature": 1 / scale.to(member.device)} if call.scaled_by_token and call.logit_softcap else {}
     with shrunk(call.block_bytes, (32, 64)), chosen_backend(call.backend):
-        for _ in range(3):  # the third is a replay, where there are any
+        for _ in range(3):
             found = parallel_lce.token_statistics(
                 *leaves[:2],
                 t.target,

@@ -45,7 +45,7 @@ def _found(member: Member, name, kind, options, backend, sequence_parallel):
     with chosen_backend(backend):
         selected = ids.view(N, -1) if kind == "K" else (ids, offsets.int())
         used = leaves if "bias" in options else leaves[:2]
-        for _ in range(3):  # the third is a replay, where there are any
+        for _ in range(3):
             found = parallel_lce.selected_log_probs(*leaves[:2], selected, vocab_size=V - 10, **given)
             assert found.shape == (selected.shape if kind == "K" else ids.shape)
             gradients = torch.autograd.grad(found, used, upstream.to(found.dtype).view(found.shape))

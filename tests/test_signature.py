@@ -46,7 +46,7 @@ def nothing_known():
 
 
 def test_checks_run_once():
-    with mock.patch.object(prepare, "check_arguments", wraps=prepare.check_arguments) as check:
+    with mock.patch.object(prepare, "check_tensors", wraps=prepare.check_tensors) as check:
         first = called(arguments())
         again = called(arguments())
         assert check.call_count == 1 and torch.equal(first, again)
@@ -58,7 +58,7 @@ def test_checks_run_once():
 
 
 def test_a_group_of_other_ranks_is_planned_again():
-    with mock.patch.object(prepare, "check_arguments", wraps=prepare.check_arguments) as check:
+    with mock.patch.object(prepare, "check_tensors", wraps=prepare.check_tensors) as check:
         for calls, traits in enumerate([(2, 0, "gloo"), (2, 1, "gloo"), (4, 1, "gloo"), (4, 1, "nccl")], 1):
             with mock.patch.object(prepare, "_group_traits", return_value=traits):
                 called(arguments())

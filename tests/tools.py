@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, dataclass
-from dataclasses import fields as fields_of
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -18,9 +17,10 @@ import parallel_lce
 from cases import Case, Tensors, make
 from parallel_lce import backends, plan, prepare
 from parallel_lce import statistics as statistics_module
-from parallel_lce.arguments import Arguments
 from parallel_lce.backends import eager_tiles
 from parallel_lce.grad_buffers import GradBuffer
+from parallel_lce.options import Options
+from parallel_lce.options import Tensors as Inputs
 from world import Member
 
 _TRITON = backends._triton_installed()
@@ -127,13 +127,9 @@ def small(device="cpu", N=24, V=150, D=16, dtype="fp32", ignored="none", **optio
     return t
 
 
-def arguments_of(input, linear_weight, target, **options) -> Arguments:
-    """What the public functions make of their arguments and defaults, for what is beneath them."""
-    return Arguments(**_DEFAULTS | dict(input=input, linear_weight=linear_weight, target=target) | options)
-
-
-_DEFAULTS = {f.name: None for f in fields_of(Arguments) if f.default is MISSING}
-_DEFAULTS |= dict(logit_scale=1.0, sequence_parallel=False)
+def given(input, linear_weight, target, linear_bias=None, **options) -> tuple[Options, Inputs]:
+    """What the public functions make of their arguments, for what is beneath them."""
+    return Options("a test", **options), Inputs(input, linear_weight, target, linear_bias)
 
 
 def field_gradients(found, names, leaves):

@@ -27,6 +27,7 @@ from parallel_lce.backends.eager_tiles import (
     SAVED_FP16_SCALE,
     GradientTile,
     LogitGradient,
+    Saved,
     borrowed,
     logits,
     pieces,
@@ -41,7 +42,6 @@ from parallel_lce.backends.interface import (
     Coefficients,
     GradBuffers,
     Projection,
-    Saved,
     Scratch,
     SelectedGradient,
     SelectedLogits,
@@ -57,6 +57,7 @@ __all__ = [
     "SMALLEST_ACCUMULATED",
     "BlockBackward",
     "BlockForward",
+    "Saved",
     "allocate_saved",
     "block_logits",
     "mean_loss",
@@ -112,21 +113,21 @@ class BlockForward:
     def project_local(self, local: range) -> None:
         """Does nothing. On a CPU a product would only slow down the collective beside it."""
 
-    def project_rest(self) -> Saved:
+    def project_rest(self) -> Saved | None:
         """Project all rows; returns what is saved."""
         projection, columns, save = self._projection, self._columns, self._save
         x, rows, dtype = operand(self._x), self._x.shape[0], projection.dtype
         if 0 in (projection.real_rows, rows):
-            return ()
+            return None
         tiles, memory = row_tiles(rows), Scratch(0, x.device)
         width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
         stored = pieces(0, save, width)
         cut = stored + pieces(save, projection.real_rows, width)
         exponentials: Tensor | None = None
-        saved: Saved = ()
+        saved = None
         if save:
             exponentials = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
-            saved = exponentials[: save * rows], self.partial.new_empty(len(stored), rows)
+            saved = Saved(exponentials[: save * rows], self.partial.new_empty(len(stored), rows))
         for group in (tiles[a : a + _GROUP] for a in range(0, len(tiles), _GROUP)):
             of_group = self.partial[:, group[0].start : group[-1].stop]
             partials = of_group[None] if len(cut) == 1 else of_group.new_zeros(len(cut), *of_group.shape)
@@ -145,8 +146,8 @@ class BlockForward:
             if len(cut) > 1:
                 counts = torch.stack([self.partial.new_full((), w.stop - w.start) for w in cut])
                 of_group.copy_(merge(partials, counts, columns))
-            if saved:
-                saved[1][:, group[0].start : group[-1].stop] = partials[: len(stored), MAX]
+            if saved is not None:
+                saved.maxima[:, group[0].start : group[-1].stop] = partials[: len(stored), MAX]
         return saved
 
     def _reduce(self, z: Tensor, tile: slice, window: slice, partial: Tensor) -> None:
@@ -176,7 +177,7 @@ class BlockBackward:
         target: Tensor | None,
         partial: Tensor,
         coefficients: Coefficients,
-        saved: Saved,
+        saved: Saved | None,
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,

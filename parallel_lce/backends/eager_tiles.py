@@ -21,7 +21,6 @@ from parallel_lce.backends.gemm import accumulate_nt, operand
 from parallel_lce.backends.interface import (
     Coefficients,
     Projection,
-    Saved,
     Scratch,
     SelectedGradient,
     SelectedLogits,
@@ -126,6 +125,15 @@ def _add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window:
     tile.view(-1).index_put_((position,), selected.values.where(hit, 0.0), accumulate=True)
 
 
+class Saved(NamedTuple):
+    """What a block saves of its first vocabulary entries from forward to backward."""
+
+    # One tile [entries, rows] after another, in the weight's dtype, relative to ``maxima``
+    exponentials: Tensor
+    # [windows, R] fp32 (fp64)
+    maxima: Tensor
+
+
 class GradientTile(NamedTuple):
     # [window, rows], an operand of the next products
     gradient: Tensor
@@ -146,20 +154,20 @@ class LogitGradient:
         target: Tensor | None,
         partial: Tensor,
         coefficients: Coefficients,
-        saved: Saved,
+        saved: Saved | None,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
         gradient_filter: float | None = None,
     ) -> None:
-        if selected is not None and saved and saved[0].dtype != projection.dtype:
+        if selected is not None and saved and saved.exponentials.dtype != projection.dtype:
             # What selected entries add may cancel nearly all of their gradients, but for the rounding of what is saved.
-            saved = ()
+            saved = None
         self.x = operand(x)
         self._projection, self._target, self._saved, self._scratch = projection, target, saved, scratch
         rows, real = len(x), projection.real_rows
         # Vocabulary rows whose exponentials are saved, and of a window of the forward.
-        self._save = saved[0].numel() // max(1, rows) if saved else 0
-        self._saved_width = -(-self._save // len(saved[1])) if saved else 1
+        self._save = saved.exponentials.numel() // max(1, rows) if saved else 0
+        self._saved_width = -(-self._save // len(saved.maxima)) if saved else 1
         self.row_tiles = row_tiles(rows)
         temporaries = projection.softcap is not None or gradient_filter is not None
         temporaries |= coefficients.delta is not None or coefficients.epsilon is not None
@@ -205,7 +213,7 @@ class LogitGradient:
             self._beta = self._beta * softcap_slope(projection.softcap, partial[TARGET])
 
     def stays(self, window: slice) -> bool:
-        in_place = self._saved and self._saved[0].dtype == self._projection.dtype and self._limits is None
+        in_place = self._saved and self._saved.exponentials.dtype == self._projection.dtype and self._limits is None
         return bool(in_place) and window.start < self._save
 
     def tile(self, window: slice, rows: slice, weight: Tensor) -> GradientTile:
@@ -237,6 +245,7 @@ class LogitGradient:
             gradient.view(-1).scatter_add_(0, position, self._beta[rows].neg().masked_fill_(missed, 0.0))
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
+        assert self._saved is not None
         exponentials, maxima = self._saved
         stored = saved_tile(exponentials, self._save, rows, window)
         scale = 1 / SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0

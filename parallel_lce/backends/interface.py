@@ -6,7 +6,7 @@ backend starts a collective or waits for one. The caller runs it on the weight's
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -49,9 +49,14 @@ class Projection:
         return replace(self, **each) if each else self
 
 
-Saved = tuple[Tensor, ...]
-"""Tensors that a block saves for its backward; the exponentials are the first. ``()`` if it saves nothing. Only the
-backend that made it knows its shapes, and may overwrite it in backward."""
+class Saved(Protocol):
+    """What a block saves for its backward: a NamedTuple of tensors, or None, of the backend. It may be overwritten in
+    backward."""
+
+    # Exponentials of the logits; None where only windows were kept for a filtered backward.
+    exponentials: Tensor | None
+
+    def __iter__(self) -> Iterator[Tensor | None]: ...
 
 
 # Largest max - z, in nats, whose exponential is still a normal number when stored, less a margin.
@@ -261,7 +266,7 @@ class BlockForward(Protocol):
         """Project the ``local`` rows of x while the others are on their way."""
         ...
 
-    def project_rest(self) -> Saved:
+    def project_rest(self) -> Saved | None:
         """Project the other rows and complete :attr:`partial`; returns what is saved."""
         ...
 
@@ -290,6 +295,8 @@ class Backend(Protocol):
     SMALLEST_ACCUMULATED: int
     # Whether the backward recomputes logits in the memory of saved exponentials.
     REUSES_SAVED: bool
+    # The class of what a block saves, made from its fields.
+    Saved: Callable[..., Saved]
 
     def savable(self, dtype: torch.dtype, softcap: float | None) -> bool:
         """Whether saved exponentials are enough for the backward."""
@@ -332,7 +339,7 @@ class Backend(Protocol):
         target: Tensor | None,
         partial: Tensor,
         coefficients: Coefficients,
-        saved: Saved,
+        saved: Saved | None,
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
@@ -345,7 +352,7 @@ class Backend(Protocol):
             target: as in :meth:`BlockForward`.
             partial: ``[C, R]``, merged over all ranks.
             coefficients: of the gradient of the logits.
-            saved: what the forward of the block saved, or ``()``: then all logits are recomputed. May be overwritten.
+            saved: what the forward of the block saved, or None: then all logits are recomputed. May be overwritten.
             grads: where the gradients go.
             scratch: working memory, shared by the blocks of the call.
             selected: added to the gradient of the projection's output, before it is rounded.

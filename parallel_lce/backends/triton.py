@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.eager_selected import top_k
-from parallel_lce.backends.interface import Projection, Saved, SelectedGradient, SelectedLogits, Selection, savable
+from parallel_lce.backends.interface import Projection, SelectedGradient, SelectedLogits, Selection, savable
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
 from parallel_lce.backends.triton_windows import keeps_windows
@@ -21,6 +21,7 @@ from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import Product, new_window_partials
+from parallel_lce.kernels.rewrite import Saved
 from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import rows_beside_gather
 from parallel_lce.partials import TARGET, Columns, empty_partial
@@ -31,6 +32,7 @@ __all__ = [
     "SMALLEST_ACCUMULATED",
     "BlockBackward",
     "BlockForward",
+    "Saved",
     "allocate_saved",
     "block_logits",
     "mean_loss",
@@ -95,11 +97,11 @@ def selected_weight_gradient(
 class BlockForward:
     """Partials of a block of ``x [R, D]`` over the shard, and the exponentials of its first ``save`` vocabulary rows.
 
-    Saved is a ``kernels.token_gradients.SavedExponentials`` of ``save`` entries, rounded down to whole windows, its
-    exponentials in ``buffer``. Behind it come, with ``keep_windows``, the windows' sums of exponentials, if a filtered
-    backward can do without some of the other entries. fp16 has no softmax shift: its exponentials are relative to each
-    window's maximum. ``target [R]``: ids relative to the shard; one outside ``[0, real_rows)`` has no logit here.
-    ``out [C, R]``: where the partial is written. ``selected``: entries whose logits are wanted.
+    ``save`` is rounded down to whole windows; their exponentials go to ``buffer``. With ``keep_windows`` the windows'
+    sums of exponentials are saved, too, if a filtered backward can do without some of the other entries. fp16 has no
+    softmax shift: its exponentials are relative to each window's maximum. ``target [R]``: ids relative to the shard;
+    one outside ``[0, real_rows)`` has no logit here. ``out [C, R]``: where the partial is written. ``selected``:
+    entries whose logits are wanted.
     """
 
     def __init__(
@@ -174,12 +176,12 @@ class BlockForward:
             self._exponentials, ForwardEpilogue(self._partials, self._shift), self._local, overlaps_collective=True
         )
 
-    def project_rest(self) -> Saved:
+    def project_rest(self) -> Saved | None:
         """Project the rows that are left, and merge the partials of all windows; returns what is saved."""
         if self._product is None:
-            return ()
+            return None
         product, done = self._product, self._local
-        saved: Saved = ()
+        saved = None
         if self._target is None:
             self.partial[TARGET].zero_()
         # One launch samples all rows; local rows get the same values again.
@@ -190,14 +192,9 @@ class BlockForward:
             left = range(done.stop, product.row_blocks + done.start)
             product.launch(self._exponentials, ForwardEpilogue(self._partials, self._shift), left)
             on_shift = self._merge(product, self._partials, slice(0, len(product.x)))
-            if self._stored is not None:
-                saved = self._stored, self._partials.max
-                if self._shift is not None and on_shift is not None:
-                    saved = *saved, self._shift, on_shift
-            elif self._keeps_windows:
-                saved = product.x.new_empty(len(product.x), 0), self._partials.max
-            if self._keeps_windows:
-                saved = *saved, self._partials.sum_exp
+            if self._stored is not None or self._keeps_windows:
+                sums = self._partials.sum_exp if self._keeps_windows else None
+                saved = Saved(self._stored, self._partials.max, self._shift, on_shift, sums)
         else:
             self._project_in_pieces(product)
         return saved

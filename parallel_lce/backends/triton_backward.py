@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import put
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Saved, Scratch, SelectedGradient
+from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch, SelectedGradient
 from parallel_lce.backends.triton_operands import dense, product_of
 from parallel_lce.backends.triton_slices import Piece, Slice, tiling
 from parallel_lce.backends.triton_windows import WINDOWED_BYTES, fills_sample, kept_windows
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.kernels.filter.windows import WindowPartials
+from parallel_lce.kernels.rewrite import Saved
 from parallel_lce.kernels.targets import scale_and_add_targets
 from parallel_lce.memory import some_rows
 from parallel_lce.plan import PIECE_ROWS
@@ -50,7 +51,7 @@ class BlockBackward:
         target: Tensor | None,
         partial: Tensor,
         coefficients: Coefficients,
-        saved: Saved,
+        saved: Saved | None,
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
@@ -71,7 +72,8 @@ class BlockBackward:
         self._given = x, target, partial, coefficients
         self._saved, self._scratch = saved, scratch
         # Saved rows may be padded.
-        self._saved_entries = min(saved[0].shape[1], projection.real_rows) if saved else 0
+        exponentials = None if saved is None else saved.exponentials
+        self._saved_entries = 0 if exponentials is None else min(exponentials.shape[1], projection.real_rows)
         self._empty = x.shape[0] == 0 or projection.real_rows == 0
         self.reads_hidden_first = not self._empty and self._saved_entries < projection.real_rows
 
@@ -79,7 +81,8 @@ class BlockBackward:
         """The ranges of vocabulary entries and the pieces of rows. Every piece goes through all ranges."""
         x, target, partial, coefficients = self._given
         x, projection, grads, saved = dense(x), self._projection, self._grads, self._saved
-        capacity = max(saved[0].numel() if saved else 0, self._scratch.capacity(x.dtype))
+        held = 0 if saved is None or saved.exponentials is None else saved.exponentials.numel()
+        capacity = max(held, self._scratch.capacity(x.dtype))
         windows = self._active_windows(x)
         if windows is not None:
             capacity = max(capacity, WINDOWED_BYTES // x.element_size())

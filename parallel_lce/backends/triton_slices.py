@@ -14,21 +14,14 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
-from parallel_lce.backends.interface import (
-    Coefficients,
-    Projection,
-    Saved,
-    Scratch,
-    SelectedGradient,
-    power_of_two_scale,
-)
+from parallel_lce.backends.interface import Coefficients, Projection, Scratch, SelectedGradient, power_of_two_scale
 from parallel_lce.backends.triton_filter import FilteredGradient, inverse_limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
 from parallel_lce.kernels.filter.tiles import TokenTargets, find_active_tiles
 from parallel_lce.kernels.filter.windows import WindowPartials
 from parallel_lce.kernels.relaunch import next_power_of_2
-from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
+from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
 from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
 from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
@@ -119,7 +112,7 @@ class Piece:
         target: Tensor | None,
         partial: Tensor,
         coefficients: Coefficients,
-        saved: Saved,
+        saved: Saved | None,
         scratch: Scratch,
         rewrite: bool,
         find_shared: bool,
@@ -129,7 +122,8 @@ class Piece:
     ) -> None:
         self.rows, self.x, self._gradient_filter = rows, x, gradient_filter
         self._projection, self._target, self._scratch = projection, target, scratch
-        self._partial, self._saved = partial.contiguous(), SavedExponentials.of(saved) if saved else None
+        self._partial = partial.contiguous()
+        self._saved = None if saved is None or saved.exponentials is None else saved
         # Of which the active ones alone are projected; None: all are.
         self._windows = windows
         # What does so. None before the first slice.
@@ -217,7 +211,7 @@ class Piece:
             place_targets(gradient, start, self._target, found.residual, found.unshared, self._fp16_scale)
         return Slice(start, stop, gradient, None, None)
 
-    def _find_tokens(self, gradient: Tensor, saved: SavedExponentials | None, start: int) -> TokenGradients:
+    def _find_tokens(self, gradient: Tensor, saved: Saved | None, start: int) -> TokenGradients:
         projection, window = self._projection, 1
         if saved is not None:
             # Entries of the forward's windows, a power of two; less if the vocabulary is smaller. The tile of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import matmul_nt
-from parallel_lce.backends.interface import Projection, Saved
+from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_filter import FilteredGradient, inverse_limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.kernels.filter.tiles import TILE, ActiveTiles, entry_shares, list_tiles
@@ -28,7 +28,7 @@ from parallel_lce.kernels.filter.windows import (
     window_masses,
 )
 from parallel_lce.kernels.projection import Product, logits_gradient
-from parallel_lce.kernels.rewrite import TokenCoefficients
+from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
 from parallel_lce.kernels.targets import place_targets
 from parallel_lce.memory import some_rows
 
@@ -78,12 +78,11 @@ def keeps_windows(projection: Projection, product: Product, entries: int) -> boo
     return is_useful and projection.softcap is None and tile.rows == TILE and tile.entries % TILE == 0
 
 
-def kept_windows(saved: Saved) -> WindowPartials | None:
+def kept_windows(saved: Saved | None) -> WindowPartials | None:
     """The partials of the windows, if they are part of what a forward saved."""
-    if len(saved) % 2 == 0:
+    if saved is None or saved.sums is None:
         return None
-    _, maxima, *shift, sums = saved
-    return WindowPartials(maxima, sums, shift[0] if shift else None)
+    return WindowPartials(saved.maxima, saved.sums, saved.softmax_shift)
 
 
 def fills_sample(rows: int) -> bool:

@@ -75,19 +75,23 @@ def ours(reduction, budget, group, sequence_parallel):
 
 def ours_main_grad(budget, group, sequence_parallel):
     """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
-    from parallel_lce.arguments import Arguments, LossOptions
     from parallel_lce.fused_loss import fused_loss
     from parallel_lce.grad_buffers import MainGrad
+    from parallel_lce.options import Options, Tensors
 
-    options = {"linear_bias": None, "logit_scale": 1.0, "logit_softcap": None, "logits_budget": budget}
-    options.update(process_group=group, sequence_parallel=sequence_parallel, vocab_start=None, vocab_size=None)
+    options = Options(
+        "ours-main-grad",
+        reduction="none",
+        ignore_index=IGNORE_INDEX,
+        outside_is_nan=False,
+        sequence_parallel=sequence_parallel,
+        logits_budget=budget,
+    )
 
     def loss(x, weight, target):
         buffer = getattr(weight, "main_grad", None)
         main_grad = None if buffer is None else MainGrad(buffer, lambda: None)
-        arguments = Arguments(input=x, linear_weight=weight, target=target, **options)
-        of_loss = LossOptions(ignore_index=IGNORE_INDEX, outside_is_nan=False)
-        return mean_of(fused_loss(arguments, of_loss, main_grad=main_grad), target)
+        return mean_of(fused_loss(options, Tensors(x, weight, target), group, main_grad=main_grad), target)
 
     return loss
 

@@ -13,12 +13,11 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from parallel_lce.arguments import as_float
 from parallel_lce.budget import budget_of_environment
-from parallel_lce.checks import check_gradient_filter
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.logits_warning import warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
+from parallel_lce.options import as_float, check_option
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 IMPLEMENTATION = "parallel_lce"
@@ -153,7 +152,7 @@ def choose(
     if filtered is None:
         filtered = _filter_of_environment()
     filtered = as_float(filtered)
-    check_gradient_filter(filtered)
+    check_option("gradient_filter", filtered)
     if filtered is not None and chosen == "logits":
         origin = ""
         if gradient_filter is None:
@@ -166,7 +165,7 @@ def _filter_of_environment() -> float | None:
     text = os.environ.get("PARALLEL_LCE_GRADIENT_FILTER", "")
     try:
         number = float(text) if text else None
-        check_gradient_filter(number)
+        check_option("gradient_filter", number)
     except ValueError:
         expected = "a number between 0 and 1, such as 0.0001220703125, which is 2**-13"
         raise ValueError(f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}, got {text!r}") from None

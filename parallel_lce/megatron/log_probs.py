@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.arguments import as_float
-from parallel_lce.checks import INTEGERS, check_logit_options
+from parallel_lce.checks import INTEGERS
 from parallel_lce.megatron.install import current_options
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import token_losses, token_statistics, without_logits
+from parallel_lce.options import as_float, check_option
 
 _FUNCTION = "token_log_probs"
 # Of the model's forward: they ask for logits, or for another output than that of the labels.
@@ -182,7 +182,7 @@ def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor 
     fit."""
     if not isinstance(temperature, Tensor):
         temperature = as_float(temperature)
-        check_logit_options(1.0, None, temperature)
+        check_option("temperature", temperature)
     if labels is None and not last:
         return temperature
     if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype not in INTEGERS:

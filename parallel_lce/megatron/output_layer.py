@@ -5,24 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from parallel_lce.arguments import Arguments, LossOptions
 from parallel_lce.budget import default_budget
 from parallel_lce.fused_loss import fused_loss, fused_statistics
 from parallel_lce.grad_buffers import MainGrad
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient
 from parallel_lce.megatron.logits_warning import warn_of_logits
-from parallel_lce.statistics import TokenStatistics, requested_columns
+from parallel_lce.options import Options, Tensors, apart
+from parallel_lce.statistics import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
-
-_T = TypeVar("_T")
 
 # Classes whose forward the fused loss can replace. The second is in Megatron's development branch.
 _KNOWN = ("ColumnParallelLinear", "LinearCrossEntropyModule")
@@ -191,12 +188,8 @@ def token_losses(
 
 
 def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) -> Tensor:
-    of_loss = LossOptions(ignore_index=ignore_index, outside_is_nan=False)
-
-    def losses(arguments: Arguments, main_grad: MainGrad | None) -> Tensor:
-        return fused_loss(arguments, of_loss, function="Megatron's output layer", main_grad=main_grad)
-
-    return _called(logits, target, losses)
+    options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
+    return _called(fused_loss, logits, target, options)
 
 
 def token_statistics(logits: LazyLogits, target: Tensor, temperature: float | Tensor, entropy: bool) -> TokenStatistics:
@@ -205,50 +198,33 @@ def token_statistics(logits: LazyLogits, target: Tensor, temperature: float | Te
 
     Collectives: those of :func:`parallel_lce.token_statistics`.
     """
-    columns = requested_columns(expected_logit=entropy)
-
-    def statistics(arguments: Arguments, main_grad: MainGrad | None) -> TokenStatistics:
-        if entropy:
-            # The entropy's gradient is large where probabilities are small.
-            arguments = replace(arguments, gradient_filter=None)
-        return fused_statistics(arguments, columns, function="token_log_probs", main_grad=main_grad)
-
-    return _called(logits, target, statistics, temperature)
+    number, each = apart(temperature)
+    options = Options("token_log_probs", temperature=number, expected_logit=entropy)
+    return _called(fused_statistics, logits, target, options, each)
 
 
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
 def _called(
-    logits: LazyLogits,
-    target: Tensor,
-    compute: Callable[[Arguments, MainGrad | None], _T],
-    temperature: float | Tensor = 1.0,
-) -> _T:
-    """``compute(arguments, main_grad)`` of the output layer's call, in the modes in which it was called."""
+    entry: Callable[..., Any], logits: LazyLogits, target: Tensor, options: Options, temperature: Tensor | None = None
+) -> Any:
+    """What one of :mod:`parallel_lce.fused_loss` gives for the output layer's call, in the modes in which that was
+    called."""
     logits.check()
     layer, weight = logits.layer, logits.weight
-    options = layer.loss_options()
+    settings = layer.loss_options()
     # Each head for multi-token prediction makes a call of its own, and all are alive until backward.
     heads = 1 + (getattr(layer.config, "mtp_num_layers", None) or 0)
-    if options["logits_budget"] is None and heads > 1:
-        options["logits_budget"] = default_budget(weight.device) // heads
-    arguments = Arguments(
-        input=logits.hidden,
-        linear_weight=weight,
-        target=target,
-        linear_bias=logits.bias,
-        logit_scale=logits.scale,
-        temperature=temperature,
-        logit_softcap=None,
-        process_group=layer.tp_group,
-        sequence_parallel=logits.sequence_parallel,
-        vocab_start=None,
-        vocab_size=None,
-        **options,
-    )
+    if settings["logits_budget"] is None and heads > 1:
+        settings["logits_budget"] = default_budget(weight.device) // heads
+    if options.expected_logit:
+        # The entropy's gradient is large where probabilities are small.
+        settings["gradient_filter"] = None
+    options = options._replace(logit_scale=logits.scale, sequence_parallel=logits.sequence_parallel, **settings)
+    tensors = Tensors(logits.hidden, weight, target, logits.bias, temperature=temperature)
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():
         main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, logits.shared)
-        found = compute(arguments, main_grad)
+        found = entry(options, tensors, layer.tp_group, main_grad=main_grad)
     logits.has_loss = True
     return found
 

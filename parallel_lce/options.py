@@ -1,0 +1,272 @@
+"""The options of a call: one description, in which each field has its own check and its own agreement between ranks.
+
+:class:`Options` is the key under which checks and plan are kept (:mod:`parallel_lce.prepare`), what debug mode compares
+between ranks, and what the arguments of an operator are made from (:mod:`parallel_lce.ops`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from parallel_lce.budget import budget_of_environment
+from parallel_lce.partials import Columns
+
+LARGEST = torch.finfo(torch.float32).max
+_SMALLEST = torch.finfo(torch.float32).tiny
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Ids are exchanged and stored in 32 bits.
+LARGEST_VOCABULARY = 2**31 - 1
+
+
+class Options(NamedTuple):
+    """What a call is given beside its tensors and its process group.
+
+    :func:`parallel_lce.linear_cross_entropy` and :func:`parallel_lce.token_statistics` say what each field means.
+    """
+
+    # What the user called.
+    function: str
+    # None: statistics are asked for, no loss.
+    reduction: str | None = None
+    ignore_index: int | None = None
+    # False: as in Megatron, the loss of a target outside [0, V) is lse - max, and any target is allowed.
+    outside_is_nan: bool = True
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    # 1 where each token has its own.
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    # 1 where each token has its own.
+    temperature: float = 1.0
+    gradient_filter: float | None = None
+    sequence_parallel: bool = False
+    reduce_hidden_grad: bool = True
+    reduce_dtype: torch.dtype | None = None
+    vocab_start: int | None = None
+    vocab_size: int | None = None
+    logits_budget: int | None = None
+    mean_logit: bool = False
+    expected_logit: bool = False
+    argmax: bool = False
+    sum_p_squared: bool = False
+    top_k: int | None = None
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of partials that the call needs."""
+        shifted = self.mean_logit or self.label_smoothing > 0
+        return Columns(shifted, self.mean_logit, self.expected_logit, self.sum_p_squared, self.argmax)
+
+
+class Tensors(NamedTuple):
+    """The tensors that a call is given."""
+
+    # [..., D]
+    input: Any
+    # [V/P, D]
+    linear_weight: Any
+    # [...]
+    target: Any = None
+    # [V/P]
+    linear_bias: Any = None
+    # [...] each
+    token_weight: Any = None
+    logit_scale: Tensor | None = None
+    temperature: Tensor | None = None
+    # [..., K], or [E] with offsets [N + 1]
+    selected: Any = None
+    selected_offsets: Tensor | None = None
+
+    def named(self) -> dict[str, Tensor]:
+        """Those that are tensors."""
+        return {name: value for name, value in zip(self._fields, self) if isinstance(value, Tensor)}
+
+
+def as_number(value: Any) -> Any:
+    """NumPy's scalars and other numbers as Python's; anything else as it is.
+
+    NumPy's float64 is a subclass of float. Its comparisons give numpy.bool_, which Triton rejects.
+    """
+    if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    try:
+        return float(value) if isinstance(value, numbers.Real) else value
+    except OverflowError:  # of a fraction
+        return value
+
+
+def as_float(value: Any) -> Any:
+    """As :func:`as_number`, with integers as floats. An integer too large for fp32 is returned unchanged; the checks
+    refuse it."""
+    value = as_number(value)
+    return float(value) if type(value) is int and -LARGEST <= value <= LARGEST else value
+
+
+def as_bool(value: Any) -> Any:
+    """NumPy's bool, and the numbers 0 and 1, as Python's bool; anything else as it is."""
+    if type(value) is bool:
+        return value
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    value = as_number(value)
+    return bool(value) if type(value) is int and value in (0, 1) else value
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether ``value`` is an int or float within fp32's range, and not NaN. Comparisons only: torch.compile can
+    trace them."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def shortened(value: object) -> str:
+    """``repr(value)``, cut to 60 characters if it is longer than 80."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+class _Rule(NamedTuple):
+    """What holds of one field."""
+
+    # Other libraries' values as Python's.
+    convert: Callable[[Any], Any]
+    # Given what was converted.
+    allowed: Callable[[Any], bool]
+    # In the refusal: "NAME must be ..."
+    expected: str
+    # What must be equal on all ranks.
+    agreed: Callable[[Any], Any] = lambda value: value
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _is_bool(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+_FLAG = _Rule(as_bool, _is_bool, "True or False")
+_RULES = Options(
+    function=_Rule(_unchanged, lambda name: True, "a name"),
+    reduction=_Rule(_unchanged, lambda name: name in (None, "none", "mean", "sum"), "'none', 'mean' or 'sum'"),
+    ignore_index=_Rule(
+        as_number, lambda i: i is None or (is_count(i) and -(2**63) <= i < 2**63), "an integer of 64 bits or None"
+    ),
+    outside_is_nan=_FLAG,
+    label_smoothing=_Rule(as_float, lambda eps: is_number(eps) and 0 <= eps <= 1, "a Python number in [0, 1]"),
+    z_loss=_Rule(as_float, is_number, "a finite Python number"),
+    logit_scale=_Rule(as_float, is_number, "a finite Python number"),
+    logit_softcap=_Rule(
+        as_float, lambda cap: cap is None or (is_number(cap) and cap >= _SMALLEST), "None or a positive Python number"
+    ),
+    temperature=_Rule(as_float, lambda t: is_number(t) and t >= 1 / LARGEST, "a number > 0, or one per token"),
+    gradient_filter=_Rule(
+        as_float,
+        lambda eps: eps is None or (is_number(eps) and 0 < eps < 1),
+        "None or a number between 0 and 1, such as 2**-13",
+    ),
+    sequence_parallel=_FLAG,
+    reduce_hidden_grad=_FLAG,
+    reduce_dtype=_Rule(_unchanged, lambda dtype: dtype in (None, *FLOATS), "None, torch.float32 or the input's dtype"),
+    vocab_start=_Rule(
+        as_number,
+        lambda start: start is None or (is_count(start) and 0 <= start <= LARGEST_VOCABULARY),
+        "None or an id >= 0 and < 2^31",
+        lambda start: "not given" if start is None else "given",
+    ),
+    vocab_size=_Rule(
+        as_number,
+        lambda size: size is None or (is_count(size) and 1 <= size <= LARGEST_VOCABULARY),
+        "None or a number of entries >= 1 and < 2^31",
+    ),
+    logits_budget=_Rule(
+        as_number, lambda size: size is None or (is_count(size) and size >= 0), "None or a number of bytes >= 0"
+    ),
+    mean_logit=_FLAG,
+    expected_logit=_FLAG,
+    argmax=_FLAG,
+    sum_p_squared=_FLAG,
+    top_k=_Rule(as_number, lambda k: k is None or (is_count(k) and k >= 1), "None or a number of entries >= 1"),
+)
+
+
+def with_python_numbers(options: Options) -> Options:
+    """The same with other libraries' numbers as Python's."""
+    return Options(*[rule.convert(value) for rule, value in zip(_RULES, options)])
+
+
+def check_option(name: str, value: object) -> None:
+    """Raise ``ValueError`` for a value that the option of this name cannot have."""
+    rule = getattr(_RULES, name)
+    if not rule.allowed(value):
+        raise ValueError(f"{name} must be {rule.expected}, got {shortened(value)}")
+
+
+def check_options(options: Options) -> None:
+    """Raise ``ValueError`` for an option without a meaning, alone or beside the others."""
+    for name, value in zip(Options._fields, options):
+        check_option(name, value)
+    if options.logits_budget is None:
+        budget_of_environment()  # raises
+    if options.sequence_parallel and not options.reduce_hidden_grad:
+        raise ValueError(
+            "reduce_hidden_grad=False cannot be combined with sequence_parallel=True: a gradient of this rank's part "
+            "of the tokens is made by the reduce-scatter alone. If a mapping of your own gathers the tokens, pass what "
+            "it returns, with sequence_parallel=False"
+        )
+    logit_scale, logit_softcap, temperature = options.logit_scale, options.logit_softcap, options.temperature
+    cap = _SMALLEST if logit_softcap is None else logit_softcap / temperature
+    if not (is_number(logit_scale / temperature) and _SMALLEST <= cap <= LARGEST):
+        raise ValueError(f"{logit_scale=} and {logit_softcap=} divided by {temperature=} are beyond fp32")
+    if options.gradient_filter is not None:
+        _check_filtered(options)
+
+
+def _check_filtered(options: Options) -> None:
+    if options.label_smoothing != 0:
+        raise ValueError(unfiltered(options, f"label_smoothing={options.label_smoothing}"))
+    for name in ("mean_logit", "expected_logit", "sum_p_squared"):
+        if getattr(options, name):
+            raise ValueError(unfiltered(options, name))
+
+
+def unfiltered(options: Options, name: str) -> str:
+    """Why a gradient that is not the probabilities times one number per token is not filtered."""
+    return (
+        f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is large where "
+        "probabilities are small"
+    )
+
+
+def agreed(options: Options) -> dict[str, object]:
+    """What must be equal on all ranks, by the options' names."""
+    return {name: rule.agreed(value) for name, rule, value in zip(Options._fields, _RULES, options)}
+
+
+def apart(value: Any) -> tuple[Any, Tensor | None]:
+    """A number and no tensor; or 1 and a tensor, of what may be one number or one for each token."""
+    return (1.0, value) if isinstance(value, Tensor) else (value, None)
+
+
+def refuse_unknown(function: Callable, given: dict[str, object]) -> None:
+    """Raise for keyword arguments that ``function`` does not take, and name one of its own that may be meant: of the
+    same last word, or else of nearly the same letters."""
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    for name in given:
+        alike = [other for other in known if other.split("_")[-1] == name.split("_")[-1]]
+        meant = " or ".join(alike or difflib.get_close_matches(name, known, 1))
+        hint = f": did you mean {meant}?" if meant else ""
+        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")

@@ -51,6 +51,7 @@ _COLLECTIVE_SMS = 24
 _FLOPS_PER_BYTE = 2048
 # Oldest and newest Triton whose Gluon kernels.hopper is for.
 _GLUON = (3, 6), (3, 9)
+_MOST_DESCRIPTORS = 1024
 _forced: tuple[Tile, int] | None = None
 
 
@@ -183,8 +184,29 @@ def addressable(*tensors: torch.Tensor) -> bool:
     return True
 
 
+_descriptors: dict[tuple, tuple[type, dict]] = {}
+
+
 def descriptor(tensor: torch.Tensor, rows: int, columns: int, gluon: bool):
-    """A TMA descriptor of a matrix in blocks of ``[rows, columns]``, for Triton or Gluon."""
+    """A TMA descriptor of an :func:`addressable` matrix in blocks of ``[rows, columns]``, for Triton or Gluon.
+
+    Its constructor's checks, which take the host longer than all else, are made once for matrices of one kind."""
+    key = tensor.shape, tensor.stride(), tensor.dtype, rows, columns, gluon
+    known = _descriptors.get(key)
+    if known is None:
+        made = _new_descriptor(tensor, rows, columns, gluon)
+        fields = {name: value for name, value in vars(made).items() if name != "base"}
+        if len(_descriptors) >= _MOST_DESCRIPTORS:
+            _descriptors.clear()
+        _descriptors[key] = type(made), fields
+        return made
+    kind, fields = known
+    new = object.__new__(kind)
+    new.__dict__.update(fields, base=tensor)
+    return new
+
+
+def _new_descriptor(tensor: torch.Tensor, rows: int, columns: int, gluon: bool):
     if not gluon:
         return TensorDescriptor.from_tensor(tensor, [rows, columns])
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor

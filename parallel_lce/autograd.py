@@ -103,7 +103,7 @@ class _Fused(torch.autograd.Function):
         outputs, residuals = outputs_of(call, merged)
         # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
         kept = hidden, weight, bias, *call.per_token, merged.partial, gathered, *residuals
-        ctx.save_for_backward(*kept, *(saved or ()))
+        ctx.save_for_backward(*kept, *saved)
         ctx.call, ctx.consumed = call, False
         if not is_loss:
             ctx.mark_non_differentiable(*[v for v in outputs[len(DIFFERENTIABLE) :] if v is not None])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -32,6 +33,14 @@ class Call:
     shape: torch.Size
     # Which of hidden states, weight and bias had a gradient to come in forward.
     needs: Needs
+    # The logits' scale beside token_scale, and the cap of the soft-cap where it is one number: softcap(u) / T has the
+    # cap divided by T, and u.
+    scale: float
+    cap: float | None
+    # Of statistics and sums
+    dtype: torch.dtype
+    # It runs in a compiled graph, or its tensors have no values.
+    in_graph: bool
     layout: Layout
     # [N] int64 ids in the whole vocabulary, or None.
     target: Tensor | None = None
@@ -58,6 +67,8 @@ class Call:
 
     def with_tensors(self, per_token: tuple[Tensor | None, ...]) -> Call:
         """The call with these as :attr:`per_token`. Hooks for saved tensors may have given them any strides."""
+        if self.selected is None and all(map(operator.is_, per_token, self.per_token)):
+            return self
         target, scale, cap, weight, ids, offsets = [t if t is None else t.contiguous() for t in per_token]
         selected = self.selected
         if selected is not None and ids is not None:
@@ -65,22 +76,17 @@ class Call:
         return self.replaced(target=target, token_scale=scale, token_cap=cap, token_weight=weight, selected=selected)
 
     @property
-    def scale(self) -> float:
-        """The logits' scale beside :attr:`token_scale`."""
-        return self.options.logit_scale / self.options.temperature
-
-    @property
     def softcap(self) -> float | Tensor | None:
-        """The cap of the soft-cap: softcap(u) / T has the cap divided by T, and u."""
-        cap = self.options.logit_softcap if self.token_cap is None else self.token_cap
-        return cap if cap is None or isinstance(cap, Tensor) else cap / self.options.temperature
+        """The cap of the soft-cap: one number, or ``[N]``."""
+        return self.cap if self.token_cap is None else self.token_cap
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard
         # Kernels take rows contiguous in D. Hooks for saved tensors may have returned others.
         weight = weight if weight.stride(1) == 1 else weight.contiguous()
         bias = bias if bias is None else bias.contiguous()
-        return Projection(weight, bias, shard.start, shard.real_rows, self.scale, self.softcap)
+        softcap = self.cap if self.token_cap is None else self.token_cap
+        return Projection(weight, bias, shard.start, shard.real_rows, self.scale, softcap, None, self.dtype)
 
     def of_block(self, projection: Projection, block: Block) -> Projection:
         """The ``projection`` with the scales and soft-caps of a block's tokens."""

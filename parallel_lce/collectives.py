@@ -86,18 +86,13 @@ class IncomingHidden:
     """
 
     def __init__(self, tensor: Tensor, work: dist.Work | None = None, local: range | None = None) -> None:
-        self.tensor = tensor
-        self.local = range(tensor.shape[0]) if local is None else local
-        self._work = work
-
-    @property
-    def arrived(self) -> bool:
-        return self._work is None
+        self.tensor, self.local = tensor, range(tensor.shape[0]) if local is None else local
+        self._work, self.arrived = work, work is None
 
     def wait(self) -> Tensor:
         if self._work is not None:
             self._work.wait()
-            self._work = None
+            self._work, self.arrived = None, True
         return self.tensor
 
 
@@ -140,14 +135,17 @@ class HiddenReduction:
 
     def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None, in_pieces: bool) -> None:
         self._total, self._layout, self._in_pieces = hidden.new_empty(hidden.shape), layout, in_pieces
+        self.ranks = layout.ranks
         self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
         # Of each block that is not finished.
         self._started: deque[list[_Reduction]] = deque()
 
     def open_block(self, block: Block) -> Tensor:
         """Begin the next block; returns where to write its local dX ``[R, D]``."""
-        part, sp_size = self._part(block), self._layout.sp_size
-        self._started.append([])
+        total, sp_size = self._total, self._layout.sp_size
+        part = total if block.start == 0 and block.stop == total.shape[0] else total[block.start : block.stop]
+        if self.ranks > 1:
+            self._started.append([])
         if sp_size == 1 and self._dtype == part.dtype:
             return part
         return part.new_empty(sp_size * part.shape[0], part.shape[1], dtype=self._dtype)

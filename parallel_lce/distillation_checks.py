@@ -10,7 +10,7 @@ from torch import Tensor
 from parallel_lce.call import Call, Inputs
 from parallel_lce.checks import INTEGERS, renamed
 from parallel_lce.collectives import Shard
-from parallel_lce.options import Tensors, as_number, check_option, is_number, shortened
+from parallel_lce.options import Tensors, as_number, check_option, check_reduction, is_number, shortened
 from parallel_lce.partials import accumulation_dtype
 
 _NEAREST = 1e-6  # of a beta to 0 and 1: the mixture's logarithm is less exact the nearer it is
@@ -27,7 +27,7 @@ def check_numbers(beta: object, reduction: object, ignore_index: object, shape: 
     if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
         between = f"0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}"
         raise ValueError(f"beta must be {between}, got {shortened(beta)}")
-    check_option("reduction", repr(None) if reduction is None else reduction)
+    check_reduction(reduction)
     check_option("ignore_index", as_number(ignore_index))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel_lce.compaction import compacted
 from parallel_lce.fused_loss import fused_loss, fused_statistics
-from parallel_lce.options import Options, Tensors, apart, refuse_unknown, shortened
+from parallel_lce.options import Options, Tensors, apart, check_reduction, refuse_unknown, shortened
 from parallel_lce.selection import ids_and_offsets
 from parallel_lce.statistics import TokenStatistics
 
@@ -144,11 +144,11 @@ def linear_cross_entropy(
         keyword argument. NotImplementedError: a tensor with a forward-mode tangent. RuntimeError: in backward, where
         a gradient itself is differentiated.
     """
-    (logit_scale, token_scale), (temperature, token_temperature) = apart(logit_scale), apart(temperature)
+    logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, token_weight, token_scale, token_temperature)
     options = Options(
         "linear_cross_entropy",
-        reduction=repr(None) if reduction is None else reduction,
+        reduction=reduction,
         ignore_index=-100 if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
@@ -163,7 +163,9 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         logits_budget=logits_budget,
     )
-    extra_check = (lambda _: _refuse_unsupported(unsupported)) if unsupported else None
+    extra_check = None
+    if unsupported or reduction is None:
+        extra_check = lambda _: _refuse_unsupported(reduction, unsupported)  # noqa: E731
     if counted_tokens is None:
         return fused_loss(options, tensors, process_group, extra_check=extra_check)
     options, tensors, compaction = compacted(options, tensors, process_group, None, counted_tokens, extra_check)
@@ -232,7 +234,7 @@ def token_statistics(
     for ``top_k``.
     """
     ids, offsets = ids_and_offsets(selected)
-    (logit_scale, token_scale), (temperature, token_temperature) = apart(logit_scale), apart(temperature)
+    logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
     options = Options(
         "token_statistics",
@@ -266,9 +268,10 @@ def token_statistics(
 _ONLY_TORCH = ("weight", "options")
 
 
-def _refuse_unsupported(given: dict[str, object]) -> None:
-    """Raise for keyword arguments that are unknown, or PyTorch's alone. It is called where debug mode can tell the
+def _refuse_unsupported(reduction: object, given: dict[str, object]) -> None:
+    """Raise for a reduction of None, which is no loss's, and for keyword arguments that are unknown, or PyTorch's alone. It is called where debug mode can tell the
     other ranks."""
+    check_reduction(reduction)
     for name, value in given.items():
         if name not in _ONLY_TORCH:
             refuse_unknown(linear_cross_entropy, {name: value})

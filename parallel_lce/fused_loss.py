@@ -34,15 +34,14 @@ def fused_loss(
     """The loss, of the tokens' shape or 0-dimensional. The arguments are those of
     :func:`parallel_lce.prepare.prepare`."""
     call, inputs = prepare(options, tensors, group, extra_check=extra_check, main_grad=main_grad)
-    in_graph = ops.uses_operators(inputs[1])
     if call.plan.accumulate:
-        if in_graph:
+        if call.in_graph:
             return ops.accumulated_loss(call, _with_inputs(tensors, inputs))
         return autograd.accumulated_loss(call, inputs)
     reduction, weights = call.options.reduction, call.token_weight
     # The losses are multiplied after the call by weights that need a gradient. A graph reduces losses by itself.
     multiplies = weights is not None and weights.requires_grad and torch.is_grad_enabled()
-    if not (multiplies or in_graph):
+    if not (multiplies or call.in_graph):
         losses = autograd.fused(call, inputs)[0]
         # A view is a node of the graph, and time of the host.
         return losses if reduction != "none" or len(call.shape) == 1 else losses.view(call.shape)
@@ -73,7 +72,7 @@ def fused_statistics(
 
 
 def _fused(call: Call, inputs: Inputs, tensors: Tensors) -> tuple[Any, ...]:
-    if ops.uses_operators(inputs[1]):
+    if call.in_graph:
         return ops.fused(call, _with_inputs(tensors, inputs))
     return autograd.fused(call, inputs)
 

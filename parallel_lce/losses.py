@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Coefficients
@@ -64,9 +63,9 @@ def coefficients(residuals: Residuals, upstream: Tensor) -> Coefficients:
     return Coefficients(residuals.alpha, residuals.beta, residuals.gamma, factor=factor)
 
 
-def divisor_of(call: Call, dtype: torch.dtype) -> Tensor | None:
+def divisor_of(call: Call) -> Tensor | None:
     """What the sum of the losses is divided by: for their mean, the sum of the tokens' weights. None is 1."""
     if call.options.reduction != "mean":
         return None
     assert call.target is not None
-    return sum_of_weights(call.target, call.token_weight, call.options.ignore_index, dtype)
+    return sum_of_weights(call.target, call.token_weight, call.options.ignore_index, call.dtype)

@@ -48,10 +48,10 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager:
 
 def device_without_autocast(tensor: Tensor) -> AbstractContextManager:
     """:func:`on_device_of` the tensor, without autocast, which would round the products of fp32 operands."""
-    device, kind = on_device_of(tensor), tensor.device.type
+    kind = tensor.device.type
     if not torch.is_autocast_enabled(kind):
-        return device
+        return on_device_of(tensor) if tensor.is_cuda else _NOTHING
     entered = ExitStack()
-    entered.enter_context(device)
+    entered.enter_context(on_device_of(tensor))
     entered.enter_context(torch.autocast(kind, enabled=False))
     return entered

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from parallel_lce.checks import check_process_group
 from parallel_lce.functional import linear_cross_entropy
-from parallel_lce.options import Options, check_options, refuse_unknown, with_python_numbers
+from parallel_lce.options import FLOATS, Options, check_options, check_reduction, refuse_unknown, with_python_numbers
 
 
 class LinearCrossEntropy(nn.Module):
@@ -61,7 +61,7 @@ class LinearCrossEntropy(nn.Module):
         options = with_python_numbers(
             Options(
                 type(self).__name__,
-                reduction=repr(None) if reduction is None else reduction,
+                reduction=reduction,
                 ignore_index=ignore_index,
                 label_smoothing=label_smoothing,
                 z_loss=z_loss,
@@ -77,7 +77,10 @@ class LinearCrossEntropy(nn.Module):
                 logits_budget=logits_budget,
             )
         )
+        check_reduction(reduction)
         check_options(options)
+        if reduce_dtype not in (None, *FLOATS):
+            raise ValueError(f"reduce_dtype must be None, torch.float32 or the input's dtype, got {reduce_dtype!r}")
         known = inspect.signature(linear_cross_entropy).parameters
         self.options = {name: value for name, value in options._asdict().items() if name in known}
         self.process_group = process_group

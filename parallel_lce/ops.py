@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # pyright
 
 from parallel_lce import losses, schedule, statistics
 from parallel_lce.autograd import FIRST_ORDER
-from parallel_lce.backends import valueless
 from parallel_lce.backends.interface import Coefficients
 from parallel_lce.call import Call, Inputs, Needs, token_count
 from parallel_lce.collectives import Layout
@@ -36,11 +35,6 @@ from parallel_lce.statistics import DIFFERENTIABLE, NAMES, Residuals
 _SAVED = "_parallel_lce_saved"
 # Outputs of the forward operator that are the user's. Its residuals, the partial and the handle follow.
 _NUM_OUTPUTS, _NUM_RESIDUALS = len(NAMES), len(Residuals._fields)
-
-
-def uses_operators(weight: Tensor) -> bool:
-    """Whether a call goes through the operators: in a graph, and for tensors without values."""
-    return torch.compiler.is_compiling() or valueless(weight)
 
 
 # --- a call as an operator's arguments -------------------------------------------------------------
@@ -95,10 +89,9 @@ class Arguments(NamedTuple):
     def flat(self) -> list:
         return [*self.tensors, self.numbers, self.given, *self.others, self.needs, self.group]
 
-    @property
-    def options(self) -> Options:
-        # While a graph is traced numbers have no values. The results' shapes do not depend on them.
-        values = [0.5] * len(_NUMBERS) if valueless(self.numbers) else self.numbers.tolist()
+    def options(self, values: Sequence[float] = (0.5,) * len(_NUMBERS)) -> Options:
+        """With ``values`` of the numbers, which they do not have while a graph is traced. The results' shapes do not
+        depend on them."""
         numbers = {
             name: value if there else (None if "None" in _TYPES[name] else 0.0)
             for name, value, there in zip(_NUMBERS, values, self.given)
@@ -108,19 +101,19 @@ class Arguments(NamedTuple):
     def prepared(self) -> tuple[Call, Inputs]:
         # A group's name is a str, of which torch 2.13 makes a type of its own.
         group = _resolve_process_group(self.group) if self.group else None  # pyright: ignore[reportArgumentType]
-        return prepare(self.options, self.tensors, group, needs=Needs(*self.needs))
+        return prepare(self.options(self.numbers.tolist()), self.tensors, group, needs=Needs(*self.needs))
 
     def described(self) -> Call:
         """The call as far as the shapes of its results and its coefficients depend on it."""
         group = _resolve_process_group(self.group) if self.group else None  # pyright: ignore[reportArgumentType]
-        options, tensors = self.options, self.tensors
+        options, tensors = self.options(), self.tensors
         layout, ids = Layout.of(group, options.sequence_parallel), tensors.selected
         tokens = token_count(tensors.input, layout)
         selected = None if ids is None else Selected.of(ids, tensors.selected_offsets, tokens)
-        shape, needs, none = torch.Size((tokens,)), Needs(*self.needs), cast(Any, None)
-        return Call(
-            options, none, none, options.columns, none, shape, needs, layout, target=tensors.target, selected=selected
-        )
+        needs, none = Needs(*self.needs), cast(Any, None)
+        columns, target, dtype = options.columns, tensors.target, accumulation_dtype(tensors.linear_weight.dtype)
+        fixed = options, none, none, columns, none, none, needs, 1.0, None, dtype, True
+        return Call(*fixed, layout, target=target, selected=selected)
 
 
 def _split(arguments: Sequence[Any]) -> tuple[Arguments, list]:
@@ -192,7 +185,7 @@ def _forward(*arguments):
     merged, gathered, saved = schedule.forward(call, *inputs, any(call.needs))
     partial = merged.partial
     handle = partial.new_zeros(1, dtype=torch.uint8)
-    vars(handle.untyped_storage())[_SAVED] = gathered, *(saved or ())
+    vars(handle.untyped_storage())[_SAVED] = gathered, *saved
     module = statistics if call.options.reduction is None else losses
     return _results(*module.outputs(call, merged), partial, handle)
 
@@ -200,7 +193,7 @@ def _forward(*arguments):
 @_forward.register_fake
 def _(*arguments):
     call, hidden = (given := _split(arguments)[0]).described(), given.tensors.input
-    count = call.shape.numel()
+    count = token_count(hidden, call.layout)
     partial = hidden.new_empty((call.columns.count, count), dtype=accumulation_dtype(hidden.dtype))
     handle = partial.new_empty(1, dtype=torch.uint8)
     if call.options.reduction is not None:
@@ -218,7 +211,7 @@ def _save_forward(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     given, _ = _split(inputs)
     ctx.arguments = given._replace(tensors=Tensors(None, None), numbers=None)
-    is_loss = given.options.reduction is not None
+    is_loss = given.options().reduction is not None
     ctx.mark_non_differentiable(*output[1 if is_loss else len(DIFFERENTIABLE) :])
     ctx.save_for_backward(*given.tensors, given.numbers, *output[_NUM_OUTPUTS:])
 

@@ -180,7 +180,8 @@ _RULES = Options(
     ),
     sequence_parallel=_FLAG,
     reduce_hidden_grad=_FLAG,
-    reduce_dtype=_Rule(_unchanged, lambda dtype: dtype in (None, *FLOATS), "None, torch.float32 or the input's dtype"),
+    # What it may be depends on the input's.
+    reduce_dtype=_Rule(_unchanged, lambda dtype: True, "None, torch.float32 or the input's dtype"),
     vocab_start=_Rule(
         as_number,
         lambda start: start is None or (is_count(start) and 0 <= start <= LARGEST_VOCABULARY),
@@ -213,6 +214,13 @@ def check_option(name: str, value: object) -> None:
     rule = getattr(_RULES, name)
     if not rule.allowed(value):
         raise ValueError(f"{name} must be {rule.expected}, got {shortened(value)}")
+
+
+def check_reduction(reduction: object) -> None:
+    """Of a loss: None would ask for statistics."""
+    if reduction is None:
+        raise ValueError(f"reduction must be {_RULES.reduction.expected}, got None")
+    check_option("reduction", reduction)
 
 
 def check_options(options: Options) -> None:
@@ -256,9 +264,11 @@ def agreed(options: Options) -> dict[str, object]:
     return {name: rule.agreed(value) for name, rule, value in zip(Options._fields, _RULES, options)}
 
 
-def apart(value: Any) -> tuple[Any, Tensor | None]:
-    """A number and no tensor; or 1 and a tensor, of what may be one number or one for each token."""
-    return (1.0, value) if isinstance(value, Tensor) else (value, None)
+def apart(*values: Any) -> list:
+    """Of each of what may be one number or a tensor with one for each token: first the numbers, 1 beside a tensor;
+    then the tensors, or None."""
+    tensors = [value if isinstance(value, Tensor) else None for value in values]
+    return [value if tensor is None else 1.0 for value, tensor in zip(values, tensors)] + tensors
 
 
 def refuse_unknown(function: Callable, given: dict[str, object]) -> None:

@@ -86,7 +86,7 @@ class Columns:
 
     @property
     def count(self) -> int:
-        return 3 + sum([getattr(self, name) for name in _REQUESTABLE])
+        return 3 + self.shifted + self.total + self.weighted + self.squared + self.argmax
 
     def __getitem__(self, name: str) -> int:
         before = _REQUESTABLE[: _REQUESTABLE.index(name)]

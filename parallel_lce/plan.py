@@ -15,8 +15,6 @@ from typing import Any
 DEFAULT_BUDGET = 1 << 30
 """Bytes per rank and call for ``logits_budget=None`` where the device does not tell (:mod:`parallel_lce.budget`)."""
 
-_LARGEST_BUDGET = 1 << 60  # An operator's numbers have 64 bits.
-
 SMALLEST_BLOCK = 64 << 20
 """Bytes of a block of logits that a call may use whatever its budget is, kernels' own tiles not counted."""
 
@@ -358,7 +356,7 @@ def plan(
         shard_rows,
         hidden_size,
         itemsize,
-        DEFAULT_BUDGET if budget is None else min(budget, _LARGEST_BUDGET),
+        DEFAULT_BUDGET if budget is None else budget,
         sp_size,
         ranks,
         gradients or GradientTraits(),

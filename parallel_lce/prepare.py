@@ -34,6 +34,14 @@ KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
 
 _MOST_KNOWN = 1024
+_LARGEST_BUDGET = 1 << 60
+_ALONE = Layout()
+# Of debug mode, for tensors beside which there are options of their names.
+_TOLD = {
+    "logit_scale": "logit_scale of each token",
+    "temperature": "temperature of each token",
+    "selected_offsets": "offsets of selected",
+}
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
 
@@ -54,9 +62,11 @@ def prepare(
     passed is wrong. ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which gradients
     are to come; None: as the tensors say. ``planned``: whether the call has a plan.
     """
-    check_process_group(group)
-    tensors = autocasted(tensors)
-    layout = Layout.of(group, as_bool(options.sequence_parallel) is True)
+    layout = _ALONE
+    if group is not None:
+        check_process_group(group)
+        layout = Layout.of(group, as_bool(options.sequence_parallel) is True)
+    tensors = _autocasted(tensors)
     key = _signature(options, tensors, layout, main_grad, (needs, planned))
     known = None if key is None else KNOWN.get(key)
     if known is None:
@@ -93,13 +103,14 @@ def _signature(
         key += main_grad.tensor.shape, main_grad.tensor.dtype
     environ = os.environ
     key += environ.get(VARIABLE), environ.get("TRITON_INTERPRET"), environ.get(BUDGET_VARIABLE)
-    if layout.ranks > 1:
-        key += _group_traits(layout, tensors.input)
+    key.append(_group_traits(layout, tensors.input))
     return tuple(key)
 
 
 def _group_traits(layout: Layout, input: Tensor) -> tuple:
     """What checks and plan depend on of a process group."""
+    if layout.ranks == 1:
+        return ()
     return layout.ranks, layout.rank, None if input.is_cuda else dist.get_backend(layout.group)
 
 
@@ -114,7 +125,8 @@ def _checked(
     planned: bool,
 ) -> tuple[Call, Tensors]:
     """A call without its tensors, and these with their final values in memory."""
-    debugging = debug.enabled()
+    # An operator's call has no such checks: a graph cannot wait for them.
+    debugging = needs is None and debug.enabled()
     # From here on a refusal is told to the other ranks.
     try:
         options = with_python_numbers(options)
@@ -133,8 +145,9 @@ def _checked(
         raise
     tensors = Tensors(*[in_memory(t) if isinstance(t, Tensor) else t for t in tensors])
     weight, rows = tensors.linear_weight, tensors.linear_weight.shape[0]
-    if options.logits_budget is None:
-        options = options._replace(logits_budget=default_budget(weight.device))
+    budget = default_budget(weight.device) if options.logits_budget is None else options.logits_budget
+    # An operator's numbers have 64 bits.
+    options = options._replace(logits_budget=min(budget, _LARGEST_BUDGET))
     start = layout.rank * rows if options.vocab_start is None else options.vocab_start
     shard = Shard(start, rows, options.vocab_size)
     if needs is None:
@@ -143,7 +156,14 @@ def _checked(
     spending: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
     if debugging and not valueless(weight):
         _check_together(options, tensors, layout, shard, {"gradients": gradients, "backend": backend.NAME})
-    return Call(options, backend, shard, options.columns, spending, shape, needs, Layout()), tensors
+    in_graph = torch.compiler.is_compiling() or valueless(weight)
+    # A graph of torch 2.11 knows no quotient of two numbers that change.
+    scale, cap = options.logit_scale, options.logit_softcap
+    if not in_graph:
+        scale, cap = scale / options.temperature, cap if cap is None else cap / options.temperature
+    dtype = accumulation_dtype(weight.dtype)
+    columns = options.columns
+    return Call(options, backend, shard, columns, spending, shape, needs, scale, cap, dtype, in_graph, _ALONE), tensors
 
 
 def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
@@ -262,7 +282,11 @@ def _check_together(
         if shard.rows:
             settings["linear_bias given"] = tensors.linear_bias is not None
         per_token = {
-            name: value if value is None else value.double() if value.is_floating_point() else value.long()
+            _TOLD.get(name, name): value
+            if value is None
+            else value.double()
+            if value.is_floating_point()
+            else value.long()
             for name, value in zip(Tensors._fields, tensors)
             if name not in ("input", "linear_weight", "linear_bias")
         }
@@ -279,7 +303,7 @@ def _needs(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-def autocasted(tensors: Tensors) -> Tensors:
+def _autocasted(tensors: Tensors) -> Tensors:
     """fp32 and half operands in autocast's dtype, as for ``F.linear`` under autocast."""
     # Meta tensors have no autocast.
     if not isinstance(tensors.input, Tensor) or tensors.input.is_meta:
@@ -288,10 +312,8 @@ def autocasted(tensors: Tensors) -> Tensors:
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    names = ("input", "linear_weight", "linear_bias")
-    cast = {
-        name: t.to(dtype)
-        for name in names
-        if isinstance(t := getattr(tensors, name), Tensor) and t.is_floating_point() and t.dtype != torch.float64
-    }
-    return tensors._replace(**cast)
+    input, weight, bias = [
+        t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in (tensors.input, tensors.linear_weight, tensors.linear_bias)
+    ]
+    return tensors._replace(input=input, linear_weight=weight, linear_bias=bias)

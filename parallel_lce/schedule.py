@@ -37,30 +37,39 @@ from parallel_lce.call import Call, Gradients, Needs, flattened, token_count
 from parallel_lce.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.memory import device_without_autocast
-from parallel_lce.partials import Merged, accumulation_dtype
+from parallel_lce.partials import Merged
 from parallel_lce.plan import Block
-from parallel_lce.selection import BesidePartials
+from parallel_lce.selection import BesidePartials, Selected
 
 
 class Gathers:
-    """Hidden states of the blocks, in order: :meth:`start` starts the next gather, :meth:`next` gives the oldest."""
+    """Hidden states of the blocks, in order: :meth:`start` starts the next gather, :meth:`next` gives the oldest.
+
+    Without sequence parallelism nothing is gathered, and :meth:`next` gives rows of ``hidden``."""
 
     def __init__(self, hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> None:
         self._hidden, self._blocks, self._layout = hidden, iter(blocks), layout
+        self.sequence_parallel = layout.sp_size > 1
         self._started: deque[IncomingHidden] = deque()
+        self.start()
 
     def start(self) -> None:
-        block = next(self._blocks, None)
-        if block is not None:
-            self._started.append(gather_hidden(self._hidden, block, self._layout))
+        if self.sequence_parallel:
+            block = next(self._blocks, None)
+            if block is not None:
+                self._started.append(gather_hidden(self._hidden, block, self._layout))
 
     def next(self) -> IncomingHidden:
-        return self._started.popleft()
+        if self.sequence_parallel:
+            return self._started.popleft()
+        block, hidden = next(self._blocks), self._hidden
+        whole = block.start == 0 and block.stop == hidden.shape[0]
+        return IncomingHidden(hidden if whole else hidden[block.start : block.stop])
 
 
 def forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
-) -> tuple[Merged, Tensor | None, Saved | None]:
+) -> tuple[Merged, Tensor | None, Saved | tuple[()]]:
     """What is found of ``hidden [..., D]``; and with ``save``, for backward, the gathered hidden states, if there is
     memory for them, and what the backend saves of the first block.
 
@@ -80,9 +89,9 @@ def forward(
         partials = PartialsGather(hidden, tokens, call.shard, call.columns, layout, beside and beside.size)
         if beside is not None:
             beside.begin(partials.extra)
-        gathered, saved = None, None
+        gathered: Tensor | None = None
+        saved: Saved | tuple[()] = ()
         gathers = Gathers(hidden, blocks, layout)
-        gathers.start()
         for block in blocks:
             x, of_block = gathers.next(), call.of_block(projection, block)
             # With one block the backend writes straight into the buffer that is gathered.
@@ -115,17 +124,18 @@ def forward(
         return merged, gathered, saved
 
 
-def _project(work: BlockForward, x: IncomingHidden, gathers: Gathers, first: bool) -> Saved | None:
+def _project(work: BlockForward, x: IncomingHidden, gathers: Gathers, first: bool) -> Saved | tuple[()]:
     """Project a block, and start the next block's gather once this one's hidden states are there.
 
     This rank's own rows of the first block are projected during its gather: no earlier block overlaps that. The
     second gather is started after it: with CUDA_DEVICE_MAX_CONNECTIONS=1 the local rows' kernels would otherwise
     queue behind the second gather.
     """
-    if first and len(x.local) < len(x.tensor):
-        work.project_local(x.local)
-    x.wait()
-    gathers.start()
+    if gathers.sequence_parallel:
+        if first and len(x.local) < len(x.tensor):
+            work.project_local(x.local)
+        x.wait()
+        gathers.start()
     return work.project_rest()
 
 
@@ -159,13 +169,16 @@ class _GradientSums:
             self._dbias = GradBuffer(projection.bias, real, number, dtype=dtype)
 
     def add_block(
-        self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved | None
+        self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved | tuple[()]
     ) -> None:
         """Add the gradients of a block: its merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``.
 
         The reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW.
         """
-        call, reduction = self._call, self._reduction
+        call, reduction, selected = self._call, self._reduction, None
+        if self._selected is not None and call.selected is not None:
+            of_block = call.selected.of_block(call.layout, block, call.shard.start)
+            selected = SelectedGradient(of_block, *self._selected)
         dx = None if reduction is None else reduction.open_block(block)
         work = call.backend.BlockBackward(
             call.of_block(self._projection, block),
@@ -174,25 +187,20 @@ class _GradientSums:
             partial,
             coefficients,
             saved,
-            GradBuffers(dx, self._dweight, self._dbias, call.reduced_over.ranks > 1, x.arrived),
+            GradBuffers(dx, self._dweight, self._dbias, reduction is not None and reduction.ranks > 1, x.arrived),
             self.scratch,
-            self._selected_of(block),
+            selected,
             call.options.gradient_filter,
         )
-        if work.reads_hidden_first:
+        if work.reads_hidden_first and not x.arrived:
             x.wait()
         for rows_done in work.hidden_grad():
-            if reduction is not None and dx is not None:
+            if reduction is not None and dx is not None and reduction.ranks > 1:
                 reduction.start(block, dx, rows_done)
-        # Even if this block did not read x: the gather must end before its buffer is freed.
-        x.wait()
+        if not x.arrived:
+            # Even if this block did not read x: the gather must end before its buffer is freed.
+            x.wait()
         work.weight_grad()
-
-    def _selected_of(self, block: Block) -> SelectedGradient | None:
-        call = self._call
-        if self._selected is None or call.selected is None:
-            return None
-        return SelectedGradient(call.selected.of_block(call.layout, block, call.shard.start), *self._selected)
 
     def deliver(self, shape: torch.Size) -> Gradients:
         """The gradients, dX in this ``shape [..., D]``."""
@@ -227,47 +235,50 @@ def backward(
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in saved]
-        kept: Saved | None = call.backend.Saved(*of_block) if of_block else None
+        kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
         # Windows alone may have been kept, without exponentials.
-        exponentials = None if kept is None else kept.exponentials
+        exponentials = kept.exponentials if kept else None
         scratch_bytes = plan.scratch_bytes_unsaved if exponentials is None else plan.scratch_bytes
-        coefficients, selected = _selected_apart(call, coefficients)
+        selected = None
+        if coefficients.selected is not None and call.selected is not None:
+            coefficients, selected = _selected_apart(call, call.selected, coefficients)
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes, selected=selected)
         if exponentials is not None and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
             sums.scratch.adopt(exponentials)
-            kept = None
+            kept = ()
         tokens = None
         if len(blocks) > 1:
             coefficients = coefficients.folded()
             # All per-token vectors stacked: one copy then extracts a block.
             tokens = torch.cat([partial, torch.stack(coefficients.present)])
-        gathers = Gathers(hidden, () if gathered is not None else blocks, layout)
-        gathers.start()
+        gathers = None if gathered is not None else Gathers(hidden, blocks, layout)
         for block in blocks:
-            x = gathers.next() if gathered is None else IncomingHidden(gathered)
-            # At most two gathers are in flight.
-            if block.start:
-                x.wait()
-            gathers.start()
+            x = IncomingHidden(gathered) if gathers is None else gathers.next()
+            if gathers is not None and gathers.sequence_parallel:
+                # At most two gathers are in flight.
+                if block.start:
+                    x.wait()
+                gathers.start()
             merged, folded = partial, coefficients
             if tokens is not None:
                 stacked = layout.take(tokens, block).contiguous()
                 merged, present = stacked[: len(partial)], stacked[len(partial) :]
                 folded = coefficients.replaced(present.unbind())
             sums.add_block(block, x, merged, folded, kept)
-            if kept is not None and kept.exponentials is not None:
+            if kept and kept.exponentials is not None:
                 sums.scratch.adopt(kept.exponentials)
-            kept = None
+            kept = ()
         return sums.deliver(shape)
 
 
-def _selected_apart(call: Call, coefficients: Coefficients) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
+def _selected_apart(
+    call: Call, selected: Selected, coefficients: Coefficients
+) -> tuple[Coefficients, tuple[Tensor, Tensor]]:
     """The coefficients, and ``[E]`` what the selected entries add to the gradient of the projection's output, with
     their logits. What a selected target would add becomes part of ``beta``: the gradients of targets are never
     rounded."""
-    if coefficients.selected is None or call.selected is None:
-        return coefficients, None
-    (upstream, logits), selected = coefficients.selected, call.selected
+    assert coefficients.selected is not None
+    upstream, logits = coefficients.selected
     if call.target is not None and coefficients.beta is not None:
         of_target = selected.ids == selected.spread(call.target)
         beta = coefficients.beta - selected.sums(upstream.where(of_target, 0.0))
@@ -282,7 +293,7 @@ class _Waiting(NamedTuple):
     block: Block
     x: IncomingHidden
     partials: PartialsGather
-    saved: Saved | None
+    saved: Saved | tuple[()]
 
 
 def accumulate(
@@ -299,13 +310,13 @@ def accumulate(
     all-gather of its partials, waited for after the next block's projection; the reduction of its dX.
     """
     layout, columns, backend, blocks = call.layout, call.columns, call.backend, call.plan.blocks
-    dtype = accumulation_dtype(weight.dtype)
+    dtype = call.dtype
     with device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
         sums = _GradientSums(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
         per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
         targets = call.local_targets()
-        divisor = losses.divisor_of(call, dtype)
+        divisor = losses.divisor_of(call)
         factor = None if divisor is None else 1 / divisor
 
         def complete(waiting: _Waiting) -> None:
@@ -324,7 +335,6 @@ def accumulate(
         buffers = deque(backend.allocate_saved(projection, rows, entries) for _ in range(ahead + 1))
         waiting: deque[_Waiting] = deque()
         gathers = Gathers(hidden, blocks, layout)
-        gathers.start()
         for block in blocks:
             x = gathers.next()
             buffers.rotate(1)

@@ -69,7 +69,7 @@ def selected_log_probs(
     ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
-    (logit_scale, token_scale), (temperature, token_temperature) = apart(logit_scale), apart(temperature)
+    logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, None, linear_bias, None, token_scale, token_temperature, ids, offsets)
     options = Options(
         "selected_log_probs",

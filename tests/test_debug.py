@@ -239,7 +239,7 @@ def _statistics_differ(member: Member, name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "first", "second"),
     [
-        ("columns", "disagree about statistics: rank 0 has Columns(", "argmax=True"),
+        ("columns", "expected_logit: rank 0 has False, rank 1 has True", "argmax: rank 0 has False, rank 1 has True"),
         ("target", "disagree about target: rank 0 has values of digest", "rank 1 has None"),
         ("keyword", "unexpected keyword argument 'reduction'", "TypeError: token_statistics() got an unexpected"),
         ("function", "rank 0 has 'token_statistics', rank 1 has 'linear_cross_entropy'", "disagree about function"),

@@ -253,8 +253,8 @@ def test_a_filter_that_is_no_probability_is_refused(value):
 def test_operators_are_told_of_it(value):
     t = small()
     options, tensors = given(t.x, t.weight, t.target, gradient_filter=value)
-    call, _ = prepare.prepare(options, tensors)
-    assert Arguments.of(call, tensors).options.gradient_filter == value
+    arguments = Arguments.of(prepare.prepare(options, tensors)[0], tensors)
+    assert arguments.options(arguments.numbers.tolist()).gradient_filter == value
 
 
 @pytest.mark.parametrize("name", ["mean_logit", "expected_logit", "sum_p_squared", "selected"])

@@ -9,11 +9,11 @@ pytest.importorskip("triton", reason="needs triton")
 
 import parallel_lce
 from cases import normal
+from parallel_lce.backends import loss
 from parallel_lce.backends.loss import mean_loss as plain_mean
 from parallel_lce.backends.loss import token_losses as plain
 from parallel_lce.kernels.losses import mean_loss as fused_mean
 from parallel_lce.kernels.losses import token_losses as fused
-from parallel_lce.losses import WeightedLoss
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
@@ -79,5 +79,5 @@ def test_a_log_probability_needs_a_target():
 
 
 def test_without_an_ignored_id_every_token_counts():
-    loss = WeightedLoss(torch.tensor([-100, 0, 1]))
-    assert loss.divisor("mean", torch.float32) == 3 and loss.counted.all()
+    target = torch.tensor([-100, 0, 1])
+    assert loss.sum_of_weights(target, None, None, torch.float32) == 3 and loss.counted(target, None).all()

@@ -20,7 +20,7 @@ from torch.distributed import _functional_collectives as collectives
 import parallel_lce
 from cases import dense_loss, normal
 from measures import assert_close, assert_no_worse, size
-from parallel_lce import arguments
+from parallel_lce import options
 from parallel_lce.backends import named
 from parallel_lce.partials import Columns, bounds_of, merge_ranks
 from tools import REDUCED, N, V, call, everywhere, good, shrunk, small
@@ -62,7 +62,7 @@ def test_numbers_of_other_libraries(name, backend, device):
 )
 def test_a_number_is_of_a_plain_type(value):
     """Triton's kernels have a case for numbers of Python alone."""
-    assert arguments.as_number(value) == value and type(arguments.as_number(value)) in (int, float)
+    assert options.as_number(value) == value and type(options.as_number(value)) in (int, float)
 
 
 @pytest.mark.parametrize(

@@ -285,9 +285,9 @@ def _unconsumed():
     overwrites it."""
     original = autograd.backward
 
-    def backward(call, hidden, weight, bias, partial, saved, coefficients, needs, _):
-        saved = tuple(t.clone() for t in saved)
-        return original(call, hidden, weight, bias, partial, saved, coefficients, needs, False)
+    def backward(call, hidden, weight, bias, partial, gathered, saved, coefficients, needs, _):
+        saved = [t if t is None else t.clone() for t in saved]
+        return original(call, hidden, weight, bias, partial, gathered, saved, coefficients, needs, False)
 
     autograd.backward = backward
     try:

@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
 from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
-from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
+from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
 from parallel_lce.kernels.token_gradients import token_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -114,7 +114,7 @@ def formed(
     delta, epsilon, token_scale = (r.delta, r.epsilon, r.token_scale) if of_entries else (None, None, None)
     found = token_gradients(
         r.saved,
-        SavedExponentials(r.saved, r.maxima, r.softmax_shift, r.on_shift),
+        Saved(r.saved, r.maxima, r.softmax_shift, r.on_shift),
         r.target,
         r.statistics,
         TokenCoefficients(r.alpha, r.beta, r.gamma if gamma else None, delta, epsilon, factor),

@@ -220,7 +220,7 @@ def test_rows_that_are_there_are_projected_while_others_arrive(dtype, save, own,
     found, also_saved = block_forward(backend, projection, arriving, *arguments, buffers[1], local=local, arrive=wait)
     assert waited and torch.equal(found, expected)
     for a, b in zip(of_saved, also_saved, strict=True):
-        assert torch.equal(a, b)
+        assert (a is None and b is None) or torch.equal(a, b)
 
 
 def test_what_runs_beside_a_gather_leaves_it_sms_for_no_longer_than_it_takes(device, monkeypatch):

@@ -113,18 +113,18 @@ class BlockForward:
     def project_local(self, local: range) -> None:
         """Does nothing. On a CPU a product would only slow down the collective beside it."""
 
-    def project_rest(self) -> Saved | None:
+    def project_rest(self) -> Saved | tuple[()]:
         """Project all rows; returns what is saved."""
         projection, columns, save = self._projection, self._columns, self._save
         x, rows, dtype = operand(self._x), self._x.shape[0], projection.dtype
         if 0 in (projection.real_rows, rows):
-            return None
+            return ()
         tiles, memory = row_tiles(rows), Scratch(0, x.device)
         width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
         stored = pieces(0, save, width)
         cut = stored + pieces(save, projection.real_rows, width)
         exponentials: Tensor | None = None
-        saved = None
+        saved = ()
         if save:
             exponentials = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
             saved = Saved(exponentials[: save * rows], self.partial.new_empty(len(stored), rows))
@@ -146,7 +146,7 @@ class BlockForward:
             if len(cut) > 1:
                 counts = torch.stack([self.partial.new_full((), w.stop - w.start) for w in cut])
                 of_group.copy_(merge(partials, counts, columns))
-            if saved is not None:
+            if saved:
                 saved.maxima[:, group[0].start : group[-1].stop] = partials[: len(stored), MAX]
         return saved
 
@@ -177,7 +177,7 @@ class BlockBackward:
         target: Tensor | None,
         partial: Tensor,
         coefficients: Coefficients,
-        saved: Saved | None,
+        saved: Saved | tuple[()],
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,

@@ -154,14 +154,14 @@ class LogitGradient:
         target: Tensor | None,
         partial: Tensor,
         coefficients: Coefficients,
-        saved: Saved | None,
+        saved: Saved | tuple[()],
         scratch: Scratch,
         selected: SelectedGradient | None = None,
         gradient_filter: float | None = None,
     ) -> None:
         if selected is not None and saved and saved.exponentials.dtype != projection.dtype:
             # What selected entries add may cancel nearly all of their gradients, but for the rounding of what is saved.
-            saved = None
+            saved = ()
         self.x = operand(x)
         self._projection, self._target, self._saved, self._scratch = projection, target, saved, scratch
         rows, real = len(x), projection.real_rows
@@ -245,7 +245,6 @@ class LogitGradient:
             gradient.view(-1).scatter_add_(0, position, self._beta[rows].neg().masked_fill_(missed, 0.0))
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
-        assert self._saved is not None
         exponentials, maxima = self._saved
         stored = saved_tile(exponentials, self._save, rows, window)
         scale = 1 / SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0

@@ -37,11 +37,8 @@ class Projection:
     softcap: float | Tensor | None = None
     # [R] in the statistics' dtype: multiplies z of each token beside ``scale``; None: 1
     token_scale: Tensor | None = None
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of statistics and sums."""
-        return accumulation_dtype(self.weight.dtype)
+    # Of statistics and sums: torch.float64 for such a weight.
+    dtype: torch.dtype = torch.float32
 
     def of_rows(self, rows: slice | Tensor) -> Projection:
         """The projection of some tokens."""
@@ -50,8 +47,8 @@ class Projection:
 
 
 class Saved(Protocol):
-    """What a block saves for its backward: a NamedTuple of tensors, or None, of the backend. It may be overwritten in
-    backward."""
+    """What a block saves for its backward: a NamedTuple of tensors, or None, of the backend. ``()`` instead if it saves
+    nothing. It may be overwritten in backward."""
 
     # Exponentials of the logits; None where only windows were kept for a filtered backward.
     exponentials: Tensor | None
@@ -266,7 +263,7 @@ class BlockForward(Protocol):
         """Project the ``local`` rows of x while the others are on their way."""
         ...
 
-    def project_rest(self) -> Saved | None:
+    def project_rest(self) -> Saved | tuple[()]:
         """Project the other rows and complete :attr:`partial`; returns what is saved."""
         ...
 
@@ -339,7 +336,7 @@ class Backend(Protocol):
         target: Tensor | None,
         partial: Tensor,
         coefficients: Coefficients,
-        saved: Saved | None,
+        saved: Saved | tuple[()],
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
@@ -352,7 +349,7 @@ class Backend(Protocol):
             target: as in :meth:`BlockForward`.
             partial: ``[C, R]``, merged over all ranks.
             coefficients: of the gradient of the logits.
-            saved: what the forward of the block saved, or None: then all logits are recomputed. May be overwritten.
+            saved: what the forward of the block saved, or ``()``: then all logits are recomputed. May be overwritten.
             grads: where the gradients go.
             scratch: working memory, shared by the blocks of the call.
             selected: added to the gradient of the projection's output, before it is rounded.

@@ -176,12 +176,12 @@ class BlockForward:
             self._exponentials, ForwardEpilogue(self._partials, self._shift), self._local, overlaps_collective=True
         )
 
-    def project_rest(self) -> Saved | None:
+    def project_rest(self) -> Saved | tuple[()]:
         """Project the rows that are left, and merge the partials of all windows; returns what is saved."""
         if self._product is None:
-            return None
+            return ()
         product, done = self._product, self._local
-        saved = None
+        saved = ()
         if self._target is None:
             self.partial[TARGET].zero_()
         # One launch samples all rows; local rows get the same values again.

@@ -51,7 +51,7 @@ class BlockBackward:
         target: Tensor | None,
         partial: Tensor,
         coefficients: Coefficients,
-        saved: Saved | None,
+        saved: Saved | tuple[()],
         grads: GradBuffers,
         scratch: Scratch,
         selected: SelectedGradient | None = None,
@@ -72,7 +72,7 @@ class BlockBackward:
         self._given = x, target, partial, coefficients
         self._saved, self._scratch = saved, scratch
         # Saved rows may be padded.
-        exponentials = None if saved is None else saved.exponentials
+        exponentials = saved.exponentials if saved else None
         self._saved_entries = 0 if exponentials is None else min(exponentials.shape[1], projection.real_rows)
         self._empty = x.shape[0] == 0 or projection.real_rows == 0
         self.reads_hidden_first = not self._empty and self._saved_entries < projection.real_rows
@@ -81,7 +81,7 @@ class BlockBackward:
         """The ranges of vocabulary entries and the pieces of rows. Every piece goes through all ranges."""
         x, target, partial, coefficients = self._given
         x, projection, grads, saved = dense(x), self._projection, self._grads, self._saved
-        held = 0 if saved is None or saved.exponentials is None else saved.exponentials.numel()
+        held = 0 if not saved or saved.exponentials is None else saved.exponentials.numel()
         capacity = max(held, self._scratch.capacity(x.dtype))
         windows = self._active_windows(x)
         if windows is not None:

@@ -112,7 +112,7 @@ class Piece:
         target: Tensor | None,
         partial: Tensor,
         coefficients: Coefficients,
-        saved: Saved | None,
+        saved: Saved | tuple[()],
         scratch: Scratch,
         rewrite: bool,
         find_shared: bool,
@@ -123,7 +123,7 @@ class Piece:
         self.rows, self.x, self._gradient_filter = rows, x, gradient_filter
         self._projection, self._target, self._scratch = projection, target, scratch
         self._partial = partial.contiguous()
-        self._saved = None if saved is None or saved.exponentials is None else saved
+        self._saved = saved if saved and saved.exponentials is not None else None
         # Of which the active ones alone are projected; None: all are.
         self._windows = windows
         # What does so. None before the first slice.
@@ -211,7 +211,7 @@ class Piece:
             place_targets(gradient, start, self._target, found.residual, found.unshared, self._fp16_scale)
         return Slice(start, stop, gradient, None, None)
 
-    def _find_tokens(self, gradient: Tensor, saved: Saved | None, start: int) -> TokenGradients:
+    def _find_tokens(self, gradient: Tensor, saved: Saved | tuple[()], start: int) -> TokenGradients:
         projection, window = self._projection, 1
         if saved is not None:
             # Entries of the forward's windows, a power of two; less if the vocabulary is smaller. The tile of

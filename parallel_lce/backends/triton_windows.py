@@ -78,9 +78,9 @@ def keeps_windows(projection: Projection, product: Product, entries: int) -> boo
     return is_useful and projection.softcap is None and tile.rows == TILE and tile.entries % TILE == 0
 
 
-def kept_windows(saved: Saved | None) -> WindowPartials | None:
+def kept_windows(saved: Saved | tuple[()]) -> WindowPartials | None:
     """The partials of the windows, if they are part of what a forward saved."""
-    if saved is None or saved.sums is None:
+    if not saved or saved.sums is None:
         return None
     return WindowPartials(saved.maxima, saved.sums, saved.softmax_shift)
 

@@ -8,7 +8,8 @@ and constants. It passes pointers as numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch.nn import Parameter
 def next_power_of_2(n: int) -> int:
     """As ``triton.next_power_of_2``, which takes the host several microseconds."""
     return 1 << max(0, n - 1).bit_length()
+
+
+_thread = threading.local()
 
 
 class _Compiled(NamedTuple):
@@ -30,6 +34,13 @@ class _Compiled(NamedTuple):
     device: int
     # Values of the constants, which come after the other arguments.
     last: tuple
+
+    def start(self, grid: tuple[int, ...], values: Sequence) -> None:
+        """Launch it on the current stream with these arguments: addresses, numbers and TMA descriptors."""
+        run, function, metadata, stream, device, last = self
+        x, y, z = (*grid, 1, 1)[:3]
+        # No launch metadata, and no hooks on entry and exit.
+        run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
 
 
 class Relaunched:
@@ -57,20 +68,19 @@ class Relaunched:
         key = tuple(described)
         known = self._compiled.get(key)
         if known is None:
-            self._compile(key, grid, arguments, constants)
-            return
-        run, function, metadata, stream, device, last = known
-        x, y, z = (*grid, 1, 1)[:3]
-        # No launch metadata, and no hooks on entry and exit.
-        run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
+            known = self._compile(key, grid, arguments, constants)
+        else:
+            known.start(grid, values)
+        launches = getattr(_thread, "launches", None)
+        if launches is not None:
+            launches.append((known, grid, arguments))
 
-    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
-        """Launch it by Triton, which compiles it."""
+    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> _Compiled | None:
+        """Launch it by Triton, which compiles it. None in Triton's interpreter, which does not."""
         # Triton 3.10 changes the default of whether a product and a sum become one instruction.
         compiled = self._function[grid](*arguments, **constants, enable_fp_fusion=True)
-        # The interpreter compiles nothing.
         if not hasattr(compiled, "packed_metadata"):
-            return
+            return None
         from triton.runtime import driver
 
         last = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
@@ -117,3 +127,98 @@ def _describe(arguments: tuple, described: list, values: list) -> None:
             described += kind, argument.base.dtype, *argument.block_shape
         else:
             raise TypeError(f"a {kind.__name__} is no argument of a kernel")
+
+
+class Launches:
+    """Launches that one piece of code makes again and again, with other tensors of the same kinds.
+
+    The first run of a kind makes them as they are written. Later runs start the same compiled kernels with the same
+    numbers and the new tensors' addresses: between two launches the host has nothing else to do.
+    """
+
+    def __init__(self) -> None:
+        # None: they cannot be repeated.
+        self._known: dict[Hashable, list[tuple[_Compiled, tuple[int, ...], _Template]] | None] = {}
+
+    def run(self, kind: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], None]) -> None:
+        """``make()``, or its launches again. All memory that they use is in ``tensors``, contiguous or as TMA takes it.
+        ``kind`` tells everything on which the launches depend but the tensors' addresses: also what these are modulo
+        16."""
+        known = self._known.get(kind)
+        if known is not None:
+            addresses = [0 if t is None else t.data_ptr() for t in tensors]
+            for compiled, grid, template in known:
+                compiled.start(grid, template.filled(addresses, tensors))
+            return
+        if kind in self._known:
+            make()
+            return
+        _thread.launches = launches = []
+        try:
+            make()
+        finally:
+            _thread.launches = None
+        made: list | None = []
+        for compiled, grid, arguments in launches:
+            template = None if compiled is None else _Template.of(arguments, tensors)
+            made = None if made is None or template is None else [*made, (compiled, grid, template)]
+        self._known[kind] = made
+
+
+class _Template(NamedTuple):
+    """The arguments of a launch, with places for what changes: their positions."""
+
+    values: list
+    # Position, number of the tensor, and bytes after its first.
+    addresses: list[tuple[int, int, int]]
+    # Position, class, fields but the tensor, and number of the tensor.
+    descriptors: list[tuple[int, type, dict, int]]
+    nested: list[tuple[int, _Template]]
+
+    @classmethod
+    def of(cls, arguments: Sequence, tensors: Sequence[Tensor | None]) -> _Template | None:
+        """None if an argument lies in none of ``tensors``."""
+        new = cls(list(arguments), [], [], [])
+        for position, argument in enumerate(arguments):
+            if isinstance(argument, tuple):
+                nested = cls.of(argument, tensors)
+                if nested is None:
+                    return None
+                new.nested.append((position, nested))
+                continue
+            tensor = getattr(argument, "base", None) if hasattr(type(argument), "from_tensor") else argument
+            if not isinstance(tensor, Tensor):
+                continue
+            place = _place(tensor, tensors)
+            if place is None or (tensor is not argument and place[1]):
+                return None
+            new.values[position] = None  # No tensor is kept alive.
+            if tensor is argument:
+                new.addresses.append((position, *place))
+            else:
+                fields = {name: value for name, value in vars(argument).items() if name != "base"}
+                new.descriptors.append((position, type(argument), fields, place[0]))
+        return new
+
+    def filled(self, addresses: Sequence[int], tensors: Sequence[Tensor | None]) -> list:
+        values = self.values.copy()
+        for position, number, offset in self.addresses:
+            values[position] = addresses[number] + offset
+        for position, kind, fields, number in self.descriptors:
+            # The checks of its constructor were made at the first run.
+            values[position] = descriptor = object.__new__(kind)
+            descriptor.__dict__.update(fields, base=tensors[number])
+        for position, template in self.nested:
+            values[position] = tuple(template.filled(addresses, tensors))
+        return values
+
+
+def _place(tensor: Tensor, tensors: Sequence[Tensor | None]) -> tuple[int, int] | None:
+    """In which of ``tensors`` it begins, and how many bytes after the first."""
+    address = tensor.data_ptr()
+    for number, other in enumerate(tensors):
+        if other is not None and tensor.numel() and other.numel():
+            offset = address - other.data_ptr()
+            if 0 <= offset < other.numel() * other.element_size():
+                return number, offset
+    return None

@@ -22,6 +22,7 @@ Only these tokens' saved rows are rewritten (:mod:`parallel_lce.kernels.rewrite`
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -209,6 +210,7 @@ def token_gradients(
     softcap: float | torch.Tensor | None = None,
     find_shared: bool = True,
     rewrite: bool = False,
+    memory: Sequence[torch.Tensor] | None = None,
 ) -> TokenGradients:
     """Prepare the rows of G and place the targets' entries in it.
 
@@ -219,7 +221,7 @@ def token_gradients(
 
     ``target [R]`` int64: an id outside ``[0, entries)``, the shard, has no logit here; None: no gradient of targets.
     ``partial [>= 3, R]`` fp32, contiguous: the merged partial. ``find_shared``: compare every token's target with all
-    others'. ``fp16_scale``: 0-dimensional.
+    others'. ``fp16_scale``: 0-dimensional. ``memory``: four vectors ``[>= R]`` fp32 for the results; None: new ones.
     """
     rows, factor = gradient.shape[0], coefficients.factor
     factor_stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
@@ -237,9 +239,11 @@ def token_gradients(
     dx_factor = residual = unshared = dw_factor = None
     if not keeps_rows and target is None:
         return TokenGradients(None, None, None, None)
-    # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
-    vectors = coefficients.alpha.new_empty(2 * keeps_rows + 2 * (target is not None), -(-rows // 4) * 4)
-    vectors = list(vectors.unbind())
+    if memory is None:
+        # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
+        number = 2 * keeps_rows + 2 * (target is not None)
+        memory = coefficients.alpha.new_empty(number, -(-rows // 4) * 4).unbind()
+    vectors = list(memory)
     if keeps_rows:
         dx_factor = vectors.pop()[:rows]
     if target is not None:

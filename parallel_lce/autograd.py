@@ -19,7 +19,7 @@ from parallel_lce.backends import uses_kernels
 from parallel_lce.call import Call, Inputs, Needs, flattened
 from parallel_lce.memory import in_memory, on_device_of
 from parallel_lce.partials import Merged
-from parallel_lce.schedule import accumulate, backward, forward
+from parallel_lce.schedule import accumulate, backward, backward_again, backward_straight, forward, forward_straight
 from parallel_lce.statistics import DIFFERENTIABLE, Residuals
 
 FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
@@ -132,6 +132,34 @@ class _Fused(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
+class _StraightLoss(torch.autograd.Function):
+    """A loss in straight lines: of each token, or reduced."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, call: Call):
+        value, divisor, merged, found = forward_straight(call, hidden, weight, bias)
+        ctx.save_for_backward(hidden, weight, bias, *call.per_token[:4], divisor, merged, *found)
+        ctx.call, ctx.consumed = call, False
+        return value
+
+    @staticmethod
+    @first_order_only
+    def backward(ctx, saved, upstream):
+        hidden, weight, bias, *per_token, divisor, merged, exponentials, vectors = saved
+        call = ctx.call.with_tensors((*per_token, None, None))
+        if call.main_grad is not None:
+            call = call.replaced(main_grad=call.main_grad.now())
+        upstream = in_memory(upstream)
+        factor = upstream if divisor is None else upstream / divisor
+        needs, found = Needs(*ctx.needs_input_grad[:3]), (exponentials.contiguous(), vectors.contiguous())
+        consumed, ctx.consumed = ctx.consumed, True
+        run = backward_again if consumed else backward_straight
+        dx, dweight = run(call, hidden, weight, bias, found, merged, factor, needs)
+        if call.main_grad is not None and needs.weight:
+            dweight = call.main_grad.placeholder()
+        return dx, dweight, None, None
+
+
 def outputs_of(call: Call, merged: Merged) -> tuple[list, Residuals]:
     """What the call's user gets, and what its coefficients need."""
     return (statistics if call.options.reduction is None else losses).outputs(call, merged)
@@ -139,6 +167,8 @@ def outputs_of(call: Call, merged: Merged) -> tuple[list, Residuals]:
 
 def fused(call: Call, inputs: Inputs) -> tuple[Any, ...]:
     """What a call finds: one loss, or all statistics, None for one not asked for."""
+    if call.straight is not None and inputs[1].is_contiguous() and not inputs[1].data_ptr() & 15:
+        return (_StraightLoss.apply(*inputs, call),)
     if any(call.needs):
         return _Fused.apply(*inputs, call)
     with torch.no_grad():

@@ -269,8 +269,8 @@ _ONLY_TORCH = ("weight", "options")
 
 
 def _refuse_unsupported(reduction: object, given: dict[str, object]) -> None:
-    """Raise for a reduction of None, which is no loss's, and for keyword arguments that are unknown, or PyTorch's alone. It is called where debug mode can tell the
-    other ranks."""
+    """Raise for a reduction of None, which is no loss's, and for keyword arguments that are unknown, or PyTorch's
+    alone. It is called where debug mode can tell the other ranks."""
     check_reduction(reduction)
     for name, value in given.items():
         if name not in _ONLY_TORCH:

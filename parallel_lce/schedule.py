@@ -36,7 +36,7 @@ from parallel_lce.backends.interface import (
 from parallel_lce.call import Call, Gradients, Needs, flattened, token_count
 from parallel_lce.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
 from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.memory import device_without_autocast
+from parallel_lce.memory import device_without_autocast, some_rows
 from parallel_lce.partials import Merged
 from parallel_lce.plan import Block
 from parallel_lce.selection import BesidePartials, Selected
@@ -285,6 +285,87 @@ def _selected_apart(
         coefficients, upstream = replace(coefficients, beta=beta), upstream.masked_fill(of_target, 0.0)
     # Hooks for saved tensors may have changed the strides of the logits.
     return coefficients, (call.before_softcap(upstream, logits), logits.contiguous())
+
+
+def forward_straight(
+    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor]]:
+    """:func:`forward` of a loss in straight lines: the loss, what a mean's sum was divided by, the partial merged over
+    several ranks, and what the backend keeps."""
+    layout, straight, target = call.layout, call.straight, call.target
+    assert target is not None
+    with device_without_autocast(weight):
+        x, projection = _dense(hidden), call.of_block(call.projection(weight, bias), call.plan.blocks[0])
+        local = target - call.shard.start if call.shard.start else target
+        if layout.ranks == 1:
+            found, merged = straight.project(x, projection, local, None), None
+            value, divisor = straight.losses(found, None, call.shard.real_rows, target, call.token_weight)
+        else:
+            partials = PartialsGather(x, len(x), call.shard, call.columns, layout)
+            found = straight.project(x, projection, local, partials.local)
+            partials.start()
+            merged, vocab_size = partials.finish(call.backend.merge_ranks)
+            value, divisor = straight.losses(found, merged, vocab_size, target, call.token_weight)
+        return value, divisor, merged, found
+
+
+def backward_straight(
+    call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    found: tuple[Tensor, Tensor],
+    merged: Tensor | None,
+    factor: Tensor,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None]:
+    """dX and dW of a call whose :func:`forward_straight` gave ``found`` and ``merged``. ``factor``: the gradient of the
+    sum of the losses, ``[N]`` or 0-dimensional. The reduction of dX is that of :func:`backward`."""
+    straight, real, target = call.straight, call.shard.real_rows, call.target
+    assert target is not None
+    with device_without_autocast(weight):
+        block = call.plan.blocks[0]
+        x, projection = _dense(hidden), call.of_block(call.projection(weight, bias), block)
+        local = target - call.shard.start if call.shard.start else target
+        reduction = call.hidden_reduction(x, in_pieces=not needs.weight) if needs.hidden else None
+        dx = None if reduction is None else reduction.open_block(block)
+        scaled, memory = straight.hidden_gradient(x, projection, local, found, merged, factor, dx, needs.weight)
+        if reduction is not None and dx is not None and reduction.ranks > 1:
+            reduction.start(block, dx, len(dx))
+        dweight = total = None
+        if needs.weight and call.main_grad is None:
+            dweight = total = torch.empty_like(weight)
+            if real < len(weight):
+                dweight[real:].zero_()
+        elif needs.weight and call.main_grad is not None:
+            total = call.main_grad.tensor
+        if total is not None:
+            total = some_rows(total, 0, real)
+            straight.weight_gradient(x, local, found, scaled, memory, total, dweight is not None)
+        return None if reduction is None else reduction.wait().view(hidden.shape), dweight
+
+
+def backward_again(
+    call: Call,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    found: tuple[Tensor, Tensor],
+    merged: Tensor | None,
+    factor: Tensor,
+    needs: Needs,
+) -> tuple[Tensor | None, Tensor | None]:
+    """:func:`backward_straight` where an earlier one has overwritten the exponentials: all logits are recomputed."""
+    alpha, beta = call.straight.coefficients_of(found)
+    partial = call.straight.partial_of(found) if merged is None else merged
+    coefficients = Coefficients(alpha, beta, None, factor=factor)
+    return backward(call, hidden, weight, bias, partial, None, (), coefficients, needs, True)[:2]
+
+
+def _dense(hidden: Tensor) -> Tensor:
+    """``hidden [..., D]`` as ``[N, D]``, contiguous and 16 bytes aligned."""
+    x = flattened(hidden).contiguous()
+    return x if not x.data_ptr() & 15 else x.clone()
 
 
 class _Waiting(NamedTuple):

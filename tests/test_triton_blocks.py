@@ -99,7 +99,7 @@ def test_dx_is_announced_once_complete_and_before_the_last_of_dw(dtype, saved, d
 @pytest.mark.parametrize(("most", "number"), [(32 << 20, 1), (0, 2)], ids=["small", "large"])
 def test_scaled_hidden_states_are_formed_beside_dx_only_where_they_are_small(most, number, device, monkeypatch):
     """Large ones would be alive beside dX's fp32 product."""
-    monkeypatch.setattr(triton_backward, "_FUSED_BYTES", most)
+    monkeypatch.setattr(triton_backward, "FUSED_BYTES", most)
     t, projection, coefficients = block(torch.bfloat16, device)
     dx, dweight = torch.empty_like(t.x), GradBuffer(t.weight, 700, 1)
     with launches() as found:
@@ -153,7 +153,7 @@ def test_a_block_is_told_whether_its_hidden_states_have_arrived(worlds, device):
 @pytest.mark.slow
 def test_products_in_pieces(dtype, saved, device, monkeypatch):
     """Those that pass through fp32, of 1024 rows of dX and 256 of dW."""
-    monkeypatch.setattr(triton_backward, "_PRODUCT_BYTES", 1)
+    monkeypatch.setattr(triton_backward, "PRODUCT_BYTES", 1)
     t, projection, coefficients = block(dtype, device, N=1100, V=300, D=8)
     dx, dweight = torch.full_like(t.x, torch.nan), GradBuffer(t.weight, 300, 1)
     announced = []
@@ -323,7 +323,7 @@ def _announced(member: Member, sequence_parallel: bool, rows: int):
     t = part(make(Case(N, 2 * shard, D, "bf16", ignored="none"), member.device), member, sequence_parallel)
     t.weight.requires_grad_(False)
     with (
-        mock.patch.object(triton_backward, "_PRODUCT_BYTES", 1),
+        mock.patch.object(triton_backward, "PRODUCT_BYTES", 1),
         mock.patch.object(collectives, "REDUCED_BYTES", rows * D * 2),
     ):
         losses = parallel_lce.linear_cross_entropy(

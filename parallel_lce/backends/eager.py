@@ -49,6 +49,7 @@ from parallel_lce.backends.interface import (
 )
 from parallel_lce.backends.loss import mean_loss, token_losses
 from parallel_lce.memory import some_rows
+from parallel_lce.options import Options
 from parallel_lce.partials import MAX, TARGET, Columns, empty_partial, merge, merge_ranks, tile_partial
 
 __all__ = [
@@ -77,6 +78,10 @@ _GROUP = 16
 NAME: str = "eager"
 SMALLEST_ACCUMULATED: int = 1
 REUSES_SAVED: bool = False
+
+
+def is_straight(hidden: Tensor, weight: Tensor, options: Options) -> bool:
+    return False
 
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:

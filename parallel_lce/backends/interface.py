@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from parallel_lce.grad_buffers import GradBuffer
+from parallel_lce.options import Options
 from parallel_lce.partials import Columns, accumulation_dtype
 
 
@@ -294,6 +295,13 @@ class Backend(Protocol):
     REUSES_SAVED: bool
     # The class of what a block saves, made from its fields.
     Saved: Callable[..., Saved]
+
+    def is_straight(self, hidden: Tensor, weight: Tensor, options: Options) -> bool:
+        """Whether :attr:`Straight` computes a loss of one block that is all saved."""
+        ...
+
+    # Of one signature, in straight lines (parallel_lce.backends.triton_straight); the torch backend has none.
+    Straight: Callable[[Tensor, Tensor, int, Options], Any]
 
     def savable(self, dtype: torch.dtype, softcap: float | None) -> bool:
         """Whether saved exponentials are enough for the backward."""

@@ -15,6 +15,7 @@ from parallel_lce.backends.eager_selected import top_k
 from parallel_lce.backends.interface import Projection, SelectedGradient, SelectedLogits, Selection, savable
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
+from parallel_lce.backends.triton_straight import Straight, is_straight
 from parallel_lce.backends.triton_windows import keeps_windows
 from parallel_lce.kernels import selected as kernels
 from parallel_lce.kernels.epilogues import ForwardEpilogue
@@ -32,6 +33,8 @@ __all__ = [
     "SMALLEST_ACCUMULATED",
     "BlockBackward",
     "BlockForward",
+    "Straight",
+    "is_straight",
     "Saved",
     "allocate_saved",
     "block_logits",

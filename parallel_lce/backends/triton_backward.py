@@ -30,9 +30,9 @@ from parallel_lce.memory import some_rows
 from parallel_lce.plan import PIECE_ROWS
 
 # Bytes of an fp32 product that is rounded into a low-precision gradient.
-_PRODUCT_BYTES = 128 << 20
+PRODUCT_BYTES = 128 << 20
 # Up to so many bytes c x is formed in the launch that finishes dX. It is then alive beside that product.
-_FUSED_BYTES = 32 << 20
+FUSED_BYTES = 32 << 20
 
 
 class BlockBackward:
@@ -86,7 +86,7 @@ class BlockBackward:
         windows = self._active_windows(x)
         if windows is not None:
             capacity = max(capacity, WINDOWED_BYTES // x.element_size())
-        widest = max(1, _PRODUCT_BYTES // (4 * x.shape[1]))
+        widest = max(1, PRODUCT_BYTES // (4 * x.shape[1]))
         ranges, cut = tiling(projection, x, self._saved_entries, capacity, widest)
         pieces = []
         for rows in cut:
@@ -166,11 +166,11 @@ class BlockBackward:
             yield first + len(dx)
             return
         scaled = None
-        small = piece.x.numel() * piece.x.element_size() <= _FUSED_BYTES
+        small = piece.x.numel() * piece.x.element_size() <= FUSED_BYTES
         if small and part.dw_factor is not None and self._grads.dweight is not None and self._grads.hidden_arrived:
             self._scaled = torch.empty_like(piece.x)
             scaled = piece.x, part.dw_factor, self._scaled
-        rows = _PRODUCT_BYTES // (4 * dx.shape[1]) // PIECE_ROWS * PIECE_ROWS or PIECE_ROWS
+        rows = PRODUCT_BYTES // (4 * dx.shape[1]) // PIECE_ROWS * PIECE_ROWS or PIECE_ROWS
         for start in range(0, len(dx), rows):
             stop = min(start + rows, len(dx))
             product = dx.new_empty(stop - start, dx.shape[1], dtype=self._projection.dtype)
@@ -224,11 +224,11 @@ class BlockBackward:
 
     def _add_dweight(self, piece: Piece, part: Slice, dweight: GradBuffer) -> None:
         """In one product where it needs no fp32 buffer, or where ranges are narrow because rows are cut, too. Else in
-        products of ``_PRODUCT_BYTES``."""
+        products of ``PRODUCT_BYTES``."""
         x, single = self._scaled_hidden(piece, part), len(self._pieces) == 1
         step = part.stop - part.start
         if single and (piece.fp16_unscale is not None or dweight.buffered):
-            step = max(256, _PRODUCT_BYTES // (4 * x.shape[1]) // 256 * 256)
+            step = max(256, PRODUCT_BYTES // (4 * x.shape[1]) // 256 * 256)
         for start in range(part.start, part.stop, step):
             stop = min(start + step, part.stop)
             entries = slice(start - part.start, stop - part.start)

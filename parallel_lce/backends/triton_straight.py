@@ -1,0 +1,217 @@
+"""The loss of one block whose exponentials are all saved, in straight lines: the Triton backend for small problems.
+
+A small problem takes the GPU less time than the host needs to find out what to launch. The launches here are those of
+:mod:`parallel_lce.backends.triton` and :mod:`parallel_lce.backends.triton_backward` for one block, in their order and
+with their bits. They are found once for calls of one signature; after that nothing but allocations, two matrix products
+and the launches themselves is left (:class:`parallel_lce.kernels.relaunch.Launches`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.gemm import accumulate_nt
+from parallel_lce.backends.interface import Projection
+from parallel_lce.backends.triton_backward import FUSED_BYTES, PRODUCT_BYTES
+from parallel_lce.backends.triton_operands import product_of, stride_of
+from parallel_lce.kernels.epilogues import ForwardEpilogue
+from parallel_lce.kernels.losses import mean_loss, token_losses
+from parallel_lce.kernels.partials import PartialColumns, merge_windows
+from parallel_lce.kernels.projection import Product
+from parallel_lce.kernels.relaunch import Launches, next_power_of_2
+from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
+from parallel_lce.kernels.targets import add_targets, scale_and_add_targets
+from parallel_lce.kernels.token_gradients import token_gradients
+from parallel_lce.kernels.token_logits import token_logits
+from parallel_lce.options import Options
+from parallel_lce.partials import Columns
+
+_COLUMNS = Columns()
+
+
+def is_straight(hidden: Tensor, weight: Tensor, options: Options) -> bool:
+    """Whether this module computes a loss of ``hidden [..., D]``: its gradients are then probabilities times one number
+    per token, beside the targets', and its fp32 dX is one product's."""
+    if options.reduction is None:
+        return False
+    plain = options.label_smoothing == 0.0 and options.logit_softcap is None and options.gradient_filter is None
+    small = hidden.numel() * 4 <= PRODUCT_BYTES and hidden.numel() * hidden.element_size() <= FUSED_BYTES
+    return plain and small and weight.dtype == torch.bfloat16 and 0 not in (*hidden.shape, weight.shape[0])
+
+
+class Found(NamedTuple):
+    """What a forward keeps for its backward."""
+
+    # [N, stride_of(V)]
+    exponentials: Tensor
+    # fp32: [3 N] the merged partial, [N] each alpha, beta and softmax shift, [windows * N] the windows' maxima, and
+    # on_shift in bytes
+    vectors: Tensor
+
+
+class Straight:
+    """The launches of the calls of one signature: of hidden states ``[..., D]`` and a shard of ``entries`` real rows.
+
+    All hidden states and weights are contiguous and 16 bytes aligned.
+    """
+
+    def __init__(self, hidden: Tensor, weight: Tensor, entries: int, options: Options) -> None:
+        product = Product(hidden.flatten(0, -2), weight[:entries])
+        tokens = len(product.x)
+        self._tokens, self._entries, self._options = tokens, entries, options
+        self._windows, self._width = product.windows, product.tile.entries
+        self._stride = stride_of(entries)
+        self._size = (6 + self._windows) * tokens + -(-tokens // 4)
+        self._launches = Launches()
+
+    def project(self, x: Tensor, projection: Projection, target: Tensor, partial: Tensor | None) -> Found:
+        """Project ``x [N, D]``. ``target [N]``: relative to the shard. ``partial [3, N]``: where this shard's partial
+        is written; None: among the vectors."""
+        tokens, weight = self._tokens, projection.weight
+        exponentials = x.new_empty(tokens, self._stride)
+        vectors = x.new_empty(self._size, dtype=torch.float32)
+        sums = x.new_empty(self._windows * tokens, dtype=torch.float32)
+
+        def make() -> None:
+            merged, _, _, shift, maxima, on_shift = self._parts(vectors)
+            merged = merged if partial is None else partial
+            product = product_of(projection, x, 0, self._entries)
+            windows = PartialColumns(maxima, sums.view_as(maxima), *[None] * 6)
+            token_logits(product, target, merged[2], shift)
+            product.launch(exponentials[:, : self._entries], ForwardEpilogue(windows, shift))
+            merge_windows(
+                windows,
+                merged,
+                shift,
+                _COLUMNS,
+                target=target,
+                window=self._width,
+                entries=self._entries,
+                start=projection.start,
+                on_shift=on_shift,
+            )
+
+        token_scale = projection.token_scale
+        tensors = x, weight, projection.bias, token_scale, target, exponentials, vectors, sums, partial
+        self._launches.run(("project", *_kinds(tensors)), tensors, make)
+        return Found(exponentials, vectors)
+
+    def losses(
+        self, found: Found, merged: Tensor | None, vocab_size: Tensor | int, target: Tensor, token_weight: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """The losses ``[N]``; or their mean and what their sum was divided by. ``merged [3, N]``: the partial over all
+        ranks; None: among the vectors."""
+        vectors, options = found[1], self._options
+        losses, mean = vectors.new_empty(self._tokens), None
+        if options.reduction == "mean":
+            mean = vectors.new_empty(()), vectors.new_empty(())
+
+        def make() -> None:
+            own, alpha, beta, *_ = self._parts(vectors)
+            o, whole = options, own if merged is None else merged
+            given = whole, vocab_size, target, token_weight, o.ignore_index, 0.0, o.z_loss, o.outside_is_nan
+            token_losses(*given, out=(losses, alpha, beta))
+            if mean is not None:
+                mean_loss(losses, target, token_weight, o.ignore_index, out=mean)
+
+        size = vocab_size if isinstance(vocab_size, Tensor) else None
+        tensors = vectors, target, token_weight, losses, merged, size, *(mean or ())
+        self._launches.run(("losses", *_kinds(tensors)), tensors, make)
+        return (losses.sum() if options.reduction == "sum" else losses, None) if mean is None else mean
+
+    def hidden_gradient(
+        self,
+        x: Tensor,
+        projection: Projection,
+        target: Tensor,
+        found: Found,
+        merged: Tensor | None,
+        factor: Tensor,
+        dx: Tensor | None,
+        wants_weight: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Write this shard's ``dx [N, D]``, and prepare dW: returns the rows of x times their factors, and four
+        vectors. ``factor``: the gradient of the sum of the losses, ``[N]`` or 0-dimensional."""
+        exponentials, vectors = found
+        rows, weight = -(-self._tokens // 4) * 4, projection.weight
+        memory = vectors.new_empty(4, rows)
+        gradient = exponentials[:, : self._entries] if self._stride != self._entries else exponentials
+
+        def prepare() -> None:
+            own, alpha, beta, shift, maxima, on_shift = self._parts(vectors)
+            token_gradients(
+                gradient,
+                Saved(gradient, maxima, shift, on_shift),
+                target,
+                own if merged is None else merged,
+                TokenCoefficients(alpha, beta, None, None, None, factor),
+                None,
+                entries=self._entries,
+                window=next_power_of_2(-(-self._entries // self._windows)),
+                scale=projection.scale,
+                token_scale=projection.token_scale,
+                find_shared=wants_weight,
+                memory=memory.unbind(),
+            )
+
+        tensors = exponentials, target, projection.token_scale, vectors, memory, factor, merged
+        self._launches.run(("tokens", wants_weight, factor.stride(), *_kinds(tensors)), tensors, prepare)
+        scaled = torch.empty_like(x) if wants_weight else x
+        real = weight if len(weight) == self._entries else weight[: self._entries]
+        product = None
+        if dx is not None:
+            product = x.new_empty(x.shape, dtype=torch.float32)
+            accumulate_nt(product, gradient, real.t(), overwrite=True)
+
+        def finish() -> None:
+            dw_factor, _, residual, dx_factor = [vector[: self._tokens] for vector in memory.unbind()]
+            if dx is None or product is None:
+                scale_and_add_targets(x, dw_factor, None, scaled)
+                return
+            of_weight = (x, dw_factor, scaled) if wants_weight else None
+            scale_and_add_targets(product, dx_factor, (target, residual, real), dx, of_weight)
+
+        tensors = x, weight, target, memory, scaled, product, dx
+        self._launches.run(("finish", wants_weight, *_kinds(tensors)), tensors, finish)
+        return scaled, memory
+
+    def weight_gradient(
+        self, x: Tensor, target: Tensor, found: Found, scaled: Tensor, memory: Tensor, total: Tensor, overwrite: bool
+    ) -> None:
+        """Write the real rows ``total [V, D]`` of dW, or add to them. The others: of :meth:`hidden_gradient`."""
+        gradient = found[0]
+        gradient = gradient[:, : self._entries] if self._stride != self._entries else gradient
+        accumulate_nt(total, gradient.t(), scaled.t(), overwrite=overwrite)
+
+        def make() -> None:
+            _, unshared, residual, _ = [vector[: self._tokens] for vector in memory.unbind()]
+            add_targets(total, 0, target, residual, unshared.view(torch.uint8)[: self._tokens], x)
+
+        tensors = x, target, memory, total
+        self._launches.run(("targets", *_kinds(tensors)), tensors, make)
+
+    def partial_of(self, found: Found) -> Tensor:
+        """The merged partial ``[3, N]`` of one rank."""
+        return found[1][: 3 * self._tokens].view(3, self._tokens)
+
+    def coefficients_of(self, found: Found) -> tuple[Tensor, Tensor]:
+        """alpha and beta ``[N]``."""
+        _, alpha, beta, *_ = self._parts(found[1])
+        return alpha, beta
+
+    def _parts(self, vectors: Tensor) -> tuple[Tensor, ...]:
+        """Of :class:`Found`: the partial, alpha, beta, softmax shift, maxima and on_shift."""
+        tokens = self._tokens
+        partial, alpha, beta, shift, maxima, on_shift = vectors.split(
+            [3 * tokens, tokens, tokens, tokens, self._windows * tokens, self._size - (6 + self._windows) * tokens]
+        )
+        on_shift = on_shift.view(torch.uint8)[:tokens]
+        return partial.view(3, tokens), alpha, beta, shift, maxima.view(self._windows, tokens), on_shift
+
+
+def _kinds(tensors: tuple[Tensor | None, ...]) -> list:
+    """What launches depend on of tensors whose shapes and dtypes are known: addresses modulo 16, and dtypes."""
+    return [t if t is None else (t.data_ptr() & 15, t.dtype) for t in tensors]

@@ -64,7 +64,10 @@ class Straight:
         self._tokens, self._entries, self._options = tokens, entries, options
         self._windows, self._width = product.windows, product.tile.entries
         self._stride = stride_of(entries)
-        self._size = (6 + self._windows) * tokens + -(-tokens // 4)
+        # Of each of the vectors, which begin on boundaries of 16 bytes as tensors of their own do.
+        sizes = 3 * tokens, tokens, tokens, tokens, self._windows * tokens, -(-tokens // 4)
+        self._sizes = [-(-size // 4) * 4 for size in sizes]
+        self._size = sum(self._sizes)
         self._launches = Launches()
 
     def project(self, x: Tensor, projection: Projection, target: Tensor, partial: Tensor | None) -> Found:
@@ -94,9 +97,9 @@ class Straight:
                 on_shift=on_shift,
             )
 
-        token_scale = projection.token_scale
-        tensors = x, weight, projection.bias, token_scale, target, exponentials, vectors, sums, partial
-        self._launches.run(("project", *_kinds(tensors)), tensors, make)
+        given = target, projection.bias, projection.token_scale
+        tensors = x, weight, exponentials, vectors, sums, partial, *given
+        self._launches.run(("project", _alignment(given)), tensors, make)
         return Found(exponentials, vectors)
 
     def losses(
@@ -118,8 +121,9 @@ class Straight:
                 mean_loss(losses, target, token_weight, o.ignore_index, out=mean)
 
         size = vocab_size if isinstance(vocab_size, Tensor) else None
-        tensors = vectors, target, token_weight, losses, merged, size, *(mean or ())
-        self._launches.run(("losses", *_kinds(tensors)), tensors, make)
+        given = target, token_weight
+        tensors = vectors, losses, merged, size, *(mean or ()), *given
+        self._launches.run(("losses", _alignment(given)), tensors, make)
         return (losses.sum() if options.reduction == "sum" else losses, None) if mean is None else mean
 
     def hidden_gradient(
@@ -157,8 +161,10 @@ class Straight:
                 memory=memory.unbind(),
             )
 
-        tensors = exponentials, target, projection.token_scale, vectors, memory, factor, merged
-        self._launches.run(("tokens", wants_weight, factor.stride(), *_kinds(tensors)), tensors, prepare)
+        given = target, projection.token_scale, factor
+        tensors = exponentials, vectors, memory, merged, *given
+        aligned = _alignment(given)
+        self._launches.run(("tokens", wants_weight, factor.stride(), aligned), tensors, prepare)
         scaled = torch.empty_like(x) if wants_weight else x
         real = weight if len(weight) == self._entries else weight[: self._entries]
         product = None
@@ -175,7 +181,7 @@ class Straight:
             scale_and_add_targets(product, dx_factor, (target, residual, real), dx, of_weight)
 
         tensors = x, weight, target, memory, scaled, product, dx
-        self._launches.run(("finish", wants_weight, *_kinds(tensors)), tensors, finish)
+        self._launches.run(("finish", wants_weight, dx is None, aligned), tensors, finish)
         return scaled, memory
 
     def weight_gradient(
@@ -191,7 +197,7 @@ class Straight:
             add_targets(total, 0, target, residual, unshared.view(torch.uint8)[: self._tokens], x)
 
         tensors = x, target, memory, total
-        self._launches.run(("targets", *_kinds(tensors)), tensors, make)
+        self._launches.run(("targets", overwrite, total.stride(), _alignment((target, total))), tensors, make)
 
     def partial_of(self, found: Found) -> Tensor:
         """The merged partial ``[3, N]`` of one rank."""
@@ -204,14 +210,19 @@ class Straight:
 
     def _parts(self, vectors: Tensor) -> tuple[Tensor, ...]:
         """Of :class:`Found`: the partial, alpha, beta, softmax shift, maxima and on_shift."""
-        tokens = self._tokens
-        partial, alpha, beta, shift, maxima, on_shift = vectors.split(
-            [3 * tokens, tokens, tokens, tokens, self._windows * tokens, self._size - (6 + self._windows) * tokens]
+        tokens, windows = self._tokens, self._windows
+        partial, alpha, beta, shift, maxima, on_shift = vectors.split(self._sizes)
+        return (
+            partial[: 3 * tokens].view(3, tokens),
+            *(vector[:tokens] for vector in (alpha, beta, shift)),
+            maxima[: windows * tokens].view(windows, tokens),
+            on_shift.view(torch.uint8)[:tokens],
         )
-        on_shift = on_shift.view(torch.uint8)[:tokens]
-        return partial.view(3, tokens), alpha, beta, shift, maxima.view(self._windows, tokens), on_shift
 
 
-def _kinds(tensors: tuple[Tensor | None, ...]) -> list:
-    """What launches depend on of tensors whose shapes and dtypes are known: addresses modulo 16, and dtypes."""
-    return [t if t is None else (t.data_ptr() & 15, t.dtype) for t in tensors]
+def _alignment(given: tuple[Tensor | None, ...]) -> int:
+    """What launches depend on of the caller's tensors, whose shapes and dtypes are known: their addresses modulo 16."""
+    bits = 0
+    for tensor in given:
+        bits = bits * 16 + (0 if tensor is None else tensor.data_ptr() & 15)
+    return bits

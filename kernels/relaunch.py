@@ -85,7 +85,9 @@ class Relaunched:
 
         last = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
         stream = driver.active.get_current_stream
-        self._compiled[key] = _Compiled(compiled.run, compiled.function, compiled.packed_metadata, stream, key[0], last)
+        known = _Compiled(compiled.run, compiled.function, compiled.packed_metadata, stream, key[0], last)
+        self._compiled[key] = known
+        return known
 
     def __getattr__(self, name: str):
         return getattr(self._function, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from unittest import mock
 
 import pytest
 import torch
@@ -107,15 +106,8 @@ def _untracked(member: Member) -> None:
     parallel_lce.megatron.uninstall()
 
 
-def _untracked_as_from_torch_2_14(member: Member) -> None:
-    """The call of a Function has no frame there."""
-    with mock.patch("parallel_lce.megatron.lazy_logits._APPLY", None):
-        _untracked(member)
-
-
-@pytest.mark.parametrize("body", [_untracked, _untracked_as_from_torch_2_14])
-def test_autograd_functions_get_no_lazy_logits(body, worlds):
-    worlds(2).run(body)
+def test_autograd_functions_get_no_lazy_logits(worlds):
+    worlds(2).run(_untracked)
 
 
 def _within_a_checkpoint(member: Member, sequence_parallel: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
@@ -100,16 +101,11 @@ def install(
     """
     global _installed
     choices = choose(logits_budget, cross_entropy, gradient_filter, reduce_dtype)
-    try:
-        from megatron.core import tensor_parallel
-        from megatron.core.models.common.language_module.language_module import LanguageModule
-        from megatron.core.tensor_parallel import cross_entropy as functions
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "megatron":
-            raise
-        raise ImportError(
-            f"{error}: parallel_lce.megatron needs megatron-core, pip install 'parallel-lce[megatron]'"
-        ) from error
+    if importlib.util.find_spec("megatron") is None:
+        raise ImportError("parallel_lce.megatron needs megatron-core: pip install 'parallel-lce[megatron]'")
+    from megatron.core import tensor_parallel
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel import cross_entropy as functions
 
     _installed = choices
     _replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)

@@ -26,7 +26,11 @@ def refuse_dtensor(name: str, value: Any, process_group: dist.ProcessGroup | Non
     mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", ())
     dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     if name == "vocab_parallel_logits":
-        raise ValueError(f"{name} is a DTensor: {_remedy_of_logits(name, value, dims)}")
+        remedy = "pass each rank's equal shard of the last dimension, the vocabulary, with all of its tokens"
+        shard = len(dims) == 1 and placements[dims[0]].is_shard(value.ndim - 1)
+        if shard and value.shape[-1] % mesh.size(dims[0]) == 0:
+            remedy = f"pass {name}.to_local() and tp_group={name}.device_mesh.get_group({dims[0]})"
+        raise ValueError(f"{name} is a DTensor: {remedy}")
     if mesh is None or not dims:
         raise ValueError(f"{name} is a DTensor; pass {name}.to_local()")
     names = [mesh.mesh_dim_names[dim] if mesh.mesh_dim_names else "" for dim in dims]
@@ -45,36 +49,22 @@ def refuse_dtensor(name: str, value: Any, process_group: dist.ProcessGroup | Non
     elif not placements[dims[0]].is_shard(0):
         remedy = f"only dimension 0, the vocabulary, may be sharded; pass {name}.full_tensor()"
     else:
-        remedy = _remedy_of_shard(name, value, dims[0], names[0], ranks[0], process_group)
+        local = f"pass {name}.to_local()"
+        entries, parts = len(value), len(ranks[0])
+        if entries % parts:  # DTensor cuts as torch.chunk does
+            start = min(mesh.get_local_rank(dims[0]) * -(-entries // parts), entries)
+            local += f", vocab_start={start} (on this rank; the shards are uneven)"
+        local += f" and process_group={name}.device_mesh.get_group({dims[0]})"
+        words = set(re.findall("[a-z]+", names[0].lower()))
+        if words & _TENSOR_PARALLEL:
+            remedy = local
+        elif words & _FULLY_SHARDED:
+            remedy = f"{_WHOLE}; do not pass its local shard with that group, whose ranks have other tokens"
+        elif process_group is not None and (given := dist.get_process_group_ranks(process_group)) != ranks[0]:
+            remedy = f"these are not the ranks {given} of process_group. If fully_shard (FSDP2) sharded it, {_WHOLE}"
+        else:
+            remedy = (
+                f"if these ranks have different tokens (fully_shard, FSDP2), {_WHOLE}; if they have the same tokens "
+                f"(tensor parallelism), {local}"
+            )
     raise ValueError(f"{name} is a DTensor, {where}: {remedy}")
-
-
-def _remedy_of_shard(
-    name: str, value: Any, dim: int, mesh_name: str, ranks: list[int], process_group: dist.ProcessGroup | None
-) -> str:
-    """For a weight or bias whose rows are sharded over ``ranks``, a mesh's dimension ``dim``."""
-    local = f"pass {name}.to_local()"
-    entries = value.shape[0]
-    if entries % len(ranks):  # DTensor cuts as torch.chunk does
-        start = min(value.device_mesh.get_local_rank(dim) * -(-entries // len(ranks)), entries)
-        local += f", vocab_start={start} (on this rank; the shards are uneven)"
-    local += f" and process_group={name}.device_mesh.get_group({dim})"
-    words = set(re.findall("[a-z]+", mesh_name.lower()))
-    if words & _TENSOR_PARALLEL:
-        return local
-    if words & _FULLY_SHARDED:
-        return f"{_WHOLE}; do not pass its local shard with that group, whose ranks have other tokens"
-    if process_group is not None and (given := dist.get_process_group_ranks(process_group)) != ranks:
-        return f"these are not the ranks {given} of process_group. If fully_shard (FSDP2) sharded it, {_WHOLE}"
-    return (
-        f"if these ranks have different tokens (fully_shard, FSDP2), {_WHOLE}; if they have the same tokens "
-        f"(tensor parallelism), {local}"
-    )
-
-
-def _remedy_of_logits(name: str, value: Any, dims: list[int]) -> str:
-    """Each rank's logits must be an equal shard of the last dimension, the vocabulary."""
-    equal = len(dims) == 1 and value.placements[dims[0]].is_shard(value.ndim - 1)
-    if equal and value.shape[-1] % value.device_mesh.size(dims[0]) == 0:
-        return f"pass {name}.to_local() and tp_group={name}.device_mesh.get_group({dims[0]})"
-    return "pass each rank's equal shard of the last dimension, the vocabulary, with all of its tokens"

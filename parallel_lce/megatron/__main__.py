@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 from parallel_lce.backends import check_choice
-from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, choose, install
+from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, Choices, choose, install
 
 _OPTIONS = {
     "logits-budget": {"metavar": "BYTES"},
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
             del sys.path[0]
         sys.path.insert(0, str(Path(target).resolve().parent))
     try:  # before anything is imported
-        choose()
+        choose(Choices())
         check_choice()
     except ValueError as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host

@@ -30,9 +30,9 @@ CROSS_ENTROPIES = ("output_layer", "logits")
 
 @dataclass(frozen=True)
 class Choices:
-    """What :func:`install` was given, or else the environment has."""
+    """What :func:`install` may be given. None: not given."""
 
-    cross_entropy: str
+    cross_entropy: str | None = None
     logits_budget: int | None = None
     gradient_filter: float | None = None
     reduce_dtype: torch.dtype | None = None
@@ -100,7 +100,7 @@ def install(
             built with settings that the switch does not support, or with a misspelt ``"parallel_lce"``.
     """
     global _installed
-    choices = choose(logits_budget, cross_entropy, gradient_filter, reduce_dtype)
+    choices = choose(Choices(cross_entropy, logits_budget, as_float(gradient_filter), reduce_dtype))
     if importlib.util.find_spec("megatron") is None:
         raise ImportError("parallel_lce.megatron needs megatron-core: pip install 'parallel-lce[megatron]'")
     from megatron.core import tensor_parallel
@@ -128,51 +128,42 @@ def uninstall() -> None:
     _restore()
 
 
-def choose(
-    logits_budget: int | None = None,
-    cross_entropy: str | None = None,
-    gradient_filter: float | None = None,
-    reduce_dtype: torch.dtype | None = None,
-) -> Choices:
+def choose(given: Choices) -> Choices:
     """What is given, else installed, else in the environment. Raises ``ValueError`` as :func:`install`."""
-    before = _installed or Choices(os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer")
-    cross_entropy = cross_entropy or before.cross_entropy
-    if cross_entropy not in CROSS_ENTROPIES:
-        raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {cross_entropy!r}")
-    if reduce_dtype not in (None, torch.float32):
-        raise ValueError(f"reduce_dtype must be None or torch.float32, got {reduce_dtype!r}")
-    of_environment = budget_of_environment()
-    budget = before.logits_budget if logits_budget is None else logits_budget
+    before = vars(_installed or _of_environment())
+    chosen = Choices(**{name: before[name] if value is None else value for name, value in vars(given).items()})
+    budget, filtered = chosen.logits_budget, chosen.gradient_filter
+    if chosen.cross_entropy not in CROSS_ENTROPIES:
+        raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {chosen.cross_entropy!r}")
+    if chosen.reduce_dtype not in (None, torch.float32):
+        raise ValueError(f"reduce_dtype must be None or torch.float32, got {chosen.reduce_dtype!r}")
     if budget is not None and (type(budget) is not int or budget < 0):
         raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {budget!r}")
-    filtered = before.gradient_filter if gradient_filter is None else as_float(gradient_filter)
-    if filtered is None:
-        filtered = _filter_of_environment()
     check_gradient_filter(filtered)
-    if filtered is not None and cross_entropy == "logits":
+    if filtered is not None and chosen.cross_entropy == "logits":
         raise ValueError(
             f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'; if it is that of an earlier "
             "install() or of PARALLEL_LCE_GRADIENT_FILTER, uninstall() or unset it"
         )
-    budget = of_environment if budget is None else budget
-    return Choices(cross_entropy, budget, filtered, reduce_dtype or before.reduce_dtype)
+    return chosen
 
 
-def _filter_of_environment() -> float | None:
+def _of_environment() -> Choices:
     text = os.environ.get("PARALLEL_LCE_GRADIENT_FILTER", "")
     try:
-        number = float(text) if text else None
-        check_gradient_filter(number)
-        return number
+        filtered = float(text) if text else None
+        check_gradient_filter(filtered)
     except ValueError:
         expected = "a number between 0 and 1, such as 0.0001220703125, which is 2**-13"
         raise ValueError(f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}, got {text!r}") from None
+    cross_entropy = os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer"
+    return Choices(cross_entropy, budget_of_environment(), filtered)
 
 
 def current_options() -> dict[str, object]:
     """``logits_budget``, ``gradient_filter`` and ``reduce_dtype`` as given to :func:`install`, or without it as in the
     environment."""
-    options = vars(_installed or choose())
+    options = vars(_installed or choose(Choices()))
     return {name: value for name, value in options.items() if name != "cross_entropy"}
 
 

@@ -44,11 +44,6 @@ def _in_function() -> bool:
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
-def _version(tensor: Tensor) -> int | None:
-    """How often the tensor was changed in place; None for inference tensors, which do not count."""
-    return None if tensor.is_inference() else tensor._version
-
-
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Autocast's dtype on the tensor's device; None where autocast is off. Meta tensors have no autocast."""
     kind = tensor.device.type
@@ -89,8 +84,11 @@ class LazyLogits:
         self.inference = torch.is_inference_mode_enabled()
         self.in_function = _in_function()
         self.autocast_dtype = _autocast_dtype(hidden)
-        operands = {"hidden states": hidden, "weight": self.weight, "bias": self.bias}
-        self.versions = [(name, t, _version(t)) for name, t in operands.items() if t is not None]
+        named = {"hidden states": hidden, "weight": self.weight, "bias": self.bias}
+        operands = {name: tensor for name, tensor in named.items() if tensor is not None}
+        self.needs_gradient = any(tensor.requires_grad for tensor in operands.values())
+        # Inference tensors do not count their changes.
+        self.versions = [(name, t, t._version) for name, t in operands.items() if not t.is_inference()]
 
     def __reduce_ex__(self, protocol):
         """Pickled, as Megatron's config logger does, they are the real logits."""
@@ -135,7 +133,7 @@ class LazyLogits:
                 returned it, and the gradient would be lost.
         """
         if self.made is None:
-            changed = [name for name, tensor, version in self.versions if _version(tensor) != version]
+            changed = [name for name, tensor, version in self.versions if tensor._version != version]
             if self.layer.bias is not self.bias:
                 changed.append("bias")
             if changed:
@@ -150,7 +148,7 @@ class LazyLogits:
                 "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) was given the output "
                 "layer's result, which is no tensor, and would lose its gradient: give it `logits[...]`"
             )
-        if self.in_function and torch.is_grad_enabled() and self._needs_gradient():
+        if self.in_function and torch.is_grad_enabled() and self.needs_gradient:
             raise RuntimeError(
                 "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) returned the output "
                 "layer's result, which is no tensor, and has lost its gradient: let it return `logits[...]`, "
@@ -161,10 +159,7 @@ class LazyLogits:
     def requires_grad(self) -> bool:
         if self.made is not None:
             return self.made.requires_grad
-        return self.grad_enabled and self._needs_gradient()
-
-    def _needs_gradient(self) -> bool:
-        return any(t.requires_grad for _, t, _ in self.versions)
+        return self.grad_enabled and self.needs_gradient
 
     def __len__(self) -> int:
         return len(self._sized())

@@ -28,7 +28,7 @@ def refuse_dtensor(name: str, value: Any, process_group: dist.ProcessGroup | Non
     if name == "vocab_parallel_logits":
         remedy = "pass each rank's equal shard of the last dimension, the vocabulary, with all of its tokens"
         shard = len(dims) == 1 and placements[dims[0]].is_shard(value.ndim - 1)
-        if shard and value.shape[-1] % mesh.size(dims[0]) == 0:
+        if shard and value.shape[-1] % value.device_mesh.size(dims[0]) == 0:
             remedy = f"pass {name}.to_local() and tp_group={name}.device_mesh.get_group({dims[0]})"
         raise ValueError(f"{name} is a DTensor: {remedy}")
     if mesh is None or not dims:

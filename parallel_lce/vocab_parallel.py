@@ -127,15 +127,17 @@ class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout, kernels: bool):
         entries = logits.shape[1]
-        start, columns, merging = layout.rank * entries, Columns(), partials
+        start, merge_ranks = layout.rank * entries, partials.merge_ranks
         if kernels:
-            from parallel_lce.kernels import partials as merging
+            from parallel_lce.kernels import partials as of_kernels
+
+            merge_ranks = of_kernels.merge_ranks
         with on_device_of(logits):
             partial, shifted = _dense(logits, kernels).logits_partial(logits, target, start, label_smoothing > 0)
-        gather = PartialsGather(partial, len(target), Shard(start, entries, None), columns, layout)
+        gather = PartialsGather(partial, len(target), Shard(start, entries, None), Columns(), layout)
         gather.local.copy_(partial)
         gather.start()
-        merged, vocab_size = gather.finish(merging.merge_ranks)
+        merged, vocab_size = gather.finish(merge_ranks)
         top, log_sum = merged[MAX], merged[SUM_EXP].log()
         inside = (target >= 0) & (target < vocab_size)
         loss = log_sum - (merged[TARGET] - top).masked_fill(~inside, 0.0)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from parallel_lce.arguments import as_float
 from parallel_lce.budget import budget_of_environment
-from parallel_lce.checks import check_gradient_filter
+from parallel_lce.checks import check_budget, check_gradient_filter
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.logits_warning import warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
@@ -132,13 +132,12 @@ def choose(given: Choices) -> Choices:
     """What is given, else installed, else in the environment. Raises ``ValueError`` as :func:`install`."""
     before = vars(_installed or _of_environment())
     chosen = Choices(**{name: before[name] if value is None else value for name, value in vars(given).items()})
-    budget, filtered = chosen.logits_budget, chosen.gradient_filter
+    filtered = chosen.gradient_filter
     if chosen.cross_entropy not in CROSS_ENTROPIES:
         raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {chosen.cross_entropy!r}")
     if chosen.reduce_dtype not in (None, torch.float32):
         raise ValueError(f"reduce_dtype must be None or torch.float32, got {chosen.reduce_dtype!r}")
-    if budget is not None and (type(budget) is not int or budget < 0):
-        raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {budget!r}")
+    check_budget(chosen.logits_budget)
     check_gradient_filter(filtered)
     if filtered is not None and chosen.cross_entropy == "logits":
         raise ValueError(

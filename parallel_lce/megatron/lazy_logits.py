@@ -29,7 +29,6 @@ def keep_autograd_gradient(weight: Tensor) -> None:
 # Hooks registered after the fused loss would never run.
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
-
 # What is answered without real logits, and has no gradient.
 _SIZES = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "device", "is_cuda")
 
@@ -65,30 +64,41 @@ class LazyLogits:
     """
 
     __array_priority__ = Tensor.__array_priority__
+    # For type checkers; __init__ sets them, and all other attributes.
+    scale: float
+    stock_forward: Callable[..., tuple[Tensor, Tensor | None]]
+    made: Tensor | None
 
     def __init__(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         hidden: Tensor,
         weight: Tensor | None,
         sequence_parallel: bool,
         stock_forward: Callable[..., tuple[Tensor, Tensor | None]],
     ) -> None:
-        self.layer, self.hidden, self.shared, self.bias = layer, hidden, weight is not None, layer.bias
-        self.weight = layer.weight if weight is None else weight
-        self.sequence_parallel, self.stock_forward = sequence_parallel, stock_forward
-        self.scale = 1.0
-        self.made: Tensor | None = None
-        self.has_loss = False
-        self.grad_enabled = torch.is_grad_enabled()
-        self.inference = torch.is_inference_mode_enabled()
-        self.in_function = _in_function()
-        self.autocast_dtype = _autocast_dtype(hidden)
-        named = {"hidden states": hidden, "weight": self.weight, "bias": self.bias}
+        used = layer.weight if weight is None else weight
+        named = {"hidden states": hidden, "weight": used, "bias": layer.bias}
         operands = {name: tensor for name, tensor in named.items() if tensor is not None}
-        self.needs_gradient = any(tensor.requires_grad for tensor in operands.values())
-        # Inference tensors do not count their changes.
-        self.versions = [(name, t, t._version) for name, t in operands.items() if not t.is_inference()]
+        vars(self).update(  # past __setattr__, which takes longer
+            layer=layer,
+            hidden=hidden,
+            weight=used,
+            shared=weight is not None,
+            bias=layer.bias,
+            sequence_parallel=sequence_parallel,
+            stock_forward=stock_forward,
+            scale=1.0,
+            made=None,
+            has_loss=False,
+            grad_enabled=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            in_function=_in_function(),
+            autocast_dtype=_autocast_dtype(hidden),
+            needs_gradient=any([tensor.requires_grad for tensor in operands.values()]),
+            # Inference tensors do not count their changes.
+            versions=[(name, t, t._version) for name, t in operands.items() if not t.is_inference()],
+        )
 
     def __reduce_ex__(self, protocol):
         """Pickled, as Megatron's config logger does, they are the real logits."""

@@ -32,12 +32,17 @@ _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 # What is answered without real logits, and has no gradient.
 _SIZES = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "device", "is_cuda")
 
+_LOST = (
+    "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) {} the output layer's result, which is no "
+    "tensor, and {} its gradient: {}"
+)
+
 
 def _in_function() -> bool:
     """Whether the forward of a ``torch.autograd.Function`` runs, such as that of a reentrant checkpoint.
 
     PyTorch turns off forward-mode gradients in it, which besides only inference mode does. The Function gives its
-    tensor results a backward of its own. Lazy logits that it is given, or returns, are no tensors, and lose their
+    tensor results a backward of its own. Lazy logits that pass its border, in or out, are no tensors, and lose their
     gradient.
     """
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
@@ -139,8 +144,8 @@ class LazyLogits:
 
         Raises:
             RuntimeError: nothing is made yet, and the hidden states, the weight or the bias changed in
-                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` was given this or
-                returned it, and the gradient would be lost.
+                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` uses this or returned
+                it, and the gradient would be lost.
         """
         if self.made is None:
             changed = [name for name, tensor, version in self.versions if tensor._version != version]
@@ -151,19 +156,12 @@ class LazyLogits:
                     f"parallel_lce: the output layer's {changed[0]} changed in place after the layer was "
                     "called, and its logits, or their loss, are computed only now: change a copy"
                 )
-        if self.in_function == _in_function():
-            return
-        if not self.in_function and self.requires_grad:
-            raise RuntimeError(
-                "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) was given the output "
-                "layer's result, which is no tensor, and would lose its gradient: give it `logits[...]`"
-            )
-        if self.in_function and torch.is_grad_enabled() and self.needs_gradient:
-            raise RuntimeError(
-                "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) returned the output "
-                "layer's result, which is no tensor, and has lost its gradient: let it return `logits[...]`, "
-                "or checkpoint with use_reentrant=False"
-            )
+        inside = _in_function()
+        if inside and not self.in_function and self.requires_grad:
+            raise RuntimeError(_LOST.format("uses", "loses", "give it `logits[...]`"))
+        if self.in_function and not inside and torch.is_grad_enabled() and self.needs_gradient:
+            remedy = "let it return `logits[...]`, or checkpoint with use_reentrant=False"
+            raise RuntimeError(_LOST.format("returned", "has lost", remedy))
 
     @property
     def requires_grad(self) -> bool:
@@ -225,9 +223,8 @@ class LazyLogits:
             return self.materialize("multiplication") * factor
         self.check()
         product = object.__new__(LazyLogits)
-        vars(product).update(vars(self))
-        product.scale = self.scale * float(factor)
-        product.grad_enabled = self.grad_enabled and torch.is_grad_enabled()
+        grad_enabled = self.grad_enabled and torch.is_grad_enabled()
+        vars(product).update(vars(self), scale=self.scale * float(factor), grad_enabled=grad_enabled)
         return product
 
     __rmul__ = __mul__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from typing import Never
 
@@ -13,6 +12,19 @@ from torch import Tensor, nn
 from parallel_lce.checks import check_process_group
 from parallel_lce.functional import linear_cross_entropy
 from parallel_lce.options import FLOATS, Options, check_options, check_reduction, refuse_unknown, with_python_numbers
+
+
+class _Held:
+    """A module's process group. Copies of the module share it; of a pickled one only its number of ranks is left."""
+
+    def __init__(self, group: dist.ProcessGroup | None, lost_ranks: int = 0) -> None:
+        self.group, self.lost_ranks = group, lost_ranks
+
+    def __deepcopy__(self, memo: dict) -> _Held:
+        return self
+
+    def __reduce__(self) -> tuple:
+        return _Held, (None, self.lost_ranks if self.group is None else dist.get_world_size(self.group))
 
 
 class LinearCrossEntropy(nn.Module):
@@ -88,28 +100,12 @@ class LinearCrossEntropy(nn.Module):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """The tensor-parallel group that shards the vocabulary; None for one process."""
-        return self._group
+        return self._held.group
 
     @process_group.setter
     def process_group(self, group: dist.ProcessGroup | None) -> None:
         check_process_group(group)
-        self._group, self._lost_ranks = group, 0
-
-    def __copy__(self) -> LinearCrossEntropy:
-        duplicate = self.__class__.__new__(self.__class__)
-        duplicate.__dict__.update(self.__dict__)
-        return duplicate
-
-    def __deepcopy__(self, memo: dict) -> LinearCrossEntropy:
-        duplicate = self.__class__.__new__(self.__class__)
-        # Copies share the process group.
-        memo |= {id(self): duplicate, id(self._group): self._group}
-        duplicate.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return duplicate
-
-    def __getstate__(self) -> dict:
-        ranks = self._lost_ranks if self._group is None else dist.get_world_size(self._group)
-        return {**self.__dict__, "_group": None, "_lost_ranks": ranks}
+        self._held = _Held(group)
 
     def forward(
         self,
@@ -124,9 +120,9 @@ class LinearCrossEntropy(nn.Module):
         Shapes, result and errors are those of :func:`parallel_lce.linear_cross_entropy`. An unpickled module that has
         lost its process group raises ``ValueError``.
         """
-        if self._lost_ranks:
+        if self._held.lost_ranks:
             raise ValueError(
-                f"this LinearCrossEntropy was pickled with a process_group of {self._lost_ranks} rank(s), which a "
+                f"this LinearCrossEntropy was pickled with a process_group of {self._held.lost_ranks} rank(s), which a "
                 "pickle does not hold: set its process_group"
             )
         return linear_cross_entropy(
@@ -135,7 +131,7 @@ class LinearCrossEntropy(nn.Module):
             target,
             linear_bias=linear_bias,
             token_weight=token_weight,
-            process_group=self._group,
+            process_group=self._held.group,
             **self.options,
         )
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce import debug
+from parallel_lce import debug, partials
 from parallel_lce.autograd import first_order_only
-from parallel_lce.backends import uses_kernels, valueless
-from parallel_lce.backends.dense_logits import logits_gradient, logits_partial, merge_ranks
+from parallel_lce.backends import dense_logits, uses_kernels, valueless
 from parallel_lce.checks import check_kind, check_process_group
 from parallel_lce.collectives import Layout, PartialsGather, Shard
-from parallel_lce.memory import in_memory
+from parallel_lce.memory import in_memory, on_device_of
 from parallel_lce.options import as_float, is_number, shortened
 from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
 
@@ -57,6 +57,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing = as_float(label_smoothing)
     try:
         _check(vocab_parallel_logits, target, label_smoothing, group)
+        kernels = uses_kernels(vocab_parallel_logits)
     except Exception as refusal:
         debug.report_refusal(layout, refusal)
         raise
@@ -68,11 +69,11 @@ def vocab_parallel_cross_entropy(
             "entries per rank": entries,
             "dtype": vocab_parallel_logits.dtype,
             "label_smoothing": label_smoothing,
-            "kernels": uses_kernels(vocab_parallel_logits),
+            "kernels": kernels,
         }
         debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
-    logits, target = in_memory(vocab_parallel_logits).reshape(-1, entries), in_memory(target)
-    loss = _LogitsCrossEntropy.apply(logits, target.reshape(-1).long().contiguous(), float(label_smoothing), layout)
+    logits, ids = in_memory(vocab_parallel_logits).reshape(-1, entries), in_memory(target).reshape(-1)
+    loss = _LogitsCrossEntropy.apply(logits, ids.long().contiguous(), float(label_smoothing), layout, kernels)
     return loss.view(target.shape)
 
 
@@ -98,7 +99,6 @@ def _check(logits: Tensor, target: Tensor, label_smoothing: object, group: dist.
         raise ValueError(f"label_smoothing must be in [0, 1), got {shortened(label_smoothing)}")
     if label_smoothing and logits.shape[-1] < 2:
         raise ValueError(f"label_smoothing={label_smoothing} needs at least 2 entries per rank, got {logits.shape[-1]}")
-    uses_kernels(logits)  # raises for a backend that cannot run
 
 
 def _megatron_group() -> dist.ProcessGroup | None:
@@ -114,13 +114,27 @@ def _megatron_group() -> dist.ProcessGroup | None:
     return group
 
 
+def _dense(logits: Tensor, kernels: bool) -> ModuleType:
+    """Where ``logits_partial`` and ``logits_gradient`` are. Kernels read rows that are contiguous."""
+    if kernels and logits.stride(1) == 1:
+        from parallel_lce.kernels import dense_logits as of_kernels
+
+        return of_kernels
+    return dense_logits
+
+
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout):
+    def forward(ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout, kernels: bool):
         entries = logits.shape[1]
-        start, columns = layout.rank * entries, Columns()
-        partial, shifted = logits_partial(logits, target, start, label_smoothing > 0)
-        gather = PartialsGather(partial, len(target), Shard(start, entries, None), columns, layout)
+        start, merge_ranks = layout.rank * entries, partials.merge_ranks
+        if kernels:
+            from parallel_lce.kernels import partials as of_kernels
+
+            merge_ranks = of_kernels.merge_ranks
+        with on_device_of(logits):
+            partial, shifted = _dense(logits, kernels).logits_partial(logits, target, start, label_smoothing > 0)
+        gather = PartialsGather(partial, len(target), Shard(start, entries, None), Columns(), layout)
         gather.local.copy_(partial)
         gather.start()
         merged, vocab_size = gather.finish(merge_ranks)
@@ -132,15 +146,14 @@ class _LogitsCrossEntropy(torch.autograd.Function):
             mean_log_prob = shifted / entries + (partial[MAX] - top) - log_sum
             loss = (1 - smoothing) * loss - smoothing * mean_log_prob
         ctx.save_for_backward(logits, target, top.clone(), merged[SUM_EXP].clone())
-        ctx.smoothing, ctx.start = smoothing, start
+        ctx.smoothing, ctx.start, ctx.kernels = smoothing, start, kernels
         return loss
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream: Tensor):
         logits, target, top, sum_exp = saved
-        smoothing_grad = upstream * (ctx.smoothing / max(1, logits.shape[1]))
-        target_grad = upstream * (1 - ctx.smoothing)
-        scale = upstream / sum_exp
-        gradient = logits_gradient(logits, target, ctx.start, top, scale, smoothing_grad, target_grad)
-        return gradient, None, None, None
+        per_row = top, upstream / sum_exp, upstream * (ctx.smoothing / logits.shape[1]), upstream * (1 - ctx.smoothing)
+        with on_device_of(logits):
+            gradient = _dense(logits, ctx.kernels).logits_gradient(logits, target, ctx.start, *per_row)
+        return gradient, None, None, None, None

@@ -124,13 +124,11 @@ class VocabularyOrder:
         Raises:
             ValueError: ``weight`` has another number of rows.
         """
-        self._check_rows("weight", weight)
-        return _moved(weight, self._old_id)
+        return self._moved("weight", weight, self._old_id)
 
     def undo_rows(self, weight: Tensor) -> Tensor:
         """The rows from the new to the old order. The inverse of :meth:`apply_rows`."""
-        self._check_rows("weight", weight)
-        return _moved(weight, self.new_id)
+        return self._moved("weight", weight, self.new_id)
 
     def apply_checkpoint(self, state: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
         """A checkpoint from the old to the new order.
@@ -178,30 +176,29 @@ class VocabularyOrder:
         except (OSError, SafetensorError, ValueError) as error:
             raise ValueError(f"{path} holds no order of a vocabulary: {error}") from None
 
-    def _check_rows(self, name: str, value: Any) -> None:
-        V = len(self.new_id)
+    def _moved(self, name: str, value: Any, sources: Tensor) -> Tensor:
+        """``value`` with row ``sources[i]`` at place i, and its padding where it was."""
+        V = len(sources)
         if not isinstance(value, Tensor) or value.dim() < 1 or len(value) not in (V, self.rows):
             padded = f", or {self.rows} with padding" if self.rows > V else ""
             raise ValueError(f"{name} must be a tensor of {V} rows{padded}, got {_described(value)}")
+        padding = torch.arange(V, len(value), device=sources.device)
+        return value.index_select(0, torch.cat([sources, padding]).to(value.device))
 
+    @torch.no_grad()
     def _moved_checkpoint(self, state: Mapping[str, Any], names: Iterable[str], sources: Tensor) -> dict[str, Any]:
         if isinstance(names, str):
             raise ValueError(f"names must be several names, such as [{names!r}], got the string {names!r}")
         names = [*names]
-        missing = [name for name in names if name not in state]
-        if missing:
+        if missing := [name for name in names if name not in state]:
             raise ValueError(f"the checkpoint has no {', '.join(map(repr, missing))}")
+        result, by_memory = dict(state), {}
         for name in names:
-            self._check_rows(name, state[name])
-        # Of a tied weight, whose names share memory, there is one again.
-        moved: dict[object, Tensor] = {}
-        result = dict(state)
-        for name in names:
-            value = state[name].detach()
-            place = value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
-            if place not in moved or not place[0]:
-                moved[place] = _moved(value, sources)
-            result[name] = moved[place]
+            value = state[name]
+            result[name] = self._moved(name, value, sources)
+            if value.data_ptr():  # the names of a tied weight share memory again
+                memory = value.data_ptr(), value.shape, value.stride(), value.dtype, value.device
+                result[name] = by_memory.setdefault(memory, result[name])
         return result
 
 
@@ -215,12 +212,6 @@ def _mapped(ids: Tensor, table: Tensor) -> Tensor:
     wide = ids.long()
     inside = (wide >= 0) & (wide <= last)
     return torch.where(inside, table.to(ids.device)[wide.clamp(0, last)], wide).to(ids.dtype)
-
-
-def _moved(value: Tensor, sources: Tensor) -> Tensor:
-    """``value`` with row ``sources[i]`` at place i, and its padding where it was."""
-    padding = torch.arange(len(sources), len(value), device=sources.device)
-    return value.index_select(0, torch.cat([sources, padding]).to(value.device))
 
 
 def _described(value: object) -> str:

@@ -35,7 +35,7 @@ def _inputs(shape: tuple[int, int], dtype: torch.dtype, device: str):
 def test_logits_partial(shape, dtype, device):
     logits, target, start = _inputs(shape, dtype, device)
     partial, shifted = kernels.logits_partial(logits, target, start, True)
-    want, want_shifted = plain.torch_logits_partial(logits.double(), target, start, True)
+    want, want_shifted = plain.logits_partial(logits.double(), target, start, True)
     assert torch.equal(partial[0].double(), want[0])
     assert torch.equal(partial[2].double(), want[2])
     torch.testing.assert_close(partial[1].double(), want[1], rtol=1e-5, atol=0)
@@ -60,7 +60,7 @@ def test_logits_gradient(shape, dtype, device):
     maximum = logits.float().amax(1).masked_fill(logits.float().amax(1) == -torch.inf, 0.0)
     found = kernels.logits_gradient(logits, target, start, maximum, *rows)
     doubles = [t.double() for t in (maximum, *rows)]
-    truth = plain.torch_logits_gradient(logits.double(), target, start, *doubles)
-    yardstick = plain.torch_logits_gradient(logits, target, start, maximum, *rows)
+    truth = plain.logits_gradient(logits.double(), target, start, *doubles)
+    yardstick = plain.logits_gradient(logits, target, start, maximum, *rows)
     assert found.dtype == dtype
     assert_no_worse(found, truth, yardstick, 1.1, 1e-6 * size(truth))

@@ -29,7 +29,7 @@ import time
 from pathlib import Path
 
 from parallel_lce.backends import check_choice
-from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, choose, install
+from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, Choices, choose, install
 
 _OPTIONS = {
     "logits-budget": {"metavar": "BYTES"},
@@ -44,13 +44,12 @@ def main(arguments: list[str]) -> None:
     module, target, rest = _parse(arguments)
     sys.argv = [target, *rest]
     if not module:
-        # Make sys.path[0] the script's folder, as `python SCRIPT` does; `python -m` put the current
-        # folder there.
+        # As `python SCRIPT` does; `python -m` put the current folder first.
         if sys.path and sys.path[0] in ("", os.getcwd()):
             del sys.path[0]
         sys.path.insert(0, str(Path(target).resolve().parent))
     try:  # before anything is imported
-        choose()
+        choose(Choices())
         check_choice()
     except ValueError as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host
@@ -78,34 +77,25 @@ def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
     )
     for name, settings in _OPTIONS.items():
         parser.add_argument(f"--parallel-lce-{name}", **settings)
-    ours, theirs = _split(arguments)
+    ours, theirs = [], []
+    remaining = iter(arguments)
+    for argument in remaining:
+        mine = argument.startswith("--parallel-lce-")
+        (ours if mine else theirs).append(argument)
+        if mine and "=" not in argument:
+            ours.extend(itertools.islice(remaining, 1))
     if not theirs or theirs[0] in ("-h", "--help"):
         ours = ["--help"]
     for name, value in vars(parser.parse_args(ours)).items():
         if value is not None:
             os.environ[name.upper()] = value
     module = theirs[0] == "-m"
-    if module:
-        theirs = theirs[1:]
+    theirs = theirs[module:]
     if not theirs or theirs[0].startswith("-"):
         parser.error(f"expected a script or -m MODULE, got {' '.join(arguments)!r}")
     if not module and not Path(theirs[0]).is_file():
         parser.error(f"no such script: {theirs[0]}")
     return module, theirs[0], theirs[1:]
-
-
-def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """This program's options with their values, and all other arguments as they are."""
-    ours, theirs = [], []
-    remaining = iter(arguments)
-    for argument in remaining:
-        if argument.startswith("--parallel-lce-"):
-            ours.append(argument)
-            if "=" not in argument:
-                ours.extend(itertools.islice(remaining, 1))
-        else:
-            theirs.append(argument)
-    return ours, theirs
 
 
 class _InstallAfterImport(importlib.abc.MetaPathFinder):

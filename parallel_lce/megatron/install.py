@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,37 +27,39 @@ IMPLEMENTATION = "parallel_lce"
 CROSS_ENTROPIES = ("output_layer", "logits")
 
 
-@dataclass
-class _Installed:
-    """What :func:`install` chose and replaced."""
+@dataclass(frozen=True)
+class Choices:
+    """What :func:`install` may be given. None: not given."""
 
-    cross_entropy: str
-    logits_budget: int | None
+    cross_entropy: str | None = None
+    logits_budget: int | None = None
     gradient_filter: float | None = None
     reduce_dtype: torch.dtype | None = None
-    # Each replaced attribute: its owner, its name, ours, and the original.
-    replaced: list[tuple[type | ModuleType, str, object, object]] = field(default_factory=list)
-
-    def replace(self, owner: type | ModuleType, name: str, ours: object) -> None:
-        self.replaced.append((owner, name, ours, getattr(owner, name)))
-        setattr(owner, name, ours)
-
-    def restore(self, first: int = 0) -> None:
-        """Undo the replacements from ``first`` on, except those that somebody has replaced again since."""
-        for owner, name, ours, original in reversed(self.replaced[first:]):
-            if getattr(owner, name) is ours:
-                setattr(owner, name, original)
-            else:
-                warnings.warn(
-                    f"parallel_lce: {owner.__name__}.{name} has been replaced since install(), so that "
-                    "it stays as it is: undo that first",
-                    RuntimeWarning,
-                    stacklevel=3,
-                )
-        del self.replaced[first:]
 
 
-_installed: _Installed | None = None
+_installed: Choices | None = None
+
+# What is replaced, by the owner and the name of the attribute: ours and the original.
+_replaced: dict[tuple[type | ModuleType, str], tuple[object, object]] = {}
+
+
+def _replace(owner: type | ModuleType, name: str, make: Callable[[Any], object]) -> None:
+    """Put ``make(original)`` in the original's place, if it is not there yet."""
+    if (owner, name) not in _replaced:
+        original = getattr(owner, name)
+        _replaced[owner, name] = make(original), original
+        setattr(owner, name, _replaced[owner, name][0])
+
+
+def _restore(only: str | None = None) -> None:
+    """Undo the replacements, or those of one name, except where somebody has replaced ours since."""
+    for owner, name in [place for place in _replaced if only in (None, place[1])]:
+        ours, original = _replaced.pop((owner, name))
+        if getattr(owner, name) is ours:
+            setattr(owner, name, original)
+        else:
+            message = f"{owner.__name__}.{name} has been replaced since install(), so that it stays as it is"
+            warnings.warn(f"parallel_lce: {message}: undo that first", RuntimeWarning, stacklevel=3)
 
 
 def install(
@@ -95,33 +99,21 @@ def install(
             built with settings that the switch does not support, or with a misspelt ``"parallel_lce"``.
     """
     global _installed
-    chosen, budget, filtered = choose(logits_budget, cross_entropy, gradient_filter)
-    if reduce_dtype not in (None, torch.float32):
-        raise ValueError(f"reduce_dtype must be None or torch.float32, got {reduce_dtype!r}")
-    try:
-        from megatron.core import tensor_parallel
-        from megatron.core.models.common.language_module.language_module import LanguageModule
-        from megatron.core.tensor_parallel import cross_entropy as functions
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "megatron":
-            raise
-        raise ImportError(
-            f"{error}: parallel_lce.megatron needs megatron-core, pip install 'parallel-lce[megatron]'"
-        ) from error
+    choices = choose(Choices(cross_entropy, logits_budget, as_float(gradient_filter), reduce_dtype))
+    if importlib.util.find_spec("megatron") is None:
+        raise ImportError("parallel_lce.megatron needs megatron-core: pip install 'parallel-lce[megatron]'")
+    from megatron.core import tensor_parallel
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.tensor_parallel import cross_entropy as functions
 
-    wrappers = {"setup_embeddings_and_output_layer": _wrap_setup, "compute_language_model_loss": _wrap_loss}
-    if _installed is None:
-        _installed = _Installed(chosen, budget)
-        for name, wrap in wrappers.items():
-            _installed.replace(LanguageModule, name, wrap(getattr(LanguageModule, name)))
-    _installed.cross_entropy, _installed.logits_budget, _installed.gradient_filter = chosen, budget, filtered
-    _installed.reduce_dtype = reduce_dtype or _installed.reduce_dtype
-    replaced = len(_installed.replaced) > len(wrappers)
-    if replaced and chosen != "logits":
-        _installed.restore(first=len(wrappers))
-    if not replaced and chosen == "logits":
+    _installed = choices
+    _replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)
+    _replace(LanguageModule, "compute_language_model_loss", _wrap_loss)
+    if choices.cross_entropy == "logits":
         for owner in (functions, tensor_parallel):
-            _installed.replace(owner, "vocab_parallel_cross_entropy", vocab_parallel_cross_entropy)
+            _replace(owner, "vocab_parallel_cross_entropy", lambda original: vocab_parallel_cross_entropy)
+    else:
+        _restore("vocab_parallel_cross_entropy")
 
 
 def uninstall() -> None:
@@ -131,89 +123,74 @@ def uninstall() -> None:
     own loss raises ``UnboundLocalError`` for ``cross_entropy_fusion_impl="parallel_lce"``.
     """
     global _installed
-    if _installed is not None:
-        _installed.restore()
-        _installed = None
+    _installed = None
+    _restore()
 
 
-def choose(
-    logits_budget: int | None = None, cross_entropy: str | None = None, gradient_filter: float | None = None
-) -> tuple[str, int | None, float | None]:
-    """The cross-entropy, the budget and the filter: what is given, else installed, else in the environment."""
-    before = _installed or _Installed(os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer", None)
-    chosen = cross_entropy or before.cross_entropy
-    if chosen not in CROSS_ENTROPIES:
-        raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {chosen!r}")
-    budget = before.logits_budget if logits_budget is None else logits_budget
-    if budget is not None and (type(budget) is not int or budget < 0):
-        raise ValueError(f"logits_budget must be None or a number of bytes >= 0, got {budget!r}")
-    of_environment = budget_of_environment()
-    filtered = before.gradient_filter if gradient_filter is None else gradient_filter
-    if filtered is None:
-        filtered = _filter_of_environment()
-    filtered = as_float(filtered)
+def choose(given: Choices) -> Choices:
+    """What is given, else installed, else in the environment. Raises ``ValueError`` as :func:`install`."""
+    before = vars(_installed or _of_environment())
+    chosen = Choices(**{name: before[name] if value is None else value for name, value in vars(given).items()})
+    filtered = chosen.gradient_filter
+    if chosen.cross_entropy not in CROSS_ENTROPIES:
+        raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {chosen.cross_entropy!r}")
+    if chosen.reduce_dtype not in (None, torch.float32):
+        raise ValueError(f"reduce_dtype must be None or torch.float32, got {chosen.reduce_dtype!r}")
+    check_option("logits_budget", chosen.logits_budget)
+    if chosen.logits_budget is None:
+        budget_of_environment()  # raises
     check_option("gradient_filter", filtered)
-    if filtered is not None and chosen == "logits":
-        origin = ""
-        if gradient_filter is None:
-            origin = "; it is that of an earlier install() or of PARALLEL_LCE_GRADIENT_FILTER: uninstall() or unset it"
-        raise ValueError(f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'{origin}")
-    return chosen, of_environment if budget is None else budget, filtered
+    if filtered is not None and chosen.cross_entropy == "logits":
+        raise ValueError(
+            f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'; if it is that of an earlier "
+            "install() or of PARALLEL_LCE_GRADIENT_FILTER, uninstall() or unset it"
+        )
+    return chosen
 
 
-def _filter_of_environment() -> float | None:
+def _of_environment() -> Choices:
     text = os.environ.get("PARALLEL_LCE_GRADIENT_FILTER", "")
     try:
-        number = float(text) if text else None
-        check_option("gradient_filter", number)
+        filtered = float(text) if text else None
+        check_option("gradient_filter", filtered)
     except ValueError:
         expected = "a number between 0 and 1, such as 0.0001220703125, which is 2**-13"
         raise ValueError(f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}, got {text!r}") from None
-    return number
+    cross_entropy = os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer"
+    return Choices(cross_entropy, budget_of_environment(), filtered)
 
 
 def current_options() -> dict[str, object]:
     """``logits_budget``, ``gradient_filter`` and ``reduce_dtype`` as given to :func:`install`, or without it as in the
     environment."""
-    if _installed is None:
-        _, budget, filtered = choose()
-        return {"logits_budget": budget, "gradient_filter": filtered}
-    names = "logits_budget", "gradient_filter", "reduce_dtype"
-    return {name: getattr(_installed, name) for name in names}
+    options = vars(_installed or choose(Choices()))
+    return {name: value for name, value in options.items() if name != "cross_entropy"}
 
 
 def _takes_logits() -> bool:
     return _installed is not None and _installed.cross_entropy == "logits"
 
 
-def _asked_for(config) -> bool:
-    return config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == IMPLEMENTATION
-
-
-def _check_spelling(name: str | None) -> None:
-    """Megatron does not check the name, and its loss ends in an ``UnboundLocalError``."""
-    meant = difflib.get_close_matches((name or "").lower(), [IMPLEMENTATION], cutoff=0.75)
-    if meant and name != IMPLEMENTATION:
-        raise ValueError(f"cross_entropy_fusion_impl={name!r}: did you mean {IMPLEMENTATION!r}?")
-
-
 def _wrap_setup(original: Callable) -> Callable:
     @functools.wraps(original)
     def setup_embeddings_and_output_layer(self) -> None:
         original(self)
-        config = self.config
-        _check_spelling(config.cross_entropy_fusion_impl)
-        if config.cross_entropy_fusion_impl == IMPLEMENTATION and not _asked_for(config):
+        name = self.config.cross_entropy_fusion_impl
+        if name != IMPLEMENTATION:
+            # Megatron does not check the name, and its loss ends in an UnboundLocalError.
+            if difflib.get_close_matches((name or "").lower(), [IMPLEMENTATION], cutoff=0.75):
+                raise ValueError(f"cross_entropy_fusion_impl={name!r}: did you mean {IMPLEMENTATION!r}?")
+            return
+        if not self.config.cross_entropy_loss_fusion:
             warnings.warn(
                 "parallel_lce: cross_entropy_fusion_impl='parallel_lce' has no effect with "
                 "cross_entropy_loss_fusion=False: this model trains with Megatron's loss",
                 RuntimeWarning,
                 stacklevel=2,
             )
-        layer = getattr(self, "output_layer", None)
-        if not _asked_for(config) or layer is None or not getattr(self, "post_process", True):
             return
-        if not _takes_logits():
+        layer = getattr(self, "output_layer", None)
+        if layer is not None and getattr(self, "post_process", True) and not _takes_logits():
             make_lazy(layer, current_options)
 
     return setup_embeddings_and_output_layer
@@ -222,13 +199,13 @@ def _wrap_setup(original: Callable) -> Callable:
 def _wrap_loss(original: Callable) -> Callable:
     @functools.wraps(original)
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        if not _asked_for(self.config):
+        config = self.config
+        if not config.cross_entropy_loss_fusion or config.cross_entropy_fusion_impl != IMPLEMENTATION:
             return original(self, labels, logits)
         # Megatron's labels and losses are [b, s], its activations [s, b, ...].
         target = labels.transpose(0, 1).contiguous()
         layer = getattr(self, "output_layer", None)
-        real = not isinstance(logits, LazyLogits) and not is_lazy(layer)
-        if real and not _takes_logits():
+        if not (isinstance(logits, LazyLogits) or is_lazy(layer) or _takes_logits()):
             warn_of_logits(self, "the model was built before install(), or its output layer was replaced")
         # If the layer has no tp_group, vocab_parallel_cross_entropy uses Megatron's.
         loss = token_losses(logits, target, getattr(layer, "tp_group", None))

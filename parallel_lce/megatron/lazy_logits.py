@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
 import numbers
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
-from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from parallel_lce.collectives import Layout, gather_hidden
 from parallel_lce.functional import token_statistics
 from parallel_lce.megatron.logits_warning import warn_of_logits
-from parallel_lce.plan import Block
 
 
 def keep_autograd_gradient(weight: Tensor) -> None:
@@ -34,56 +29,23 @@ def keep_autograd_gradient(weight: Tensor) -> None:
 # Hooks registered after the fused loss would never run.
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
-
 # What is answered without real logits, and has no gradient.
 _SIZES = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "device", "is_cuda")
 
+_LOST = (
+    "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) {} the output layer's result, which is no "
+    "tensor, and {} its gradient: {}"
+)
 
-# None from torch 2.14 on, where the call of a Function has no frame of its own.
-_APPLY: CodeType | None = getattr(torch.autograd.Function.apply, "__code__", None)
 
+def _in_function() -> bool:
+    """Whether the forward of a ``torch.autograd.Function`` runs, such as that of a reentrant checkpoint.
 
-def _function_calls() -> Iterator[FrameType]:
-    """The frames of the calls of ``torch.autograd.Function`` that are running, innermost first: of their ``apply``, or
-    of their forwards where ``apply`` has none.
-
-    A reentrant checkpoint is one. Gradients are off in such a forward. The Function gives its tensor results a backward
-    of its own. Lazy logits that it is given, or returns, are no tensors, and lose their gradient.
+    PyTorch turns off forward-mode gradients in it, which besides only inference mode does. The Function gives its
+    tensor results a backward of its own. Lazy logits that pass its border, in or out, are no tensors, and lose their
+    gradient.
     """
-    frame = sys._getframe(1)
-    while frame is not None:
-        if _is_forward(frame.f_code) if _APPLY is None else frame.f_code is _APPLY:
-            yield frame
-        frame = frame.f_back
-
-
-_FORWARDS: set[CodeType] = set()
-
-
-def _is_forward(code: CodeType) -> bool:
-    """Whether this is the forward of a ``torch.autograd.Function``. Asked while the code is running."""
-    if code in _FORWARDS:
-        return True
-    functions: list[type[torch.autograd.Function]] = [torch.autograd.Function]
-    for function in functions:
-        functions += function.__subclasses__()
-    found = any(getattr(inspect.unwrap(function.forward), "__code__", None) is code for function in functions)
-    if found:
-        _FORWARDS.add(code)
-    return found
-
-
-def _is_given(call: FrameType, value: object) -> bool:
-    """Whether ``value`` is an argument of a call that is running."""
-    names, more, _, local = inspect.getargvalues(call)
-    arguments = [local.get(name) for name in names]
-    others = local.get(more, ()) if more else ()
-    return any(argument is value for argument in (*arguments, *others))
-
-
-def _version(tensor: Tensor) -> int | None:
-    """How often the tensor was changed in place; None for inference tensors, which do not count."""
-    return None if tensor.is_inference() else tensor._version
+    return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
 
 def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
@@ -107,22 +69,23 @@ class LazyLogits:
     """
 
     __array_priority__ = Tensor.__array_priority__
-    # Set by __init__, as all other attributes are. Type checkers need to know these.
+    # For type checkers; __init__ sets them, and all other attributes.
     scale: float
     stock_forward: Callable[..., tuple[Tensor, Tensor | None]]
     made: Tensor | None
 
     def __init__(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         hidden: Tensor,
         weight: Tensor | None,
         sequence_parallel: bool,
         stock_forward: Callable[..., tuple[Tensor, Tensor | None]],
     ) -> None:
         used = layer.weight if weight is None else weight
-        parts = {"hidden states": hidden, "weight": used, "bias": layer.bias}
-        vars(self).update(  # past __setattr__
+        named = {"hidden states": hidden, "weight": used, "bias": layer.bias}
+        operands = {name: tensor for name, tensor in named.items() if tensor is not None}
+        vars(self).update(  # past __setattr__, which takes longer
             layer=layer,
             hidden=hidden,
             weight=used,
@@ -135,9 +98,11 @@ class LazyLogits:
             has_loss=False,
             grad_enabled=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
+            in_function=_in_function(),
             autocast_dtype=_autocast_dtype(hidden),
-            function_call=None if torch.is_grad_enabled() else next(_function_calls(), None),
-            versions=[(n, t, _version(t)) for n, t in parts.items() if t is not None],
+            needs_gradient=any([tensor.requires_grad for tensor in operands.values()]),
+            # Inference tensors do not count their changes.
+            versions=[(name, t, t._version) for name, t in operands.items() if not t.is_inference()],
         )
 
     def __reduce_ex__(self, protocol):
@@ -159,11 +124,10 @@ class LazyLogits:
             warn_of_logits(self.layer, f"{use} of the output layer's result wants them", stacklevel=5)
             before, self.layer.sequence_parallel = self.layer.sequence_parallel, self.sequence_parallel
             try:
-                with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled):
+                with torch.inference_mode(self.inference), torch.set_grad_enabled(self.grad_enabled), self.autocast():
                     keep_autograd_gradient(self.weight)
-                    with self.autocast():
-                        logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=False)
-                        self.made = logits if self.scale == 1.0 else logits * self.scale
+                    logits, _ = self.stock_forward(self.hidden, weight=self.weight, runtime_gather_output=False)
+                    self.made = logits if self.scale == 1.0 else logits * self.scale
             finally:
                 self.layer.sequence_parallel = before
         return self.made
@@ -180,11 +144,11 @@ class LazyLogits:
 
         Raises:
             RuntimeError: nothing is made yet, and the hidden states, the weight or the bias changed in
-                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` was given this or
-                returned it, and the gradient would be lost.
+                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` uses this or returned
+                it, and the gradient would be lost.
         """
         if self.made is None:
-            changed = [name for name, tensor, version in self.versions if _version(tensor) != version]
+            changed = [name for name, tensor, version in self.versions if tensor._version != version]
             if self.layer.bias is not self.bias:
                 changed.append("bias")
             if changed:
@@ -192,28 +156,18 @@ class LazyLogits:
                     f"parallel_lce: the output layer's {changed[0]} changed in place after the layer was "
                     "called, and its logits, or their loss, are computed only now: change a copy"
                 )
-        calls = list(_function_calls())
-        if self.requires_grad and any(_is_given(call, self) for call in calls):
-            raise RuntimeError(
-                "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) was given the output "
-                "layer's result, which is no tensor, and would lose its gradient: give it `logits[...]`"
-            )
-        returned = self.function_call is not None and not any(call is self.function_call for call in calls)
-        if returned and torch.is_grad_enabled() and self._parts_need_gradients():
-            raise RuntimeError(
-                "parallel_lce: a torch.autograd.Function (or a reentrant checkpoint) returned the output "
-                "layer's result, which is no tensor, and has lost its gradient: let it return `logits[...]`, "
-                "or checkpoint with use_reentrant=False"
-            )
+        inside = _in_function()
+        if inside and not self.in_function and self.requires_grad:
+            raise RuntimeError(_LOST.format("uses", "loses", "give it `logits[...]`"))
+        if self.in_function and not inside and torch.is_grad_enabled() and self.needs_gradient:
+            remedy = "let it return `logits[...]`, or checkpoint with use_reentrant=False"
+            raise RuntimeError(_LOST.format("returned", "has lost", remedy))
 
     @property
     def requires_grad(self) -> bool:
         if self.made is not None:
             return self.made.requires_grad
-        return self.grad_enabled and self._parts_need_gradients()
-
-    def _parts_need_gradients(self) -> bool:
-        return any(t is not None and t.requires_grad for t in (self.hidden, self.weight, self.bias))
+        return self.grad_enabled and self.needs_gradient
 
     def __len__(self) -> int:
         return len(self._sized())
@@ -246,18 +200,16 @@ class LazyLogits:
 
     @torch.no_grad()
     def _maximum(self) -> tuple[Tensor, Tensor]:
-        """Maximum and its place in this rank's shard, of each token ``[s, b]``.
+        """Maximum and its place in this rank's shard, of each token ``[s, b]``: one more projection, but no logits.
 
-        One more projection, but no logits. Under sequence parallelism the hidden states are gathered
-        first, as the stock layer does.
+        Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
+        from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+
         self.check()
         hidden = self.hidden
         if self.sequence_parallel:
-            layout = Layout.of(self.layer.tp_group, True)
-            flat = hidden.reshape(-1, hidden.shape[-1]).contiguous()
-            whole = Block(0, flat.shape[0], 0)
-            hidden = gather_hidden(flat, whole, layout).wait().view(*self.shape[:-1], -1)
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.layer.tp_group)
         with self.autocast():
             found = token_statistics(
                 hidden, self.weight, None, linear_bias=self.bias, logit_scale=self.scale, argmax=True
@@ -271,9 +223,8 @@ class LazyLogits:
             return self.materialize("multiplication") * factor
         self.check()
         product = object.__new__(LazyLogits)
-        vars(product).update(vars(self))
-        product.scale = self.scale * float(factor)
-        product.grad_enabled = self.grad_enabled and torch.is_grad_enabled()
+        grad_enabled = self.grad_enabled and torch.is_grad_enabled()
+        vars(product).update(vars(self), scale=self.scale * float(factor), grad_enabled=grad_enabled)
         return product
 
     __rmul__ = __mul__
@@ -281,8 +232,7 @@ class LazyLogits:
     def __getattr__(self, name: str):
         if name in _SIZES:
             return getattr(self._sized(), name)
-        special = name.startswith("__") and name != "__cuda_array_interface__"
-        if special or not hasattr(Tensor, name):
+        if not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if self.has_loss and self.made is None and name in _HOOKS:
             raise RuntimeError(
@@ -298,12 +248,10 @@ class LazyLogits:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        name, options = getattr(function, "__name__", str(function)), kwargs or {}
-        maximum = function in (torch.max, torch.argmax) and "out" not in options
-        if maximum and args and isinstance(args[0], cls):
-            return getattr(args[0], name)(*args[1:], **options)
-        use = f"torch function {name!r}"
-
+        options = kwargs or {}
+        if function in (torch.max, torch.argmax) and args and isinstance(args[0], cls) and "out" not in options:
+            return getattr(args[0], function.__name__)(*args[1:], **options)
+        use = f"torch function {getattr(function, '__name__', function)!r}"
         for value in tree_leaves((args, options)):
             if isinstance(value, cls):
                 value.materialize(use)  # in this frame: the warning names its caller's line
@@ -311,25 +259,18 @@ class LazyLogits:
         return function(*args, **options)
 
 
-def _add_special_methods() -> None:
-    """Add the special methods of tensors, which Python looks up on the class, past ``__getattr__``."""
+def _special_method(name: str) -> Callable:
+    def call(self, *arguments, **options):
+        result = getattr(self.materialize(f"operator {name!r}"), name)(*arguments, **options)
+        # `logits *= 2` rebinds the name to what is returned: itself, so that all names keep sharing one tensor.
+        return self if name.startswith("__i") and result is self.made else result
 
-    def add(name: str) -> None:
-        in_place = name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")
-
-        def call(self, *arguments, **options):
-            result = getattr(self.materialize(f"operator {name!r}"), name)(*arguments, **options)
-            # `logits *= 2` rebinds the name to this return value: return self, so that all names keep sharing one
-            # tensor.
-            return self if in_place and result is self.made else result
-
-        setattr(LazyLogits, name, call)
-
-    comparisons = {f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")}
-    others = set(dir(Tensor)) - set(dir(object)) - {"__torch_function__", "__torch_dispatch__", "__setstate__"}
-    for name in (comparisons | others) - set(vars(LazyLogits)):
-        if name.startswith("__") and callable(getattr(Tensor, name)):
-            add(name)
+    return call
 
 
-_add_special_methods()
+# Python looks special methods up on the class, past __getattr__.
+_COMPARISONS = {"__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
+_OTHERS = {*dir(Tensor)} - {*dir(object)} - {"__torch_function__", "__torch_dispatch__", "__setstate__"}
+for _name in (_COMPARISONS | _OTHERS) - {*vars(LazyLogits)}:
+    if _name.startswith("__") and callable(getattr(Tensor, _name)):
+        setattr(LazyLogits, _name, _special_method(_name))

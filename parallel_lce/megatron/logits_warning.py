@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
 
 import torch
@@ -25,17 +26,14 @@ def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) ->
     """
     if (function := getattr(module, "logits_refused_by", None)) is not None:
         raise RuntimeError(f"{function} makes no logits: {reason}")
-    if not module.training or _are_asked_for():
-        return
     said = vars(module).setdefault("_parallel_lce_said", set())
-    if reason in said:
+    if not module.training or reason in said or _are_asked_for():
         return
     said.add(reason)
-    from megatron.core import parallel_state
+    from megatron.core import parallel_state as ranks
 
-    if parallel_state.is_initialized():
-        replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
-        if replica or parallel_state.get_tensor_model_parallel_rank():
+    if ranks.is_initialized():
+        if ranks.get_data_parallel_rank(with_context_parallel=True) or ranks.get_tensor_model_parallel_rank():
             return
     message = f"parallel_lce: training makes the whole logits, which need not exist: {reason}"
     warnings.warn(message, LogitsWarning, stacklevel=stacklevel)
@@ -45,11 +43,9 @@ def _are_asked_for() -> bool:
     """Whether a language model is running that was called without labels."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
-    frame = sys._getframe(2)
-    while frame is not None:
-        known = frame.f_locals
-        names = [name for name in ("labels", "lm_labels") if name in known]
-        if names and isinstance(known.get("self"), LanguageModule):
-            return known[names[0]] is None
-        frame = frame.f_back
+    for frame, _ in traceback.walk_stack(sys._getframe()):
+        local = frame.f_locals
+        name = next((name for name in ("labels", "lm_labels") if name in local), None)
+        if name is not None and isinstance(local.get("self"), LanguageModule):
+            return local[name] is None
     return False

@@ -35,15 +35,15 @@ def token_losses(
     """
     top, log_sum = partial[MAX], partial[SUM_EXP].log()
     log_prob = (partial[TARGET] - top) - log_sum
-    inside = (target >= 0) & (target < vocab_size)
+    outside = (target < 0) | (target >= vocab_size)
     weight = torch.ones_like(top) if token_weight is None else token_weight
     target_coefficient = 1 - label_smoothing
     if outside_is_nan:
         # NaN in the weight makes the loss and its gradient NaN.
-        weight = weight.masked_fill(~inside, torch.nan)
+        weight = weight.masked_fill(outside, torch.nan)
     else:
-        log_prob = torch.where(inside, log_prob, -log_sum)
-        target_coefficient = target_coefficient * inside
+        log_prob = torch.where(outside, -log_sum, log_prob)
+        target_coefficient = target_coefficient * ~outside
     loss = -(1 - label_smoothing) * log_prob
     if label_smoothing:
         loss = loss - label_smoothing * (partial[SHIFTED] / vocab_size - log_sum)

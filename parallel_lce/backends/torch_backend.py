@@ -158,8 +158,9 @@ class BlockForward:
         for tile in tiles:
             of_tile, merged = projection.of_rows(tile), self.partial[:, tile]
             # [W, C, rows]
-            partials = merged[None] if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
-            for window, partial in zip(windows, partials.unbind()):
+            partials = None if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
+            for number, window in enumerate(windows):
+                partial = merged if partials is None else partials[number]
                 weight = operand(some_rows(projection.weight, window.start, window.stop))
                 store = None
                 if saved is not None and window.start < save:
@@ -173,13 +174,13 @@ class BlockForward:
                     take_selected(z, self._selected, tile, window)
                 # z becomes exponentials.
                 tile_partial(z, projection.start + window.start, columns, partial)
-                if store is not None and not in_place:
-                    store.copy_(z.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
-            if len(windows) > 1:
+                if saved is not None and store is not None:
+                    saved.maxima[number, tile] = partial[MAX]
+                    if not in_place:
+                        store.copy_(z.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
+            if partials is not None:
                 counts = torch.stack([merged.new_full((), w.stop - w.start) for w in windows])
                 merged.copy_(merge(partials, counts, columns))
-            if saved is not None:
-                saved.maxima[:, tile] = partials[: len(saved_windows), MAX]
         return () if saved is None else saved
 
 

@@ -27,9 +27,9 @@ from torch import Tensor
 from parallel_lce import plan
 from parallel_lce.autograd import first_order_only, scaled
 from parallel_lce.backends.divergence import LogitsGradient, Pair, divergence
-from parallel_lce.backends.eager_logits import aligned
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.backends.interface import power_of_two_near
+from parallel_lce.backends.torch_logits import aligned
 from parallel_lce.call import Call, Gradients, Inputs, Needs, flattened, token_count
 from parallel_lce.collectives import Layout, Shard, gather_whole, gather_with_bounds
 from parallel_lce.grad_buffers import GradBuffer

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.eager_selected import largest
 from parallel_lce.backends.interface import Backend, Projection, SelectedLogits, Selection
+from parallel_lce.backends.torch_logits import largest
 from parallel_lce.collectives import Layout, Shard
 from parallel_lce.partials import NOBODY, integer_view
 from parallel_lce.plan import Block

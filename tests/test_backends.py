@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
 from parallel_lce import backends
-from parallel_lce.backends import backend_of, eager
+from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.backends.interface import Scratch
 
 
@@ -35,7 +35,7 @@ def choose(monkeypatch):
 @pytest.mark.parametrize("value", [None, "", "torch"])
 def test_the_torch_backend_serves_a_cpu(value, dtype, choose):
     choose(value, interpret="1")
-    assert backend_of(torch.empty(2, 2, dtype=dtype)) is eager
+    assert backend_of(torch.empty(2, 2, dtype=dtype)) is torch_backend
 
 
 class _LargeOperations(TorchDispatchMode):
@@ -77,7 +77,7 @@ def test_the_choice_is_read_at_each_call(choose):
     with pytest.raises(ValueError, match="nonsense"):
         parallel_lce.linear_cross_entropy(torch.ones(1, 2), weight, torch.zeros(1, dtype=torch.long))
     choose("torch")
-    assert backend_of(weight) is eager
+    assert backend_of(weight) is torch_backend
 
 
 def test_triton_on_a_cpu_is_refused_in_words(choose):
@@ -94,7 +94,7 @@ def test_triton_that_is_missing_is_refused_in_words(choose):
 
 def test_float64_is_torch_s_whatever_is_asked_for(choose):
     choose("triton")
-    assert backend_of(torch.empty(2, 2, dtype=torch.float64)) is eager
+    assert backend_of(torch.empty(2, 2, dtype=torch.float64)) is torch_backend
 
 
 @pytest.mark.parametrize(
@@ -102,10 +102,10 @@ def test_float64_is_torch_s_whatever_is_asked_for(choose):
     [
         (torch.bfloat16, (9, 0), True, "triton"),
         (torch.float16, (8, 0), True, "triton"),
-        (torch.float16, (7, 5), True, "eager"),
-        (torch.bfloat16, (9, 0), False, "eager"),
-        (torch.float32, (9, 0), True, "eager"),
-        (torch.float64, (9, 0), True, "eager"),
+        (torch.float16, (7, 5), True, "torch"),
+        (torch.bfloat16, (9, 0), False, "torch"),
+        (torch.float32, (9, 0), True, "torch"),
+        (torch.float64, (9, 0), True, "torch"),
     ],
 )
 def test_the_default_on_cuda(dtype, capability, installed, name, choose, monkeypatch):

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import parallel_lce
 from cases import DTYPES, normal
 from measures import relative_error
-from parallel_lce.backends import eager_tiles
+from parallel_lce.backends import torch_backend
 from parallel_lce.distillation import divergence, top_k_divergence
 from tools import alone, chosen_backend
 from world import Member
@@ -211,14 +211,14 @@ def test_sure_tokens_of_two_ranks(output, budget, backend, worlds, device):
 
 @pytest.mark.parametrize("output", ["target", "entropy"])
 def test_sure_tokens_whose_logits_are_recomputed_in_another_order(output, monkeypatch, device):
-    logits, recomputed = eager_tiles.logits, eager_tiles.LogitGradient._recomputed
+    logits, recomputed = torch_backend.logits, torch_backend.BlockBackward._recomputed
 
     def in_another_order(*given):
         with monkeypatch.context() as patches:
-            patches.setattr(eager_tiles, "logits", lambda *operands: logits(*operands).mul_(1 - 2**-21))
+            patches.setattr(torch_backend, "logits", lambda *operands: logits(*operands).mul_(1 - 2**-21))
             return recomputed(*given)
 
-    monkeypatch.setattr(eager_tiles.LogitGradient, "_recomputed", in_another_order)
+    monkeypatch.setattr(torch_backend.BlockBackward, "_recomputed", in_another_order)
 
     def run(*arguments):
         return [ours(alone(device), *arguments, "torch")]

@@ -14,7 +14,7 @@ from cases import DTYPES, normal
 from measures import assert_no_worse, size, smallest_steps
 from parallel_lce import divergence as schedule
 from parallel_lce import prepare
-from parallel_lce.backends import eager_logits
+from parallel_lce.backends import torch_logits
 from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.distillation import divergence
 from tools import alone, chosen_backend, debug_mode, everywhere, shrunk, started
@@ -392,7 +392,7 @@ def test_memory_is_that_of_one_block(reduction):
     with shrunk(block):
         call()
         # What is exponentiated at a time has a bound of its own.
-        with mock.patch.object(eager_logits, "_BYTES", 1 << 14):
+        with mock.patch.object(torch_logits, "_BYTES", 1 << 14):
             assert 0.5 * block < peak_memory(call, "cpu")[0] < 1.2 * block
 
 

@@ -12,7 +12,7 @@ import parallel_lce
 import reference
 from cases import dense_loss, part
 from measures import assert_close, assert_near, assert_no_worse, error, size, smallest_steps
-from parallel_lce.backends import eager, eager_tiles
+from parallel_lce.backends import torch_backend
 from parallel_lce.prepare import prepare
 from tools import DIFFERENTIABLE, REDUCED, everywhere, field_gradients, fields, given, shrunk, small, statistics
 from world import Member
@@ -229,8 +229,7 @@ def half_operands(half: bool):
         return
 
     with pytest.MonkeyPatch.context() as patched:
-        for module in (eager, eager_tiles):
-            patched.setattr(module, "operand", lambda tensor: tensor)
+        patched.setattr(torch_backend, "operand", lambda tensor: tensor)
         yield
 
 

@@ -9,7 +9,7 @@ import parallel_lce
 from blocks import block_backward, block_forward
 from cases import DTYPES, Case, make, normal, part
 from parallel_lce import backends
-from parallel_lce.backends import backend_of, eager
+from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
 from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.grad_buffers import GradBuffer
@@ -90,7 +90,7 @@ def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequen
 
     growth = peak(2 * N) - peak(N)
     logits = N * V // ranks * DTYPES[dtype].itemsize
-    by_torch = backend_of(torch.empty(1, 1, dtype=DTYPES[dtype], device=device)) is eager
+    by_torch = backend_of(torch.empty(1, 1, dtype=DTYPES[dtype], device=device)) is torch_backend
     # Numbers per token and window of 2048 columns, or 128.
     partials = V // ranks * 3 // 2048 if by_torch else V // ranks * 2 // 128
     # Per token: hidden states and their gradient, statistics, and partials of windows.
@@ -266,10 +266,10 @@ def test_a_reduction_waits_for_no_more_than_a_tile(device):
     def backward():
         dweight, dx = GradBuffer(projection.weight, V, 1), torch.empty_like(t.x)
         grads = GradBuffers(dx, dweight, None, reduces_dx=True)
-        block_backward(eager, projection, t.x, t.target, partial, coefficients, (), grads, Scratch(0, device))
+        block_backward(torch_backend, projection, t.x, t.target, partial, coefficients, (), grads, Scratch(0, device))
         return dx, dweight.deliver()
 
     with shrunk(tile=(16, columns)):
-        partial, _ = block_forward(eager, projection, t.x, t.target, Columns(), 0)
+        partial, _ = block_forward(torch_backend, projection, t.x, t.target, Columns(), 0)
         peak = peak_memory(backward, torch.device(device))[0]
     assert peak <= V * D * 4 + rows * D * 8 + rows * columns * 4 // 4

@@ -17,7 +17,7 @@ import parallel_lce
 from cases import Case, Tensors, make
 from parallel_lce import backends, plan, prepare
 from parallel_lce import statistics as statistics_module
-from parallel_lce.backends import eager_tiles
+from parallel_lce.backends import torch_tiles
 from parallel_lce.grad_buffers import GradBuffer
 from parallel_lce.options import Options
 from parallel_lce.options import Tensors as Inputs
@@ -54,8 +54,8 @@ def _with_backend(member: Member, name: str, body, *arguments):
 def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
     """Smaller blocks, accumulated however few rows they have, and tiles of ``(rows, columns)`` in the
     torch backend, so that a tiny problem has many of both."""
-    modules = [backends.named(name) for name in ("eager", "triton") if name == "eager" or _TRITON]
-    saved = plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, eager_tiles._TILE_ROWS, eager_tiles._TILE_BYTES
+    modules = [backends.named(name) for name in ("torch", "triton") if name == "torch" or _TRITON]
+    saved = plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, torch_tiles._TILE_ROWS, torch_tiles._TILE_BYTES
     accumulated = [module.SMALLEST_ACCUMULATED for module in modules]
     if block_bytes is not None:
         plan.SMALLEST_BLOCK = plan.GATHERED_BYTES = block_bytes
@@ -63,11 +63,11 @@ def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
         for module in modules:
             module.SMALLEST_ACCUMULATED = 1
     if tile is not None:
-        eager_tiles._TILE_ROWS, eager_tiles._TILE_BYTES = tile[0], 4 * tile[0] * tile[1]
+        torch_tiles._TILE_ROWS, torch_tiles._TILE_BYTES = tile[0], 4 * tile[0] * tile[1]
     try:
         yield
     finally:
-        plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, eager_tiles._TILE_ROWS, eager_tiles._TILE_BYTES = saved
+        plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, torch_tiles._TILE_ROWS, torch_tiles._TILE_BYTES = saved
         prepare.KNOWN.clear()
         for module, rows in zip(modules, accumulated):
             module.SMALLEST_ACCUMULATED = rows

@@ -1,7 +1,7 @@
 """Backends: the work on one block of tokens against one vocabulary shard, without collectives.
 
-Each is a module with the names of :class:`parallel_lce.backends.interface.Backend`: ``eager``, the torch backend, and
-``triton``. This module chooses one.
+Each is a module with the names of :class:`parallel_lce.backends.interface.Backend`: ``torch_backend`` and ``triton``.
+This module chooses one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def backend_of(weight: Tensor) -> Backend:
     """
     # Kernels cannot run on meta or fake tensors, nor with D = 0.
     nothing = valueless(weight) or weight.shape[1] == 0
-    return named("eager" if nothing else _name(weight.device, weight.dtype))
+    return named("torch" if nothing else _name(weight.device, weight.dtype))
 
 
 def uses_kernels(logits: Tensor) -> bool:
@@ -48,14 +48,14 @@ def valueless(tensor: Tensor) -> bool:
 
 
 def named(name: str) -> Backend:
-    """The backend of this module name."""
+    """The backend of this name."""
     if name == "triton":
         from parallel_lce.backends import triton
 
         return triton
-    from parallel_lce.backends import eager
+    from parallel_lce.backends import torch_backend
 
-    return eager
+    return torch_backend
 
 
 def check_choice() -> str:
@@ -70,7 +70,7 @@ def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype,
     """``suitable``: dtypes that take triton by default."""
     asked = check_choice()
     if asked == "torch" or dtype == torch.float64:
-        return "eager"
+        return "torch"
     if asked == "triton":
         if not _triton_installed():
             raise ValueError(f"{VARIABLE}=triton, but the package triton is not installed")
@@ -83,7 +83,7 @@ def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype,
     suits = device.type == "cuda" and torch.version.hip is None
     if suits and dtype in suitable and _triton_installed() and _capability(device) >= (8, 0):
         return "triton"
-    return "eager"
+    return "torch"
 
 
 # The effect of torch.compiler.assume_constant_result (torch.compile calls it while tracing and takes the result as a

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends import uses_kernels
-from parallel_lce.backends.eager_logits import tiles_of_rows
+from parallel_lce.backends.torch_logits import tiles_of_rows
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None)
 
 def torch_divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
     """:func:`divergence` in plain torch."""
-    for rows in tiles_of_rows(pair.student):
+    for rows in tiles_of_rows(*pair.student.shape, pair.student.element_size()):
         log_p = _log_probs(pair.student, pair.student_normalizer, rows)
         log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)
         p, q = log_p.exp(), log_q.exp()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel_lce.partials import accumulation_dtype
 
+_WIDE = torch.float32, torch.float64
 # Elements of 16 bytes. Where an operand's contiguous dimension is no multiple of them, cuBLAS takes up to five times as
 # long, even if the rows are aligned.
 _ALIGNED = 8
@@ -20,8 +21,7 @@ _ALIGNED = 8
 
 def operand(tensor: Tensor) -> Tensor:
     """``tensor`` as :func:`matmul_nt` takes it on its device."""
-    dtype = accumulation_dtype(tensor.dtype)
-    return tensor if tensor.is_cuda or tensor.dtype == dtype else tensor.to(dtype)
+    return tensor if tensor.is_cuda or tensor.dtype in _WIDE else tensor.float()
 
 
 def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
@@ -74,7 +74,7 @@ def accumulate_nt(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, facto
         put(total, matmul_nt(a, b).mul_(factor), overwrite)
     elif a.is_cuda:
         _cuda_nt(total, a, b, overwrite)
-    elif total.dtype != accumulation_dtype(a.dtype):
+    elif total.dtype not in _WIDE:
         put(total, matmul_nt(a, b), overwrite)
     else:
         _product(total, operand(a), operand(b), overwrite)

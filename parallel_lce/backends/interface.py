@@ -1,7 +1,7 @@
 """What a backend is given for a block of tokens, and what it hands back.
 
-A backend is a module with the names of :class:`Backend`; ``eager``, the torch backend, is the one to read first. No
-backend starts a collective or waits for one. The caller runs it on the weight's device and without autocast.
+A backend is a module with the names of :class:`Backend`; ``torch_backend`` is the one to read first. No backend
+starts a collective or waits for one. The caller runs it on the weight's device and without autocast.
 """
 
 from __future__ import annotations
@@ -287,7 +287,7 @@ class BlockBackward(Protocol):
 class Backend(Protocol):
     """The names of a backend's module."""
 
-    # Of the module in parallel_lce.backends.
+    # As PARALLEL_LCE_BACKEND gives it.
     NAME: str
     # Fewest tokens of a block for which accumulating gradients in forward pays.
     SMALLEST_ACCUMULATED: int

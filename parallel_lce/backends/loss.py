@@ -34,19 +34,18 @@ def token_losses(
             ``lse - max`` and the gradient of lse.
     """
     top, log_sum = partial[MAX], partial[SUM_EXP].log()
-    log_prob = (partial[TARGET] - top) - log_sum
-    inside = (target >= 0) & (target < vocab_size)
+    loss = log_sum - (partial[TARGET] - top)
+    outside = (target < 0) | (target >= vocab_size)
     weight = torch.ones_like(top) if token_weight is None else token_weight
     target_coefficient = 1 - label_smoothing
     if outside_is_nan:
         # NaN in the weight makes the loss and its gradient NaN.
-        weight = weight.masked_fill(~inside, torch.nan)
+        weight = weight.masked_fill(outside, torch.nan)
     else:
-        log_prob = torch.where(inside, log_prob, -log_sum)
-        target_coefficient = target_coefficient * inside
-    loss = -(1 - label_smoothing) * log_prob
+        loss = torch.where(outside, log_sum, loss)
+        target_coefficient = target_coefficient * ~outside
     if label_smoothing:
-        loss = loss - label_smoothing * (partial[SHIFTED] / vocab_size - log_sum)
+        loss = (1 - label_smoothing) * loss - label_smoothing * (partial[SHIFTED] / vocab_size - log_sum)
     lse_factor = None
     if z_loss:
         lse = top + log_sum

@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.eager_selected import top_k
 from parallel_lce.backends.interface import Projection, SelectedGradient, SelectedLogits, Selection, savable
+from parallel_lce.backends.torch_logits import top_k
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
 from parallel_lce.backends.triton_straight import Straight, is_straight

@@ -7,7 +7,7 @@ With one coefficient c per token (1 where G was recomputed or rewritten), a slic
 
 A target's gradient is formed in fp32. G holds it rounded, and the rest is added to dX in fp32. If no other token of
 the piece of rows has the target, G holds 0 and dW gets the whole of it in fp32
-(:mod:`parallel_lce.kernels.targets`). The formula of the gradient is that of :mod:`parallel_lce.backends.eager`.
+(:mod:`parallel_lce.kernels.targets`). The formula of the gradient is in :mod:`parallel_lce.backends.torch_backend`.
 """
 
 from __future__ import annotations

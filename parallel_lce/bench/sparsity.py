@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backends.eager_filter import TILE
+from ..backends.torch_tiles import FILTER_TILE
 from ..vocabulary import VocabularyOrder
 from .exactness import Inputs, log_softmax
 
@@ -40,6 +40,6 @@ def tile_maxima(inputs: Inputs, ranks: int = 1) -> Tensor:
     parts, shard = [], len(inputs.weight) // ranks
     for tokens, log_p, _ in log_softmax(inputs, torch.float32):
         p = log_p.exp_().scatter_(1, inputs.target[tokens, None], 1.0).unflatten(1, (ranks, shard))
-        parts.append(F.pad(p, (0, -shard % TILE)).unflatten(2, (-1, TILE)).amax(3))
+        parts.append(F.pad(p, (0, -shard % FILTER_TILE)).unflatten(2, (-1, FILTER_TILE)).amax(3))
     of_tokens = torch.cat(parts)
-    return F.pad(of_tokens, (0, 0, 0, 0, 0, -len(of_tokens) % TILE)).unflatten(0, (-1, TILE)).amax(1)
+    return F.pad(of_tokens, (0, 0, 0, 0, 0, -len(of_tokens) % FILTER_TILE)).unflatten(0, (-1, FILTER_TILE)).amax(1)

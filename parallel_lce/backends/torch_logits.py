@@ -1,21 +1,50 @@
-"""Selected entries in the torch backend, and the largest logits of both backends."""
+"""Logits of a block in the torch backend: all of them, those of selected entries, and the largest, of both backends."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.eager_tiles import finished, logits
-from parallel_lce.backends.gemm import operand
+from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
 from parallel_lce.backends.interface import Projection, SelectedGradient, Selection
-from parallel_lce.partials import NOBODY
+from parallel_lce.backends.torch_tiles import finished, logits
+from parallel_lce.partials import MAX, NOBODY, SUM_EXP, Columns, empty_partial
 
-# Bytes of gathered rows, or of logits, at a time.
-_BYTES = 64 << 20
+# Bytes of what is gathered or exponentiated at a time. Beside it are up to eight tensors of its shape.
+_BYTES = 32 << 20
+# Tokens and entries of the logits whose largest are looked for at a time.
+_TOP_K_TILE = 2048, 8192
+# Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, of half precision too.
+_ALIGNED = 8
 
 
-def _pieces(count: int, hidden_size: int, itemsize: int) -> list[slice]:
-    step = max(1, _BYTES // max(1, hidden_size * itemsize))
+def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
+    real, bias = projection.real_rows, projection.bias
+    partial = empty_partial(Columns(), len(x), projection.dtype, x.device)
+    if x.is_cuda:
+        z = aligned(x, len(x), real, projection.dtype)
+        accumulate_nt(z, x, projection.weight[:real], overwrite=True)
+    else:
+        z = matmul_nt(x, projection.weight[:real])
+    if real == 0:
+        return z, partial
+    finished(z.t(), projection, None if bias is None else bias[:real, None])
+    for rows in tiles_of_rows(*z.shape, z.element_size()):
+        maximum = torch.amax(z[rows], 1, out=partial[MAX, rows])
+        # If all logits of a token are -inf, subtract 0: -inf - -inf is NaN.
+        shifted = z[rows] - maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(1)
+        torch.sum(shifted.exp_(), 1, out=partial[SUM_EXP, rows])
+    return z, partial
+
+
+def aligned(like: Tensor, rows: int, entries: int, dtype: torch.dtype) -> Tensor:
+    """New memory ``[rows, entries]`` whose rows are 16 bytes aligned."""
+    return like.new_empty(rows, -(-entries // _ALIGNED) * _ALIGNED, dtype=dtype)[:, :entries]
+
+
+def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
+    """Rows of a tensor ``[count, width]`` whose temporaries may be held."""
+    step = max(1, _BYTES // max(1, width * itemsize))
     return [slice(a, a + step) for a in range(0, count, step)]
 
 
@@ -25,7 +54,7 @@ def selected_logits(projection: Projection, x: Tensor, selection: Selection, out
     ids = selection.ids.where(hit, 0)
     if projection.real_rows == 0 or len(x) == 0:
         return
-    for some in _pieces(len(ids), x.shape[1], out.element_size()):
+    for some in tiles_of_rows(len(ids), x.shape[1], out.element_size()):
         of_entry, at = row[some], ids[some]
         z = (x[of_entry].to(out.dtype) * projection.weight[at].to(out.dtype)).sum(1)
         bias = None if projection.bias is None else projection.bias[at]
@@ -39,8 +68,7 @@ def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Ten
     total = dx.new_zeros(dx.shape, dtype=gradient.values.dtype)
     if len(weight) and len(dx):
         ids, values = gradient.selection.ids.where(hit, 0), gradient.values.where(hit, 0.0)
-        for some in _pieces(len(ids), dx.shape[1], total.element_size()):
-            _add_rows(total, row[some], values[some], weight[ids[some]])
+        _add_rows(total, row, values, weight, ids)
     dx.copy_(total)
 
 
@@ -51,30 +79,32 @@ def selected_weight_gradient(
     ids, values = gradient.selection.ids.where(hit, 0), gradient.values.where(hit, 0.0)
     total = dweight.new_zeros(dweight.shape, dtype=values.dtype)
     if len(dweight) and len(x):
-        for some in _pieces(len(ids), x.shape[1], total.element_size()):
-            _add_rows(total, ids[some], values[some], x[owner[some]])
+        _add_rows(total, ids, values, x, owner)
     dweight.copy_(total)
     if dbias is not None and len(dbias):
         dbias.copy_(torch.zeros_like(dbias, dtype=values.dtype).index_put_((ids,), values, accumulate=True))
 
 
-def _add_rows(total: Tensor, index: Tensor, values: Tensor, rows: Tensor) -> None:
-    # index_put_ sums equal indices in a fixed order, on CUDA too.
-    total.index_put_((index,), rows.to(total.dtype) * values.unsqueeze(1), accumulate=True)
+def _add_rows(total: Tensor, index: Tensor, values: Tensor, source: Tensor, rows: Tensor) -> None:
+    """``total[index] += values * source[rows]``; ``index``, ``values`` and ``rows`` are ``[E]``."""
+    for some in tiles_of_rows(len(index), total.shape[1], total.element_size()):
+        added = source[rows[some]].to(total.dtype) * values[some].unsqueeze(1)
+        # index_put_ sums equal indices in a fixed order, on CUDA too.
+        total.index_put_((index[some],), added, accumulate=True)
 
 
 def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Forms the logits of a window of the vocabulary at a time, for some tokens: a product of its own."""
     values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
     ids = torch.full((len(x), k), NOBODY, device=x.device)
-    height, whole = 2048, operand(x)
-    width = max(k, _BYTES // (values.element_size() * height))
+    height, width = _TOP_K_TILE[0], max(k, _TOP_K_TILE[1])
     for a in range(0, len(x), height):
         rows = slice(a, a + height)
+        of_rows, x_rows = projection.of_rows(rows), operand(x[rows])
         for first in range(0, projection.real_rows, width):
             window = slice(first, min(first + width, projection.real_rows))
             weight = operand(projection.weight[window])
-            z = logits(projection, whole, rows, weight, window, values.new_empty(len(weight), len(x[rows]))).t()
+            z = logits(of_rows, x_rows, weight, window, values.new_empty(len(weight), len(x_rows))).t()
             here = torch.arange(window.start, window.stop, device=x.device) + projection.start
             found = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
             both = torch.cat([values[rows], found[0]], 1), torch.cat([ids[rows], found[1]], 1)

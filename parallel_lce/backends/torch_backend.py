@@ -1,0 +1,413 @@
+"""The torch backend: any device, and the plain reference beside each kernel.
+
+A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB, few and large: each is projected,
+exponentiated in place, and multiplied into the gradients by one operation on all of it. Nothing of size R * V exists
+but the exponentials that the caller asked to save.
+
+Gradient of the logits, with the upstream gradients of all statistics folded into five per-token coefficients
+(:class:`Coefficients`):
+
+    dL/dz_j = p_j (alpha + delta (z_j - M) + epsilon p_j) - beta [j = target] - gamma,     p_j = exp(z_j - M) / s
+
+times the derivative of scale and soft-cap ("From Projection to Prediction", Appendix A.1, generalised to any
+statistic).
+
+Tiles are vocabulary-major, ``[entries, rows]``: :mod:`parallel_lce.backends.torch_tiles`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.gemm import accumulate_nt, operand, put
+from parallel_lce.backends.interface import (
+    Coefficients,
+    GradBuffers,
+    Projection,
+    Scratch,
+    SelectedGradient,
+    SelectedLogits,
+    power_of_two_scale,
+    savable,
+    softcap_slope,
+)
+from parallel_lce.backends.loss import mean_loss, token_losses
+from parallel_lce.backends.torch_logits import (
+    block_logits,
+    selected_hidden_gradient,
+    selected_logits,
+    selected_weight_gradient,
+    top_k,
+)
+from parallel_lce.backends.torch_tiles import (
+    add_selected,
+    borrowed,
+    even_slices,
+    logits,
+    replace_inactive,
+    row_tiles,
+    saved_tile,
+    subtract_at_targets,
+    take_selected,
+    take_targets,
+    window_size,
+)
+from parallel_lce.memory import some_rows
+from parallel_lce.options import Options
+from parallel_lce.partials import (
+    ALONE,
+    LOWEST_SHIFT,
+    MAX,
+    NEAR,
+    SUM_EXP,
+    TARGET,
+    Columns,
+    empty_partial,
+    exponential_,
+    merge,
+    merge_ranks,
+    tile_partial,
+)
+
+__all__ = [
+    "NAME",
+    "REUSES_SAVED",
+    "SMALLEST_ACCUMULATED",
+    "BlockBackward",
+    "BlockForward",
+    "Saved",
+    "allocate_saved",
+    "block_logits",
+    "is_straight",
+    "mean_loss",
+    "merge_ranks",
+    "savable",
+    "selected_hidden_gradient",
+    "selected_logits",
+    "selected_weight_gradient",
+    "token_losses",
+    "top_k",
+]
+
+NAME: str = "torch"
+SMALLEST_ACCUMULATED: int = 1
+REUSES_SAVED: bool = False
+
+# fp16 saves exp(z - m), which is in [0, 1], times this: nothing is lost down to e^-20.
+_SAVED_FP16_SCALE = 2.0**15
+
+
+class Saved(NamedTuple):
+    """What a forward saves of the block's R tokens and of the shard's first entries, in ``W`` windows of equal size but
+    for the last one."""
+
+    # exp(z - maxima) of each entry and token, in the weight's dtype, one tile of rows after another
+    exponentials: Tensor
+    # [W, R]: each token's largest logit of each window
+    maxima: Tensor
+
+
+def is_straight(hidden: Tensor, weight: Tensor, options: Options) -> bool:
+    return False
+
+
+def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
+    """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
+    return projection.weight.new_empty(min(entries, projection.real_rows) * rows)
+
+
+class BlockForward:
+    """Partials of a block of ``x [R, D]`` over the shard, and the exponentials of its first ``save`` vocabulary rows,
+    in ``buffer``.
+
+    ``target [R]``: ids relative to the shard; one outside [0, real_rows) has no logit here. ``out [C, R]``: where the
+    partial is written. ``keep_windows`` has no effect.
+    """
+
+    def __init__(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        columns: Columns,
+        save: int,
+        buffer: Tensor | None = None,
+        out: Tensor | None = None,
+        keep_windows: bool = False,
+        selected: SelectedLogits | None = None,
+    ) -> None:
+        self._projection, self._x, self._target, self._columns = projection, x, target, columns
+        self._save, self._buffer, self._selected = min(save, projection.real_rows), buffer, selected
+        self.partial = empty_partial(columns, x.shape[0], projection.dtype, x.device, out)
+
+    def project_local(self, local: range) -> None:
+        """Does nothing. On a CPU a product would only slow down the collective beside it."""
+
+    def project_rest(self) -> Saved | tuple[()]:
+        """Project all rows; returns a :class:`Saved`, or ``()``."""
+        projection, columns, save = self._projection, self._columns, self._save
+        rows, dtype = self._x.shape[0], self.partial.dtype
+        if rows == 0 or projection.real_rows == 0:
+            return ()
+        x, tiles, memory = operand(self._x), row_tiles(rows), Scratch(0, self._x.device)
+        width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
+        saved_windows = even_slices(0, save, width)
+        windows = saved_windows + even_slices(save, projection.real_rows, width)
+        saved: Saved | None = None
+        if save:
+            buffer = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
+            saved = Saved(buffer[: save * rows], self.partial.new_empty(len(saved_windows), rows))
+        for tile in tiles:
+            of_tile, merged = projection.of_rows(tile), self.partial[:, tile]
+            # [W, C, rows]
+            partials = None if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
+            for number, window in enumerate(windows):
+                partial = merged if partials is None else partials[number]
+                weight = operand(some_rows(projection.weight, window.start, window.stop))
+                store = None
+                if saved is not None and window.start < save:
+                    store = saved_tile(saved.exponentials, save, tile, window)
+                in_place = store is not None and store.dtype == dtype
+                z = store if store is not None and in_place else borrowed(memory, tile, window, dtype)
+                logits(of_tile, some_rows(x, tile.start, tile.stop), weight, window, z)
+                if self._target is not None:
+                    take_targets(z, self._target[tile], window, partial[TARGET])
+                if self._selected is not None:
+                    take_selected(z, self._selected, tile, window)
+                # z becomes exponentials.
+                tile_partial(z, projection.start + window.start, columns, partial)
+                if saved is not None and store is not None:
+                    saved.maxima[number, tile] = partial[MAX]
+                    if not in_place:
+                        store.copy_(z.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
+            if partials is not None:
+                counts = torch.stack([merged.new_full((), w.stop - w.start) for w in windows])
+                merged.copy_(merge(partials, counts, columns))
+        return () if saved is None else saved
+
+
+class _GradientTile(NamedTuple):
+    """A tile of the gradient of the projection's output."""
+
+    rows: slice
+    window: slice
+    # The window's rows of dW and dbias, and whether they must be overwritten; None where one is not wanted.
+    sums: tuple[tuple[Tensor, bool] | None, tuple[Tensor, bool] | None]
+    # [entries, rows], an operand of the products
+    gradient: Tensor
+    # [entries]: sums over the rows before anything was filtered; None: those of ``gradient``
+    unfiltered_sums: Tensor | None
+
+
+class BlockBackward:
+    """Gradients of a block of ``x [R, D]``. ``partial [>= 3, R]``: the merged partial.
+
+    What is not ``saved`` is projected again. Where dX is reduced over the ranks, dW of the last tile, and of those that
+    stay in the memory of what is saved, is formed after dX.
+    """
+
+    reads_hidden_first = True
+
+    def __init__(
+        self,
+        projection: Projection,
+        x: Tensor,
+        target: Tensor | None,
+        partial: Tensor,
+        coefficients: Coefficients,
+        saved: Saved | tuple[()],
+        grads: GradBuffers,
+        scratch: Scratch,
+        selected: SelectedGradient | None = None,
+        gradient_filter: float | None = None,
+    ) -> None:
+        self._projection, self._x, self._target = projection, x, target
+        self._grads, self._scratch = grads, scratch
+        # Tiles that are still to be added to dW.
+        self._waiting: list[_GradientTile] = []
+        rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
+        if selected is not None and saved and saved.exponentials.dtype != dtype:
+            # What selected entries add may cancel nearly all of their gradients, but for the rounding of what is saved.
+            saved = ()
+        self._saved: Saved | None = None
+        # Entries whose exponentials are saved, and of a window of the forward.
+        self._save = self._saved_width = 0
+        if saved:
+            self._saved = saved
+            self._save = self._saved.exponentials.numel() // rows
+            self._saved_width = -(-self._save // self._saved.maxima.shape[0])
+        coefficients = coefficients.folded()
+        alpha, *others = coefficients.each
+        self._row_tiles = row_tiles(rows)
+        temporaries = projection.softcap is not None or gradient_filter is not None
+        temporaries |= coefficients.delta is not None or coefficients.epsilon is not None
+        width = window_size(projection, self._row_tiles[0].stop if rows else 0, temporaries)
+        self._windows = [
+            window
+            for of_forward in range(0, self._save, self._saved_width or 1)
+            for window in even_slices(of_forward, min(of_forward + self._saved_width, self._save), width)
+        ]
+        self._windows += even_slices(self._save, real, width)
+        maximum, sum_exp = partial[MAX], partial[SUM_EXP]
+        # A row without a finite logit has M = -inf.
+        self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
+        # [R]: a recomputed logit less than that below the maximum is the maximum, which a product of other rows rounds
+        # in another way: of millions, and where the exponential of a rounding would hide how small 1 - p is. None: 0.
+        self._slack: Tensor | None = None
+        if self._save < real:
+            slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)
+            slack.clamp_(min=0.0).clamp_(min=(sum_exp < ALONE) * NEAR)
+            self._slack = slack if slack.is_cuda or slack.any() else None
+        factor: Tensor | float = projection.scale
+        if projection.token_scale is not None:
+            factor = factor * projection.token_scale
+        # fp16 operands are multiplied by a power of two. None: 1
+        self._fp16_unscale: Tensor | None = None
+        # x itself may not have arrived.
+        if x.dtype == torch.float16 and operand(x[:0]).dtype == torch.float16:
+            power = power_of_two_scale(coefficients, projection, selected)
+            factor, self._fp16_unscale = factor * power, 1 / power
+            if selected is not None:
+                selected = selected._replace(values=selected.values * power)
+        self._selected = selected
+        # Up to these numbers entries of a token are approximated, where all of their tile are. [R]
+        self._thresholds: Tensor | None = None
+        if gradient_filter is not None:
+            self._thresholds = (alpha * factor).abs() * gradient_filter
+        # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
+        self._alpha = alpha / sum_exp * factor
+        self._beta, self._gamma, self._delta, self._epsilon = [None if c is None else c * factor for c in others]
+        if self._delta is not None:
+            self._delta = self._delta / sum_exp
+        if self._epsilon is not None:
+            self._epsilon = self._epsilon / sum_exp.square()
+        if self._beta is not None and projection.softcap is not None:
+            # Uses the target's fp32 logit, not a stored exponential.
+            self._beta = self._beta * softcap_slope(projection.softcap, partial[TARGET])
+
+    def hidden_grad(self) -> Iterator[int]:
+        """Form dX, and dW of the tiles that do not wait; yields R when dX is complete."""
+        projection, dx, dtype = self._projection, self._grads.dx, self._projection.dtype
+        rows, self._x = self._x.shape[0], operand(self._x)
+        total = dx
+        if dx is not None and dx.dtype != dtype:
+            total = dx.new_empty(dx.shape, dtype=dtype)
+        if total is not None and not self._windows:
+            total.zero_()
+        waits = dx is not None and self._grads.reduces_dx
+        for window in self._windows:
+            start, stop = window.start, window.stop
+            dweight, dbias = self._grads.dweight, self._grads.dbias
+            sums = dweight and dweight.open(start, stop), dbias and dbias.open(start, stop)
+            weight = operand(some_rows(projection.weight, start, stop))
+            # Tiles that are formed in the memory of what is saved stay there. Others overwrite the one before.
+            stays = self._saved is not None and self._saved.exponentials.dtype == dtype
+            stays = stays and start < self._save and self._thresholds is None
+            for tile_rows in self._row_tiles:
+                tile = _GradientTile(tile_rows, window, sums, *self._gradient(tile_rows, window, weight))
+                if total is not None:
+                    of_rows = some_rows(total, tile_rows.start, tile_rows.stop)
+                    gradient, factor = tile.gradient.t(), self._fp16_unscale
+                    accumulate_nt(of_rows, gradient, weight.t(), overwrite=start == 0, factor=factor)
+                last = stop == projection.real_rows and tile_rows.stop == rows
+                if waits and (last or stays):
+                    self._waiting.append(tile)
+                else:
+                    self._add_to_weight(tile)
+        if dx is not None and total is not dx:
+            dx.copy_(total)
+        yield rows
+
+    def weight_grad(self) -> None:
+        """dW and dbias of the tiles that wait."""
+        while self._waiting:
+            self._add_to_weight(self._waiting.pop(0))
+
+    def _add_to_weight(self, tile: _GradientTile) -> None:
+        """Add a tile to dW and dbias of its window."""
+        rows, window, (of_weight, of_bias), gradient, unfiltered_sums = tile
+        first, last, factor = rows.start == 0, rows.stop == self._x.shape[0], self._fp16_unscale
+        if self._grads.dweight is not None and of_weight is not None:
+            total, empty = of_weight
+            x = some_rows(self._x, rows.start, rows.stop)
+            accumulate_nt(total, gradient, x.t(), overwrite=empty and first, factor=factor)
+            if last:
+                self._grads.dweight.close(window.start, window.stop, total)
+        if self._grads.dbias is not None and of_bias is not None:
+            total, empty = of_bias
+            summed = gradient.sum(1, dtype=total.dtype) if unfiltered_sums is None else unfiltered_sums.to(total.dtype)
+            put(total, summed if factor is None else summed.mul_(factor), empty and first)
+            if last:
+                self._grads.dbias.close(window.start, window.stop, total)
+
+    def _gradient(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The gradient of a tile, and its sums over the rows if it is filtered. ``weight``: the window's rows as an
+        operand."""
+        if window.start < self._save:
+            gradient, slope = self._from_saved(rows, window)
+        else:
+            gradient, slope = self._recomputed(rows, window, weight)
+        if self._gamma is not None:
+            gradient -= self._gamma[rows]
+        if slope is not None:
+            gradient *= slope
+        unfiltered_sums = None
+        if self._thresholds is not None:
+            if self._grads.dbias is not None:
+                exact = gradient.clone()
+                self._subtract_targets(exact, rows, window)
+                unfiltered_sums = exact.to(self._x.dtype).sum(1, dtype=gradient.dtype)
+            gradient = replace_inactive(gradient, self._thresholds[rows])
+        self._subtract_targets(gradient, rows, window)
+        if self._selected is not None:
+            add_selected(gradient, self._selected, rows, window)
+        return gradient.to(self._x.dtype), unfiltered_sums
+
+    def _subtract_targets(self, gradient: Tensor, rows: slice, window: slice) -> None:
+        if self._beta is not None and self._target is not None:
+            subtract_at_targets(gradient, self._target[rows], window, self._beta[rows])
+
+    def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
+        """The gradient before gamma and beta, and the slope of the soft-cap."""
+        assert self._saved is not None
+        stored = saved_tile(self._saved.exponentials, self._save, rows, window)
+        scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
+        maximum = self._saved.maxima[window.start // self._saved_width, rows]
+        rebase = (maximum - self._maximum[rows]).exp() * scale
+        slope, cap = None, self._projection.of_rows(rows).softcap
+        if cap is not None:
+            slope = softcap_slope(cap, torch.log(stored.to(maximum.dtype) * scale).add_(maximum))
+        out = stored if stored.dtype == maximum.dtype else borrowed(self._scratch, rows, window, maximum.dtype)
+        if self._delta is None and self._epsilon is None:
+            return torch.mul(stored, self._alpha[rows] * rebase, out=out), slope
+        e = torch.mul(stored, rebase, out=out)
+        moved = None if self._delta is None else e.log().clamp_(min=LOWEST_SHIFT)
+        return self._softmax_gradient(e, moved, rows), slope
+
+    def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The same as :meth:`_from_saved`, projected again."""
+        projection = self._projection.of_rows(rows)
+        out = borrowed(self._scratch, rows, window, projection.dtype)
+        z = logits(projection, some_rows(self._x, rows.start, rows.stop), weight, window, out)
+        slope = None if projection.softcap is None else softcap_slope(projection.softcap, z)
+        z.sub_(self._maximum[rows])
+        if self._slack is None:
+            z.clamp_(max=0.0)
+        else:
+            z.masked_fill_(z > -self._slack[rows], 0.0)
+        moved = None if self._delta is None else z.clamp(min=LOWEST_SHIFT)
+        return self._softmax_gradient(exponential_(z), moved, rows), slope
+
+    def _softmax_gradient(self, e: Tensor, moved: Tensor | None, rows: slice) -> Tensor:
+        """``e (alpha + delta moved + epsilon e)``. ``e``: exp(z - M). ``moved``: z - M. Both are overwritten."""
+        alpha = self._alpha[rows]
+        if self._delta is None and self._epsilon is None:
+            return e.mul_(alpha)
+        factor = alpha if self._delta is None or moved is None else moved.mul_(self._delta[rows]).add_(alpha)
+        if self._epsilon is not None:
+            factor = torch.addcmul(factor, e, self._epsilon[rows])
+        return e.mul_(factor)

@@ -1,0 +1,141 @@
+"""Tiles of logits in the torch backend, ``[entries, rows]``: how large they are, where they lie, what is done to them.
+
+A tile is one window of the vocabulary times some rows of a block. Per-token vectors broadcast along its contiguous
+rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from parallel_lce.backends.gemm import accumulate_nt
+from parallel_lce.backends.interface import Projection, Scratch, SelectedGradient, SelectedLogits, Selection
+
+# Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. On a CPU every
+# operation waits for the slowest thread, which may not be running: operations are to be few and large.
+_TILE_BYTES = 64 << 20
+# Tensors of its shape that a tile needs at most, but for a gradient_filter.
+_COPIES = 4
+# Rows of a tile, at most.
+_TILE_ROWS = 4096
+
+FILTER_TILE = 128
+"""Tokens and entries of a tile that a gradient_filter replaces, or not."""
+
+
+def row_tiles(rows: int) -> list[slice]:
+    return even_slices(0, rows, _TILE_ROWS)
+
+
+def window_size(projection: Projection, rows: int, temporaries: bool) -> int:
+    """Entries of a window, at most, for tiles of ``rows`` rows. ``temporaries``: tensors of a tile's shape are needed
+    beside it."""
+    dtype = projection.dtype
+    low_precision = projection.weight.dtype != dtype
+    nbytes = _TILE_BYTES // _COPIES if temporaries or low_precision else _TILE_BYTES
+    return max(1, nbytes // (dtype.itemsize * max(1, rows, projection.weight.shape[1] * low_precision)))
+
+
+def even_slices(start: int, stop: int, most: int) -> list[slice]:
+    """``[start, stop)`` in as few slices of at most ``most`` as possible, of equal size but for the last one."""
+    if start == stop:
+        return []
+    count = -(-(stop - start) // most)
+    size = -(-(stop - start) // count)
+    return [slice(a, min(a + size, stop)) for a in range(start, stop, size)]
+
+
+def logits(projection: Projection, x: Tensor, weight: Tensor, window: slice, out: Tensor) -> Tensor:
+    """A tile of z in ``out``. ``projection``: of the tile's rows. ``x``, ``weight``: its rows and entries, as
+    operands."""
+    accumulate_nt(out, weight, x, overwrite=True)
+    return finished(out, projection, None if projection.bias is None else projection.bias[window, None])
+
+
+def finished(z: Tensor, projection: Projection, bias: Tensor | None) -> Tensor:
+    """Logits from products, in place, with what of the bias and of the tokens' scales and caps belongs to each."""
+    if bias is not None:
+        z += bias
+    if projection.scale != 1.0:
+        z *= projection.scale
+    if projection.token_scale is not None:
+        z *= projection.token_scale
+    if projection.softcap is not None:
+        z.div_(projection.softcap).tanh_().mul_(projection.softcap)
+    return z
+
+
+def borrowed(scratch: Scratch, rows: slice, window: slice, dtype: torch.dtype) -> Tensor:
+    """Memory of a tile."""
+    height = rows.stop - rows.start
+    return scratch.borrow((window.stop - window.start) * height, dtype).view(-1, height)
+
+
+def saved_tile(exponentials: Tensor, save: int, rows: slice, window: slice) -> Tensor:
+    """A tile of what is saved: exponentials of ``save`` entries, one tile of rows after another."""
+    height = rows.stop - rows.start
+    start = rows.start * save + window.start * height
+    return exponentials[start : start + (window.stop - window.start) * height].view(-1, height)
+
+
+def take_targets(tile: Tensor, target: Tensor, window: slice, out: Tensor) -> None:
+    """Copy the targets' logits out of a tile to ``out [rows]``, 0 for those that do not lie in it."""
+    entry = target - window.start
+    inside = entry.clamp(0, tile.shape[0] - 1)
+    torch.gather(tile, 0, inside.unsqueeze(0), out=out.unsqueeze(0))
+    out.masked_fill_(inside != entry, 0.0)
+
+
+def subtract_at_targets(tile: Tensor, target: Tensor, window: slice, values: Tensor) -> None:
+    """Subtract ``values [rows]`` from the targets' entries of a tile."""
+    entry = target - window.start
+    inside = entry.clamp(0, tile.shape[0] - 1)
+    # One-dimensional: only at such positions does torch add deterministically.
+    position = torch.add(torch.arange(len(target), device=target.device), inside, alpha=len(target))
+    tile.view(-1).scatter_add_(0, position, values.neg().masked_fill_(inside != entry, 0.0))
+
+
+def take_selected(tile: Tensor, selected: SelectedLogits, rows: slice, window: slice) -> None:
+    """Copy the selected entries' logits out of a tile."""
+    position, hit = _selected_positions(selected.selection, rows, window)
+    selected.out.copy_(tile.view(-1).index_select(0, position).where(hit, selected.out))
+
+
+def add_selected(tile: Tensor, selected: SelectedGradient, rows: slice, window: slice) -> None:
+    """Add the selected entries' values to a tile of the gradient."""
+    position, hit = _selected_positions(selected.selection, rows, window)
+    # Equal positions are summed in a fixed order, on CUDA too.
+    tile.view(-1).index_put_((position,), selected.values.where(hit, 0.0), accumulate=True)
+
+
+def _selected_positions(selection: Selection, rows: slice, window: slice) -> tuple[Tensor, Tensor]:
+    """Positions of the selected entries ``[E]`` in a flattened tile, and which of them lie in it."""
+    row, hit = selection.of_rows(rows).places()
+    hit &= selection.inside(window.start, window.stop)
+    height = rows.stop - rows.start
+    return ((selection.ids - window.start) * height + row).where(hit, 0), hit
+
+
+def replace_inactive(gradient: Tensor, thresholds: Tensor) -> Tensor:
+    """What :mod:`parallel_lce.kernels.filter` makes of a gradient, in plain torch and on any device.
+
+    ``gradient [entries, rows]``, whose tiles of 128 by 128 without an entry beyond its token's ``thresholds [rows]``
+    are each replaced by the product of its sums over entries and of the entries' shares in all such tiles of these
+    rows.
+    """
+    entries, rows = gradient.shape
+    padding = 0, -rows % FILTER_TILE, 0, -entries % FILTER_TILE
+    g = torch.nn.functional.pad(gradient, padding).unflatten(1, (-1, FILTER_TILE)).unflatten(0, (-1, FILTER_TILE))
+    threshold = torch.nn.functional.pad(thresholds, padding[:2], value=torch.inf).view(-1, FILTER_TILE)
+    magnitude = g.abs()
+    # NaN is active. Dimensions: blocks of entries, entries, blocks of rows, rows.
+    active = (magnitude <= threshold).logical_not_().any(3, keepdim=True).any(1, keepdim=True)
+    others = g.masked_fill(active, 0.0)
+    # A threshold of 0, infinity or NaN belongs to a token without probabilities. NaN of one must not reach ``sums``.
+    inverse = threshold.reciprocal().nan_to_num_(0.0, 0.0)
+    sums = others.abs().mul_(inverse).sum((2, 3), keepdim=True)
+    total = sums.sum(1, keepdim=True)
+    shares = torch.where(total > 0.0, sums / total, 0.0)
+    replaced = torch.where(active, g, shares * others.sum(1, keepdim=True))
+    return replaced.flatten(2, 3).flatten(0, 1)[:entries, :rows].contiguous()

@@ -78,6 +78,7 @@ def _consume(
     total_stride,
     TRANSPOSED: gl.constexpr,
     ADD: gl.constexpr,
+    TILES: gl.constexpr,
     STAGED: gl.constexpr,
     STAGES: gl.constexpr,
     TOGETHER: gl.constexpr,
@@ -104,8 +105,8 @@ def _consume(
                 z = gl.load(total + r.to(gl.int64)[:, None] * total_stride + h[None, :], mask=inside, other=0.0)
             if shares is not None:
                 share = gl.load(shares + r, mask=r < rows, other=0.0)
-                of_block = gl.load(spread + block * hidden_size + h, mask=h < hidden_size, other=0.0)
-                z += share[:, None] * of_block[None, :]
+                of_window = gl.load(spread + block // TILES * hidden_size + h, mask=h < hidden_size, other=0.0)
+                z += share[:, None] * of_window[None, :]
             steps = gl.load(counts + block) * (_TILE // BLOCK_K)
             z = multiply(z, ring, count, steps, TRANSPOSED, False, True, STAGES)
             count += steps
@@ -140,6 +141,7 @@ def lce_backward_sparse_product(
     total_stride,
     TRANSPOSED: gl.constexpr,
     ADD: gl.constexpr,
+    TILES: gl.constexpr,
     STAGED: gl.constexpr,
     STAGES: gl.constexpr,
     TOGETHER: gl.constexpr,
@@ -167,6 +169,7 @@ def lce_backward_sparse_product(
                     total_stride,
                     TRANSPOSED,
                     ADD,
+                    TILES,
                     STAGED,
                     STAGES,
                     TOGETHER,

@@ -22,10 +22,10 @@ from parallel_lce.backends.interface import (
     SelectedGradient,
     power_of_two_scale,
 )
-from parallel_lce.backends.triton_filter import FilteredGradient, inverse_limits_of, worth_filtering
+from parallel_lce.backends.triton_filter import FilteredGradient, inverse_of, limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
-from parallel_lce.kernels.filter.tiles import TokenTargets, find_active_tiles
+from parallel_lce.kernels.filter.tiles import find_active_tiles
 from parallel_lce.kernels.filter.windows import WindowPartials
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
@@ -179,10 +179,10 @@ class Piece:
                 softcap=self._projection.softcap,
             )
         if gradient_filter is not None:
-            inverse = inverse_limits_of(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
-            placed = self._placed
-            targets = None if placed is None else TokenTargets(placed.target, placed.unshared)
-            found = find_active_tiles(part.gradient, inverse, gradient_filter, targets, start)
+            limits = limits_of(self._coefficients, self._projection, self._fp16_scale)
+            target, _, unshared = self._placed or (None, None, None)
+            inverse = inverse_of(limits, part.dx_factor)
+            found = find_active_tiles(part.gradient, inverse, gradient_filter, target, unshared, start)
             part.filtered = FilteredGradient(part.gradient, found)
         return part
 

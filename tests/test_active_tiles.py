@@ -32,25 +32,15 @@ def test_lists_have_what_is_active(row_blocks, tiles, width, device):
             assert numbers[:count] == row.nonzero().squeeze(1).tolist()
 
 
-def test_shares_are_of_the_sums_of_skipped_tiles(device):
-    """Or others, of the blocks of entries that have none."""
-    sums, otherwise = normal(3, 4 * TILE).abs().float(), normal(4 * TILE, seed=1).float()
-    largest = torch.tensor([[0.1, 0.1, 0.9, 0.1], [0.9, 0.1, 0.9, 0.1], [0.2, 0.9, 0.9, 0.1]])
-    sums[:, 3 * TILE :], sums[1, 0] = 0.0, torch.nan
-    given = largest.to(device), sums.to(device)
-    first, second = sums[[0, 2], :TILE].sum(0), sums[:2, TILE : 2 * TILE].sum(0)
-    for others in (otherwise, torch.zeros_like(otherwise)):
-        expected = torch.cat([first / first.sum(), second / second.sum(), others[2 * TILE :]])
-        found = entry_shares(*given, TILE, 0.5, otherwise.to(device) if others is otherwise else None)
+def test_shares_of_sums(device):
+    """Or others, of the windows that have none."""
+    sums, otherwise = normal(3, 600).abs().float(), normal(768, seed=1).float()
+    sums[:, 256:512] = 0.0
+    first, last = sums[:, :256].sum(0), sums[:, 512:].sum(0)
+    for others in (otherwise, torch.zeros(768)):
+        expected = torch.cat([first / first.sum(), others[256:512], last / last.sum(), torch.zeros(168)])
+        found = entry_shares(sums.to(device), 256, otherwise.to(device) if others is otherwise else None)
         torch.testing.assert_close(found.cpu(), expected)
-
-
-def test_shares_of_wide_windows_of_which_the_last_is_cut(device):
-    sums, largest = normal(2, 300).abs().float(), torch.tensor([[0.1, 0.1], [0.9, 0.1]])
-    found = entry_shares(largest.to(device), sums.to(device), 2 * TILE, 0.5).cpu()
-    expected = torch.cat([sums[0, :256] / sums[0, :256].sum(), sums[:, 256:].sum(0) / sums[:, 256:].sum()])
-    torch.testing.assert_close(found[:300], expected)
-    assert len(found) == 512 and not found[300:].any()
 
 
 def test_the_limits_of_rows(device):
@@ -90,9 +80,15 @@ def test_shares_by_mean_logits(device):
 
 
 def test_the_sums_of_a_sample(device):
+    """Of those of its groups whose windows are skipped."""
     gradient = normal(96, 304, seed=2).bfloat16().to(device)[:, :300]
+    gradient[40, 70] = torch.nan
+    bounds = torch.tensor([[0.1, 0.9], [0.9, 0.1], [0.1, 0.1]], device=device)
+    found = TokenSample(1, 4, 6).sums(gradient, bounds, 256, 0.5)
     expected = gradient.double().abs().view(6, 16, 300).sum(1)
-    assert_close(TokenSample(1, 3, 6).sums(gradient), expected, 1e-6)
+    # The groups 1, 5, ... 21 of 24.
+    expected[:2, 256:], expected[2:4, :256] = 0.0, 0.0
+    assert_close(found, expected, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -101,10 +97,8 @@ def test_the_sums_of_a_sample(device):
 def test_a_sample_has_groups_of_tokens_at_equal_distances(rows, step, count):
     sample = sample_tokens(rows)
     assert sample is not None and (sample.first, sample.step, sample.count) == (step // 2, step, count)
-    groups = torch.arange(step // 2, rows // 16, step)
-    assert sample.of(torch.arange(rows)).tolist() == [16 * g + i for g in groups.tolist() for i in range(16)]
-    numbers = torch.arange(-(-rows // TILE))[:, None]
-    assert torch.equal(sample.of_blocks(numbers), groups[:, None] // (TILE // 16))
+    groups = range(step // 2, rows // 16, step)
+    assert sample.of(torch.arange(rows)).tolist() == [16 * g + i for g in groups for i in range(16)]
 
 
 def test_few_tokens_have_no_sample():

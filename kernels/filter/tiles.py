@@ -17,12 +17,12 @@ TILE = 128
 """Tokens and entries of a tile."""
 
 _TILE = tl.constexpr(TILE)
-# Largest number of fp32: stands for 1 / 0.
-_FINITE = tl.constexpr(3.4028234663852886e38)
+# Largest number of fp32: stands for 1 / 0. Smallest one of full precision.
+_FINITE, _TINY = tl.constexpr(3.4028234663852886e38), 2.0**-126
 # Row blocks that a program scans one after the other. Rows that it looks at at a time, stages of its loads, its warps.
 _SCANNED, _CHUNK, _STAGES, _WARPS = 4, 16, 3, 2
-# Places of a list that one looks at at a time, and row blocks.
-_LISTED, _SUMMED = 1024, 16
+# Places of a list that one looks at at a time.
+_LISTED = 1024
 # Hidden elements of a program that forms a centroid, and rows of the weight that it reads at a time.
 _HIDDEN, _STRIP = 128, 64
 
@@ -120,6 +120,7 @@ def lce_backward_scan(
         is_known = (total == total) & (tl.max(marked, 0) == 0)
         top = tl.where(is_known, tl.max(tl.max(tops, 0), 0), float("inf"))
         tl.store(largest + block * tiles + tile, top)
+        of_entries = tl.where(top > eps, 0.0, of_entries)
         tl.store(column_sums + block * (tiles.to(tl.int64) * _TILE) + c, of_entries)
         if top > eps:
             tl.debug_barrier()
@@ -157,26 +158,6 @@ def _list_active(largest, stride, EACH: tl.constexpr, lists, block, places, eps,
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["row_blocks"])
-def lce_backward_entry_shares(
-    largest, column_sums, otherwise, shares, eps, row_blocks, entries, stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
-    window, windows = tl.program_id(0), tl.num_programs(0)
-    c = window * WIDTH + tl.arange(0, WIDTH)
-    sums = tl.zeros((WIDTH,), tl.float32)
-    for start in range(0, row_blocks, BLOCK):
-        block = start + tl.arange(0, BLOCK)
-        is_active = tl.load(largest + block * windows + window, mask=block < row_blocks, other=float("inf")) > eps
-        offsets = block.to(tl.int64)[:, None] * stride + c[None, :]
-        inside = (is_active == 0)[:, None] & (c < entries)[None, :]
-        sums += tl.sum(tl.load(column_sums + offsets, mask=inside, other=0.0), 0)
-    total, unknown = tl.sum(sums, 0), tl.zeros((WIDTH,), tl.float32)
-    if otherwise is not None:
-        unknown = tl.load(otherwise + c)
-    tl.store(shares + c, tl.where((total > 0.0) & (total < float("inf")), sums / total, unknown))
-
-
-@Relaunched
 @triton.jit
 def lce_backward_centroids(
     weight,
@@ -204,28 +185,17 @@ def lce_backward_centroids(
     tl.store(here, total.to(centroids.dtype.element_ty), mask=h < hidden_size)
 
 
-def entry_shares(
-    largest: torch.Tensor, column_sums: torch.Tensor, width: int, eps: float, otherwise: torch.Tensor | None = None
-) -> torch.Tensor:
-    """q ``[windows * width]`` fp32, from the ``column_sums [row blocks, >= C]`` of the windows whose ``largest [row
-    blocks, windows]`` is within ``eps``. Of a window that exceeds it everywhere, or whose sums are 0 or not finite:
-    ``otherwise [windows * width]``, or 0."""
-    row_blocks, windows = largest.shape
-    shares = column_sums.new_empty(windows * width)
-    lce_backward_entry_shares.launch(
-        (windows,),
-        largest,
-        column_sums,
-        otherwise,
-        shares,
-        float(eps),
-        row_blocks,
-        column_sums.shape[1],
-        column_sums.stride(0),
-        WIDTH=width,
-        BLOCK=min(_SUMMED, next_power_of_2(row_blocks)),
-    )
-    return shares
+def entry_shares(sums: torch.Tensor, width: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
+    """q ``[windows * width]`` fp32, from ``sums [*, C]`` over tokens whose window is skipped, 0 over the others. Of a
+    window whose sums are 0: ``otherwise [windows * width]``, or 0."""
+    total = sums.sum(0)
+    if len(total) % width:
+        total = torch.nn.functional.pad(total, (0, -len(total) % width))
+    windows = total.view(-1, width)
+    shares = torch.nn.functional.normalize(windows, p=1.0, dim=1, eps=_TINY)
+    if otherwise is not None:
+        shares = torch.where(windows.any(1, keepdim=True), shares, otherwise.view(-1, width))
+    return shares.flatten()
 
 
 def list_tiles(largest: torch.Tensor, eps: float, entries: int, width: int = TILE) -> tuple[TileLists, TileLists]:
@@ -268,7 +238,7 @@ def find_active_tiles(
     """
     (rows, entries), row_blocks, tiles = gradient.shape, -(-len(gradient) // TILE), -(-gradient.shape[1] // TILE)
     largest = gradient.new_empty(row_blocks, tiles, dtype=torch.float32)
-    # Sums of |G| u over the tokens of a row block, without what exceeds the limit.
+    # Sums of |G| u over the tokens of a row block, 0 where the tile is active.
     column_sums = gradient.new_empty(row_blocks, tiles * TILE, dtype=torch.float32)
     masses = new_masses(tiles, rows, gradient, gradient.dtype)
     lce_backward_scan.launch(
@@ -293,7 +263,7 @@ def find_active_tiles(
         STAGES=_STAGES,
         num_warps=_WARPS,
     )
-    shares = entry_shares(largest, column_sums, TILE, eps)
+    shares = entry_shares(column_sums, TILE)
     return ActiveTiles(*list_tiles(largest, eps, entries), masses, shares, shares)
 
 

@@ -4,7 +4,7 @@ The forward keeps the maximum and the sum of exponentials of each token's window
 window and its mass are known, and a window without a large one is not projected. Its entries share the mass.
 
 A sample of the tokens is projected in full. For dX entries share in proportion to their sums over the sample, of which
-those tokens count whose window is skipped (:func:`parallel_lce.kernels.filter.tiles.entry_shares`). In dW the error of
+those tokens count whose window is skipped. In dW the error of
 an entry's share adds up over all tokens, and a sample's noise is larger than what exp of the mean logit of all tokens
 is off. There the shares are in proportion to that, and so are those for dX where the sample has no such token.
 """
@@ -19,7 +19,7 @@ import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import exponential_from, finite_base, window_shift
 from parallel_lce.kernels.filter.tiles import TILE, new_masses
-from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.relaunch import Relaunched
 
 FEWEST_SAMPLED = 4
 """A sample has as many tokens as so many row blocks at least."""
@@ -31,9 +31,8 @@ _GROUP = 16
 _STEPS = 3, 5, 7, 11, 13
 
 _TILE = tl.constexpr(TILE)
-# Row blocks that are projected together, so that what they share stays in the L2 cache; windows of a list that one
-# looks at at a time.
-_TOGETHER, _LISTED = 16, 1024
+# Row blocks that are projected together, so that what they share stays in the L2 cache.
+_TOGETHER = 16
 
 
 class TokenSample(NamedTuple):
@@ -48,13 +47,12 @@ class TokenSample(NamedTuple):
         groups = rows.narrow(dim, 0, rows.shape[dim] // _GROUP * _GROUP).unflatten(dim, (-1, _GROUP))
         return groups[(slice(None),) * dim + (slice(self.first, None, self.step),)].flatten(dim, dim + 1)
 
-    def of_blocks(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Of ``numbers [row blocks, *]`` those of the row blocks that its groups lie in, ``[count, *]``."""
-        return numbers.repeat_interleave(TILE // _GROUP, 0)[self.first :: self.step][: self.count].contiguous()
-
-    def sums(self, gradient: torch.Tensor) -> torch.Tensor:
-        """``[count, C]`` fp32: of each group the sums of ``|gradient [16 count, C]|``."""
-        return torch.linalg.vector_norm(gradient.unflatten(0, (-1, _GROUP)), 1, dim=1, dtype=torch.float32)
+    def sums(self, gradient: torch.Tensor, largest: torch.Tensor, width: int, eps: float) -> torch.Tensor:
+        """``[count, C]`` fp32: of each group the sums of ``|gradient [16 count, C]|``, 0 in windows of ``width``
+        entries whose ``largest [row blocks, windows]`` exceeds ``eps``."""
+        sums = torch.linalg.vector_norm(gradient.unflatten(0, (-1, _GROUP)), 1, dim=1, dtype=torch.float32)
+        is_active = largest.repeat_interleave(TILE // _GROUP, 0)[self.first :: self.step][: self.count] > eps
+        return sums.masked_fill_(is_active.repeat_interleave(width, 1)[:, : sums.shape[1]], 0.0)
 
 
 def sample_tokens(rows: int) -> TokenSample | None:
@@ -138,23 +136,6 @@ def lce_backward_window_masses(
     tl.store(here, mass.to(masses.dtype.element_ty), mask=valid)
 
 
-@Relaunched
-@triton.jit(do_not_specialize=["row_blocks", "windows"])
-def lce_backward_list_windows(largest, listed, eps, row_blocks, windows, TOGETHER: tl.constexpr, BLOCK: tl.constexpr):
-    found = 0
-    of_group = TOGETHER * windows
-    for start in range(0, tl.cdiv(row_blocks, TOGETHER) * of_group, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        window = place % of_group // TOGETHER
-        block = place // of_group * TOGETHER + place % TOGETHER
-        bound = tl.load(largest + block * windows + window, mask=block < row_blocks, other=0.0)
-        is_active = (bound > eps).to(tl.int32)
-        position = found + tl.cumsum(is_active, 0)
-        tl.store(listed + position, window * row_blocks + block, mask=is_active != 0)
-        found += tl.sum(is_active, 0)
-    tl.store(listed, found)
-
-
 def mean_shares(mean_logits: torch.Tensor, width: int) -> torch.Tensor:
     """q ``[windows * width]`` for dW: of each window the softmax of ``mean_logits [C]``, fp32."""
     padded = torch.nn.functional.pad(mean_logits, (0, -len(mean_logits) % width), value=-torch.inf)
@@ -207,15 +188,8 @@ def list_active_windows(largest: torch.Tensor, eps: float) -> torch.Tensor:
     """The windows whose bound exceeds ``eps``, as :meth:`parallel_lce.kernels.projection.Product.launch` takes them.
     ``largest``: of :func:`window_masses`."""
     row_blocks, windows = largest.shape
-    listed = largest.new_empty(1 + row_blocks * windows, dtype=torch.int32)
-    lce_backward_list_windows.launch(
-        (1,),
-        largest,
-        listed,
-        float(eps),
-        row_blocks,
-        windows,
-        TOGETHER=min(_TOGETHER, next_power_of_2(row_blocks)),
-        BLOCK=_LISTED,
-    )
-    return listed
+    numbers = torch.arange(largest.numel(), device=largest.device).view(windows, row_blocks)
+    numbers = torch.cat([some.flatten() for some in numbers.split(_TOGETHER, 1)])
+    is_active = largest.t().flatten()[numbers] > eps
+    active_first = is_active.to(torch.uint8).argsort(descending=True, stable=True)
+    return torch.cat([is_active.sum(0, keepdim=True), numbers[active_first]]).int()

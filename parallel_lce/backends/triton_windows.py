@@ -123,18 +123,19 @@ class ActiveWindows:
         of_weight = mean_shares(self._mean_logits[start - self._first : stop - self._first], width)
         given = self._windows, rows.partial, self._limits, rows.targets
         bounds, masses = window_masses(*given, start // width, width, entries, eps, gradient.dtype)
-        of_hidden = entry_shares(self._sample.of_blocks(bounds), self._sample_sums(start, stop), width, eps, of_weight)
+        sampled = self._sample.sums(self._sampled_gradient(start, stop), bounds, width, eps)
+        of_hidden = entry_shares(sampled, width, of_weight)
         rows.form(start, stop, gradient, list_active_windows(bounds, eps))
         return FilteredGradient(
             gradient, ActiveTiles(*list_tiles(bounds, eps, entries, width), masses, of_hidden, of_weight)
         )
 
-    def _sample_sums(self, start: int, stop: int) -> Tensor:
+    def _sampled_gradient(self, start: int, stop: int) -> Tensor:
         """Of the sample, which is projected in full. Each slice may be asked for once: its targets are then placed."""
         rows = self._sampled
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)
-        return self._sample.sums(gradient)
+        return gradient
 
 
 def _mean_logits(rows: Rows, first: int) -> Tensor:

@@ -123,10 +123,7 @@ def _consume(
     staged,
     listed,
     sizes,
-    bias,
-    token_scale,
-    scale,
-    cap,
+    operands,
     epilogue,
     GRADIENT: gl.constexpr,
     SCALED: gl.constexpr,
@@ -141,10 +138,11 @@ def _consume(
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
     rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
     steps = gl.cdiv(k_size, BLOCK_K)
+    _, token_scale, scale, _ = operands
     count = 0
     tiles = tile_count(listed, num_blocks, gl.cdiv(entries, BLOCK_N))
-    for place in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, window = tile_start(listed, place, first_block, num_blocks, all_blocks, BLOCK_M)
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, window = tile_start(listed, number, first_block, num_blocks, all_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -152,24 +150,8 @@ def _consume(
         z = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         z = multiply(z, ring, count, steps, False, True, False, STAGES)
         count += steps
-        z = finish_tile(
-            z,
-            row_values,
-            epilogue,
-            bias,
-            token_scale,
-            r,
-            c,
-            window,
-            rows,
-            entries,
-            scale,
-            cap,
-            GRADIENT,
-            SCALED,
-            MASKED,
-            SAVED_SCALE,
-        )
+        place = (r, c, window, rows, entries)
+        z = finish_tile(z, row_values, epilogue, operands, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
         if STORES:
             tma.store_wait(0)
             staged.store(z.to(out.dtype))
@@ -223,10 +205,7 @@ def projection(
                     staged,
                     listed,
                     sizes,
-                    bias,
-                    token_scale,
-                    scale,
-                    cap,
+                    (bias, token_scale, scale, cap),
                     epilogue,
                     GRADIENT,
                     SCALED,

@@ -9,10 +9,9 @@ from parallel_lce.backends.interface import Projection
 from parallel_lce.kernels.filter.products import sparse_product
 from parallel_lce.kernels.filter.tiles import ActiveTiles, centroids
 from parallel_lce.kernels.rewrite import TokenCoefficients
+from parallel_lce.kernels.tuning import MEASURED
 
-# Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a filtered
-# backward takes the host longer than an exact one takes the GPU.
-SMALLEST_FILTERED = 1e12
+SMALLEST_FILTERED = MEASURED.smallest_filtered
 
 
 def worth_filtering(multiplications: int) -> bool:

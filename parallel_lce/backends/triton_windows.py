@@ -28,10 +28,10 @@ from parallel_lce.kernels.filter.windows import (
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.targets import place_targets
+from parallel_lce.kernels.tuning import MEASURED
 from parallel_lce.memory import some_rows
 
-WINDOWED_BYTES = 256 << 20
-"""Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU."""
+WINDOWED_BYTES = MEASURED.windowed_bytes
 
 
 class Targets(NamedTuple):

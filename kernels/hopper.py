@@ -35,8 +35,8 @@ from parallel_lce.kernels.projection import CHANGING, projection_name
 from parallel_lce.kernels.relaunch import Relaunched
 
 # Warps of the consumers, and registers of a thread of the producer.
-_WARPS = gl.constexpr(8)
-_PRODUCER_REGISTERS = gl.constexpr(40)
+WARPS = gl.constexpr(8)
+PRODUCER_REGISTERS = gl.constexpr(40)
 # Triton 3.8 renamed both; 3.9 has no others.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -135,7 +135,7 @@ def _consume(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
     steps = gl.cdiv(k_size, BLOCK_K)
     _, token_scale, scale, _ = operands
@@ -221,5 +221,5 @@ def projection(
             (_produce, (x, weight, ring, listed, sizes, STAGES)),
         ],
         [1],
-        [_PRODUCER_REGISTERS],
+        [PRODUCER_REGISTERS],
     )

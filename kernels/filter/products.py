@@ -20,20 +20,21 @@ from parallel_lce.kernels.tuning import addressable, descriptor, interpreted, nu
 # Hidden elements of a program's result in the plain mainloop, and elements of the sum per step.
 _HIDDEN, _STEP = 64, 32
 # The same for Hopper, and the stages of its ring. A low-precision result is staged in the memory of one of them.
-_HOPPER_HIDDEN, _HOPPER_STEP, _HOPPER_STAGES = 256, 64, 4
+HOPPER_HIDDEN, HOPPER_STEP, _HOPPER_STAGES = 256, 64, 4
 # Blocks of hidden elements that are worked on together: what they share then stays in the L2 cache.
-_HIDDEN_BLOCKS = 4
+_TOGETHER = tl.constexpr(4)
+_TILE = tl.constexpr(TILE)
 
 # Arguments that vary between launches. They are not specialized, so no value compiles a new kernel.
 CHANGING = ["rows", "summed", "blocks", "places"]
 
 
 @triton.jit
-def result_tile(number, order, blocks, hidden_blocks, TOGETHER: tl.constexpr):
+def result_tile(number, order, blocks, hidden_blocks):
     """Of the result's tile of this number: its block of rows, and its block of hidden elements."""
-    first = number // (blocks * TOGETHER) * TOGETHER
-    width = tl.minimum(hidden_blocks - first, TOGETHER)
-    within = number % (blocks * TOGETHER)
+    first = number // (blocks * _TOGETHER) * _TOGETHER
+    width = tl.minimum(hidden_blocks - first, _TOGETHER)
+    within = number % (blocks * _TOGETHER)
     return tl.load(order + within // width).to(tl.int32), first + within % width
 
 
@@ -59,29 +60,27 @@ def lce_backward_sparse_product(
     TRANSPOSED: tl.constexpr,
     ADD: tl.constexpr,
     TILES: tl.constexpr,
-    TOGETHER: tl.constexpr,
-    TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """``rows``: of the result; ``summed``: terms of the full sums. ``TILES``: blocks of a row of ``spread``."""
-    block, hidden_block = result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N), TOGETHER)
-    r = block * TILE + tl.arange(0, TILE)
+    block, hidden_block = result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
+    r = block * _TILE + tl.arange(0, _TILE)
     h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]
     pointers = total + r.to(tl.int64)[:, None] * total_stride + h[None, :]
-    z = tl.zeros((TILE, BLOCK_N), tl.float32)
+    z = tl.zeros((_TILE, BLOCK_N), tl.float32)
     if ADD:
         z += tl.load(pointers, mask=in_result, other=0.0)
     if shares is not None:
         share = tl.load(shares + r, mask=r < rows, other=0.0)
         of_window = tl.load(spread + block // TILES * hidden_size + h, mask=h < hidden_size, other=0.0)
         z += share[:, None] * of_window[None, :]
-    PER_TILE: tl.constexpr = TILE // BLOCK_K
+    PER_TILE: tl.constexpr = _TILE // BLOCK_K
     for step in range(0, tl.load(counts + block) * PER_TILE):
         tile = tl.load(numbers + block * places + step // PER_TILE)
-        k = tile * TILE + step % PER_TILE * BLOCK_K + tl.arange(0, BLOCK_K)
+        k = tile * _TILE + step % PER_TILE * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (r < rows)[:, None] & (k < summed)[None, :]
         if TRANSPOSED:
             offsets = k.to(tl.int64)[None, :] * gradient_stride + r[:, None]
@@ -117,18 +116,18 @@ def sparse_product(
     """
     (rows, hidden_size), (blocks, places) = total.shape, lists.numbers.shape
     of_blocks = *lists, lists.counts.argsort(descending=True), *(rank_one or (None, None))
-    options = {"TRANSPOSED": transposed, "ADD": add, "TILES": width // TILE, "TOGETHER": _HIDDEN_BLOCKS, "num_warps": 8}
+    options = {"TRANSPOSED": transposed, "ADD": add, "TILES": width // TILE, "num_warps": 8}
     # Other hidden sizes would need more registers: addresses of single elements.
     if runs_gluon(gradient) and addressable(gradient, other) and hidden_size % 16 == 0:
         from parallel_lce.kernels.filter.hopper_products import lce_backward_sparse_product as kernel
 
         staged = not add and total.dtype == gradient.dtype and addressable(total)
-        number = blocks * -(-hidden_size // _HOPPER_HIDDEN)
+        number = blocks * -(-hidden_size // HOPPER_HIDDEN)
         kernel.launch(
             (min(number, num_sms(gradient.device)),),
-            descriptor(gradient, *((_HOPPER_STEP, TILE) if transposed else (TILE, _HOPPER_STEP)), True),
-            descriptor(other, _HOPPER_STEP, _HOPPER_HIDDEN, True),
-            descriptor(total, TILE, _HOPPER_HIDDEN, True) if staged else total,
+            descriptor(gradient, *((HOPPER_STEP, TILE) if transposed else (TILE, HOPPER_STEP)), True),
+            descriptor(other, HOPPER_STEP, HOPPER_HIDDEN, True),
+            descriptor(total, TILE, HOPPER_HIDDEN, True) if staged else total,
             *of_blocks,
             rows,
             hidden_size,
@@ -154,7 +153,6 @@ def sparse_product(
         gradient.stride(0),
         other.stride(0),
         total.stride(0),
-        TILE=TILE,
         BLOCK_N=_HIDDEN,
         BLOCK_K=_STEP,
         # Triton's interpreter multiplies bf16 wrongly.

@@ -42,10 +42,10 @@ class TokenSample(NamedTuple):
     step: int
     count: int
 
-    def of(self, rows: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """Their rows of a tensor whose dimension ``dim`` has all rows."""
-        groups = rows.narrow(dim, 0, rows.shape[dim] // _GROUP * _GROUP).unflatten(dim, (-1, _GROUP))
-        return groups[(slice(None),) * dim + (slice(self.first, None, self.step),)].flatten(dim, dim + 1)
+    def of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Theirs of all ``rows``."""
+        groups = rows[: len(rows) // _GROUP * _GROUP].unflatten(0, (-1, _GROUP))
+        return groups[self.first :: self.step].flatten(0, 1)
 
     def sums(self, gradient: torch.Tensor, largest: torch.Tensor, width: int, eps: float) -> torch.Tensor:
         """``[count, C]`` fp32: of each group the sums of ``|gradient [16 count, C]|``, 0 in windows of ``width``

@@ -108,7 +108,7 @@ class ActiveWindows:
         self._sampled = Rows(
             sample.of(rows.x),
             projection,
-            sample.of(rows.partial, 1),
+            sample.of(rows.partial.t()).t().contiguous(),
             TokenCoefficients(sample.of(alpha), None, None, None, None, None),
             rows.fp16_scale,
             None if rows.targets is None else Targets(*map(sample.of, rows.targets)),

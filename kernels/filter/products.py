@@ -23,7 +23,6 @@ _HIDDEN, _STEP = 64, 32
 HOPPER_HIDDEN, HOPPER_STEP, _HOPPER_STAGES = 256, 64, 4
 # Blocks of hidden elements that are worked on together: what they share then stays in the L2 cache.
 _TOGETHER = tl.constexpr(4)
-_TILE = tl.constexpr(TILE)
 
 # Arguments that vary between launches. They are not specialized, so no value compiles a new kernel.
 CHANGING = ["rows", "summed", "blocks", "places"]
@@ -60,27 +59,28 @@ def lce_backward_sparse_product(
     TRANSPOSED: tl.constexpr,
     ADD: tl.constexpr,
     TILES: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """``rows``: of the result; ``summed``: terms of the full sums. ``TILES``: blocks of a row of ``spread``."""
     block, hidden_block = result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
-    r = block * _TILE + tl.arange(0, _TILE)
+    r = block * TILE + tl.arange(0, TILE)
     h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]
     pointers = total + r.to(tl.int64)[:, None] * total_stride + h[None, :]
-    z = tl.zeros((_TILE, BLOCK_N), tl.float32)
+    z = tl.zeros((TILE, BLOCK_N), tl.float32)
     if ADD:
         z += tl.load(pointers, mask=in_result, other=0.0)
     if shares is not None:
         share = tl.load(shares + r, mask=r < rows, other=0.0)
         of_window = tl.load(spread + block // TILES * hidden_size + h, mask=h < hidden_size, other=0.0)
         z += share[:, None] * of_window[None, :]
-    PER_TILE: tl.constexpr = _TILE // BLOCK_K
+    PER_TILE: tl.constexpr = TILE // BLOCK_K
     for step in range(0, tl.load(counts + block) * PER_TILE):
         tile = tl.load(numbers + block * places + step // PER_TILE)
-        k = tile * _TILE + step % PER_TILE * BLOCK_K + tl.arange(0, BLOCK_K)
+        k = tile * TILE + step % PER_TILE * BLOCK_K + tl.arange(0, BLOCK_K)
         inside = (r < rows)[:, None] & (k < summed)[None, :]
         if TRANSPOSED:
             offsets = k.to(tl.int64)[None, :] * gradient_stride + r[:, None]
@@ -153,6 +153,7 @@ def sparse_product(
         gradient.stride(0),
         other.stride(0),
         total.stride(0),
+        TILE=TILE,
         BLOCK_N=_HIDDEN,
         BLOCK_K=_STEP,
         # Triton's interpreter multiplies bf16 wrongly.

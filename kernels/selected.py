@@ -9,8 +9,6 @@ Each output element is written by one program, and sums have a fixed order. Offs
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +23,7 @@ from parallel_lce.kernels.arithmetic import (
     softcapped,
     window_shift,
 )
+from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.rewrite import TokenCoefficients
@@ -37,17 +36,6 @@ _FOR_HIDDEN = 8, 512, 2
 _FOR_WEIGHT = 4, 2048, 4
 # Entries of one token whose places in G a program finds at a time.
 _PLACED = 32
-
-
-class SelectedWindows(NamedTuple):
-    """The windows of a projection's tokens, fp32."""
-
-    # [windows, R]
-    max: torch.Tensor
-    # [windows, R], relative to ``arithmetic.window_shift``, or to the maximum without a softmax shift
-    sum_exp: torch.Tensor
-    # [R]
-    softmax_shift: torch.Tensor | None
 
 
 @triton.jit
@@ -239,7 +227,7 @@ def selected_logits(
     begin: torch.Tensor,
     end: torch.Tensor,
     logits: torch.Tensor,
-    windows: SelectedWindows | None = None,
+    windows: WindowPartials | None = None,
 ) -> None:
     """Write the logits of the selected entries to ``logits [E]`` fp32; 0 for ids of other shards.
 

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import exponential_from, finite_base, window_shift
 from parallel_lce.kernels.filter.tiles import TILE, new_masses
+from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched
 
 FEWEST_SAMPLED = 4
@@ -62,20 +63,6 @@ def sample_tokens(rows: int) -> TokenSample | None:
         return None
     step = steps[-1]
     return TokenSample(step // 2, step, -(-(rows // _GROUP - step // 2) // step))
-
-
-class WindowPartials(NamedTuple):
-    """What a forward knows of its windows, ``[windows, R]`` fp32 each."""
-
-    max: torch.Tensor
-    # Relative to ``arithmetic.window_shift`` of the softmax shift, or to the window's maximum without one
-    sum_exp: torch.Tensor
-    # [R] fp32, or None
-    softmax_shift: torch.Tensor | None
-
-    def of_rows(self, rows: slice) -> WindowPartials:
-        shift = self.softmax_shift
-        return WindowPartials(self.max[:, rows], self.sum_exp[:, rows], shift if shift is None else shift[rows])
 
 
 @Relaunched

@@ -19,7 +19,7 @@ from parallel_lce.backends.triton_windows import keeps_windows
 from parallel_lce.kernels import selected as kernels
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
-from parallel_lce.kernels.partials import PartialColumns, merge_ranks, merge_windows
+from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import Product, new_window_partials
 from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import MEASURED, rows_beside_gather
@@ -212,7 +212,7 @@ class BlockForward:
         """Merge the windows of some rows, and find the rows' selected logits."""
         if self._selected is not None:
             selection, logits = self._selected
-            windows = kernels.SelectedWindows(partials.max, partials.sum_exp, self._shift)
+            windows = WindowPartials(partials.max, partials.sum_exp, self._shift)
             kernels.selected_logits(product, *selection.of_rows(rows), logits, windows)
         target = None if self._target is None else self._target[rows]
         return merge_windows(

@@ -23,7 +23,7 @@ from parallel_lce.backends.triton_operands import dense, product_of
 from parallel_lce.backends.triton_slices import Piece, Slice, tiling
 from parallel_lce.backends.triton_windows import WINDOWED_BYTES, fills_sample, kept_windows
 from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.kernels.filter.windows import WindowPartials
+from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.targets import scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 from parallel_lce.memory import some_rows

@@ -26,7 +26,7 @@ from parallel_lce.backends.triton_filter import FilteredGradient, inverse_of, li
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
 from parallel_lce.kernels.filter.tiles import find_active_tiles
-from parallel_lce.kernels.filter.windows import WindowPartials
+from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import SavedExponentials, TokenCoefficients
 from parallel_lce.kernels.selected import place_selected

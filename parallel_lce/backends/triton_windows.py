@@ -18,13 +18,8 @@ from parallel_lce.backends.triton_filter import FilteredGradient, inverse_of, li
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
 from parallel_lce.kernels.filter.tiles import TILE, ActiveTiles, entry_shares, list_tiles
-from parallel_lce.kernels.filter.windows import (
-    WindowPartials,
-    list_active_windows,
-    mean_shares,
-    sample_tokens,
-    window_masses,
-)
+from parallel_lce.kernels.filter.windows import list_active_windows, mean_shares, sample_tokens, window_masses
+from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.targets import place_targets

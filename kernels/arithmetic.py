@@ -69,24 +69,38 @@ def exact_logit(logit, top, sum_exp):
 
 
 @triton.jit
+def gradient_of(p, moved, terms):
+    """``p (alpha + delta moved + epsilon p) - gamma``, with ``moved = z - M``. ``terms``: alpha, gamma, delta and
+    epsilon; all but alpha may be None."""
+    alpha, gamma, delta, epsilon = terms
+    # The terms nearly cancel where z is near the expected logit.
+    factor = alpha
+    if delta is not None:
+        factor += delta * moved
+    if epsilon is not None:
+        factor += epsilon * p
+    g = p * factor
+    if gamma is not None:
+        g -= gamma
+    return g
+
+
+@triton.jit
 def gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, mask, upstream):
-    """``p (alpha + delta (z - M) + epsilon p) - gamma`` of entries whose logits are known in fp32.
+    """:func:`gradient_of` entries whose logits are known in fp32.
 
     delta, epsilon and gamma are those of the tokens ``row``, times ``upstream``. ``alpha`` is loaded already.
     """
     # Huge logits of equal entries may differ by roundings.
     moved = tl.minimum(logit - base, 0.0)
-    p = tl.exp(moved) / sum_exp
-    g = alpha
-    if coefficients.delta is not None:
-        delta = tl.load(coefficients.delta + row, mask=mask, other=0.0) * upstream
-        g += delta * tl.maximum(moved, LOWEST_SHIFT)
-    if coefficients.epsilon is not None:
-        g += tl.load(coefficients.epsilon + row, mask=mask, other=0.0) * upstream * p
-    g *= p
-    if coefficients.gamma is not None:
-        g -= tl.load(coefficients.gamma + row, mask=mask, other=0.0) * upstream
-    return g
+    gamma, delta, epsilon = coefficients.gamma, coefficients.delta, coefficients.epsilon
+    if gamma is not None:
+        gamma = tl.load(gamma + row, mask=mask, other=0.0) * upstream
+    if delta is not None:
+        delta = tl.load(delta + row, mask=mask, other=0.0) * upstream
+    if epsilon is not None:
+        epsilon = tl.load(epsilon + row, mask=mask, other=0.0) * upstream
+    return gradient_of(tl.exp(moved) / sum_exp, tl.maximum(moved, LOWEST_SHIFT), (alpha, gamma, delta, epsilon))
 
 
 @triton.jit

@@ -18,7 +18,7 @@ _BLOCK = 4096
 @Relaunched
 @triton.jit
 def lce_forward_logits_partials(
-    logits, target, partial, shifted, rows, entries, row_stride, start, SHIFTED: tl.constexpr, BLOCK: tl.constexpr
+    logits, target, partial, shifted, rows, entries, row_stride, start, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     z_row = logits + row * row_stride
@@ -38,7 +38,7 @@ def lce_forward_logits_partials(
         moved = tl.where(maximum == -float("inf"), 0.0, maximum - base)
         # tl.max drops NaN; it comes back here, through its exponential.
         sum_exp = sum_exp * tl.exp(moved) + tl.sum(tl.exp(z - base), 0)
-        if SHIFTED:
+        if shifted is not None:
             sum_shifted += first * moved + tl.sum(tl.where(valid, z - base, 0.0), 0)
         # Columns past ``entries`` can equal a target of the next shard.
         hit += tl.sum(tl.where(valid & (column == wanted), z, 0.0), 0)
@@ -46,7 +46,7 @@ def lce_forward_logits_partials(
     tl.store(partial + row, maximum)
     tl.store(partial + rows + row, sum_exp)
     tl.store(partial + 2 * rows + row, hit)
-    if SHIFTED:
+    if shifted is not None:
         tl.store(shifted + row, sum_shifted)
 
 
@@ -89,18 +89,7 @@ def logits_partial(
     shifted = torch.empty_like(partial[0]) if want_shifted else None
     if rows:
         lce_forward_logits_partials.launch(
-            (rows,),
-            logits,
-            target,
-            partial,
-            shifted,
-            rows,
-            entries,
-            logits.stride(0),
-            start,
-            SHIFTED=want_shifted,
-            BLOCK=_BLOCK,
-            num_warps=8,
+            (rows,), logits, target, partial, shifted, rows, entries, logits.stride(0), start, BLOCK=_BLOCK, num_warps=8
         )
     return partial, shifted
 

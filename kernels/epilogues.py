@@ -60,11 +60,11 @@ def tile_count(listed, num_blocks, windows):
 
 
 @triton.jit
-def tile_start(listed, place, first_block, num_blocks, all_blocks, BLOCK_M: tl.constexpr):
+def tile_start(listed, number, first_block, num_blocks, all_blocks, BLOCK_M: tl.constexpr):
     """First row of a tile, and its window. Row blocks vary fastest, start at ``first_block`` and wrap around."""
-    tile = place
+    tile = number
     if listed is not None:
-        tile = tl.load(listed + 1 + place)
+        tile = tl.load(listed + 1 + number)
     return (first_block + tile % num_blocks) % all_blocks * BLOCK_M, tile // num_blocks
 
 
@@ -77,7 +77,10 @@ def tile_rows(epilogue, token_scale, r, rows, scale, GRADIENT: tl.constexpr):
     if GRADIENT:
         return _gradient_rows(epilogue, token_scale, token_scales, r, rows, scale)
     else:
-        return _shift_rows(epilogue, token_scales, r, rows)
+        shift = token_scales  # Not read without a softmax shift.
+        if epilogue.softmax_shift is not None:
+            shift = tl.load(epilogue.softmax_shift + r, mask=r < rows, other=0.0)
+        return (token_scales, shift)
 
 
 @triton.jit
@@ -85,21 +88,17 @@ def finish_tile(
     z,
     row_values,
     epilogue,
-    bias,
-    token_scale,
-    r,
-    c,
-    window,
-    rows,
-    entries,
-    scale,
-    cap,
+    operands,
+    place,
     GRADIENT: tl.constexpr,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
 ):
-    """What is stored of a tile, from its product ``z = x @ weight.T``."""
+    """What is stored of a tile, from its product ``z = x @ weight.T``. ``operands``: bias, scale of tokens, scale and
+    soft-cap. ``place``: row and column numbers, the window, and how many rows and entries there are."""
+    bias, token_scale, scale, cap = operands
+    r, c, window, rows, entries = place
     if bias is not None:
         z += tl.load(bias + c, mask=c < entries, other=0.0).to(tl.float32)[None, :]
     if SCALED:
@@ -122,14 +121,6 @@ def finish_tile(
         HAS_SOFTMAX_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
         e = store_partials(z, r, c, window, rows, entries, row_values[1], epilogue.partials, MASKED, HAS_SOFTMAX_SHIFT)
         return e * SAVED_SCALE
-
-
-@triton.jit
-def _shift_rows(epilogue, token_scales, r, rows):
-    shift = token_scales  # Not read without a softmax shift.
-    if epilogue.softmax_shift is not None:
-        shift = tl.load(epilogue.softmax_shift + r, mask=r < rows, other=0.0)
-    return (token_scales, shift)
 
 
 @triton.jit

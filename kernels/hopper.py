@@ -35,8 +35,8 @@ from parallel_lce.kernels.projection import CHANGING, projection_name
 from parallel_lce.kernels.relaunch import Relaunched
 
 # Warps of the consumers, and registers of a thread of the producer.
-_WARPS = gl.constexpr(8)
-_PRODUCER_REGISTERS = gl.constexpr(40)
+WARPS = gl.constexpr(8)
+PRODUCER_REGISTERS = gl.constexpr(40)
 # Triton 3.8 renamed both; 3.9 has no others.
 async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
@@ -123,10 +123,7 @@ def _consume(
     staged,
     listed,
     sizes,
-    bias,
-    token_scale,
-    scale,
-    cap,
+    operands,
     epilogue,
     GRADIENT: gl.constexpr,
     SCALED: gl.constexpr,
@@ -138,13 +135,14 @@ def _consume(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
 ):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
     steps = gl.cdiv(k_size, BLOCK_K)
+    _, token_scale, scale, _ = operands
     count = 0
     tiles = tile_count(listed, num_blocks, gl.cdiv(entries, BLOCK_N))
-    for place in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, window = tile_start(listed, place, first_block, num_blocks, all_blocks, BLOCK_M)
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, window = tile_start(listed, number, first_block, num_blocks, all_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -152,24 +150,8 @@ def _consume(
         z = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         z = multiply(z, ring, count, steps, False, True, False, STAGES)
         count += steps
-        z = finish_tile(
-            z,
-            row_values,
-            epilogue,
-            bias,
-            token_scale,
-            r,
-            c,
-            window,
-            rows,
-            entries,
-            scale,
-            cap,
-            GRADIENT,
-            SCALED,
-            MASKED,
-            SAVED_SCALE,
-        )
+        place = (r, c, window, rows, entries)
+        z = finish_tile(z, row_values, epilogue, operands, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
         if STORES:
             tma.store_wait(0)
             staged.store(z.to(out.dtype))
@@ -223,10 +205,7 @@ def projection(
                     staged,
                     listed,
                     sizes,
-                    bias,
-                    token_scale,
-                    scale,
-                    cap,
+                    (bias, token_scale, scale, cap),
                     epilogue,
                     GRADIENT,
                     SCALED,
@@ -242,5 +221,5 @@ def projection(
             (_produce, (x, weight, ring, listed, sizes, STAGES)),
         ],
         [1],
-        [_PRODUCER_REGISTERS],
+        [PRODUCER_REGISTERS],
     )

@@ -48,6 +48,20 @@ class PartialColumns(NamedTuple):
     argmax: torch.Tensor | None
 
 
+class WindowPartials(NamedTuple):
+    """What a forward knows of its windows, ``[windows, R]`` fp32 each."""
+
+    max: torch.Tensor
+    # Relative to ``arithmetic.window_shift`` of the softmax shift, or to the window's maximum without one
+    sum_exp: torch.Tensor
+    # [R] fp32, or None
+    softmax_shift: torch.Tensor | None
+
+    def of_rows(self, rows: slice) -> WindowPartials:
+        shift = self.softmax_shift
+        return WindowPartials(self.max[:, rows], self.sum_exp[:, rows], shift if shift is None else shift[rows])
+
+
 @triton.jit
 def store_partials(
     z, r, c, window, rows, entries, shift, partials, MASKED: tl.constexpr, HAS_SOFTMAX_SHIFT: tl.constexpr

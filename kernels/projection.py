@@ -120,9 +120,10 @@ def _projection(
     ``GRADIENT`` selects the epilogue. ``x``, ``weight`` and ``out`` are TMA descriptors or pointers. ``listed``: form
     these tiles alone; None: all.
     """
+    operands = (bias, token_scale, scale, cap)
     tiles = tile_count(listed, num_blocks, tl.cdiv(entries, BLOCK_N))
-    for place in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, window = tile_start(listed, place, first_block, num_blocks, all_blocks, BLOCK_M)
+    for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row, window = tile_start(listed, number, first_block, num_blocks, all_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)
@@ -136,24 +137,8 @@ def _projection(
                 b = b.to(tl.float32)
             # fp32 operands must not be rounded to tf32.
             z = tl.dot(a, b.T, z, input_precision="ieee")
-        z = finish_tile(
-            z,
-            row_values,
-            epilogue,
-            bias,
-            token_scale,
-            r,
-            c,
-            window,
-            rows,
-            entries,
-            scale,
-            cap,
-            GRADIENT,
-            SCALED,
-            MASKED,
-            SAVED_SCALE,
-        )
+        place = (r, c, window, rows, entries)
+        z = finish_tile(z, row_values, epilogue, operands, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
         if STORES:
             if first < out_entries:
                 _store(out, row, first, rows, out_entries, out_stride, z, OUT_TMA)

@@ -16,7 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, exponential_from, finite_base, logit_above, window_shift
+from parallel_lce.kernels.arithmetic import (
+    SAVED_FP16_SCALE,
+    exponential_from,
+    finite_base,
+    gradient_of,
+    logit_above,
+    window_shift,
+)
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.partials import ALONE
 
@@ -63,13 +70,8 @@ class TokenCoefficients(NamedTuple):
 def rewrite_row(
     saved,
     maxima,
-    base,
-    shift,
-    sum_exp,
-    alpha_over_sum,
-    scaled_gamma,
-    delta_over_sum,
-    epsilon_over_sums,
+    token,
+    terms,
     rows,
     first,
     stop,
@@ -80,7 +82,9 @@ def rewrite_row(
     BLOCK: tl.constexpr,
 ):
     """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
-    times the soft-cap's slope."""
+    times the soft-cap's slope. ``token``: its maximum, softmax shift and sum of exponentials. ``terms``: of
+    :func:`gradient_of` an exponential relative to the maximum."""
+    base, shift, sum_exp = token
     # Some windows at a time: what is the same in a window is computed once.
     WINDOWS: tl.constexpr = BLOCK // WINDOW
     # The largest entry of a token that is sure, whose terms nearly cancel, is known exactly. The others are below 1/2.
@@ -100,13 +104,8 @@ def rewrite_row(
         of_max = tl.where(empty, 0.0, e * rebase[:, None])
         alone = of_max > least
         of_max = tl.where(alone, 1.0, of_max)
-        g = of_max * alpha_over_sum
-        if delta_over_sum is not None:
-            g += of_max * (delta_over_sum * tl.where(alone, 0.0, logit_above(e, reference[:, None], base)))
-        if epsilon_over_sums is not None:
-            g += of_max * (epsilon_over_sums * of_max)
-        if scaled_gamma is not None:
-            g -= scaled_gamma
+        moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
+        g = gradient_of(of_max, moved, terms)
         if cap is not None:
             z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
             g *= 1.0 - (z / cap) * (z / cap)
@@ -160,13 +159,8 @@ def lce_backward_rewrite(
     rewrite_row(
         gradient + row.to(tl.int64) * stride,
         maxima + row,
-        base,
-        shift,
-        sum_exp,
-        tl.load(coefficients.alpha + row) * over_sum,
-        gamma,
-        delta,
-        epsilon,
+        (base, shift, sum_exp),
+        (tl.load(coefficients.alpha + row) * over_sum, gamma, delta, epsilon),
         rows,
         first,
         tl.minimum(first + SPAN, slice_entries),

@@ -9,8 +9,6 @@ Each output element is written by one program, and sums have a fixed order. Offs
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +23,7 @@ from parallel_lce.kernels.arithmetic import (
     softcapped,
     window_shift,
 )
+from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.rewrite import TokenCoefficients
@@ -39,30 +38,11 @@ _FOR_WEIGHT = 4, 2048, 4
 _PLACED = 32
 
 
-class SelectedWindows(NamedTuple):
-    """The windows of a projection's tokens, fp32."""
-
-    # [windows, R]
-    max: torch.Tensor
-    # [windows, R], relative to ``arithmetic.window_shift``, or to the maximum without a softmax shift
-    sum_exp: torch.Tensor
-    # [R]
-    softmax_shift: torch.Tensor | None
-
-
 @triton.jit
 def _columns(ids, e, stop, first, entries):
     """Of the selected entries e before ``stop``: where their ids lie in ``[first, first + entries)``, -1 for others."""
     column = tl.load(ids + e, mask=e < stop, other=-1) - first
     return tl.where((column >= 0) & (column < entries), column, -1)
-
-
-@triton.jit
-def _tile(rows, ids, valid, k, k_size, stride, BLOCK_K: tl.constexpr):
-    """``rows[ids, k : k + BLOCK_K]`` in fp32, 0 where not ``valid``."""
-    c = k + tl.arange(0, BLOCK_K)
-    here = rows + tl.where(valid, ids, 0)[:, None] * stride + c[None, :]
-    return tl.load(here, mask=valid[:, None] & (c < k_size)[None, :], other=0.0).to(tl.float32)
 
 
 @Relaunched
@@ -196,68 +176,44 @@ def lce_backward_place_selected(
 
 @Relaunched
 @triton.jit(do_not_specialize=["entries"])
-def lce_backward_selected_hidden(
-    ids,
+def lce_backward_selected_rows(
     begin,
     end,
+    order,
+    ids,
     values,
-    weight,
-    dx,
+    source,
+    out,
+    bias,
     entries,
     k_size,
-    weight_stride,
-    dx_stride,
+    source_stride,
+    out_stride,
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    token, k = tl.program_id(0), tl.program_id(1) * BLOCK_K
-    stop = tl.load(end + token)
-    total = tl.zeros((BLOCK_K,), tl.float32)
-    for first in range(tl.load(begin + token), stop, ENTRIES):
-        e = first + tl.arange(0, ENTRIES)
-        wanted = _columns(ids, e, stop, 0, entries)
-        hit = wanted >= 0
-        value = tl.load(values + e, mask=hit, other=0.0)
-        total += tl.sum(_tile(weight, wanted, hit, k, k_size, weight_stride, BLOCK_K) * value[:, None], 0)
-    c = k + tl.arange(0, BLOCK_K)
-    here = dx + token.to(tl.int64) * dx_stride + c
-    tl.store(here, total.to(dx.dtype.element_ty), mask=c < k_size)
-
-
-@Relaunched
-@triton.jit
-def lce_backward_selected_weight(
-    starts,
-    order,
-    owner,
-    values,
-    x,
-    dweight,
-    dbias,
-    k_size,
-    x_stride,
-    dweight_stride,
-    ENTRIES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """``order``: the selected entries, sorted by id; those of row r are ``order[starts[r]:starts[r + 1]]``. ``owner``:
-    the row of ``x`` of each selected entry."""
+    """Of each row of ``out``, the sum of ``values[e] * source[ids[e]]`` over the selected entries
+    ``order[begin[row]:end[row]]``; without ``order`` over ``begin[row] ... end[row] - 1``. ``bias``: of the values."""
     row, k = tl.program_id(0), tl.program_id(1) * BLOCK_K
-    stop = tl.load(starts + row + 1)
+    stop = tl.load(end + row)
+    c = k + tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_K,), tl.float32)
     sum_of_values = 0.0
-    for first in range(tl.load(starts + row), stop, ENTRIES):
+    for first in range(tl.load(begin + row), stop, ENTRIES):
         e = first + tl.arange(0, ENTRIES)
-        at = tl.load(order + e, mask=e < stop, other=0)
-        value = tl.load(values + at, mask=e < stop, other=0.0)
-        token = tl.load(owner + at, mask=e < stop, other=0)
-        total += tl.sum(_tile(x, token, e < stop, k, k_size, x_stride, BLOCK_K) * value[:, None], 0)
+        inside = e < stop
+        if order is not None:
+            e = tl.load(order + e, mask=inside, other=0)
+        wanted = tl.load(ids + e, mask=inside, other=-1)
+        hit = (wanted >= 0) & (wanted < entries)
+        value = tl.load(values + e, mask=hit, other=0.0)
+        here = source + tl.where(hit, wanted, 0)[:, None] * source_stride + c[None, :]
+        tile = tl.load(here, mask=hit[:, None] & (c < k_size)[None, :], other=0.0).to(tl.float32)
+        total += tl.sum(tile * value[:, None], 0)
         sum_of_values += tl.sum(value, 0)
-    c = k + tl.arange(0, BLOCK_K)
-    here = dweight + row.to(tl.int64) * dweight_stride + c
-    tl.store(here, total.to(dweight.dtype.element_ty), mask=c < k_size)
-    if dbias is not None:
-        tl.store(dbias + row, sum_of_values.to(dbias.dtype.element_ty), mask=tl.program_id(1) == 0)
+    tl.store(out + row.to(tl.int64) * out_stride + c, total.to(out.dtype.element_ty), mask=c < k_size)
+    if bias is not None:
+        tl.store(bias + row, sum_of_values.to(bias.dtype.element_ty), mask=tl.program_id(1) == 0)
 
 
 def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
@@ -271,7 +227,7 @@ def selected_logits(
     begin: torch.Tensor,
     end: torch.Tensor,
     logits: torch.Tensor,
-    windows: SelectedWindows | None = None,
+    windows: WindowPartials | None = None,
 ) -> None:
     """Write the logits of the selected entries to ``logits [E]`` fp32; 0 for ids of other shards.
 
@@ -353,6 +309,26 @@ def place_selected(
     )
 
 
+def _add_rows(begin, end, order, ids, values, source, out, bias, sizes: tuple[int, int, int]) -> None:
+    tile = _tile_of(sizes, out.shape[1])
+    lce_backward_selected_rows.launch(
+        (out.shape[0], -(-out.shape[1] // tile["BLOCK_K"])),
+        begin,
+        end,
+        order,
+        ids,
+        values,
+        source,
+        out,
+        bias,
+        source.shape[0],
+        out.shape[1],
+        source.stride(0),
+        out.stride(0),
+        **tile,
+    )
+
+
 def hidden_gradient(
     weight: torch.Tensor,
     ids: torch.Tensor,
@@ -362,21 +338,7 @@ def hidden_gradient(
     dx: torch.Tensor,
 ) -> None:
     """``dx [R, D]``: of each row the sum of ``values [E]`` times the selected rows of ``weight [V, D]``, in fp32."""
-    tile = _tile_of(_FOR_HIDDEN, dx.shape[1])
-    lce_backward_selected_hidden.launch(
-        (dx.shape[0], -(-dx.shape[1] // tile["BLOCK_K"])),
-        ids,
-        begin,
-        end,
-        values,
-        weight,
-        dx,
-        weight.shape[0],
-        dx.shape[1],
-        weight.stride(0),
-        dx.stride(0),
-        **tile,
-    )
+    _add_rows(begin, end, None, ids, values, weight, dx, None, _FOR_HIDDEN)
 
 
 def weight_gradient(
@@ -393,20 +355,5 @@ def weight_gradient(
     ``owner [E]`` int64: the row of ``x [R, D]`` of each selected entry.
     """
     sorted_ids, order = ids.sort(stable=True)
-    rows = len(dweight)
-    starts = torch.searchsorted(sorted_ids, torch.arange(rows + 1, device=ids.device))
-    tile = _tile_of(_FOR_WEIGHT, x.shape[1])
-    lce_backward_selected_weight.launch(
-        (rows, -(-x.shape[1] // tile["BLOCK_K"])),
-        starts,
-        order,
-        owner,
-        values,
-        x,
-        dweight,
-        dbias,
-        x.shape[1],
-        x.stride(0),
-        dweight.stride(0),
-        **tile,
-    )
+    starts = torch.searchsorted(sorted_ids, torch.arange(len(dweight) + 1, device=ids.device))
+    _add_rows(starts, starts[1:], order, owner, values, x, dweight, dbias, _FOR_WEIGHT)

@@ -159,16 +159,12 @@ def lce_backward_token_gradients(
             for number in range(TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
                     token = tl.program_id(0) * TOKENS + number
+                    its_base, its_shift = _number_of(base, lane, number), _number_of(shift, lane, number)
                     rewrite_row(
                         gradient + token.to(tl.int64) * stride,
                         maxima + token,
-                        _number_of(base, lane, number),
-                        _number_of(shift, lane, number),
-                        _number_of(sum_exp, lane, number),
-                        _number_of(alpha_over_sum, lane, number),
-                        None,
-                        None,
-                        None,
+                        (its_base, its_shift, _number_of(sum_exp, lane, number)),
+                        (_number_of(alpha_over_sum, lane, number), None, None, None),
                         rows,
                         0,
                         slice_entries,

@@ -1,7 +1,7 @@
-"""Tiles by architecture and shape, and what else a launch needs to know of its device.
+"""What was measured of GPUs, and what else a launch needs to know of its device.
 
-Nothing is tuned on the hot path: the table below was measured once, by ``python -m parallel_lce.bench.tune``, which
-measures it again on the machine it runs on.
+Nothing is tuned on the hot path. ``python -m parallel_lce.bench.tune`` measures the tiles and the row blocks of a
+launch on the machine it runs on.
 """
 
 from __future__ import annotations
@@ -35,20 +35,47 @@ class Tile:
     warp_specialized: bool = False
 
 
-_WARP_SPECIALIZED = Tile(128, 256, 64, 8, 4, warp_specialized=True)
-# (major compute capabilities, TMA, bytes per element) -> tile.
-_TABLE = {((9, 10), True, 2): Tile(128, 256, 64, 8, 3)}
+@dataclass(frozen=True)
+class Measured:
+    """What was measured on one GPU: the defaults on an H200. Others run with the same numbers."""
+
+    # Tiles of 16-bit operands that TMA loads, in the mainloop for Hopper and in the plain one: by bench.tune.
+    hopper_tile: Tile = Tile(128, 256, 64, 8, 4, warp_specialized=True)
+    tma_tile: Tile = Tile(128, 256, 64, 8, 3)
+    # Row blocks of one launch: by bench.tune.
+    row_blocks: range = range(12, 21)
+    # Limits of a launch over few windows: row blocks, waves of programs, and bytes of x, which must stay in L2.
+    most_row_blocks: int = 33
+    most_waves: int = 32
+    most_hidden_bytes: int = 36 << 20
+    # SMs that NCCL takes for a collective of large tensors.
+    collective_sms: int = 24
+    # Flops of a product while one byte is received: about 700e12 flops and 340e9 bytes a second.
+    flops_per_byte: int = 2048
+    # From about so many tokens on, adding to an fp32 dW, which moves 8 D bytes per vocabulary row, costs less than
+    # projecting again.
+    smallest_accumulated: int = 1024
+    # Bytes of window partials where nothing is saved: rows are then projected in pieces.
+    partial_bytes: int = 32 << 20
+    # Bytes of an fp32 product that is rounded into a low-precision gradient.
+    product_bytes: int = 128 << 20
+    # Up to so many bytes c x is formed in the launch that finishes dX. It is then alive beside that product.
+    fused_bytes: int = 32 << 20
+    # Terms of a product over which the time to add it to a sum in memory is hidden. With fp32 sums of 4096 columns the
+    # product takes 1.6 times as long as without a sum over 1024 terms, 1.3 over 2048, 1.05 over 4096.
+    long_sum: int = 4096
+    # Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU.
+    windowed_bytes: int = 256 << 20
+    # Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a
+    # filtered backward takes the host longer than an exact one takes the GPU.
+    smallest_filtered: float = 1e12
+
+
+MEASURED = Measured()
+
 # Fallback tiles, by bytes per element. They fit shared memory and registers of every GPU since Ampere. The fp32 tile is
 # smaller: without tensor cores it needs more registers.
 _MODEST = {2: Tile(128, 128, 32, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
-# Row blocks of one launch.
-_BLOCKS = range(12, 21)
-# Limits of a launch over few windows: row blocks, waves of programs, and bytes of x, which must stay in the L2 cache.
-_MORE_BLOCKS, _WAVES, _BYTES = 33, 32, 36 << 20
-# SMs that NCCL takes for a collective of large tensors.
-_COLLECTIVE_SMS = 24
-# Flops of a product while one byte is received: an H200 does about 700e12 flops and receives 340e9 bytes a second.
-_FLOPS_PER_BYTE = 2048
 # Oldest and newest Triton whose Gluon kernels.hopper is for.
 _GLUON = (3, 6), (3, 9)
 _MOST_DESCRIPTORS = 1024
@@ -60,14 +87,12 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
 
     The tile does not depend on the epilogue: the backward reads partials by the forward's windows.
     """
-    major = _capability(weight.device) // 10
     if _forced is not None:
         return _forced[0]
     if tma and runs_gluon(weight):
-        return _WARP_SPECIALIZED
-    for (majors, with_tma, itemsize), tile in _TABLE.items():
-        if major in majors and tma == with_tma and weight.element_size() == itemsize:
-            return tile
+        return MEASURED.hopper_tile
+    if tma and _capability(weight.device) // 10 in (9, 10) and weight.element_size() == 2:
+        return MEASURED.tma_tile
     return _MODEST[weight.element_size()]
 
 
@@ -144,12 +169,12 @@ def beside_collective(programs: int) -> int:
 
     A program without an SM would start only when the collective or another program ends.
     """
-    return max(programs // 2, programs - _COLLECTIVE_SMS)
+    return max(programs // 2, programs - MEASURED.collective_sms)
 
 
 def rows_beside_gather(rows: int, itemsize: int, entries: int) -> int:
     """Rows whose product with ``entries`` vocabulary entries takes about as long as receiving ``rows`` rows."""
-    return max(1, rows * itemsize * _FLOPS_PER_BYTE // (2 * entries))
+    return max(1, rows * itemsize * MEASURED.flops_per_byte // (2 * entries))
 
 
 @functools.cache
@@ -162,8 +187,10 @@ def blocks_per_launch(row_blocks: int, windows: int, programs: int, block_bytes:
     """
     if _forced is not None:
         return max(1, min(row_blocks, _forced[1]))
-    more = min(_MORE_BLOCKS, _WAVES * programs // windows, _BYTES // block_bytes)
-    candidates = range(_BLOCKS[0], max(_BLOCKS[-1], more) + 1)
+    waves = MEASURED.most_waves * programs // windows
+    more = min(MEASURED.most_row_blocks, waves, MEASURED.most_hidden_bytes // block_bytes)
+    usual = MEASURED.row_blocks
+    candidates = range(usual[0], max(usual[-1], more) + 1)
     if row_blocks <= candidates[-1]:
         return max(1, row_blocks)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import contextmanager
 from unittest import mock
 
@@ -224,9 +225,9 @@ def test_rows_that_are_there_are_projected_while_others_arrive(dtype, save, own,
 
 
 def test_what_runs_beside_a_gather_leaves_it_sms_for_no_longer_than_it_takes(device, monkeypatch):
-    monkeypatch.setattr(tuning, "_FLOPS_PER_BYTE", 512)
+    measured = dataclasses.replace(tuning.MEASURED, flops_per_byte=512, collective_sms=4)
+    monkeypatch.setattr(tuning, "MEASURED", measured)
     monkeypatch.setattr(mainloop, "num_sms", lambda device: 10)
-    monkeypatch.setattr(tuning, "_COLLECTIVE_SMS", 4)
     t, projection, _ = block(torch.bfloat16, device, N=1024, V=1280)
     tile, local, before = Product(t.x, t.weight).tile, range(512, 1024), []
     with launches() as found:

@@ -10,15 +10,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from parallel_lce.kernels.filter.products import result_tile
+from parallel_lce.kernels.filter.products import HOPPER_HIDDEN, HOPPER_STEP, result_tile
 from parallel_lce.kernels.filter.tiles import TILE
-from parallel_lce.kernels.hopper import async_load, async_store, multiply, new_ring
+from parallel_lce.kernels.hopper import PRODUCER_REGISTERS, WARPS, async_load, async_store, multiply, new_ring
 from parallel_lce.kernels.relaunch import Relaunched
 
-_TILE = gl.constexpr(TILE)
-# Warps of the consumers, and registers of a thread of the producer.
-_WARPS = gl.constexpr(8)
-_PRODUCER_REGISTERS = gl.constexpr(40)
+_TILE, _HIDDEN, _STEP = gl.constexpr(TILE), gl.constexpr(HOPPER_HIDDEN), gl.constexpr(HOPPER_STEP)
 
 
 @gluon.jit
@@ -33,28 +30,24 @@ def _turn(first):
 
 
 @gluon.jit
-def _produce(
-    gradient, other, ring, lists, sizes, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr
-):
+def _produce(gradient, other, ring, lists, sizes, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
     gradient_slots, other_slots, full, empty = ring
     numbers, counts, order = lists
     rows, hidden_size, blocks, places = sizes
-    BLOCK_K: gl.constexpr = other.block_type.shape[0]
-    BLOCK_N: gl.constexpr = other.block_type.shape[1]
-    hidden_blocks = gl.cdiv(hidden_size, BLOCK_N)
+    hidden_blocks = gl.cdiv(hidden_size, _HIDDEN)
     count = 0
     results = blocks * hidden_blocks
     for first_of_round in range(0, results, gl.num_programs(0)):
         result = _turn(first_of_round)
         if result < results:
-            block, hidden_block = result_tile(result, order, blocks, hidden_blocks, TOGETHER)
+            block, hidden_block = result_tile(result, order, blocks, hidden_blocks)
             listed = numbers + block * places
             number = gl.load(listed)
             for place in range(0, gl.load(counts + block)):
                 first = number * _TILE
                 # Ahead, while this warp waits for slots.
                 number = gl.load(listed + gl.minimum(place + 1, places - 1))
-                for k in gl.static_range(0, _TILE, BLOCK_K):
+                for k in gl.static_range(0, _TILE, _STEP):
                     slot = count % STAGES
                     mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
                     arrived = full.index(slot)
@@ -63,7 +56,7 @@ def _produce(
                         async_load(gradient, [first + k, block * _TILE], arrived, gradient_slots.index(slot))
                     else:
                         async_load(gradient, [block * _TILE, first + k], arrived, gradient_slots.index(slot))
-                    async_load(other, [first + k, hidden_block * BLOCK_N], arrived, other_slots.index(slot))
+                    async_load(other, [first + k, hidden_block * _HIDDEN], arrived, other_slots.index(slot))
                     count += 1
 
 
@@ -78,42 +71,40 @@ def _consume(
     total_stride,
     TRANSPOSED: gl.constexpr,
     ADD: gl.constexpr,
+    TILES: gl.constexpr,
     STAGED: gl.constexpr,
     STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
 ):
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _HIDDEN, 16])
     numbers, counts, order = lists
     rows, hidden_size, blocks, places = sizes
     shares, spread = rank_one
-    hidden_blocks = gl.cdiv(hidden_size, BLOCK_N)
+    hidden_blocks = gl.cdiv(hidden_size, _HIDDEN)
     results = blocks * hidden_blocks
     count = 0
     for first_of_round in range(0, results, gl.num_programs(0)):
         result = _turn(first_of_round)
         if result < results:
-            block, hidden_block = result_tile(result, order, blocks, hidden_blocks, TOGETHER)
+            block, hidden_block = result_tile(result, order, blocks, hidden_blocks)
             r = block * _TILE + gl.arange(0, _TILE, gl.SliceLayout(1, layout))
-            h = hidden_block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
+            h = hidden_block * _HIDDEN + gl.arange(0, _HIDDEN, gl.SliceLayout(0, layout))
             # The sum starts from what is there, in the product's own registers.
-            z = gl.zeros((_TILE, BLOCK_N), gl.float32, layout)
+            z = gl.zeros((_TILE, _HIDDEN), gl.float32, layout)
             if ADD:
                 inside = (r < rows)[:, None] & (h < hidden_size)[None, :]
                 z = gl.load(total + r.to(gl.int64)[:, None] * total_stride + h[None, :], mask=inside, other=0.0)
             if shares is not None:
                 share = gl.load(shares + r, mask=r < rows, other=0.0)
-                of_block = gl.load(spread + block * hidden_size + h, mask=h < hidden_size, other=0.0)
-                z += share[:, None] * of_block[None, :]
-            steps = gl.load(counts + block) * (_TILE // BLOCK_K)
+                of_window = gl.load(spread + block // TILES * hidden_size + h, mask=h < hidden_size, other=0.0)
+                z += share[:, None] * of_window[None, :]
+            steps = gl.load(counts + block) * (_TILE // _STEP)
             z = multiply(z, ring, count, steps, TRANSPOSED, False, True, STAGES)
             count += steps
             if STAGED:
                 tma.store_wait(0)
                 staged.store(z.to(total.dtype))
                 fence_async_shared()
-                async_store(total, [block * _TILE, hidden_block * BLOCK_N], staged)
+                async_store(total, [block * _TILE, hidden_block * _HIDDEN], staged)
             else:
                 inside = (r < rows)[:, None] & (h < hidden_size)[None, :]
                 pointers = total + r.to(gl.int64)[:, None] * total_stride + h[None, :]
@@ -140,17 +131,15 @@ def lce_backward_sparse_product(
     total_stride,
     TRANSPOSED: gl.constexpr,
     ADD: gl.constexpr,
+    TILES: gl.constexpr,
     STAGED: gl.constexpr,
     STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr,
 ):
     """``gradient`` and ``other`` are TMA descriptors, and so is ``total`` if ``STAGED``."""
-    BLOCK_K: gl.constexpr = other.block_type.shape[0]
-    BLOCK_N: gl.constexpr = other.block_type.shape[1]
     ring = new_ring(gradient, other, STAGES)
     staged = ring[1].index(0)
     if STAGED:
-        staged = gl.allocate_shared_memory(gradient.dtype, [_TILE, BLOCK_N], total.layout)
+        staged = gl.allocate_shared_memory(gradient.dtype, [_TILE, _HIDDEN], total.layout)
     lists = (numbers, counts, order)
     sizes = (rows, hidden_size, blocks, places)
     gl.warp_specialize(
@@ -167,15 +156,13 @@ def lce_backward_sparse_product(
                     total_stride,
                     TRANSPOSED,
                     ADD,
+                    TILES,
                     STAGED,
                     STAGES,
-                    TOGETHER,
-                    BLOCK_N,
-                    BLOCK_K,
                 ),
             ),
-            (_produce, (gradient, other, ring, lists, sizes, TRANSPOSED, STAGES, TOGETHER)),
+            (_produce, (gradient, other, ring, lists, sizes, TRANSPOSED, STAGES)),
         ],
         [1],
-        [_PRODUCER_REGISTERS],
+        [PRODUCER_REGISTERS],
     )

@@ -1,4 +1,4 @@
-"""Products with some tiles of the gradient of the logits, ``G @ weight`` and ``G.T @ x``, or of its masses.
+"""Products with some tiles of the gradient of the logits, ``G @ weight`` and ``G.T @ x``.
 
 G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles that are taken. A program
 forms one tile of the result from its list. Results whose lists are long come first, so that the programs end together.
@@ -9,50 +9,32 @@ plain Triton one below elsewhere.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from parallel_lce.kernels.filter.tiles import TILE, TileLists
-from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import addressable, descriptor, interpreted, num_sms, runs_gluon
 
 # Hidden elements of a program's result in the plain mainloop, and elements of the sum per step.
 _HIDDEN, _STEP = 64, 32
 # The same for Hopper, and the stages of its ring. A low-precision result is staged in the memory of one of them.
-_HOPPER_HIDDEN, _HOPPER_STEP, _HOPPER_STAGES = 256, 64, 4
-# Blocks of a program that finds their order, and blocks that it compares with them at a time.
-_ORDERED, _COMPARED = 16, 256
+HOPPER_HIDDEN, HOPPER_STEP, _HOPPER_STAGES = 256, 64, 4
 # Blocks of hidden elements that are worked on together: what they share then stays in the L2 cache.
-_HIDDEN_BLOCKS = 4
+_TOGETHER = tl.constexpr(4)
 
 # Arguments that vary between launches. They are not specialized, so no value compiles a new kernel.
 CHANGING = ["rows", "summed", "blocks", "places"]
 
 
 @triton.jit
-def result_tile(number, order, blocks, hidden_blocks, TOGETHER: tl.constexpr):
+def result_tile(number, order, blocks, hidden_blocks):
     """Of the result's tile of this number: its block of rows, and its block of hidden elements."""
-    first = number // (blocks * TOGETHER) * TOGETHER
-    width = tl.minimum(hidden_blocks - first, TOGETHER)
-    within = number % (blocks * TOGETHER)
+    first = number // (blocks * _TOGETHER) * _TOGETHER
+    width = tl.minimum(hidden_blocks - first, _TOGETHER)
+    within = number % (blocks * _TOGETHER)
     return tl.load(order + within // width).to(tl.int32), first + within % width
-
-
-@Relaunched
-@triton.jit(do_not_specialize=["number"])
-def lce_backward_order(counts, order, number, BLOCK: tl.constexpr, COMPARED: tl.constexpr):
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    count = tl.load(counts + i, mask=i < number, other=0)
-    before = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, number, COMPARED):
-        j = start + tl.arange(0, COMPARED)
-        other = tl.load(counts + j, mask=j < number, other=-1)
-        precedes = (other[None, :] > count[:, None]) | ((other[None, :] == count[:, None]) & (j[None, :] < i[:, None]))
-        before += tl.sum(precedes.to(tl.int32), 1)
-    tl.store(order + before, i, mask=i < number)
 
 
 @Relaunched
@@ -76,14 +58,14 @@ def lce_backward_sparse_product(
     total_stride,
     TRANSPOSED: tl.constexpr,
     ADD: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TILES: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """``rows``: of the result; ``summed``: terms of the full sums."""
-    block, hidden_block = result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N), TOGETHER)
+    """``rows``: of the result; ``summed``: terms of the full sums. ``TILES``: blocks of a row of ``spread``."""
+    block, hidden_block = result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
     r = block * TILE + tl.arange(0, TILE)
     h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]
@@ -93,7 +75,8 @@ def lce_backward_sparse_product(
         z += tl.load(pointers, mask=in_result, other=0.0)
     if shares is not None:
         share = tl.load(shares + r, mask=r < rows, other=0.0)
-        z += share[:, None] * tl.load(spread + block * hidden_size + h, mask=h < hidden_size, other=0.0)[None, :]
+        of_window = tl.load(spread + block // TILES * hidden_size + h, mask=h < hidden_size, other=0.0)
+        z += share[:, None] * of_window[None, :]
     PER_TILE: tl.constexpr = TILE // BLOCK_K
     for step in range(0, tl.load(counts + block) * PER_TILE):
         tile = tl.load(numbers + block * places + step // PER_TILE)
@@ -114,19 +97,6 @@ def lce_backward_sparse_product(
     tl.store(pointers, z.to(total.dtype.element_ty), mask=in_result)
 
 
-class _OfBlocks(NamedTuple):
-    """Of the blocks of 128 rows of a product's result."""
-
-    # of ``TileLists``
-    numbers: torch.Tensor
-    counts: torch.Tensor
-    # [blocks] int32: in which order they are formed
-    order: torch.Tensor
-    # of ``rank_one``
-    shares: torch.Tensor | None
-    spread: torch.Tensor | None
-
-
 def sparse_product(
     total: torch.Tensor,
     gradient: torch.Tensor,
@@ -136,18 +106,38 @@ def sparse_product(
     transposed: bool,
     add: bool,
     rank_one: tuple[torch.Tensor, torch.Tensor] | None = None,
+    width: int = TILE,
 ) -> None:
     """``total [M, D] = gradient @ other``, or ``gradient.T @ other`` if ``transposed``, over the listed tiles.
 
     ``gradient [R, C]``, rows 16 bytes aligned. ``other [C, D]``, or ``[R, D]``. ``lists``: of the blocks of 128 rows of
-    the result. ``add`` to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[blocks, D]``, fp32; row j of
-    block t also gets its share of the block's sum.
+    the result. ``add`` to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[windows, D]``, fp32; each of the
+    ``width`` rows of a window also gets its share of the window's sum.
     """
     (rows, hidden_size), (blocks, places) = total.shape, lists.numbers.shape
-    of_blocks = _OfBlocks(*lists, _longest_first(lists.counts), *(rank_one or (None, None)))
+    of_blocks = *lists, lists.counts.argsort(descending=True), *(rank_one or (None, None))
+    options = {"TRANSPOSED": transposed, "ADD": add, "TILES": width // TILE, "num_warps": 8}
     # Other hidden sizes would need more registers: addresses of single elements.
     if runs_gluon(gradient) and addressable(gradient, other) and hidden_size % 16 == 0:
-        _launch_hopper(total, gradient, other, of_blocks, transposed, add)
+        from parallel_lce.kernels.filter.hopper_products import lce_backward_sparse_product as kernel
+
+        staged = not add and total.dtype == gradient.dtype and addressable(total)
+        number = blocks * -(-hidden_size // HOPPER_HIDDEN)
+        kernel.launch(
+            (min(number, num_sms(gradient.device)),),
+            descriptor(gradient, *((HOPPER_STEP, TILE) if transposed else (TILE, HOPPER_STEP)), True),
+            descriptor(other, HOPPER_STEP, HOPPER_HIDDEN, True),
+            descriptor(total, TILE, HOPPER_HIDDEN, True) if staged else total,
+            *of_blocks,
+            rows,
+            hidden_size,
+            blocks,
+            places,
+            total.stride(0),
+            STAGED=staged,
+            STAGES=_HOPPER_STAGES - staged,
+            **options,
+        )
         return
     lce_backward_sparse_product.launch(
         (blocks * -(-hidden_size // _HIDDEN),),
@@ -163,59 +153,11 @@ def sparse_product(
         gradient.stride(0),
         other.stride(0),
         total.stride(0),
-        TRANSPOSED=transposed,
-        ADD=add,
-        TOGETHER=_HIDDEN_BLOCKS,
         TILE=TILE,
         BLOCK_N=_HIDDEN,
         BLOCK_K=_STEP,
         # Triton's interpreter multiplies bf16 wrongly.
         UPCAST=interpreted() and gradient.dtype == torch.bfloat16,
-        num_warps=8,
         num_stages=3 if gradient.element_size() == 2 else 2,
-    )
-
-
-def _longest_first(counts: torch.Tensor) -> torch.Tensor:
-    """The numbers ``[n]`` int32 of ``counts [n]``, the largest first; equal ones stay in order."""
-    order = torch.empty_like(counts)
-    number = len(counts)
-    lce_backward_order.launch(
-        (-(-number // _ORDERED),),
-        counts,
-        order,
-        number,
-        BLOCK=_ORDERED,
-        COMPARED=min(_COMPARED, next_power_of_2(number)),
-    )
-    return order
-
-
-def _launch_hopper(
-    total: torch.Tensor, gradient: torch.Tensor, other: torch.Tensor, of_blocks: _OfBlocks, transposed: bool, add: bool
-) -> None:
-    from parallel_lce.kernels.filter.hopper_products import lce_backward_sparse_product as kernel
-
-    (rows, hidden_size), (blocks, places) = total.shape, of_blocks.numbers.shape
-    shape = (_HOPPER_STEP, TILE) if transposed else (TILE, _HOPPER_STEP)
-    staged = not add and total.dtype == gradient.dtype and addressable(total)
-    destination = descriptor(total, TILE, _HOPPER_HIDDEN, True) if staged else total
-    number = blocks * -(-hidden_size // _HOPPER_HIDDEN)
-    kernel.launch(
-        (min(number, num_sms(gradient.device)),),
-        descriptor(gradient, *shape, True),
-        descriptor(other, _HOPPER_STEP, _HOPPER_HIDDEN, True),
-        destination,
-        *of_blocks,
-        rows,
-        hidden_size,
-        blocks,
-        places,
-        total.stride(0),
-        TRANSPOSED=transposed,
-        ADD=add,
-        STAGED=staged,
-        STAGES=_HOPPER_STAGES - staged,
-        TOGETHER=_HIDDEN_BLOCKS,
-        num_warps=8,
+        **options,
     )

@@ -20,11 +20,11 @@ from parallel_lce.backends.triton_windows import keeps_windows
 from parallel_lce.kernels import selected as kernels
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
-from parallel_lce.kernels.partials import PartialColumns, merge_ranks, merge_windows
+from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import Product, new_window_partials
 from parallel_lce.kernels.rewrite import Saved
 from parallel_lce.kernels.token_logits import token_logits
-from parallel_lce.kernels.tuning import rows_beside_gather
+from parallel_lce.kernels.tuning import MEASURED, rows_beside_gather
 from parallel_lce.partials import TARGET, Columns, empty_partial
 
 __all__ = [
@@ -49,13 +49,10 @@ __all__ = [
 ]
 
 NAME: str = "triton"
-# Adding to an fp32 dW moves 8 D bytes per vocabulary row, however many tokens the block has. From about this many
-# tokens on that costs less than projecting again.
-SMALLEST_ACCUMULATED: int = 1024
+SMALLEST_ACCUMULATED: int = MEASURED.smallest_accumulated
 REUSES_SAVED: bool = True
 
-# Bytes of window partials where nothing is saved: rows are then projected in pieces.
-_PARTIAL_BYTES = 32 << 20
+_PARTIAL_BYTES = MEASURED.partial_bytes
 
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
@@ -215,7 +212,7 @@ class BlockForward:
         """Merge the windows of some rows, and find the rows' selected logits."""
         if self._selected is not None:
             selection, logits = self._selected
-            windows = kernels.SelectedWindows(partials.max, partials.sum_exp, self._shift)
+            windows = WindowPartials(partials.max, partials.sum_exp, self._shift)
             kernels.selected_logits(product, *selection.of_rows(rows), logits, windows)
         target = None if self._target is None else self._target[rows]
         return merge_windows(

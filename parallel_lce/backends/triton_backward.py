@@ -23,16 +23,14 @@ from parallel_lce.backends.triton_operands import dense, product_of
 from parallel_lce.backends.triton_slices import Piece, Slice, tiling
 from parallel_lce.backends.triton_windows import WINDOWED_BYTES, fills_sample, kept_windows
 from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.kernels.filter.windows import WindowPartials
+from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.rewrite import Saved
 from parallel_lce.kernels.targets import scale_and_add_targets
+from parallel_lce.kernels.tuning import MEASURED
 from parallel_lce.memory import some_rows
 from parallel_lce.plan import PIECE_ROWS
 
-# Bytes of an fp32 product that is rounded into a low-precision gradient.
-PRODUCT_BYTES = 128 << 20
-# Up to so many bytes c x is formed in the launch that finishes dX. It is then alive beside that product.
-FUSED_BYTES = 32 << 20
+PRODUCT_BYTES, FUSED_BYTES = MEASURED.product_bytes, MEASURED.fused_bytes
 
 
 class BlockBackward:

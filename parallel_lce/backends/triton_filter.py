@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
 from parallel_lce.backends.interface import Projection
 from parallel_lce.kernels.filter.products import sparse_product
-from parallel_lce.kernels.filter.tiles import TILE, ActiveTiles, centroids, inverse_limits
+from parallel_lce.kernels.filter.tiles import ActiveTiles, centroids
 from parallel_lce.kernels.rewrite import TokenCoefficients
+from parallel_lce.kernels.tuning import MEASURED
 
-# Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a filtered
-# backward takes the host longer than an exact one takes the GPU.
-SMALLEST_FILTERED = 1e12
+SMALLEST_FILTERED = MEASURED.smallest_filtered
 
 
 def worth_filtering(multiplications: int) -> bool:
@@ -21,13 +20,21 @@ def worth_filtering(multiplications: int) -> bool:
     return 4 * multiplications >= SMALLEST_FILTERED
 
 
-def inverse_limits_of(
-    coefficients: TokenCoefficients, projection: Projection, dx_factor: Tensor | None, fp16_scale: Tensor | None
-) -> Tensor:
-    """``1 / limit [R]`` fp32, where a token's limit is what its row of G holds where the probability is 1.
-    ``dx_factor [R]``: what the rows of G are still to be multiplied by."""
-    factors = coefficients.factor, projection.token_scale, fp16_scale
-    return inverse_limits(coefficients.alpha, projection.scale, factors, dx_factor)
+def limits_of(coefficients: TokenCoefficients, projection: Projection, fp16_scale: Tensor | None) -> Tensor:
+    """``[R]`` fp32: what a token's row of G holds where the probability is 1."""
+    limits = coefficients.alpha * projection.scale
+    for factor in (coefficients.factor, projection.token_scale, fp16_scale):
+        if factor is not None:
+            limits *= factor
+    return limits
+
+
+def inverse_of(limits: Tensor, dx_factor: Tensor | None) -> Tensor:
+    """``|dx_factor| / |limits| [R]`` fp32. A row whose ``dx_factor`` is 0 has no limit. In a row without probabilities
+    every number but 0 lies beyond the limit. ``dx_factor [R]``: what the rows of G are still to be multiplied by."""
+    inverse = limits.reciprocal() if dx_factor is None else dx_factor / limits
+    # Finite, so that 0 times it is 0.
+    return inverse.abs_().nan_to_num_()
 
 
 class FilteredGradient:
@@ -35,33 +42,30 @@ class FilteredGradient:
 
     def __init__(self, gradient: Tensor, found: ActiveTiles) -> None:
         self._gradient, self._found = gradient, found
-        # S [T, D] fp32, and the x of which they are sums.
+        # S [windows, D] fp32, and the x of which they are sums.
         self._spread: tuple[Tensor, Tensor] | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """As :meth:`parallel_lce.backends.triton_slices.Slice.add_hidden`; ``total`` is fp32, and ``rows`` begin at a
         multiple of 128."""
-        means, (first, last) = centroids(weight, self._found.of_hidden), _blocks(rows)
-        masses, lists = self._found.masses[:, rows], self._found.listed.masses_of_rows.of_blocks(first, last)
-        sparse_product(total, masses, means, lists, transposed=True, add=not overwrite)
-        lists = self._found.listed.of_rows.of_blocks(first, last)
+        found = self._found
+        means = centroids(weight, found.of_hidden, found.width)
+        accumulate_nt(total, found.masses.t()[rows], means.t(), overwrite=overwrite)
+        lists = found.of_rows.of_blocks(rows)
         sparse_product(total, self._gradient[rows], weight, lists, transposed=False, add=True)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
-        """As :meth:`parallel_lce.backends.triton_slices.Slice.add_weight`; ``entries`` begin at a multiple of 128."""
+        """As :meth:`parallel_lce.backends.triton_slices.Slice.add_weight`; ``entries`` begin at a window's first."""
+        found = self._found
         if self._spread is None or self._spread[1] is not x:
-            sums = x.new_empty(len(self._found.masses), x.shape[1], dtype=torch.float32)
-            lists = self._found.listed.masses_of_groups
-            sparse_product(sums, self._found.masses, x, lists, transposed=False, add=False)
-            self._spread = sums, x
-        first, last = _blocks(entries)
-        lists = self._found.listed.of_entries.of_blocks(first, last)
-        rank_one = self._found.of_weight[entries], self._spread[0][first:last]
+            self._spread = matmul_nt(found.masses, x.t()), x
         sparse_product(
-            total, self._gradient[:, entries], x, lists, transposed=True, add=not overwrite, rank_one=rank_one
+            total,
+            self._gradient[:, entries],
+            x,
+            found.of_entries.of_blocks(entries),
+            transposed=True,
+            add=not overwrite,
+            rank_one=(found.of_weight[entries], self._spread[0][entries.start // found.width :]),
+            width=found.width,
         )
-
-
-def _blocks(rows: slice) -> tuple[int, int]:
-    """The blocks of 128 rows, which begin at a multiple of that."""
-    return rows.start // TILE, -(-rows.stop // TILE)

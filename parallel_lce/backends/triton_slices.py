@@ -15,22 +15,19 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import Coefficients, Projection, Scratch, SelectedGradient, power_of_two_scale
-from parallel_lce.backends.triton_filter import FilteredGradient, inverse_limits_of, worth_filtering
+from parallel_lce.backends.triton_filter import FilteredGradient, inverse_of, limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
-from parallel_lce.kernels.filter.tiles import TokenTargets, find_active_tiles
-from parallel_lce.kernels.filter.windows import WindowPartials
+from parallel_lce.kernels.filter.tiles import find_active_tiles
+from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import next_power_of_2
 from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
 from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
 from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
+from parallel_lce.kernels.tuning import MEASURED
 from parallel_lce.memory import some_rows
 
-# Terms of a product over which the time to add it to a sum in memory is hidden. Measured on an H200, in bf16 and fp32
-# sums of 4096 columns: the product takes 1.6 times as long as without a sum over 1024 terms, 1.3 over 2048, 1.05 over
-# 4096.
-_LONG = 4096
 # Rows of a piece are a multiple of this, as matrix products come in such tiles.
 _MULTIPLE = 128
 
@@ -42,7 +39,7 @@ def tiling(
     pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
 
     The products of the backward sum over a range's entries, for dX, or over a piece's rows, for dW, and add the result
-    to a sum in memory. Over fewer than ``_LONG`` terms, reading and writing that sum takes longer than the product. So
+    to a sum in memory. Over fewer than ``long_sum`` terms, reading and writing it takes longer than the product. So
     where all rows would leave only narrower ranges, the rows are cut. Ranges of a cut block have at most ``widest``
     entries. With something saved all rows stay together.
     """
@@ -51,7 +48,7 @@ def tiling(
         return [], [slice(0, rows)]
     width = product_of(projection, x, start, real).tile.entries
     fitting, height = max(width, capacity // rows // width * width), rows
-    wide = max(width, min(_LONG, math.isqrt(capacity), widest) // width * width)
+    wide = max(width, min(MEASURED.long_sum, math.isqrt(capacity), widest) // width * width)
     if fitting < min(wide, real) and not saved_entries:
         fitting, height = wide, capacity // wide // _MULTIPLE * _MULTIPLE or capacity // wide
     number = -(-(real - start) // fitting)
@@ -173,10 +170,10 @@ class Piece:
                 softcap=self._projection.softcap,
             )
         if gradient_filter is not None:
-            inverse = inverse_limits_of(self._coefficients, self._projection, part.dx_factor, self._fp16_scale)
-            placed = self._placed
-            targets = None if placed is None else TokenTargets(placed.target, placed.unshared)
-            found = find_active_tiles(part.gradient, inverse, gradient_filter, targets, start)
+            limits = limits_of(self._coefficients, self._projection, self._fp16_scale)
+            target, _, unshared = self._placed or (None, None, None)
+            inverse = inverse_of(limits, part.dx_factor)
+            found = find_active_tiles(part.gradient, inverse, gradient_filter, target, unshared, start)
             part.filtered = FilteredGradient(part.gradient, found)
         return part
 

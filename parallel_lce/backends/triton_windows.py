@@ -14,26 +14,19 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import matmul_nt
 from parallel_lce.backends.interface import Projection
-from parallel_lce.backends.triton_filter import FilteredGradient, inverse_limits_of, worth_filtering
+from parallel_lce.backends.triton_filter import FilteredGradient, inverse_of, limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
+from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
 from parallel_lce.kernels.filter.tiles import TILE, ActiveTiles, entry_shares, list_tiles
-from parallel_lce.kernels.filter.windows import (
-    Places,
-    RowTerms,
-    WindowPartials,
-    list_active_windows,
-    mean_shares,
-    sample_sums,
-    sample_tokens,
-    window_masses,
-)
+from parallel_lce.kernels.filter.windows import list_active_windows, mean_shares, sample_tokens, window_masses
+from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
 from parallel_lce.kernels.targets import place_targets
+from parallel_lce.kernels.tuning import MEASURED
 from parallel_lce.memory import some_rows
 
-WINDOWED_BYTES = 256 << 20
-"""Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU."""
+WINDOWED_BYTES = MEASURED.windowed_bytes
 
 
 class Targets(NamedTuple):
@@ -75,7 +68,8 @@ def keeps_windows(projection: Projection, product: Product, entries: int) -> boo
     (rows, hidden_size), tile = product.x.shape, product.tile
     at_once = min(rows * entries, WINDOWED_BYTES // product.x.element_size())
     is_useful = fills_sample(rows) and worth_filtering(at_once * hidden_size)
-    return is_useful and projection.softcap is None and tile.rows == TILE and tile.entries % TILE == 0
+    # Products for dW begin at multiples of 256 entries.
+    return is_useful and projection.softcap is None and tile.rows == TILE and tile.entries in (TILE, 2 * TILE)
 
 
 def kept_windows(saved: Saved | tuple[()]) -> WindowPartials | None:
@@ -97,50 +91,49 @@ class ActiveWindows:
     def __init__(self, rows: Rows, windows: WindowPartials, first: int, eps: float) -> None:
         self._rows, self._windows, self._first, self._eps = rows, windows, first, eps
         projection, alpha = rows.projection, rows.coefficients.alpha
-        targets = rows.targets or (None, None, None)
-        self._terms = RowTerms(rows.partial, alpha, projection.token_scale, rows.fp16_scale, *targets)
-        sample, targets = sample_tokens(len(rows.x)), None
+        self._limits = limits_of(rows.coefficients, projection, rows.fp16_scale)
+        sample = sample_tokens(len(rows.x))
         assert sample is not None, "windows are given to rows that fill a sample"
         self._sample = sample
-        if rows.targets is not None:
-            targets = Targets(*map(sample.of, rows.targets))
         if projection.token_scale is not None:
             projection = replace(projection, token_scale=sample.of(projection.token_scale))
+        # Rows of probabilities. Times this number fp16 loses little of them.
+        alpha = alpha.abs() * inverse_of(self._limits, None) * SAVED_FP16_SCALE
         self._sampled = Rows(
             sample.of(rows.x),
             projection,
-            sample.of(rows.partial, 1),
+            sample.of(rows.partial.t()).t().contiguous(),
             TokenCoefficients(sample.of(alpha), None, None, None, None, None),
             rows.fp16_scale,
-            targets,
+            None if rows.targets is None else Targets(*map(sample.of, rows.targets)),
         )
-        self._sampled_inverse = sample.of(inverse_limits_of(rows.coefficients, rows.projection, None, rows.fp16_scale))
-        # Of all entries from ``first`` on, fp32, without the projection's scale.
+        # Of all entries from ``first`` on, fp32.
         self._mean_logits = _mean_logits(rows, first)
 
     def form(self, start: int, stop: int, gradient: Tensor) -> FilteredGradient:
         """Write the active windows of ``gradient [R, stop - start]``, the shard's entries ``[start, stop)``."""
-        eps, scale, rows = self._eps, self._rows.projection.scale, self._rows
-        window = product_of(rows.projection, rows.x, start, stop).tile.entries
-        places = Places(start // window, stop - start, window)
-        of_weight, of_tiles = mean_shares(self._mean_logits[start - self._first : stop - self._first], scale)
-        sums = self._sample_sums(start, stop)
-        bounds, masses = window_masses(self._windows, self._terms, places, scale, of_tiles, eps, gradient.dtype)
-        of_hidden = entry_shares(self._sample.of_tiles(bounds), sums, eps, of_weight)
-        rows.form(start, stop, gradient, list_active_windows(bounds, window, eps))
-        return FilteredGradient(gradient, ActiveTiles(list_tiles(bounds, eps), masses, of_hidden, of_weight))
+        eps, rows, entries = self._eps, self._rows, stop - start
+        width = product_of(rows.projection, rows.x, start, stop).tile.entries
+        of_weight = mean_shares(self._mean_logits[start - self._first : stop - self._first], width)
+        given = self._windows, rows.partial, self._limits, rows.targets
+        bounds, masses = window_masses(*given, start // width, width, entries, eps, gradient.dtype)
+        sampled = self._sample.sums(self._sampled_gradient(start, stop), bounds, width, eps)
+        of_hidden = entry_shares(sampled, width, of_weight)
+        rows.form(start, stop, gradient, list_active_windows(bounds, eps))
+        return FilteredGradient(
+            gradient, ActiveTiles(*list_tiles(bounds, eps, entries, width), masses, of_hidden, of_weight)
+        )
 
-    def _sample_sums(self, start: int, stop: int) -> Tensor:
+    def _sampled_gradient(self, start: int, stop: int) -> Tensor:
         """Of the sample, which is projected in full. Each slice may be asked for once: its targets are then placed."""
         rows = self._sampled
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)
-        return sample_sums(gradient, self._sampled_inverse)
+        return gradient
 
 
 def _mean_logits(rows: Rows, first: int) -> Tensor:
-    """Of the shard's entries from ``first`` on, over the tokens whose gradient is not 0, fp32: without the projection's
-    scale, but with the tokens' own."""
+    """Of the shard's entries from ``first`` on, over the tokens whose gradient is not 0, fp32."""
     projection, counted = rows.projection, rows.coefficients.alpha != 0
     weights = counted / counted.sum().clamp_(min=1)
     if projection.token_scale is not None:
@@ -149,4 +142,4 @@ def _mean_logits(rows: Rows, first: int) -> Tensor:
     result = matmul_nt(mean[None], some_rows(projection.weight, first, projection.real_rows))[0]
     if projection.bias is not None:
         result += some_rows(projection.bias, first, projection.real_rows) * of_bias
-    return result
+    return result.mul_(projection.scale)

@@ -18,7 +18,6 @@ from parallel_lce import losses, statistics
 from parallel_lce.backends import uses_kernels
 from parallel_lce.call import Call, Inputs, Needs, flattened
 from parallel_lce.memory import in_memory, on_device_of
-from parallel_lce.partials import Merged
 from parallel_lce.schedule import accumulate, backward, backward_again, backward_straight, forward, forward_straight
 from parallel_lce.statistics import DIFFERENTIABLE, Residuals
 
@@ -100,7 +99,7 @@ class _Fused(torch.autograd.Function):
         # Most statistics get no upstream gradient, and no zeros are made for them.
         ctx.set_materialize_grads(is_loss)
         merged, gathered, saved = forward(call, hidden, weight, bias, True)
-        outputs, residuals = outputs_of(call, merged)
+        outputs, residuals = (losses if is_loss else statistics).outputs(call, merged)
         # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
         kept = hidden, weight, bias, *call.per_token, merged.partial, gathered, *residuals
         ctx.save_for_backward(*kept, *saved)
@@ -160,11 +159,6 @@ class _StraightLoss(torch.autograd.Function):
         return dx, dweight, None, None
 
 
-def outputs_of(call: Call, merged: Merged) -> tuple[list, Residuals]:
-    """What the call's user gets, and what its coefficients need."""
-    return (statistics if call.options.reduction is None else losses).outputs(call, merged)
-
-
 def fused(call: Call, inputs: Inputs) -> tuple[Any, ...]:
     """What a call finds: one loss, or all statistics, None for one not asked for."""
     if call.straight is not None and inputs[1].is_contiguous() and not inputs[1].data_ptr() & 15:
@@ -172,7 +166,8 @@ def fused(call: Call, inputs: Inputs) -> tuple[Any, ...]:
     if any(call.needs):
         return _Fused.apply(*inputs, call)
     with torch.no_grad():
-        return tuple(outputs_of(call, forward(call, *inputs, False)[0])[0])
+        merged, *_ = forward(call, *inputs, False)
+        return tuple((statistics if call.options.reduction is None else losses).outputs(call, merged)[0])
 
 
 class _AccumulatedLoss(torch.autograd.Function):

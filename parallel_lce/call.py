@@ -99,7 +99,8 @@ class Call:
 
     def hidden_reduction(self, hidden: Tensor, in_pieces: bool) -> HiddenReduction:
         """The sum of dX over the ranks, or over this rank alone."""
-        return HiddenReduction(hidden, self.reduced_over, self.options.reduce_dtype, in_pieces)
+        layout = self.layout if self.options.reduce_hidden_grad else Layout()
+        return HiddenReduction(hidden, layout, self.options.reduce_dtype, in_pieces)
 
     @property
     def reduced_over(self) -> Layout:

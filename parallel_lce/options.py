@@ -264,11 +264,12 @@ def agreed(options: Options) -> dict[str, object]:
     return {name: rule.agreed(value) for name, rule, value in zip(Options._fields, _RULES, options)}
 
 
-def apart(*values: Any) -> list:
-    """Of each of what may be one number or a tensor with one for each token: first the numbers, 1 beside a tensor;
-    then the tensors, or None."""
-    tensors = [value if isinstance(value, Tensor) else None for value in values]
-    return [value if tensor is None else 1.0 for value, tensor in zip(values, tensors)] + tensors
+def apart(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | None, Tensor | None]:
+    """Of what may each be one number or a tensor with one for each token: first the numbers, 1 beside a tensor; then
+    the tensors, or None."""
+    of_scale, of_temperature = isinstance(scale, Tensor), isinstance(temperature, Tensor)
+    numbers = 1.0 if of_scale else scale, 1.0 if of_temperature else temperature
+    return *numbers, scale if of_scale else None, temperature if of_temperature else None
 
 
 def refuse_unknown(function: Callable, given: dict[str, object]) -> None:

@@ -51,13 +51,13 @@ class Gathers:
         self._hidden, self._blocks, self._layout = hidden, iter(blocks), layout
         self.sequence_parallel = layout.sp_size > 1
         self._started: deque[IncomingHidden] = deque()
-        self.start()
+        if self.sequence_parallel:
+            self.start()
 
     def start(self) -> None:
-        if self.sequence_parallel:
-            block = next(self._blocks, None)
-            if block is not None:
-                self._started.append(gather_hidden(self._hidden, block, self._layout))
+        block = next(self._blocks, None)
+        if block is not None:
+            self._started.append(gather_hidden(self._hidden, block, self._layout))
 
     def next(self) -> IncomingHidden:
         if self.sequence_parallel:
@@ -117,8 +117,10 @@ def forward(
                 gathered = x.tensor
             if out is None:
                 layout.put(partials.local, block, work.partial)
-        partials.start()
-        merged = Merged(*partials.finish(backend.merge_ranks))
+        merged = Merged(partials.local, projection.real_rows)
+        if layout.ranks > 1:
+            partials.start()
+            merged = Merged(*partials.finish(backend.merge_ranks))
         if beside is not None:
             merged = Merged(*merged[:2], *beside.merged(partials.extras))
         return merged, gathered, saved
@@ -155,7 +157,9 @@ class _GradientSums:
         dtype: torch.dtype | None = None,
         selected: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self._call, self._projection, self._targets = call, projection, call.local_targets()
+        self._call, self._projection, self._targets = call, projection, call.target
+        if call.target is not None and projection.start:
+            self._targets = call.target - projection.start
         # [E]: what the selected entries add to the gradient of the projection's output, and their logits.
         self._selected = selected
         self.scratch = Scratch(scratch_bytes, hidden.device)
@@ -327,22 +331,25 @@ def backward_straight(
         block = call.plan.blocks[0]
         x, projection = _dense(hidden), call.of_block(call.projection(weight, bias), block)
         local = target - call.shard.start if call.shard.start else target
-        reduction = call.hidden_reduction(x, in_pieces=not needs.weight) if needs.hidden else None
-        dx = None if reduction is None else reduction.open_block(block)
-        scaled, memory = straight.hidden_gradient(x, projection, local, found, merged, factor, dx, needs.weight)
-        if reduction is not None and dx is not None and reduction.ranks > 1:
+        reduction = dx = dweight = None
+        if needs.hidden and call.reduced_over.ranks > 1:
+            reduction = call.hidden_reduction(x, in_pieces=not needs.weight)
+            dx = reduction.open_block(block)
+        elif needs.hidden:
+            dx = torch.empty_like(x)
+        scaled = straight.hidden_gradient(x, projection, local, found, merged, factor, dx, needs.weight)
+        if reduction is not None and dx is not None:
             reduction.start(block, dx, len(dx))
-        dweight = total = None
-        if needs.weight and call.main_grad is None:
-            dweight = total = torch.empty_like(weight)
-            if real < len(weight):
-                dweight[real:].zero_()
-        elif needs.weight and call.main_grad is not None:
-            total = call.main_grad.tensor
-        if total is not None:
-            total = some_rows(total, 0, real)
-            straight.weight_gradient(x, local, found, scaled, memory, total, dweight is not None)
-        return None if reduction is None else reduction.wait().view(hidden.shape), dweight
+        if needs.weight and call.main_grad is not None:
+            straight.weight_gradient(x, local, found, scaled, some_rows(call.main_grad.tensor, 0, real), False)
+        elif needs.weight and real == len(weight):
+            dweight = straight.weight_gradient(x, local, found, scaled, None, True)
+        elif needs.weight:
+            dweight = torch.empty_like(weight)
+            dweight[real:].zero_()
+            straight.weight_gradient(x, local, found, scaled, dweight[:real], True)
+        dx = dx if reduction is None else reduction.wait()
+        return dx if dx is None else dx.view(hidden.shape), dweight
 
 
 def backward_again(

@@ -117,8 +117,11 @@ class Coefficients:
         """The same without a factor. One launch multiplies it in."""
         if self.factor is None:
             return self
-        present = self.present
-        return self.replaced(torch._foreach_mul(present, [self.factor] * len(present)))  # pyright: ignore[reportPrivateImportUsage]
+        each = self.alpha, self.beta, self.gamma, self.delta, self.epsilon
+        present = [c for c in each if c is not None]
+        products = iter(torch._foreach_mul(present, [self.factor] * len(present)))  # pyright: ignore[reportPrivateImportUsage]
+        alpha, *others = [c if c is None else next(products) for c in each]
+        return Coefficients(alpha, *others)
 
 
 class Selection(NamedTuple):

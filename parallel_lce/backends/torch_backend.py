@@ -156,13 +156,16 @@ class BlockForward:
         x, tiles, memory = operand(self._x), row_tiles(rows), Scratch(0, self._x.device)
         width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
         saved_windows = even_slices(0, save, width)
-        windows = saved_windows + even_slices(save, projection.real_rows, width)
+        windows = saved_windows
+        if save < projection.real_rows:
+            windows = windows + even_slices(save, projection.real_rows, width)
         saved: Saved | None = None
         if save:
             buffer = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
             saved = Saved(buffer[: save * rows], self.partial.new_empty(len(saved_windows), rows))
         for tile in tiles:
-            of_tile, merged = projection.of_rows(tile), self.partial[:, tile]
+            of_tile = projection if len(tiles) == 1 else projection.of_rows(tile)
+            merged = self.partial[:, tile]
             # [W, C, rows]
             partials = None if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
             for number, window in enumerate(windows):
@@ -251,7 +254,8 @@ class BlockBackward:
             for of_forward in range(0, self._save, self._saved_width or 1)
             for window in even_slices(of_forward, min(of_forward + self._saved_width, self._save), width)
         ]
-        self._windows += even_slices(self._save, real, width)
+        if self._save < real:
+            self._windows += even_slices(self._save, real, width)
         maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
@@ -378,8 +382,9 @@ class BlockBackward:
         scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
         maximum = self._saved.maxima[window.start // self._saved_width, rows]
         rebase = (maximum - self._maximum[rows]).exp() * scale
-        slope, cap = None, self._projection.of_rows(rows).softcap
-        if cap is not None:
+        slope = None
+        if self._projection.softcap is not None:
+            cap = self._projection.of_rows(rows).softcap
             slope = softcap_slope(cap, torch.log(stored.to(maximum.dtype) * scale).add_(maximum))
         out = stored if stored.dtype == maximum.dtype else borrowed(self._scratch, rows, window, maximum.dtype)
         if self._delta is None and self._epsilon is None:

@@ -47,8 +47,8 @@ class Found(NamedTuple):
 
     # [N, stride_of(V)]
     exponentials: Tensor
-    # fp32: [3 N] the merged partial, [N] each alpha, beta and softmax shift, [windows * N] the windows' maxima, and
-    # on_shift in bytes
+    # fp32: [3 N] the merged partial; [N] each alpha, beta and softmax shift; [windows * N] the windows' maxima; [N]
+    # bytes of on_shift; and [4 N] for what backward finds of each token
     vectors: Tensor
 
 
@@ -65,7 +65,7 @@ class Straight:
         self._windows, self._width = product.windows, product.tile.entries
         self._stride = stride_of(entries)
         # Of each of the vectors, which begin on boundaries of 16 bytes as tensors of their own do.
-        sizes = 3 * tokens, tokens, tokens, tokens, self._windows * tokens, -(-tokens // 4)
+        sizes = 3 * tokens, tokens, tokens, tokens, self._windows * tokens, -(-tokens // 4), *[tokens] * 4
         self._sizes = [-(-size // 4) * 4 for size in sizes]
         self._size = sum(self._sizes)
         self._launches = Launches()
@@ -79,7 +79,7 @@ class Straight:
         sums = x.new_empty(self._windows * tokens, dtype=torch.float32)
 
         def make() -> None:
-            merged, _, _, shift, maxima, on_shift = self._parts(vectors)
+            merged, _, _, shift, maxima, on_shift, *_ = self._parts(vectors)
             merged = merged if partial is None else partial
             product = product_of(projection, x, 0, self._entries)
             windows = PartialColumns(maxima, sums.view_as(maxima), *[None] * 6)
@@ -136,16 +136,14 @@ class Straight:
         factor: Tensor,
         dx: Tensor | None,
         wants_weight: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Write this shard's ``dx [N, D]``, and prepare dW: returns the rows of x times their factors, and four
-        vectors. ``factor``: the gradient of the sum of the losses, ``[N]`` or 0-dimensional."""
+    ) -> Tensor:
+        """Write this shard's ``dx [N, D]``, and prepare dW: returns the rows of x times their factors. ``factor``: the
+        gradient of the sum of the losses, ``[N]`` or 0-dimensional."""
         exponentials, vectors = found
-        rows, weight = -(-self._tokens // 4) * 4, projection.weight
-        memory = vectors.new_empty(4, rows)
-        gradient = exponentials[:, : self._entries] if self._stride != self._entries else exponentials
+        weight, gradient = projection.weight, self._gradient(exponentials)
 
         def prepare() -> None:
-            own, alpha, beta, shift, maxima, on_shift = self._parts(vectors)
+            own, alpha, beta, shift, maxima, on_shift, *memory = self._parts(vectors)
             token_gradients(
                 gradient,
                 Saved(gradient, maxima, shift, on_shift),
@@ -158,46 +156,51 @@ class Straight:
                 scale=projection.scale,
                 token_scale=projection.token_scale,
                 find_shared=wants_weight,
-                memory=memory.unbind(),
+                memory=memory,
             )
 
         given = target, projection.token_scale, factor
-        tensors = exponentials, vectors, memory, merged, *given
+        tensors = exponentials, vectors, merged, *given
         aligned = _alignment(given)
         self._launches.run(("tokens", wants_weight, factor.stride(), aligned), tensors, prepare)
         scaled = torch.empty_like(x) if wants_weight else x
         real = weight if len(weight) == self._entries else weight[: self._entries]
         product = None
         if dx is not None:
-            product = x.new_empty(x.shape, dtype=torch.float32)
-            accumulate_nt(product, gradient, real.t(), overwrite=True)
+            product = self._product(gradient, real, torch.float32)
 
         def finish() -> None:
-            dw_factor, _, residual, dx_factor = [vector[: self._tokens] for vector in memory.unbind()]
+            dw_factor, _, residual, dx_factor = [v[: self._tokens] for v in self._parts(vectors)[6:]]
             if dx is None or product is None:
                 scale_and_add_targets(x, dw_factor, None, scaled)
                 return
             of_weight = (x, dw_factor, scaled) if wants_weight else None
             scale_and_add_targets(product, dx_factor, (target, residual, real), dx, of_weight)
 
-        tensors = x, weight, target, memory, scaled, product, dx
+        tensors = x, weight, target, vectors, scaled, product, dx
         self._launches.run(("finish", wants_weight, dx is None, aligned), tensors, finish)
-        return scaled, memory
+        return scaled
 
     def weight_gradient(
-        self, x: Tensor, target: Tensor, found: Found, scaled: Tensor, memory: Tensor, total: Tensor, overwrite: bool
-    ) -> None:
-        """Write the real rows ``total [V, D]`` of dW, or add to them. The others: of :meth:`hidden_gradient`."""
-        gradient = found[0]
-        gradient = gradient[:, : self._entries] if self._stride != self._entries else gradient
-        accumulate_nt(total, gradient.t(), scaled.t(), overwrite=overwrite)
+        self, x: Tensor, target: Tensor, found: Found, scaled: Tensor, total: Tensor | None, overwrite: bool
+    ) -> Tensor:
+        """Write the real rows ``total [V, D]`` of dW, or add to them; None: they are new. Returns them. The others: of
+        :meth:`hidden_gradient`."""
+        exponentials, vectors = found
+        gradient = self._gradient(exponentials).t()
+        if total is None:
+            total = self._product(gradient, scaled, scaled.dtype)
+        else:
+            accumulate_nt(total, gradient, scaled.t(), overwrite=overwrite)
 
         def make() -> None:
-            _, unshared, residual, _ = [vector[: self._tokens] for vector in memory.unbind()]
-            add_targets(total, 0, target, residual, unshared.view(torch.uint8)[: self._tokens], x)
+            _, unshared, residual, _ = self._parts(vectors)[6:]
+            tokens = self._tokens
+            add_targets(total, 0, target, residual[:tokens], unshared.view(torch.uint8)[:tokens], x)
 
-        tensors = x, target, memory, total
-        self._launches.run(("targets", overwrite, total.stride(), _alignment((target, total))), tensors, make)
+        tensors = x, target, vectors, total
+        self._launches.run(("targets", total.stride(), _alignment((target, total))), tensors, make)
+        return total
 
     def partial_of(self, found: Found) -> Tensor:
         """The merged partial ``[3, N]`` of one rank."""
@@ -209,15 +212,28 @@ class Straight:
         return alpha, beta
 
     def _parts(self, vectors: Tensor) -> tuple[Tensor, ...]:
-        """Of :class:`Found`: the partial, alpha, beta, softmax shift, maxima and on_shift."""
+        """Of :class:`Found`: the partial, alpha, beta, softmax shift, maxima and on_shift; then four vectors."""
         tokens, windows = self._tokens, self._windows
-        partial, alpha, beta, shift, maxima, on_shift = vectors.split(self._sizes)
+        partial, alpha, beta, shift, maxima, on_shift, *others = vectors.split(self._sizes)
         return (
             partial[: 3 * tokens].view(3, tokens),
             *(vector[:tokens] for vector in (alpha, beta, shift)),
             maxima[: windows * tokens].view(windows, tokens),
             on_shift.view(torch.uint8)[:tokens],
+            *others,
         )
+
+    def _gradient(self, exponentials: Tensor) -> Tensor:
+        """The real entries ``[N, V]``."""
+        return exponentials if self._stride == self._entries else exponentials[:, : self._entries]
+
+    def _product(self, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+        """``a @ b`` as a new tensor."""
+        if self._entries % 8 == 0 and a.is_cuda:
+            return torch.mm(a, b) if dtype == a.dtype else torch.mm(a, b, out_dtype=dtype)
+        product = a.new_empty(a.shape[0], b.shape[1], dtype=dtype)
+        accumulate_nt(product, a, b.t(), overwrite=True)
+        return product
 
 
 def _alignment(given: tuple[Tensor | None, ...]) -> int:

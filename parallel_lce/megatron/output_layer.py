@@ -198,7 +198,7 @@ def token_statistics(logits: LazyLogits, target: Tensor, temperature: float | Te
 
     Collectives: those of :func:`parallel_lce.token_statistics`.
     """
-    number, each = apart(temperature)
+    _, number, _, each = apart(1.0, temperature)
     options = Options("token_log_probs", temperature=number, expected_logit=entropy)
     return _called(fused_statistics, logits, target, options, each)
 

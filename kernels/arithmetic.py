@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.partials import ALONE, NEAR
+from parallel_lce.core.partials import ALONE, NEAR
 
 REACH = 32.0
 """How far, in nats, a window's maximum may lie from the token's softmax shift. bf16 has fp32's exponent range:

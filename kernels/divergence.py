@@ -1,6 +1,6 @@
 """The divergence of two distributions over the same entries, from fp32 logits, and its gradient.
 
-The formulas are those of :mod:`parallel_lce.divergence`; the plain torch is :mod:`parallel_lce.backends.divergence`.
+The formulas are those of :mod:`parallel_lce.run.divergence`, the plain torch :mod:`parallel_lce.backends.divergence`.
 One program reads a row. Rows are addressed in int64: R * V passes 2^31 in ordinary use.
 """
 

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.core.memory import on_device_of
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.memory import on_device_of
 
 # Tokens of a program; tokens that the program of the mean adds at a time.
 _TOKENS, _SUMMED = 128, 4096

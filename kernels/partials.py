@@ -1,6 +1,6 @@
 """Partials on the GPU: the softmax statistics of a tile's tokens, and how such partials merge.
 
-``parallel_lce.partials`` has the algebra and its plain torch. A *window* is the vocabulary range of one tile. Each
+``parallel_lce.core.partials`` has the algebra and its plain torch. A *window* is the vocabulary range of one tile. Each
 window stores one partial per token; one kernel merges the windows of a rank, and the ranks.
 
 The sums of exponentials of a window are relative to ``arithmetic.window_shift`` of the token's softmax shift, or to
@@ -19,10 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.core.memory import on_device_of
+from parallel_lce.core.partials import NOBODY
 from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exact_logit, exponential_from, finite_base, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.memory import on_device_of
-from parallel_lce.partials import NOBODY
 
 # The argmax of a token that has none: with a NaN logit, or with shards that leave a gap or overlap.
 _NOBODY = tl.constexpr(NOBODY)
@@ -35,7 +35,7 @@ _RANKS_TILE, _RANKS_ROWS = 1024, 128
 class PartialColumns(NamedTuple):
     """The columns of partials, one tensor each, with the tokens last: None for a column that is absent.
 
-    The columns are those of ``parallel_lce.partials``. ``argmax`` is an integer, bit-cast.
+    The columns are those of ``parallel_lce.core.partials``. ``argmax`` is an integer, bit-cast.
     """
 
     max: torch.Tensor
@@ -273,7 +273,7 @@ def _column_indices(columns) -> list[int | None]:
 
 
 def columns_of(partial: torch.Tensor, columns) -> PartialColumns:
-    """The columns of a partial ``[C, R]`` with these ``parallel_lce.partials.Columns``."""
+    """The columns of a partial ``[C, R]`` with these ``parallel_lce.core.partials.Columns``."""
     rows = partial.unbind(0)
     return PartialColumns(*[None if row is None else rows[row] for row in _column_indices(columns)])
 
@@ -326,7 +326,7 @@ def merge_windows(
 
 
 def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`parallel_lce.partials.merge_ranks` of ``packed [P, M]`` fp32, contiguous."""
+    """:func:`parallel_lce.core.partials.merge_ranks` of ``packed [P, M]`` fp32, contiguous."""
     merged = packed.new_empty(columns.count, rows)
     size = packed.new_empty((), dtype=torch.int64)
     ranks, stride = packed.shape

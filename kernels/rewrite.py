@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.core.partials import ALONE
 from parallel_lce.kernels.arithmetic import (
     SAVED_FP16_SCALE,
     exponential_from,
@@ -25,7 +26,6 @@ from parallel_lce.kernels.arithmetic import (
     window_shift,
 )
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.partials import ALONE
 
 REWRITTEN = 2048
 """Entries of a row that are rewritten at a time."""

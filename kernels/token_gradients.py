@@ -29,11 +29,11 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.core.partials import ALONE, NEAR
 from parallel_lce.kernels.arithmetic import REACH, Cap, caps_of, exponential_from, finite_base, gradient_of_entry
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.rewrite import REWRITTEN, Saved, TokenCoefficients, rewrite_row, rewrite_rows
 from parallel_lce.kernels.targets import place
-from parallel_lce.partials import ALONE, NEAR
 
 _REACH, _ALONE, _NEAR = tl.constexpr(REACH), tl.constexpr(ALONE), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16.

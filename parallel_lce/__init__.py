@@ -10,10 +10,10 @@ if not (_Path(__file__).parent / "kernels").is_dir():
     )
 
 from parallel_lce.functional import linear_cross_entropy, token_statistics
-from parallel_lce.losses import entropy, log_prob
 from parallel_lce.modules import LinearCrossEntropy
+from parallel_lce.run.losses import entropy, log_prob
+from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.selected_log_probs import selected_log_probs
-from parallel_lce.statistics import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 __all__ = [

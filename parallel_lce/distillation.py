@@ -13,18 +13,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce import debug
 from parallel_lce.backends import valueless
 from parallel_lce.backends.divergence import of_classes
-from parallel_lce.call import Call
-from parallel_lce.checks import check_process_group, known_vocab_size
-from parallel_lce.collectives import Layout
-from parallel_lce.distillation_checks import check_numbers, check_pair, check_stored, naming
-from parallel_lce.divergence import Divergence, summed_divergence, token_divergences
+from parallel_lce.call import debug
+from parallel_lce.call.call import Call
+from parallel_lce.call.checks import check_process_group, known_vocab_size
+from parallel_lce.call.prepare import prepare
+from parallel_lce.core.collectives import Layout
+from parallel_lce.core.options import Options, Tensors, as_float, as_number, check_option, refuse_unknown
+from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.functional import token_statistics
-from parallel_lce.options import Options, Tensors, as_float, as_number, check_option, refuse_unknown
-from parallel_lce.partials import accumulation_dtype
-from parallel_lce.prepare import prepare
+from parallel_lce.run.distillation_checks import check_numbers, check_pair, check_stored, naming
+from parallel_lce.run.divergence import Divergence, summed_divergence, token_divergences
 from parallel_lce.selected_log_probs import selected_log_probs
 
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.compaction import compacted
-from parallel_lce.fused_loss import fused_loss, fused_statistics
-from parallel_lce.options import Options, Tensors, apart, check_reduction, refuse_unknown, shortened
-from parallel_lce.selection import ids_and_offsets
-from parallel_lce.statistics import TokenStatistics
+from parallel_lce.call.selection import ids_and_offsets
+from parallel_lce.core.options import Options, Tensors, apart, check_reduction, refuse_unknown, shortened
+from parallel_lce.run.compaction import compacted
+from parallel_lce.run.fused_loss import fused_loss, fused_statistics
+from parallel_lce.run.statistics import TokenStatistics
 
 
 def linear_cross_entropy(
@@ -79,11 +79,11 @@ def linear_cross_entropy(
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: what is saved from forward to backward,
             and the working block. A call may use 64 MiB even if the budget is smaller. None means a thirty-second of
-            the GPU's memory (:func:`parallel_lce.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU;
+            the GPU's memory (:func:`parallel_lce.core.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU;
             the environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. Must be equal on all ranks, so ranks on
             GPUs of different memory must be given it. What does not fit is recomputed;
             or, for 'mean' and 'sum' except in fp16, the gradients are formed in forward
-            (:func:`parallel_lce.plan.plan`). A second backward through one graph recomputes everything.
+            (:func:`parallel_lce.core.plan.plan`). A second backward through one graph recomputes everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
             part is summed, sent and added unrounded: for bf16 that is twice the bytes.
         reduce_hidden_grad: True: dX is summed over the ranks. False: it stays this rank's part, in the input's dtype,

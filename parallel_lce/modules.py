@@ -9,9 +9,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_lce.checks import check_process_group
+from parallel_lce.call.checks import check_process_group
+from parallel_lce.core.options import (
+    FLOATS,
+    Options,
+    check_options,
+    check_reduction,
+    refuse_unknown,
+    with_python_numbers,
+)
 from parallel_lce.functional import linear_cross_entropy
-from parallel_lce.options import FLOATS, Options, check_options, check_reduction, refuse_unknown, with_python_numbers
 
 
 class _Held:

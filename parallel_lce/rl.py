@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.checks import renamed
+from parallel_lce.call.checks import renamed
+from parallel_lce.core.options import as_number, shortened
 from parallel_lce.functional import token_statistics
-from parallel_lce.options import as_number, shortened
 
 
 def linear_cross_entropy(

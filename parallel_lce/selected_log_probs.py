@@ -8,17 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.autograd import first_order_only
 from parallel_lce.backends import uses_kernels
 from parallel_lce.backends.interface import SelectedGradient
-from parallel_lce.call import Call, flattened
-from parallel_lce.collectives import gather_hidden, gather_with_bounds
-from parallel_lce.memory import device_without_autocast, in_memory
-from parallel_lce.options import Options, Tensors, apart, refuse_unknown
-from parallel_lce.partials import accumulation_dtype
-from parallel_lce.plan import Block
-from parallel_lce.prepare import prepare
-from parallel_lce.selection import Selected, ids_and_offsets
+from parallel_lce.call.call import Call, flattened
+from parallel_lce.call.prepare import prepare
+from parallel_lce.call.selection import Selected, ids_and_offsets
+from parallel_lce.core.collectives import gather_hidden, gather_with_bounds
+from parallel_lce.core.memory import device_without_autocast, in_memory
+from parallel_lce.core.options import Options, Tensors, apart, refuse_unknown
+from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.plan import Block
+from parallel_lce.run.autograd import first_order_only
 
 
 def selected_log_probs(

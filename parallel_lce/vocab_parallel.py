@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce import debug, partials
-from parallel_lce.autograd import first_order_only
 from parallel_lce.backends import dense_logits, uses_kernels, valueless
-from parallel_lce.checks import check_kind, check_process_group
-from parallel_lce.collectives import Layout, PartialsGather, Shard
-from parallel_lce.memory import in_memory, on_device_of
-from parallel_lce.options import as_float, is_number, shortened
-from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns
+from parallel_lce.call import debug
+from parallel_lce.call.checks import check_kind, check_process_group
+from parallel_lce.core import partials
+from parallel_lce.core.collectives import Layout, PartialsGather, Shard
+from parallel_lce.core.memory import in_memory, on_device_of
+from parallel_lce.core.options import as_float, is_number, shortened
+from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns
+from parallel_lce.run.autograd import first_order_only
 
 
 def vocab_parallel_cross_entropy(

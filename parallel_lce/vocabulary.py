@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from parallel_lce.checks import INTEGERS
+from parallel_lce.call.checks import INTEGERS
 
 
 class VocabularyOrder:

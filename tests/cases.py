@@ -16,7 +16,7 @@ import parallel_lce
 import reference
 from measures import assert_no_worse, size, smallest_steps
 from measures import error as error
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.core.partials import accumulation_dtype
 from world import Member
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

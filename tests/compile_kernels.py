@@ -71,10 +71,10 @@ from parallel_lce.backends.interface import (
     SelectedLogits,
     Selection,
 )
-from parallel_lce.grad_buffers import GradBuffer
+from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.partials import Columns, packed_size
 from parallel_lce.kernels import dense_logits, divergence, losses, partials, projection, set_log_probs, tuning
 from parallel_lce.kernels.filter import windows
-from parallel_lce.partials import Columns, packed_size
 
 tuning._capability = lambda device: CAPABILITY
 projection.num_sms = lambda device: 132

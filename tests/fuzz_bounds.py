@@ -1,4 +1,4 @@
-"""How far roundings may move each result: first-order error analysis of the formulas in ``parallel_lce.statistics``.
+"""How far roundings may move each result: first-order error analysis of what ``parallel_lce.run.statistics`` says.
 
 ``u`` is half the spacing of the statistics' dtype, ``low`` that of the computed one. Sums of n terms are given
 ``8 + sqrt(n)`` roundings of the sum of their magnitudes, products over D as many less 4. In low precision the
@@ -38,7 +38,7 @@ from fuzz_logits import (
 from fuzz_truth import Operands
 from fuzz_values import Whole
 from parallel_lce.backends.interface import recovers_logits
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.core.partials import accumulation_dtype
 
 
 class Analysis:

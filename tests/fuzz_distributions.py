@@ -1,5 +1,5 @@
 """How far roundings may move log-probabilities among selected entries, and divergences: first-order error analysis of
-the formulas in ``parallel_lce.selected_log_probs`` and ``parallel_lce.divergence``.
+the formulas in ``parallel_lce.selected_log_probs`` and ``parallel_lce.run.divergence``.
 
 Sums, products and low precision as in :mod:`fuzz_bounds`, with two differences. Of selected entries nothing is rounded
 to low precision but what is delivered. The gradient of a divergence's logits is rounded once; and where gradients are

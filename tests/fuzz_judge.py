@@ -29,7 +29,7 @@ from fuzz_logits import Logits
 from fuzz_run import Wrong, assemble
 from fuzz_truth import INFINITE, Operands, dense, kept, operands, per_result
 from fuzz_values import Whole, make
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.core.partials import accumulation_dtype
 
 _ANALYSES = {"selected": SelectedAnalysis, "divergence": DivergenceAnalysis}
 _GRADIENTS = ("dinput", "dweight", "dbias", "dtoken_weight")

@@ -13,7 +13,7 @@ from fuzz_configuration import Configuration
 from fuzz_run import real_rows
 from fuzz_truth import Layer, Operands
 from fuzz_values import MASKED
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.core.partials import accumulation_dtype
 
 FP16_REACH = 3e4
 """Sums of terms beyond this may overflow in fp16."""

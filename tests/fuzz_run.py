@@ -16,9 +16,9 @@ import parallel_lce
 from cases import DTYPES
 from fuzz_configuration import FIELDS, Configuration
 from fuzz_values import Whole, laid, make
-from parallel_lce import divergence as divergences
+from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.distillation import divergence
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.run import divergence as divergences
 from tools import chosen_backend, debug_mode, shrunk
 from world import Member
 

@@ -205,7 +205,7 @@ def _divergences(z: Tensor, y: Tensor, beta: float) -> Tensor:
 
 
 def log_ratios(d: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """log(p / r) and log(q / r) from log(p / q), with the reference r of :mod:`parallel_lce.divergence`."""
+    """log(p / r) and log(q / r) from log(p / q), with the reference r of :mod:`parallel_lce.run.divergence`."""
     if beta in (0, 1):
         return d, -d
     log_beta, log_rest = torch.full_like(d, math.log(beta)), torch.full_like(d, math.log1p(-beta))

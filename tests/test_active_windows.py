@@ -7,7 +7,8 @@ import torch
 
 from cases import DTYPES, normal
 from measures import assert_close, relative_error
-from parallel_lce import linear_cross_entropy, prepare, token_statistics
+from parallel_lce import linear_cross_entropy, token_statistics
+from parallel_lce.call import prepare
 from tools import arguments_to, chosen_backend, everywhere, results_of, shrunk
 from world import Member
 

@@ -14,9 +14,9 @@ import reference
 from blocks import counted_forwards, watched_backwards
 from cases import Case, dense, dense_loss, make, part
 from measures import ROUNDED, assert_close, assert_near, assert_no_worse, smallest_steps
-from parallel_lce import statistics as statistics_module
 from parallel_lce.backends import backend_of
 from parallel_lce.distillation import divergence
+from parallel_lce.run import statistics as statistics_module
 from tools import DIFFERENTIABLE, REDUCED, everywhere, fields, shrunk, small, statistics
 from world import Member
 

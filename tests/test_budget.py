@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import parallel_lce
-from parallel_lce import prepare
-from parallel_lce.budget import default_budget
+from parallel_lce.call import prepare
+from parallel_lce.core.budget import default_budget
 from world import Member
 
 GIB, MIB = 1 << 30, 1 << 20

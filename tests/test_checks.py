@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_map
 import parallel_lce
 from blocks import counted_forwards
 from parallel_lce.backends import backend_of
+from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence, top_k_divergence
-from parallel_lce.fused_loss import fused_loss
-from parallel_lce.grad_buffers import MainGrad
+from parallel_lce.run.fused_loss import fused_loss
 from tools import D, N, V, call, everywhere, given, good, recorded
 from world import Member
 

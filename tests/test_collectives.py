@@ -12,7 +12,7 @@ import torch.distributed as dist
 import parallel_lce
 from cases import DTYPES, Case, dense_loss, make, part
 from measures import assert_close
-from parallel_lce import collectives
+from parallel_lce.core import collectives
 from tools import recorded, shrunk, started
 from world import Member
 

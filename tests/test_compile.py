@@ -17,7 +17,7 @@ from cases import DTYPES, Case, make, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.bench.peak_memory import peak_memory
-from parallel_lce.fused_loss import fused_loss
+from parallel_lce.run.fused_loss import fused_loss
 from tools import DIFFERENTIABLE, chosen_backend, debug_mode, everywhere, fields, given, shrunk, small
 from world import Member
 

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import forward_ad
 
 import parallel_lce
-from parallel_lce.fused_loss import fused_loss
+from parallel_lce.run.fused_loss import fused_loss
 from tools import D, N, V, call, chosen_backend, debug_mode, given, good, small
 from world import Member
 

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import DTYPES, normal
 from measures import assert_no_worse, size, smallest_steps
-from parallel_lce import divergence as schedule
-from parallel_lce import prepare
 from parallel_lce.backends import torch_logits
 from parallel_lce.bench.peak_memory import peak_memory
+from parallel_lce.call import prepare
 from parallel_lce.distillation import divergence
+from parallel_lce.run import divergence as schedule
 from tools import alone, chosen_backend, debug_mode, everywhere, shrunk, started
 from world import Member
 

@@ -13,8 +13,8 @@ import fuzz
 import fuzz_run
 from fuzz_judge import judge
 from fuzz_run import execute
-from parallel_lce.collectives import HiddenReduction
-from parallel_lce.grad_buffers import GradBuffer
+from parallel_lce.core.collectives import HiddenReduction
+from parallel_lce.core.grad_buffers import GradBuffer
 from tools import alone
 
 SETTINGS = fuzz.Settings(seed=7, backend="torch", device="cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from parallel_lce.grad_buffers import GradBuffer, MainGrad
+from parallel_lce.core.grad_buffers import GradBuffer, MainGrad
 
 
 def _visited(gradient: GradBuffer, visits: int, cuts: list[list[int]], whole: bool) -> torch.Tensor:

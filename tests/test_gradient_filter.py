@@ -9,8 +9,9 @@ from torch.nn.functional import one_hot
 import parallel_lce
 from cases import DTYPES, normal
 from measures import assert_close, relative_error
-from parallel_lce import LinearCrossEntropy, linear_cross_entropy, prepare, token_statistics
-from parallel_lce.ops import Arguments
+from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
+from parallel_lce.call import prepare
+from parallel_lce.run.ops import Arguments
 from tools import chosen_backend, everywhere, given, shrunk, small
 from world import Member
 

@@ -12,8 +12,8 @@ import parallel_lce
 from blocks import watched, watched_backwards
 from cases import DTYPES, Case, make, part
 from measures import ROUNDED, assert_close
-from parallel_lce import prepare
 from parallel_lce.backends import backend_of
+from parallel_lce.call import prepare
 from tools import chosen_backend, recorded, results_of, shrunk
 from world import Member
 

@@ -13,7 +13,7 @@ import reference
 from cases import dense_loss, part
 from measures import assert_close, assert_near, assert_no_worse, error, size, smallest_steps
 from parallel_lce.backends import torch_backend
-from parallel_lce.prepare import prepare
+from parallel_lce.call.prepare import prepare
 from tools import DIFFERENTIABLE, REDUCED, everywhere, field_gradients, fields, given, shrunk, small, statistics
 from world import Member
 

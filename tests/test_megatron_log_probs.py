@@ -20,7 +20,7 @@ from measures import assert_close
 from megatron_models import BATCH, SEQUENCE, VOCAB, Batch, Model, batch, build, losses_of
 from megatron_releases import OTHER_RELEASES, path_of
 from megatron_training import Trained, assert_equal, switched, train
-from parallel_lce.budget import default_budget
+from parallel_lce.core.budget import default_budget
 from parallel_lce.megatron import TokenLogProbs, log_probs, output_layer, token_log_probs
 from world import Member
 

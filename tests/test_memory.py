@@ -12,8 +12,8 @@ from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
 from parallel_lce.bench.peak_memory import peak_memory
-from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.partials import Columns
+from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.partials import Columns
 from tools import alone, everywhere, shrunk, small
 from world import Member
 

@@ -8,10 +8,10 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from cases import normal
+from parallel_lce.core.partials import Columns, integer_view
 from parallel_lce.kernels.arithmetic import REACH
 from parallel_lce.kernels.partials import PartialColumns, merge_windows
 from parallel_lce.kernels.projection import Product
-from parallel_lce.partials import Columns, integer_view
 from windows import ALL, merged_truth, reference_of, truth, window_partials, windows
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -20,9 +20,9 @@ from torch.distributed import _functional_collectives as collectives
 import parallel_lce
 from cases import dense_loss, normal
 from measures import assert_close, assert_no_worse, size
-from parallel_lce import options
 from parallel_lce.backends import named
-from parallel_lce.partials import Columns, bounds_of, merge_ranks
+from parallel_lce.core import options
+from parallel_lce.core.partials import Columns, bounds_of, merge_ranks
 from tools import REDUCED, N, V, call, everywhere, good, shrunk, small
 from world import Member
 

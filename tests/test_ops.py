@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import parallel_lce
-from parallel_lce import prepare
-from parallel_lce.call import Needs
-from parallel_lce.grad_buffers import MainGrad
+from parallel_lce.call import prepare
+from parallel_lce.call.call import Needs
+from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.core.options import Tensors
 from parallel_lce.megatron.output_layer import _called
-from parallel_lce.ops import Arguments
-from parallel_lce.options import Tensors
+from parallel_lce.run.ops import Arguments
 from tools import given, shrunk, small
 
 V, D = 150, 16

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cases import normal
-from parallel_lce.partials import (
+from parallel_lce.core.partials import (
     MAX,
     SUM_EXP,
     TARGET,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 import parallel_lce
 from cases import DTYPES, Case, check, error, run
-from parallel_lce import autograd
+from parallel_lce.run import autograd
 from tools import DIFFERENTIABLE, everywhere, shrunk
 from world import Member
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel_lce.plan import (
+from parallel_lce.core.plan import (
     DEFAULT_BUDGET,
     GATHERED_BYTES,
     NOMINAL_SHARD,

@@ -11,11 +11,11 @@ pytest.importorskip("triton", reason="needs triton")
 
 import reference
 from cases import DTYPES, normal
+from parallel_lce.core.partials import integer_view
 from parallel_lce.kernels import projection as kernels
 from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.token_logits import token_logits
-from parallel_lce.partials import integer_view
 from windows import ALL, finite, merged_truth, truth, window_partials
 
 pytestmark = pytest.mark.usefixtures("kernels")

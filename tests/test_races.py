@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import parallel_lce
 from cases import DTYPES, Case, make, part
-from parallel_lce import collectives
 from parallel_lce.backends import backend_of
+from parallel_lce.core import collectives
 from tools import chosen_backend, everywhere, shrunk
 from world import Member
 

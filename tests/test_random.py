@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cases import DTYPES, Case, assemble, dense, make, ours
 from measures import assert_no_worse, size, smallest_steps
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.core.partials import accumulation_dtype
 from tools import alone, shrunk
 from world import Member
 

@@ -12,7 +12,7 @@ from cases import dense_loss, normal, part
 from measures import assert_close
 from parallel_lce import linear_cross_entropy
 from parallel_lce.backends.interface import Scratch
-from parallel_lce.prepare import prepare
+from parallel_lce.call.prepare import prepare
 from tools import chosen_backend, everywhere, given, shrunk, small
 from world import Member
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import parallel_lce
-from parallel_lce import prepare
+from parallel_lce.call import prepare
 
 N, D, V = 6, 4, 9
 

@@ -14,7 +14,7 @@ import parallel_lce
 import reference
 from cases import DTYPES, Case, make, normal, part
 from measures import assert_near, assert_no_worse, error, size, smallest_steps
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.core.partials import accumulation_dtype
 from tools import DIFFERENTIABLE, alone, chosen_backend, everywhere, fields, shrunk, small, statistics
 from world import Member
 

@@ -15,15 +15,15 @@ import parallel_lce
 from blocks import block_backward, block_forward, launches, watched_backwards
 from cases import DTYPES, Case, dense_loss, make, part
 from measures import assert_close, size
-from parallel_lce import collectives
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_backward
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
-from parallel_lce.grad_buffers import GradBuffer, MainGrad
+from parallel_lce.core import collectives
+from parallel_lce.core.grad_buffers import GradBuffer, MainGrad
+from parallel_lce.core.partials import Columns
 from parallel_lce.kernels import projection as mainloop
 from parallel_lce.kernels import tuning
 from parallel_lce.kernels.projection import Product
-from parallel_lce.partials import Columns
 from tools import chosen_backend, everywhere, recorded, shrunk
 from world import Member
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import parallel_lce
 from cases import normal
 from measures import assert_near
-from parallel_lce.checks import INTEGERS
+from parallel_lce.call.checks import INTEGERS
 from parallel_lce.vocabulary import VocabularyOrder
 from tools import everywhere
 from world import Member

@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
 from cases import Case, Tensors, make
-from parallel_lce import backends, plan, prepare
-from parallel_lce import statistics as statistics_module
+from parallel_lce import backends
 from parallel_lce.backends import torch_tiles
-from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.options import Options
-from parallel_lce.options import Tensors as Inputs
+from parallel_lce.call import prepare
+from parallel_lce.core import plan
+from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.options import Options
+from parallel_lce.core.options import Tensors as Inputs
+from parallel_lce.run import statistics as statistics_module
 from world import Member
 
 _TRITON = backends._triton_installed()

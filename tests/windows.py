@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from parallel_lce.core.partials import Columns
 from parallel_lce.kernels.arithmetic import REACH
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.projection import Product, new_window_partials
-from parallel_lce.partials import Columns
 
 ALL = dict(shifted=True, total=True, weighted=True, squared=True, argmax=True)
 

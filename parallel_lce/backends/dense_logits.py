@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.partials import SHIFTED, TARGET, Columns, accumulation_dtype, tile_partial
+from parallel_lce.core.partials import SHIFTED, TARGET, Columns, accumulation_dtype, tile_partial
 
 # Bytes of the fp32 copy of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
 _CPU_BLOCK, _CUDA_BLOCK = 32 << 20, 256 << 20

@@ -1,7 +1,7 @@
 """The divergence of two distributions over the same vocabulary shard, from fp32 logits of a block of tokens, and its
 gradient: by kernels where the backend is triton, else in plain torch.
 
-The formulas are in :mod:`parallel_lce.divergence`.
+The formulas are in :mod:`parallel_lce.run.divergence`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LogitsGradient(NamedTuple):
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
     """Write this shard's part of ``sums [2, R]``, and the gradient, where they are given.
 
-    The sums are, with the reference r of :mod:`parallel_lce.divergence`, that of q log(q / r) and that of p log(p / r).
+    The sums are, with the reference r of :mod:`parallel_lce.run.divergence`, those of q log(q / r) and of p log(p / r).
     One that does not count in the divergence is 0.
     """
     if uses_kernels(pair.student):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.core.partials import accumulation_dtype
 
 _WIDE = torch.float32, torch.float64
 # Elements of 16 bytes. Where an operand's contiguous dimension is no multiple of them, cuBLAS takes up to five times as

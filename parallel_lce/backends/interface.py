@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.options import Options
-from parallel_lce.partials import Columns, accumulation_dtype
+from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.options import Options
+from parallel_lce.core.partials import Columns, accumulation_dtype
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.partials import MAX, SHIFTED, SUM_EXP, TARGET
+from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET
 
 
 def token_losses(

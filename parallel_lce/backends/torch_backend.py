@@ -56,9 +56,9 @@ from parallel_lce.backends.torch_tiles import (
     take_targets,
     window_size,
 )
-from parallel_lce.memory import some_rows
-from parallel_lce.options import Options
-from parallel_lce.partials import (
+from parallel_lce.core.memory import some_rows
+from parallel_lce.core.options import Options
+from parallel_lce.core.partials import (
     ALONE,
     LOWEST_SHIFT,
     MAX,

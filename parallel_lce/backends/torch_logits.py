@@ -8,7 +8,7 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
 from parallel_lce.backends.interface import Projection, SelectedGradient, Selection
 from parallel_lce.backends.torch_tiles import finished, logits
-from parallel_lce.partials import MAX, NOBODY, SUM_EXP, Columns, empty_partial
+from parallel_lce.core.partials import MAX, NOBODY, SUM_EXP, Columns, empty_partial
 
 # Bytes of what is gathered or exponentiated at a time. Beside it are up to eight tensors of its shape.
 _BYTES = 32 << 20

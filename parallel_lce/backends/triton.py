@@ -17,6 +17,7 @@ from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
 from parallel_lce.backends.triton_straight import Straight, is_straight
 from parallel_lce.backends.triton_windows import keeps_windows
+from parallel_lce.core.partials import TARGET, Columns, empty_partial
 from parallel_lce.kernels import selected as kernels
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
@@ -25,7 +26,6 @@ from parallel_lce.kernels.projection import Product, new_window_partials
 from parallel_lce.kernels.rewrite import Saved
 from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import MEASURED, rows_beside_gather
-from parallel_lce.partials import TARGET, Columns, empty_partial
 
 __all__ = [
     "NAME",

@@ -22,13 +22,13 @@ from parallel_lce.backends.interface import Coefficients, GradBuffers, Projectio
 from parallel_lce.backends.triton_operands import dense, product_of
 from parallel_lce.backends.triton_slices import Piece, Slice, tiling
 from parallel_lce.backends.triton_windows import WINDOWED_BYTES, fills_sample, kept_windows
-from parallel_lce.grad_buffers import GradBuffer
+from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.memory import some_rows
+from parallel_lce.core.plan import PIECE_ROWS
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.rewrite import Saved
 from parallel_lce.kernels.targets import scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
-from parallel_lce.memory import some_rows
-from parallel_lce.plan import PIECE_ROWS
 
 PRODUCT_BYTES, FUSED_BYTES = MEASURED.product_bytes, MEASURED.fused_bytes
 

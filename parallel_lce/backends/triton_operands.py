@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from parallel_lce.backends.interface import Projection
+from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.projection import Product
-from parallel_lce.memory import some_rows
 
 # Leading dimensions of saved exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
 ALIGNED = 64

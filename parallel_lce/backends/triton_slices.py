@@ -18,6 +18,7 @@ from parallel_lce.backends.interface import Coefficients, Projection, Scratch, S
 from parallel_lce.backends.triton_filter import FilteredGradient, inverse_of, limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
+from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.filter.tiles import find_active_tiles
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import next_power_of_2
@@ -26,7 +27,6 @@ from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
 from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
 from parallel_lce.kernels.tuning import MEASURED
-from parallel_lce.memory import some_rows
 
 # Rows of a piece are a multiple of this, as matrix products come in such tiles.
 _MULTIPLE = 128

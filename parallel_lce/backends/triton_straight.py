@@ -17,6 +17,8 @@ from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_backward import FUSED_BYTES, PRODUCT_BYTES
 from parallel_lce.backends.triton_operands import product_of, stride_of
+from parallel_lce.core.options import Options
+from parallel_lce.core.partials import Columns
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, merge_windows
@@ -26,8 +28,6 @@ from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
 from parallel_lce.kernels.targets import add_targets, scale_and_add_targets
 from parallel_lce.kernels.token_gradients import token_gradients
 from parallel_lce.kernels.token_logits import token_logits
-from parallel_lce.options import Options
-from parallel_lce.partials import Columns
 
 _COLUMNS = Columns()
 

@@ -16,6 +16,7 @@ from parallel_lce.backends.gemm import matmul_nt
 from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_filter import FilteredGradient, inverse_of, limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
+from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE
 from parallel_lce.kernels.filter.tiles import TILE, ActiveTiles, entry_shares, list_tiles
 from parallel_lce.kernels.filter.windows import list_active_windows, mean_shares, sample_tokens, window_masses
@@ -24,7 +25,6 @@ from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
 from parallel_lce.kernels.targets import place_targets
 from parallel_lce.kernels.tuning import MEASURED
-from parallel_lce.memory import some_rows
 
 WINDOWED_BYTES = MEASURED.windowed_bytes
 

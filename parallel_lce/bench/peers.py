@@ -75,9 +75,9 @@ def ours(reduction, budget, group, sequence_parallel):
 
 def ours_main_grad(budget, group, sequence_parallel):
     """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
-    from parallel_lce.fused_loss import fused_loss
-    from parallel_lce.grad_buffers import MainGrad
-    from parallel_lce.options import Options, Tensors
+    from parallel_lce.core.grad_buffers import MainGrad
+    from parallel_lce.core.options import Options, Tensors
+    from parallel_lce.run.fused_loss import fused_loss
 
     options = Options(
         "ours-main-grad",

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel_lce.budget import budget_of_environment
+from parallel_lce.core.budget import budget_of_environment
+from parallel_lce.core.options import as_float, check_option
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.logits_warning import warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
-from parallel_lce.options import as_float, check_option
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 IMPLEMENTATION = "parallel_lce"

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.checks import INTEGERS
+from parallel_lce.call.checks import INTEGERS
+from parallel_lce.core.options import as_float, check_option
 from parallel_lce.megatron.install import current_options
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import token_losses, token_statistics, without_logits
-from parallel_lce.options import as_float, check_option
 
 _FUNCTION = "token_log_probs"
 # Of the model's forward: they ask for logits, or for another output than that of the labels.

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from parallel_lce.budget import default_budget
-from parallel_lce.fused_loss import fused_loss, fused_statistics
-from parallel_lce.grad_buffers import MainGrad
+from parallel_lce.core.budget import default_budget
+from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.core.options import Options, Tensors, apart
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient
 from parallel_lce.megatron.logits_warning import warn_of_logits
-from parallel_lce.options import Options, Tensors, apart
-from parallel_lce.statistics import TokenStatistics
+from parallel_lce.run.fused_loss import fused_loss, fused_statistics
+from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 # Classes whose forward the fused loss can replace. The second is in Megatron's development branch.
@@ -207,7 +207,7 @@ def token_statistics(logits: LazyLogits, target: Tensor, temperature: float | Te
 def _called(
     entry: Callable[..., Any], logits: LazyLogits, target: Tensor, options: Options, temperature: Tensor | None = None
 ) -> Any:
-    """What one of :mod:`parallel_lce.fused_loss` gives for the output layer's call, in the modes in which that was
+    """What one of :mod:`parallel_lce.run.fused_loss` gives for the output layer's call, in the modes in which that was
     called."""
     logits.check()
     layer, weight = logits.layer, logits.weight

@@ -1,7 +1,7 @@
 """The schedule of a call: what a forward and a backward do with each block of tokens, and in which order.
 
-A call runs block by block (:mod:`parallel_lce.plan`). Of a fused call, this module alone knows both the collectives
-(:mod:`parallel_lce.collectives`) and the work on a block (:mod:`parallel_lce.backends`):
+A call runs block by block (:mod:`parallel_lce.core.plan`). Of a fused call, this module alone knows both the
+collectives (:mod:`parallel_lce.core.collectives`) and the work on a block (:mod:`parallel_lce.backends`):
 
     forward      gather hidden states -> project -> gather partials -> merge
     backward     gather hidden states -> dX -> reduce dX, beside dW
@@ -22,7 +22,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce import losses
 from parallel_lce.backends.interface import (
     BlockForward,
     Coefficients,
@@ -33,13 +32,14 @@ from parallel_lce.backends.interface import (
     SelectedGradient,
     recovers_logits,
 )
-from parallel_lce.call import Call, Gradients, Needs, flattened, token_count
-from parallel_lce.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
-from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.memory import device_without_autocast, some_rows
-from parallel_lce.partials import Merged
-from parallel_lce.plan import Block
-from parallel_lce.selection import BesidePartials, Selected
+from parallel_lce.call.call import Call, Gradients, Needs, flattened, token_count
+from parallel_lce.call.selection import BesidePartials, Selected
+from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
+from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.memory import device_without_autocast, some_rows
+from parallel_lce.core.partials import Merged
+from parallel_lce.core.plan import Block
+from parallel_lce.run import losses
 
 
 class Gathers:
@@ -232,7 +232,7 @@ def backward(
     return what they like.
 
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a block ahead, unless
-    they were saved; then the reduction of dX (:class:`parallel_lce.collectives.HiddenReduction`).
+    they were saved; then the reduction of dX (:class:`parallel_lce.core.collectives.HiddenReduction`).
     """
     layout, blocks, plan = call.layout, call.plan.blocks, call.plan
     with device_without_autocast(weight):

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce import debug
 from parallel_lce.backends import valueless
-from parallel_lce.collectives import Layout, gather_hidden
-from parallel_lce.options import Options, Tensors, as_number, shortened
-from parallel_lce.plan import Block
-from parallel_lce.prepare import prepare
-from parallel_lce.statistics import NAMES, TokenStatistics
+from parallel_lce.call import debug
+from parallel_lce.call.prepare import prepare
+from parallel_lce.core.collectives import Layout, gather_hidden
+from parallel_lce.core.options import Options, Tensors, as_number, shortened
+from parallel_lce.core.plan import Block
+from parallel_lce.run.statistics import NAMES, TokenStatistics
 
 
 class Compaction:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, Projection, softcap_slope
-from parallel_lce.collectives import HiddenReduction, Layout, Shard
-from parallel_lce.grad_buffers import MainGrad
-from parallel_lce.options import Options
-from parallel_lce.partials import Columns
-from parallel_lce.plan import Block, Plan
-from parallel_lce.selection import Selected
+from parallel_lce.call.selection import Selected
+from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
+from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.core.options import Options
+from parallel_lce.core.partials import Columns
+from parallel_lce.core.plan import Block, Plan
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The entries of every fused loss, and of statistics without one: the public functions, Megatron's output layer and
 the benchmark use them.
 
-In a compiled graph, and for tensors without values, the operators of :mod:`parallel_lce.ops` take the place of the
-functions of :mod:`parallel_lce.autograd`.
+In a compiled graph, and for tensors without values, the operators of :mod:`parallel_lce.run.ops` take the place of the
+functions of :mod:`parallel_lce.run.autograd`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce import autograd, ops
 from parallel_lce.backends.loss import counted, mean_loss
-from parallel_lce.call import Call, Inputs
-from parallel_lce.grad_buffers import MainGrad
-from parallel_lce.options import Options, Tensors
-from parallel_lce.prepare import prepare
-from parallel_lce.statistics import TokenStatistics
+from parallel_lce.call.call import Call, Inputs
+from parallel_lce.call.prepare import prepare
+from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.core.options import Options, Tensors
+from parallel_lce.run import autograd, ops
+from parallel_lce.run.statistics import TokenStatistics
 
 
 def fused_loss(
@@ -32,7 +32,7 @@ def fused_loss(
     main_grad: MainGrad | None = None,
 ) -> Tensor:
     """The loss, of the tokens' shape or 0-dimensional. The arguments are those of
-    :func:`parallel_lce.prepare.prepare`."""
+    :func:`parallel_lce.call.prepare.prepare`."""
     call, inputs = prepare(options, tensors, group, extra_check=extra_check, main_grad=main_grad)
     if call.plan.accumulate:
         if call.in_graph:

@@ -6,9 +6,9 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Coefficients
 from parallel_lce.backends.loss import sum_of_weights
-from parallel_lce.call import Call
-from parallel_lce.partials import Merged
-from parallel_lce.statistics import Residuals, TokenStatistics
+from parallel_lce.call.call import Call
+from parallel_lce.core.partials import Merged
+from parallel_lce.run.statistics import Residuals, TokenStatistics
 
 
 def log_prob(statistics: TokenStatistics) -> Tensor:

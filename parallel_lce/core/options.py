@@ -1,7 +1,7 @@
 """The options of a call: one description, in which each field has its own check and its own agreement between ranks.
 
-:class:`Options` is the key under which checks and plan are kept (:mod:`parallel_lce.prepare`), what debug mode compares
-between ranks, and what the arguments of an operator are made from (:mod:`parallel_lce.ops`).
+:class:`Options` is the key under which checks and plan are kept (:mod:`parallel_lce.call.prepare`), what debug mode
+compares between ranks, and what the arguments of an operator are made from (:mod:`parallel_lce.run.ops`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor
 
-from parallel_lce.budget import budget_of_environment
-from parallel_lce.partials import Columns
+from parallel_lce.core.budget import budget_of_environment
+from parallel_lce.core.partials import Columns
 
 LARGEST = torch.finfo(torch.float32).max
 _SMALLEST = torch.finfo(torch.float32).tiny

@@ -24,19 +24,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce import plan
-from parallel_lce.autograd import first_order_only, scaled
 from parallel_lce.backends.divergence import LogitsGradient, Pair, divergence
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
 from parallel_lce.backends.interface import power_of_two_near
 from parallel_lce.backends.torch_logits import aligned
-from parallel_lce.call import Call, Gradients, Inputs, Needs, flattened, token_count
-from parallel_lce.collectives import Layout, Shard, gather_whole, gather_with_bounds
-from parallel_lce.grad_buffers import GradBuffer
-from parallel_lce.memory import device_without_autocast, in_memory
-from parallel_lce.partials import accumulation_dtype
-from parallel_lce.plan import Block, balanced, shared_shard_rows
-from parallel_lce.schedule import Gathers
+from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened, token_count
+from parallel_lce.core import plan
+from parallel_lce.core.collectives import Layout, Shard, gather_whole, gather_with_bounds
+from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.memory import device_without_autocast, in_memory
+from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.plan import Block, balanced, shared_shard_rows
+from parallel_lce.run.autograd import first_order_only, scaled
+from parallel_lce.run.schedule import Gathers
 
 # Of a token: the normalizers of student and teacher, two numbers each, and the student's sum.
 _NUMBERS = 5
@@ -103,12 +103,11 @@ class _Evaluation:
         divergence."""
         blocks, layout = self.task.blocks, self.layout
         gathers = Gathers(self.hidden, blocks, layout), Gathers(self.teacher_hidden, blocks, layout)
-        for each in gathers:
-            each.start()
         for block in blocks:
             x, y = [each.next().wait() for each in gathers]
             for each in gathers:
-                each.start()
+                if each.sequence_parallel:
+                    each.start()
             if factor is None or gradients is None:
                 self._evaluate(block, x, y, None)
             else:

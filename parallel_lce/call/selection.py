@@ -11,9 +11,9 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import Backend, Projection, SelectedLogits, Selection
 from parallel_lce.backends.torch_logits import largest
-from parallel_lce.collectives import Layout, Shard
-from parallel_lce.partials import NOBODY, integer_view
-from parallel_lce.plan import Block
+from parallel_lce.core.collectives import Layout, Shard
+from parallel_lce.core.partials import NOBODY, integer_view
+from parallel_lce.core.plan import Block
 
 
 def ids_and_offsets(selected: object) -> tuple[Any, Tensor | None]:

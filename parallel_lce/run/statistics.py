@@ -2,7 +2,7 @@
 
 Any loss is plain PyTorch on the ``[N]`` statistics. The upstream gradients that autograd hands back for them are
 folded into five per-token coefficients of the gradient of the logits (:func:`folded`). With the maximum M, p =
-softmax(z) and the columns of :mod:`parallel_lce.partials`:
+softmax(z) and the columns of :mod:`parallel_lce.core.partials`:
 
     lse               = M + log s                        d/dz_j = p_j
     target_logit      = t                                d/dz_j = [j = y]
@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import Coefficients
-from parallel_lce.call import Call
-from parallel_lce.partials import MAX, SUM_EXP, TARGET, Columns, Merged, integer_view
-from parallel_lce.selection import Selected
+from parallel_lce.call.call import Call
+from parallel_lce.call.selection import Selected
+from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, Merged, integer_view
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.collectives import Layout, all_gather
+from parallel_lce.core.collectives import Layout, all_gather
 
 # Largest difference of a token's hidden states between ranks that should have the same ones, relative to their norm. An
 # all-reduce may round them differently on each rank.

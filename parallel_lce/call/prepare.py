@@ -16,19 +16,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from parallel_lce import debug
 from parallel_lce.backends import VARIABLE, backend_of, valueless
 from parallel_lce.backends.interface import Backend
-from parallel_lce.budget import BUDGET_VARIABLE, default_budget
-from parallel_lce.call import Call, Inputs, Needs, token_count
-from parallel_lce.checks import check_process_group, check_tensors
-from parallel_lce.collectives import Layout, Shard
-from parallel_lce.grad_buffers import MainGrad
-from parallel_lce.memory import in_memory
-from parallel_lce.options import Options, Tensors, agreed, as_bool, check_options, with_python_numbers
-from parallel_lce.partials import accumulation_dtype
-from parallel_lce.plan import GradientTraits, Plan, plan, shared_shard_rows
-from parallel_lce.selection import Selected
+from parallel_lce.call import debug
+from parallel_lce.call.call import Call, Inputs, Needs, token_count
+from parallel_lce.call.checks import check_process_group, check_tensors
+from parallel_lce.call.selection import Selected
+from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
+from parallel_lce.core.collectives import Layout, Shard
+from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.core.memory import in_memory
+from parallel_lce.core.options import Options, Tensors, agreed, as_bool, check_options, with_python_numbers
+from parallel_lce.core.partials import accumulation_dtype
+from parallel_lce.core.plan import GradientTraits, Plan, plan, shared_shard_rows
 
 KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""

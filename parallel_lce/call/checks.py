@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from parallel_lce.collectives import Layout
-from parallel_lce.dtensor import refuse_dtensor
-from parallel_lce.options import FLOATS, LARGEST_VOCABULARY, Options, Tensors, unfiltered
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.call.dtensor import refuse_dtensor
+from parallel_lce.core.collectives import Layout
+from parallel_lce.core.options import FLOATS, LARGEST_VOCABULARY, Options, Tensors, unfiltered
+from parallel_lce.core.partials import accumulation_dtype
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32, torch.uint16, torch.uint8)
 

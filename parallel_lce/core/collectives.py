@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.memory import some_rows
-from parallel_lce.partials import Columns, accumulation_dtype, bounds_of, covered, integer_view, packed_size
-from parallel_lce.plan import PIECE_ROWS, Block
+from parallel_lce.core.memory import some_rows
+from parallel_lce.core.partials import Columns, accumulation_dtype, bounds_of, covered, integer_view, packed_size
+from parallel_lce.core.plan import PIECE_ROWS, Block
 
 # torch 2.13 renamed these two.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from parallel_lce.call import Call, Inputs
-from parallel_lce.checks import INTEGERS, renamed
-from parallel_lce.collectives import Shard
-from parallel_lce.options import Tensors, as_number, check_option, check_reduction, is_number, shortened
-from parallel_lce.partials import accumulation_dtype
+from parallel_lce.call.call import Call, Inputs
+from parallel_lce.call.checks import INTEGERS, renamed
+from parallel_lce.core.collectives import Shard
+from parallel_lce.core.options import Tensors, as_number, check_option, check_reduction, is_number, shortened
+from parallel_lce.core.partials import accumulation_dtype
 
 _NEAREST = 1e-6  # of a beta to 0 and 1: the mixture's logarithm is less exact the nearer it is
 

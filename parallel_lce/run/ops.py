@@ -1,8 +1,9 @@
 """Forward and backward of a call as operators.
 
 torch.compile takes an operator as a whole; meta and fake tensors get the shapes of its results. An operator gets the
-options and tensors of a call, and a process group by its name. It prepares the call (:mod:`parallel_lce.prepare`) and
-runs what eager mode runs (:mod:`parallel_lce.schedule`), with its collectives.
+options and tensors of a call, and a process group by its name. It prepares the call
+(:mod:`parallel_lce.call.prepare`) and runs what eager mode runs (:mod:`parallel_lce.run.schedule`), with its
+collectives.
 
 Saved exponentials travel outside the graph. The forward operator returns a *handle*, a tensor of one byte; what is
 saved is an attribute of its storage, and lives and dies with it. The backward removes it, and recomputes if it is
@@ -20,16 +21,16 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
 
-from parallel_lce import losses, schedule, statistics
-from parallel_lce.autograd import FIRST_ORDER
 from parallel_lce.backends.interface import Coefficients
-from parallel_lce.call import Call, Inputs, Needs, token_count
-from parallel_lce.collectives import Layout
-from parallel_lce.options import Options, Tensors
-from parallel_lce.partials import Merged, accumulation_dtype
-from parallel_lce.prepare import prepare
-from parallel_lce.selection import Selected
-from parallel_lce.statistics import DIFFERENTIABLE, NAMES, Residuals
+from parallel_lce.call.call import Call, Inputs, Needs, token_count
+from parallel_lce.call.prepare import prepare
+from parallel_lce.call.selection import Selected
+from parallel_lce.core.collectives import Layout
+from parallel_lce.core.options import Options, Tensors
+from parallel_lce.core.partials import Merged, accumulation_dtype
+from parallel_lce.run import losses, schedule, statistics
+from parallel_lce.run.autograd import FIRST_ORDER
+from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, Residuals
 
 # Attribute of a handle's storage that holds what is saved.
 _SAVED = "_parallel_lce_saved"
@@ -325,11 +326,11 @@ def _by_input(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None
     return tuple(next(found) if needed else None for needed in needs)
 
 
-# --- the functions of parallel_lce.autograd, in a graph --------------------------------------------
+# --- the functions of parallel_lce.run.autograd, in a graph --------------------------------------------
 
 
 def fused(call: Call, tensors: Tensors) -> tuple[Any, ...]:
-    """:func:`parallel_lce.autograd.fused` of a graph, whose reduction is 'none' or None."""
+    """:func:`parallel_lce.run.autograd.fused` of a graph, whose reduction is 'none' or None."""
     outputs = torch.ops.parallel_lce.forward(*Arguments.of(call, tensors).flat)
     if call.options.reduction is not None:
         return (outputs[0],)
@@ -337,5 +338,5 @@ def fused(call: Call, tensors: Tensors) -> tuple[Any, ...]:
 
 
 def accumulated_loss(call: Call, tensors: Tensors) -> Tensor:
-    """:func:`parallel_lce.autograd.accumulated_loss` of a graph."""
+    """:func:`parallel_lce.run.autograd.accumulated_loss` of a graph."""
     return torch.ops.parallel_lce.accumulated_loss(*Arguments.of(call, tensors).flat)[0]

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 DEFAULT_BUDGET = 1 << 30
-"""Bytes per rank and call for ``logits_budget=None`` where the device does not tell (:mod:`parallel_lce.budget`)."""
+"""Bytes per rank and call for ``logits_budget=None`` where the device does not tell (:mod:`.budget`)."""
 
 SMALLEST_BLOCK = 64 << 20
 """Bytes of a block of logits that a call may use whatever its budget is, kernels' own tiles not counted."""

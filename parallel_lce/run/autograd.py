@@ -1,8 +1,8 @@
 """Forward and backward of a call joined for autograd, which may walk a graph more than once.
 
-What a call finds are statistics (:mod:`parallel_lce.statistics`) or a loss (:mod:`parallel_lce.losses`). Each module
-has ``outputs``, from merged partials to what the user gets, and ``coefficients``, which folds upstream gradients into
-coefficients of the gradient of the logits.
+What a call finds are statistics (:mod:`parallel_lce.run.statistics`) or a loss (:mod:`parallel_lce.run.losses`). Each
+of the two modules has ``outputs``, from merged partials to what the user gets, and ``coefficients``, which folds
+upstream gradients into coefficients of the gradient of the logits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce import losses, statistics
 from parallel_lce.backends import uses_kernels
-from parallel_lce.call import Call, Inputs, Needs, flattened
-from parallel_lce.memory import in_memory, on_device_of
-from parallel_lce.schedule import accumulate, backward, backward_again, backward_straight, forward, forward_straight
-from parallel_lce.statistics import DIFFERENTIABLE, Residuals
+from parallel_lce.call.call import Call, Inputs, Needs, flattened
+from parallel_lce.core.memory import in_memory, on_device_of
+from parallel_lce.run import losses, statistics
+from parallel_lce.run.schedule import accumulate, backward, backward_again, backward_straight, forward, forward_straight
+from parallel_lce.run.statistics import DIFFERENTIABLE, Residuals
 
 FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from parallel_lce.plan import DEFAULT_BUDGET
+from parallel_lce.core.plan import DEFAULT_BUDGET
 
 # Share of a GPU's memory that a call may use for tensors of the logits' shape, and the steps in which it is given: GPUs
 # of one kind may differ by a few MiB, and all ranks must have the same budget.

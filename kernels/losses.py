@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.memory import on_device_of
+from parallel_lce.core.options import Options
 from parallel_lce.kernels.relaunch import Relaunched
 
 # Tokens of a program; tokens that the program of the mean adds at a time.
@@ -84,10 +85,7 @@ def token_losses(
     vocab_size: torch.Tensor | int,
     target: torch.Tensor,
     token_weight: torch.Tensor | None,
-    ignore_index: int | None,
-    label_smoothing: float,
-    z_loss: float,
-    outside_is_nan: bool,
+    options: Options,
     out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """:func:`parallel_lce.backends.loss.token_losses` in one launch.
@@ -96,7 +94,7 @@ def token_losses(
     ``vocab_size``: V, 0-dimensional int64, or a number. ``target [R]`` int64. ``token_weight [R]`` fp32. ``out``: the
     results' memory, without gamma.
     """
-    rows = target.shape[0]
+    rows, label_smoothing, z_loss = target.shape[0], options.label_smoothing, options.z_loss
     gamma = None
     if out is None:
         # The losses have memory of their own: their users may change them in place.
@@ -118,11 +116,11 @@ def token_losses(
             beta,
             gamma,
             rows,
-            ignore_index,
+            options.ignore_index,
             float(label_smoothing),
             float(z_loss),
             SQUARED=z_loss != 0,
-            OUTSIDE_NAN=outside_is_nan,
+            OUTSIDE_NAN=options.outside_is_nan,
             BLOCK=_TOKENS,
         )
     return losses, alpha, beta, gamma

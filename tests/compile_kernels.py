@@ -72,6 +72,7 @@ from parallel_lce.backends.interface import (
     Selection,
 )
 from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns, packed_size
 from parallel_lce.kernels import dense_logits, divergence, losses, partials, projection, set_log_probs, tuning
 from parallel_lce.kernels.filter import windows
@@ -162,7 +163,7 @@ ones = torch.ones(5)
 for some in (1, 5)[FEW:]:
     for vocab_size in (ones[0].long(), 300):
         partial = ones[:some].expand(3, -1).contiguous()
-        losses.token_losses(partial, vocab_size, target[:some], None, -100, 0.0, 0.0, True)
+        losses.token_losses(partial, vocab_size, target[:some], None, Options("", ignore_index=-100))
     losses.mean_loss(ones[:some], target[:some], None, -100)
     dense_logits.logits_partial(logits[:some], target[:some], 0, True)
     dense_logits.logits_gradient(logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some])

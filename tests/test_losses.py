@@ -12,6 +12,7 @@ from cases import normal
 from parallel_lce.backends import loss
 from parallel_lce.backends.loss import mean_loss as plain_mean
 from parallel_lce.backends.loss import token_losses as plain
+from parallel_lce.core.options import Options
 from parallel_lce.kernels.losses import mean_loss as fused_mean
 from parallel_lce.kernels.losses import token_losses as fused
 
@@ -35,11 +36,13 @@ def test_losses(smoothing, z_loss, weighted, ignore_index, outside_is_nan, devic
     shifted = z - top.masked_fill(top == -torch.inf, 0.0)[:, None]
     exact = torch.stack([top, shifted.exp().sum(1), logits, shifted.sum(1)])
     weight = normal(R, seed=1) if weighted else None
-    others = ignore_index, smoothing, z_loss, outside_is_nan
-    truth = plain(exact, torch.tensor(float(V), dtype=torch.float64), target, weight, *others)
+    options = Options(
+        "", ignore_index=ignore_index, label_smoothing=smoothing, z_loss=z_loss, outside_is_nan=outside_is_nan
+    )
+    truth = plain(exact, torch.tensor(float(V), dtype=torch.float64), target, weight, options)
     put = lambda t: None if t is None else t.float().to(device)  # noqa: E731
     arguments = put(exact), put(torch.tensor(float(V))), target.to(device), put(weight)
-    for found in (fused(*arguments, *others), plain(*arguments, *others)):
+    for found in (fused(*arguments, options), plain(*arguments, options)):
         for got, expected in zip(found, truth, strict=True):
             assert (got is None) == (expected is None)
             if got is not None:

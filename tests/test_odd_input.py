@@ -378,7 +378,9 @@ def test_backends_tell_ids_beyond_2_to_the_24_apart(name, device, request):
     target = torch.tensor([LARGE - 1, LARGE, 2**24], device=device)
     partial = torch.tensor([[1.0] * 3, [2.0] * 3, [0.5] * 3, [-4.0] * 3], device=device)
     vocab_size = torch.tensor(LARGE, device=device)
-    losses, alpha, beta, gamma = module.token_losses(partial, vocab_size, target, None, None, 0.1, 0.0, True)
+    losses, alpha, beta, gamma = module.token_losses(
+        partial, vocab_size, target, None, options.Options("", label_smoothing=0.1)
+    )
     assert losses.isnan().tolist() == [False, True, False]
     assert torch.allclose(gamma[::2], torch.full_like(gamma[::2], 0.1 / LARGE), rtol=1e-6)
     messages = torch.zeros(2, 3 * 3 + 2, device=device)

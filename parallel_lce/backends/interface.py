@@ -400,15 +400,7 @@ class Backend(Protocol):
         ...
 
     def token_losses(
-        self,
-        partial: Tensor,
-        vocab_size: Tensor | int,
-        target: Tensor,
-        token_weight: Tensor | None,
-        ignore_index: int | None,
-        label_smoothing: float,
-        z_loss: float,
-        outside_is_nan: bool,
+        self, partial: Tensor, vocab_size: Tensor | int, target: Tensor, token_weight: Tensor | None, options: Options
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Losses, alpha, beta and gamma ``[R]``."""
         ...

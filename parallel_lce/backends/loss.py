@@ -5,18 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from parallel_lce.core.options import Options
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET
 
 
 def token_losses(
-    partial: Tensor,
-    vocab_size: Tensor | int,
-    target: Tensor,
-    token_weight: Tensor | None,
-    ignore_index: int | None,
-    label_smoothing: float,
-    z_loss: float,
-    outside_is_nan: bool,
+    partial: Tensor, vocab_size: Tensor | int, target: Tensor, token_weight: Tensor | None, options: Options
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Per-token losses ``[R]`` and the coefficients alpha, beta and gamma ``[R]`` of their gradient.
 
@@ -29,16 +23,17 @@ def token_losses(
         vocab_size: V, 0-dimensional int64, or a number.
         target: ``[R]`` ids in the whole vocabulary.
         token_weight: w ``[R]``; None for 1.
-        ignore_index: tokens with this target have loss 0 and gradient 0, whatever their logits are.
-        outside_is_nan: a target outside the vocabulary has loss NaN. If False, as in Megatron, it has loss
-            ``lse - max`` and the gradient of lse.
+        options: ``ignore_index``: tokens with this target have loss 0 and gradient 0, whatever their logits are.
+            ``outside_is_nan``: a target outside the vocabulary has loss NaN. If False, as in Megatron, it has loss
+            ``lse - max`` and the gradient of lse. ``label_smoothing`` and ``z_loss`` are eps and the factor above.
     """
+    ignore_index, label_smoothing, z_loss = options.ignore_index, options.label_smoothing, options.z_loss
     top, log_sum = partial[MAX], partial[SUM_EXP].log()
     loss = log_sum - (partial[TARGET] - top)
     outside = (target < 0) | (target >= vocab_size)
     weight = torch.ones_like(top) if token_weight is None else token_weight
     target_coefficient = 1 - label_smoothing
-    if outside_is_nan:
+    if options.outside_is_nan:
         # NaN in the weight makes the loss and its gradient NaN.
         weight = weight.masked_fill(outside, torch.nan)
     else:

@@ -114,11 +114,10 @@ class Straight:
 
         def make() -> None:
             own, alpha, beta, *_ = self._parts(vectors)
-            o, whole = options, own if merged is None else merged
-            given = whole, vocab_size, target, token_weight, o.ignore_index, 0.0, o.z_loss, o.outside_is_nan
-            token_losses(*given, out=(losses, alpha, beta))
+            whole = own if merged is None else merged
+            token_losses(whole, vocab_size, target, token_weight, options, out=(losses, alpha, beta))
             if mean is not None:
-                mean_loss(losses, target, token_weight, o.ignore_index, out=mean)
+                mean_loss(losses, target, token_weight, options.ignore_index, out=mean)
 
         size = vocab_size if isinstance(vocab_size, Tensor) else None
         given = target, token_weight

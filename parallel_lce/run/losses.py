@@ -37,10 +37,7 @@ def token_losses(
     call: Call, merged: Merged, target: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Losses ``[R]`` of tokens from their merged partial; alpha, beta and gamma of the gradient of their sum."""
-    o = call.options
-    return call.backend.token_losses(
-        merged.partial, merged.vocab_size, target, weight, o.ignore_index, o.label_smoothing, o.z_loss, o.outside_is_nan
-    )
+    return call.backend.token_losses(merged.partial, merged.vocab_size, target, weight, call.options)
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:

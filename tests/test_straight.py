@@ -148,18 +148,18 @@ def test_saved_tensors_in_other_memory(device):
 
 
 def test_a_main_grad_is_added_to(device):
-    t, found = problem(device), []
-    for scheduled in (True, False):
+    t = problem(device)
+    options, tensors = given(t.x, t.weight, t.target, reduction="none", ignore_index=-100)
+
+    def added() -> torch.Tensor:
         total = torch.ones(200, 32, device=device)
-        options, tensors = given(t.x, t.weight, t.target, reduction="none")
-        prepare.KNOWN.clear()
-        with (
-            mock.patch.object(prepare, "_straightened", lambda known, *_: known) if scheduled else mock.patch("os.sep")
-        ):
-            for _ in range(2):
-                fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda: None)).sum().backward()
-        found.append(total)
-    assert is_straight() and torch.equal(*found)
+        for _ in range(3):
+            fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda: None)).sum().backward()
+        return total
+
+    with by_schedule():
+        expected = added()
+    assert torch.equal(added(), expected) and is_straight()
 
 
 def _over_ranks(member: Member, options: dict) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ..collectives import all_gather, reduce_scatter
+from ..core.collectives import all_gather, reduce_scatter
 from .peers import OVERLAPPED, PASSES, Peer
 from .problem import Problem
 from .team import synchronize

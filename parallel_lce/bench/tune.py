@@ -14,10 +14,10 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
+from ..core.partials import Columns
 from ..kernels import tuning
 from ..kernels.epilogues import ForwardEpilogue
 from ..kernels.projection import Product, logits_gradient, new_window_partials
-from ..partials import Columns
 from .options import parse_shape
 from .problem import Shape
 from .suites import SUITES

@@ -57,6 +57,8 @@ class Call:
 
     def replaced(self, **changes: Any) -> Call:
         """As ``dataclasses.replace``, at a fraction of its price."""
+        if self.in_graph:  # torch 2.11 cannot trace what follows
+            return replace(self, **changes)
         new = object.__new__(Call)
         new.__dict__.update(self.__dict__, **changes)
         return new

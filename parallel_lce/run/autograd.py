@@ -114,14 +114,14 @@ class _Fused(torch.autograd.Function):
         kept, saved = _Kept(*saved_tensors[:_NUM_KEPT]), saved_tensors[_NUM_KEPT:]
         # A saved-tensor hook may have returned them in other memory.
         call = ctx.call.with_tensors(kept[3:9])
-        upstream = [u if u is None else in_memory(u) for u in upstream]
         if call.main_grad is not None:
             call = call.replaced(main_grad=call.main_grad.now())
         needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[11:])
         if call.options.reduction is None:
-            coefficients = statistics.coefficients(call, kept.partial, residuals, tuple(upstream))
+            upstream = tuple([u if u is None else in_memory(u) for u in upstream])
+            coefficients = statistics.coefficients(call, kept.partial, residuals, upstream)
         else:
-            coefficients = losses.coefficients(residuals, upstream[0])
+            coefficients = losses.coefficients(residuals, in_memory(upstream[0]))
         consumed, ctx.consumed = ctx.consumed, True
         dx, dweight, dbias = backward(
             call, *kept[:3], kept.partial, kept.gathered, saved, coefficients, needs, consumed

@@ -255,9 +255,11 @@ def backward(
             coefficients = coefficients.folded()
             # All per-token vectors stacked: one copy then extracts a block.
             tokens = torch.cat([partial, torch.stack(coefficients.present)])
-        gathers = None if gathered is not None else Gathers(hidden, blocks, layout)
+        # Hidden states that are all here: gathered in forward, or of the only block.
+        whole = hidden if layout.sp_size == 1 and len(blocks) == 1 else gathered
+        gathers = None if whole is not None else Gathers(hidden, blocks, layout)
         for block in blocks:
-            x = IncomingHidden(gathered) if gathers is None else gathers.next()
+            x = gathers.next() if gathers is not None else IncomingHidden(whole)
             if gathers is not None and gathers.sequence_parallel:
                 # At most two gathers are in flight.
                 if block.start:
@@ -269,7 +271,7 @@ def backward(
                 merged, present = stacked[: len(partial)], stacked[len(partial) :]
                 folded = coefficients.replaced(present.unbind())
             sums.add_block(block, x, merged, folded, kept)
-            if kept and kept.exponentials is not None:
+            if len(blocks) > 1 and kept and kept.exponentials is not None:
                 sums.scratch.adopt(kept.exponentials)
             kept = ()
         return sums.deliver(shape)

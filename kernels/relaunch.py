@@ -139,11 +139,10 @@ class Launches:
     """
 
     def __init__(self) -> None:
-        # None: they cannot be repeated.
-        self._known: dict[Hashable, list[tuple[_Compiled, tuple[int, ...], _Template]] | None] = {}
+        self._known: dict[Hashable, list[tuple[_Compiled, tuple[int, ...], _Template]]] = {}
 
     def run(self, kind: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], None]) -> None:
-        """``make()``, or its launches again. All memory that they use is in ``tensors``, contiguous or as TMA takes it.
+        """``make()``, which does nothing but launches, or these again. All memory that they use is in ``tensors``, contiguous or as TMA takes it.
         ``kind`` tells everything on which the launches depend but the tensors' addresses: also what these are modulo
         16."""
         known = self._known.get(kind)
@@ -151,9 +150,6 @@ class Launches:
             addresses = [0 if t is None else t.data_ptr() for t in tensors]
             for compiled, grid, template in known:
                 compiled.start(grid, template.filled(addresses, tensors))
-            return
-        if kind in self._known:
-            make()
             return
         _thread.launches = launches = []
         try:
@@ -164,7 +160,8 @@ class Launches:
         for compiled, grid, arguments in launches:
             template = None if compiled is None else _Template.of(arguments, tensors)
             made = None if made is None or template is None else [*made, (compiled, grid, template)]
-        self._known[kind] = made
+        if made is not None:
+            self._known[kind] = made
 
 
 class _Template(NamedTuple):
@@ -216,11 +213,11 @@ class _Template(NamedTuple):
 
 
 def _place(tensor: Tensor, tensors: Sequence[Tensor | None]) -> tuple[int, int] | None:
-    """In which of ``tensors`` it begins, and how many bytes after the first."""
-    address = tensor.data_ptr()
+    """In which of ``tensors`` it begins, and how many bytes after the first. None if it is not one alone."""
+    address, found = tensor.data_ptr(), []
     for number, other in enumerate(tensors):
         if other is not None and tensor.numel() and other.numel():
             offset = address - other.data_ptr()
             if 0 <= offset < other.numel() * other.element_size():
-                return number, offset
-    return None
+                found.append((number, offset))
+    return found[0] if len(found) == 1 else None

@@ -93,6 +93,20 @@ def test_the_bits_of_the_schedule(name, reduction, device):
     assert is_straight()
 
 
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_weights_that_need_a_gradient(reduction, device):
+    t = problem(device)
+    weights = t.token_weight.detach().clone().requires_grad_()
+
+    def run() -> list[torch.Tensor]:
+        loss = linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, token_weight=weights)
+        return [loss.detach(), *torch.autograd.grad(loss.sum(), [t.x, t.weight, weights])]
+
+    with by_schedule():
+        expected = run()
+    assert_equal(run(), expected)
+
+
 def test_repeated_launches_read_and_write_their_own_tensors(device):
     problems = [problem(device) for _ in range(3)]
     for number, t in enumerate(problems):
@@ -136,6 +150,19 @@ def test_a_weight_in_other_memory(device):
         weight.copy_(t.weight.detach())
         other = Tensors(**vars(t) | dict(weight=weight.detach().requires_grad_()))
         torch.testing.assert_close(results(other, reduction="none"), expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("moved", ["x", "weight"])
+def test_the_first_call_in_other_memory(moved, device):
+    """The tile depends on alignment. What the first call of a signature has is not taken for that of later ones."""
+    t = problem(device, V=300)
+    with by_schedule():
+        expected = results(t, reduction="none")
+    value = getattr(t, moved).detach()
+    memory = torch.empty(value.numel() + 1, dtype=value.dtype, device=device)
+    elsewhere = memory[1:].view(value.shape).copy_(value).requires_grad_()
+    results(Tensors(**vars(t) | {moved: elsewhere}), reduction="none")
+    assert_equal(results(t, reduction="none"), expected)
 
 
 def test_saved_tensors_in_other_memory(device):

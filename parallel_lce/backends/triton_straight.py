@@ -59,8 +59,9 @@ class Straight:
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, entries: int, options: Options) -> None:
-        product = Product(hidden.flatten(0, -2), weight[:entries])
-        tokens = len(product.x)
+        tokens = hidden.shape[:-1].numel()
+        # As they will be given. The hidden states of this call may have other strides, or another alignment.
+        product = Product(hidden.new_empty(tokens, hidden.shape[-1]), weight[:entries])
         self._tokens, self._entries, self._options = tokens, entries, options
         self._windows, self._width = product.windows, product.tile.entries
         self._stride = stride_of(entries)
@@ -176,7 +177,7 @@ class Straight:
             of_weight = (x, dw_factor, scaled) if wants_weight else None
             scale_and_add_targets(product, dx_factor, (target, residual, real), dx, of_weight)
 
-        tensors = x, weight, target, vectors, scaled, product, dx
+        tensors = x, weight, target, vectors, scaled if wants_weight else None, product, dx
         self._launches.run(("finish", wants_weight, dx is None, aligned), tensors, finish)
         return scaled
 

@@ -114,6 +114,8 @@ def _straightened(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     if known.in_graph or not (needs.hidden or needs.weight) or needs.bias or layout.sp_size > 1 or plan is None:
         return known
     saves_all = len(plan.blocks) == 1 and plan.blocks[0].saved >= entries and not plan.accumulate
+    # Its tile is that of such a weight.
+    saves_all = saves_all and weight.is_contiguous() and not weight.data_ptr() & 15
     adds = main_grad is None or main_grad.tensor.dtype == known.dtype
     if saves_all and adds and entries and known.backend.is_straight(hidden, weight, known.options):
         return known.replaced(straight=known.backend.Straight(hidden, weight, entries, known.options))

@@ -131,6 +131,13 @@ class _Fused(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
+def _plain(tensor: Tensor | None) -> Tensor | None:
+    """Contiguous and 16 bytes aligned."""
+    if tensor is None or (tensor.is_contiguous() and not tensor.data_ptr() & 15):
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 class _StraightLoss(torch.autograd.Function):
     """A loss in straight lines: of each token, or reduced."""
 
@@ -145,12 +152,14 @@ class _StraightLoss(torch.autograd.Function):
     @first_order_only
     def backward(ctx, saved, upstream):
         hidden, weight, bias, *per_token, divisor, merged, exponentials, vectors = saved
+        # A saved-tensor hook may have returned them in other memory.
+        weight, merged, exponentials, vectors = map(_plain, (weight, merged, exponentials, vectors))
         call = ctx.call.with_tensors((*per_token, None, None))
         if call.main_grad is not None:
             call = call.replaced(main_grad=call.main_grad.now())
         upstream = in_memory(upstream)
         factor = upstream if divisor is None else upstream / divisor
-        needs, found = Needs(*ctx.needs_input_grad[:3]), (exponentials.contiguous(), vectors.contiguous())
+        needs, found = Needs(*ctx.needs_input_grad[:3]), (exponentials, vectors)
         consumed, ctx.consumed = ctx.consumed, True
         run = backward_again if consumed else backward_straight
         dx, dweight = run(call, hidden, weight, bias, found, merged, factor, needs)

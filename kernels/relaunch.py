@@ -142,8 +142,8 @@ class Launches:
         self._known: dict[Hashable, list[tuple[_Compiled, tuple[int, ...], _Template]]] = {}
 
     def run(self, kind: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], None]) -> None:
-        """``make()``, which does nothing but launches, or these again. All memory that they use is in ``tensors``, contiguous or as TMA takes it.
-        ``kind`` tells everything on which the launches depend but the tensors' addresses: also what these are modulo
+        """``make()``, which does nothing but launches, or these again. All memory that they use is in ``tensors``,
+        contiguous or as TMA takes it. ``kind`` tells everything on which the launches depend but the tensors' addresses: also what these are modulo
         16."""
         known = self._known.get(kind)
         if known is not None:

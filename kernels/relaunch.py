@@ -143,8 +143,8 @@ class Launches:
 
     def run(self, kind: Hashable, tensors: Sequence[Tensor | None], make: Callable[[], None]) -> None:
         """``make()``, which does nothing but launches, or these again. All memory that they use is in ``tensors``,
-        contiguous or as TMA takes it. ``kind`` tells everything on which the launches depend but the tensors' addresses: also what these are modulo
-        16."""
+        contiguous or as TMA takes it. ``kind`` tells everything on which the launches depend but the tensors'
+        addresses: also what these are modulo 16."""
         known = self._known.get(kind)
         if known is not None:
             addresses = [0 if t is None else t.data_ptr() for t in tensors]

@@ -7,8 +7,6 @@ these take the host longer than the GPU takes for the projection.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -86,22 +84,16 @@ def token_losses(
     target: torch.Tensor,
     token_weight: torch.Tensor | None,
     options: Options,
-    out: Sequence[torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """:func:`parallel_lce.backends.loss.token_losses` in one launch.
 
     ``partial [C, R]`` fp32, merged, contiguous; its column 3 holds the shifted sums if labels are smoothed.
-    ``vocab_size``: V, 0-dimensional int64, or a number. ``target [R]`` int64. ``token_weight [R]`` fp32. ``out``: the
-    results' memory, without gamma.
+    ``vocab_size``: V, 0-dimensional int64, or a number. ``target [R]`` int64. ``token_weight [R]`` fp32.
     """
     rows, label_smoothing, z_loss = target.shape[0], options.label_smoothing, options.z_loss
-    gamma = None
-    if out is None:
-        # The losses have memory of their own: their users may change them in place.
-        losses, (alpha, beta, *others) = partial.new_empty(rows), partial.new_empty(3 if label_smoothing else 2, rows)
-        gamma = others[0] if others else None
-    else:
-        losses, alpha, beta = out
+    # The losses have memory of their own: their users may change them in place.
+    losses, (alpha, beta, *others) = partial.new_empty(rows), partial.new_empty(3 if label_smoothing else 2, rows)
+    gamma = others[0] if others else None
     known = isinstance(vocab_size, int)
     with on_device_of(partial):
         lce_forward_losses.launch(
@@ -149,18 +141,14 @@ def lce_forward_mean(losses, target, token_weight, mean, divisor, rows, ignore_i
 
 
 def mean_loss(
-    losses: torch.Tensor,
-    target: torch.Tensor,
-    token_weight: torch.Tensor | None,
-    ignore_index: int | None,
-    out: Sequence[torch.Tensor] | None = None,
+    losses: torch.Tensor, target: torch.Tensor, token_weight: torch.Tensor | None, ignore_index: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of ``losses [R]`` over that of the weights of the tokens that are not ignored, and the latter sum; both
     0-dimensional, fp32.
 
-    One program adds in a fixed order. ``out``: the results' memory. The arguments are those of :func:`token_losses`.
+    One program adds in a fixed order. The arguments are those of :func:`token_losses`.
     """
-    mean, divisor = out or (losses.new_empty(()), losses.new_empty(()))
+    mean, divisor = losses.new_empty(()), losses.new_empty(())
     with on_device_of(losses):
         lce_forward_mean.launch(
             (1,), losses, target, token_weight, mean, divisor, losses.shape[0], ignore_index, BLOCK=_SUMMED

@@ -288,7 +288,6 @@ def merge_windows(
     window: int,
     entries: int,
     start: int,
-    on_shift: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """Merge partials of windows ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's.
 
@@ -296,12 +295,11 @@ def merge_windows(
     doubt gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`).
 
     The windows have ``window`` entries each, ``entries`` in all; ``start`` is the global id of the first. Returns
-    ``on_shift [R]`` uint8, new unless it is given: whether all of a token's windows are relative to its
+    ``on_shift [R]`` uint8: whether all of a token's windows are relative to its
     ``softmax_shift [R]`` fp32. None without a softmax shift.
     """
     num_windows, rows = windows.max.shape
-    if softmax_shift is not None and on_shift is None:
-        on_shift = torch.empty_like(softmax_shift, dtype=torch.uint8)
+    on_shift = None if softmax_shift is None else torch.empty_like(softmax_shift, dtype=torch.uint8)
     _merge_kernel.launch(
         (-(-rows // _MERGE_ROWS),),
         windows,

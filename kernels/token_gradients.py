@@ -22,7 +22,6 @@ Only these tokens' saved rows are rewritten (:mod:`parallel_lce.kernels.rewrite`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -206,7 +205,6 @@ def token_gradients(
     softcap: float | torch.Tensor | None = None,
     find_shared: bool = True,
     rewrite: bool = False,
-    memory: Sequence[torch.Tensor] | None = None,
 ) -> TokenGradients:
     """Prepare the rows of G and place the targets' entries in it.
 
@@ -217,7 +215,7 @@ def token_gradients(
 
     ``target [R]`` int64: an id outside ``[0, entries)``, the shard, has no logit here; None: no gradient of targets.
     ``partial [>= 3, R]`` fp32, contiguous: the merged partial. ``find_shared``: compare every token's target with all
-    others'. ``fp16_scale``: 0-dimensional. ``memory``: four vectors ``[>= R]`` fp32 for the results; None: new ones.
+    others'. ``fp16_scale``: 0-dimensional.
     """
     rows, factor = gradient.shape[0], coefficients.factor
     factor_stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
@@ -235,11 +233,9 @@ def token_gradients(
     dx_factor = residual = unshared = dw_factor = None
     if not keeps_rows and target is None:
         return TokenGradients(None, None, None, None)
-    if memory is None:
-        # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
-        number = 2 * keeps_rows + 2 * (target is not None)
-        memory = coefficients.alpha.new_empty(number, -(-rows // 4) * 4).unbind()
-    vectors = list(memory)
+    # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
+    number = 2 * keeps_rows + 2 * (target is not None)
+    vectors = list(coefficients.alpha.new_empty(number, -(-rows // 4) * 4).unbind())
     if keeps_rows:
         dx_factor = vectors.pop()[:rows]
     if target is not None:

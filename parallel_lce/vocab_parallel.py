@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import dense_logits, uses_kernels, valueless
+from parallel_lce.backends import backend_of, valueless
+from parallel_lce.backends.interface import Backend, Coefficients
 from parallel_lce.call import debug
 from parallel_lce.call.checks import check_kind, check_process_group
-from parallel_lce.core import partials
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard
 from parallel_lce.core.memory import in_memory, on_device_of
 from parallel_lce.core.options import as_float, is_number, shortened
-from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns
+from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.run.autograd import first_order_only
+
+# These kernels have no product, so they take fp32, too.
+_SUITABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def vocab_parallel_cross_entropy(
@@ -58,7 +60,7 @@ def vocab_parallel_cross_entropy(
     label_smoothing = as_float(label_smoothing)
     try:
         _check(vocab_parallel_logits, target, label_smoothing, group)
-        kernels = uses_kernels(vocab_parallel_logits)
+        backend = backend_of(vocab_parallel_logits.view(-1, vocab_parallel_logits.shape[-1]), _SUITABLE)
     except Exception as refusal:
         debug.report_refusal(layout, refusal)
         raise
@@ -70,11 +72,11 @@ def vocab_parallel_cross_entropy(
             "entries per rank": entries,
             "dtype": vocab_parallel_logits.dtype,
             "label_smoothing": label_smoothing,
-            "kernels": kernels,
+            "backend": backend.NAME,
         }
         debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
     logits, ids = in_memory(vocab_parallel_logits).reshape(-1, entries), in_memory(target).reshape(-1)
-    loss = _LogitsCrossEntropy.apply(logits, ids.long().contiguous(), float(label_smoothing), layout, kernels)
+    loss = _LogitsCrossEntropy.apply(logits, ids.long().contiguous(), float(label_smoothing), layout, backend)
     return loss.view(target.shape)
 
 
@@ -115,46 +117,37 @@ def _megatron_group() -> dist.ProcessGroup | None:
     return group
 
 
-def _dense(logits: Tensor, kernels: bool) -> ModuleType:
-    """Where ``logits_partial`` and ``logits_gradient`` are. Kernels read rows that are contiguous."""
-    if kernels and logits.stride(1) == 1:
-        from parallel_lce.kernels import dense_logits as of_kernels
-
-        return of_kernels
-    return dense_logits
-
-
 class _LogitsCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout, kernels: bool):
+    def forward(ctx, logits: Tensor, target: Tensor, label_smoothing: float, layout: Layout, backend: Backend):
         entries = logits.shape[1]
-        start, merge_ranks = layout.rank * entries, partials.merge_ranks
-        if kernels:
-            from parallel_lce.kernels import partials as of_kernels
-
-            merge_ranks = of_kernels.merge_ranks
-        with on_device_of(logits):
-            partial, shifted = _dense(logits, kernels).logits_partial(logits, target, start, label_smoothing > 0)
+        start, columns = layout.rank * entries, Columns(shifted=label_smoothing > 0)
+        target, ids = target - start, target
+        partial = logits.new_empty(columns.count, len(target), dtype=accumulation_dtype(logits.dtype))
         gather = PartialsGather(partial, len(target), Shard(start, entries, None), Columns(), layout)
-        gather.local.copy_(partial)
-        gather.start()
-        merged, vocab_size = gather.finish(merge_ranks)
+        with on_device_of(logits):
+            backend.logits_partial(logits, target, columns, partial)
+            gather.local.copy_(partial[:SHIFTED])
+            gather.start()
+            merged, vocab_size = gather.finish(backend.merge_ranks)
         top, log_sum = merged[MAX], merged[SUM_EXP].log()
-        inside = (target >= 0) & (target < vocab_size)
+        inside = (ids >= 0) & (ids < vocab_size)
         loss = log_sum - (merged[TARGET] - top).masked_fill(~inside, 0.0)
         smoothing = label_smoothing * entries / (entries - 1) if label_smoothing else 0.0
-        if shifted is not None:
-            mean_log_prob = shifted / entries + (partial[MAX] - top) - log_sum
+        if label_smoothing:
+            mean_log_prob = partial[SHIFTED] / entries + (partial[MAX] - top) - log_sum
             loss = (1 - smoothing) * loss - smoothing * mean_log_prob
-        ctx.save_for_backward(logits, target, top.clone(), merged[SUM_EXP].clone())
-        ctx.smoothing, ctx.start, ctx.kernels = smoothing, start, kernels
+        ctx.save_for_backward(logits, target, merged)
+        ctx.smoothing, ctx.backend = smoothing, backend
         return loss
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream: Tensor):
-        logits, target, top, sum_exp = saved
-        per_row = top, upstream / sum_exp, upstream * (ctx.smoothing / logits.shape[1]), upstream * (1 - ctx.smoothing)
+        logits, target, merged = saved
+        upstream = upstream.contiguous()
+        of_others = upstream * (ctx.smoothing / logits.shape[1])
+        coefficients = Coefficients(upstream, upstream * (1 - ctx.smoothing), of_others)
         with on_device_of(logits):
-            gradient = _dense(logits, ctx.kernels).logits_gradient(logits, target, ctx.start, *per_row)
+            gradient = ctx.backend.logits_gradient(logits, target, merged.contiguous(), coefficients)
         return gradient, None, None, None, None

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
+from parallel_lce.backends.interface import BackwardTask, ForwardTask
 
-def block_forward(
-    backend,
-    projection,
-    x,
-    target,
-    columns,
-    save,
-    buffer=None,
-    out=None,
-    local=None,
-    arrive=None,
-    keep_windows=False,
-    selected=None,
-):
+
+def block_forward(backend, projection, x, target, columns, save, local=None, arrive=None, **others):
     """The block's partial and what it saves. ``local``: rows of x that are there before ``arrive()``."""
-    work = backend.BlockForward(projection, x, target, columns, save, buffer, out, keep_windows, selected)
+    work = backend.block_forward(ForwardTask(projection, x, target, columns, save, **others))
     if local is not None:
         work.project_local(local)
         arrive()
@@ -31,73 +19,48 @@ def block_forward(
     return work.partial, saved
 
 
-def block_backward(
-    backend,
-    projection,
-    x,
-    target,
-    partial,
-    coefficients,
-    saved,
-    grads,
-    scratch,
-    announce=lambda rows: None,
-    selected=None,
-    gradient_filter=None,
-):
+def block_backward(backend, *given, announce=lambda rows: None, **others):
     """Gradients of the block; ``announce(rows)`` when the first rows of dX are complete."""
-    work = backend.BlockBackward(
-        projection, x, target, partial, coefficients, saved, grads, scratch, selected, gradient_filter
-    )
+    work = backend.block_backward(BackwardTask(*given, **others))
     for rows in work.hidden_grad():
         announce(rows)
     work.weight_grad()
 
 
-def watched(original: type, before=lambda given: None, after=lambda given: None) -> type:
-    """A backend's ``BlockBackward`` that calls ``before`` and ``after`` with its arguments by name."""
+def watched(original, before=lambda task: None, after=lambda task: None):
+    """A backend's ``block_backward`` that calls ``before`` and ``after`` with its task."""
 
-    class Watched(original):
-        __signature__ = inspect.signature(original)
+    def block_backward(task):
+        before(task)
+        work = original(task)
+        form = work.weight_grad
 
-        def __init__(self, *arguments) -> None:
-            self.given = inspect.signature(original).bind(*arguments).arguments
-            before(self.given)
-            super().__init__(*arguments)
+        def weight_grad() -> None:
+            form()
+            after(task)
 
-        def weight_grad(self) -> None:
-            super().weight_grad()
-            after(self.given)
+        work.weight_grad = weight_grad
+        return work
 
-    return Watched
+    return block_backward
 
 
-@contextmanager
-def watched_backwards(backend, before=lambda given: None, after=lambda given: None):
+def watched_backwards(backend, before=lambda task: None, after=lambda task: None):
     """Has the backend's blocks be :func:`watched`."""
-    original = backend.BlockBackward
-    backend.BlockBackward = watched(original, before, after)
-    try:
-        yield
-    finally:
-        backend.BlockBackward = original
+    return mock.patch.object(backend, "block_backward", watched(backend.block_backward, before, after))
 
 
 @contextmanager
 def counted_forwards(backend):
     """Yields a list of the number of rows of each block that the backend projects."""
-    original, rows = backend.BlockForward, []
+    original, rows = backend.block_forward, []
 
-    class Counted(original):
-        def __init__(self, *arguments) -> None:
-            rows.append(len(inspect.signature(original).bind(*arguments).arguments["x"]))
-            super().__init__(*arguments)
+    def counted(task):
+        rows.append(len(task.x))
+        return original(task)
 
-    backend.BlockForward = Counted
-    try:
+    with mock.patch.object(backend, "block_forward", counted):
         yield rows
-    finally:
-        backend.BlockForward = original
 
 
 @dataclass(frozen=True)

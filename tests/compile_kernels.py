@@ -74,7 +74,7 @@ from parallel_lce.backends.interface import (
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns, packed_size
-from parallel_lce.kernels import dense_logits, divergence, losses, partials, projection, set_log_probs, tuning
+from parallel_lce.kernels import divergence, losses, partials, projection, tuning
 from parallel_lce.kernels.filter import windows
 
 tuning._capability = lambda device: CAPABILITY
@@ -122,24 +122,16 @@ def call(rows, entries, depth, saved, everything, dtype):
     gradient = SelectedGradient(selection, logits, logits)
     backend.selected_hidden_gradient(weight, gradient, torch.empty_like(x))
     backend.selected_weight_gradient(x, begin.repeat_interleave(3) // 3, gradient, torch.empty_like(weight), bias)
+    of_bias = None if bias is None else GradBuffer(bias, entries, 1)
+    grads = GradBuffers(torch.empty_like(x), GradBuffer(weight, entries, 1), of_bias)
+    others = shape, x, target, torch.ones_like(partial), coefficients
     for gradient_filter in (None,) if everything else (None, 0.001):
-        block_backward(
-            backend,
-            shape,
-            x,
-            target,
-            torch.ones_like(partial),
-            coefficients,
-            exponentials,
-            GradBuffers(
-                torch.empty_like(x),
-                GradBuffer(weight, entries, 1),
-                None if bias is None else GradBuffer(bias, entries, 1),
-            ),
-            Scratch(1 << 20),
-            selected=gradient if everything else None,
-            gradient_filter=gradient_filter,
-        )
+        selected = gradient if everything else None
+        options = dict(selected=selected, gradient_filter=gradient_filter)
+        block_backward(backend, *others, exponentials, grads, Scratch(1 << 20), **options)
+    if dtype == torch.bfloat16:
+        _, logits = block_forward(backend, *given, dense=True)
+        block_backward(backend, *others, logits, grads, Scratch(1 << 20), dense=True)
 
 
 for arguments in CALLS[2:4] if FEW else CALLS:
@@ -150,14 +142,6 @@ for ranks, tokens in ((2, 1), (8, 300))[FEW:]:
     for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
         plain, size = columns == Columns(), packed_size(columns, tokens)
         partials.merge_ranks(torch.ones(ranks, size), columns, tokens, None if plain else 77)
-for tokens in (1, 5)[FEW:]:
-    packed, offsets = torch.ones(2, 3 * tokens), torch.arange(tokens + 1) * 3
-    ids = torch.zeros(3 * tokens, dtype=torch.int64)
-    found = set_log_probs.set_log_probs(packed, ids, offsets, None, 7)
-    set_log_probs.set_log_probs(packed, ids, offsets, offsets[0] > 0, offsets[0])
-    set_log_probs.gradient_of_logits(*found, packed[0], offsets, None, 1.0, None)
-    for cap in (5.0, packed[1, :tokens]):
-        set_log_probs.gradient_of_logits(*found, packed[0], offsets, packed[0, :tokens], 1.0, cap)
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
 for some in (1, 5)[FEW:]:
@@ -165,8 +149,8 @@ for some in (1, 5)[FEW:]:
         partial = ones[:some].expand(3, -1).contiguous()
         losses.token_losses(partial, vocab_size, target[:some], None, Options("", ignore_index=-100))
     losses.mean_loss(ones[:some], target[:some], None, -100)
-    dense_logits.logits_partial(logits[:some], target[:some], 0, True)
-    dense_logits.logits_gradient(logits[:some], target[:some], 0, ones[:some], ones[:some], ones[:some], ones[:some])
+    backend.logits_partial(logits[:some], target[:some], Columns(shifted=True), torch.ones(4, some))
+    backend.logits_gradient(logits[:some], target[:some], torch.ones(3, some), Coefficients(*[ones[:some]] * 3))
     both = torch.ones(2, some, 300), torch.ones(2, 2, some)
     for beta in (0.0, 0.5, 1.0):
         found, wanted = torch.empty(2, some), (torch.empty(some, 300).bfloat16(), ones[:some], ones[:some])

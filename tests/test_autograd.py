@@ -208,13 +208,13 @@ def test_a_backend_may_overwrite_what_is_saved(budget, blocks, names, dtype, bac
     t = small(device, N=160, V=100, D=600, dtype=dtype)
     module, handed = backend_of(t.weight), []
 
-    def note(given):
-        handed.append((len(given["saved"]) > 0, given["scratch"].capacity(torch.uint8)))
+    def note(task):
+        handed.append((len(task.saved) > 0, task.scratch.capacity(torch.uint8)))
 
-    def spoil(given):
-        for tensor in filter(None.__ne__, given["saved"]):
+    def spoil(task):
+        for tensor in filter(None.__ne__, task.saved):
             tensor.fill_(torch.nan if tensor.is_floating_point() else 255)
-        scratch = given["scratch"]
+        scratch = task.scratch
         scratch.borrow(scratch.capacity(torch.uint8), torch.uint8).fill_(255)
 
     leaves = [t.x, t.weight]

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
-from parallel_lce import backends
+from parallel_lce import backends, vocab_parallel
 from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.backends.interface import Scratch
 
@@ -98,57 +98,40 @@ def test_float64_is_torch_s_whatever_is_asked_for(choose):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "capability", "installed", "name"),
+    ("dtype", "capability", "installed", "of_weights", "of_logits"),
     [
-        (torch.bfloat16, (9, 0), True, "triton"),
-        (torch.float16, (8, 0), True, "triton"),
-        (torch.float16, (7, 5), True, "torch"),
-        (torch.bfloat16, (9, 0), False, "torch"),
-        (torch.float32, (9, 0), True, "torch"),
-        (torch.float64, (9, 0), True, "torch"),
+        (torch.bfloat16, (9, 0), True, "triton", "triton"),
+        (torch.float16, (8, 0), True, "triton", "triton"),
+        (torch.float16, (7, 5), True, "torch", "torch"),
+        (torch.bfloat16, (9, 0), False, "torch", "torch"),
+        (torch.float32, (9, 0), True, "torch", "triton"),
+        (torch.float32, (7, 5), True, "torch", "torch"),
+        (torch.float64, (9, 0), True, "torch", "torch"),
     ],
 )
-def test_the_default_on_cuda(dtype, capability, installed, name, choose, monkeypatch):
+def test_the_default_on_cuda(dtype, capability, installed, of_weights, of_logits, choose, monkeypatch):
     choose(None, installed=installed)
     monkeypatch.setattr(backends, "_capability", lambda device: capability)
-    assert backends._name(torch.device("cuda", 0), dtype) == name
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capability", "installed", "runs"),
-    [
-        (torch.float32, (9, 0), True, True),
-        (torch.bfloat16, (8, 0), True, True),
-        (torch.float32, (7, 5), True, False),
-        (torch.float32, (9, 0), False, False),
-        (torch.float64, (9, 0), True, False),
-    ],
-)
-def test_the_default_for_logits_that_exist(dtype, capability, installed, runs, choose, monkeypatch):
-    choose(None, installed=installed)
-    monkeypatch.setattr(backends, "_capability", lambda device: capability)
-    logits = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, is_meta=False)
-    assert backends.uses_kernels(logits) == runs
+    matrix = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, is_meta=False, shape=(2, 2))
+    assert backend_of(matrix).NAME == of_weights
+    assert backend_of(matrix, vocab_parallel._SUITABLE).NAME == of_logits
 
 
 @pytest.mark.parametrize("value", ["torch", "triton"])
 def test_logits_that_exist_follow_the_choice(value, device, choose, monkeypatch):
     """Kernels reduce them if triton is asked for, and only then."""
-    kernels = pytest.importorskip("parallel_lce.kernels.dense_logits")
+    kernels = pytest.importorskip("parallel_lce.backends.triton")
     choose(value, interpret="1")
-    launched = []
-
-    def watch(name):
+    launched, names = [], ["logits_partial", "logits_gradient"]
+    for name in names:
         original = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda *given: launched.append(name) or original(*given))
-
-    watch("logits_partial")
-    watch("logits_gradient")
+        noted = lambda *given, name=name, original=original: launched.append(name) or original(*given)  # noqa: E731
+        monkeypatch.setattr(kernels, name, noted)
     logits = torch.randn(5, 7, device=device, requires_grad=True)
     target = torch.arange(5, device=device)
     loss = parallel_lce.vocab_parallel_cross_entropy(logits, target)
     loss.sum().backward()
-    assert launched == (["logits_partial", "logits_gradient"] if value == "triton" else [])
+    assert launched == (names if value == "triton" else [])
     true = torch.nn.functional.cross_entropy(logits.double(), target, reduction="none")
     torch.testing.assert_close(loss, true.float())
 

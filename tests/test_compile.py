@@ -76,7 +76,7 @@ LOSSES = {
 def observed(device: str, dtype: str):
     """Yields a list of the number of tensors that each block's backward is handed."""
     backend, counts = backend_of(torch.empty(1, 1, dtype=DTYPES[dtype], device=device)), []
-    with watched_backwards(backend, lambda given: counts.append(len(given["saved"]))):
+    with watched_backwards(backend, lambda task: counts.append(len(task.saved))):
         yield counts
 
 

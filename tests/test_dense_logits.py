@@ -10,11 +10,15 @@ pytest.importorskip("triton", reason="needs triton")
 from cases import normal
 from measures import assert_no_worse, size
 from parallel_lce.backends import dense_logits as plain
-from parallel_lce.kernels import dense_logits as kernels
+from parallel_lce.backends import triton as kernels
+from parallel_lce.backends.interface import Coefficients
+from parallel_lce.core.partials import Columns
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 SHAPES = [(3, 5), (7, 4096), (5, 5000), (1, 1), (4, 12289)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+COLUMNS = Columns(shifted=True)
 
 
 def _inputs(shape: tuple[int, int], dtype: torch.dtype, device: str):
@@ -22,45 +26,62 @@ def _inputs(shape: tuple[int, int], dtype: torch.dtype, device: str):
     if shape[0] > 2:
         logits[2] = -torch.inf  # nothing finite in the shard
         logits[1, : shape[1] // 2] = -torch.inf
-    start = 10
-    target = start + torch.randint(-2, shape[1] + 2, shape[:1], generator=torch.Generator().manual_seed(0))
+    target = torch.randint(-2, shape[1] + 2, shape[:1], generator=torch.Generator().manual_seed(0))
     # A view with gaps between its rows.
     wide = torch.full((shape[0], shape[1] + 3), torch.nan, dtype=dtype, device=device)
     view = wide[:, : shape[1]].copy_(logits)
-    return view, target.to(device), start
+    return view, target.to(device)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def _partial(module, logits: torch.Tensor, target: torch.Tensor, columns: Columns = COLUMNS) -> torch.Tensor:
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    partial = logits.new_full((columns.count, len(logits)), torch.nan, dtype=dtype)
+    module.logits_partial(logits, target, columns, partial)
+    return partial
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_logits_partial(shape, dtype, device):
-    logits, target, start = _inputs(shape, dtype, device)
-    partial, shifted = kernels.logits_partial(logits, target, start, True)
-    want, want_shifted = plain.logits_partial(logits.double(), target, start, True)
+    logits, target = _inputs(shape, dtype, device)
+    partial, want = _partial(kernels, logits, target), _partial(plain, logits.double(), target)
     assert torch.equal(partial[0].double(), want[0])
     assert torch.equal(partial[2].double(), want[2])
     torch.testing.assert_close(partial[1].double(), want[1], rtol=1e-5, atol=0)
-    torch.testing.assert_close(shifted.double(), want_shifted, rtol=1e-5, atol=0)
-    alone, nothing = kernels.logits_partial(logits, target, start, False)
-    assert torch.equal(alone, partial) and nothing is None
+    torch.testing.assert_close(partial[3].double(), want[3], rtol=1e-5, atol=0)
+    assert torch.equal(_partial(kernels, logits, target, Columns()), partial[:3])
 
 
 def test_logits_partial_lets_nan_through(device):
-    logits, target, start = _inputs((3, 5000), torch.float32, device)
+    logits, target = _inputs((3, 5000), torch.float32, device)
     logits[0, 4500] = torch.nan
-    partial, _ = kernels.logits_partial(logits, target, start, False)
-    assert partial[1, 0].isnan() and not partial[1, 1].isnan()
+    partial = _partial(kernels, logits, target)
+    assert partial[:2, 0].isnan().all() and not partial[:, 1].isnan().any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
+    """1e-6 beside 1, of 12288 entries."""
+    logits = torch.full((2, 12289), -23.0, device=device)
+    logits[:, 77] = 0.0
+    partial = _partial(kernels, logits, torch.full((2,), 77, device=device))
+    truth = torch.tensor(12288.0).double() * torch.tensor(-23.0).double().exp()
+    # Half a rounding of 1, in each of two sums.
+    assert ((partial[1].double() - 1 - truth.to(device)).abs() <= 2**-24).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_logits_gradient(shape, dtype, device):
-    logits, target, start = _inputs(shape, dtype, device)
+    logits, target = _inputs(shape, dtype, device)
     generator = torch.Generator().manual_seed(1)
-    rows = [torch.rand(shape[0], generator=generator).to(device) for _ in range(3)]
-    maximum = logits.float().amax(1).masked_fill(logits.float().amax(1) == -torch.inf, 0.0)
-    found = kernels.logits_gradient(logits, target, start, maximum, *rows)
-    doubles = [t.double() for t in (maximum, *rows)]
-    truth = plain.logits_gradient(logits.double(), target, start, *doubles)
-    yardstick = plain.logits_gradient(logits, target, start, maximum, *rows)
-    assert found.dtype == dtype
+    alpha, beta, gamma = (torch.rand(shape[0], generator=generator).to(device) for _ in range(3))
+    partial = _partial(kernels, logits, target)
+    # As merged with another shard, which has finite logits.
+    partial[0].clamp_(min=-5.0)
+    partial[1] += 0.5
+    found = kernels.logits_gradient(logits, target, partial, Coefficients(alpha, beta, gamma))
+    doubles = Coefficients(alpha.double(), beta.double(), gamma.double())
+    truth = plain.logits_gradient(logits.double(), target, partial.double(), doubles)
+    yardstick = plain.logits_gradient(logits, target, partial, Coefficients(alpha, beta, gamma))
+    assert found.dtype == dtype and found.is_contiguous()
     assert_no_worse(found, truth, yardstick, 1.1, 1e-6 * size(truth))

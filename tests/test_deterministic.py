@@ -47,7 +47,7 @@ def algorithms(deterministic: bool):
 def handed_over(weight: torch.Tensor):
     """Yields a list of whether each block's backward is handed exponentials."""
     handed = []
-    with watched_backwards(backend_of(weight), lambda given: handed.append(len(given["saved"]) > 0)):
+    with watched_backwards(backend_of(weight), lambda task: handed.append(len(task.saved) > 0)):
         yield handed
 
 

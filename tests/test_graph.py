@@ -69,13 +69,8 @@ class Step:
         self.x.requires_grad_()
         self.weight.requires_grad_(not frozen)
         module = backend_of(self.weight)
-        backward = watched(module.BlockBackward, lambda given: self.saved.add(len(given["saved"]) > 0))
-        monkeypatch.setattr(module, "BlockBackward", backward)
-        if backend == "triton":
-            straight = module.Straight.hidden_gradient
-            monkeypatch.setattr(
-                module.Straight, "hidden_gradient", lambda *given: self.saved.add(True) or straight(*given)
-            )
+        backward = watched(module.block_backward, lambda task: self.saved.add(len(task.saved) > 0))
+        monkeypatch.setattr(module, "block_backward", backward)
         self._loss = compile(lambda *operands: parallel_lce.linear_cross_entropy(*operands, **options))
 
     def _fresh(self, seed: int):
@@ -250,7 +245,7 @@ class RankStep:
         handed = []
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
-        watch = watched_backwards(backend_of(self.weight), lambda given: handed.append(len(given["saved"]) > 0))
+        watch = watched_backwards(backend_of(self.weight), lambda task: handed.append(len(task.saved) > 0))
         with torch.cuda.stream(stream):
             with watch, recorded(self._member.group) as events:
                 self()

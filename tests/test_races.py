@@ -125,7 +125,7 @@ def around(weight: torch.Tensor, before, after):
 
         return mock.patch.object(owner, name, call)
 
-    blocks = [(backend, name) for name in ("BlockForward", "BlockBackward", "merge_ranks")]
+    blocks = [(backend, name) for name in ("block_forward", "block_backward", "merge_ranks")]
     with ExitStack() as stack:
         for place in (*COLLECTIVES, *blocks):
             stack.enter_context(within(*place))
@@ -229,7 +229,7 @@ def undisturbed(problem: Problem, number: int) -> list[torch.Tensor]:
     with around(problem.weight, lambda name: complete(), complete):
         found = [tensor.clone() for tensor in problem.backward(problem.forward())]
     complete()
-    assert (seen.count("BlockBackward") > 1) == (problem.call.blocks > 1), "the case must be what it is called"
+    assert (seen.count("block_backward") > 1) == (problem.call.blocks > 1), "the case must be what it is called"
     assert "merge_ranks" in seen and {n for _, n in COLLECTIVES} & set(seen)
     return found
 

@@ -127,10 +127,7 @@ def _arrivals(member: Member, budget: int) -> list[bool]:
     t = make(Case(40, 512, 256, "bf16", ignored="none"), member.device)
     x, weight = (v.chunk(2)[member.rank].clone().requires_grad_() for v in (t.x, t.weight))
     noted = []
-    with (
-        chosen_backend("triton"),
-        watched_backwards(backend, lambda given: noted.append(given["grads"].hidden_arrived)),
-    ):
+    with chosen_backend("triton"), watched_backwards(backend, lambda task: noted.append(task.grads.hidden_arrived)):
         losses = parallel_lce.linear_cross_entropy(
             x,
             weight,
@@ -176,7 +173,7 @@ def test_a_larger_buffer_serves_a_smaller_block(device):
     t, projection, coefficients = block(torch.bfloat16, device)
     found = []
     for buffer in (None, backend.allocate_saved(projection, 64, 700).fill_(7.0)):
-        partial, saved = block_forward(backend, projection, t.x, t.target, Columns(), 700, buffer)
+        partial, saved = block_forward(backend, projection, t.x, t.target, Columns(), 700, buffer=buffer)
         dx, dweight = torch.empty_like(t.x), GradBuffer(t.weight, 700, 1)
         grads, scratch = GradBuffers(dx, dweight, None), Scratch(0, device)
         block_backward(backend, projection, t.x, t.target, partial, coefficients, saved, grads, scratch)
@@ -208,7 +205,7 @@ def test_rows_that_are_there_are_projected_while_others_arrive(dtype, save, own,
     whole = t.x.clone()
     buffers = [backend.allocate_saved(projection, 300, 700).zero_() for _ in range(2)]
     arguments = t.target, Columns(argmax=True), save
-    expected, of_saved = block_forward(backend, projection, whole, *arguments, buffers[0])
+    expected, of_saved = block_forward(backend, projection, whole, *arguments, buffer=buffers[0])
     start, stop = own
     arriving = torch.full_like(whole, torch.nan)
     arriving[start:stop] = whole[start:stop]
@@ -218,7 +215,8 @@ def test_rows_that_are_there_are_projected_while_others_arrive(dtype, save, own,
         waited.append(arriving.copy_(whole))
 
     local = range(start, stop)
-    found, also_saved = block_forward(backend, projection, arriving, *arguments, buffers[1], local=local, arrive=wait)
+    task = backend, projection, arriving, *arguments
+    found, also_saved = block_forward(*task, buffer=buffers[1], local=local, arrive=wait)
     assert waited and torch.equal(found, expected)
     for a, b in zip(of_saved, also_saved, strict=True):
         assert (a is None and b is None) or torch.equal(a, b)

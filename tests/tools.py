@@ -26,6 +26,9 @@ from parallel_lce.run import statistics as statistics_module
 from world import Member
 
 _TRITON = backends._triton_installed()
+if _TRITON:
+    # Small problems would all be dense. A test that wants that chooses it.
+    backends.named("triton").DENSE_FLOPS = 0
 if _TRITON and os.environ.get("TRITON_INTERPRET") == "1":
     from interpreter import round_as_gpus_do, spare_work
 
@@ -44,7 +47,8 @@ def everywhere(worlds, device: str, ranks: int, body, *arguments) -> list:
     if ranks == 1:
         return [body(alone(device), *arguments)]
     chosen = os.environ.get(backends.VARIABLE, "")
-    return worlds(ranks).run(_with_backend, chosen, body, *arguments)
+    dense = chosen == "triton" and backends.named("triton").DENSE_FLOPS > 0
+    return worlds(ranks).run(_with_backend, "dense" if dense else chosen, body, *arguments)
 
 
 def _with_backend(member: Member, name: str, body, *arguments):
@@ -100,9 +104,17 @@ def debug_mode():
     return _environment("PARALLEL_LCE_DEBUG", "1")
 
 
+@contextmanager
 def chosen_backend(name: str):
-    """``torch``, ``triton``, or the default of an empty name."""
-    return _environment(backends.VARIABLE, name)
+    """``torch``, ``triton``, the default of an empty name, or ``dense``: triton that saves logits where it can."""
+    if name != "dense":
+        with _environment(backends.VARIABLE, name):
+            yield
+        return
+    with _environment(backends.VARIABLE, "triton"), mock.patch.object(backends.named("triton"), "DENSE_FLOPS", 1e30):
+        prepare.KNOWN.clear()
+        yield
+    prepare.KNOWN.clear()
 
 
 DIFFERENTIABLE = tuple(name for name in statistics_module.DIFFERENTIABLE if name != "selected_log_prob")

@@ -23,23 +23,15 @@ CHOICES = ("", "torch", "triton")
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
-def backend_of(weight: Tensor) -> Backend:
-    """The backend for a weight's device and dtype, or the one that ``PARALLEL_LCE_BACKEND`` names.
+def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = _LOW_PRECISION) -> Backend:
+    """The backend for the device and dtype of a weight, or of logits; or the one that ``PARALLEL_LCE_BACKEND`` names.
 
-    By default triton for bf16 and fp16 on NVIDIA devices of capability 8.0 and later where Triton is installed, else
-    torch. float64 is always torch's. The variable is read at each call, or when the call is compiled.
+    By default triton for the ``suitable`` dtypes on NVIDIA devices of capability 8.0 and later where Triton is
+    installed, else torch. float64 is always torch's. The variable is read at each call, or when the call is compiled.
     """
     # Kernels cannot run on meta or fake tensors, nor with D = 0.
-    nothing = valueless(weight) or weight.shape[1] == 0
-    return named("torch" if nothing else _name(weight.device, weight.dtype))
-
-
-def uses_kernels(logits: Tensor) -> bool:
-    """Whether kernels reduce logits that exist already: by default also fp32 ones, since these kernels have no
-    product."""
-    if valueless(logits):
-        return False
-    return _name(logits.device, logits.dtype, (*_LOW_PRECISION, torch.float32)) == "triton"
+    nothing = valueless(matrix) or matrix.shape[1] == 0
+    return named("torch" if nothing else _name(matrix.device, matrix.dtype, suitable))
 
 
 def valueless(tensor: Tensor) -> bool:
@@ -66,8 +58,7 @@ def check_choice() -> str:
     return asked
 
 
-def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype, ...] = _LOW_PRECISION) -> str:
-    """``suitable``: dtypes that take triton by default."""
+def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype, ...]) -> str:
     asked = check_choice()
     if asked == "torch" or dtype == torch.float64:
         return "torch"

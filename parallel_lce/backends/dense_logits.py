@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.core.partials import SHIFTED, TARGET, Columns, accumulation_dtype, tile_partial
+from parallel_lce.backends.interface import Coefficients
+from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, accumulation_dtype, tile_partial
 
 # Bytes of the fp32 copy of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
 _CPU_BLOCK, _CUDA_BLOCK = 32 << 20, 256 << 20
@@ -17,43 +18,28 @@ def _row_blocks(logits: Tensor) -> list[slice]:
     return [slice(a, a + rows) for a in range(0, logits.shape[0], rows)]
 
 
-def _target_positions(target: Tensor, start: int, entries: int) -> tuple[Tensor, Tensor]:
+def _target_positions(column: Tensor, entries: int) -> tuple[Tensor, Tensor]:
     """Positions of the targets in the flattened block of rows, and which targets lie in this shard ``[rows]``."""
-    column = target - start
     inside = column.clamp(0, entries - 1)
-    return torch.arange(len(target), device=target.device) * entries + inside, inside == column
+    return torch.arange(len(column), device=column.device) * entries + inside, inside == column
 
 
-def logits_partial(logits: Tensor, target: Tensor, start: int, want_shifted: bool) -> tuple[Tensor, Tensor | None]:
-    """Partial ``[3, N]`` of ``logits [N, V/P]`` and, if wanted, sum(z - max) ``[N]``.
-
-    ``start``: global id of the first entry. ``target [N]``: global ids.
-    """
-    columns = Columns(shifted=want_shifted)
-    partial = logits.new_empty(columns.count, len(logits), dtype=accumulation_dtype(logits.dtype))
+def logits_partial(logits: Tensor, target: Tensor, columns: Columns, partial: Tensor) -> None:
     for block in _row_blocks(logits):
         z = logits[block].to(partial.dtype, copy=True, memory_format=torch.contiguous_format)
-        position, hit = _target_positions(target[block], start, logits.shape[1])
+        position, hit = _target_positions(target[block], logits.shape[1])
         partial[TARGET, block] = z.view(-1).index_select(0, position).masked_fill_(~hit, 0.0)
-        tile_partial(z.t(), start, columns, partial[:, block])
-    return partial[:SHIFTED], partial[SHIFTED] if want_shifted else None
+        tile_partial(z.t(), 0, columns, partial[:, block])
 
 
-def logits_gradient(
-    logits: Tensor,
-    target: Tensor,
-    start: int,
-    maximum: Tensor,
-    scale: Tensor,
-    smoothing_grad: Tensor,
-    target_grad: Tensor,
-) -> Tensor:
-    """``scale * exp(z - maximum) - smoothing_grad - target_grad [j = target]``, ``[N, V/P]``, in the logits' dtype."""
+def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Coefficients) -> Tensor:
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    alpha, beta, gamma, *_ = coefficients.each
+    assert beta is not None and gamma is not None
     for block in _row_blocks(logits):
-        z = logits[block].contiguous().to(maximum.dtype) - maximum[block].unsqueeze(1)
-        z.exp_().mul_(scale[block].unsqueeze(1)).sub_(smoothing_grad[block].unsqueeze(1))
-        position, hit = _target_positions(target[block], start, logits.shape[1])
-        z.view(-1).scatter_add_(0, position, target_grad[block] * -hit.to(z.dtype))
+        z = logits[block].contiguous().to(partial.dtype) - partial[MAX, block].unsqueeze(1)
+        z.exp_().mul_((alpha[block] / partial[SUM_EXP, block]).unsqueeze(1)).sub_(gamma[block].unsqueeze(1))
+        position, hit = _target_positions(target[block], logits.shape[1])
+        z.view(-1).scatter_add_(0, position, beta[block] * -hit.to(z.dtype))
         gradient[block] = z
     return gradient

@@ -1,70 +1,19 @@
 """The divergence of two distributions over the same vocabulary shard, from fp32 logits of a block of tokens, and its
-gradient: by kernels where the backend is triton, else in plain torch.
+gradient, in plain torch; in a kernel: parallel_lce.kernels.divergence.
 
 The formulas are in :mod:`parallel_lce.run.divergence`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from parallel_lce.backends import uses_kernels
+from parallel_lce.backends.interface import LogitsGradient, Pair
 from parallel_lce.backends.torch_logits import tiles_of_rows
 
 
-@dataclass(frozen=True)
-class Pair:
-    """Logits of R tokens: p is the softmax of the student's, q of the teacher's.
-
-    A normalizer ``[2, R]`` holds, over the whole vocabulary, the maximum of the logits and the logarithm of the sum of
-    exponentials below it: log p = logit - normalizer[0] - normalizer[1].
-    """
-
-    # [R, V/P], the statistics' dtype, rows contiguous
-    student: Tensor
-    teacher: Tensor
-    student_normalizer: Tensor
-    teacher_normalizer: Tensor
-    beta: float
-
-    @property
-    def mixed(self) -> bool:
-        return 0 < self.beta < 1
-
-
-class LogitsGradient(NamedTuple):
-    """Where the gradient of the student's logits goes, and what it needs."""
-
-    # [R, V/P]: factor (p - q) if beta is 0, else factor p (log(p / r) - student_mean)
-    out: Tensor
-    # [R]. A token of factor 0 has gradient 0, whatever its logits are.
-    factor: Tensor
-    # [R]: sum over the whole vocabulary of p log(p / r). None if beta is 0.
-    student_mean: Tensor | None
-
-
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    """Write this shard's part of ``sums [2, R]``, and the gradient, where they are given.
-
-    The sums are, with the reference r of :mod:`parallel_lce.run.divergence`, those of q log(q / r) and of p log(p / r).
-    One that does not count in the divergence is 0.
-    """
-    if uses_kernels(pair.student):
-        from parallel_lce.kernels import divergence as kernels
-
-        given = (None, None, None) if gradient is None else gradient
-        normalizers = pair.student_normalizer, pair.teacher_normalizer
-        kernels.divergence(pair.student, pair.teacher, *normalizers, pair.beta, sums, *given)
-    else:
-        torch_divergence(pair, sums, gradient)
-
-
-def torch_divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    """:func:`divergence` in plain torch."""
     for rows in tiles_of_rows(*pair.student.shape, pair.student.element_size()):
         log_p = _log_probs(pair.student, pair.student_normalizer, rows)
         log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -257,8 +257,62 @@ def power_of_two_near(largest: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Logits of R tokens: p is the softmax of the student's, q of the teacher's.
+
+    A normalizer ``[2, R]`` holds, over the whole vocabulary, the maximum of the logits and the logarithm of the sum of
+    exponentials below it: log p = logit - normalizer[0] - normalizer[1].
+    """
+
+    # [R, V/P], the statistics' dtype, rows contiguous
+    student: Tensor
+    teacher: Tensor
+    student_normalizer: Tensor
+    teacher_normalizer: Tensor
+    beta: float
+
+    @property
+    def mixed(self) -> bool:
+        return 0 < self.beta < 1
+
+
+class LogitsGradient(NamedTuple):
+    """Where the gradient of the student's logits goes, and what it needs."""
+
+    # [R, V/P]: factor (p - q) if beta is 0, else factor p (log(p / r) - student_mean)
+    out: Tensor
+    # [R]. A token of factor 0 has gradient 0, whatever its logits are.
+    factor: Tensor
+    # [R]: sum over the whole vocabulary of p log(p / r). None if beta is 0.
+    student_mean: Tensor | None
+
+
+class ForwardTask(NamedTuple):
+    """What the forward of a block is given: R tokens against the real rows of a vocabulary shard."""
+
+    projection: Projection
+    # [R, D]. Hidden states of other ranks may arrive until ``project_rest``.
+    x: Tensor
+    # [R] int64 ids relative to the shard; one outside ``[0, real_rows)`` has no logit here. None: no targets.
+    target: Tensor | None
+    columns: Columns
+    # Vocabulary rows, the shard's first, whose exponentials are saved.
+    save: int
+    # Save all fp32 logits instead.
+    dense: bool = False
+    # Memory of the exponentials, from :meth:`Backend.allocate_saved`; None: new.
+    buffer: Tensor | None = None
+    # Memory of the partial [C, R]; None: new.
+    out: Tensor | None = None
+    # Save the partials of all windows, too: they tell a filtered backward which entries not to project again.
+    keep_windows: bool = False
+    # Entries whose logits are wanted.
+    selected: SelectedLogits | None = None
+
+
 class BlockForward(Protocol):
-    """The forward of a block: of R tokens against the real rows of a vocabulary shard."""
+    """The forward of a block."""
 
     # [C, R], this shard's partial of each token, complete after project_rest
     partial: Tensor
@@ -270,6 +324,31 @@ class BlockForward(Protocol):
     def project_rest(self) -> Saved | tuple[()]:
         """Project the other rows and complete :attr:`partial`; returns what is saved."""
         ...
+
+
+class BackwardTask(NamedTuple):
+    """What the backward of a block is given."""
+
+    projection: Projection
+    # [R, D]. Hidden states of other ranks may arrive later: see ``reads_hidden_first``.
+    x: Tensor
+    # As in :class:`ForwardTask`.
+    target: Tensor | None
+    # [C, R], merged over all ranks
+    partial: Tensor
+    coefficients: Coefficients
+    # What the forward of the block saved, or ``()``: all logits are then recomputed. May be overwritten.
+    saved: Saved | tuple[()]
+    grads: GradBuffers
+    # Shared by the blocks of the call.
+    scratch: Scratch
+    # As in :class:`ForwardTask`.
+    dense: bool = False
+    # Added to the gradient of the projection's output, before it is rounded.
+    selected: SelectedGradient | None = None
+    # Tiles of 128 tokens by 128 entries without a larger probability may be replaced by products of sums of them
+    # (:mod:`parallel_lce.kernels.filter`). Only without gamma, delta, epsilon and ``selected``.
+    gradient_filter: float | None = None
 
 
 class BlockBackward(Protocol):
@@ -294,17 +373,12 @@ class Backend(Protocol):
     NAME: str
     # Fewest tokens of a block for which accumulating gradients in forward pays.
     SMALLEST_ACCUMULATED: int
+    # Up to so many flops of its three products a call saves fp32 logits; 0: never.
+    DENSE_FLOPS: float
     # Whether the backward recomputes logits in the memory of saved exponentials.
     REUSES_SAVED: bool
     # The class of what a block saves, made from its fields.
     Saved: Callable[..., Saved]
-
-    def is_straight(self, hidden: Tensor, weight: Tensor, options: Options) -> bool:
-        """Whether :attr:`Straight` computes a loss of one block that is all saved."""
-        ...
-
-    # Of one signature, in straight lines (parallel_lce.backends.triton_straight); the torch backend has none.
-    Straight: Callable[[Tensor, Tensor, int, Options], Any]
 
     def savable(self, dtype: torch.dtype, softcap: float | None) -> bool:
         """Whether saved exponentials are enough for the backward."""
@@ -314,60 +388,12 @@ class Backend(Protocol):
         """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
         ...
 
-    def BlockForward(
-        self,
-        projection: Projection,
-        x: Tensor,
-        target: Tensor | None,
-        columns: Columns,
-        save: int,
-        buffer: Tensor | None = None,
-        out: Tensor | None = None,
-        keep_windows: bool = False,
-        selected: SelectedLogits | None = None,
-    ) -> BlockForward:
-        """The forward of a block, not started yet.
-
-        Args:
-            x: hidden states ``[R, D]``. Those of other ranks may arrive until ``project_rest``.
-            target: ``[R]`` int64 ids relative to the shard; one outside ``[0, real_rows)`` has no logit here.
-            columns: those of the partial.
-            save: vocabulary rows, the shard's first, whose exponentials are saved.
-            buffer: where the exponentials go, from :meth:`allocate_saved`; None: new memory.
-            out: where the partial ``[C, R]`` is written; None: new memory.
-            keep_windows: save also what tells a filtered backward which entries need not be projected again.
-            selected: entries whose logits are wanted; None: none.
-        """
+    def block_forward(self, task: ForwardTask) -> BlockForward:
+        """The forward of a block, not started yet."""
         ...
 
-    def BlockBackward(
-        self,
-        projection: Projection,
-        x: Tensor,
-        target: Tensor | None,
-        partial: Tensor,
-        coefficients: Coefficients,
-        saved: Saved | tuple[()],
-        grads: GradBuffers,
-        scratch: Scratch,
-        selected: SelectedGradient | None = None,
-        gradient_filter: float | None = None,
-    ) -> BlockBackward:
-        """The backward of a block, not started yet.
-
-        Args:
-            x: hidden states ``[R, D]``. Those of other ranks may arrive later: see ``reads_hidden_first``.
-            target: as in :meth:`BlockForward`.
-            partial: ``[C, R]``, merged over all ranks.
-            coefficients: of the gradient of the logits.
-            saved: what the forward of the block saved, or ``()``: then all logits are recomputed. May be overwritten.
-            grads: where the gradients go.
-            scratch: working memory, shared by the blocks of the call.
-            selected: added to the gradient of the projection's output, before it is rounded.
-            gradient_filter: tiles of 128 tokens by 128 entries without a larger probability may be replaced by
-                products of sums of them (:mod:`parallel_lce.kernels.filter`). Without gamma, delta, epsilon and
-                ``selected`` alone.
-        """
+    def block_backward(self, task: BackwardTask) -> BlockBackward:
+        """The backward of a block, not started yet."""
         ...
 
     def block_logits(self, projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -409,4 +435,24 @@ class Backend(Protocol):
         self, losses: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int | None
     ) -> tuple[Tensor, Tensor]:
         """The mean of losses by weight, and the sum of the weights, 0-dimensional."""
+        ...
+
+    def scaled(self, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+        """``gradient * factor`` in ``dtype``, in place where that is the gradient's. ``factor``: 0-dimensional."""
+        ...
+
+    def logits_partial(self, logits: Tensor, target: Tensor, columns: Columns, partial: Tensor) -> None:
+        """Write the ``partial [C, N]`` of ``logits [N, V/P]`` that exist. ``target [N]``: relative to the shard."""
+        ...
+
+    def logits_gradient(self, logits: Tensor, target: Tensor, partial: Tensor, coefficients: Coefficients) -> Tensor:
+        """The gradient of :meth:`logits_partial`'s logits, in their dtype. ``partial``: merged over all ranks."""
+        ...
+
+    def divergence(self, pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
+        """Write this shard's part of ``sums [2, R]``, and the gradient, where they are given.
+
+        The sums are, with the reference r of :mod:`parallel_lce.run.divergence`, those of q log(q / r) and of p log(p /
+        r). One that does not count in the divergence is 0.
+        """
         ...

@@ -23,14 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from parallel_lce.backends.dense_logits import logits_gradient, logits_partial
+from parallel_lce.backends.divergence import divergence
 from parallel_lce.backends.gemm import accumulate_nt, operand, put
 from parallel_lce.backends.interface import (
-    Coefficients,
-    GradBuffers,
+    BackwardTask,
+    ForwardTask,
     Projection,
     Scratch,
-    SelectedGradient,
-    SelectedLogits,
     power_of_two_scale,
     savable,
     softcap_slope,
@@ -57,7 +57,6 @@ from parallel_lce.backends.torch_tiles import (
     window_size,
 )
 from parallel_lce.core.memory import some_rows
-from parallel_lce.core.options import Options
 from parallel_lce.core.partials import (
     ALONE,
     LOWEST_SHIFT,
@@ -65,7 +64,6 @@ from parallel_lce.core.partials import (
     NEAR,
     SUM_EXP,
     TARGET,
-    Columns,
     empty_partial,
     exponential_,
     merge,
@@ -74,18 +72,22 @@ from parallel_lce.core.partials import (
 )
 
 __all__ = [
+    "DENSE_FLOPS",
     "NAME",
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
-    "BlockBackward",
-    "BlockForward",
     "Saved",
     "allocate_saved",
+    "block_backward",
+    "block_forward",
     "block_logits",
-    "is_straight",
+    "divergence",
+    "logits_gradient",
+    "logits_partial",
     "mean_loss",
     "merge_ranks",
     "savable",
+    "scaled",
     "selected_hidden_gradient",
     "selected_logits",
     "selected_weight_gradient",
@@ -95,8 +97,11 @@ __all__ = [
 
 NAME: str = "torch"
 SMALLEST_ACCUMULATED: int = 1
+DENSE_FLOPS: float = 0
 REUSES_SAVED: bool = False
 
+# Bytes of a copy in the factor's dtype.
+_SCALED_BYTES = 16 << 20
 # fp16 saves exp(z - m), which is in [0, 1], times this: nothing is lost down to e^-20.
 _SAVED_FP16_SCALE = 2.0**15
 
@@ -111,49 +116,28 @@ class Saved(NamedTuple):
     maxima: Tensor
 
 
-def is_straight(hidden: Tensor, weight: Tensor, options: Options) -> bool:
-    return False
-
-
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
     return projection.weight.new_empty(min(entries, projection.real_rows) * rows)
 
 
 class BlockForward:
-    """Partials of a block of ``x [R, D]`` over the shard, and the exponentials of its first ``save`` vocabulary rows,
-    in ``buffer``.
+    """Partials of a block over the shard, and the exponentials of its first vocabulary rows."""
 
-    ``target [R]``: ids relative to the shard; one outside [0, real_rows) has no logit here. ``out [C, R]``: where the
-    partial is written. ``keep_windows`` has no effect.
-    """
-
-    def __init__(
-        self,
-        projection: Projection,
-        x: Tensor,
-        target: Tensor | None,
-        columns: Columns,
-        save: int,
-        buffer: Tensor | None = None,
-        out: Tensor | None = None,
-        keep_windows: bool = False,
-        selected: SelectedLogits | None = None,
-    ) -> None:
-        self._projection, self._x, self._target, self._columns = projection, x, target, columns
-        self._save, self._buffer, self._selected = min(save, projection.real_rows), buffer, selected
-        self.partial = empty_partial(columns, x.shape[0], projection.dtype, x.device, out)
+    def __init__(self, task: ForwardTask) -> None:
+        self._task, self._save = task, min(task.save, task.projection.real_rows)
+        self.partial = empty_partial(task.columns, len(task.x), task.projection.dtype, task.x.device, task.out)
 
     def project_local(self, local: range) -> None:
         """Does nothing. On a CPU a product would only slow down the collective beside it."""
 
     def project_rest(self) -> Saved | tuple[()]:
         """Project all rows; returns a :class:`Saved`, or ``()``."""
-        projection, columns, save = self._projection, self._columns, self._save
-        rows, dtype = self._x.shape[0], self.partial.dtype
+        projection, given, target, columns, *_, selected = task = self._task
+        save, rows, dtype = self._save, given.shape[0], self.partial.dtype
         if rows == 0 or projection.real_rows == 0:
             return ()
-        x, tiles, memory = operand(self._x), row_tiles(rows), Scratch(0, self._x.device)
+        x, tiles, memory = operand(given), row_tiles(rows), Scratch(0, given.device)
         width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
         saved_windows = even_slices(0, save, width)
         windows = saved_windows
@@ -161,7 +145,7 @@ class BlockForward:
             windows = windows + even_slices(save, projection.real_rows, width)
         saved: Saved | None = None
         if save:
-            buffer = allocate_saved(projection, rows, save) if self._buffer is None else self._buffer
+            buffer = allocate_saved(projection, rows, save) if task.buffer is None else task.buffer
             saved = Saved(buffer[: save * rows], self.partial.new_empty(len(saved_windows), rows))
         for tile in tiles:
             of_tile = projection if len(tiles) == 1 else projection.of_rows(tile)
@@ -177,10 +161,10 @@ class BlockForward:
                 in_place = store is not None and store.dtype == dtype
                 z = store if store is not None and in_place else borrowed(memory, tile, window, dtype)
                 logits(of_tile, some_rows(x, tile.start, tile.stop), weight, window, z)
-                if self._target is not None:
-                    take_targets(z, self._target[tile], window, partial[TARGET])
-                if self._selected is not None:
-                    take_selected(z, self._selected, tile, window)
+                if target is not None:
+                    take_targets(z, target[tile], window, partial[TARGET])
+                if selected is not None:
+                    take_selected(z, selected, tile, window)
                 # z becomes exponentials.
                 tile_partial(z, projection.start + window.start, columns, partial)
                 if saved is not None and store is not None:
@@ -207,27 +191,16 @@ class _GradientTile(NamedTuple):
 
 
 class BlockBackward:
-    """Gradients of a block of ``x [R, D]``. ``partial [>= 3, R]``: the merged partial.
+    """Gradients of a block.
 
-    What is not ``saved`` is projected again. Where dX is reduced over the ranks, dW of the last tile, and of those that
-    stay in the memory of what is saved, is formed after dX.
+    Logits whose exponentials are not saved are projected again. Where dX is reduced over the ranks, dW of the last
+    tile, and of those that stay in the memory of saved exponentials, is formed after dX.
     """
 
     reads_hidden_first = True
 
-    def __init__(
-        self,
-        projection: Projection,
-        x: Tensor,
-        target: Tensor | None,
-        partial: Tensor,
-        coefficients: Coefficients,
-        saved: Saved | tuple[()],
-        grads: GradBuffers,
-        scratch: Scratch,
-        selected: SelectedGradient | None = None,
-        gradient_filter: float | None = None,
-    ) -> None:
+    def __init__(self, task: BackwardTask) -> None:
+        projection, x, target, partial, coefficients, saved, grads, scratch, _, selected, gradient_filter = task
         self._projection, self._x, self._target = projection, x, target
         self._grads, self._scratch = grads, scratch
         # Tiles that are still to be added to dW.
@@ -416,3 +389,18 @@ class BlockBackward:
         if self._epsilon is not None:
             factor = torch.addcmul(factor, e, self._epsilon[rows])
         return e.mul_(factor)
+
+
+block_forward, block_backward = BlockForward, BlockBackward
+
+
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * factor`` in ``dtype``, in place where that is the gradient's."""
+    result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    if gradient.dtype == factor.dtype:
+        return torch.mul(gradient, factor, out=result)
+    # torch.mul would round the factor to the gradient's dtype.
+    rows = max(1, _SCALED_BYTES // max(1, gradient[:1].numel() * factor.element_size()))
+    for source, destination in zip(gradient.split(rows), result.split(rows)):
+        destination.copy_(source.to(factor.dtype) * factor)
+    return result

@@ -11,36 +11,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Projection, SelectedGradient, SelectedLogits, Selection, savable
+from parallel_lce.backends import torch_backend
+from parallel_lce.backends.interface import (
+    BackwardTask,
+    Coefficients,
+    ForwardTask,
+    LogitsGradient,
+    Pair,
+    Projection,
+    SelectedGradient,
+    Selection,
+    savable,
+)
 from parallel_lce.backends.torch_logits import top_k
 from parallel_lce.backends.triton_backward import BlockBackward
+from parallel_lce.backends.triton_dense import DenseBackward, DenseForward
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
-from parallel_lce.backends.triton_straight import Straight, is_straight
 from parallel_lce.backends.triton_windows import keeps_windows
 from parallel_lce.core.partials import TARGET, Columns, empty_partial
 from parallel_lce.kernels import selected as kernels
+from parallel_lce.kernels.dense_logits import dense_gradient, dense_partial
+from parallel_lce.kernels.divergence import divergence as divergence_of
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import Product, new_window_partials
-from parallel_lce.kernels.rewrite import Saved
+from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
+from parallel_lce.kernels.targets import scale_and_add_targets
 from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import MEASURED, rows_beside_gather
 
 __all__ = [
+    "DENSE_FLOPS",
     "NAME",
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
-    "BlockBackward",
-    "BlockForward",
-    "Straight",
-    "is_straight",
     "Saved",
     "allocate_saved",
+    "block_backward",
+    "block_forward",
     "block_logits",
+    "divergence",
+    "logits_gradient",
+    "logits_partial",
     "mean_loss",
     "merge_ranks",
     "savable",
+    "scaled",
     "selected_hidden_gradient",
     "selected_logits",
     "selected_weight_gradient",
@@ -49,6 +66,7 @@ __all__ = [
 ]
 
 NAME: str = "triton"
+DENSE_FLOPS: float = MEASURED.dense_flops
 SMALLEST_ACCUMULATED: int = MEASURED.smallest_accumulated
 REUSES_SAVED: bool = True
 
@@ -94,28 +112,55 @@ def selected_weight_gradient(
     kernels.weight_gradient(dense(x), gradient.selection.ids, owner, gradient.values, dweight, dbias)
 
 
-class BlockForward:
-    """Partials of a block of ``x [R, D]`` over the shard, and the exponentials of its first ``save`` vocabulary rows.
+def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``gradient * factor`` in ``dtype``, in place where that is the gradient's."""
+    if gradient.dim() == 1 or gradient.numel() == 0 or not gradient.is_contiguous():
+        return torch_backend.scaled(gradient, factor, dtype)
+    result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    rows, of_result = (t.view(-1, t.shape[-1]) for t in (gradient, result))
+    scale_and_add_targets(rows, factor, None, of_result)
+    return result
 
-    ``save`` is rounded down to whole windows; their exponentials go to ``buffer``. With ``keep_windows`` the windows'
-    sums of exponentials are saved, too, if a filtered backward can do without some of the other entries. fp16 has no
-    softmax shift: its exponentials are relative to each window's maximum. ``target [R]``: ids relative to the shard;
-    one outside ``[0, real_rows)`` has no logit here. ``out [C, R]``: where the partial is written. ``selected``:
-    entries whose logits are wanted.
+
+def logits_partial(logits: Tensor, target: Tensor, columns: Columns, partial: Tensor) -> None:
+    """Write the ``partial [C, N]`` of ``logits [N, V/P]`` that exist."""
+    if logits.stride(1) != 1:
+        return torch_backend.logits_partial(logits, target, columns, partial)
+    dense_partial(logits, target, columns, partial)
+
+
+def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Coefficients) -> Tensor:
+    """The gradient of :func:`logits_partial`'s logits, in their dtype."""
+    if logits.stride(1) != 1:
+        return torch_backend.logits_gradient(logits, target, partial, coefficients)
+    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    dense_gradient(logits, target, partial, TokenCoefficients(*coefficients.each, coefficients.factor), gradient)
+    return gradient
+
+
+def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
+    """Write this shard's part of ``sums [2, R]``, and the gradient, where they are given."""
+    divergence_of(*pair, sums, *(gradient or (None, None, None)))
+
+
+def block_forward(task: ForwardTask) -> BlockForward | DenseForward:
+    return (DenseForward if task.dense else BlockForward)(task)
+
+
+def block_backward(task: BackwardTask) -> BlockBackward | DenseBackward:
+    return (DenseBackward if task.dense else BlockBackward)(task)
+
+
+class BlockForward:
+    """Partials of a block over the shard, and the exponentials of its first vocabulary rows.
+
+    The number of rows that save is rounded down to whole windows. With ``keep_windows`` the windows' sums of
+    exponentials are saved, too, if a filtered backward can do without some of the other entries. fp16 has no softmax
+    shift: its exponentials are relative to each window's maximum.
     """
 
-    def __init__(
-        self,
-        projection: Projection,
-        x: Tensor,
-        target: Tensor | None,
-        columns: Columns,
-        save: int,
-        buffer: Tensor | None = None,
-        out: Tensor | None = None,
-        keep_windows: bool = False,
-        selected: SelectedLogits | None = None,
-    ) -> None:
+    def __init__(self, task: ForwardTask) -> None:
+        projection, x, target, columns, save, _, buffer, out, keep_windows, selected = task
         rows, real = x.shape[0], projection.real_rows
         self._selected = selected
         self._projection, self._target, self._columns = projection, target, columns

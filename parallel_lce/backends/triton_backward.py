@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import put
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch, SelectedGradient
+from parallel_lce.backends.interface import BackwardTask
 from parallel_lce.backends.triton_operands import dense, product_of
 from parallel_lce.backends.triton_slices import Piece, Slice, tiling
 from parallel_lce.backends.triton_windows import WINDOWED_BYTES, fills_sample, kept_windows
@@ -26,7 +26,6 @@ from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.plan import PIECE_ROWS
 from parallel_lce.kernels.partials import WindowPartials
-from parallel_lce.kernels.rewrite import Saved
 from parallel_lce.kernels.targets import scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
@@ -34,27 +33,16 @@ PRODUCT_BYTES, FUSED_BYTES = MEASURED.product_bytes, MEASURED.fused_bytes
 
 
 class BlockBackward:
-    """Gradients of a block of ``x [R, D]``. ``partial [>= 3, R]``: the merged partial.
+    """Gradients of a block.
 
-    The saved exponentials are overwritten, and what is recomputed reuses their memory. dX is complete before the last
-    slice's dW product starts. Beside what is saved and ``scratch``, memory is needed for fp32 products of at most
+    The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is complete before the last
+    slice's dW product starts. Beside the exponentials and ``scratch``, memory is needed for fp32 products of at most
     128 MiB, or of dX's size where several slices add to it, and for a copy of x. Where only active windows are
     projected again ``scratch`` becomes ``WINDOWED_BYTES``.
     """
 
-    def __init__(
-        self,
-        projection: Projection,
-        x: Tensor,
-        target: Tensor | None,
-        partial: Tensor,
-        coefficients: Coefficients,
-        saved: Saved | tuple[()],
-        grads: GradBuffers,
-        scratch: Scratch,
-        selected: SelectedGradient | None = None,
-        gradient_filter: float | None = None,
-    ) -> None:
+    def __init__(self, task: BackwardTask) -> None:
+        projection, x, target, partial, coefficients, saved, grads, scratch, _, selected, gradient_filter = task
         self._projection, self._grads, self._selected = projection, grads, selected
         self._gradient_filter = gradient_filter
         # The last slice, whose dW is still to come.

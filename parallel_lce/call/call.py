@@ -42,8 +42,6 @@ class Call:
     # It runs in a compiled graph, or its tensors have no values.
     in_graph: bool
     layout: Layout
-    # In straight lines, where the backend has such for the signature (parallel_lce.backends.triton_straight).
-    straight: Any = None
     # [N] int64 ids in the whole vocabulary, or None.
     target: Tensor | None = None
     # [N] in the statistics' dtype each; None: one number for all tokens, or no weights

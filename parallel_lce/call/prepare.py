@@ -74,7 +74,7 @@ def prepare(
         if key is not None:
             if len(KNOWN) >= _MOST_KNOWN:
                 KNOWN.clear()
-            KNOWN[key] = known = _straightened(known, tensors, layout, main_grad)
+            KNOWN[key] = known
     elif extra_check is not None:
         extra_check(known.shape)
     return _with_tensors(known, tensors, layout, main_grad)
@@ -105,21 +105,6 @@ def _signature(
     key += environ.get(VARIABLE), environ.get("TRITON_INTERPRET"), environ.get(BUDGET_VARIABLE)
     key.append(_group_traits(layout, tensors.input))
     return tuple(key)
-
-
-def _straightened(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> Call:
-    """The call in straight lines, if it is a loss of one block that is all saved, and the backend has such."""
-    hidden, weight, needs, plan = tensors.input, tensors.linear_weight, known.needs, known.plan
-    entries = known.shard.real_rows
-    if known.in_graph or not (needs.hidden or needs.weight) or needs.bias or layout.sp_size > 1 or plan is None:
-        return known
-    saves_all = len(plan.blocks) == 1 and plan.blocks[0].saved >= entries and not plan.accumulate
-    # Its tile is that of such a weight.
-    saves_all = saves_all and weight.is_contiguous() and not weight.data_ptr() & 15
-    adds = main_grad is None or main_grad.tensor.dtype == known.dtype
-    if saves_all and adds and entries and known.backend.is_straight(hidden, weight, known.options):
-        return known.replaced(straight=known.backend.Straight(hidden, weight, entries, known.options))
-    return known
 
 
 def _group_traits(layout: Layout, input: Tensor) -> tuple:
@@ -262,6 +247,8 @@ def _plan(
         savable=_savable(options, tensors, backend),
         accumulable=accumulable,
         smallest_accumulated=backend.SMALLEST_ACCUMULATED,
+        # Selected entries have no place beside logits, and fp16 gradients need a scale.
+        dense_flops=backend.DENSE_FLOPS if tensors.selected is None and weight.dtype == torch.bfloat16 else 0,
         reuses_saved=backend.REUSES_SAVED,
     )
     return planned.limited(shard.real_rows, itemsize, layout.sp_size)

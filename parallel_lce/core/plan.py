@@ -75,6 +75,8 @@ class Plan:
     gathered_rows: int
     # ``scratch_bytes`` of a backward whose saved exponentials are gone: consumed, or lost by hooks.
     scratch_bytes_unsaved: int
+    # The fp32 logits of the only block are saved, instead of exponentials.
+    dense: bool = False
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -116,6 +118,9 @@ class Plan:
         size = balanced(self.part_rows, self.block_rows) if self.accumulate else self.first_rows
         if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
             return self
+        if self.dense:
+            fits = 4 * sp_size * size * shard_rows <= self.block_bytes - self.hidden_bytes
+            return replace(self, saved=shard_rows) if fits else replace(self, dense=False, saved=0)
         entry = sp_size * size * itemsize
         room = self.block_bytes - self.hidden_bytes
         recomputes = self.first_rows < self.part_rows or shard_rows * entry > room
@@ -174,6 +179,7 @@ class _Problem:
     accumulable: bool
     smallest_accumulated: int
     reuses_saved: bool
+    dense_flops: float
 
     @property
     def part_rows(self) -> int:
@@ -232,6 +238,20 @@ class _Problem:
             hidden_bytes=0,
         )
         return Plan(**usual | fields)
+
+
+def _dense(p: _Problem) -> _Candidate:
+    """Save the fp32 logits of a small problem. Their gradient, formed in their memory, has their products' dtype.
+
+    A call then has few launches: a problem of so few flops takes the GPU less time than the host needs to start those
+    of a fused projection. The GPU's own time is longer by what it takes to write and read the logits.
+    """
+    saved = _save(p)
+    whole = 4 * p.tokens * p.shard_rows
+    hidden_bytes = p.gathered_bytes if p.gathered_bytes <= p.budget - whole else 0
+    planned = replace(saved.plan, hidden_bytes=hidden_bytes, dense=True)
+    small = 6 * p.tokens * p.shard_rows * p.hidden_size <= p.dense_flops
+    return replace(saved, plan=planned, possible=small and whole <= p.budget)
 
 
 def _save(p: _Problem) -> _Candidate:
@@ -335,13 +355,14 @@ def plan(
     accumulable: bool = False,
     smallest_accumulated: int = 1,
     reuses_saved: bool = False,
+    dense_flops: float = 0,
 ) -> Plan:
     """Split N tokens into blocks.
 
-    Takes the possible candidate of least cost. Candidates are: save everything; accumulate gradients in forward;
-    recompute by vocabulary; recompute by rows. The functions above say when each is possible. The cost is the number
-    of matrix products; among equals a preferred candidate is taken (saving everything; by vocabulary where its fp32
-    dX fits the budget), then the one with the smallest fp32 accumulator, then the first in the list.
+    Takes the possible candidate of least cost. Candidates are: save fp32 logits; save every exponential; accumulate
+    gradients in forward; recompute by vocabulary; recompute by rows. The functions above say when each is possible.
+    The cost is the number of matrix products; among equals a preferred candidate is taken (saving all; by vocabulary
+    where its fp32 dX fits the budget), then the one with the smallest fp32 accumulator, then the first in the list.
 
     Args:
         tokens: N, the tokens of the whole sequence. shard_rows: ceil(V / P). hidden_size: D. itemsize: bytes of an
@@ -349,7 +370,8 @@ def plan(
         ranks: P. gradients: None means evaluation. savable: the saved exponentials are enough for the backward.
         accumulable: the loss is a sum with weights known in forward. smallest_accumulated: tokens of a block from
         which on accumulating is worth its time. Adding to an fp32 dW costs the same whatever the tokens.
-        reuses_saved: the backend recomputes into the memory of the saved exponentials.
+        reuses_saved: the backend recomputes into the memory of the saved exponentials. dense_flops: fp32 logits are
+        saved where the three products have at most so many flops.
     """
     problem = _Problem(
         tokens,
@@ -364,6 +386,7 @@ def plan(
         accumulable,
         smallest_accumulated,
         reuses_saved,
+        dense_flops,
     )
     if gradients is None:
         return problem.plan(first_rows=0, block_rows=0, saved=0)
@@ -371,7 +394,7 @@ def plan(
     recomputations = _recompute_by_vocabulary(problem), _recompute_by_rows(problem)
     if ranks > 1:
         recomputations = recomputations[::-1]
-    best, *others = [c for c in (_save(problem), _accumulate(problem), *recomputations) if c.possible]
+    best, *others = [c for c in (_dense(problem), _save(problem), _accumulate(problem), *recomputations) if c.possible]
     for candidate in others:
         if candidate.cost < best.cost:
             best = candidate

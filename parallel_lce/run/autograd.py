@@ -14,16 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.backends import uses_kernels
-from parallel_lce.call.call import Call, Inputs, Needs, flattened
+from parallel_lce.call.call import Call, Inputs, Needs
 from parallel_lce.core.memory import in_memory, on_device_of
 from parallel_lce.run import losses, statistics
-from parallel_lce.run.schedule import accumulate, backward, backward_again, backward_straight, forward, forward_straight
+from parallel_lce.run.schedule import accumulate, backward, forward
 from parallel_lce.run.statistics import DIFFERENTIABLE, Residuals
 
 FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
-
-_SCALED_BYTES = 16 << 20
 
 
 class _FirstOrder(torch.autograd.Function):
@@ -131,47 +128,8 @@ class _Fused(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-def _plain(tensor: Tensor | None) -> Tensor | None:
-    """Contiguous and 16 bytes aligned."""
-    if tensor is None or (tensor.is_contiguous() and not tensor.data_ptr() & 15):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-class _StraightLoss(torch.autograd.Function):
-    """A loss in straight lines: of each token, or reduced."""
-
-    @staticmethod
-    def forward(ctx, hidden, weight, bias, call: Call):
-        value, divisor, merged, found = forward_straight(call, hidden, weight, bias)
-        ctx.save_for_backward(hidden, weight, bias, *call.per_token[:4], divisor, merged, *found)
-        ctx.call, ctx.consumed = call, False
-        return value
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx, saved, upstream):
-        hidden, weight, bias, *per_token, divisor, merged, exponentials, vectors = saved
-        # A saved-tensor hook may have returned them in other memory.
-        weight, merged, exponentials, vectors = map(_plain, (weight, merged, exponentials, vectors))
-        call = ctx.call.with_tensors((*per_token, None, None))
-        if call.main_grad is not None:
-            call = call.replaced(main_grad=call.main_grad.now())
-        upstream = in_memory(upstream)
-        factor = upstream if divisor is None else upstream / divisor
-        needs, found = Needs(*ctx.needs_input_grad[:3]), (exponentials, vectors)
-        consumed, ctx.consumed = ctx.consumed, True
-        run = backward_again if consumed else backward_straight
-        dx, dweight = run(call, hidden, weight, bias, found, merged, factor, needs)
-        if call.main_grad is not None and needs.weight:
-            dweight = call.main_grad.placeholder()
-        return dx, dweight, None, None
-
-
 def fused(call: Call, inputs: Inputs) -> tuple[Any, ...]:
     """What a call finds: one loss, or all statistics, None for one not asked for."""
-    if call.straight is not None and inputs[1].is_contiguous() and not inputs[1].data_ptr() & 15:
-        return (_StraightLoss.apply(*inputs, call),)
     if any(call.needs):
         return _Fused.apply(*inputs, call)
     with torch.no_grad():
@@ -196,25 +154,9 @@ class _AccumulatedLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, gradients = accumulate(ctx.call.with_tensors(per_token), *inputs, ctx.needs)
-        return *[g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)], None
-
-
-def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in ``dtype``, in place where that is its own."""
-    result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
-    if gradient.dim() > 1 and gradient.numel() and gradient.is_contiguous() and uses_kernels(gradient):
-        from parallel_lce.kernels.targets import scale_and_add_targets
-
-        with on_device_of(gradient):
-            scale_and_add_targets(flattened(gradient), factor, None, flattened(result))
-        return result
-    if gradient.dtype == factor.dtype:
-        return torch.mul(gradient, factor, out=result)
-    # torch.mul would round the factor to the gradient's dtype.
-    rows = max(1, _SCALED_BYTES // max(1, gradient[:1].numel() * factor.element_size()))
-    for source, destination in zip(gradient.split(rows), result.split(rows)):
-        destination.copy_(source.to(factor.dtype) * factor)
-    return result
+        with on_device_of(inputs[1]):
+            scaled = ctx.call.backend.scaled
+            return *[g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)], None
 
 
 def accumulated_loss(call: Call, inputs: Inputs) -> Tensor:

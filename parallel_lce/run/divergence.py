@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.divergence import LogitsGradient, Pair, divergence
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, put
-from parallel_lce.backends.interface import power_of_two_near
+from parallel_lce.backends.interface import LogitsGradient, Pair, power_of_two_near
 from parallel_lce.backends.torch_logits import aligned
 from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened, token_count
 from parallel_lce.core import plan
@@ -35,7 +34,7 @@ from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Block, balanced, shared_shard_rows
-from parallel_lce.run.autograd import first_order_only, scaled
+from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers
 
 # Of a token: the normalizers of student and teacher, two numbers each, and the student's sum.
@@ -128,7 +127,7 @@ class _Evaluation:
             self._sum(pair, block, gradient if beta == 0 else None)
         if gradient is not None and (self.known is not None or beta > 0):
             mean = self.layout.take(self.found.numbers[4], block).contiguous() if beta > 0 else None
-            divergence(pair, None, gradient._replace(student_mean=mean))
+            self.task.student.backend.divergence(pair, None, gradient._replace(student_mean=mean))
 
     def _pair(self, block: Block, x: Tensor, y: Tensor) -> Pair:
         """The block's logits, normalized over all ranks."""
@@ -148,7 +147,7 @@ class _Evaluation:
         layout, beta = self.layout, self.task.beta
         parts = pair.student.new_empty(layout.ranks, 2, len(pair.student))
         own = parts[layout.rank]
-        divergence(pair, own, gradient)
+        self.task.student.backend.divergence(pair, own, gradient)
         if layout.ranks > 1:
             gather_whole(parts.view(layout.ranks, -1), own.view(-1), layout)
         of_teacher, of_student = parts.sum(0)
@@ -283,7 +282,9 @@ class _SummedDivergence(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, gradients = _with_gradients(ctx.task, tuple(inputs), factor, ctx.needs)
-        delivered = [g if g is None else scaled(g, upstream, tensor.dtype) for g, tensor in zip(gradients, inputs[:3])]
+        with device_without_autocast(inputs[1]):
+            scaled = ctx.task.student.backend.scaled
+            delivered = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs[:3])]
         return *delivered, None, None, None, None, None
 
 

@@ -45,7 +45,7 @@ def fused_loss(
         losses = autograd.fused(call, inputs)[0]
         # A view is a node of the graph, and time of the host.
         return losses if reduction != "none" or len(call.shape) == 1 else losses.view(call.shape)
-    call = call.replaced(options=call.options._replace(reduction="none"), straight=None)
+    call = call.replaced(options=call.options._replace(reduction="none"))
     if multiplies:
         call, tensors = call.replaced(token_weight=None), tensors._replace(token_weight=None)
     target, ignore_index = call.target, call.options.ignore_index

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import (
+    BackwardTask,
     BlockForward,
     Coefficients,
+    ForwardTask,
     GradBuffers,
     Projection,
     Saved,
@@ -36,7 +38,7 @@ from parallel_lce.call.call import Call, Gradients, Needs, flattened, token_coun
 from parallel_lce.call.selection import BesidePartials, Selected
 from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
 from parallel_lce.core.grad_buffers import GradBuffer
-from parallel_lce.core.memory import device_without_autocast, some_rows
+from parallel_lce.core.memory import device_without_autocast
 from parallel_lce.core.partials import Merged
 from parallel_lce.core.plan import Block
 from parallel_lce.run import losses
@@ -96,17 +98,18 @@ def forward(
             x, of_block = gathers.next(), call.of_block(projection, block)
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
-            work = backend.BlockForward(
+            task = ForwardTask(
                 of_block,
                 x.tensor,
                 layout.take(targets, block),
                 call.columns,
                 block.saved if save else 0,
-                None,
-                out,
-                keep_windows,
-                beside and beside.selected_of(block),
+                dense=save and plan.dense,
+                out=out,
+                keep_windows=keep_windows,
+                selected=beside and beside.selected_of(block),
             )
+            work = backend.block_forward(task)
             of_this = _project(work, x, gathers, first=block.start == 0)
             saved = saved or of_this
             if beside is not None:
@@ -184,7 +187,7 @@ class _GradientSums:
             of_block = call.selected.of_block(call.layout, block, call.shard.start)
             selected = SelectedGradient(of_block, *self._selected)
         dx = None if reduction is None else reduction.open_block(block)
-        work = call.backend.BlockBackward(
+        task = BackwardTask(
             call.of_block(self._projection, block),
             x.tensor,
             call.layout.take(self._targets, block),
@@ -193,9 +196,11 @@ class _GradientSums:
             saved,
             GradBuffers(dx, self._dweight, self._dbias, reduction is not None and reduction.ranks > 1, x.arrived),
             self.scratch,
+            call.plan.dense,
             selected,
             call.options.gradient_filter,
         )
+        work = call.backend.block_backward(task)
         if work.reads_hidden_first and not x.arrived:
             x.wait()
         for rows_done in work.hidden_grad():
@@ -247,7 +252,8 @@ def backward(
         if coefficients.selected is not None and call.selected is not None:
             coefficients, selected = _selected_apart(call, call.selected, coefficients)
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes, selected=selected)
-        if exponentials is not None and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
+        lost = not (plan.dense or coefficients.delta is None or recovers_logits(weight.dtype))
+        if exponentials is not None and (consumed or lost):
             sums.scratch.adopt(exponentials)
             kept = ()
         tokens = None
@@ -291,90 +297,6 @@ def _selected_apart(
         coefficients, upstream = replace(coefficients, beta=beta), upstream.masked_fill(of_target, 0.0)
     # Hooks for saved tensors may have changed the strides of the logits.
     return coefficients, (call.before_softcap(upstream, logits), logits.contiguous())
-
-
-def forward_straight(
-    call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, Tensor | None, tuple[Tensor, Tensor]]:
-    """:func:`forward` of a loss in straight lines: the loss, what a mean's sum was divided by, the partial merged over
-    several ranks, and what the backend keeps."""
-    layout, straight, target = call.layout, call.straight, call.target
-    assert target is not None
-    with device_without_autocast(weight):
-        x, projection = _dense(hidden), call.of_block(call.projection(weight, bias), call.plan.blocks[0])
-        local = target - call.shard.start if call.shard.start else target
-        if layout.ranks == 1:
-            found, merged = straight.project(x, projection, local, None), None
-            value, divisor = straight.losses(found, None, call.shard.real_rows, target, call.token_weight)
-        else:
-            partials = PartialsGather(x, len(x), call.shard, call.columns, layout)
-            found = straight.project(x, projection, local, partials.local)
-            partials.start()
-            merged, vocab_size = partials.finish(call.backend.merge_ranks)
-            value, divisor = straight.losses(found, merged, vocab_size, target, call.token_weight)
-        return value, divisor, merged, found
-
-
-def backward_straight(
-    call: Call,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    found: tuple[Tensor, Tensor],
-    merged: Tensor | None,
-    factor: Tensor,
-    needs: Needs,
-) -> tuple[Tensor | None, Tensor | None]:
-    """dX and dW of a call whose :func:`forward_straight` gave ``found`` and ``merged``. ``factor``: the gradient of the
-    sum of the losses, ``[N]`` or 0-dimensional. The reduction of dX is that of :func:`backward`."""
-    straight, real, target = call.straight, call.shard.real_rows, call.target
-    assert target is not None
-    with device_without_autocast(weight):
-        block = call.plan.blocks[0]
-        x, projection = _dense(hidden), call.of_block(call.projection(weight, bias), block)
-        local = target - call.shard.start if call.shard.start else target
-        reduction = dx = dweight = None
-        if needs.hidden and call.reduced_over.ranks > 1:
-            reduction = call.hidden_reduction(x, in_pieces=not needs.weight)
-            dx = reduction.open_block(block)
-        elif needs.hidden:
-            dx = torch.empty_like(x)
-        scaled = straight.hidden_gradient(x, projection, local, found, merged, factor, dx, needs.weight)
-        if reduction is not None and dx is not None:
-            reduction.start(block, dx, len(dx))
-        if needs.weight and call.main_grad is not None:
-            straight.weight_gradient(x, local, found, scaled, some_rows(call.main_grad.tensor, 0, real), False)
-        elif needs.weight and real == len(weight):
-            dweight = straight.weight_gradient(x, local, found, scaled, None, True)
-        elif needs.weight:
-            dweight = torch.empty_like(weight)
-            dweight[real:].zero_()
-            straight.weight_gradient(x, local, found, scaled, dweight[:real], True)
-        dx = dx if reduction is None else reduction.wait()
-        return dx if dx is None else dx.view(hidden.shape), dweight
-
-
-def backward_again(
-    call: Call,
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    found: tuple[Tensor, Tensor],
-    merged: Tensor | None,
-    factor: Tensor,
-    needs: Needs,
-) -> tuple[Tensor | None, Tensor | None]:
-    """:func:`backward_straight` where an earlier one has overwritten the exponentials: all logits are recomputed."""
-    alpha, beta = call.straight.coefficients_of(found)
-    partial = call.straight.partial_of(found) if merged is None else merged
-    coefficients = Coefficients(alpha, beta, None, factor=factor)
-    return backward(call, hidden, weight, bias, partial, None, (), coefficients, needs, True)[:2]
-
-
-def _dense(hidden: Tensor) -> Tensor:
-    """``hidden [..., D]`` as ``[N, D]``, contiguous and 16 bytes aligned."""
-    x = flattened(hidden).contiguous()
-    return x if not x.data_ptr() & 15 else x.clone()
 
 
 class _Waiting(NamedTuple):
@@ -429,15 +351,16 @@ def accumulate(
             x = gathers.next()
             buffers.rotate(1)
             partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout)
-            work = backend.BlockForward(
+            task = ForwardTask(
                 call.of_block(projection, block),
                 x.tensor,
                 layout.take(targets, block),
                 columns,
                 block.saved,
-                buffers[0],
-                partials.local,
+                buffer=buffers[0],
+                out=partials.local,
             )
+            work = backend.block_forward(task)
             saved = _project(work, x, gathers, first=block.start == 0)
             partials.start()
             waiting.append(_Waiting(block, x, partials, saved))

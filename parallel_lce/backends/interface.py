@@ -257,8 +257,7 @@ def power_of_two_near(largest: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Logits of R tokens: p is the softmax of the student's, q of the teacher's.
 
     A normalizer ``[2, R]`` holds, over the whole vocabulary, the maximum of the logits and the logarithm of the sum of

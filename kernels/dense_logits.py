@@ -4,108 +4,84 @@ They are either those that a user has (:func:`parallel_lce.vocab_parallel_cross_
 small problem (:mod:`parallel_lce.backends.triton_dense`), to which bias, scales and soft-cap are applied as they are
 read. The plain torch of the former is :mod:`parallel_lce.backends.dense_logits`.
 
-One program reads a token's row. Rows are addressed in int64: N * V passes 2^31 in ordinary use.
+One program reads a token's row. Rows are addressed in int64: N * V passes 2^31 in ordinary use. Both kernels take
+tensors first, then numbers, so that :class:`parallel_lce.kernels.relaunch.Bound` can launch them.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.core.partials import NOBODY, Columns
-from parallel_lce.kernels.arithmetic import (
-    LOWEST_SHIFT,
-    Cap,
-    caps_of,
-    exact_logit,
-    exponential,
-    exponential_from,
-    finite_base,
-    gradient_of,
-    scaled,
-    softcapped,
-)
-from parallel_lce.kernels.partials import columns_of
+from parallel_lce.kernels.arithmetic import exact_logit, exponential, exponential_from, finite_base, scaled, softcapped
+from parallel_lce.kernels.losses import loss_of
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.rewrite import TokenCoefficients
 
-_BLOCK, _WARPS = 2048, 8
-_NOBODY = tl.constexpr(NOBODY)
-
-
-class Affine(NamedTuple):
-    """What turns products into logits: ``softcap(scale * token_scale * (product + bias))``."""
-
-    # [V]
-    bias: torch.Tensor | None = None
-    scale: float = 1.0
-    # [N] fp32
-    token_scale: torch.Tensor | None = None
-    # One number, or [N] fp32.
-    softcap: float | torch.Tensor | None = None
-
-
-PLAIN = Affine()
+BLOCK, WARPS = 2048, 8
 
 
 @triton.jit
-def _logits(products, column, inside, bias, factor, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
+def _of_token(token_scale, token_cap, scale, cap, row):
+    """The factor and the soft-cap of a token."""
+    if token_scale is not None:
+        scale *= tl.load(token_scale + row)
+    if token_cap is not None:
+        cap = tl.load(token_cap + row)
+    return scale, cap
+
+
+@triton.jit
+def _logits(products, column, inside, bias, scale, cap, SCALED: tl.constexpr, CAPPED: tl.constexpr):
     """The logits of some columns of a token's row; -inf outside."""
     z = tl.load(products + column, mask=inside, other=0.0).to(tl.float32)
     if bias is not None:
         z += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
     if SCALED:
-        z = scaled(z, factor)
+        z = scaled(z, scale)
     if CAPPED:
         z = softcapped(z, cap)
     return tl.where(inside, z, -float("inf"))
 
 
-@triton.jit
-def _of_token(token_scale, scale, cap, row):
-    """The factor and the soft-cap of a token."""
-    factor = scale
-    if token_scale is not None:
-        factor = tl.load(token_scale + row) * scale
-    number = scale  # Not read without a cap.
-    if cap.number is not None:
-        number = caps_of(cap, row, True)
-    return factor, number
-
-
 @Relaunched
-@triton.jit(do_not_specialize=["start"])
+@triton.jit
 def lce_forward_dense(
     products,
     partial,
+    losses,
+    coefficients,
     target,
+    token_weight,
     bias,
     token_scale,
+    token_cap,
+    rows,
     entries,
     stride,
-    start,
     scale,
     cap,
+    ignore_index,
+    smoothing,
+    z_loss,
+    SHIFTED: tl.constexpr,
     SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    OUTSIDE_NAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``partial``: its columns. ``target``: relative to the first entry, whose global id is ``start``."""
+    """``partial``: 3 columns, or 4 with ``SHIFTED``. ``losses``, and ``coefficients``: alpha, beta and, with
+    ``SHIFTED``, gamma: of each token, where these entries are the whole vocabulary; None: not formed. ``target``:
+    relative to the first entry."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    CAPPED: tl.constexpr = cap.number is not None
-    factor, number = _of_token(token_scale, scale, cap, row)
+    scale, cap = _of_token(token_scale, token_cap, scale, cap, row)
     lane = tl.arange(0, BLOCK)
     maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
-    places = tl.where(lane < entries, lane, _NOBODY)
     for first in range(0, entries, BLOCK):
         column = first + lane
-        z = _logits(products, column, column < entries, bias, factor, number, SCALED, CAPPED)
-        if partial.argmax is not None:
-            places = tl.where(z > maxima, column, places)
-        maxima = tl.maximum(maxima, z)
+        maxima = tl.maximum(maxima, _logits(products, column, column < entries, bias, scale, cap, SCALED, CAPPED))
     top = tl.max(maxima, 0)
     base = finite_base(top)
     # Equal to no logit where all are -inf.
@@ -115,52 +91,54 @@ def lce_forward_dense(
     largest = tl.zeros((BLOCK,), tl.float32)
     others = tl.zeros((BLOCK,), tl.float32)
     shifted = tl.zeros((BLOCK,), tl.float32)
-    total = tl.zeros((BLOCK,), tl.float32)
-    weighted = tl.zeros((BLOCK,), tl.float32)
-    squared = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, entries, BLOCK):
         column = first + lane
         inside = column < entries
-        z = _logits(products, column, inside, bias, factor, number, SCALED, CAPPED)
+        z = _logits(products, column, inside, bias, scale, cap, SCALED, CAPPED)
         highest = inside & (z == peak)
-        e = tl.where(highest, 0.0, exponential_from(z, base))
         largest += tl.where(highest, 1.0, 0.0)
-        others += e
-        if partial.shifted is not None:
+        others += tl.where(highest, 0.0, exponential_from(z, base))
+        if SHIFTED:
             shifted += tl.where(inside, z - base, 0.0)
-        if partial.total is not None:
-            total += tl.where(inside, z, 0.0)
-        if partial.weighted is not None:
-            weighted += e * tl.maximum(z - base, LOWEST_SHIFT)
-        if partial.squared is not None:
-            squared += e * e
-    number_of_largest = tl.sum(largest, 0)
-    sum_exp = tl.sum(others, 0) + number_of_largest
+    sum_exp = tl.sum(others, 0) + tl.sum(largest, 0)
     # inf - inf
     sum_exp = tl.where(top == float("inf"), float("nan"), sum_exp)
     # tl.max drops NaN, a sum does not.
-    broken = (sum_exp != sum_exp) & (top != float("inf"))
-    tl.store(partial.max + row, tl.where(broken, float("nan"), top))
-    tl.store(partial.sum_exp + row, sum_exp)
-    logit = 0.0
-    if target is not None:
-        wanted = tl.load(target + row)
-        hit = (wanted >= 0) & (wanted < entries)
-        z = _logits(products, wanted, hit, bias, factor, number, SCALED, CAPPED)
-        logit = tl.where(hit, exact_logit(z, top, sum_exp), 0.0)
-    tl.store(partial.target + row, logit)
-    if partial.shifted is not None:
-        tl.store(partial.shifted + row, tl.sum(shifted, 0))
-    if partial.total is not None:
-        tl.store(partial.total + row, tl.sum(total, 0))
-    if partial.weighted is not None:
-        tl.store(partial.weighted + row, tl.sum(weighted, 0))
-    if partial.squared is not None:
-        tl.store(partial.squared + row, tl.sum(squared, 0) + number_of_largest)
-    if partial.argmax is not None:
-        place = tl.min(tl.where(maxima == top, places, _NOBODY), 0)
-        place = tl.where(broken | (place == _NOBODY), _NOBODY, place + start)
-        tl.store(partial.argmax + row, place.to(tl.float32, bitcast=True))
+    top = tl.where((sum_exp != sum_exp) & (top != float("inf")), float("nan"), top)
+    wanted = tl.load(target + row)
+    inside = (wanted >= 0) & (wanted < entries)
+    logit = _logits(products, wanted, inside, bias, scale, cap, SCALED, CAPPED)
+    logit = tl.where(inside, exact_logit(logit, top, sum_exp), 0.0)
+    of_shift = tl.sum(shifted, 0)
+    tl.store(partial + row, top)
+    tl.store(partial + rows + row, sum_exp)
+    tl.store(partial + 2 * rows + row, logit)
+    if SHIFTED:
+        tl.store(partial + 3 * rows + row, of_shift)
+    if losses is not None:
+        weight = tl.where(inside | (inside == 0), 1.0, 0.0)
+        if token_weight is not None:
+            weight = tl.load(token_weight + row)
+        loss, alpha, beta, gamma = loss_of(
+            top,
+            tl.log(sum_exp),
+            logit,
+            of_shift,
+            wanted,
+            weight,
+            entries,
+            ignore_index,
+            smoothing,
+            z_loss,
+            SHIFTED,
+            SQUARED,
+            OUTSIDE_NAN,
+        )
+        tl.store(losses + row, loss)
+        tl.store(coefficients + row, alpha)
+        tl.store(coefficients + rows + row, beta)
+        if SHIFTED:
+            tl.store(coefficients + 2 * rows + row, gamma)
 
 
 @Relaunched
@@ -170,9 +148,11 @@ def lce_backward_dense(
     gradient,
     partial,
     coefficients,
+    factor,
     target,
     bias,
     token_scale,
+    token_cap,
     rows,
     entries,
     stride,
@@ -180,7 +160,9 @@ def lce_backward_dense(
     factor_stride,
     scale,
     cap,
+    SHIFTED: tl.constexpr,
     SCALED: tl.constexpr,
+    CAPPED: tl.constexpr,
     IN_PLACE: tl.constexpr,
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -189,25 +171,15 @@ def lce_backward_dense(
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     gradient += row * gradient_stride
-    CAPPED: tl.constexpr = cap.number is not None
-    factor, number = _of_token(token_scale, scale, cap, row)
-    upstream = factor
-    if coefficients.factor is not None:
-        upstream *= tl.load(coefficients.factor + row * factor_stride)
+    scale, cap = _of_token(token_scale, token_cap, scale, cap, row)
+    upstream = scale
+    if factor is not None:
+        upstream *= tl.load(factor + row * factor_stride)
     base = finite_base(tl.load(partial + row))
     over_sum = 1.0 / tl.load(partial + rows + row)
-    alpha = tl.load(coefficients.alpha + row)
-    gamma, delta, epsilon = coefficients.gamma, coefficients.delta, coefficients.epsilon
-    if gamma is not None:
-        gamma = tl.load(gamma + row)
-    if delta is not None:
-        delta = tl.load(delta + row)
-    if epsilon is not None:
-        epsilon = tl.load(epsilon + row)
-    wanted, beta = -1, 0.0
-    if target is not None:
-        wanted = tl.load(target + row).to(tl.int32)
-        beta = tl.load(coefficients.beta + row)
+    alpha = tl.load(coefficients + row)
+    beta = tl.load(coefficients + rows + row)
+    wanted = tl.load(target + row)
     begin = tl.program_id(1) * SPAN
     end = entries
     if not IN_PLACE:
@@ -215,90 +187,47 @@ def lce_backward_dense(
     for first in range(begin, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = column < end
-        z = _logits(products, column, inside, bias, factor, number, SCALED, CAPPED)
+        z = _logits(products, column, inside, bias, scale, cap, SCALED, CAPPED)
         if IN_PLACE:
             # The entries that are written lie where these and earlier ones were read.
             tl.debug_barrier()
-        moved = tl.minimum(z - base, 0.0)
-        p = exponential(moved) * over_sum
-        g = gradient_of(p, tl.maximum(moved, LOWEST_SHIFT), (alpha, gamma, delta, epsilon))
-        if target is not None:
-            g -= tl.where(column == wanted, beta, 0.0)
+        # Huge logits of equal entries may differ by roundings.
+        p = exponential(tl.minimum(z - base, 0.0)) * over_sum
+        g = p * alpha - tl.where(column == wanted, beta, 0.0)
+        if SHIFTED:
+            g -= tl.load(coefficients + 2 * rows + row)
         if CAPPED:
-            g *= 1.0 - (z / number) * (z / number)
+            g *= 1.0 - (z / cap) * (z / cap)
         tl.store(gradient + column, (g * upstream).to(gradient.dtype.element_ty), mask=inside)
 
 
-def dense_partial(
-    products: torch.Tensor,
-    target: torch.Tensor | None,
-    columns: Columns,
-    partial: torch.Tensor,
-    affine: Affine = PLAIN,
-    start: int = 0,
-) -> None:
-    """Write the ``partial [C, N]`` fp32 of the logits that ``affine`` makes of ``products [N, V]``, contiguous in V.
+def logits_partial(logits: torch.Tensor, target: torch.Tensor, shifted: bool, partial: torch.Tensor) -> None:
+    """Write the ``partial [3, N]`` fp32, or with ``shifted`` ``[4, N]``, of ``logits [N, V]``, contiguous in V.
 
-    ``target [N]`` int64, relative to the first entry, whose global id is ``start``; None: 0. Products are bf16, fp16
-    or fp32.
+    ``target [N]`` int64: relative to the first entry. Logits are bf16, fp16 or fp32.
     """
-    rows, entries = products.shape
-    bias, scale, token_scale, softcap = affine
+    rows, entries = logits.shape
     if rows:
-        lce_forward_dense.launch(
-            (rows,),
-            products,
-            columns_of(partial, columns),
-            target,
-            bias,
-            token_scale,
-            entries,
-            products.stride(0),
-            start,
-            float(scale),
-            Cap.of(softcap),
-            SCALED=scale != 1.0 or token_scale is not None,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-        )
+        numbers = rows, entries, logits.stride(0), 1.0, 0.0, None, 0.0, 0.0
+        tensors = logits, partial, None, None, target, None, None, None, None
+        options = dict(SHIFTED=shifted, SCALED=False, CAPPED=False, SQUARED=False, OUTSIDE_NAN=False)
+        lce_forward_dense.launch((rows,), *tensors, *numbers, **options, BLOCK=BLOCK, num_warps=WARPS)
 
 
-def dense_gradient(
-    products: torch.Tensor,
-    target: torch.Tensor | None,
+def logits_gradient(
+    logits: torch.Tensor,
+    target: torch.Tensor,
     partial: torch.Tensor,
-    coefficients: TokenCoefficients,
+    coefficients: torch.Tensor,
     gradient: torch.Tensor,
-    affine: Affine = PLAIN,
 ) -> None:
-    """Write the ``gradient [N, V]`` of the products, in its own dtype, contiguous in V.
+    """Write the ``gradient [N, V]`` of ``logits``, in its own dtype, contiguous in V.
 
-    ``partial [>= 2, N]`` fp32, contiguous: merged over all ranks. ``gradient`` may begin each row where the
-    ``products``, then fp32, begin theirs.
+    ``partial [>= 2, N]`` fp32, contiguous: merged over all ranks. ``coefficients [3, N]``: alpha, beta and gamma.
     """
-    rows, entries = products.shape
-    bias, scale, token_scale, softcap = affine
-    factor, in_place = coefficients.factor, gradient.data_ptr() == products.data_ptr()
+    rows, entries = logits.shape
     if rows and entries:
-        lce_backward_dense.launch(
-            (rows, 1 if in_place else -(-entries // _BLOCK)),
-            products,
-            gradient,
-            partial,
-            coefficients,
-            target if coefficients.beta is not None else None,
-            bias,
-            token_scale,
-            rows,
-            entries,
-            products.stride(0),
-            gradient.stride(0),
-            0 if factor is None or factor.dim() == 0 else factor.stride(0),
-            float(scale),
-            Cap.of(softcap),
-            SCALED=scale != 1.0 or token_scale is not None,
-            IN_PLACE=in_place,
-            SPAN=_BLOCK,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
-        )
+        tensors = logits, gradient, partial, coefficients, None, target, None, None, None
+        numbers = rows, entries, logits.stride(0), gradient.stride(0), 0, 1.0, 0.0
+        options = dict(SHIFTED=True, SCALED=False, CAPPED=False, IN_PLACE=False, SPAN=BLOCK, BLOCK=BLOCK)
+        lce_backward_dense.launch((rows, -(-entries // BLOCK)), *tensors, *numbers, **options, num_warps=WARPS)

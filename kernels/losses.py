@@ -19,6 +19,49 @@ from parallel_lce.kernels.relaunch import Relaunched
 _TOKENS, _SUMMED = 128, 4096
 
 
+@triton.jit
+def loss_of(
+    top,
+    log_sum,
+    logit,
+    shifted,
+    wanted,
+    weight,
+    entries,
+    ignore_index,
+    smoothing,
+    z_loss,
+    SMOOTHED: tl.constexpr,
+    SQUARED: tl.constexpr,
+    OUTSIDE_NAN: tl.constexpr,
+):
+    """Losses of tokens from the columns of their merged partials; and alpha, beta and gamma. ``wanted``: the target,
+    relative to the first of the ``entries``."""
+    inside = (wanted >= 0) & (wanted < entries)
+    log_prob = (logit - top) - log_sum
+    of_target = 1.0 - smoothing
+    if OUTSIDE_NAN:
+        weight = tl.where(inside, weight, float("nan"))
+    else:
+        log_prob = tl.where(inside, log_prob, -log_sum)
+        of_target = tl.where(inside, of_target, 0.0)
+    loss = -(1.0 - smoothing) * log_prob
+    if SMOOTHED:
+        loss -= smoothing * (shifted / (entries + 0.0) - log_sum)
+    of_lse = 1.0
+    if SQUARED:
+        lse = top + log_sum
+        loss += z_loss * lse * lse
+        of_lse = 1.0 + 2.0 * z_loss * lse
+    loss *= weight
+    if ignore_index is not None:
+        ignored = wanted == ignore_index
+        loss = tl.where(ignored, 0.0, loss)
+        weight = tl.where(ignored, 0.0, weight)
+    alpha = tl.where(weight == 0.0, 0.0, weight * of_lse)
+    return loss, alpha, weight * of_target, weight * (smoothing / (entries + 0.0))
+
+
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "entries", "ignore_index"])
 def lce_forward_losses(
@@ -43,39 +86,37 @@ def lce_forward_losses(
     valid = row < rows
     top = tl.load(partial + row, mask=valid, other=0.0)
     log_sum = tl.log(tl.load(partial + rows + row, mask=valid, other=1.0))
-    log_prob = (tl.load(partial + 2 * rows + row, mask=valid, other=0.0) - top) - log_sum
+    logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
     if vocab_size is not None:
         entries = tl.load(vocab_size)
-    wanted = tl.load(target + row, mask=valid, other=0)
-    inside = (wanted >= 0) & (wanted < entries)
     weight = tl.full((BLOCK,), 1.0, tl.float32)
     if token_weight is not None:
         weight = tl.load(token_weight + row, mask=valid, other=0.0)
-    target_coefficient = tl.full((BLOCK,), 1.0, tl.float32) - smoothing
-    if OUTSIDE_NAN:
-        weight = tl.where(inside, weight, float("nan"))
-    else:
-        log_prob = tl.where(inside, log_prob, -log_sum)
-        target_coefficient = tl.where(inside, target_coefficient, 0.0)
-    loss = -(1.0 - smoothing) * log_prob
-    if gamma is not None:
+    SMOOTHED: tl.constexpr = gamma is not None
+    shifted = top  # Not read without smoothing.
+    if SMOOTHED:
         shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
-        loss -= smoothing * (shifted / entries.to(tl.float32) - log_sum)
-    lse_factor = tl.full((BLOCK,), 1.0, tl.float32)
-    if SQUARED:
-        lse = top + log_sum
-        loss += z_loss * lse * lse
-        lse_factor += 2.0 * z_loss * lse
-    loss *= weight
-    if ignore_index is not None:
-        ignored = wanted == ignore_index
-        loss = tl.where(ignored, 0.0, loss)
-        weight = tl.where(ignored, 0.0, weight)
+    wanted = tl.load(target + row, mask=valid, other=0)
+    loss, of_all, of_target, of_others = loss_of(
+        top,
+        log_sum,
+        logit,
+        shifted,
+        wanted,
+        weight,
+        entries,
+        ignore_index,
+        smoothing,
+        z_loss,
+        SMOOTHED,
+        SQUARED,
+        OUTSIDE_NAN,
+    )
     tl.store(losses + row, loss, mask=valid)
-    tl.store(alpha + row, tl.where(weight == 0.0, 0.0, weight * lse_factor), mask=valid)
-    tl.store(beta + row, weight * target_coefficient, mask=valid)
-    if gamma is not None:
-        tl.store(gamma + row, weight * (smoothing / entries.to(tl.float32)), mask=valid)
+    tl.store(alpha + row, of_all, mask=valid)
+    tl.store(beta + row, of_target, mask=valid)
+    if SMOOTHED:
+        tl.store(gamma + row, of_others, mask=valid)
 
 
 def token_losses(

@@ -53,7 +53,8 @@ class Relaunched:
         self._compiled: dict[tuple, _Compiled] = {}
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
-    def launch(self, grid: tuple[int, ...], *arguments, **constants) -> None:
+    def launch(self, grid: tuple[int, ...], *arguments, **constants) -> _Compiled | None:
+        """None in Triton's interpreter, which does not compile."""
         first = arguments[0]
         while isinstance(first, tuple):
             first = first[0]
@@ -64,22 +65,23 @@ class Relaunched:
         key = tuple(described)
         known = self._compiled.get(key)
         if known is None:
-            self._compile(key, grid, arguments, constants)
-        else:
-            known.start(grid, values)
+            return self._compile(key, grid, arguments, constants)
+        known.start(grid, values)
+        return known
 
-    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> None:
-        """Launch it by Triton, which compiles it. Triton's interpreter does not, and every launch comes here."""
+    def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> _Compiled | None:
+        """Launch it by Triton, which compiles it."""
         # Triton 3.10 changes the default of whether a product and a sum become one instruction.
         compiled = self._function[grid](*arguments, **constants, enable_fp_fusion=True)
         if not hasattr(compiled, "packed_metadata"):
-            return
+            return None
         from triton.runtime import driver
 
         last = tuple(constants[name] for name in self._function.arg_names[len(arguments) :])
         stream = driver.active.get_current_stream
         function, metadata = compiled.function, compiled.packed_metadata
-        self._compiled[key] = _Compiled(compiled.run, function, metadata, stream, key[0], last)
+        self._compiled[key] = known = _Compiled(compiled.run, function, metadata, stream, key[0], last)
+        return known
 
     def __getattr__(self, name: str):
         return getattr(self._function, name)
@@ -121,3 +123,30 @@ def _describe(arguments: tuple, described: list, values: list) -> None:
             described += kind, argument.base.dtype, *argument.block_shape
         else:
             raise TypeError(f"a {kind.__name__} is no argument of a kernel")
+
+
+class Bound:
+    """Launches of a kernel that differ in the addresses of their tensors alone.
+
+    All tensors of a place have one shape and dtype, or all are None. Those that are 16 bytes aligned are launched
+    without being described.
+    """
+
+    def __init__(self, kernel: Relaunched, grid: tuple[int, ...], numbers: tuple, **constants) -> None:
+        self._kernel, self._grid, self._numbers, self._constants = kernel, grid, numbers, constants
+        self._known: _Compiled | None = None
+
+    def __call__(self, *tensors: Tensor | None) -> None:
+        addresses, bits = [], 0
+        for tensor in tensors:
+            address = None
+            if tensor is not None:
+                address = tensor.data_ptr()
+                bits |= address
+            addresses.append(address)
+        if bits & 15:
+            self._kernel.launch(self._grid, *tensors, *self._numbers, **self._constants)
+        elif self._known is None:
+            self._known = self._kernel.launch(self._grid, *tensors, *self._numbers, **self._constants)
+        else:
+            self._known.start(self._grid, [*addresses, *self._numbers])

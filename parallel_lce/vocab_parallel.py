@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import backend_of, valueless
-from parallel_lce.backends.interface import Backend, Coefficients
+from parallel_lce.backends.interface import Backend
 from parallel_lce.call import debug
 from parallel_lce.call.checks import check_kind, check_process_group
 from parallel_lce.core.collectives import Layout, PartialsGather, Shard
@@ -126,7 +126,7 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         partial = logits.new_empty(columns.count, len(target), dtype=accumulation_dtype(logits.dtype))
         gather = PartialsGather(partial, len(target), Shard(start, entries, None), Columns(), layout)
         with on_device_of(logits):
-            backend.logits_partial(logits, target, columns, partial)
+            backend.logits_partial(logits, target, columns.shifted, partial)
             gather.local.copy_(partial[:SHIFTED])
             gather.start()
             merged, vocab_size = gather.finish(backend.merge_ranks)
@@ -145,9 +145,8 @@ class _LogitsCrossEntropy(torch.autograd.Function):
     @first_order_only
     def backward(ctx, saved, upstream: Tensor):
         logits, target, merged = saved
-        upstream = upstream.contiguous()
         of_others = upstream * (ctx.smoothing / logits.shape[1])
-        coefficients = Coefficients(upstream, upstream * (1 - ctx.smoothing), of_others)
+        coefficients = torch.stack([upstream, upstream * (1 - ctx.smoothing), of_others])
         with on_device_of(logits):
             gradient = ctx.backend.logits_gradient(logits, target, merged.contiguous(), coefficients)
         return gradient, None, None, None, None

@@ -129,9 +129,6 @@ def call(rows, entries, depth, saved, everything, dtype):
         selected = gradient if everything else None
         options = dict(selected=selected, gradient_filter=gradient_filter)
         block_backward(backend, *others, exponentials, grads, Scratch(1 << 20), **options)
-    if dtype == torch.bfloat16:
-        _, logits = block_forward(backend, *given, dense=True)
-        block_backward(backend, *others, logits, grads, Scratch(1 << 20), dense=True)
 
 
 for arguments in CALLS[2:4] if FEW else CALLS:
@@ -149,8 +146,16 @@ for some in (1, 5)[FEW:]:
         partial = ones[:some].expand(3, -1).contiguous()
         losses.token_losses(partial, vocab_size, target[:some], None, Options("", ignore_index=-100))
     losses.mean_loss(ones[:some], target[:some], None, -100)
-    backend.logits_partial(logits[:some], target[:some], Columns(shifted=True), torch.ones(4, some))
-    backend.logits_gradient(logits[:some], target[:some], torch.ones(3, some), Coefficients(*[ones[:some]] * 3))
+    backend.logits_partial(logits[:some], target[:some], True, torch.ones(4, some))
+    backend.logits_gradient(logits[:some], target[:some], torch.ones(3, some), torch.ones(3, some))
+    for all_options in (False, True):
+        options = Options("", reduction="none", ignore_index=-100, label_smoothing=0.1 * all_options)
+        dense = backend.Dense(some, 304, options, 1.0, 5.0 if all_options else None, all_options, False)
+        products, scales = torch.ones(some, 304), ones[:some] if all_options else None
+        dense.partial(products, torch.ones(4, some), (target[:some], None, None, scales, None))
+        partial, _, coefficients = dense.losses(products, (target[:some], scales, None, scales, None))
+        for factor in (ones[0], ones[:some]):
+            dense.gradient(products, partial, coefficients, factor, (target[:some], None, scales, None))
     both = torch.ones(2, some, 300), torch.ones(2, 2, some)
     for beta in (0.0, 0.5, 1.0):
         found, wanted = torch.empty(2, some), (torch.empty(some, 300).bfloat16(), ones[:some], ones[:some])

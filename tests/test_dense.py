@@ -14,7 +14,7 @@ from parallel_lce.backends import triton
 from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.run.fused_loss import fused_loss
-from tools import DIFFERENTIABLE, chosen_backend, everywhere, field_gradients, fields, given, small, statistics
+from tools import chosen_backend, everywhere, given, small
 from world import Member
 
 
@@ -24,7 +24,7 @@ def dense(kernels):
         yield
 
 
-SHAPE = dict(N=40, V=203, D=32, dtype="bf16", sharpness=4.0)
+SHAPE = dict(N=40, V=208, D=32, dtype="bf16", sharpness=4.0)
 CASES = {
     "mean": {},
     "sum": dict(reduction="sum"),
@@ -36,21 +36,23 @@ CASES = {
         logit_scale=0.7,
         logit_softcap=5.0,
         token_weight=True,
+        frozen="bias",
     ),
-    "logits far from 0": dict(bias=True, offset=300.0),
+    "logits far from 0": dict(bias=True, offset=300.0, frozen="bias"),
+    "padding": dict(V=200, ranks=2, shards=(136, 120)),
     "nothing counts": dict(ignored="all"),
     "a frozen weight": dict(frozen="weight"),
     "frozen hidden states": dict(frozen="x"),
     "ranks": dict(ranks=2, reduction="none"),
     "sequence parallel": dict(ranks=2, sequence_parallel=True, label_smoothing=0.1),
-    "uneven shards": dict(ranks=2, shards=(150, 53), token_weight=True),
-    "an empty shard": dict(ranks=2, shards=(203, 0)),
+    "uneven shards": dict(ranks=2, shards=(152, 56), token_weight=True),
+    "an empty shard": dict(ranks=2, shards=(208, 0)),
 }
 
 
 def saved_logits() -> bool:
     """Whether the plan of the call that was made last says so."""
-    return [*prepare.KNOWN.values()][-1].plan.dense
+    return [*prepare.KNOWN.values()][-1].dense is not None
 
 
 def _found(member: Member, case: Case) -> tuple[dict[str, torch.Tensor], bool]:
@@ -62,34 +64,14 @@ def test_errors_are_at_most_those_of_torch(name, worlds, device):
     case = Case(**SHAPE | CASES[name])
     found, dense = zip(*everywhere(worlds, device, case.ranks, _found, case))
     check(case, assemble(case, found), 1.0, device)
-    assert all(dense)
-
-
-def test_statistics(device):
-    t = small(device, **SHAPE)
-    found = statistics(t.x, t.weight, t.target)
-    assert saved_logits()
-    with chosen_backend("torch"):
-        exact = statistics(t.x.double(), t.weight.double(), t.target)
-        yardstick = statistics(t.x, t.weight, t.target)
-    for name, value in fields(found).items():
-        truth = fields(exact)[name]
-        if not value.is_floating_point():
-            assert torch.equal(value, truth), name
-            continue
-        torch.testing.assert_close(value.double(), truth, rtol=2e-6, atol=2e-6, msg=name)
-    gradients = field_gradients(found, DIFFERENTIABLE, [t.x, t.weight])
-    truths = field_gradients(exact, DIFFERENTIABLE, [t.x, t.weight])
-    others = field_gradients(yardstick, DIFFERENTIABLE, [t.x, t.weight])
-    for gradient, truth, other in zip(gradients, truths, others):
-        assert (gradient.double() - truth).norm() <= 1.1 * (other.double() - truth).norm() + 2**-8 * truth.norm()
+    assert dense == tuple(rows > 0 for rows in case.shards or [case.V] * case.ranks)
 
 
 def test_a_step_has_few_launches(device):
     t = small(device, **SHAPE)
     with launches() as found:
         linear_cross_entropy(t.x, t.weight, t.target, reduction="none").sum().backward()
-    assert [each.kernel for each in found] == ["lce_forward_dense", "lce_forward_losses", "lce_backward_dense"]
+    assert [each.kernel for each in found] == ["lce_forward_dense", "lce_backward_dense"]
 
 
 def test_a_second_backward_has_the_bits_of_the_first(device):
@@ -114,7 +96,7 @@ def test_saved_tensors_in_other_memory(device):
     found = torch.autograd.grad(loss, [t.x, t.weight])
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
     # fp32, rows of a multiple of 64 entries; nothing else has the logits' shape.
-    assert max(sizes) == 40 * 256 * 4 and sum(size >= 40 * 203 for size in sizes) == 2  # and the weight
+    assert max(sizes) == 40 * 208 * 4 and sum(size >= 40 * 208 for size in sizes) == 2  # and the weight
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -122,29 +104,29 @@ def test_a_main_grad_is_added_to(dtype, device):
     t = small(device, **SHAPE)
     options, tensors = given(t.x, t.weight, t.target, reduction="none", ignore_index=-100)
     [expected] = torch.autograd.grad(fused_loss(options, tensors, None).sum(), [t.weight])
-    total = torch.ones(203, 32, device=device, dtype=dtype)
+    total = torch.ones(208, 32, device=device, dtype=dtype)
     for _ in range(2):
         fused_loss(options, tensors, None, main_grad=MainGrad(total, lambda: None)).sum().backward()
-    assert saved_logits()
+    assert saved_logits() == (dtype == torch.float32)
     torch.testing.assert_close(total.double(), 1 + 2 * expected.double(), rtol=2e-2, atol=2e-2)
 
 
 def test_memory_beyond_the_budget_is_not_taken(device):
     t = small(device, **SHAPE)
-    for budget, dense in ((40 * 203 * 4, True), (40 * 203 * 4 - 1, False)):
+    for budget, dense in ((40 * 208 * 4, True), (40 * 208 * 4 - 1, False)):
         linear_cross_entropy(t.x, t.weight, t.target, logits_budget=budget)
         assert saved_logits() == dense
 
 
-@pytest.mark.parametrize("case", ["fp16", "selected", "large"])
-def test_other_calls_save_exponentials(case, device, monkeypatch):
-    t = small(device, **SHAPE | ({"dtype": "fp16"} if case == "fp16" else {}))
-    if case == "large":
-        monkeypatch.setattr(triton, "DENSE_FLOPS", 6 * 40 * 203 * 32 - 1)
-    if case == "selected":
-        statistics(t.x, t.weight, t.target, selected=t.target[:, None])
-    else:
-        linear_cross_entropy(t.x, t.weight, t.target)
+OTHERS = {"fp16": dict(dtype="fp16"), "the bias's gradient": dict(bias=True), "odd": dict(V=207), "large": dict()}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_calls_save_exponentials(name, device, monkeypatch):
+    t = small(device, **SHAPE | OTHERS[name])
+    if name == "large":
+        monkeypatch.setattr(triton, "DENSE_FLOPS", 6 * 40 * 208 * 32 - 1)
+    linear_cross_entropy(t.x, t.weight, t.target, linear_bias=t.bias)
     assert not saved_logits()
 
 

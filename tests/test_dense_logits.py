@@ -11,14 +11,11 @@ from cases import normal
 from measures import assert_no_worse, size
 from parallel_lce.backends import dense_logits as plain
 from parallel_lce.backends import triton as kernels
-from parallel_lce.backends.interface import Coefficients
-from parallel_lce.core.partials import Columns
 
 pytestmark = pytest.mark.usefixtures("kernels")
 
 SHAPES = [(3, 5), (7, 4096), (5, 5000), (1, 1), (4, 12289)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-COLUMNS = Columns(shifted=True)
 
 
 def _inputs(shape: tuple[int, int], dtype: torch.dtype, device: str):
@@ -33,10 +30,10 @@ def _inputs(shape: tuple[int, int], dtype: torch.dtype, device: str):
     return view, target.to(device)
 
 
-def _partial(module, logits: torch.Tensor, target: torch.Tensor, columns: Columns = COLUMNS) -> torch.Tensor:
+def _partial(module, logits: torch.Tensor, target: torch.Tensor, shifted: bool = True) -> torch.Tensor:
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    partial = logits.new_full((columns.count, len(logits)), torch.nan, dtype=dtype)
-    module.logits_partial(logits, target, columns, partial)
+    partial = logits.new_full((3 + shifted, len(logits)), torch.nan, dtype=dtype)
+    module.logits_partial(logits, target, shifted, partial)
     return partial
 
 
@@ -49,7 +46,7 @@ def test_logits_partial(shape, dtype, device):
     assert torch.equal(partial[2].double(), want[2])
     torch.testing.assert_close(partial[1].double(), want[1], rtol=1e-5, atol=0)
     torch.testing.assert_close(partial[3].double(), want[3], rtol=1e-5, atol=0)
-    assert torch.equal(_partial(kernels, logits, target, Columns()), partial[:3])
+    assert torch.equal(_partial(kernels, logits, target, False), partial[:3])
 
 
 def test_logits_partial_lets_nan_through(device):
@@ -74,14 +71,13 @@ def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
 def test_logits_gradient(shape, dtype, device):
     logits, target = _inputs(shape, dtype, device)
     generator = torch.Generator().manual_seed(1)
-    alpha, beta, gamma = (torch.rand(shape[0], generator=generator).to(device) for _ in range(3))
+    coefficients = torch.rand(3, shape[0], generator=generator).to(device)
     partial = _partial(kernels, logits, target)
     # As merged with another shard, which has finite logits.
     partial[0].clamp_(min=-5.0)
     partial[1] += 0.5
-    found = kernels.logits_gradient(logits, target, partial, Coefficients(alpha, beta, gamma))
-    doubles = Coefficients(alpha.double(), beta.double(), gamma.double())
-    truth = plain.logits_gradient(logits.double(), target, partial.double(), doubles)
-    yardstick = plain.logits_gradient(logits, target, partial, Coefficients(alpha, beta, gamma))
+    found = kernels.logits_gradient(logits, target, partial, coefficients)
+    truth = plain.logits_gradient(logits.double(), target, partial.double(), coefficients.double())
+    yardstick = plain.logits_gradient(logits, target, partial, coefficients)
     assert found.dtype == dtype and found.is_contiguous()
     assert_no_worse(found, truth, yardstick, 1.1, 1e-6 * size(truth))

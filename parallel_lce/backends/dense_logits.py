@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Coefficients
 from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, accumulation_dtype, tile_partial
 
 # Bytes of the fp32 copy of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
@@ -24,18 +23,17 @@ def _target_positions(column: Tensor, entries: int) -> tuple[Tensor, Tensor]:
     return torch.arange(len(column), device=column.device) * entries + inside, inside == column
 
 
-def logits_partial(logits: Tensor, target: Tensor, columns: Columns, partial: Tensor) -> None:
+def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
     for block in _row_blocks(logits):
         z = logits[block].to(partial.dtype, copy=True, memory_format=torch.contiguous_format)
         position, hit = _target_positions(target[block], logits.shape[1])
         partial[TARGET, block] = z.view(-1).index_select(0, position).masked_fill_(~hit, 0.0)
-        tile_partial(z.t(), 0, columns, partial[:, block])
+        tile_partial(z.t(), 0, Columns(shifted), partial[:, block])
 
 
-def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Coefficients) -> Tensor:
+def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    alpha, beta, gamma, *_ = coefficients.each
-    assert beta is not None and gamma is not None
+    alpha, beta, gamma = coefficients
     for block in _row_blocks(logits):
         z = logits[block].contiguous().to(partial.dtype) - partial[MAX, block].unsqueeze(1)
         z.exp_().mul_((alpha[block] / partial[SUM_EXP, block]).unsqueeze(1)).sub_(gamma[block].unsqueeze(1))

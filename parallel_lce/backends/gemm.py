@@ -53,6 +53,16 @@ def _product(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
         torch.addmm(total, a, b.t(), out=total, **form)
 
 
+def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """``a @ b``, summed in fp32, in ``dtype``."""
+    if not a.is_cuda:
+        result = torch.mm(a.float(), b.float()).to(dtype)
+        return result if out is None else out.copy_(result)
+    if dtype == a.dtype:
+        return torch.mm(a, b) if out is None else torch.mm(a, b, out=out)
+    return torch.mm(a, b, out_dtype=dtype) if out is None else torch.mm(a, b, out_dtype=dtype, out=out)
+
+
 def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     """``a [m, k] @ b [n, k].T`` as a new fp32 (fp64) tensor ``[m, n]``."""
     # Into memory of its own: a checkpoint that keeps results of torch.mm would keep one that callers change in place.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -298,8 +298,6 @@ class ForwardTask(NamedTuple):
     columns: Columns
     # Vocabulary rows, the shard's first, whose exponentials are saved.
     save: int
-    # Save all fp32 logits instead.
-    dense: bool = False
     # Memory of the exponentials, from :meth:`Backend.allocate_saved`; None: new.
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
@@ -341,8 +339,6 @@ class BackwardTask(NamedTuple):
     grads: GradBuffers
     # Shared by the blocks of the call.
     scratch: Scratch
-    # As in :class:`ForwardTask`.
-    dense: bool = False
     # Added to the gradient of the projection's output, before it is rounded.
     selected: SelectedGradient | None = None
     # Tiles of 128 tokens by 128 entries without a larger probability may be replaced by products of sums of them
@@ -372,8 +368,10 @@ class Backend(Protocol):
     NAME: str
     # Fewest tokens of a block for which accumulating gradients in forward pays.
     SMALLEST_ACCUMULATED: int
-    # Up to so many flops of its three products a call saves fp32 logits; 0: never.
+    # Up to so many flops of its three products a loss saves fp32 logits; 0: never.
     DENSE_FLOPS: float
+    # The work on such calls of one signature (parallel_lce.backends.triton_dense).
+    Dense: Callable[..., Any]
     # Whether the backward recomputes logits in the memory of saved exponentials.
     REUSES_SAVED: bool
     # The class of what a block saves, made from its fields.
@@ -440,12 +438,14 @@ class Backend(Protocol):
         """``gradient * factor`` in ``dtype``, in place where that is the gradient's. ``factor``: 0-dimensional."""
         ...
 
-    def logits_partial(self, logits: Tensor, target: Tensor, columns: Columns, partial: Tensor) -> None:
-        """Write the ``partial [C, N]`` of ``logits [N, V/P]`` that exist. ``target [N]``: relative to the shard."""
+    def logits_partial(self, logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
+        """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of ``logits [N, V/P]`` that exist. ``target
+        [N]``: relative to the shard."""
         ...
 
-    def logits_gradient(self, logits: Tensor, target: Tensor, partial: Tensor, coefficients: Coefficients) -> Tensor:
-        """The gradient of :meth:`logits_partial`'s logits, in their dtype. ``partial``: merged over all ranks."""
+    def logits_gradient(self, logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
+        """The gradient of :meth:`logits_partial`'s logits, in their dtype: ``p alpha - beta [j = target] - gamma``.
+        ``partial``: merged over all ranks. ``coefficients [3, N]``."""
         ...
 
     def divergence(self, pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:

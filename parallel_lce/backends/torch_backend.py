@@ -73,6 +73,7 @@ from parallel_lce.core.partials import (
 
 __all__ = [
     "DENSE_FLOPS",
+    "Dense",
     "NAME",
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
@@ -98,6 +99,7 @@ __all__ = [
 NAME: str = "torch"
 SMALLEST_ACCUMULATED: int = 1
 DENSE_FLOPS: float = 0
+Dense: None = None
 REUSES_SAVED: bool = False
 
 # Bytes of a copy in the factor's dtype.
@@ -200,7 +202,7 @@ class BlockBackward:
     reads_hidden_first = True
 
     def __init__(self, task: BackwardTask) -> None:
-        projection, x, target, partial, coefficients, saved, grads, scratch, _, selected, gradient_filter = task
+        projection, x, target, partial, coefficients, saved, grads, scratch, selected, gradient_filter = task
         self._projection, self._x, self._target = projection, x, target
         self._grads, self._scratch = grads, scratch
         # Tiles that are still to be added to dW.

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from parallel_lce.backends import torch_backend
 from parallel_lce.backends.interface import (
-    BackwardTask,
-    Coefficients,
     ForwardTask,
     LogitsGradient,
     Pair,
@@ -25,24 +23,25 @@ from parallel_lce.backends.interface import (
 )
 from parallel_lce.backends.torch_logits import top_k
 from parallel_lce.backends.triton_backward import BlockBackward
-from parallel_lce.backends.triton_dense import DenseBackward, DenseForward
+from parallel_lce.backends.triton_dense import Dense
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
 from parallel_lce.backends.triton_windows import keeps_windows
 from parallel_lce.core.partials import TARGET, Columns, empty_partial
+from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import selected as kernels
-from parallel_lce.kernels.dense_logits import dense_gradient, dense_partial
 from parallel_lce.kernels.divergence import divergence as divergence_of
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
 from parallel_lce.kernels.projection import Product, new_window_partials
-from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
+from parallel_lce.kernels.rewrite import Saved
 from parallel_lce.kernels.targets import scale_and_add_targets
 from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import MEASURED, rows_beside_gather
 
 __all__ = [
     "DENSE_FLOPS",
+    "Dense",
     "NAME",
     "REUSES_SAVED",
     "SMALLEST_ACCUMULATED",
@@ -122,33 +121,24 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def logits_partial(logits: Tensor, target: Tensor, columns: Columns, partial: Tensor) -> None:
-    """Write the ``partial [C, N]`` of ``logits [N, V/P]`` that exist."""
-    if logits.stride(1) != 1:
-        return torch_backend.logits_partial(logits, target, columns, partial)
-    dense_partial(logits, target, columns, partial)
+def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
+    """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of ``logits [N, V/P]`` that exist."""
+    of = dense_logits if logits.stride(1) == 1 else torch_backend
+    of.logits_partial(logits, target, shifted, partial)
 
 
-def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Coefficients) -> Tensor:
+def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
     """The gradient of :func:`logits_partial`'s logits, in their dtype."""
     if logits.stride(1) != 1:
         return torch_backend.logits_gradient(logits, target, partial, coefficients)
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    dense_gradient(logits, target, partial, TokenCoefficients(*coefficients.each, coefficients.factor), gradient)
+    dense_logits.logits_gradient(logits, target, partial, coefficients, gradient)
     return gradient
 
 
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
     """Write this shard's part of ``sums [2, R]``, and the gradient, where they are given."""
     divergence_of(*pair, sums, *(gradient or (None, None, None)))
-
-
-def block_forward(task: ForwardTask) -> BlockForward | DenseForward:
-    return (DenseForward if task.dense else BlockForward)(task)
-
-
-def block_backward(task: BackwardTask) -> BlockBackward | DenseBackward:
-    return (DenseBackward if task.dense else BlockBackward)(task)
 
 
 class BlockForward:
@@ -160,7 +150,7 @@ class BlockForward:
     """
 
     def __init__(self, task: ForwardTask) -> None:
-        projection, x, target, columns, save, _, buffer, out, keep_windows, selected = task
+        projection, x, target, columns, save, buffer, out, keep_windows, selected = task
         rows, real = x.shape[0], projection.real_rows
         self._selected = selected
         self._projection, self._target, self._columns = projection, target, columns
@@ -284,3 +274,6 @@ def _new_softmax_shift(product: Product) -> Tensor | None:
         return None
     new = x.new_empty if product.softcap is None else x.new_zeros
     return new(x.shape[0], dtype=torch.float32)
+
+
+block_forward, block_backward = BlockForward, BlockBackward

@@ -42,7 +42,7 @@ class BlockBackward:
     """
 
     def __init__(self, task: BackwardTask) -> None:
-        projection, x, target, partial, coefficients, saved, grads, scratch, _, selected, gradient_filter = task
+        projection, x, target, partial, coefficients, saved, grads, scratch, selected, gradient_filter = task
         self._projection, self._grads, self._selected = projection, grads, selected
         self._gradient_filter = gradient_filter
         # The last slice, whose dW is still to come.

@@ -1,106 +1,83 @@
-"""Small problems in the triton backend: fp32 logits by cuBLAS, and a kernel forward and backward.
+"""Small problems in the triton backend: fp32 logits by cuBLAS, and one kernel forward and one backward.
 
-The gradient of the logits, in the input's dtype, takes the first half of each row of the logits.
+A small problem takes the GPU less time than the host needs to start the launches of a fused projection. Here are few,
+and they are bound to a call's signature once: between them the host only allocates memory. The gradient of the logits,
+in the input's dtype, takes the first half of each row of the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.gemm import accumulate_nt, put
-from parallel_lce.backends.interface import BackwardTask, ForwardTask, Projection
-from parallel_lce.backends.triton_operands import dense, stride_of
-from parallel_lce.core.memory import some_rows
-from parallel_lce.core.partials import empty_partial
-from parallel_lce.kernels.dense_logits import Affine, dense_gradient, dense_partial
-from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
+from parallel_lce.backends.gemm import product
+from parallel_lce.core.options import Options
+from parallel_lce.kernels.dense_logits import BLOCK, WARPS, lce_backward_dense, lce_forward_dense
+from parallel_lce.kernels.relaunch import Bound
 
 
-def _affine(projection: Projection) -> Affine:
-    return Affine(projection.bias, projection.scale, projection.token_scale, projection.softcap)
+class Dense:
+    """Logits of the calls of one signature: of ``tokens`` hidden states, and of a shard of ``entries`` real rows.
 
+    ``scaled``, ``capped``: each token has a scale, or a soft-cap, beside ``scale`` and ``cap``, which hold for all.
+    """
 
-def _products(projection: Projection, x: Tensor, memory: Tensor | None = None) -> Tensor:
-    """``x @ weight.T [R, stride_of(V)]`` in fp32, of the real rows."""
-    real = projection.real_rows
-    shape = len(x), stride_of(real)
-    products = x.new_empty(shape, dtype=torch.float32) if memory is None else memory.view(shape)
-    accumulate_nt(products[:, :real], dense(x), some_rows(projection.weight, 0, real), overwrite=True)
-    return products
+    def __init__(
+        self, tokens: int, entries: int, options: Options, scale: float, cap: float | None, scaled: bool, capped: bool
+    ) -> None:
+        shifted = options.columns.shifted
+        self._tokens, self._entries, self._number = tokens, entries, 2 + shifted
+        self._affine = float(scale), 0.0 if cap is None else float(cap)
+        self._traits = dict(
+            SHIFTED=shifted,
+            SCALED=scaled or scale != 1.0,
+            CAPPED=capped or cap is not None,
+            BLOCK=BLOCK,
+            num_warps=WARPS,
+        )
+        of_loss = options.ignore_index, float(options.label_smoothing), float(options.z_loss)
+        numbers = tokens, entries, entries, *self._affine, *of_loss
+        traits = dict(SQUARED=options.z_loss != 0, OUTSIDE_NAN=options.outside_is_nan, **self._traits)
+        self._forward = Bound(lce_forward_dense, (tokens,), numbers, **traits)
+        # By the stride of the upstream gradient.
+        self._backward: dict[int, Bound] = {}
 
+    def products(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x @ weight.T [N, V]``, fp32."""
+        # Not a new result of torch.mm: a checkpoint that keeps those would keep one that backward overwrites.
+        memory = x.new_empty(self._tokens, self._entries, dtype=torch.float32)
+        return product(x, weight.t(), torch.float32, memory)
 
-class DenseForward:
-    """Partials of a block over the shard; its fp32 logits are saved."""
+    def partial(self, products: Tensor, partial: Tensor, per_token: tuple[Tensor | None, ...]) -> None:
+        """Write the ``partial [C, N]``. ``per_token``: targets relative to the shard, weights, the bias ``[V]``,
+        scales and caps."""
+        self._forward(products, partial, None, None, *per_token)
 
-    def __init__(self, task: ForwardTask) -> None:
-        self._task, rows, dtype = task, len(task.x), task.projection.dtype
-        self._empty = rows == 0 or task.projection.real_rows == 0
-        if self._empty:
-            self.partial = empty_partial(task.columns, rows, dtype, task.x.device, task.out)
-        else:
-            self.partial = task.x.new_empty(task.columns.count, rows, dtype=dtype) if task.out is None else task.out
+    def losses(self, products: Tensor, per_token: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
+        """The partial ``[C, N]``, the losses ``[N]``, and alpha, beta and gamma of their gradient ``[2 or 3, N]``,
+        where the shard is the whole vocabulary."""
+        # The losses have memory of their own: their users may change them in place.
+        losses, found = products.new_empty(self._tokens), products.new_empty(2 * self._number + 1, self._tokens)
+        partial, coefficients = found[: self._number + 1], found[self._number + 1 :]
+        self._forward(products, partial, losses, coefficients, *per_token)
+        return partial, losses, coefficients
 
-    def project_local(self, local: range) -> None:
-        """Does nothing: two products of a small problem take longer than one."""
-
-    def project_rest(self) -> Saved | tuple[()]:
-        if self._empty:
-            return ()
-        projection, x, target, columns, *_ = self._task
-        products = _products(projection, x)
-        logits = products[:, : projection.real_rows]
-        dense_partial(logits, target, columns, self.partial, _affine(projection), projection.start)
-        return Saved(products, None)
-
-
-class DenseBackward:
-    """Gradients of a block. Logits that are not saved, or were consumed, are projected again."""
-
-    def __init__(self, task: BackwardTask) -> None:
-        self._task, self._real = task, task.projection.real_rows
-        self._empty = len(task.x) == 0 or self._real == 0
-        self.reads_hidden_first = not (self._empty or task.saved)
-        # [R, V]: of the products
-        self._gradient = task.x
-
-    def hidden_grad(self) -> Iterator[int]:
-        """Form dX; yields R when it is complete."""
-        projection, x, target, partial, coefficients, saved, grads, scratch, *_ = self._task
-        dx, real = grads.dx, self._real
-        if self._empty:
-            yield len(x if dx is None else dx.zero_())
-            return
-        if saved:
-            products = saved.exponentials
-        else:
-            products = _products(projection, x, scratch.borrow(len(x) * stride_of(real), torch.float32))
-        logits = products[:, :real]
-        self._gradient = gradient = products.view(x.dtype)[:, :real]
-        others = [c if c is None else c.contiguous() for c in coefficients.each]
-        of_tokens = TokenCoefficients(*others, coefficients.factor)
-        dense_gradient(logits, target, partial.contiguous(), of_tokens, gradient, _affine(projection))
-        if dx is not None:
-            # A sum over a number of entries that is no multiple of 8 is two products, which fp32 adds.
-            whole = real % 8 == 0 or dx.dtype == torch.float32
-            total = dx if whole else dx.new_empty(dx.shape, dtype=torch.float32)
-            accumulate_nt(total, gradient, some_rows(projection.weight, 0, real).t(), overwrite=True)
-            if total is not dx:
-                dx.copy_(total)
-        yield len(x)
-
-    def weight_grad(self) -> None:
-        """dW and dbias."""
-        grads, gradient, real = self._task.grads, self._gradient, self._real
-        if self._empty:
-            return
-        if grads.dweight is not None:
-            total, empty = grads.dweight.open(0, real, whole=True)
-            accumulate_nt(total, gradient.t(), self._task.x.t(), overwrite=empty)
-            grads.dweight.close(0, real, total)
-        if grads.dbias is not None:
-            total, empty = grads.dbias.open(0, real, whole=True)
-            put(total, gradient.sum(0, dtype=torch.float32), empty)
-            grads.dbias.close(0, real, total)
+    def gradient(
+        self,
+        products: Tensor,
+        partial: Tensor,
+        coefficients: Tensor,
+        factor: Tensor,
+        per_token: tuple[Tensor | None, ...],
+    ) -> Tensor:
+        """The gradient ``[N, V]`` of the products, in their memory. ``partial``: merged over the ranks. ``factor``: of
+        the sum of the losses, ``[N]`` or 0-dimensional. ``per_token``: as for :meth:`partial`, without weights."""
+        gradient = products.view(torch.bfloat16)[:, : self._entries]
+        stride = factor.stride(0) if factor.dim() else 0
+        bound = self._backward.get(stride)
+        if bound is None:
+            numbers = self._tokens, self._entries, self._entries, 2 * self._entries, stride, *self._affine
+            traits = dict(IN_PLACE=True, SPAN=1, **self._traits)
+            bound = self._backward[stride] = Bound(lce_backward_dense, (self._tokens, 1), numbers, **traits)
+        bound(products, gradient, partial, coefficients, factor, *per_token)
+        return gradient

@@ -42,6 +42,8 @@ class Call:
     # It runs in a compiled graph, or its tensors have no values.
     in_graph: bool
     layout: Layout
+    # The work on dense logits, if the plan has them.
+    dense: Any = None
     # [N] int64 ids in the whole vocabulary, or None.
     target: Tensor | None = None
     # [N] in the statistics' dtype each; None: one number for all tokens, or no weights

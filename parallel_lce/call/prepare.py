@@ -162,8 +162,10 @@ def _checked(
     if not in_graph:
         scale, cap = scale / options.temperature, cap if cap is None else cap / options.temperature
     dtype = accumulation_dtype(weight.dtype)
-    columns = options.columns
-    return Call(options, backend, shard, columns, spending, shape, needs, scale, cap, dtype, in_graph, _ALONE), tensors
+    call = Call(options, backend, shard, options.columns, spending, shape, needs, scale, cap, dtype, in_graph, _ALONE)
+    if planned and spending.dense:
+        call = call.replaced(dense=_dense(call, tensors))
+    return call, tensors
 
 
 def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
@@ -247,11 +249,30 @@ def _plan(
         savable=_savable(options, tensors, backend),
         accumulable=accumulable,
         smallest_accumulated=backend.SMALLEST_ACCUMULATED,
-        # Selected entries have no place beside logits, and fp16 gradients need a scale.
-        dense_flops=backend.DENSE_FLOPS if tensors.selected is None and weight.dtype == torch.bfloat16 else 0,
-        reuses_saved=backend.REUSES_SAVED,
+        dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, tensors, main_grad) else 0,
     )
     return planned.limited(shard.real_rows, itemsize, layout.sp_size)
+
+
+def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None) -> bool:
+    """Whether a small loss may save its logits: of bf16 tensors, with gradients of hidden states and weight alone."""
+    weight, bias = tensors.linear_weight, tensors.linear_bias
+    eager = not (torch.compiler.is_compiling() or valueless(weight))
+    adds = main_grad is None or main_grad.tensor.dtype == torch.float32
+    plain = weight.dtype == torch.bfloat16 and (bias is None or not _needs(bias))
+    return options.reduction is not None and eager and adds and plain
+
+
+def _dense(call: Call, tensors: Tensors) -> Any:
+    """The work on dense logits of this rank's shard; None: exponentials are saved. cuBLAS wants rows of 16 bytes."""
+    tokens, entries, options = call.shape.numel(), call.shard.real_rows, call.options
+    if 0 in (tokens, entries) or entries % 8 or tensors.input.shape[-1] % 8:
+        return None
+    if 4 * tokens * entries > (options.logits_budget or 0):
+        return None  # of a larger shard than the plan knows
+    scaled = tensors.logit_scale is not None or tensors.temperature is not None
+    capped = call.cap is not None and tensors.temperature is not None
+    return call.backend.Dense(tokens, entries, options, call.scale, None if capped else call.cap, scaled, capped)
 
 
 def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:

@@ -75,7 +75,7 @@ class Plan:
     gathered_rows: int
     # ``scratch_bytes`` of a backward whose saved exponentials are gone: consumed, or lost by hooks.
     scratch_bytes_unsaved: int
-    # The fp32 logits of the only block are saved, instead of exponentials.
+    # The fp32 logits of the only block are saved, where the rank's shard allows it.
     dense: bool = False
 
     @cached_property
@@ -118,9 +118,6 @@ class Plan:
         size = balanced(self.part_rows, self.block_rows) if self.accumulate else self.first_rows
         if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
             return self
-        if self.dense:
-            fits = 4 * sp_size * size * shard_rows <= self.block_bytes - self.hidden_bytes
-            return replace(self, saved=shard_rows) if fits else replace(self, dense=False, saved=0)
         entry = sp_size * size * itemsize
         room = self.block_bytes - self.hidden_bytes
         recomputes = self.first_rows < self.part_rows or shard_rows * entry > room
@@ -241,17 +238,17 @@ class _Problem:
 
 
 def _dense(p: _Problem) -> _Candidate:
-    """Save the fp32 logits of a small problem. Their gradient, formed in their memory, has their products' dtype.
+    """Save the fp32 logits of a small problem. Their gradient is formed in their memory.
 
-    A call then has few launches: a problem of so few flops takes the GPU less time than the host needs to start those
-    of a fused projection. The GPU's own time is longer by what it takes to write and read the logits.
+    Such a call has few launches: a fused projection of so few flops takes the GPU less time than the host. The logits
+    are written and read, which takes the GPU longer. A rank whose shard cannot have dense logits runs the same
+    collectives, and saves exponentials, or, where they are not enough, nothing.
     """
     saved = _save(p)
-    whole = 4 * p.tokens * p.shard_rows
-    hidden_bytes = p.gathered_bytes if p.gathered_bytes <= p.budget - whole else 0
-    planned = replace(saved.plan, hidden_bytes=hidden_bytes, dense=True)
+    planned = replace(saved.plan, dense=True, saved=p.shard_rows if p.savable else 0)
     small = 6 * p.tokens * p.shard_rows * p.hidden_size <= p.dense_flops
-    return replace(saved, plan=planned, possible=small and whole <= p.budget)
+    fits = 4 * p.tokens * p.shard_rows + planned.hidden_bytes <= p.budget
+    return replace(saved, plan=planned, possible=small and fits)
 
 
 def _save(p: _Problem) -> _Candidate:

@@ -20,6 +20,7 @@ from parallel_lce.call.prepare import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.run import autograd, ops
+from parallel_lce.run.dense import dense_loss
 from parallel_lce.run.statistics import TokenStatistics
 
 
@@ -42,7 +43,7 @@ def fused_loss(
     # The losses are multiplied after the call by weights that need a gradient. A graph reduces losses by itself.
     multiplies = weights is not None and weights.requires_grad and torch.is_grad_enabled()
     if not (multiplies or call.in_graph):
-        losses = autograd.fused(call, inputs)[0]
+        losses = _fused(call, inputs, tensors)[0]
         # A view is a node of the graph, and time of the host.
         return losses if reduction != "none" or len(call.shape) == 1 else losses.view(call.shape)
     call = call.replaced(options=call.options._replace(reduction="none"))
@@ -74,6 +75,8 @@ def fused_statistics(
 def _fused(call: Call, inputs: Inputs, tensors: Tensors) -> tuple[Any, ...]:
     if call.in_graph:
         return ops.fused(call, _with_inputs(tensors, inputs))
+    if call.dense is not None:
+        return (dense_loss(call, inputs),)
     return autograd.fused(call, inputs)
 
 

@@ -104,7 +104,6 @@ def forward(
                 layout.take(targets, block),
                 call.columns,
                 block.saved if save else 0,
-                dense=save and plan.dense,
                 out=out,
                 keep_windows=keep_windows,
                 selected=beside and beside.selected_of(block),
@@ -196,7 +195,6 @@ class _GradientSums:
             saved,
             GradBuffers(dx, self._dweight, self._dbias, reduction is not None and reduction.ranks > 1, x.arrived),
             self.scratch,
-            call.plan.dense,
             selected,
             call.options.gradient_filter,
         )
@@ -252,8 +250,7 @@ def backward(
         if coefficients.selected is not None and call.selected is not None:
             coefficients, selected = _selected_apart(call, call.selected, coefficients)
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes, selected=selected)
-        lost = not (plan.dense or coefficients.delta is None or recovers_logits(weight.dtype))
-        if exponentials is not None and (consumed or lost):
+        if exponentials is not None and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
             sums.scratch.adopt(exponentials)
             kept = ()
         tokens = None

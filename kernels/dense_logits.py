@@ -1,4 +1,4 @@
-"""Logits in memory: their partials in two reads, their gradient in one read and one write.
+"""Logits in memory: their partials in one read, two for the mean logit; their gradient in one read and one write.
 
 They are either those that a user has (:func:`parallel_lce.vocab_parallel_cross_entropy`), or the fp32 products of a
 small problem (:mod:`parallel_lce.backends.triton_dense`), to which bias, scales and soft-cap are applied as they are
@@ -50,7 +50,6 @@ def lce_forward_dense(
     products,
     partial,
     losses,
-    coefficients,
     target,
     token_weight,
     bias,
@@ -71,36 +70,37 @@ def lce_forward_dense(
     OUTSIDE_NAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``partial``: 3 columns, or 4 with ``SHIFTED``. ``losses``, and ``coefficients``: alpha, beta and, with
-    ``SHIFTED``, gamma: of each token, where these entries are the whole vocabulary; None: not formed. ``target``:
-    relative to the first entry."""
+    """``partial``: 3 columns, or 4 with ``SHIFTED``. ``losses``: of each token, where these entries are the whole
+    vocabulary; behind the partial are then alpha, beta and, with ``SHIFTED``, gamma. ``target``: relative to the first
+    entry."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     scale, cap = _of_token(token_scale, token_cap, scale, cap, row)
-    lane = tl.arange(0, BLOCK)
+    # Of each lane: its maximum, and the sum of its other exponentials relative to that. The largest exponentials, each
+    # of them 1, are counted apart: the sum of all would round away what a confident token leaves to the others.
     maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
+    others = tl.zeros((BLOCK,), tl.float32)
+    lane = tl.arange(0, BLOCK)
     for first in range(0, entries, BLOCK):
         column = first + lane
-        maxima = tl.maximum(maxima, _logits(products, column, column < entries, bias, scale, cap, SCALED, CAPPED))
+        z = _logits(products, column, column < entries, bias, scale, cap, SCALED, CAPPED)
+        is_larger = z > maxima
+        # -inf - -inf
+        e = tl.where(z == -float("inf"), 0.0, exponential(-tl.abs(z - maxima)))
+        others = tl.where(is_larger, (others + 1.0) * e, others + e)
+        maxima = tl.where(is_larger, z, maxima)
     top = tl.max(maxima, 0)
     base = finite_base(top)
-    # Equal to no logit where all are -inf.
-    peak = tl.where(top == -float("inf"), float("nan"), top)
-    # The largest exponentials, each of them 1, are counted apart: the sum of all would round away what a confident
-    # token leaves to the others.
-    largest = tl.zeros((BLOCK,), tl.float32)
-    others = tl.zeros((BLOCK,), tl.float32)
+    e = exponential_from(maxima, base)
+    is_top = (maxima == top) & (maxima != -float("inf"))
+    sum_exp = tl.sum(others * e + tl.where(is_top, 0.0, e), 0) + tl.sum(tl.where(is_top, 1.0, 0.0), 0)
     shifted = tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, entries, BLOCK):
-        column = first + lane
-        inside = column < entries
-        z = _logits(products, column, inside, bias, scale, cap, SCALED, CAPPED)
-        highest = inside & (z == peak)
-        largest += tl.where(highest, 1.0, 0.0)
-        others += tl.where(highest, 0.0, exponential_from(z, base))
-        if SHIFTED:
+    if SHIFTED:
+        for first in range(0, entries, BLOCK):
+            column = first + lane
+            inside = column < entries
+            z = _logits(products, column, inside, bias, scale, cap, SCALED, CAPPED)
             shifted += tl.where(inside, z - base, 0.0)
-    sum_exp = tl.sum(others, 0) + tl.sum(largest, 0)
     # inf - inf
     sum_exp = tl.where(top == float("inf"), float("nan"), sum_exp)
     # tl.max drops NaN, a sum does not.
@@ -135,6 +135,7 @@ def lce_forward_dense(
             OUTSIDE_NAN,
         )
         tl.store(losses + row, loss)
+        coefficients = partial + (3 + SHIFTED) * rows
         tl.store(coefficients + row, alpha)
         tl.store(coefficients + rows + row, beta)
         if SHIFTED:
@@ -147,8 +148,8 @@ def lce_backward_dense(
     products,
     gradient,
     partial,
-    coefficients,
     factor,
+    divisor,
     target,
     bias,
     token_scale,
@@ -167,7 +168,8 @@ def lce_backward_dense(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of ``SPAN`` columns of a token's row; of all where ``IN_PLACE``."""
+    """Of ``SPAN`` columns of a token's row; of all where ``IN_PLACE``. ``partial``: as the forward leaves it. The
+    gradient is multiplied by ``factor`` and divided by ``divisor``."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     gradient += row * gradient_stride
@@ -175,8 +177,11 @@ def lce_backward_dense(
     upstream = scale
     if factor is not None:
         upstream *= tl.load(factor + row * factor_stride)
+    if divisor is not None:
+        upstream /= tl.load(divisor)
     base = finite_base(tl.load(partial + row))
     over_sum = 1.0 / tl.load(partial + rows + row)
+    coefficients = partial + (3 + SHIFTED) * rows
     alpha = tl.load(coefficients + row)
     beta = tl.load(coefficients + rows + row)
     wanted = tl.load(target + row)
@@ -209,25 +214,19 @@ def logits_partial(logits: torch.Tensor, target: torch.Tensor, shifted: bool, pa
     rows, entries = logits.shape
     if rows:
         numbers = rows, entries, logits.stride(0), 1.0, 0.0, None, 0.0, 0.0
-        tensors = logits, partial, None, None, target, None, None, None, None
+        tensors = logits, partial, None, target, None, None, None, None
         options = dict(SHIFTED=shifted, SCALED=False, CAPPED=False, SQUARED=False, OUTSIDE_NAN=False)
         lce_forward_dense.launch((rows,), *tensors, *numbers, **options, BLOCK=BLOCK, num_warps=WARPS)
 
 
-def logits_gradient(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    partial: torch.Tensor,
-    coefficients: torch.Tensor,
-    gradient: torch.Tensor,
-) -> None:
+def logits_gradient(logits: torch.Tensor, target: torch.Tensor, partial: torch.Tensor, gradient: torch.Tensor) -> None:
     """Write the ``gradient [N, V]`` of ``logits``, in its own dtype, contiguous in V.
 
-    ``partial [>= 2, N]`` fp32, contiguous: merged over all ranks. ``coefficients [3, N]``: alpha, beta and gamma.
+    ``partial [7, N]`` fp32, contiguous: merged over all ranks, 4 columns, and alpha, beta and gamma.
     """
     rows, entries = logits.shape
     if rows and entries:
-        tensors = logits, gradient, partial, coefficients, None, target, None, None, None
+        tensors = logits, gradient, partial, None, None, target, None, None, None
         numbers = rows, entries, logits.stride(0), gradient.stride(0), 0, 1.0, 0.0
         options = dict(SHIFTED=True, SCALED=False, CAPPED=False, IN_PLACE=False, SPAN=BLOCK, BLOCK=BLOCK)
         lce_backward_dense.launch((rows, -(-entries // BLOCK)), *tensors, *numbers, **options, num_warps=WARPS)

@@ -153,9 +153,11 @@ for some in (1, 5)[FEW:]:
         dense = backend.Dense(some, 304, options, 1.0, 5.0 if all_options else None, all_options, False)
         products, scales = torch.ones(some, 304), ones[:some] if all_options else None
         dense.partial(products, torch.ones(4, some), (target[:some], None, None, scales, None))
-        partial, _, coefficients = dense.losses(products, (target[:some], scales, None, scales, None))
+        _, found = dense.losses(products, (target[:some], scales, None, scales, None))
         for factor in (ones[0], ones[:some]):
-            dense.gradient(products, partial, coefficients, factor, (target[:some], None, scales, None))
+            dense.gradient(
+                products, found, factor, ones[0] if all_options else None, (target[:some], None, scales, None)
+            )
     both = torch.ones(2, some, 300), torch.ones(2, 2, some)
     for beta in (0.0, 0.5, 1.0):
         found, wanted = torch.empty(2, some), (torch.empty(some, 300).bfloat16(), ones[:some], ones[:some])

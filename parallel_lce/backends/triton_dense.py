@@ -51,27 +51,27 @@ class Dense:
     def partial(self, products: Tensor, partial: Tensor, per_token: tuple[Tensor | None, ...]) -> None:
         """Write the ``partial [C, N]``. ``per_token``: targets relative to the shard, weights, the bias ``[V]``,
         scales and caps."""
-        self._forward(products, partial, None, None, *per_token)
+        self._forward(products, partial, None, *per_token)
 
-    def losses(self, products: Tensor, per_token: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor, Tensor]:
-        """The partial ``[C, N]``, the losses ``[N]``, and alpha, beta and gamma of their gradient ``[2 or 3, N]``,
-        where the shard is the whole vocabulary."""
+    def losses(self, products: Tensor, per_token: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
+        """The losses ``[N]``, where the shard is the whole vocabulary; and the partial ``[C, N]`` followed by alpha,
+        beta and, if labels are smoothed, gamma."""
         # The losses have memory of their own: their users may change them in place.
         losses, found = products.new_empty(self._tokens), products.new_empty(2 * self._number + 1, self._tokens)
-        partial, coefficients = found[: self._number + 1], found[self._number + 1 :]
-        self._forward(products, partial, losses, coefficients, *per_token)
-        return partial, losses, coefficients
+        self._forward(products, found, losses, *per_token)
+        return losses, found
 
     def gradient(
         self,
         products: Tensor,
-        partial: Tensor,
-        coefficients: Tensor,
+        found: Tensor,
         factor: Tensor,
+        divisor: Tensor | None,
         per_token: tuple[Tensor | None, ...],
     ) -> Tensor:
-        """The gradient ``[N, V]`` of the products, in their memory. ``partial``: merged over the ranks. ``factor``: of
-        the sum of the losses, ``[N]`` or 0-dimensional. ``per_token``: as for :meth:`partial`, without weights."""
+        """The gradient ``[N, V]`` of the products, in their memory: of the sum of the losses times ``factor``, ``[N]``
+        or 0-dimensional, over ``divisor``. ``found``: as of :meth:`losses`, merged over the ranks. ``per_token``: as
+        for :meth:`partial`, without weights."""
         gradient = products.view(torch.bfloat16)[:, : self._entries]
         stride = factor.stride(0) if factor.dim() else 0
         bound = self._backward.get(stride)
@@ -79,5 +79,5 @@ class Dense:
             numbers = self._tokens, self._entries, self._entries, 2 * self._entries, stride, *self._affine
             traits = dict(IN_PLACE=True, SPAN=1, **self._traits)
             bound = self._backward[stride] = Bound(lce_backward_dense, (self._tokens, 1), numbers, **traits)
-        bound(products, gradient, partial, coefficients, factor, *per_token)
+        bound(products, gradient, found, factor, divisor, *per_token)
         return gradient

@@ -24,6 +24,9 @@ GATHERED_BYTES = 256 << 20
 NOMINAL_SHARD = 32768
 """Vocabulary rows per rank assumed where the shards are uneven and V is not given."""
 
+LOGIT_COLUMNS = 384
+"""Columns of hidden states whose products take as long as writing and reading fp32 logits, 14 bytes for each."""
+
 PIECE_ROWS = 1024
 """Where dX is formed or reduced in pieces, their rows are a multiple of this."""
 
@@ -246,7 +249,7 @@ def _dense(p: _Problem) -> _Candidate:
     """
     saved = _save(p)
     planned = replace(saved.plan, dense=True, saved=p.shard_rows if p.savable else 0)
-    small = 6 * p.tokens * p.shard_rows * p.hidden_size <= p.dense_flops
+    small = 6 * p.tokens * p.shard_rows * (p.hidden_size + LOGIT_COLUMNS) <= p.dense_flops
     fits = 4 * p.tokens * p.shard_rows + planned.hidden_bytes <= p.budget
     return replace(saved, plan=planned, possible=small and fits)
 

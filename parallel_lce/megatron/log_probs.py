@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.call.checks import INTEGERS
+from parallel_lce.call.checks import INTEGERS, described
 from parallel_lce.core.options import as_float, check_option
 from parallel_lce.megatron.install import current_options
 from parallel_lce.megatron.lazy_logits import LazyLogits
@@ -186,8 +186,7 @@ def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor 
     if labels is None and not last:
         return temperature
     if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype not in INTEGERS:
-        given = f"{list(labels.shape)} of {labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {given}")
+        raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
     if input_ids is not None and input_ids.shape != labels.shape:
         raise ValueError(f"labels must have input_ids' shape {list(input_ids.shape)}, got {list(labels.shape)}")
     if not isinstance(temperature, Tensor):

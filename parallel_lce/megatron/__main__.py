@@ -29,7 +29,8 @@ import time
 from pathlib import Path
 
 from parallel_lce.backends import check_choice
-from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, Choices, choose, install
+from parallel_lce.megatron.choices import CROSS_ENTROPIES, choose
+from parallel_lce.megatron.install import IMPLEMENTATION, install
 
 _OPTIONS = {
     "logits-budget": {"metavar": "BYTES"},
@@ -49,7 +50,7 @@ def main(arguments: list[str]) -> None:
             del sys.path[0]
         sys.path.insert(0, str(Path(target).resolve().parent))
     try:  # before anything is imported
-        choose(Choices())
+        choose()
         check_choice()
     except ValueError as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host
@@ -110,12 +111,7 @@ class _InstallAfterImport(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-
-            def execute_and_install(module) -> None:
-                execute(module)
-                install()
-
-            spec.loader.exec_module = execute_and_install
+            spec.loader.exec_module = lambda module: (execute(module), install())
         return spec
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from parallel_lce.call.checks import INTEGERS, described
 from parallel_lce.core.options import as_float, check_option
-from parallel_lce.megatron.install import current_options
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import token_losses, token_statistics, without_logits
 
@@ -107,7 +106,7 @@ def token_log_probs(
     assert labels is not None  # _temperature has refused it
     answering = _answering(inner, labels, divisor, entropy)
     own = vars(inner).get("compute_language_model_loss")
-    with without_logits(inner.output_layer, current_options, _FUNCTION):
+    with without_logits(inner.output_layer, _FUNCTION):
         inner.compute_language_model_loss = answering
         try:
             found = model(input_ids, position_ids, attention_mask, **arguments)
@@ -130,22 +129,18 @@ def _answering(
 
     For ``labels`` themselves it gives the log-probabilities ``[b, s]``, and with ``entropy`` the entropies: a plain
     tuple, which wrappers of the model know how to walk. For others, those of heads for multi-token prediction, it gives
-    the loss. ``temperature``: a number or ``[s, b]``.
+    the loss. ``temperature``: a number or ``[b, s]``.
     """
 
     def compute_language_model_loss(given: Tensor, logits: object) -> Tensor | tuple[Tensor, ...]:
         if not isinstance(logits, LazyLogits):
             kind = type(logits).__name__
             raise RuntimeError(f"{_FUNCTION}: something has replaced the output layer's result, by one of type {kind}")
-        # Megatron's labels are [b, s], its activations [s, b, ...].
-        target = given.transpose(0, 1).contiguous()
         if given is labels:
-            found = token_statistics(logits, target, temperature, entropy)
-            wanted = (found.target_log_prob, found.entropy)
-            return tuple([value.transpose(0, 1).contiguous() for value in wanted if value is not None])
+            return token_statistics(logits, labels, temperature, entropy)
         if not (model.training or torch.is_grad_enabled()):
             return torch.zeros(given.shape, device=given.device)
-        return token_losses(logits, target, logits.layer.tp_group).transpose(0, 1).contiguous()
+        return token_losses(logits, given, logits.layer.tp_group)
 
     return compute_language_model_loss
 
@@ -178,7 +173,7 @@ def _takes(function: Callable, *names: str) -> bool:
 
 
 def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor | None, last: bool) -> float | Tensor:
-    """What divides the logits: a number, or floating-point ``[s, b]``. Refuses labels and temperatures that do not
+    """What divides the logits: a number, or floating-point ``[b, s]``. Refuses labels and temperatures that do not
     fit."""
     if not isinstance(temperature, Tensor):
         temperature = as_float(temperature)
@@ -198,4 +193,4 @@ def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor 
         raise ValueError("temperature requires a gradient, and none flows to it: pass temperature.detach()")
     if temperature.device != labels.device:
         raise ValueError(f"temperature is on {temperature.device} and labels are on {labels.device}")
-    return (temperature if temperature.is_floating_point() else temperature.float()).transpose(0, 1)
+    return temperature if temperature.is_floating_point() else temperature.float()

@@ -143,7 +143,7 @@ def divergence(
     if reduction != "none" and any(student.needs) and dtype != torch.float16:
         return divergences(task, inputs, teacher_inputs, factor)
     found = divergences(task, inputs, teacher_inputs)
-    # A token that does not count has no loss and no gradient, whatever its logits are.
+    # An ignored token has no loss and no gradient, whatever its logits are.
     found = torch.where(factor != 0, found * factor, 0.0)
     return found.view(shape) if reduction == "none" else found.sum()
 
@@ -230,7 +230,7 @@ def top_k_divergence(
         reduce_dtype=reduce_dtype,
         reduce_hidden_grad=reduce_hidden_grad,
     )
-    # What is no entry, and whatever is stored of tokens that do not count, must not reach a gradient.
+    # Padding entries, and stored values of ignored tokens, must not reach a gradient.
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)
     ids = teacher_ids.long().masked_fill(~there, -1)
     with _naming("student", selected="teacher_ids"):
@@ -265,7 +265,7 @@ def _with_tail(log_probs: Tensor) -> Tensor:
 
 
 def _factor(student: Call, hidden: Tensor, reduction: str, ignore_index: int) -> Tensor:
-    """``[N]``: what each token's divergence counts in the result."""
+    """``[N]``: each token's weight in the result, 0 if it is ignored."""
     target, dtype = student.target, accumulation_dtype(hidden.dtype)
     if target is None:
         count = student.shape.numel()

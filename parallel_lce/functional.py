@@ -96,9 +96,9 @@ def linear_cross_entropy(
             these tokens alone, and the others cost nothing. The host does not wait for the device; if the number is
             wrong, the loss is NaN. Under sequence parallelism every rank gathers all hidden states, and dX is
             all-reduced.
-        gradient_filter: a probability in (0, 1), such as 2**-13; None: dX and dW are exact. Backward then forms exactly
-            only the targets' part, and what tiles of 128 tokens by 128 vocabulary rows contribute that have an entry of
-            a larger probability. Of every other tile it takes the products of sums
+        gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward computes exactly
+            only the targets' part and the tiles of 128 tokens by 128 vocabulary rows with an entry of a larger
+            probability. Every other tile is replaced by a rank-one estimate
             (:mod:`parallel_lce.kernels.filter`). The loss is unchanged, and no collective is added. The Triton backend
             filters products of 1e12 flops and more; the torch backend saves no time. Not with ``label_smoothing``. In
             the first few hundred steps of a training None is better: a filter skips little there, or adds its largest

@@ -4,15 +4,8 @@
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl parallel_lce ...
 
 ``-m PACKAGE.MODULE`` in place of ``SCRIPT.py`` runs a module. Options of this program may stand
-anywhere; everything else goes to the script. Each option sets the environment variable beside it:
-
-    --parallel-lce-logits-budget BYTES            PARALLEL_LCE_LOGITS_BUDGET
-    --parallel-lce-gradient-filter PROBABILITY    PARALLEL_LCE_GRADIENT_FILTER
-    --parallel-lce-cross-entropy output_layer     PARALLEL_LCE_CROSS_ENTROPY  (or logits)
-    --parallel-lce-backend torch                  PARALLEL_LCE_BACKEND        (or triton)
-    --parallel-lce-debug 1                        PARALLEL_LCE_DEBUG
-
-The loss is installed right after the script has imported Megatron's ``LanguageModule``.
+anywhere; everything else goes to the script. Each option sets an environment variable. The loss is
+installed right after the script has imported Megatron's ``LanguageModule``.
 """
 
 from __future__ import annotations
@@ -77,7 +70,8 @@ def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
         allow_abbrev=False,
     )
     for name, settings in _OPTIONS.items():
-        parser.add_argument(f"--parallel-lce-{name}", **settings)
+        variable = f"PARALLEL_LCE_{name.replace('-', '_').upper()}"
+        parser.add_argument(f"--parallel-lce-{name}", dest=variable, help=f"sets {variable}", **settings)
     ours, theirs = [], []
     remaining = iter(arguments)
     for argument in remaining:
@@ -89,7 +83,7 @@ def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
         ours = ["--help"]
     for name, value in vars(parser.parse_args(ours)).items():
         if value is not None:
-            os.environ[name.upper()] = value
+            os.environ[name] = value
     module = theirs[0] == "-m"
     theirs = theirs[module:]
     if not theirs or theirs[0].startswith("-"):

@@ -31,7 +31,7 @@ _REFUSED = (
 
 
 class TokenLogProbs(NamedTuple):
-    """What :func:`token_log_probs` gives: fp32 ``[b, s]``, identical on all tensor-parallel ranks bit for bit."""
+    """Results of :func:`token_log_probs`: fp32 ``[b, s]``, identical on all tensor-parallel ranks bit for bit."""
 
     log_probs: Tensor
     # In nats; None unless asked for.
@@ -125,7 +125,7 @@ def token_log_probs(
 def _answering(
     model: torch.nn.Module, labels: Tensor, temperature: float | Tensor, entropy: bool
 ) -> Callable[[Tensor, object], Tensor | tuple[Tensor, ...]]:
-    """What stands for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
+    """A substitute for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
 
     For ``labels`` themselves it gives the log-probabilities ``[b, s]``, and with ``entropy`` the entropies: a plain
     tuple, which wrappers of the model know how to walk. For others, those of heads for multi-token prediction, it gives
@@ -150,10 +150,9 @@ def _language_model(model: torch.nn.Module) -> Any:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     inner: Any = model
-    while not isinstance(inner, LanguageModule):
-        # The latter is torch.compile's name.
-        parts = (getattr(inner, name, None) for name in ("module", "_orig_mod"))
-        wrapped = next((part for part in parts if isinstance(part, torch.nn.Module)), None)
+    while isinstance(inner, torch.nn.Module) and not isinstance(inner, LanguageModule):
+        # "_orig_mod" is torch.compile's name.
+        wrapped = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
         if wrapped is None:
             break
         inner = wrapped

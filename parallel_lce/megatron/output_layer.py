@@ -62,7 +62,7 @@ def without_logits(layer: torch.nn.Module, function: str) -> Iterator[None]:
 
 
 def _unsupported(layer: torch.nn.Module) -> str | None:
-    """What the fused loss does not support, or know, of an output layer, and what to do."""
+    """Why the fused loss cannot replace this output layer's forward, and the remedy. None if it can."""
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
         return (
             "does not support defer_embedding_wgrad_compute=True, which keeps the gradients of whole logits: set it "
@@ -205,8 +205,8 @@ def _swapped(tokens: Tensor) -> Tensor:
 def _called(
     entry: Callable[..., Any], logits: LazyLogits, target: Tensor, options: Options, temperature: Tensor | None = None
 ) -> Any:
-    """What one of :mod:`parallel_lce.run.fused_loss` gives for the output layer's call, in the modes in which that was
-    called."""
+    """Run an ``entry`` of :mod:`parallel_lce.run.fused_loss` on the output layer's operands, in the modes in which the
+    layer was called."""
     logits.check()
     layer, weight = logits.layer, logits.weight
     _, budget, filtered, reduce_dtype = choices.choose()

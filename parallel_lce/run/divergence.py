@@ -38,11 +38,11 @@ from parallel_lce.core.plan import Block, balanced, shared_shard_rows
 from parallel_lce.run.autograd import first_order_only, scaled
 from parallel_lce.run.schedule import Gathers
 
-# Of a token: the normalizers of student and teacher, two numbers each, and the student's sum.
+# Numbers per token: two of the student's normalizer, two of the teacher's, and the student's sum.
 _NUMBERS = 5
-# Tokens of a block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
+# Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
 _FEWEST_TOKENS = 128
-# A log-ratio that fp16 must hold beside the largest factor.
+# Largest log-ratio for which fp16 gradients of the output stay finite.
 _LARGEST_LOG_RATIO = 64.0
 
 
@@ -246,7 +246,7 @@ class _Divergences(torch.autograd.Function):
         losses, numbers, ctx.gradients = _evaluated(task, inputs, needs, factor, summed, None)
         ctx.task = task
         ctx.save_for_backward(*inputs, factor, numbers)
-        # A token that does not count has loss 0, whatever its logits are.
+        # An ignored token has loss 0, whatever its logits are.
         return losses if factor is None else (losses * factor).masked_fill_(factor == 0, 0.0).sum()
 
     @staticmethod

@@ -6,6 +6,7 @@ The teacher is an output layer of its own (:func:`divergence`), or the largest l
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Never
 
@@ -16,16 +17,34 @@ from torch import Tensor
 from parallel_lce.backends import valueless
 from parallel_lce.backends.divergence import of_classes
 from parallel_lce.call import debug
-from parallel_lce.call.call import Call
-from parallel_lce.call.checks import check_process_group, known_vocab_size
+from parallel_lce.call.call import Call, Inputs
+from parallel_lce.call.checks import (
+    INTEGERS,
+    check_process_group,
+    described,
+    known_vocab_size,
+    refuse,
+    refuse_unknown,
+    renamed,
+)
 from parallel_lce.call.prepare import prepare
-from parallel_lce.core.collectives import Layout
-from parallel_lce.core.options import Options, Tensors, as_float, as_number, check_option, refuse_unknown
+from parallel_lce.core.collectives import Layout, Shard
+from parallel_lce.core.options import (
+    Options,
+    Tensors,
+    as_float,
+    as_number,
+    check_option,
+    check_reduction,
+    is_number,
+    shortened,
+)
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.functional import token_statistics
-from parallel_lce.run.distillation_checks import check_numbers, check_pair, check_stored, naming
-from parallel_lce.run.divergence import Divergence, summed_divergence, token_divergences
+from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.selected_log_probs import selected_log_probs
+
+_NEAREST = 1e-6  # of a beta to 0 and 1: the mixture's logarithm is less exact the nearer it is
 
 
 def divergence(
@@ -93,33 +112,26 @@ def divergence(
     3. If gradients are formed with the loss: an all-reduce, or reduce-scatter, of dX, R * D elements of
        ``reduce_dtype``, beside dW. None with ``reduce_hidden_grad=False``.
 
-    A backward that projects again runs 1 and 3; a second backward of gradients that were formed with the loss, all.
+    A backward that projects again runs 1 and 3.
 
     Raises:
         ValueError: shapes, dtypes, devices, shards or numbers that do not fit, before any collective; the message has
         the given and the expected value.
     """
     if unknown:
-        refuse_unknown(divergence, unknown)
+        refuse_unknown(divergence, unknown, process_group)
     beta, temperature = as_float(beta), as_float(temperature)
     ignore_index = -100 if ignore_index is None else ignore_index
-    options = Options(
-        f"distillation.divergence with {beta=}, {reduction=} and {ignore_index=}",
-        temperature=temperature,
-        sequence_parallel=sequence_parallel,
-        reduce_hidden_grad=reduce_hidden_grad,
-        reduce_dtype=reduce_dtype,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        logits_budget=logits_budget,
-    )
-    numbers = partial(check_numbers, beta, reduction, ignore_index)
+    # All ranks must agree on the name. The call itself has no reduction and ignores no token.
+    name = f"distillation.divergence with {beta=}, {reduction=} and {ignore_index=}"
+    options = Options.of(name, locals() | dict(reduction=None, ignore_index=None))
+    numbers = partial(_check_numbers, beta, reduction, ignore_index)
     given = Tensors(student_hidden, student_weight, target, student_bias)
-    with naming("student"):
+    with _naming("student"):
         student, inputs = prepare(options, given, process_group, extra_check=numbers, planned=False)
     theirs = Tensors(*map(_detached, (teacher_hidden, teacher_weight, None, teacher_bias)))
-    pair = partial(check_pair, student, inputs, theirs)
-    with naming("teacher"):
+    pair = partial(_check_pair, student, inputs, theirs)
+    with _naming("teacher"):
         of_teacher = options._replace(reduce_dtype=None)
         teacher, teacher_inputs = prepare(of_teacher, theirs, process_group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
@@ -129,11 +141,15 @@ def divergence(
     task = Divergence.of(student, teacher, beta, dtype)
     factor = _factor(student, inputs[0], reduction, ignore_index)
     if reduction != "none" and any(student.needs) and dtype != torch.float16:
-        return summed_divergence(task, inputs, teacher_inputs, factor)
-    found = token_divergences(task, inputs, teacher_inputs)
-    # A token that does not count has no loss and no gradient, whatever its logits are.
+        return divergences(task, inputs, teacher_inputs, factor)
+    found = divergences(task, inputs, teacher_inputs)
+    # An ignored token has no loss and no gradient, whatever its logits are.
     found = torch.where(factor != 0, found * factor, 0.0)
     return found.view(shape) if reduction == "none" else found.sum()
+
+
+# Graphs of torch.compile break here. torch.compiler.disable does the same, and imports torch._dynamo.
+divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def top_k_divergence(
@@ -185,28 +201,24 @@ def top_k_divergence(
         ValueError: as :func:`divergence`.
     """
     if unknown:
-        refuse_unknown(top_k_divergence, unknown)
+        refuse_unknown(top_k_divergence, unknown, process_group)
     check_process_group(process_group)
     layout = Layout.of(process_group, sequence_parallel is True)
     beta, temperature = as_float(beta), as_float(temperature)
     ignore_index = -100 if ignore_index is None else ignore_index
     try:
-        check_numbers(beta, reduction, ignore_index)
+        _check_numbers(beta, reduction, ignore_index)
         check_option("temperature", temperature)
         check_option("logits_budget", as_number(logits_budget))
-        check_stored(teacher_ids, teacher_log_probs, tail, target)
+        _check_stored(teacher_ids, teacher_log_probs, tail, target)
     except ValueError as refusal:
-        debug.report_refusal(layout, refusal)
-        raise
+        refuse(refusal, process_group)
     counted = teacher_ids.new_ones(teacher_ids.shape[:-1], dtype=torch.bool)
     if target is not None:
         counted = target.long() != ignore_index
     if debug.enabled() and layout.ranks > 1 and not valueless(teacher_ids):
         settings = {"beta": beta, "temperature": temperature, "reduction": reduction, "tail": tail}
-        stored: dict[str, Tensor | None] = {
-            "teacher_log_probs": teacher_log_probs.double(),
-            "counted tokens": counted.long(),
-        }
+        stored = {"teacher_log_probs": teacher_log_probs.double(), "counted tokens": counted.long()}
         debug.agree(layout, settings, stored, (0, 0))
     options: dict[str, Any] = dict(
         linear_bias=student_bias,
@@ -218,10 +230,10 @@ def top_k_divergence(
         reduce_dtype=reduce_dtype,
         reduce_hidden_grad=reduce_hidden_grad,
     )
-    # What is no entry, and whatever is stored of tokens that do not count, must not reach a gradient.
+    # Padding entries, and stored values of ignored tokens, must not reach a gradient.
     there = (teacher_ids.long() >= 0) & (teacher_log_probs != -torch.inf) & counted.unsqueeze(-1)
     ids = teacher_ids.long().masked_fill(~there, -1)
-    with naming("student", selected="teacher_ids"):
+    with _naming("student", selected="teacher_ids"):
         if tail == "renormalize":
             log_p = selected_log_probs(student_hidden, student_weight, ids, **options)
             size = known_vocab_size(len(student_weight), layout, vocab_start, vocab_size)
@@ -253,7 +265,7 @@ def _with_tail(log_probs: Tensor) -> Tensor:
 
 
 def _factor(student: Call, hidden: Tensor, reduction: str, ignore_index: int) -> Tensor:
-    """``[N]``: what each token's divergence counts in the result."""
+    """``[N]``: each token's weight in the result, 0 if it is ignored."""
     target, dtype = student.target, accumulation_dtype(hidden.dtype)
     if target is None:
         count = student.shape.numel()
@@ -270,5 +282,58 @@ def _detached(value: Any) -> Any:
     return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value.detach()
 
 
-# Graphs of torch.compile break here. torch.compiler.disable does the same, and imports torch._dynamo.
-divergence._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+def _naming(who: str, **others: str) -> AbstractContextManager[None]:
+    """Refusals within it name the arguments of the student or teacher, and the ``others``, instead of those of
+    :func:`parallel_lce.linear_cross_entropy`."""
+    names = {"input": f"{who}_hidden", "linear_weight": f"{who}_weight", "linear_bias": f"{who}_bias"}
+    return renamed(**names | others)
+
+
+def _check_numbers(beta: object, reduction: object, ignore_index: object, shape: torch.Size | None = None) -> None:
+    if not (is_number(beta) and (beta in (0, 1) or _NEAREST <= beta <= 1 - _NEAREST)):
+        between = f"0, 1 or a number from {_NEAREST} to 1 - {_NEAREST}"
+        raise ValueError(f"beta must be {between}, got {shortened(beta)}")
+    check_reduction(reduction)
+    check_option("ignore_index", as_number(ignore_index))
+
+
+def _check_pair(student: Call, inputs: Inputs, teacher: Tensors, shape: torch.Size) -> None:
+    """The teacher has the student's tokens, vocabulary entries, device and dtype of statistics."""
+    x, weight = teacher.input, teacher.linear_weight
+    own, shard, options = inputs[0], student.shard, student.options
+    if x.shape[:-1] != own.shape[:-1]:
+        raise ValueError(f"teacher_hidden {list(x.shape)} has other tokens than student_hidden {list(own.shape)}")
+    if x.device != own.device:
+        raise ValueError(f"teacher_hidden is on {x.device} and student_hidden is on {own.device}")
+    if x.is_floating_point() and accumulation_dtype(x.dtype) != accumulation_dtype(own.dtype):
+        raise ValueError(f"teacher_hidden is {x.dtype} and student_hidden is {own.dtype}: both or none must be float64")
+    start = student.layout.rank * len(weight) if options.vocab_start is None else options.vocab_start
+    other = Shard(start, len(weight), options.vocab_size)
+    # Where a shard that has no entry starts does not matter.
+    if other.real_rows != shard.real_rows or (shard.real_rows and other.start != shard.start):
+        raise ValueError(
+            f"teacher_weight {list(weight.shape)} has the vocabulary entries [{other.start}, "
+            f"{other.start + other.real_rows}) and student_weight {list(inputs[1].shape)} has "
+            f"[{shard.start}, {shard.start + shard.real_rows})"
+        )
+
+
+def _check_stored(ids: object, log_probs: object, tail: object, target: object) -> None:
+    if tail not in ("class", "renormalize"):
+        raise ValueError(f"tail must be 'class' or 'renormalize', got {shortened(tail)}")
+    if not (isinstance(ids, Tensor) and isinstance(log_probs, Tensor)):
+        given = f"{described(ids)} and {described(log_probs)}"
+        raise ValueError(f"teacher_ids and teacher_log_probs must be tensors, got {given}")
+    if ids.dim() < 1 or ids.shape != log_probs.shape:
+        given = f"{list(ids.shape)} and {list(log_probs.shape)}"
+        raise ValueError(f"teacher_ids and teacher_log_probs must both be [..., K], got {given}")
+    if ids.dtype not in INTEGERS:
+        raise ValueError(f"teacher_ids must be of an integer dtype, got {ids.dtype}")
+    if not log_probs.is_floating_point():
+        raise ValueError(f"teacher_log_probs must be floating-point, got {log_probs.dtype}")
+    if log_probs.device != ids.device:
+        raise ValueError(f"teacher_log_probs is on {log_probs.device} and teacher_ids is on {ids.device}")
+    if target is None:
+        return
+    if not isinstance(target, Tensor) or target.shape != ids.shape[:-1] or target.dtype not in INTEGERS:
+        raise ValueError(f"target must be None or ids of shape {list(ids.shape[:-1])}, got {described(target)}")

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel_lce.call.checks import refuse, refuse_unknown
 from parallel_lce.call.selection import ids_and_offsets
-from parallel_lce.core.options import Options, Tensors, apart, check_reduction, refuse_unknown, shortened
+from parallel_lce.core.options import Options, Tensors, apart, shortened
 from parallel_lce.run.compaction import compacted
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
@@ -95,9 +96,9 @@ def linear_cross_entropy(
             these tokens alone, and the others cost nothing. The host does not wait for the device; if the number is
             wrong, the loss is NaN. Under sequence parallelism every rank gathers all hidden states, and dX is
             all-reduced.
-        gradient_filter: a probability in (0, 1), such as 2**-13; None: dX and dW are exact. Backward then forms exactly
-            only the targets' part, and what tiles of 128 tokens by 128 vocabulary rows contribute that have an entry of
-            a larger probability. Of every other tile it takes the products of sums
+        gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward computes exactly
+            only the targets' part and the tiles of 128 tokens by 128 vocabulary rows with an entry of a larger
+            probability. Every other tile is replaced by a rank-one estimate
             (:mod:`parallel_lce.kernels.filter`). The loss is unchanged, and no collective is added. The Triton backend
             filters products of 1e12 flops and more; the torch backend saves no time. Not with ``label_smoothing``. In
             the first few hundred steps of a training None is better: a filter skips little there, or adds its largest
@@ -144,6 +145,8 @@ def linear_cross_entropy(
         keyword argument. NotImplementedError: a tensor with a forward-mode tangent. RuntimeError: in backward, where
         a gradient itself is differentiated.
     """
+    if unsupported or reduction is None:
+        _refuse_unsupported(reduction, unsupported, process_group)
     logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, token_weight, token_scale, token_temperature)
     options = Options(
@@ -163,12 +166,9 @@ def linear_cross_entropy(
         vocab_size=vocab_size,
         logits_budget=logits_budget,
     )
-    extra_check = None
-    if unsupported or reduction is None:
-        extra_check = lambda _: _refuse_unsupported(reduction, unsupported)  # noqa: E731
     if counted_tokens is None:
-        return fused_loss(options, tensors, process_group, extra_check=extra_check)
-    options, tensors, compaction = compacted(options, tensors, process_group, None, counted_tokens, extra_check)
+        return fused_loss(options, tensors, process_group)
+    options, tensors, compaction = compacted(options, tensors, process_group, None, counted_tokens)
     loss = fused_loss(options, tensors, process_group)
     return compaction.spread(loss, 0.0) if reduction == "none" else compaction.checked(loss)
 
@@ -233,6 +233,8 @@ def token_statistics(
     ``mean_logit``. Beside them it has E elements for ``selected`` (N * K of them for ids ``[..., K]``), and 2 * N * K
     for ``top_k``.
     """
+    if unknown:
+        refuse_unknown(token_statistics, unknown, process_group)
     ids, offsets = ids_and_offsets(selected)
     logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
@@ -254,13 +256,12 @@ def token_statistics(
         sum_p_squared=bool(sum_p_squared),
         top_k=top_k,
     )
-    extra_check = (lambda _: refuse_unknown(token_statistics, unknown)) if unknown else None
     if mask is None and counted_tokens is None:
-        return fused_statistics(options, tensors, process_group, extra_check=extra_check)
+        return fused_statistics(options, tensors, process_group)
     if mask is None or counted_tokens is None:
         given = type(mask).__name__, type(counted_tokens).__name__
         raise ValueError(f"mask and counted_tokens must be given together, got {given[0]} and {given[1]}")
-    options, tensors, compaction = compacted(options, tensors, process_group, mask, counted_tokens, extra_check)
+    options, tensors, compaction = compacted(options, tensors, process_group, mask, counted_tokens)
     return compaction.spread_all(fused_statistics(options, tensors, process_group))
 
 
@@ -268,15 +269,16 @@ def token_statistics(
 _ONLY_TORCH = ("weight", "options")
 
 
-def _refuse_unsupported(reduction: object, given: dict[str, object]) -> None:
-    """Raise for a reduction of None, which is no loss's, and for keyword arguments that are unknown, or PyTorch's
-    alone. It is called where debug mode can tell the other ranks."""
-    check_reduction(reduction)
+def _refuse_unsupported(reduction: object, given: dict[str, object], group: dist.ProcessGroup | None) -> None:
+    """Raise for keyword arguments that are unknown, or PyTorch's alone, and for a reduction of None, which is no
+    loss's."""
     for name, value in given.items():
         if name not in _ONLY_TORCH:
-            refuse_unknown(linear_cross_entropy, {name: value})
+            refuse_unknown(linear_cross_entropy, {name: value}, group)
         if value is not None:
-            raise ValueError(
-                f"{name}={shortened(value)} of torch.nn.functional.linear_cross_entropy is not supported: "
-                "use token_weight for per-token weights and logits_budget for the memory"
+            said = f"{name}={shortened(value)} of torch.nn.functional.linear_cross_entropy is not supported"
+            refuse(
+                ValueError(f"{said}: use token_weight for per-token weights and logits_budget for the memory"), group
             )
+    if reduction is None:
+        refuse(ValueError("reduction must be 'none', 'mean' or 'sum', got None"), group)

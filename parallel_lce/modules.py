@@ -9,15 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from parallel_lce.call.checks import check_process_group
-from parallel_lce.core.options import (
-    FLOATS,
-    Options,
-    check_options,
-    check_reduction,
-    refuse_unknown,
-    with_python_numbers,
-)
+from parallel_lce.call.checks import check_process_group, refuse_unknown
+from parallel_lce.core.options import FLOATS, Options, check_options, check_reduction, with_python_numbers
 from parallel_lce.functional import linear_cross_entropy
 
 
@@ -72,30 +65,13 @@ class LinearCrossEntropy(nn.Module):
         reduce_hidden_grad: bool = True,
         **unknown: Never,
     ) -> None:
+        given = locals()
         super().__init__()
         if unknown:
             refuse_unknown(type(self), unknown)
         check_process_group(process_group)
         # Converted here: torch.compile turns NumPy scalars into tensors.
-        options = with_python_numbers(
-            Options(
-                type(self).__name__,
-                reduction=reduction,
-                ignore_index=ignore_index,
-                label_smoothing=label_smoothing,
-                z_loss=z_loss,
-                logit_scale=logit_scale,
-                logit_softcap=logit_softcap,
-                temperature=temperature,
-                gradient_filter=gradient_filter,
-                sequence_parallel=sequence_parallel,
-                reduce_hidden_grad=reduce_hidden_grad,
-                reduce_dtype=reduce_dtype,
-                vocab_start=vocab_start,
-                vocab_size=vocab_size,
-                logits_budget=logits_budget,
-            )
-        )
+        options = with_python_numbers(Options.of(type(self).__name__, given))
         check_reduction(reduction)
         check_options(options)
         if reduce_dtype not in (None, *FLOATS):

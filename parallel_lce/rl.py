@@ -60,6 +60,8 @@ def linear_cross_entropy(
         ValueError: a temperature that is no number > 0, an unknown reduction, and as
         :func:`parallel_lce.token_statistics`.
     """
+    if temperature is None:
+        temperature = 1.0
     name = "none" if reduction is None else str(reduction).lower()
     if name not in ("none", "sum", "mean"):
         raise ValueError(f"reduction must be 'none', 'sum' or 'mean', got {reduction!r}")
@@ -73,7 +75,7 @@ def linear_cross_entropy(
             weight,
             labels.reshape(-1),
             linear_bias=bias,
-            temperature=_temperature(temperature),
+            temperature=temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature,
             process_group=dist_process_group,
             vocab_size=vocab_size,
             logits_budget=logits_budget,
@@ -166,13 +168,7 @@ def from_parallel_hidden_states_to_logprobs(
 
 
 def _check_tensors(**named: object) -> None:
-    """Of what is used before :func:`parallel_lce.token_statistics` checks it."""
+    """Refuse objects that are used as tensors before :func:`parallel_lce.token_statistics` checks them."""
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")
-
-
-def _temperature(temperature: float | Tensor | None) -> float | Tensor:
-    if temperature is None:
-        return 1.0
-    return temperature.reshape(-1) if isinstance(temperature, Tensor) else temperature

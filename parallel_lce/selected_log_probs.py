@@ -10,11 +10,12 @@ from torch import Tensor
 
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call.call import Call, flattened
+from parallel_lce.call.checks import refuse_unknown
 from parallel_lce.call.prepare import prepare
 from parallel_lce.call.selection import Selected, ids_and_offsets
 from parallel_lce.core.collectives import gather_hidden, gather_with_bounds
 from parallel_lce.core.memory import device_without_autocast, in_memory
-from parallel_lce.core.options import Options, Tensors, apart, refuse_unknown
+from parallel_lce.core.options import Options, Tensors, apart
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Block
 from parallel_lce.run.autograd import first_order_only
@@ -64,32 +65,26 @@ def selected_log_probs(
         ValueError: as :func:`parallel_lce.token_statistics`, before any collective.
     """
     if unknown:
-        refuse_unknown(selected_log_probs, unknown)
+        refuse_unknown(selected_log_probs, unknown, process_group)
     ids, offsets = ids_and_offsets(selected)
     if not isinstance(ids, Tensor):
         raise ValueError(f"selected must be a tensor, or a pair of ids and offsets, got {type(ids).__name__}")
     logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, None, linear_bias, None, token_scale, token_temperature, ids, offsets)
-    options = Options(
-        "selected_log_probs",
-        logit_scale=logit_scale,
-        logit_softcap=logit_softcap,
-        temperature=temperature,
-        sequence_parallel=sequence_parallel,
-        reduce_hidden_grad=reduce_hidden_grad,
-        reduce_dtype=reduce_dtype,
-        vocab_start=vocab_start,
-        vocab_size=vocab_size,
-        logits_budget=0,
-    )
-    call, inputs = prepare(options, tensors, process_group, planned=False)
-    if linear_weight.is_meta:
-        return input.new_empty(ids.shape, dtype=accumulation_dtype(input.dtype))
-    return _SelectedLogProbs.apply(*inputs, call).view(ids.shape)
+    return log_probs_of(Options.of("selected_log_probs", locals()), tensors, process_group)
 
 
 # A graph of torch.compile breaks here. torch.compiler.disable does the same, and imports torch._dynamo.
 selected_log_probs._torchdynamo_disable = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> Tensor:
+    """What :func:`selected_log_probs` gives, for options and tensors."""
+    call, inputs = prepare(options._replace(logits_budget=0), tensors, group, planned=False)
+    shape = tensors.selected.shape
+    if tensors.linear_weight.is_meta:
+        return tensors.input.new_empty(shape, dtype=accumulation_dtype(tensors.input.dtype))
+    return _SelectedLogProbs.apply(*inputs, call).view(shape)
 
 
 class _SelectedLogProbs(torch.autograd.Function):

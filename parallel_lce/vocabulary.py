@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from parallel_lce.call.checks import INTEGERS
+from parallel_lce.call.checks import INTEGERS, described
 
 
 class VocabularyOrder:
@@ -37,7 +37,7 @@ class VocabularyOrder:
 
     def __init__(self, new_id: Tensor, rows: int | None = None) -> None:
         if not isinstance(new_id, Tensor) or new_id.dtype != torch.int64 or new_id.dim() != 1 or not len(new_id):
-            raise ValueError(f"new_id must be an int64 tensor [V] with V > 0, got {_described(new_id)}")
+            raise ValueError(f"new_id must be an int64 tensor [V] with V > 0, got {described(new_id)}")
         V = len(new_id)
         rows = V if rows is None else rows
         if not isinstance(rows, int) or rows < V:
@@ -72,7 +72,7 @@ class VocabularyOrder:
             is less than V or no multiple of ``ranks``.
         """
         if not isinstance(counts, Tensor) or counts.dim() != 1 or not len(counts):
-            raise ValueError(f"counts must be a tensor [V] with V > 0, got {_described(counts)}")
+            raise ValueError(f"counts must be a tensor [V] with V > 0, got {described(counts)}")
         if counts.dtype not in INTEGERS and not counts.is_floating_point():
             raise ValueError(f"counts must be integers or floating-point numbers, got {counts.dtype}")
         if type(ranks) is not int or ranks < 1:
@@ -181,7 +181,7 @@ class VocabularyOrder:
         V = len(sources)
         if not isinstance(value, Tensor) or value.dim() < 1 or len(value) not in (V, self.rows):
             padded = f", or {self.rows} with padding" if self.rows > V else ""
-            raise ValueError(f"{name} must be a tensor of {V} rows{padded}, got {_described(value)}")
+            raise ValueError(f"{name} must be a tensor of {V} rows{padded}, got {described(value)}")
         padding = torch.arange(V, len(value), device=sources.device)
         return value.index_select(0, torch.cat([sources, padding]).to(value.device))
 
@@ -205,14 +205,10 @@ class VocabularyOrder:
 def _mapped(ids: Tensor, table: Tensor) -> Tensor:
     last = len(table) - 1
     if not isinstance(ids, Tensor) or ids.dtype not in INTEGERS:
-        raise ValueError(f"ids must be a tensor of integers, got {_described(ids)}")
+        raise ValueError(f"ids must be a tensor of integers, got {described(ids)}")
     if torch.iinfo(ids.dtype).max < last:
         raise ValueError(f"ids must be of a dtype that can hold {last}, the largest id, got {ids.dtype}")
     # The uint64 that wrap become negative here, and what they were by the last conversion.
     wide = ids.long()
     inside = (wide >= 0) & (wide <= last)
     return torch.where(inside, table.to(ids.device)[wide.clamp(0, last)], wide).to(ids.dtype)
-
-
-def _described(value: object) -> str:
-    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__

@@ -289,6 +289,8 @@ def test_an_upstream_gradient_that_is_none_in_memory(backend, device):
 def test_a_typo_is_a_type_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'label_smothing'"):
         call(good() | dict(label_smothing=0.1))
+    with pytest.raises(TypeError, match="label_smothing"):  # before anything is said of the tensors
+        call(good() | dict(input=None, label_smothing=0.1))
     with pytest.raises(TypeError, match="unexpected keyword argument 'reduction'$"):
         call(good() | dict(reduction="mean"), parallel_lce.token_statistics)
 

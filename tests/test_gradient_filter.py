@@ -339,21 +339,21 @@ def test_odd_shapes(shape, backend, device):
 
 def test_megatron_takes_it_from_install_or_the_environment(monkeypatch):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
-    from parallel_lce.megatron.install import current_options
+    from parallel_lce.megatron import choices
 
-    assert current_options()["gradient_filter"] is None
+    assert choices.choose().gradient_filter is None
     monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "0.001")
-    assert current_options()["gradient_filter"] == 0.001
+    assert choices.choose().gradient_filter == 0.001
     monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "auto")
     expected = r"a number between 0 and 1, such as 0.0001220703125, which is 2\*\*-13, got 'auto'"
     with pytest.raises(ValueError, match=f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}"):
-        current_options()
+        choices.choose()
     monkeypatch.delenv("PARALLEL_LCE_GRADIENT_FILTER")
     try:
         parallel_lce.megatron.install(gradient_filter=0.01)
-        assert current_options()["gradient_filter"] == 0.01
+        assert choices.choose().gradient_filter == 0.01
         parallel_lce.megatron.install(gradient_filter=torch.tensor(0.25).numpy()[()])
-        assert type(current_options()["gradient_filter"]) is float
+        assert type(choices.choose().gradient_filter) is float
         with pytest.raises(ValueError, match="gradient_filter=0.25 needs cross_entropy='output_layer'.* earlier"):
             parallel_lce.megatron.install(cross_entropy="logits")
         for value in (3, "auto"):

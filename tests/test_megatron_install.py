@@ -15,6 +15,7 @@ import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of
 from megatron_releases import OTHERS, path_of
 from megatron_training import switched
+from parallel_lce.megatron import choices
 from tools import arguments_to, recorded
 from world import Member
 
@@ -43,8 +44,8 @@ def test_install_is_idempotent_and_undone():
     assert _methods()[2] is _methods()[3] is parallel_lce.vocab_parallel_cross_entropy
     parallel_lce.megatron.install()  # keeps what was chosen
     assert _methods()[2] is parallel_lce.vocab_parallel_cross_entropy
-    assert sys.modules["parallel_lce.megatron.install"]._installed.logits_budget == 5
-    assert sys.modules["parallel_lce.megatron.install"]._installed.reduce_dtype == torch.float32
+    assert choices.installed.logits_budget == 5
+    assert choices.installed.reduce_dtype == torch.float32
     parallel_lce.megatron.install(cross_entropy="output_layer")
     assert _methods() == once
     parallel_lce.megatron.uninstall()

@@ -364,26 +364,28 @@ def test_torchs_fully_sharded_data_parallel(worlds):
 
 
 def _budgets(member: Member, mtp: int | None) -> None:
-    """The budget of each call, by default and as installed."""
+    """The budget of each call, by default and as installed; and the filter, which is not for entropies."""
     spec, given = Model(ranks=member.ranks, mtp=mtp), []
     model, data = build(member, spec, {}), batch(0, spec, member.device)
     real = output_layer.fused_statistics
 
     def noted(arguments, *more, **options):
-        given.append((arguments.logits_budget, arguments.reduce_dtype))
+        given.append((arguments.logits_budget, arguments.reduce_dtype, arguments.gradient_filter))
         return real(arguments, *more, **options)
 
     with mock.patch.object(output_layer, "fused_statistics", noted):
         of_ours(model, data, Scoring())
         with mock.patch.dict(os.environ, PARALLEL_LCE_LOGITS_BUDGET="345"):
             of_ours(model, data, Scoring())
-        parallel_lce.megatron.install(logits_budget=12345, reduce_dtype=torch.float32)
+        parallel_lce.megatron.install(logits_budget=12345, reduce_dtype=torch.float32, gradient_filter=0.25)
         try:
             of_ours(model, data, Scoring())
+            of_ours(model, data, Scoring(entropy=False))
         finally:
             parallel_lce.megatron.uninstall()
     default = None if mtp is None else default_budget(member.device) // (1 + mtp)
-    assert given == [(default, None), (345, None), (12345, torch.float32)]
+    installed = 12345, torch.float32
+    assert given == [(default, None, None), (345, None, None), (*installed, None), (*installed, 0.25)]
 
 
 @pytest.mark.parametrize("mtp", [None, 1])

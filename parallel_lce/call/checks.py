@@ -3,9 +3,12 @@ collective."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Never
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from parallel_lce.call import debug
 from parallel_lce.call.dtensor import refuse_dtensor
 from parallel_lce.core.collectives import Layout
 from parallel_lce.core.options import FLOATS, LARGEST_VOCABULARY, Options, Tensors, unfiltered
@@ -29,6 +33,29 @@ def renamed(**names: str) -> Iterator[None]:
     except ValueError as refusal:
         text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(refusal))
         raise ValueError(text) from None
+
+
+def described(value: object) -> str:
+    """A tensor's shape and dtype, or the type of anything else."""
+    return f"{list(value.shape)} of {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def refuse(refusal: Exception, group: dist.ProcessGroup | None) -> Never:
+    """Raise ``refusal`` before a call is prepared. In debug mode the other ranks of the ``group`` are told."""
+    check_process_group(group)
+    debug.report_refusal(Layout.of(group, False), refusal)
+    raise refusal
+
+
+def refuse_unknown(function: Callable, given: dict[str, object], group: dist.ProcessGroup | None = None) -> Never:
+    """Raise for keyword arguments that ``function`` does not take, and name one of its own that may be meant: of the
+    same last word, or else of nearly the same letters."""
+    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    name = next(iter(given))
+    alike = [other for other in known if other.split("_")[-1] == name.split("_")[-1]]
+    meant = " or ".join(alike or difflib.get_close_matches(name, known, 1))
+    hint = f": did you mean {meant}?" if meant else ""
+    refuse(TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}"), group)
 
 
 def check_process_group(group: object) -> None:

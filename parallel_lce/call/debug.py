@@ -8,15 +8,16 @@ Every rank raises if a rank refused, or if the arguments differ.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
-from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.core.collectives import Layout, all_gather
+from parallel_lce.core.collectives import Layout
+
+T = TypeVar("T")
 
 # Largest difference of a token's hidden states between ranks that should have the same ones, relative to their norm. An
 # all-reduce may round them differently on each rank.
@@ -33,15 +34,12 @@ def enabled() -> bool:
     return value == "1"
 
 
-@dataclass(frozen=True)
-class _Told:
-    """What a rank tells the others."""
+class _Told(NamedTuple):
+    """What a rank tells the others: why it refuses its arguments, or else their values as text, and its shard."""
 
-    # Why it refuses its arguments.
     refusal: str | None
-    # Otherwise their values as text.
     values: dict[str, str]
-    # Its shard: (first id, rows).
+    # First id, rows
     shard: tuple[int, int]
 
 
@@ -49,12 +47,12 @@ def report_refusal(layout: Layout, refusal: Exception) -> None:
     """Called by a rank that is about to raise ``refusal``: in debug mode it tells the other ranks; else the error says
     that they may wait.
 
-    Collectives in debug mode: :func:`agree`'s first two.
+    Collectives in debug mode: the first two of :func:`agree`.
     """
     if layout.ranks == 1:
         return
     if enabled():
-        _tell(layout, _Told(str(refusal), {}, (0, 0)))
+        _gathered(layout, _Told(str(refusal), {}, (0, 0)))
     elif type(refusal) in (TypeError, ValueError):
         raise type(refusal)(
             f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
@@ -70,12 +68,12 @@ def agree(
 
     Ranks may pass different settings; each is compared among the ranks that pass it. If the settings agree, each of
     ``tensors``, int64 or fp64, must have the same shape on all ranks. Returns every rank's ``shard`` (first id,
-    rows). Collectives: two all-gathers, of 3 int64 and of a text of some hundred bytes; if a tensor differs, one more
-    of its values.
+    rows). Collectives: an all-gather of objects, which is two all-gathers, of 1 int64 and of some hundred bytes; if a
+    tensor differs, one more of its values.
     """
     values = {name: repr(value) for name, value in settings.items()}
     values |= {name: _digest(tensor) for name, tensor in tensors.items()}
-    told = _tell(layout, _Told(None, values, shard))
+    told = _gathered(layout, _Told(None, values, shard))
     refusing = {rank: t.refusal for rank, t in enumerate(told) if t.refusal is not None}
     if refusing:
         first = next(iter(refusing))
@@ -102,14 +100,12 @@ def agree(
 def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
     """Raise ``ValueError`` on every rank unless all have the same hidden states ``[..., D]``, but for rounding.
 
-    One all-gather of 2 fp64 numbers per token: the norm, and the part along one random direction.
+    One all-gather of objects, 2 fp64 numbers per token: the norm, and the part along one random direction.
     """
     flat = hidden.detach().reshape(-1, max(1, hidden.shape[-1])).double()
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(flat.device)
-    told = _exchange(torch.stack([flat.norm(dim=1), flat @ direction], -1).flatten(), layout)
-    told = told.view(layout.ranks, -1, 2).nan_to_num()
-    norm, along = told.unbind(-1)
+    norm, along = _stacked(layout, torch.stack([flat.norm(dim=1), flat @ direction])).nan_to_num().unbind(1)
     apart = (norm - norm[0]).abs() + (along - along[0]).abs() > _SAME_HIDDEN * norm.amax(0)
     if apart.any():
         rank, token = apart.nonzero()[0].tolist()
@@ -122,7 +118,7 @@ def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
 
 def _difference(layout: Layout, name: str, tensor: Tensor) -> str:
     """The first place where the ranks' ``tensor`` differ, and each rank's value there."""
-    all_values = _exchange(tensor.detach().flatten().contiguous(), layout)
+    all_values = _stacked(layout, tensor.detach().flatten())
     apart = (all_values != all_values[0]) & ~(all_values.isnan() & all_values[0].isnan())
     position = int(apart.any(0).nonzero()[0])
     said = {rank: repr(value) for rank, value in enumerate(all_values[:, position].tolist())}
@@ -145,26 +141,17 @@ def _digest(tensor: Tensor | None) -> str:
     return f"values of digest {digest.hexdigest()[:12]}"
 
 
-def _tell(layout: Layout, own: _Told) -> list[_Told]:
-    """Every rank's, in rank order."""
-    device = torch.device("cpu")
-    if dist.get_backend(layout.group) == "nccl":
-        device = torch.device("cuda", torch.cuda.current_device())
-    text = json.dumps([own.refusal, own.values]).encode()
-    header = torch.tensor([len(text), *own.shard], dtype=torch.int64, device=device)
-    headers = _exchange(header, layout).tolist()
-    longest = max(length for length, *_ in headers)
-    padded = torch.tensor(list(text.ljust(longest)), dtype=torch.uint8, device=device)
-    texts = [json.loads(bytes(t)) for t in _exchange(padded, layout).tolist()]
-    return [_Told(refusal, values, (start, rows)) for (refusal, values), (_, start, rows) in zip(texts, headers)]
+def _stacked(layout: Layout, values: Tensor) -> Tensor:
+    """Every rank's ``values [...]``, int64 or fp64, as ``[P, ...]`` on the CPU."""
+    told = torch.tensor(_gathered(layout, values.tolist()), dtype=values.dtype, device="cpu")
+    return told.view(layout.ranks, *values.shape)
 
 
-def _exchange(values: Tensor, layout: Layout) -> Tensor:
-    """``[P, n]`` from each rank's ``values [n]``."""
-    gathered = values.new_empty(layout.ranks * values.numel())
-    if values.numel():
-        all_gather(gathered, values, group=layout.group)
-    return gathered.view(layout.ranks, values.numel())
+def _gathered(layout: Layout, own: T) -> list[T]:
+    """Every rank's object, in rank order. Needs NumPy, as torch's collectives of objects do."""
+    told: list[Any] = [None] * layout.ranks
+    dist.all_gather_object(told, own, group=layout.group)
+    return told
 
 
 def check_cover(shards: list[tuple[int, int]], vocab_size: int | None) -> int:

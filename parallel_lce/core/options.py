@@ -6,10 +6,8 @@ compares between ranks, and what the arguments of an operator are made from (:mo
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -57,6 +55,12 @@ class Options(NamedTuple):
     argmax: bool = False
     sum_p_squared: bool = False
     top_k: int | None = None
+
+    @classmethod
+    def of(cls, function: str, given: Mapping[str, Any]) -> Options:
+        """The options among a function's arguments by name, such as ``locals()``, which a graph of torch 2.11 cannot
+        take."""
+        return cls(function, **{name: given[name] for name in cls._fields if name in given})
 
     @property
     def columns(self) -> Columns:
@@ -270,14 +274,3 @@ def apart(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | None, Tensor
     of_scale, of_temperature = isinstance(scale, Tensor), isinstance(temperature, Tensor)
     numbers = 1.0 if of_scale else scale, 1.0 if of_temperature else temperature
     return *numbers, scale if of_scale else None, temperature if of_temperature else None
-
-
-def refuse_unknown(function: Callable, given: dict[str, object]) -> None:
-    """Raise for keyword arguments that ``function`` does not take, and name one of its own that may be meant: of the
-    same last word, or else of nearly the same letters."""
-    known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    for name in given:
-        alike = [other for other in known if other.split("_")[-1] == name.split("_")[-1]]
-        meant = " or ".join(alike or difflib.get_close_matches(name, known, 1))
-        hint = f": did you mean {meant}?" if meant else ""
-        raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}{hint}")

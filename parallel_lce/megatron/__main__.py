@@ -4,15 +4,8 @@
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl parallel_lce ...
 
 ``-m PACKAGE.MODULE`` in place of ``SCRIPT.py`` runs a module. Options of this program may stand
-anywhere; everything else goes to the script. Each option sets the environment variable beside it:
-
-    --parallel-lce-logits-budget BYTES            PARALLEL_LCE_LOGITS_BUDGET
-    --parallel-lce-gradient-filter PROBABILITY    PARALLEL_LCE_GRADIENT_FILTER
-    --parallel-lce-cross-entropy output_layer     PARALLEL_LCE_CROSS_ENTROPY  (or logits)
-    --parallel-lce-backend torch                  PARALLEL_LCE_BACKEND        (or triton)
-    --parallel-lce-debug 1                        PARALLEL_LCE_DEBUG
-
-The loss is installed right after the script has imported Megatron's ``LanguageModule``.
+anywhere; everything else goes to the script. Each option sets an environment variable. The loss is
+installed right after the script has imported Megatron's ``LanguageModule``.
 """
 
 from __future__ import annotations
@@ -29,7 +22,8 @@ import time
 from pathlib import Path
 
 from parallel_lce.backends import check_choice
-from parallel_lce.megatron.install import CROSS_ENTROPIES, IMPLEMENTATION, Choices, choose, install
+from parallel_lce.megatron.choices import CROSS_ENTROPIES, choose
+from parallel_lce.megatron.install import IMPLEMENTATION, install
 
 _OPTIONS = {
     "logits-budget": {"metavar": "BYTES"},
@@ -49,7 +43,7 @@ def main(arguments: list[str]) -> None:
             del sys.path[0]
         sys.path.insert(0, str(Path(target).resolve().parent))
     try:  # before anything is imported
-        choose(Choices())
+        choose()
         check_choice()
     except ValueError as refusal:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host
@@ -76,7 +70,8 @@ def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
         allow_abbrev=False,
     )
     for name, settings in _OPTIONS.items():
-        parser.add_argument(f"--parallel-lce-{name}", **settings)
+        variable = f"PARALLEL_LCE_{name.replace('-', '_').upper()}"
+        parser.add_argument(f"--parallel-lce-{name}", dest=variable, help=f"sets {variable}", **settings)
     ours, theirs = [], []
     remaining = iter(arguments)
     for argument in remaining:
@@ -88,7 +83,7 @@ def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
         ours = ["--help"]
     for name, value in vars(parser.parse_args(ours)).items():
         if value is not None:
-            os.environ[name.upper()] = value
+            os.environ[name] = value
     module = theirs[0] == "-m"
     theirs = theirs[module:]
     if not theirs or theirs[0].startswith("-"):
@@ -110,12 +105,7 @@ class _InstallAfterImport(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-
-            def execute_and_install(module) -> None:
-                execute(module)
-                install()
-
-            spec.loader.exec_module = execute_and_install
+            spec.loader.exec_module = lambda module: (execute(module), install())
         return spec
 
 

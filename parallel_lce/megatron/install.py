@@ -5,18 +5,16 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib.util
-import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from parallel_lce.core.budget import budget_of_environment
-from parallel_lce.core.options import as_float, check_option
+from parallel_lce.core.options import as_float
+from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.logits_warning import warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
@@ -24,22 +22,7 @@ from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 IMPLEMENTATION = "parallel_lce"
 
-CROSS_ENTROPIES = ("output_layer", "logits")
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What :func:`install` may be given. None: not given."""
-
-    cross_entropy: str | None = None
-    logits_budget: int | None = None
-    gradient_filter: float | None = None
-    reduce_dtype: torch.dtype | None = None
-
-
-_installed: Choices | None = None
-
-# What is replaced, by the owner and the name of the attribute: ours and the original.
+# By the owner and name of a replaced attribute: ours and the original.
 _replaced: dict[tuple[type | ModuleType, str], tuple[object, object]] = {}
 
 
@@ -98,18 +81,22 @@ def install(
         ValueError: a budget, a cross-entropy, a dtype or a filter that does not exist; later, when a model is
             built with settings that the switch does not support, or with a misspelt ``"parallel_lce"``.
     """
-    global _installed
-    choices = choose(Choices(cross_entropy, logits_budget, as_float(gradient_filter), reduce_dtype))
+    chosen = choices.choose(
+        cross_entropy=cross_entropy,
+        logits_budget=logits_budget,
+        gradient_filter=as_float(gradient_filter),
+        reduce_dtype=reduce_dtype,
+    )
     if importlib.util.find_spec("megatron") is None:
         raise ImportError("parallel_lce.megatron needs megatron-core: pip install 'parallel-lce[megatron]'")
     from megatron.core import tensor_parallel
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import cross_entropy as functions
 
-    _installed = choices
+    choices.installed = chosen
     _replace(LanguageModule, "setup_embeddings_and_output_layer", _wrap_setup)
     _replace(LanguageModule, "compute_language_model_loss", _wrap_loss)
-    if choices.cross_entropy == "logits":
+    if chosen.cross_entropy == "logits":
         for owner in (functions, tensor_parallel):
             _replace(owner, "vocab_parallel_cross_entropy", lambda original: vocab_parallel_cross_entropy)
     else:
@@ -122,53 +109,12 @@ def uninstall() -> None:
     Models built before must not be used: their output layers still return lazy logits, and Megatron's
     own loss raises ``UnboundLocalError`` for ``cross_entropy_fusion_impl="parallel_lce"``.
     """
-    global _installed
-    _installed = None
+    choices.installed = None
     _restore()
 
 
-def choose(given: Choices) -> Choices:
-    """What is given, else installed, else in the environment. Raises ``ValueError`` as :func:`install`."""
-    before = vars(_installed or _of_environment())
-    chosen = Choices(**{name: before[name] if value is None else value for name, value in vars(given).items()})
-    filtered = chosen.gradient_filter
-    if chosen.cross_entropy not in CROSS_ENTROPIES:
-        raise ValueError(f"cross_entropy must be one of {CROSS_ENTROPIES}, got {chosen.cross_entropy!r}")
-    if chosen.reduce_dtype not in (None, torch.float32):
-        raise ValueError(f"reduce_dtype must be None or torch.float32, got {chosen.reduce_dtype!r}")
-    check_option("logits_budget", chosen.logits_budget)
-    if chosen.logits_budget is None:
-        budget_of_environment()  # raises
-    check_option("gradient_filter", filtered)
-    if filtered is not None and chosen.cross_entropy == "logits":
-        raise ValueError(
-            f"gradient_filter={filtered} needs cross_entropy='output_layer', got 'logits'; if it is that of an earlier "
-            "install() or of PARALLEL_LCE_GRADIENT_FILTER, uninstall() or unset it"
-        )
-    return chosen
-
-
-def _of_environment() -> Choices:
-    text = os.environ.get("PARALLEL_LCE_GRADIENT_FILTER", "")
-    try:
-        filtered = float(text) if text else None
-        check_option("gradient_filter", filtered)
-    except ValueError:
-        expected = "a number between 0 and 1, such as 0.0001220703125, which is 2**-13"
-        raise ValueError(f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}, got {text!r}") from None
-    cross_entropy = os.environ.get("PARALLEL_LCE_CROSS_ENTROPY") or "output_layer"
-    return Choices(cross_entropy, budget_of_environment(), filtered)
-
-
-def current_options() -> dict[str, object]:
-    """``logits_budget``, ``gradient_filter`` and ``reduce_dtype`` as given to :func:`install`, or without it as in the
-    environment."""
-    options = vars(_installed or choose(Choices()))
-    return {name: value for name, value in options.items() if name != "cross_entropy"}
-
-
 def _takes_logits() -> bool:
-    return _installed is not None and _installed.cross_entropy == "logits"
+    return choices.installed is not None and choices.installed.cross_entropy == "logits"
 
 
 def _wrap_setup(original: Callable) -> Callable:
@@ -191,7 +137,8 @@ def _wrap_setup(original: Callable) -> Callable:
             return
         layer = getattr(self, "output_layer", None)
         if layer is not None and getattr(self, "post_process", True) and not _takes_logits():
-            make_lazy(layer, current_options)
+            otherwise = ", or choose another cross_entropy_fusion_impl than 'parallel_lce'"
+            make_lazy(layer, "cross_entropy_fusion_impl='parallel_lce'", otherwise)
 
     return setup_embeddings_and_output_layer
 
@@ -202,13 +149,10 @@ def _wrap_loss(original: Callable) -> Callable:
         config = self.config
         if not config.cross_entropy_loss_fusion or config.cross_entropy_fusion_impl != IMPLEMENTATION:
             return original(self, labels, logits)
-        # Megatron's labels and losses are [b, s], its activations [s, b, ...].
-        target = labels.transpose(0, 1).contiguous()
         layer = getattr(self, "output_layer", None)
         if not (isinstance(logits, LazyLogits) or is_lazy(layer) or _takes_logits()):
             warn_of_logits(self, "the model was built before install(), or its output layer was replaced")
         # If the layer has no tp_group, vocab_parallel_cross_entropy uses Megatron's.
-        loss = token_losses(logits, target, getattr(layer, "tp_group", None))
-        return loss.transpose(0, 1).contiguous()
+        return token_losses(logits, labels, getattr(layer, "tp_group", None))
 
     return compute_language_model_loss

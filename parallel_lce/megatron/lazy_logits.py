@@ -29,7 +29,7 @@ def keep_autograd_gradient(weight: Tensor) -> None:
 # Hooks registered after the fused loss would never run.
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
-# What is answered without real logits, and has no gradient.
+# Answered without real logits. They have no gradient.
 _SIZES = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "device", "is_cuda")
 
 _LOST = (
@@ -134,10 +134,8 @@ class LazyLogits:
 
     def autocast(self) -> torch.autocast | nullcontext[None]:
         """Autocast as it was when the output layer was called."""
-        if self.autocast_dtype == _autocast_dtype(self.hidden):
-            return nullcontext()
-        enabled = self.autocast_dtype is not None
-        return torch.autocast(self.hidden.device.type, dtype=self.autocast_dtype, enabled=enabled)
+        kind, dtype = self.hidden.device.type, self.autocast_dtype
+        return nullcontext() if kind == "meta" else torch.autocast(kind, dtype, enabled=dtype is not None)
 
     def check(self) -> None:
         """Raise if the lazy logits no longer stand for the logits at the time of the call.
@@ -173,7 +171,7 @@ class LazyLogits:
         return len(self._sized())
 
     def _sized(self) -> Tensor:
-        """What has the logits' sizes, dtype and device: themselves if they are made, else one number, expanded."""
+        """A tensor of the logits' sizes, dtype and device: the logits if they are made, else one expanded number."""
         if self.made is not None:
             return self.made
         sequence, *others = self.hidden.shape[:-1]
@@ -183,27 +181,25 @@ class LazyLogits:
         return one.expand(parts * sequence, *others, self.layer.output_size_per_partition)
 
     def max(self, *arguments, **options):
-        """Over the vocabulary, without a gradient, by statistics; else as of the real logits."""
-        if self._known_without_logits(*arguments, **options) and not torch.is_grad_enabled():
-            return torch.return_types.max(self._maximum())
-        return self.materialize("'max'").max(*arguments, **options)
+        """Over the vocabulary, without a gradient, by statistics; else that of the real logits."""
+        found = None if torch.is_grad_enabled() else self._maximum(*arguments, **options)
+        return self.materialize("'max'").max(*arguments, **options) if found is None else torch.return_types.max(found)
 
     def argmax(self, *arguments, **options) -> Tensor:
-        """Over the vocabulary by statistics; else as of the real logits."""
-        if self._known_without_logits(*arguments, **options):
-            return self._maximum()[1]
-        return self.materialize("'argmax'").argmax(*arguments, **options)
-
-    def _known_without_logits(self, dim: object = None, keepdim: bool = False, **others) -> bool:
-        over_vocabulary = isinstance(dim, int) and dim in (-1, self.ndim - 1)
-        return self.made is None and over_vocabulary and not keepdim and not others
+        """Over the vocabulary by statistics; else that of the real logits."""
+        found = self._maximum(*arguments, **options)
+        return self.materialize("'argmax'").argmax(*arguments, **options) if found is None else found[1]
 
     @torch.no_grad()
-    def _maximum(self) -> tuple[Tensor, Tensor]:
-        """Maximum and its place in this rank's shard, of each token ``[s, b]``: one more projection, but no logits.
+    def _maximum(self, dim: object = None, keepdim: bool = False, **others) -> tuple[Tensor, Tensor] | None:
+        """Each token's maximum ``[s, b]`` and its place in this rank's shard: one more projection, but no logits. None
+        if the logits are made, and for other arguments than the vocabulary's dimension.
 
         Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
+        over_vocabulary = isinstance(dim, int) and dim in (-1, self.ndim - 1)
+        if self.made is not None or not over_vocabulary or keepdim or others:
+            return None
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
         self.check()

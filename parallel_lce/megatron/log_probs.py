@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.call.checks import INTEGERS
+from parallel_lce.call.checks import INTEGERS, described
 from parallel_lce.core.options import as_float, check_option
-from parallel_lce.megatron.install import current_options
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import token_losses, token_statistics, without_logits
 
@@ -32,7 +31,7 @@ _REFUSED = (
 
 
 class TokenLogProbs(NamedTuple):
-    """What :func:`token_log_probs` gives: fp32 ``[b, s]``, identical on all tensor-parallel ranks bit for bit."""
+    """Results of :func:`token_log_probs`: fp32 ``[b, s]``, identical on all tensor-parallel ranks bit for bit."""
 
     log_probs: Tensor
     # In nats; None unless asked for.
@@ -107,7 +106,7 @@ def token_log_probs(
     assert labels is not None  # _temperature has refused it
     answering = _answering(inner, labels, divisor, entropy)
     own = vars(inner).get("compute_language_model_loss")
-    with without_logits(inner.output_layer, current_options, _FUNCTION):
+    with without_logits(inner.output_layer, _FUNCTION):
         inner.compute_language_model_loss = answering
         try:
             found = model(input_ids, position_ids, attention_mask, **arguments)
@@ -126,26 +125,22 @@ def token_log_probs(
 def _answering(
     model: torch.nn.Module, labels: Tensor, temperature: float | Tensor, entropy: bool
 ) -> Callable[[Tensor, object], Tensor | tuple[Tensor, ...]]:
-    """What stands for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
+    """A substitute for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
 
     For ``labels`` themselves it gives the log-probabilities ``[b, s]``, and with ``entropy`` the entropies: a plain
     tuple, which wrappers of the model know how to walk. For others, those of heads for multi-token prediction, it gives
-    the loss. ``temperature``: a number or ``[s, b]``.
+    the loss. ``temperature``: a number or ``[b, s]``.
     """
 
     def compute_language_model_loss(given: Tensor, logits: object) -> Tensor | tuple[Tensor, ...]:
         if not isinstance(logits, LazyLogits):
             kind = type(logits).__name__
             raise RuntimeError(f"{_FUNCTION}: something has replaced the output layer's result, by one of type {kind}")
-        # Megatron's labels are [b, s], its activations [s, b, ...].
-        target = given.transpose(0, 1).contiguous()
         if given is labels:
-            found = token_statistics(logits, target, temperature, entropy)
-            wanted = (found.target_log_prob, found.entropy)
-            return tuple([value.transpose(0, 1).contiguous() for value in wanted if value is not None])
+            return token_statistics(logits, labels, temperature, entropy)
         if not (model.training or torch.is_grad_enabled()):
             return torch.zeros(given.shape, device=given.device)
-        return token_losses(logits, target, logits.layer.tp_group).transpose(0, 1).contiguous()
+        return token_losses(logits, given, logits.layer.tp_group)
 
     return compute_language_model_loss
 
@@ -155,10 +150,9 @@ def _language_model(model: torch.nn.Module) -> Any:
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     inner: Any = model
-    while not isinstance(inner, LanguageModule):
-        # The latter is torch.compile's name.
-        parts = (getattr(inner, name, None) for name in ("module", "_orig_mod"))
-        wrapped = next((part for part in parts if isinstance(part, torch.nn.Module)), None)
+    while isinstance(inner, torch.nn.Module) and not isinstance(inner, LanguageModule):
+        # "_orig_mod" is torch.compile's name.
+        wrapped = getattr(inner, "module", None) or getattr(inner, "_orig_mod", None)
         if wrapped is None:
             break
         inner = wrapped
@@ -178,7 +172,7 @@ def _takes(function: Callable, *names: str) -> bool:
 
 
 def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor | None, last: bool) -> float | Tensor:
-    """What divides the logits: a number, or floating-point ``[s, b]``. Refuses labels and temperatures that do not
+    """What divides the logits: a number, or floating-point ``[b, s]``. Refuses labels and temperatures that do not
     fit."""
     if not isinstance(temperature, Tensor):
         temperature = as_float(temperature)
@@ -186,8 +180,7 @@ def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor 
     if labels is None and not last:
         return temperature
     if not isinstance(labels, Tensor) or labels.dim() != 2 or labels.dtype not in INTEGERS:
-        given = f"{list(labels.shape)} of {labels.dtype}" if isinstance(labels, Tensor) else type(labels).__name__
-        raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {given}")
+        raise ValueError(f"labels must be ids [b, s] of an integer dtype, got {described(labels)}")
     if input_ids is not None and input_ids.shape != labels.shape:
         raise ValueError(f"labels must have input_ids' shape {list(input_ids.shape)}, got {list(labels.shape)}")
     if not isinstance(temperature, Tensor):
@@ -199,4 +192,4 @@ def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor 
         raise ValueError("temperature requires a gradient, and none flows to it: pass temperature.detach()")
     if temperature.device != labels.device:
         raise ValueError(f"temperature is on {temperature.device} and labels are on {labels.device}")
-    return (temperature if temperature.is_floating_point() else temperature.float()).transpose(0, 1)
+    return temperature if temperature.is_floating_point() else temperature.float()

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, apart
+from parallel_lce.megatron import choices
 from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient
 from parallel_lce.megatron.logits_warning import warn_of_logits
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
@@ -29,46 +30,39 @@ def is_lazy(layer: object) -> bool:
     return getattr(layer, "returns_lazy_logits", False)
 
 
-def make_lazy(layer: torch.nn.Module, options: Callable[[], dict[str, object]]) -> None:
-    """Have an output layer return lazy logits. ``options`` gives ``logits_budget``,
-    ``gradient_filter`` and ``reduce_dtype`` of each loss.
+def make_lazy(layer: torch.nn.Module, asked_by: str, otherwise: str = "") -> None:
+    """Have an output layer return lazy logits.
 
     Raises:
-        ValueError: the layer computes its logits in a way that the loss does not know.
+        ValueError: the layer computes its logits in a way that the loss does not know. The message begins with
+            ``asked_by`` and ends with ``otherwise``.
     """
     if (problem := _unsupported(layer)) is not None:
-        ours = "cross_entropy_fusion_impl='parallel_lce'"
-        raise ValueError(f"{ours} {problem}, or choose another cross_entropy_fusion_impl than 'parallel_lce'")
+        raise ValueError(f"{asked_by} {problem}{otherwise}")
     if not is_lazy(layer):
         layer.__class__ = _lazy_class(type(layer))
-        layer.loss_options = options  # pyright: ignore[reportArgumentType]: modules may have any attribute
 
 
 @contextmanager
-def without_logits(layer: torch.nn.Module, options: Callable[[], dict[str, object]], function: str) -> Iterator[None]:
+def without_logits(layer: torch.nn.Module, function: str) -> Iterator[None]:
     """Within it an output layer returns lazy logits, and whatever would make real ones raises an error that names
-    ``function``. ``options``: of :func:`make_lazy`, for a layer that is not lazy yet.
+    ``function``.
 
     Raises:
         ValueError: as :func:`make_lazy`.
     """
-    if (problem := _unsupported(layer)) is not None:
-        raise ValueError(f"{function} {problem}")
-    before, attributes = type(layer), {"logits_refused_by": function}
-    if not is_lazy(layer):
-        layer.__class__ = _lazy_class(before)
-        attributes["loss_options"] = options  # pyright: ignore[reportArgumentType]
-    vars(layer).update(attributes)
+    before = type(layer)
+    make_lazy(layer, function)
+    vars(layer)["logits_refused_by"] = function
     try:
         yield
     finally:
         layer.__class__ = before
-        for name in attributes:
-            vars(layer).pop(name, None)
+        vars(layer).pop("logits_refused_by", None)
 
 
 def _unsupported(layer: torch.nn.Module) -> str | None:
-    """What the fused loss does not support, or know, of an output layer, and what to do."""
+    """Why the fused loss cannot replace this output layer's forward, and the remedy. None if it can."""
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
         return (
             "does not support defer_embedding_wgrad_compute=True, which keeps the gradients of whole logits: set it "
@@ -130,12 +124,11 @@ def _lazy_class(base: type) -> type:
                 return logits, bias
             if bias is not None:
                 logits = logits + bias
-            target = labels.transpose(0, 1).contiguous()
-            losses = token_losses(logits, target, self.tp_group, ignore_index)
+            losses = token_losses(logits, labels, self.tp_group, ignore_index)
             if reduction == "none":
-                return losses.transpose(0, 1).contiguous()
+                return losses
             total = losses.sum()
-            return total if reduction == "sum" else total / (target != ignore_index).sum()
+            return total if reduction == "sum" else total / (labels != ignore_index).sum()
 
     Lazy.__name__, Lazy.__qualname__, Lazy.__module__ = (base.__name__, base.__qualname__, base.__module__)
     return Lazy
@@ -170,56 +163,63 @@ def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
 
 
 def token_losses(
-    logits: LazyLogits | Tensor, target: Tensor, tp_group: dist.ProcessGroup | None, ignore_index: int | None = None
+    logits: LazyLogits | Tensor, labels: Tensor, tp_group: dist.ProcessGroup | None, ignore_index: int | None = None
 ) -> Tensor:
-    """Per-token loss ``[s, b]``, fp32, of logits and ``target [s, b]``, as stock computes it.
+    """Per-token loss ``[b, s]``, fp32, of logits ``[s, b, V/P]`` and ``labels [b, s]``, as stock computes it.
 
-    A target outside the vocabulary has loss ``lse - max`` and the gradient of lse alone; a token whose
-    target is ``ignore_index`` has neither. Padding rows stay in the softmax. Collectives: those of
+    A label outside the vocabulary has loss ``lse - max`` and the gradient of lse alone; a token whose
+    label is ``ignore_index`` has neither. Padding rows stay in the softmax. Collectives: those of
     :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``, or of
     :func:`parallel_lce.vocab_parallel_cross_entropy` for real logits and for lazy ones that have been made.
     """
-    if isinstance(logits, LazyLogits):
-        if logits.made is None:
-            return _fused_losses(logits, target, ignore_index)
-        logits = logits.made
-    losses = vocab_parallel_cross_entropy(logits, target, tp_group=tp_group)
-    return losses if ignore_index is None else losses.masked_fill(target == ignore_index, 0.0)
+    target = _swapped(labels)
+    if isinstance(logits, LazyLogits) and logits.made is None:
+        options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
+        return _swapped(_called(fused_loss, logits, target, options))
+    real = logits.made if isinstance(logits, LazyLogits) else logits
+    losses = vocab_parallel_cross_entropy(real, target, tp_group=tp_group)
+    return _swapped(losses if ignore_index is None else losses.masked_fill(target == ignore_index, 0.0))
 
 
-def _fused_losses(logits: LazyLogits, target: Tensor, ignore_index: int | None) -> Tensor:
-    options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
-    return _called(fused_loss, logits, target, options)
-
-
-def token_statistics(logits: LazyLogits, target: Tensor, temperature: float | Tensor, entropy: bool) -> TokenStatistics:
-    """Statistics ``[s, b]`` of lazy logits that are divided by ``temperature``, a number or ``[s, b]``:
-    log-probabilities of ``target [s, b]``, and with ``entropy`` entropies. Padding rows stay in the softmax.
+def token_statistics(
+    logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool
+) -> tuple[Tensor, ...]:
+    """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each, of lazy logits that are
+    divided by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax.
 
     Collectives: those of :func:`parallel_lce.token_statistics`.
     """
     _, number, _, each = apart(1.0, temperature)
     options = Options("token_log_probs", temperature=number, expected_logit=entropy)
-    return _called(fused_statistics, logits, target, options, each)
+    each = each if each is None else each.transpose(0, 1)
+    found: TokenStatistics = _called(fused_statistics, logits, _swapped(labels), options, each)
+    return tuple([_swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
+
+
+def _swapped(tokens: Tensor) -> Tensor:
+    """``[b, s]``, of Megatron's labels and losses, as ``[s, b]``, of its activations; or the reverse."""
+    return tokens.transpose(0, 1).contiguous()
 
 
 @torch.compiler.disable(reason="lazy logits and main_grad are Python objects")
 def _called(
     entry: Callable[..., Any], logits: LazyLogits, target: Tensor, options: Options, temperature: Tensor | None = None
 ) -> Any:
-    """What one of :mod:`parallel_lce.run.fused_loss` gives for the output layer's call, in the modes in which that was
-    called."""
+    """Run an ``entry`` of :mod:`parallel_lce.run.fused_loss` on the output layer's operands, in the modes in which the
+    layer was called."""
     logits.check()
     layer, weight = logits.layer, logits.weight
-    settings = layer.loss_options()
+    _, budget, filtered, reduce_dtype = choices.choose()
     # Each head for multi-token prediction makes a call of its own, and all are alive until backward.
     heads = 1 + (getattr(layer.config, "mtp_num_layers", None) or 0)
-    if settings["logits_budget"] is None and heads > 1:
-        settings["logits_budget"] = default_budget(weight.device) // heads
-    if options.expected_logit:
+    options = options._replace(
+        logit_scale=logits.scale,
+        sequence_parallel=logits.sequence_parallel,
+        logits_budget=default_budget(weight.device) // heads if budget is None and heads > 1 else budget,
         # The entropy's gradient is large where probabilities are small.
-        settings["gradient_filter"] = None
-    options = options._replace(logit_scale=logits.scale, sequence_parallel=logits.sequence_parallel, **settings)
+        gradient_filter=None if options.expected_logit else filtered,
+        reduce_dtype=reduce_dtype,
+    )
     tensors = Tensors(logits.hidden, weight, target, logits.bias, temperature=temperature)
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():

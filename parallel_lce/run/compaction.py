@@ -6,7 +6,6 @@ wrong makes the result NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,12 +75,7 @@ class _AllTokens(torch.autograd.Function):
 
 
 def compacted(
-    options: Options,
-    tensors: Tensors,
-    group: dist.ProcessGroup | None,
-    mask: Tensor | None,
-    count: Any,
-    extra_check: Callable[[torch.Size], None] | None,
+    options: Options, tensors: Tensors, group: dist.ProcessGroup | None, mask: Tensor | None, count: Any
 ) -> tuple[Options, Tensors, Compaction]:
     """The call on the tokens that count alone: those of the ``mask``, or those that a loss does not ignore.
 
@@ -95,8 +89,6 @@ def compacted(
     count, masks = as_number(count), []
 
     def check(shape: torch.Size) -> None:
-        if extra_check is not None:
-            extra_check(shape)
         masks.append(_mask_of(options, tensors, shape, mask, count))
 
     # A refusal is told to the other ranks. They must not gather hidden states before.

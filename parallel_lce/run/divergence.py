@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +37,11 @@ from parallel_lce.core.plan import Block, balanced, shared_shard_rows
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers
 
-# Of a token: the normalizers of student and teacher, two numbers each, and the student's sum.
+# Numbers per token: two of the student's normalizer, two of the teacher's, and the student's sum.
 _NUMBERS = 5
-# Tokens of a block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
+# Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
 _FEWEST_TOKENS = 128
-# A log-ratio that fp16 must hold beside the largest factor.
+# Largest log-ratio for which fp16 gradients of the output stay finite.
 _LARGEST_LOG_RATIO = 64.0
 
 
@@ -72,34 +72,24 @@ class Divergence:
         return cls(student, teacher, beta, blocks)
 
 
-class Found(NamedTuple):
-    """What a forward finds."""
+class _Pass:
+    """One pass over the blocks: losses ``[N]`` and ``numbers [5, N]``, or with the ``numbers`` of an earlier pass the
+    gradients alone, which then need no sum over the vocabulary."""
 
-    # [N]
-    losses: Tensor
-    # [5, N]: with these numbers a backward needs no sum over the vocabulary.
-    numbers: Tensor
-
-
-class _Evaluation:
-    """One pass over the blocks. ``numbers``: what an earlier one has found."""
-
-    def __init__(self, task: Divergence, student: Inputs, teacher: Inputs, numbers: Tensor | None = None) -> None:
-        self.task, self.layout, self.shape = task, task.student.layout, student[0].shape
+    def __init__(self, task: Divergence, inputs: Sequence[Any], numbers: Tensor | None) -> None:
+        self.task, self.layout = task, task.student.layout
         # Hooks for saved tensors may have returned other strides.
-        self.hidden, self.teacher_hidden = (flattened(each[0]).contiguous() for each in (student, teacher))
-        self.projection, self.teacher = task.student.projection(*student[1:]), task.teacher.projection(*teacher[1:])
+        self.hidden, self.teacher_hidden = (flattened(each).contiguous() for each in (inputs[0], inputs[3]))
+        self.projection, self.teacher = task.student.projection(*inputs[1:3]), task.teacher.projection(*inputs[4:])
+        # CPUs multiply low precision slowly, and not more exactly.
+        self.gradient_dtype = self.hidden.dtype if self.hidden.is_cuda else self.projection.dtype
         tokens, dtype = token_count(self.hidden, self.layout), self.projection.dtype
-        # None: nothing is known.
         self.known = numbers
-        self.found = Found(
-            self.hidden.new_empty(tokens if numbers is None else 0, dtype=dtype),
-            self.hidden.new_empty(_NUMBERS, tokens, dtype=dtype) if numbers is None else numbers,
-        )
+        self.losses = self.hidden.new_empty(tokens if numbers is None else 0, dtype=dtype)
+        self.numbers = self.hidden.new_empty(_NUMBERS, tokens, dtype=dtype) if numbers is None else numbers
 
-    def run(self, factor: Tensor | None = None, gradients: _StudentGradients | None = None) -> Found:
-        """Find losses and numbers where they are not known; and add the gradients of the sum of ``factor [N]`` times
-        divergence."""
+    def run(self, factor: Tensor | None, gradients: _StudentGradients | None) -> None:
+        """Add to the ``gradients`` those of the sum of ``factor [N]`` times divergence, if given."""
         blocks, layout = self.task.blocks, self.layout
         gathers = Gathers(self.hidden, blocks, layout), Gathers(self.teacher_hidden, blocks, layout)
         for block in blocks:
@@ -107,27 +97,28 @@ class _Evaluation:
             for each in gathers:
                 if each.sequence_parallel:
                     each.start()
-            if factor is None or gradients is None:
-                self._evaluate(block, x, y, None)
-            else:
-                gradients.add(block, x, self._gradient(block, x, y, factor, gradients.dtype))
-        return self.found
+            gradient = self._block(block, x, y, factor)
+            if gradients is not None and gradient is not None:
+                gradients.add(block, x, gradient)
+            del gradient  # before the next block's logits
 
-    def _gradient(self, block: Block, x: Tensor, y: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """The gradient of the block's output ``[R, V/P]``. The logits are freed when this returns."""
-        out = aligned(x, len(x), self.projection.real_rows, dtype)
-        self._evaluate(block, x, y, LogitsGradient(out, self.layout.take(factor, block).contiguous(), None))
-        return out
-
-    def _evaluate(self, block: Block, x: Tensor, y: Tensor, gradient: LogitsGradient | None) -> None:
-        """Find the block's losses and numbers where they are not known, and write its gradient."""
-        beta, pair = self.task.beta, self._pair(block, x, y)
+    def _block(self, block: Block, x: Tensor, y: Tensor, factor: Tensor | None) -> Tensor | None:
+        """Find the block's losses and numbers where they are not known; and with ``factor [N]`` the gradient of the
+        student's output ``[R, V/P]``. The logits are freed when this returns."""
+        beta, layout, pair, gradient = self.task.beta, self.layout, self._pair(block, x, y), None
+        if factor is not None:
+            out = aligned(x, len(x), self.projection.real_rows, self.gradient_dtype)
+            gradient = LogitsGradient(out, layout.take(factor, block).contiguous(), None)
         if self.known is None:
             # KL(teacher || student) has a gradient that needs no sum: both are found in one pass.
             self._sum(pair, block, gradient if beta == 0 else None)
-        if gradient is not None and (self.known is not None or beta > 0):
-            mean = self.layout.take(self.found.numbers[4], block).contiguous() if beta > 0 else None
-            self.task.student.backend.divergence(pair, None, gradient._replace(student_mean=mean))
+        if gradient is None:
+            return None
+        if beta > 0:
+            gradient = gradient._replace(student_mean=layout.take(self.numbers[4], block).contiguous())
+        if beta > 0 or self.known is not None:
+            self.task.student.backend.divergence(pair, None, gradient)
+        return gradient.out
 
     def _pair(self, block: Block, x: Tensor, y: Tensor) -> Pair:
         """The block's logits, normalized over all ranks."""
@@ -135,11 +126,9 @@ class _Evaluation:
         student = task.student.backend.block_logits(self.projection, x)
         teacher = task.teacher.backend.block_logits(self.teacher, y)
         logits, partials = zip(student, teacher)
-        if self.known is not None:
-            numbers = layout.take(self.known[:4], block).contiguous()
-        else:
-            numbers = _normalizers(partials, task.student.shard, layout)
-            layout.put(self.found.numbers[:4], block, numbers)
+        if self.known is None:
+            layout.put(self.numbers[:4], block, _normalizers(partials, task.student.shard, layout))
+        numbers = layout.take(self.numbers[:4], block).contiguous()
         return Pair(*logits, numbers[:2], numbers[2:], task.beta)
 
     def _sum(self, pair: Pair, block: Block, gradient: LogitsGradient | None) -> None:
@@ -152,8 +141,8 @@ class _Evaluation:
             gather_whole(parts.view(layout.ranks, -1), own.view(-1), layout)
         of_teacher, of_student = parts.sum(0)
         losses = beta * of_teacher + (1 - beta) * of_student if pair.mixed else of_teacher + of_student
-        layout.put(self.found.losses, block, losses)
-        layout.put(self.found.numbers[4], block, of_student)
+        layout.put(self.losses, block, losses)
+        layout.put(self.numbers[4], block, of_student)
 
 
 def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Tensor:
@@ -172,17 +161,13 @@ def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Te
 
 
 class _StudentGradients:
-    """The student's dX, dW and dbias, formed block by block, of ``unscale`` times the gradients of its output that are
-    added. ``sum_dtype``: of dW and dbias, by default the parameters'."""
+    """The student's dX, dW and dbias, formed block by block from gradients of its output times ``unscale``.
 
-    def __init__(
-        self, work: _Evaluation, needs: Needs, unscale: Tensor | None, sum_dtype: torch.dtype | None = None
-    ) -> None:
+    ``sum_dtype``: of dW and dbias, by default the parameters'."""
+
+    def __init__(self, work: _Pass, needs: Needs, unscale: Tensor | None, sum_dtype: torch.dtype | None) -> None:
         call, hidden, projection = work.task.student, work.hidden, work.projection
-        self._shape, self._unscale = work.shape, unscale
-        # CPUs multiply low precision slowly, and not more exactly.
-        self.dtype = hidden.dtype if hidden.is_cuda else projection.dtype
-        self._weight = projection.weight[: projection.real_rows]
+        self._unscale, self._weight = unscale, projection.weight[: projection.real_rows]
         blocks = len(work.task.blocks)
         self._reduction = self._dweight = self._dbias = None
         if needs.hidden:
@@ -215,14 +200,15 @@ class _StudentGradients:
         else:
             put(total, matmul_nt(a, b).mul_(self._unscale), overwrite)
 
-    def deliver(self) -> Gradients:
-        dx = self._reduction and self._reduction.wait().view(self._shape)
+    def deliver(self, shape: torch.Size) -> Gradients:
+        """The gradients, dX in this ``shape [..., D]``."""
+        dx = self._reduction and self._reduction.wait().view(shape)
         return dx, self._dweight and self._dweight.deliver(), self._dbias and self._dbias.deliver()
 
 
 def _output_factor(task: Divergence, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Factors ``[N]`` of the gradients of the student's output, from those of the divergences; and for fp16 what the
-    gradients must be multiplied by at the end."""
+    """Factors ``[N]`` of the gradients of the student's output, from those of the divergences; and for fp16 the number
+    by which the gradients must be multiplied at the end."""
     factor = factor * (task.student.scale * (1 - task.beta if 0 < task.beta < 1 else 1.0))
     if dtype != torch.float16 or not len(factor):
         return factor, None
@@ -231,67 +217,48 @@ def _output_factor(task: Divergence, factor: Tensor, dtype: torch.dtype) -> tupl
     return factor * scale, 1 / scale
 
 
-def token_divergences(task: Divergence, student: Inputs, teacher: Inputs) -> Tensor:
-    """``[N]``, differentiable by the student's tensors."""
-    return _TokenDivergences.apply(*student, *teacher, task)
+def _evaluated(
+    task: Divergence, inputs: Sequence[Any], needs: Needs, factor: Tensor | None, summed: bool, numbers: Tensor | None
+) -> tuple[Tensor, Tensor, Gradients | None]:
+    """Losses ``[N]`` and numbers ``[5, N]``, if ``numbers`` are not given; and the gradients of the sum of ``factor
+    [N]`` times divergence, if it is given. ``summed``: dW stays in the statistics' dtype, since it is scaled later."""
+    with device_without_autocast(inputs[1]):
+        work, gradients = _Pass(task, inputs, numbers), None
+        if factor is not None:
+            factor, unscale = _output_factor(task, factor, inputs[0].dtype)
+            gradients = _StudentGradients(work, needs, unscale, work.projection.dtype if summed else None)
+        work.run(factor, gradients)
+        return work.losses, work.numbers, gradients and gradients.deliver(inputs[0].shape)
 
 
-def summed_divergence(task: Divergence, student: Inputs, teacher: Inputs, factor: Tensor) -> Tensor:
-    """The sum of ``factor [N]`` times divergence, 0-dimensional. Gradients are formed with it."""
-    return _SummedDivergence.apply(*student, *teacher, task, factor)
+def divergences(task: Divergence, student: Inputs, teacher: Inputs, factor: Tensor | None = None) -> Tensor:
+    """``[N]``, differentiable by the student's tensors; or the sum of ``factor [N]`` times these, 0-dimensional, with
+    which the gradients are formed."""
+    return _Divergences.apply(*student, *teacher, task, factor)
 
 
-class _TokenDivergences(torch.autograd.Function):
+class _Divergences(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *given: Any) -> Tensor:
-        inputs, task = given[:6], given[6]
-        with device_without_autocast(inputs[1]):
-            losses, numbers = _Evaluation(task, inputs[:3], inputs[3:]).run()
+        *inputs, task, factor = given
+        needs, summed = Needs(*ctx.needs_input_grad[:3]), factor is not None
+        losses, numbers, ctx.gradients = _evaluated(task, inputs, needs, factor, summed, None)
         ctx.task = task
-        ctx.save_for_backward(*inputs, numbers)
-        return losses
+        ctx.save_for_backward(*inputs, factor, numbers)
+        # An ignored token has loss 0, whatever its logits are.
+        return losses if factor is None else (losses * factor).masked_fill_(factor == 0, 0.0).sum()
 
     @staticmethod
     @first_order_only
     def backward(ctx: Any, saved: tuple, upstream: Tensor):
-        *inputs, numbers = saved
-        needs = Needs(*ctx.needs_input_grad[:3])
-        with device_without_autocast(inputs[1]):
-            factor, unscale = _output_factor(ctx.task, in_memory(upstream), inputs[0].dtype)
-            work = _Evaluation(ctx.task, tuple(inputs[:3]), tuple(inputs[3:]), numbers)
-            gradients = _StudentGradients(work, needs, unscale)
-            work.run(factor, gradients)
-            return *gradients.deliver(), None, None, None, None
-
-
-class _SummedDivergence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> Tensor:
-        inputs, (task, factor) = given[:6], given[6:]
-        ctx.task, ctx.needs = task, Needs(*ctx.needs_input_grad[:3])
-        losses, ctx.gradients = _with_gradients(task, inputs, factor, ctx.needs)
-        ctx.save_for_backward(*inputs, factor)
-        # A token that does not count has loss 0, whatever its logits are.
-        return (losses * factor).masked_fill_(factor == 0, 0.0).sum()
-
-    @staticmethod
-    @first_order_only
-    def backward(ctx: Any, saved: tuple, upstream: Tensor):
-        *inputs, factor = saved
-        # The first backward scales them in place. A later one through the same graph forms them again.
+        *inputs, factor, numbers = saved
+        # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = _with_gradients(ctx.task, tuple(inputs), factor, ctx.needs)
-        with device_without_autocast(inputs[1]):
+            each, needs = in_memory(upstream) if factor is None else factor, Needs(*ctx.needs_input_grad[:3])
+            gradients = _evaluated(ctx.task, inputs, needs, each, factor is not None, numbers)[2]
+        if factor is not None:
             scaled = ctx.task.student.backend.scaled
-            delivered = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs[:3])]
-        return *delivered, None, None, None, None, None
-
-
-def _with_gradients(task: Divergence, inputs: tuple, factor: Tensor, needs: Needs) -> tuple[Tensor, Gradients]:
-    with device_without_autocast(inputs[1]):
-        work = _Evaluation(task, inputs[:3], inputs[3:])
-        of_output, unscale = _output_factor(task, factor, inputs[0].dtype)
-        gradients = _StudentGradients(work, needs, unscale, work.projection.dtype)
-        losses = work.run(of_output, gradients).losses
-        return losses, gradients.deliver()
+            with device_without_autocast(inputs[1]):
+                gradients = [g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)]
+        return *gradients, None, None, None, None, None

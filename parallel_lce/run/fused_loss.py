@@ -7,7 +7,6 @@ functions of :mod:`parallel_lce.run.autograd`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,16 +24,11 @@ from parallel_lce.run.statistics import TokenStatistics
 
 
 def fused_loss(
-    options: Options,
-    tensors: Tensors,
-    group: dist.ProcessGroup | None,
-    *,
-    extra_check: Callable[[torch.Size], None] | None = None,
-    main_grad: MainGrad | None = None,
+    options: Options, tensors: Tensors, group: dist.ProcessGroup | None, *, main_grad: MainGrad | None = None
 ) -> Tensor:
     """The loss, of the tokens' shape or 0-dimensional. The arguments are those of
     :func:`parallel_lce.call.prepare.prepare`."""
-    call, inputs = prepare(options, tensors, group, extra_check=extra_check, main_grad=main_grad)
+    call, inputs = prepare(options, tensors, group, main_grad=main_grad)
     if call.plan.accumulate:
         if call.in_graph:
             return ops.accumulated_loss(call, _with_inputs(tensors, inputs))
@@ -60,15 +54,10 @@ def fused_loss(
 
 
 def fused_statistics(
-    options: Options,
-    tensors: Tensors,
-    group: dist.ProcessGroup | None,
-    *,
-    extra_check: Callable[[torch.Size], None] | None = None,
-    main_grad: MainGrad | None = None,
+    options: Options, tensors: Tensors, group: dist.ProcessGroup | None, *, main_grad: MainGrad | None = None
 ) -> TokenStatistics:
     """The statistics that the options ask for, of the tokens' shape. The arguments are those of :func:`fused_loss`."""
-    call, inputs = prepare(options, tensors, group, extra_check=extra_check, main_grad=main_grad)
+    call, inputs = prepare(options, tensors, group, main_grad=main_grad)
     return TokenStatistics(*_fused(call, inputs, tensors)).view(call.shape)
 
 

@@ -104,20 +104,6 @@ def gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, mask, upst
 
 
 @triton.jit
-def log_1_plus(x):
-    """log(1 + x) for x >= 0, without the rounding of 1 + x (Kahan)."""
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
-
-
-@triton.jit
-def one_minus_exp(x):
-    """1 - exp(x) for x <= 0, by its series where exp(x) is near 1."""
-    series = -x * (1.0 + x / 2.0 * (1.0 + x / 3.0 * (1.0 + x / 4.0)))
-    return tl.where(x > -0.05, series, 1.0 - tl.exp(x))
-
-
-@triton.jit
 def softcapped(u, cap):
     """``cap * tanh(u / cap)`` with an error of a few ulp, for every cap.
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel_lce.backends import uses_kernels
 from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call.call import Call, flattened
 from parallel_lce.call.prepare import prepare
@@ -117,13 +116,6 @@ def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream:
     selected = call.selected
     assert selected is not None
     with device_without_autocast(logits):
-        if selected.tokens and uses_kernels(log_probs):
-            from parallel_lce.kernels.set_log_probs import gradient_of_logits
-
-            # Hooks for saved tensors may have returned other strides.
-            log_probs, logits, upstream = log_probs.contiguous(), logits.contiguous(), upstream.contiguous()
-            scales = call.token_scale, call.scale, call.softcap
-            return gradient_of_logits(log_probs, logits, upstream, selected.offsets, *scales)
         # A probability of 0 has no gradient, whatever its log-probability has.
         upstream = upstream.where(log_probs != -torch.inf, 0.0)
         # u - p sum(u), without the difference where p is near 1.
@@ -152,10 +144,6 @@ def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         broken = selected.broken
         if wrong is not None:
             broken = wrong if broken is None else broken | wrong
-        if selected.tokens and uses_kernels(packed):
-            from parallel_lce.kernels.set_log_probs import set_log_probs
-
-            return set_log_probs(packed, selected.ids, selected.offsets, broken, vocab_size)
         return _log_softmax(packed[:, :count].sum(0), selected, vocab_size, broken)
 
 

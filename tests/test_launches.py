@@ -30,7 +30,6 @@ KERNELS = {
     "lce_backward_scale_and_add_targets",
     "lce_backward_scan",
     "lce_backward_selected_rows",
-    "lce_backward_set_log_probs",
     "lce_backward_sparse_product",
     "lce_backward_token_gradients",
     "lce_backward_window_masses",
@@ -41,7 +40,6 @@ KERNELS = {
     "lce_forward_merge_windows",
     "lce_forward_projection",
     "lce_forward_selected_logits",
-    "lce_forward_set_log_probs",
     "lce_forward_token_logits",
 }
 

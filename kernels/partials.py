@@ -63,14 +63,14 @@ class WindowPartials(NamedTuple):
 
 
 @triton.jit
-def store_partials(
-    z, r, c, window, rows, entries, shift, partials, MASKED: tl.constexpr, HAS_SOFTMAX_SHIFT: tl.constexpr
-):
+def store_partials(z, place, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr):
     """Store the partials of the logits ``z [BLOCK_M, BLOCK_N]``; returns their exponentials.
 
-    ``partials [windows, rows]``. ``shift``: the softmax shift of the tile's tokens, if ``HAS_SOFTMAX_SHIFT``.
-    ``MASKED``: the tile may have columns beyond the last vocabulary entry.
+    ``partials [windows, rows]``. ``place``: of :func:`parallel_lce.kernels.epilogues.finish_tile`. ``shift``: the
+    softmax shift of the tile's tokens, if ``HAS_SHIFT``. ``MASKED``: the tile may have columns beyond the last
+    vocabulary entry.
     """
+    r, c, window, rows, entries = place
     valid = r < rows
     inside = (c < entries)[None, :]
     here = window.to(tl.int64) * rows + r
@@ -88,7 +88,7 @@ def store_partials(
         shifted = tl.where(inside, z - base[:, None], 0.0)
         tl.store(partials.shifted + here, tl.sum(shifted, 1), mask=valid)
     reference = base
-    if HAS_SOFTMAX_SHIFT:
+    if HAS_SHIFT:
         reference = window_shift(top, shift)
     # tl.max ignores NaN. exp(NaN) makes the sum NaN, which the merge detects.
     e = exponential_from(z, reference[:, None])

@@ -24,8 +24,8 @@ from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, merge_windows
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Launches, next_power_of_2
-from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
-from parallel_lce.kernels.targets import add_targets, scale_and_add_targets
+from parallel_lce.kernels.rewrite import GradientTerms, Saved, TokenCoefficients
+from parallel_lce.kernels.targets import Targets, add_targets, scale_and_add_targets
 from parallel_lce.kernels.token_gradients import token_gradients
 from parallel_lce.kernels.token_logits import token_logits
 
@@ -144,17 +144,14 @@ class Straight:
 
         def prepare() -> None:
             own, alpha, beta, shift, maxima, on_shift, *memory = self._parts(vectors)
+            coefficients = TokenCoefficients(alpha, beta, None, None, None, factor)
             token_gradients(
                 gradient,
                 Saved(gradient, maxima, shift, on_shift),
                 target,
-                own if merged is None else merged,
-                TokenCoefficients(alpha, beta, None, None, None, factor),
-                None,
+                GradientTerms.of(own if merged is None else merged, coefficients, None, projection),
                 entries=self._entries,
                 window=next_power_of_2(-(-self._entries // self._windows)),
-                scale=projection.scale,
-                token_scale=projection.token_scale,
                 find_shared=wants_weight,
                 memory=memory,
             )
@@ -196,7 +193,8 @@ class Straight:
         def make() -> None:
             _, unshared, residual, _ = self._parts(vectors)[6:]
             tokens = self._tokens
-            add_targets(total, 0, target, residual[:tokens], unshared.view(torch.uint8)[:tokens], x)
+            targets = Targets(target, residual[:tokens], unshared.view(torch.uint8)[:tokens])
+            add_targets(total, 0, targets, x)
 
         tensors = x, target, vectors, total
         self._launches.run(("targets", total.stride(), _alignment((target, total))), tensors, make)

@@ -12,23 +12,21 @@ import triton.language as tl
 
 from parallel_lce.kernels.relaunch import Relaunched
 
-_BLOCK = 4096
+_BLOCK = tl.constexpr(4096)
 
 
 @Relaunched
 @triton.jit
-def lce_forward_logits_partials(
-    logits, target, partial, shifted, rows, entries, row_stride, start, BLOCK: tl.constexpr
-):
+def lce_forward_logits_partials(logits, target, partial, shifted, rows, entries, row_stride, start):
     row = tl.program_id(0).to(tl.int64)
     z_row = logits + row * row_stride
     wanted = tl.load(target + row) - start
-    offsets = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, _BLOCK)
     maximum = -float("inf")
     sum_exp = 0.0
     sum_shifted = 0.0
     hit = 0.0
-    for first in range(0, entries, BLOCK):
+    for first in range(0, entries, _BLOCK):
         column = first + offsets
         valid = column < entries
         z = tl.load(z_row + column, mask=valid, other=-float("inf")).to(tl.float32)
@@ -53,20 +51,10 @@ def lce_forward_logits_partials(
 @Relaunched
 @triton.jit
 def lce_backward_logits(
-    logits,
-    target,
-    maximum,
-    scale,
-    smoothing_grad,
-    target_grad,
-    gradient,
-    entries,
-    row_stride,
-    start,
-    BLOCK: tl.constexpr,
+    logits, target, maximum, scale, smoothing_grad, target_grad, gradient, entries, row_stride, start
 ):
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
     valid = column < entries
     z = tl.load(logits + row * row_stride + column, mask=valid, other=-float("inf")).to(tl.float32)
     wanted = tl.load(target + row) - start
@@ -88,9 +76,8 @@ def logits_partial(
     partial = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     shifted = torch.empty_like(partial[0]) if want_shifted else None
     if rows:
-        lce_forward_logits_partials.launch(
-            (rows,), logits, target, partial, shifted, rows, entries, logits.stride(0), start, BLOCK=_BLOCK, num_warps=8
-        )
+        sizes = rows, entries, logits.stride(0), start
+        lce_forward_logits_partials.launch((rows,), logits, target, partial, shifted, *sizes, num_warps=8)
     return partial, shifted
 
 
@@ -112,19 +99,7 @@ def logits_gradient(
     rows, entries = logits.shape
     gradient = torch.empty(rows, entries, dtype=logits.dtype, device=logits.device)
     if rows and entries:
-        lce_backward_logits.launch(
-            (rows, -(-entries // _BLOCK)),
-            logits,
-            target,
-            maximum,
-            scale,
-            smoothing_grad,
-            target_grad,
-            gradient,
-            entries,
-            logits.stride(0),
-            start,
-            BLOCK=_BLOCK,
-            num_warps=8,
-        )
+        grid = rows, -(-entries // _BLOCK.value)
+        sizes = entries, logits.stride(0), start
+        lce_backward_logits.launch(grid, logits, *per_row, gradient, *sizes, num_warps=8)
     return gradient

@@ -18,7 +18,7 @@ from parallel_lce.core.options import Options
 from parallel_lce.kernels.relaunch import Relaunched
 
 # Tokens of a program; tokens that the program of the mean adds at a time.
-_TOKENS, _SUMMED = 128, 4096
+_TOKENS, _SUMMED = tl.constexpr(128), tl.constexpr(4096)
 
 
 @Relaunched
@@ -29,19 +29,15 @@ def lce_forward_losses(
     entries,
     target,
     token_weight,
-    losses,
-    alpha,
-    beta,
-    gamma,
+    out,
     rows,
     ignore_index,
     smoothing,
     z_loss,
-    SQUARED: tl.constexpr,
     OUTSIDE_NAN: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    losses, alpha, beta, gamma = out
+    row = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     valid = row < rows
     top = tl.load(partial + row, mask=valid, other=0.0)
     log_sum = tl.log(tl.load(partial + rows + row, mask=valid, other=1.0))
@@ -50,10 +46,10 @@ def lce_forward_losses(
         entries = tl.load(vocab_size)
     wanted = tl.load(target + row, mask=valid, other=0)
     inside = (wanted >= 0) & (wanted < entries)
-    weight = tl.full((BLOCK,), 1.0, tl.float32)
+    weight = tl.full((_TOKENS,), 1.0, tl.float32)
     if token_weight is not None:
         weight = tl.load(token_weight + row, mask=valid, other=0.0)
-    target_coefficient = tl.full((BLOCK,), 1.0, tl.float32) - smoothing
+    target_coefficient = tl.full((_TOKENS,), 1.0, tl.float32) - smoothing
     if OUTSIDE_NAN:
         weight = tl.where(inside, weight, float("nan"))
     else:
@@ -63,8 +59,8 @@ def lce_forward_losses(
     if gamma is not None:
         shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
         loss -= smoothing * (shifted / entries.to(tl.float32) - log_sum)
-    lse_factor = tl.full((BLOCK,), 1.0, tl.float32)
-    if SQUARED:
+    lse_factor = tl.full((_TOKENS,), 1.0, tl.float32)
+    if z_loss is not None:
         lse = top + log_sum
         loss += z_loss * lse * lse
         lse_factor += 2.0 * z_loss * lse
@@ -105,39 +101,34 @@ def token_losses(
     known = isinstance(vocab_size, int)
     with on_device_of(partial):
         lce_forward_losses.launch(
-            (-(-rows // _TOKENS),),
+            (-(-rows // _TOKENS.value),),
             partial,
             None if known else vocab_size,
             vocab_size if known else 0,
             target,
             token_weight,
-            losses,
-            alpha,
-            beta,
-            gamma,
+            (losses, alpha, beta, gamma),
             rows,
             options.ignore_index,
             float(label_smoothing),
-            float(z_loss),
-            SQUARED=z_loss != 0,
+            float(z_loss) if z_loss else None,
             OUTSIDE_NAN=options.outside_is_nan,
-            BLOCK=_TOKENS,
         )
     return losses, alpha, beta, gamma
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
-def lce_forward_mean(losses, target, token_weight, mean, divisor, rows, ignore_index, BLOCK: tl.constexpr):
-    total, weights = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, rows, BLOCK):
-        row = first + tl.arange(0, BLOCK)
+def lce_forward_mean(losses, target, token_weight, mean, divisor, rows, ignore_index):
+    total, weights = tl.zeros((_SUMMED,), tl.float32), tl.zeros((_SUMMED,), tl.float32)
+    for first in range(0, rows, _SUMMED):
+        row = first + tl.arange(0, _SUMMED)
         valid = row < rows
         total += tl.load(losses + row, mask=valid, other=0.0)
         counted = valid
         if ignore_index is not None:
             counted &= tl.load(target + row, mask=valid, other=0) != ignore_index
-        weight = tl.full((BLOCK,), 1.0, tl.float32)
+        weight = tl.full((_SUMMED,), 1.0, tl.float32)
         if token_weight is not None:
             weight = tl.load(token_weight + row, mask=valid, other=0.0)
         weights += tl.where(counted, weight, 0.0)
@@ -162,7 +153,5 @@ def mean_loss(
     """
     mean, divisor = out or (losses.new_empty(()), losses.new_empty(()))
     with on_device_of(losses):
-        lce_forward_mean.launch(
-            (1,), losses, target, token_weight, mean, divisor, losses.shape[0], ignore_index, BLOCK=_SUMMED
-        )
+        lce_forward_mean.launch((1,), losses, target, token_weight, mean, divisor, losses.shape[0], ignore_index)
     return mean, divisor

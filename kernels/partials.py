@@ -102,21 +102,21 @@ def store_partials(z, place, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: t
 
 
 @triton.jit
-def _shards(bounds, ranks, stride, vocab_size, BOUNDED: tl.constexpr, BLOCK_W: tl.constexpr):
+def _shards(bounds, ranks, stride, vocab_size, BLOCK_W: tl.constexpr):
     """Entries of each rank's shard that are no padding; whether the shards cover [0, V) without gap or overlap."""
     p = tl.arange(0, BLOCK_W)
     here = bounds + p.to(tl.int64) * stride
     starts = tl.load(here, mask=p < ranks, other=0).to(tl.int64)
     sizes = tl.load(here + 1, mask=p < ranks, other=0).to(tl.int64)
     real = sizes
-    if BOUNDED:
+    if vocab_size is not None:
         real = tl.minimum(tl.maximum(vocab_size - starts, 0), sizes)
     # Every shard that is not empty must begin where those before it end.
     before = starts[None, :] < starts[:, None]
     before |= (starts[None, :] == starts[:, None]) & (p[None, :] < p[:, None])
     begin = tl.sum(tl.where(before, sizes[None, :], 0), 1)
     covered = tl.sum(((begin != starts) & (sizes > 0)).to(tl.int32), 0) == 0
-    if BOUNDED:
+    if vocab_size is not None:
         covered &= tl.sum(sizes, 0) >= vocab_size
     return real, covered
 
@@ -142,7 +142,6 @@ def _merge_kernel(
     entries,
     start,
     RANKS: tl.constexpr,
-    BOUNDED: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -150,9 +149,8 @@ def _merge_kernel(
     """Merge slices of the vocabulary: windows of ``WINDOW`` entries, or the shards of the ranks.
 
     ``stride``: elements from one slice's columns to the next one's. For windows: ``entries`` and ``start`` are those
-    of the shard, and ``wanted`` the targets, whose logits are in ``merged``. For ranks: ``entries`` is V if
-    ``BOUNDED``; ``vocab_size`` is an output; all ranks fit one tile
-    (``BLOCK_W >= num_slices``).
+    of the shard, and ``wanted`` the targets, whose logits are in ``merged``. For ranks: ``entries`` is V, or None;
+    ``vocab_size`` is an output; all ranks fit one tile (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
@@ -179,7 +177,7 @@ def _merge_kernel(
     argmax = tl.full((BLOCK_R,), _NOBODY, tl.int32)
     nan = 0.0
     if RANKS:
-        real, covered = _shards(bounds, num_slices, stride, entries, BOUNDED, BLOCK_W)
+        real, covered = _shards(bounds, num_slices, stride, entries, BLOCK_W)
         nan = tl.where(covered, 0.0, float("nan"))
         if tl.program_id(0) == 0:
             tl.store(vocab_size, tl.sum(real, 0))
@@ -317,7 +315,6 @@ def merge_windows(
         entries,
         start,
         RANKS=False,
-        BOUNDED=False,
         WINDOW=window,
         BLOCK_R=_MERGE_ROWS,
         BLOCK_W=_MERGE_WINDOWS,
@@ -349,10 +346,9 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
             rows,
             ranks,
             stride,
-            0 if vocab_size is None else vocab_size,
+            vocab_size,
             0,
             RANKS=True,
-            BOUNDED=vocab_size is not None,
             WINDOW=1,
             BLOCK_R=block_r,
             BLOCK_W=block_w,

@@ -37,6 +37,7 @@ from parallel_lce.kernels.epilogues import (
 )
 from parallel_lce.kernels.partials import PartialColumns
 from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.tuning import (
     Tile,
     addressable,
@@ -274,10 +275,7 @@ def new_window_partials(product: Product, columns) -> PartialColumns:
 def logits_gradient(
     product: Product,
     partial: torch.Tensor,
-    alpha: torch.Tensor,
-    gamma: torch.Tensor | None,
-    delta: torch.Tensor | None,
-    epsilon: torch.Tensor | None,
+    coefficients: TokenCoefficients,
     fp16_scale: torch.Tensor | None,
     out: torch.Tensor,
     listed: torch.Tensor | None = None,
@@ -285,10 +283,12 @@ def logits_gradient(
     """Write to ``out [R, V]``: ``p (alpha + delta (z - max) + epsilon p) - gamma``, times the scales, soft-cap's slope
     and ``fp16_scale``.
 
-    ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``alpha``, ``gamma``, ``delta``,
-    ``epsilon``: ``[R]`` fp32. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA writes whole
-    granules of 16 bytes, so it overwrites each row's padding up to the next boundary. ``listed``: the tiles to write,
-    as for :meth:`Product.launch`.
+    ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``coefficients``: without a factor;
+    beta is not read. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA writes whole granules of
+    16 bytes, so it overwrites each row's padding up to the next boundary. ``listed``: the tiles to write, as for
+    :meth:`Product.launch`.
     """
+    alpha, _, gamma, delta, epsilon, factor = coefficients
+    assert factor is None
     epilogue = BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, epsilon, fp16_scale)
     product.launch(out, epilogue, listed=listed)

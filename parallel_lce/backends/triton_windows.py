@@ -47,9 +47,8 @@ class Rows(NamedTuple):
     def form(self, start: int, stop: int, gradient: Tensor, listed: Tensor | None = None) -> None:
         """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``: all tiles, or those
         ``listed``."""
-        product, c = product_of(self.projection, self.x, start, stop), self.coefficients
-        others = c.gamma, c.delta, c.epsilon
-        logits_gradient(product, self.partial, c.alpha, *others, self.fp16_scale, gradient, listed)
+        product = product_of(self.projection, self.x, start, stop)
+        logits_gradient(product, self.partial, self.coefficients, self.fp16_scale, gradient, listed)
         if self.targets is not None:
             place_targets(gradient, start, self.targets, self.fp16_scale)
 

@@ -6,7 +6,7 @@ Triton and, called from a Gluon kernel, under Gluon.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -52,6 +52,16 @@ def scaled(z, factor):
 
 
 @triton.jit
+def loaded(source, index, mask, factor):
+    """Elements of a tensor times ``factor``, 0 outside the mask. Without a tensor, ``factor``, which nobody may read:
+    functions of Triton 3.6 cannot return None."""
+    if source is not None:
+        return tl.load(source + index, mask=mask, other=0.0) * factor
+    else:
+        return factor
+
+
+@triton.jit
 def logit_above(e, shift, base):
     """z - base, from ``e = exp(z - shift)``; ``LOWEST_SHIFT`` where e underflowed."""
     return tl.maximum(tl.log2(e) * _LN_2 + (shift - base), LOWEST_SHIFT)
@@ -69,18 +79,18 @@ def exact_logit(logit, top, sum_exp):
 
 
 @triton.jit
-def gradient_of(p, moved, terms):
-    """``p (alpha + delta moved + epsilon p) - gamma``, with ``moved = z - M``. ``terms``: alpha, gamma, delta and
-    epsilon; all but alpha may be None."""
-    alpha, gamma, delta, epsilon = terms
+def gradient_of(p, moved, values, coefficients):
+    """``p (alpha + delta moved + epsilon p) - gamma``, with ``moved = z - M``. ``values``: alpha, gamma, delta and
+    epsilon; but for alpha, those are read that ``coefficients`` has."""
+    alpha, gamma, delta, epsilon = values
     # The terms nearly cancel where z is near the expected logit.
     factor = alpha
-    if delta is not None:
+    if coefficients.delta is not None:
         factor += delta * moved
-    if epsilon is not None:
+    if coefficients.epsilon is not None:
         factor += epsilon * p
     g = p * factor
-    if gamma is not None:
+    if coefficients.gamma is not None:
         g -= gamma
     return g
 
@@ -93,28 +103,13 @@ def gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, mask, upst
     """
     # Huge logits of equal entries may differ by roundings.
     moved = tl.minimum(logit - base, 0.0)
-    gamma, delta, epsilon = coefficients.gamma, coefficients.delta, coefficients.epsilon
-    if gamma is not None:
-        gamma = tl.load(gamma + row, mask=mask, other=0.0) * upstream
-    if delta is not None:
-        delta = tl.load(delta + row, mask=mask, other=0.0) * upstream
-    if epsilon is not None:
-        epsilon = tl.load(epsilon + row, mask=mask, other=0.0) * upstream
-    return gradient_of(tl.exp(moved) / sum_exp, tl.maximum(moved, LOWEST_SHIFT), (alpha, gamma, delta, epsilon))
-
-
-@triton.jit
-def log_1_plus(x):
-    """log(1 + x) for x >= 0, without the rounding of 1 + x (Kahan)."""
-    u = 1.0 + x
-    return tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
-
-
-@triton.jit
-def one_minus_exp(x):
-    """1 - exp(x) for x <= 0, by its series where exp(x) is near 1."""
-    series = -x * (1.0 + x / 2.0 * (1.0 + x / 3.0 * (1.0 + x / 4.0)))
-    return tl.where(x > -0.05, series, 1.0 - tl.exp(x))
+    values = (
+        alpha,
+        loaded(coefficients.gamma, row, mask, upstream),
+        loaded(coefficients.delta, row, mask, upstream),
+        loaded(coefficients.epsilon, row, mask, upstream),
+    )
+    return gradient_of(tl.exp(moved) / sum_exp, tl.maximum(moved, LOWEST_SHIFT), values, coefficients)
 
 
 @triton.jit
@@ -138,29 +133,65 @@ def softcapped(u, cap):
     return tl.where(tl.abs(ratio) < _SERIES_END, near, far)
 
 
-class Cap(NamedTuple):
-    """A soft-cap as the kernels take it: one number, or of each token. Triton 3.6 cannot ask of a tuple whether it is
-    None, so there is always one."""
+class Scaling(NamedTuple):
+    """What makes a logit of the product with bias u: ``softcap(scale * token_scale * u)``."""
 
-    # None: no soft-cap.
-    number: float | None
-    # [R] fp32, instead of the number
+    scale: float
+    # [R] fp32; None: 1
     of_token: torch.Tensor | None
+    # None: no soft-cap.
+    cap: float | None
+    # [R] fp32: each token's cap, instead of the number
+    token_cap: torch.Tensor | None
 
     @classmethod
-    def of(cls, softcap: float | torch.Tensor | None) -> Cap:
-        if isinstance(softcap, torch.Tensor):
-            return cls(1.0, softcap)
-        return cls(None if softcap is None else float(softcap), None)
+    def of(cls, operands: Any) -> Scaling:
+        """Of a product, or a projection: its ``scale``, ``token_scale`` and ``softcap``."""
+        cap, token_cap = operands.softcap, None
+        if isinstance(cap, torch.Tensor):
+            cap, token_cap = 1.0, cap
+        return cls(float(operands.scale), operands.token_scale, None if cap is None else float(cap), token_cap)
 
 
 @triton.jit
-def caps_of(cap, r, inside):
-    """The caps of the tokens ``r``: one number, or a tensor of ``r``'s shape."""
-    if cap.of_token is not None:
-        return tl.load(cap.of_token + r, mask=inside, other=1.0)
+def scales_of(scaling, r, inside):
+    """``scale * token_scale`` of the tokens ``r``: one number, or a tensor of ``r``'s shape."""
+    if scaling.of_token is not None:
+        return tl.load(scaling.of_token + r, mask=inside, other=0.0) * scaling.scale
     else:
-        return cap.number
+        return scaling.scale
+
+
+@triton.jit
+def caps_of(scaling, r, inside):
+    """The caps of the tokens ``r``: one number, or a tensor of ``r``'s shape."""
+    if scaling.token_cap is not None:
+        return tl.load(scaling.token_cap + r, mask=inside, other=1.0)
+    else:
+        return scaling.cap
+
+
+@triton.jit
+def softcap_slope(logit, scaling, r, inside):
+    """The derivative of the soft-cap of the tokens ``r`` where it returns ``logit``; 1 without one."""
+    if scaling.cap is not None:
+        ratio = logit / caps_of(scaling, r, inside)
+        return 1.0 - ratio * ratio
+    else:
+        return 1.0
+
+
+@triton.jit
+def logit_of(u, bias, entry, hit, scaling, r, inside):
+    """The logits of products ``u``, one of each token ``r`` with ``entry``, or one token's with some entries."""
+    if bias is not None:
+        u += tl.load(bias + entry, mask=hit, other=0.0).to(tl.float32)
+    u *= scaling.scale
+    if scaling.of_token is not None:
+        u *= tl.load(scaling.of_token + r, mask=inside, other=0.0)
+    if scaling.cap is not None:
+        u = softcapped(u, caps_of(scaling, r, inside))
+    return u
 
 
 @triton.jit

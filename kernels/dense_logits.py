@@ -66,7 +66,6 @@ def lce_forward_dense(
     SHIFTED: tl.constexpr,
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
-    SQUARED: tl.constexpr,
     OUTSIDE_NAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -131,7 +130,6 @@ def lce_forward_dense(
             smoothing,
             z_loss,
             SHIFTED,
-            SQUARED,
             OUTSIDE_NAN,
         )
         tl.store(losses + row, loss)
@@ -213,9 +211,9 @@ def logits_partial(logits: torch.Tensor, target: torch.Tensor, shifted: bool, pa
     """
     rows, entries = logits.shape
     if rows:
-        numbers = rows, entries, logits.stride(0), 1.0, 0.0, None, 0.0, 0.0
+        numbers = rows, entries, logits.stride(0), 1.0, 0.0, None, 0.0, None
         tensors = logits, partial, None, target, None, None, None, None
-        options = dict(SHIFTED=shifted, SCALED=False, CAPPED=False, SQUARED=False, OUTSIDE_NAN=False)
+        options = dict(SHIFTED=shifted, SCALED=False, CAPPED=False, OUTSIDE_NAN=False)
         lce_forward_dense.launch((rows,), *tensors, *numbers, **options, BLOCK=BLOCK, num_warps=WARPS)
 
 

@@ -12,13 +12,13 @@ import triton.language as tl
 
 from parallel_lce.kernels.relaunch import Relaunched
 
-_BLOCK = 4096
-_WARPS = 8
+_BLOCK = tl.constexpr(4096)
 
 
 @triton.jit
-def _log_probs(logits, column, valid, normalizer, row, rows):
-    z = tl.load(logits + column, mask=valid, other=-float("inf"))
+def _log_probs(of, column, valid, row, rows):
+    logits, stride, normalizer = of
+    z = tl.load(logits + row * stride + column, mask=valid, other=-float("inf"))
     return z - tl.load(normalizer + row) - tl.load(normalizer + rows + row)
 
 
@@ -27,32 +27,28 @@ def _log_probs(logits, column, valid, normalizer, row, rows):
 def lce_backward_divergence(
     student,
     teacher,
-    student_normalizer,
-    teacher_normalizer,
     sums,
     gradient,
     factor,
     student_mean,
     rows,
     entries,
-    student_stride,
-    teacher_stride,
     gradient_stride,
     beta,
     rest,
     TEACHER: tl.constexpr,
     STUDENT: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """``TEACHER`` and ``STUDENT``: whose sum counts in the divergence. ``sums``, ``gradient``: None if not wanted."""
+    """``student`` and ``teacher``: logits, their row's stride, and normalizer. ``TEACHER`` and ``STUDENT``: whose sum
+    counts in the divergence. ``sums``, ``gradient``: None if not wanted."""
     row = tl.program_id(0).to(tl.int64)
     of_teacher = 0.0
     of_student = 0.0
-    for first in range(0, entries, BLOCK):
-        column = first + tl.arange(0, BLOCK)
+    for first in range(0, entries, _BLOCK):
+        column = first + tl.arange(0, _BLOCK)
         valid = column < entries
-        log_p = _log_probs(student + row * student_stride, column, valid, student_normalizer, row, rows)
-        log_q = _log_probs(teacher + row * teacher_stride, column, valid, teacher_normalizer, row, rows)
+        log_p = _log_probs(student, column, valid, row, rows)
+        log_q = _log_probs(teacher, column, valid, row, rows)
         p = tl.exp(log_p)
         q = tl.exp(log_q)
         # log(q / r) and log(p / r), without the large logarithm of r.
@@ -100,23 +96,18 @@ def divergence(
     if rows:
         lce_backward_divergence.launch(
             (rows,),
-            student,
-            teacher,
-            student_normalizer,
-            teacher_normalizer,
+            (student, student.stride(0), student_normalizer),
+            (teacher, teacher.stride(0), teacher_normalizer),
             sums,
             gradient,
             factor,
             student_mean,
             rows,
             entries,
-            student.stride(0),
-            teacher.stride(0),
             0 if gradient is None else gradient.stride(0),
             beta,
             1 - beta,
             TEACHER=beta < 1,
             STUDENT=beta > 0,
-            BLOCK=_BLOCK,
-            num_warps=_WARPS,
+            num_warps=8,
         )

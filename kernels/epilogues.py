@@ -18,7 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, caps_of, exponential_from, finite_base, scaled, softcapped
+from parallel_lce.kernels.arithmetic import (
+    LOWEST_SHIFT,
+    caps_of,
+    exponential_from,
+    finite_base,
+    loaded,
+    scaled,
+    softcapped,
+)
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 
 
@@ -69,18 +77,13 @@ def tile_start(listed, number, first_block, num_blocks, all_blocks, BLOCK_M: tl.
 
 
 @triton.jit
-def tile_rows(epilogue, token_scale, r, rows, scale, GRADIENT: tl.constexpr):
+def tile_rows(epilogue, scaling, r, rows, GRADIENT: tl.constexpr):
     """What :func:`finish_tile` needs of the tile's tokens. Each token's scale is the first."""
-    token_scales = r.to(tl.float32)  # Not read without token_scale: Triton needs a value of this type.
-    if token_scale is not None:
-        token_scales = tl.load(token_scale + r, mask=r < rows, other=0.0)
+    valid = r < rows
     if GRADIENT:
-        return _gradient_rows(epilogue, token_scale, token_scales, r, rows, scale)
+        return _gradient_rows(epilogue, scaling, loaded(scaling.of_token, r, valid, 1.0), r, valid)
     else:
-        shift = token_scales  # Not read without a softmax shift.
-        if epilogue.softmax_shift is not None:
-            shift = tl.load(epilogue.softmax_shift + r, mask=r < rows, other=0.0)
-        return (token_scales, shift)
+        return (loaded(scaling.of_token, r, valid, 1.0), loaded(epilogue.softmax_shift, r, valid, 1.0))
 
 
 @triton.jit
@@ -88,89 +91,77 @@ def finish_tile(
     z,
     row_values,
     epilogue,
-    operands,
+    bias,
+    scaling,
     place,
     GRADIENT: tl.constexpr,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
 ):
-    """What is stored of a tile, from its product ``z = x @ weight.T``. ``operands``: bias, scale of tokens, scale and
-    soft-cap. ``place``: row and column numbers, the window, and how many rows and entries there are."""
-    bias, token_scale, scale, cap = operands
+    """What is stored of a tile, from its product ``z = x @ weight.T``. ``place``: row and column numbers, the window,
+    and how many rows and entries there are."""
     r, c, window, rows, entries = place
     if bias is not None:
         z += tl.load(bias + c, mask=c < entries, other=0.0).to(tl.float32)[None, :]
     if SCALED:
-        z = scaled(z, scale)
-    if token_scale is not None:
+        z = scaled(z, scaling.scale)
+    if scaling.of_token is not None:
         z = scaled(z, row_values[0][:, None])
-    CAPPED: tl.constexpr = cap.number is not None
-    caps = z  # Not read without a cap.
-    if CAPPED:
-        caps = caps_of(cap, r, r < rows)
-        if cap.of_token is not None:
+    caps = None
+    if scaling.cap is not None:
+        caps = caps_of(scaling, r, r < rows)
+        if scaling.token_cap is not None:
             caps = caps[:, None]
         z = softcapped(z, caps)
     if GRADIENT:
-        return _gradient(z, row_values, epilogue, caps, CAPPED)
+        return _gradient(z, row_values, epilogue, caps)
     else:
         if epilogue.logits is not None:
             inside = (r < rows)[:, None] & (c < entries)[None, :]
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
-        HAS_SOFTMAX_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
-        e = store_partials(z, r, c, window, rows, entries, row_values[1], epilogue.partials, MASKED, HAS_SOFTMAX_SHIFT)
-        return e * SAVED_SCALE
+        HAS_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
+        return store_partials(z, place, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
 
 
 @triton.jit
-def _gradient_rows(epilogue, token_scale, token_scales, r, rows, scale):
+def _gradient_rows(epilogue, scaling, token_scales, r, valid):
     """Of each token: its scale, the maximum, the factor of its exponentials, alpha, delta and epsilon beside that
     factor, and gamma.
 
     Without delta and epsilon, alpha is part of the factor. Factor and gamma contain the scales and ``fp16_scale``.
     Epsilon contains what turns an exponential into p.
     """
-    valid = r < rows
     base = finite_base(tl.load(epilogue.max + r, mask=valid, other=0.0))
-    grad_scale = scale
-    if token_scale is not None:
-        grad_scale = token_scales * scale
+    grad_scale = scaling.scale
+    if scaling.of_token is not None:
+        grad_scale = token_scales * scaling.scale
     if epilogue.fp16_scale is not None:
         grad_scale *= tl.load(epilogue.fp16_scale)
     to_p = 1.0 / tl.load(epilogue.sum_exp + r, mask=valid, other=1.0)
     factor = to_p * grad_scale
     alpha = tl.load(epilogue.alpha + r, mask=valid, other=0.0)
-    delta = alpha  # Not read without delta.
-    if epilogue.delta is not None:
-        delta = tl.load(epilogue.delta + r, mask=valid, other=0.0)
-    epsilon = alpha  # Not read without epsilon.
-    if epilogue.epsilon is not None:
-        epsilon = tl.load(epilogue.epsilon + r, mask=valid, other=0.0) * to_p
+    delta, epsilon = loaded(epilogue.delta, r, valid, 1.0), loaded(epilogue.epsilon, r, valid, to_p)
     if epilogue.delta is None and epilogue.epsilon is None:
         factor *= alpha
-    scaled_gamma = alpha  # Not read without gamma.
-    if epilogue.gamma is not None:
-        scaled_gamma = tl.load(epilogue.gamma + r, mask=valid, other=0.0) * grad_scale
-    return (token_scales, base, factor, alpha, delta, epsilon, scaled_gamma)
+    return (token_scales, base, factor, alpha, delta, epsilon, loaded(epilogue.gamma, r, valid, grad_scale))
 
 
 @triton.jit
-def _gradient(z, row_values, epilogue, cap, CAPPED: tl.constexpr):
-    _, base, factor, alpha, delta, epsilon, scaled_gamma = row_values
+def _gradient(z, row_values, epilogue, cap):
+    _, base, factor, alpha, delta, epsilon, gamma = row_values
     e = exponential_from(z, base[:, None])
     g = e * factor[:, None]
     # The terms are as given, rounded only here: they nearly cancel where z is near the expected logit.
-    if epilogue.delta is not None:
-        moved = tl.maximum(z - base[:, None], LOWEST_SHIFT)
+    if epilogue.delta is not None or epilogue.epsilon is not None:
+        terms = alpha[:, None]
+        if epilogue.delta is not None:
+            terms += delta[:, None] * tl.maximum(z - base[:, None], LOWEST_SHIFT)
         if epilogue.epsilon is not None:
-            g *= alpha[:, None] + delta[:, None] * moved + epsilon[:, None] * e
-        else:
-            g *= alpha[:, None] + delta[:, None] * moved
-    elif epilogue.epsilon is not None:
-        g *= alpha[:, None] + epsilon[:, None] * e
+            terms += epsilon[:, None] * e
+        g *= terms
     if epilogue.gamma is not None:
-        g -= scaled_gamma[:, None]
-    if CAPPED:
+        g -= gamma[:, None]
+    if cap is not None:
         g *= 1.0 - (z / cap) * (z / cap)
     return g

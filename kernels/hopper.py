@@ -43,8 +43,9 @@ async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy
 
 
 @gluon.jit
-def _produce(x, weight, ring, listed, sizes, STAGES: gl.constexpr):
+def _produce(x, weight, ring, listed, sizes):
     x_slots, weight_slots, full, empty = ring
+    STAGES: gl.constexpr = x_slots.shape[0]
     rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
@@ -81,18 +82,10 @@ def new_ring(first, second, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def multiply(
-    z,
-    ring,
-    count,
-    steps,
-    FIRST_TRANSPOSED: gl.constexpr,
-    SECOND_TRANSPOSED: gl.constexpr,
-    ADD: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+def multiply(z, ring, count, steps, FIRST_TRANSPOSED: gl.constexpr, SECOND_TRANSPOSED: gl.constexpr, ADD: gl.constexpr):
     """A product from ``steps`` slots of the ring, ``count`` being the first; plus ``z`` if ``ADD``."""
     first_slots, second_slots, full, empty = ring
+    STAGES: gl.constexpr = first_slots.shape[0]
     last = count % STAGES
     for k in range(0, steps):
         slot = count % STAGES
@@ -123,22 +116,20 @@ def _consume(
     staged,
     listed,
     sizes,
-    operands,
+    bias,
+    scaling,
     epilogue,
     GRADIENT: gl.constexpr,
     SCALED: gl.constexpr,
     MASKED: gl.constexpr,
     SAVED_SCALE: gl.constexpr,
-    STORES: gl.constexpr,
-    STAGES: gl.constexpr,
-    BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
-    BLOCK_K: gl.constexpr,
 ):
+    BLOCK_M: gl.constexpr = ring[0].shape[1]
+    BLOCK_N: gl.constexpr = ring[1].shape[1]
+    BLOCK_K: gl.constexpr = ring[0].shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
     rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
     steps = gl.cdiv(k_size, BLOCK_K)
-    _, token_scale, scale, _ = operands
     count = 0
     tiles = tile_count(listed, num_blocks, gl.cdiv(entries, BLOCK_N))
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -146,18 +137,18 @@ def _consume(
         first = window * BLOCK_N
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
-        row_values = tile_rows(epilogue, token_scale, r, rows, scale, GRADIENT)
+        row_values = tile_rows(epilogue, scaling, r, rows, GRADIENT)
         z = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
-        z = multiply(z, ring, count, steps, False, True, False, STAGES)
+        z = multiply(z, ring, count, steps, False, True, False)
         count += steps
         place = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, operands, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
-        if STORES:
+        z = finish_tile(z, row_values, epilogue, bias, scaling, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
+        if out is not None:
             tma.store_wait(0)
             staged.store(z.to(out.dtype))
             fence_async_shared()
             async_store(out, [row, first], staged)
-    if STORES:
+    if out is not None:
         tma.store_wait(0)
 
 
@@ -168,7 +159,7 @@ def projection(
     weight,
     out,
     bias,
-    token_scale,
+    scaling,
     epilogue,
     listed,
     rows,
@@ -177,48 +168,25 @@ def projection(
     first_block,
     num_blocks,
     all_blocks,
-    scale,
-    cap,
     GRADIENT: gl.constexpr,
     SCALED: gl.constexpr,
     MASKED: gl.constexpr,
     SAVED_SCALE: gl.constexpr,
-    STORES: gl.constexpr,
     STAGES: gl.constexpr,
 ):
     """As ``kernels.projection._projection``. ``x``, ``weight`` and ``out`` are TMA descriptors."""
-    BLOCK_M: gl.constexpr = x.block_type.shape[0]
-    BLOCK_K: gl.constexpr = x.block_type.shape[1]
-    BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     ring = new_ring(x, weight, STAGES)
     staged = ring[0].index(0)
-    if STORES:
-        staged = gl.allocate_shared_memory(x.dtype, [BLOCK_M, BLOCK_N], out.layout)
+    if out is not None:
+        staged = gl.allocate_shared_memory(x.dtype, [x.block_type.shape[0], weight.block_type.shape[0]], out.layout)
     sizes = (rows, entries, k_size, first_block, num_blocks, all_blocks)
     gl.warp_specialize(
         [
             (
                 _consume,
-                (
-                    ring,
-                    out,
-                    staged,
-                    listed,
-                    sizes,
-                    (bias, token_scale, scale, cap),
-                    epilogue,
-                    GRADIENT,
-                    SCALED,
-                    MASKED,
-                    SAVED_SCALE,
-                    STORES,
-                    STAGES,
-                    BLOCK_M,
-                    BLOCK_N,
-                    BLOCK_K,
-                ),
+                (ring, out, staged, listed, sizes, bias, scaling, epilogue, GRADIENT, SCALED, MASKED, SAVED_SCALE),
             ),
-            (_produce, (x, weight, ring, listed, sizes, STAGES)),
+            (_produce, (x, weight, ring, listed, sizes)),
         ],
         [1],
         [PRODUCER_REGISTERS],

@@ -16,7 +16,7 @@ from parallel_lce.core.options import Options
 from parallel_lce.kernels.relaunch import Relaunched
 
 # Tokens of a program; tokens that the program of the mean adds at a time.
-_TOKENS, _SUMMED = 128, 4096
+_TOKENS, _SUMMED = tl.constexpr(128), tl.constexpr(4096)
 
 
 @triton.jit
@@ -32,7 +32,6 @@ def loss_of(
     smoothing,
     z_loss,
     SMOOTHED: tl.constexpr,
-    SQUARED: tl.constexpr,
     OUTSIDE_NAN: tl.constexpr,
 ):
     """Losses of tokens from the columns of their merged partials; and alpha, beta and gamma. ``wanted``: the target,
@@ -49,7 +48,7 @@ def loss_of(
     if SMOOTHED:
         loss -= smoothing * (shifted / (entries + 0.0) - log_sum)
     of_lse = 1.0
-    if SQUARED:
+    if z_loss is not None:
         lse = top + log_sum
         loss += z_loss * lse * lse
         of_lse = 1.0 + 2.0 * z_loss * lse
@@ -70,26 +69,22 @@ def lce_forward_losses(
     entries,
     target,
     token_weight,
-    losses,
-    alpha,
-    beta,
-    gamma,
+    out,
     rows,
     ignore_index,
     smoothing,
     z_loss,
-    SQUARED: tl.constexpr,
     OUTSIDE_NAN: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    losses, alpha, beta, gamma = out
+    row = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     valid = row < rows
     top = tl.load(partial + row, mask=valid, other=0.0)
     log_sum = tl.log(tl.load(partial + rows + row, mask=valid, other=1.0))
     logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
     if vocab_size is not None:
         entries = tl.load(vocab_size)
-    weight = tl.full((BLOCK,), 1.0, tl.float32)
+    weight = tl.full((_TOKENS,), 1.0, tl.float32)
     if token_weight is not None:
         weight = tl.load(token_weight + row, mask=valid, other=0.0)
     SMOOTHED: tl.constexpr = gamma is not None
@@ -98,19 +93,7 @@ def lce_forward_losses(
         shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
     wanted = tl.load(target + row, mask=valid, other=0)
     loss, of_all, of_target, of_others = loss_of(
-        top,
-        log_sum,
-        logit,
-        shifted,
-        wanted,
-        weight,
-        entries,
-        ignore_index,
-        smoothing,
-        z_loss,
-        SMOOTHED,
-        SQUARED,
-        OUTSIDE_NAN,
+        top, log_sum, logit, shifted, wanted, weight, entries, ignore_index, smoothing, z_loss, SMOOTHED, OUTSIDE_NAN
     )
     tl.store(losses + row, loss, mask=valid)
     tl.store(alpha + row, of_all, mask=valid)
@@ -138,39 +121,34 @@ def token_losses(
     known = isinstance(vocab_size, int)
     with on_device_of(partial):
         lce_forward_losses.launch(
-            (-(-rows // _TOKENS),),
+            (-(-rows // _TOKENS.value),),
             partial,
             None if known else vocab_size,
             vocab_size if known else 0,
             target,
             token_weight,
-            losses,
-            alpha,
-            beta,
-            gamma,
+            (losses, alpha, beta, gamma),
             rows,
             options.ignore_index,
             float(label_smoothing),
-            float(z_loss),
-            SQUARED=z_loss != 0,
+            float(z_loss) if z_loss else None,
             OUTSIDE_NAN=options.outside_is_nan,
-            BLOCK=_TOKENS,
         )
     return losses, alpha, beta, gamma
 
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "ignore_index"])
-def lce_forward_mean(losses, target, token_weight, mean, divisor, rows, ignore_index, BLOCK: tl.constexpr):
-    total, weights = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
-    for first in range(0, rows, BLOCK):
-        row = first + tl.arange(0, BLOCK)
+def lce_forward_mean(losses, target, token_weight, mean, divisor, rows, ignore_index):
+    total, weights = tl.zeros((_SUMMED,), tl.float32), tl.zeros((_SUMMED,), tl.float32)
+    for first in range(0, rows, _SUMMED):
+        row = first + tl.arange(0, _SUMMED)
         valid = row < rows
         total += tl.load(losses + row, mask=valid, other=0.0)
         counted = valid
         if ignore_index is not None:
             counted &= tl.load(target + row, mask=valid, other=0) != ignore_index
-        weight = tl.full((BLOCK,), 1.0, tl.float32)
+        weight = tl.full((_SUMMED,), 1.0, tl.float32)
         if token_weight is not None:
             weight = tl.load(token_weight + row, mask=valid, other=0.0)
         weights += tl.where(counted, weight, 0.0)
@@ -191,7 +169,5 @@ def mean_loss(
     """
     mean, divisor = losses.new_empty(()), losses.new_empty(())
     with on_device_of(losses):
-        lce_forward_mean.launch(
-            (1,), losses, target, token_weight, mean, divisor, losses.shape[0], ignore_index, BLOCK=_SUMMED
-        )
+        lce_forward_mean.launch((1,), losses, target, token_weight, mean, divisor, losses.shape[0], ignore_index)
     return mean, divisor

@@ -63,14 +63,14 @@ class WindowPartials(NamedTuple):
 
 
 @triton.jit
-def store_partials(
-    z, r, c, window, rows, entries, shift, partials, MASKED: tl.constexpr, HAS_SOFTMAX_SHIFT: tl.constexpr
-):
+def store_partials(z, place, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr):
     """Store the partials of the logits ``z [BLOCK_M, BLOCK_N]``; returns their exponentials.
 
-    ``partials [windows, rows]``. ``shift``: the softmax shift of the tile's tokens, if ``HAS_SOFTMAX_SHIFT``.
-    ``MASKED``: the tile may have columns beyond the last vocabulary entry.
+    ``partials [windows, rows]``. ``place``: of :func:`parallel_lce.kernels.epilogues.finish_tile`. ``shift``: the
+    softmax shift of the tile's tokens, if ``HAS_SHIFT``. ``MASKED``: the tile may have columns beyond the last
+    vocabulary entry.
     """
+    r, c, window, rows, entries = place
     valid = r < rows
     inside = (c < entries)[None, :]
     here = window.to(tl.int64) * rows + r
@@ -88,7 +88,7 @@ def store_partials(
         shifted = tl.where(inside, z - base[:, None], 0.0)
         tl.store(partials.shifted + here, tl.sum(shifted, 1), mask=valid)
     reference = base
-    if HAS_SOFTMAX_SHIFT:
+    if HAS_SHIFT:
         reference = window_shift(top, shift)
     # tl.max ignores NaN. exp(NaN) makes the sum NaN, which the merge detects.
     e = exponential_from(z, reference[:, None])
@@ -102,21 +102,21 @@ def store_partials(
 
 
 @triton.jit
-def _shards(bounds, ranks, stride, vocab_size, BOUNDED: tl.constexpr, BLOCK_W: tl.constexpr):
+def _shards(bounds, ranks, stride, vocab_size, BLOCK_W: tl.constexpr):
     """Entries of each rank's shard that are no padding; whether the shards cover [0, V) without gap or overlap."""
     p = tl.arange(0, BLOCK_W)
     here = bounds + p.to(tl.int64) * stride
     starts = tl.load(here, mask=p < ranks, other=0).to(tl.int64)
     sizes = tl.load(here + 1, mask=p < ranks, other=0).to(tl.int64)
     real = sizes
-    if BOUNDED:
+    if vocab_size is not None:
         real = tl.minimum(tl.maximum(vocab_size - starts, 0), sizes)
     # Every shard that is not empty must begin where those before it end.
     before = starts[None, :] < starts[:, None]
     before |= (starts[None, :] == starts[:, None]) & (p[None, :] < p[:, None])
     begin = tl.sum(tl.where(before, sizes[None, :], 0), 1)
     covered = tl.sum(((begin != starts) & (sizes > 0)).to(tl.int32), 0) == 0
-    if BOUNDED:
+    if vocab_size is not None:
         covered &= tl.sum(sizes, 0) >= vocab_size
     return real, covered
 
@@ -142,7 +142,6 @@ def _merge_kernel(
     entries,
     start,
     RANKS: tl.constexpr,
-    BOUNDED: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_W: tl.constexpr,
@@ -150,9 +149,8 @@ def _merge_kernel(
     """Merge slices of the vocabulary: windows of ``WINDOW`` entries, or the shards of the ranks.
 
     ``stride``: elements from one slice's columns to the next one's. For windows: ``entries`` and ``start`` are those
-    of the shard, and ``wanted`` the targets, whose logits are in ``merged``. For ranks: ``entries`` is V if
-    ``BOUNDED``; ``vocab_size`` is an output; all ranks fit one tile
-    (``BLOCK_W >= num_slices``).
+    of the shard, and ``wanted`` the targets, whose logits are in ``merged``. For ranks: ``entries`` is V, or None;
+    ``vocab_size`` is an output; all ranks fit one tile (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
@@ -179,7 +177,7 @@ def _merge_kernel(
     argmax = tl.full((BLOCK_R,), _NOBODY, tl.int32)
     nan = 0.0
     if RANKS:
-        real, covered = _shards(bounds, num_slices, stride, entries, BOUNDED, BLOCK_W)
+        real, covered = _shards(bounds, num_slices, stride, entries, BLOCK_W)
         nan = tl.where(covered, 0.0, float("nan"))
         if tl.program_id(0) == 0:
             tl.store(vocab_size, tl.sum(real, 0))
@@ -315,7 +313,6 @@ def merge_windows(
         entries,
         start,
         RANKS=False,
-        BOUNDED=False,
         WINDOW=window,
         BLOCK_R=_MERGE_ROWS,
         BLOCK_W=_MERGE_WINDOWS,
@@ -347,10 +344,9 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
             rows,
             ranks,
             stride,
-            0 if vocab_size is None else vocab_size,
+            vocab_size,
             0,
             RANKS=True,
-            BOUNDED=vocab_size is not None,
             WINDOW=1,
             BLOCK_R=block_r,
             BLOCK_W=block_w,

@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, Cap
+from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, Scaling
 from parallel_lce.kernels.epilogues import (
     BackwardEpilogue,
     ForwardEpilogue,
@@ -37,15 +37,16 @@ from parallel_lce.kernels.epilogues import (
 )
 from parallel_lce.kernels.partials import PartialColumns
 from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.tuning import (
     Tile,
     addressable,
     beside_collective,
     blocks_per_launch,
     descriptor,
-    interpreted,
     num_sms,
     tile_of,
+    upcasts,
 )
 
 
@@ -88,7 +89,7 @@ def _projection(
     weight,
     out,
     bias,
-    token_scale,
+    scaling,
     epilogue,
     listed,
     rows,
@@ -97,8 +98,6 @@ def _projection(
     first_block,
     num_blocks,
     all_blocks,
-    scale,
-    cap,
     x_stride,
     weight_stride,
     out_stride,
@@ -107,7 +106,6 @@ def _projection(
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
-    STORES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -120,14 +118,13 @@ def _projection(
     ``GRADIENT`` selects the epilogue. ``x``, ``weight`` and ``out`` are TMA descriptors or pointers. ``listed``: form
     these tiles alone; None: all.
     """
-    operands = (bias, token_scale, scale, cap)
     tiles = tile_count(listed, num_blocks, tl.cdiv(entries, BLOCK_N))
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, window = tile_start(listed, number, first_block, num_blocks, all_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)
-        row_values = tile_rows(epilogue, token_scale, r, rows, scale, GRADIENT)
+        row_values = tile_rows(epilogue, scaling, r, rows, GRADIENT)
         z = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, k_size, BLOCK_K):
             a = _load(x, row, k, rows, k_size, x_stride, BLOCK_M, BLOCK_K, TMA)
@@ -138,8 +135,8 @@ def _projection(
             # fp32 operands must not be rounded to tf32.
             z = tl.dot(a, b.T, z, input_precision="ieee")
         place = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, operands, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
-        if STORES:
+        z = finish_tile(z, row_values, epilogue, bias, scaling, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
+        if out is not None:
             if first < out_entries:
                 _store(out, row, first, rows, out_entries, out_stride, z, OUT_TMA)
 
@@ -168,6 +165,10 @@ class Product:
         token_scale = self.token_scale if self.token_scale is None else self.token_scale[rows]
         softcap = self.softcap[rows] if isinstance(self.softcap, torch.Tensor) else self.softcap
         return replace(self, x=self.x[rows], token_scale=token_scale, softcap=softcap)
+
+    @cached_property
+    def scaling(self) -> Scaling:
+        return Scaling.of(self)
 
     @cached_property
     def tma(self) -> bool:
@@ -208,7 +209,6 @@ class Product:
             "SCALED": self.scale != 1.0,
             "MASKED": entries % tile.entries != 0,
             "SAVED_SCALE": SAVED_FP16_SCALE if saves_fp16 else 1.0,
-            "STORES": out is not None,
             "num_warps": tile.warps,
         }
         if tma:
@@ -231,12 +231,10 @@ class Product:
                 "BLOCK_K": tile.k,
                 "TMA": tma,
                 "OUT_TMA": out_tma,
-                # Triton's interpreter multiplies bf16 wrongly.
-                "UPCAST": interpreted() and self.x.dtype == torch.bfloat16,
+                "UPCAST": upcasts(self.x),
                 "num_stages": tile.stages,
             }
         row_blocks, windows = self.row_blocks, self.windows
-        cap = Cap.of(self.softcap)
         blocks = range(row_blocks) if blocks is None else blocks
         programs = num_sms(self.x.device)
         programs = beside_collective(programs) if overlaps_collective else programs
@@ -250,7 +248,7 @@ class Product:
                 weight,
                 destination,
                 self.bias,
-                self.token_scale,
+                self.scaling,
                 epilogue,
                 listed,
                 rows,
@@ -259,8 +257,6 @@ class Product:
                 first,
                 number,
                 row_blocks,
-                float(self.scale),
-                cap,
                 *strides,
                 **options,
             )
@@ -279,10 +275,7 @@ def new_window_partials(product: Product, columns) -> PartialColumns:
 def logits_gradient(
     product: Product,
     partial: torch.Tensor,
-    alpha: torch.Tensor,
-    gamma: torch.Tensor | None,
-    delta: torch.Tensor | None,
-    epsilon: torch.Tensor | None,
+    coefficients: TokenCoefficients,
     fp16_scale: torch.Tensor | None,
     out: torch.Tensor,
     listed: torch.Tensor | None = None,
@@ -290,10 +283,12 @@ def logits_gradient(
     """Write to ``out [R, V]``: ``p (alpha + delta (z - max) + epsilon p) - gamma``, times the scales, soft-cap's slope
     and ``fp16_scale``.
 
-    ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``alpha``, ``gamma``, ``delta``,
-    ``epsilon``: ``[R]`` fp32. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA writes whole
-    granules of 16 bytes, so it overwrites each row's padding up to the next boundary. ``listed``: the tiles to write,
-    as for :meth:`Product.launch`.
+    ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``coefficients``: without a factor;
+    beta is not read. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA writes whole granules of
+    16 bytes, so it overwrites each row's padding up to the next boundary. ``listed``: the tiles to write, as for
+    :meth:`Product.launch`.
     """
+    alpha, _, gamma, delta, epsilon, factor = coefficients
+    assert factor is None
     epilogue = BackwardEpilogue(partial[0], partial[1], alpha, gamma, delta, epsilon, fp16_scale)
     product.launch(out, epilogue, listed=listed)

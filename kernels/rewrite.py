@@ -10,7 +10,7 @@ relative to p.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,20 +19,20 @@ import triton.language as tl
 from parallel_lce.core.partials import ALONE
 from parallel_lce.kernels.arithmetic import (
     SAVED_FP16_SCALE,
+    Scaling,
     exponential_from,
     finite_base,
     gradient_of,
+    loaded,
     logit_above,
+    scales_of,
     window_shift,
 )
 from parallel_lce.kernels.relaunch import Relaunched
 
-REWRITTEN = 2048
-"""Entries of a row that are rewritten at a time."""
-
 _ALONE = tl.constexpr(ALONE)
-# Entries of a program.
-_SPAN = 16384
+# Entries of a program, and those that it rewrites at a time.
+_SPAN, _BLOCK = tl.constexpr(16384), tl.constexpr(2048)
 
 
 class Saved(NamedTuple):
@@ -66,12 +66,35 @@ class TokenCoefficients(NamedTuple):
     factor: torch.Tensor | None
 
 
+class GradientTerms(NamedTuple):
+    """What the gradient of the logits of R tokens is formed from, beside the logits or their exponentials."""
+
+    # [>= 3, R] fp32, contiguous: the merged partial
+    partial: torch.Tensor
+    coefficients: TokenCoefficients
+    # Elements from one token's factor to the next one's.
+    factor_stride: int
+    # 0-dimensional: the gradient is stored times this; None: 1
+    fp16_scale: torch.Tensor | None
+    scaling: Scaling
+
+    @classmethod
+    def of(
+        cls, partial: torch.Tensor, coefficients: TokenCoefficients, fp16_scale: torch.Tensor | None, operands: Any
+    ) -> GradientTerms:
+        """``operands``: of :meth:`Scaling.of`."""
+        factor = coefficients.factor
+        stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
+        return cls(partial, coefficients, stride, fp16_scale, Scaling.of(operands))
+
+
 @triton.jit
 def rewrite_row(
     saved,
     maxima,
     token,
-    terms,
+    values,
+    coefficients,
     rows,
     first,
     stop,
@@ -79,17 +102,16 @@ def rewrite_row(
     HAS_SHIFT: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
     """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
-    times the soft-cap's slope. ``token``: its maximum, softmax shift and sum of exponentials. ``terms``: of
-    :func:`gradient_of` an exponential relative to the maximum."""
+    times the soft-cap's slope. ``token``: its maximum, softmax shift and sum of exponentials. ``values`` and
+    ``coefficients``: of :func:`gradient_of` an exponential relative to the maximum."""
     base, shift, sum_exp = token
     # Some windows at a time: what is the same in a window is computed once.
-    WINDOWS: tl.constexpr = BLOCK // WINDOW
+    WINDOWS: tl.constexpr = _BLOCK // WINDOW
     # The largest entry of a token that is sure, whose terms nearly cancel, is known exactly. The others are below 1/2.
     least = tl.where(sum_exp < _ALONE, 0.75, float("inf"))
-    for start in range(first, stop, BLOCK):
+    for start in range(first, stop, _BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
         inside = c < stop
         e = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32) * (1.0 / SAVED_SCALE)
@@ -105,7 +127,7 @@ def rewrite_row(
         alone = of_max > least
         of_max = tl.where(alone, 1.0, of_max)
         moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
-        g = gradient_of(of_max, moved, terms)
+        g = gradient_of(of_max, moved, values, coefficients)
         if cap is not None:
             z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
             g *= 1.0 - (z / cap) * (z / cap)
@@ -115,96 +137,54 @@ def rewrite_row(
 @Relaunched
 @triton.jit(do_not_specialize=["rows"])
 def lce_backward_rewrite(
-    gradient,
-    maxima,
-    softmax_shift,
-    token_scale,
-    partial,
-    coefficients,
-    fp16_scale,
-    rows,
-    slice_entries,
-    stride,
-    factor_stride,
-    scale,
-    cap,
-    SAVED_SCALE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPAN: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gradient, maxima, softmax_shift, terms, rows, slice_entries, stride, SAVED_SCALE: tl.constexpr, WINDOW: tl.constexpr
 ):
     row = tl.program_id(0)
-    first = tl.program_id(1) * SPAN
-    grad_scale = scale
-    if token_scale is not None:
-        grad_scale *= tl.load(token_scale + row)
-    if fp16_scale is not None:
-        grad_scale *= tl.load(fp16_scale)
+    first = tl.program_id(1) * _SPAN
+    coefficients = terms.coefficients
+    grad_scale = scales_of(terms.scaling, row, True)
+    if terms.fp16_scale is not None:
+        grad_scale *= tl.load(terms.fp16_scale)
     if coefficients.factor is not None:
-        grad_scale *= tl.load(coefficients.factor + row * factor_stride)
-    base = finite_base(tl.load(partial + row))
-    shift = base
-    if softmax_shift is not None:
-        shift = tl.load(softmax_shift + row)
-    sum_exp = tl.load(partial + rows + row)
+        grad_scale *= tl.load(coefficients.factor + row * terms.factor_stride)
+    base = finite_base(tl.load(terms.partial + row))
+    sum_exp = tl.load(terms.partial + rows + row)
     over_sum = grad_scale / sum_exp
-    # Each a number, or None.
-    gamma, delta, epsilon = coefficients.gamma, coefficients.delta, coefficients.epsilon
-    if gamma is not None:
-        gamma = tl.load(gamma + row) * grad_scale
-    if delta is not None:
-        delta = tl.load(delta + row) * over_sum
-    if epsilon is not None:
-        epsilon = tl.load(epsilon + row) * (over_sum / sum_exp)
     rewrite_row(
         gradient + row.to(tl.int64) * stride,
         maxima + row,
-        (base, shift, sum_exp),
-        (tl.load(coefficients.alpha + row) * over_sum, gamma, delta, epsilon),
+        (base, loaded(softmax_shift, row, True, 1.0), sum_exp),
+        (
+            tl.load(coefficients.alpha + row) * over_sum,
+            loaded(coefficients.gamma, row, True, grad_scale),
+            loaded(coefficients.delta, row, True, over_sum),
+            loaded(coefficients.epsilon, row, True, over_sum / sum_exp),
+        ),
+        coefficients,
         rows,
         first,
-        tl.minimum(first + SPAN, slice_entries),
-        cap,
+        tl.minimum(first + _SPAN, slice_entries),
+        terms.scaling.cap,
         softmax_shift is not None,
         SAVED_SCALE,
         WINDOW,
-        BLOCK,
     )
 
 
-def rewrite_rows(
-    gradient: torch.Tensor,
-    saved: Saved,
-    partial: torch.Tensor,
-    coefficients: TokenCoefficients,
-    fp16_scale: torch.Tensor | None,
-    window: int,
-    scale: float,
-    token_scale: torch.Tensor | None,
-    softcap: float | None,
-) -> None:
-    """Rewrite every row of ``gradient [R, C]``, which holds the exponentials of ``saved``.
-
-    ``window``: entries of a window of the forward. The others: of ``token_gradients.token_gradients``.
-    """
-    (rows, entries), factor = gradient.shape, coefficients.factor
+def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, window: int) -> None:
+    """Rewrite every row of ``gradient [R, C]``, which holds the exponentials of ``saved``, of a forward with windows of
+    ``window`` entries. Nothing is saved under caps of each token."""
+    assert terms.scaling.token_cap is None
+    rows, entries = gradient.shape
     lce_backward_rewrite.launch(
-        (rows, -(-entries // _SPAN)),
+        (rows, -(-entries // _SPAN.value)),
         gradient,
         saved.maxima,
         saved.softmax_shift,
-        token_scale,
-        partial,
-        coefficients,
-        fp16_scale,
+        terms,
         rows,
         entries,
         gradient.stride(0),
-        0 if factor is None or factor.dim() == 0 else factor.stride(0),
-        float(scale),
-        None if softcap is None else float(softcap),
         SAVED_SCALE=SAVED_FP16_SCALE if gradient.dtype == torch.float16 else 1.0,
         WINDOW=window,
-        SPAN=_SPAN,
-        BLOCK=REWRITTEN,
     )

@@ -14,20 +14,20 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import (
-    Cap,
-    caps_of,
     exact_logit,
     exponential_from,
     finite_base,
     gradient_of_entry,
-    softcapped,
+    logit_of,
+    scales_of,
+    softcap_slope,
     window_shift,
 )
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.rewrite import TokenCoefficients
-from parallel_lce.kernels.tuning import interpreted
+from parallel_lce.kernels.rewrite import GradientTerms
+from parallel_lce.kernels.tuning import upcasts
 
 # Entries of a tile of rows, its hidden elements at most, and warps. Measured on an H200 with D=4096: 1, 8 and 64
 # entries of each token, or 8 for dW, whose rows are mostly selected once. Logits are products, of at least 16 rows.
@@ -35,7 +35,9 @@ _LOGITS = 16, 128, 1
 _FOR_HIDDEN = 8, 512, 2
 _FOR_WEIGHT = 4, 2048, 4
 # Entries of one token whose places in G a program finds at a time.
-_PLACED = 32
+_PLACED = tl.constexpr(32)
+# ids [E], begin [R] and end [R]
+_Selection = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 @triton.jit
@@ -51,27 +53,23 @@ def lce_forward_selected_logits(
     x,
     weight,
     bias,
-    token_scale,
-    maxima,
-    sums,
-    softmax_shift,
-    ids,
-    begin,
-    end,
+    scaling,
+    windows,
+    selection,
     logits,
     rows,
     entries,
     k_size,
     x_stride,
     weight_stride,
-    scale,
-    cap,
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOW: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     token = tl.program_id(0)
+    ids, begin, end = selection
+    maxima, sums, softmax_shift = windows
     stop = tl.load(end + token)
     # The token's row, as often as the smallest product has rows.
     lane = tl.arange(0, ENTRIES)
@@ -91,13 +89,7 @@ def lce_forward_selected_logits(
                 b = b.to(tl.float32)
             z = tl.dot(a, b.T, z, input_precision="ieee")
         logit = tl.sum(tl.where(lane[:, None] == 0, z, 0.0), 0)
-        if bias is not None:
-            logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
-        logit *= scale
-        if token_scale is not None:
-            logit *= tl.load(token_scale + token)
-        if cap.number is not None:
-            logit = softcapped(logit, caps_of(cap, token, True))
+        logit = logit_of(logit, bias, wanted, hit, scaling, token, True)
         if maxima is not None:
             here = (wanted // WINDOW) * rows + token
             top = tl.load(maxima + here, mask=hit, other=0.0)
@@ -111,38 +103,18 @@ def lce_forward_selected_logits(
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first", "slice_entries"])
-def lce_backward_place_selected(
-    gradient,
-    ids,
-    begin,
-    end,
-    values,
-    logits,
-    target,
-    token_scale,
-    partial,
-    coefficients,
-    fp16_scale,
-    rows,
-    slice_entries,
-    stride,
-    first,
-    factor_stride,
-    scale,
-    cap,
-    BLOCK: tl.constexpr,
-):
+def lce_backward_place_selected(gradient, selection, values, logits, target, terms, rows, slice_entries, stride, first):
     token = tl.program_id(0)
+    ids, begin, end = selection
+    coefficients, partial = terms.coefficients, terms.partial
     start, stop = tl.load(begin + token), tl.load(end + token)
     row = gradient + token.to(tl.int64) * stride
     unit = 1.0
-    if fp16_scale is not None:
-        unit = tl.load(fp16_scale)
-    grad_scale = scale
-    if token_scale is not None:
-        grad_scale *= tl.load(token_scale + token)
+    if terms.fp16_scale is not None:
+        unit = tl.load(terms.fp16_scale)
+    grad_scale = scales_of(terms.scaling, token, True)
     if coefficients.factor is not None:
-        grad_scale *= tl.load(coefficients.factor + token * factor_stride)
+        grad_scale *= tl.load(coefficients.factor + token * terms.factor_stride)
     base = finite_base(tl.load(partial + token))
     sum_exp = tl.load(partial + rows + token)
     alpha = tl.load(coefficients.alpha + token)
@@ -151,15 +123,15 @@ def lce_backward_place_selected(
     if target is not None:
         place = tl.load(target + token) - first
         elsewhere = tl.where((place >= 0) & (place < slice_entries), place, -1).to(tl.int32)
-    for here in range(start, stop, BLOCK):
-        e = here + tl.arange(0, BLOCK)
+    for here in range(start, stop, _PLACED):
+        e = here + tl.arange(0, _PLACED)
         wanted = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
         hit = (wanted >= 0) & (wanted != elsewhere)
         # An id may be selected twice. The first of its entries adds the values of all.
-        total = tl.zeros((BLOCK,), tl.float32)
-        earlier = tl.zeros((BLOCK,), tl.float32)
-        for there in range(start, stop, BLOCK):
-            other = there + tl.arange(0, BLOCK)
+        total = tl.zeros((_PLACED,), tl.float32)
+        earlier = tl.zeros((_PLACED,), tl.float32)
+        for there in range(start, stop, _PLACED):
+            other = there + tl.arange(0, _PLACED)
             same = _columns(ids, other, stop, first, slice_entries).to(tl.int32)[None, :] == wanted[:, None]
             value = tl.load(values + other, mask=other < stop, other=0.0)
             total += tl.sum(tl.where(same, value[None, :], 0.0), 1)
@@ -167,10 +139,7 @@ def lce_backward_place_selected(
             earlier = tl.maximum(earlier, tl.max(tl.where(before, 1.0, 0.0), 1))
         logit = tl.load(logits + e, mask=hit, other=0.0)
         entry = gradient_of_entry(logit, base, sum_exp, alpha, coefficients, token, True, 1.0) * grad_scale
-        if cap.number is not None:
-            ratio = logit / caps_of(cap, token, True)
-            entry *= 1.0 - ratio * ratio
-        entry = (entry + total) * unit
+        entry = (entry * softcap_slope(logit, terms.scaling, token, True) + total) * unit
         tl.store(row + wanted, entry.to(gradient.dtype.element_ty), mask=hit & (earlier == 0.0))
 
 
@@ -222,18 +191,13 @@ def _tile_of(sizes: tuple[int, int, int], hidden_size: int) -> dict[str, int]:
 
 
 def selected_logits(
-    product: Product,
-    ids: torch.Tensor,
-    begin: torch.Tensor,
-    end: torch.Tensor,
-    logits: torch.Tensor,
-    windows: WindowPartials | None = None,
+    product: Product, selection: _Selection, logits: torch.Tensor, windows: WindowPartials | None = None
 ) -> None:
     """Write the logits of the selected entries to ``logits [E]`` fp32; 0 for ids of other shards.
 
-    ``ids [E]``, ``begin [R]`` and ``end [R]`` int64, contiguous: the selection for the rows of ``product.x [R, D]``.
-    They are summed in the mainloop's order, so that on GPUs they equal the projection's to the bit. ``windows``, of the
-    projection: a logit that is its window's maximum beyond doubt becomes that maximum, on every device.
+    ``selection``: int64, contiguous, for the rows of ``product.x [R, D]``. The logits are summed in the mainloop's
+    order, so that on GPUs they equal the projection's to the bit. ``windows``, of the projection: a logit that is its
+    window's maximum beyond doubt becomes that maximum, on every device.
     """
     x, weight = product.x, product.weight
     lce_forward_selected_logits.launch(
@@ -241,21 +205,17 @@ def selected_logits(
         x,
         weight,
         product.bias,
-        product.token_scale,
-        *(windows or (None, None, None)),
-        ids,
-        begin,
-        end,
+        product.scaling,
+        windows or (None, None, None),
+        selection,
         logits,
         x.shape[0],
         weight.shape[0],
         x.shape[1],
         x.stride(0),
         weight.stride(0),
-        float(product.scale),
-        Cap.of(product.softcap),
         WINDOW=product.tile.entries,
-        UPCAST=interpreted() and x.dtype == torch.bfloat16,
+        UPCAST=upcasts(x),
         **_tile_of(_LOGITS, x.shape[1]),
     )
 
@@ -263,81 +223,35 @@ def selected_logits(
 def place_selected(
     gradient: torch.Tensor,
     first: int,
-    ids: torch.Tensor,
-    begin: torch.Tensor,
-    end: torch.Tensor,
+    selection: _Selection,
     values: torch.Tensor,
     logits: torch.Tensor,
-    *,
     target: torch.Tensor | None,
-    partial: torch.Tensor,
-    coefficients: TokenCoefficients,
-    fp16_scale: torch.Tensor | None,
-    scale: float,
-    token_scale: torch.Tensor | None,
-    softcap: float | torch.Tensor | None,
+    terms: GradientTerms,
 ) -> None:
     """Write the selected entries of ``gradient [R, C]``, whose columns are the shard's entries from ``first`` on:
     ``values [E]`` beside the gradients that they have as all entries.
 
     Both are large and nearly cancel where a token is sure. So they are added in fp32, from the entries' ``logits [E]``,
-    and rounded once. ``target [R]``: entries that are left alone. The others: of
-    :func:`parallel_lce.kernels.token_gradients.token_gradients`.
+    and rounded once. ``target [R]``: entries that are left alone.
     """
-    factor = coefficients.factor
+    (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
     lce_backward_place_selected.launch(
-        (gradient.shape[0],),
-        gradient,
-        ids,
-        begin,
-        end,
-        values,
-        logits,
-        target,
-        token_scale,
-        partial,
-        coefficients,
-        fp16_scale,
-        gradient.shape[0],
-        gradient.shape[1],
-        gradient.stride(0),
-        first,
-        0 if factor is None or factor.dim() == 0 else factor.stride(0),
-        float(scale),
-        Cap.of(softcap),
-        BLOCK=_PLACED,
+        (rows,), gradient, selection, values, logits, target, terms, rows, slice_entries, stride, first
     )
 
 
 def _add_rows(begin, end, order, ids, values, source, out, bias, sizes: tuple[int, int, int]) -> None:
-    tile = _tile_of(sizes, out.shape[1])
-    lce_backward_selected_rows.launch(
-        (out.shape[0], -(-out.shape[1] // tile["BLOCK_K"])),
-        begin,
-        end,
-        order,
-        ids,
-        values,
-        source,
-        out,
-        bias,
-        source.shape[0],
-        out.shape[1],
-        source.stride(0),
-        out.stride(0),
-        **tile,
-    )
+    (rows, hidden_size), tile = out.shape, _tile_of(sizes, out.shape[1])
+    strides = source.stride(0), out.stride(0)
+    grid = rows, -(-hidden_size // tile["BLOCK_K"])
+    given = begin, end, order, ids, values, source, out, bias
+    lce_backward_selected_rows.launch(grid, *given, source.shape[0], hidden_size, *strides, **tile)
 
 
-def hidden_gradient(
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    begin: torch.Tensor,
-    end: torch.Tensor,
-    values: torch.Tensor,
-    dx: torch.Tensor,
-) -> None:
+def hidden_gradient(weight: torch.Tensor, selection: _Selection, values: torch.Tensor, dx: torch.Tensor) -> None:
     """``dx [R, D]``: of each row the sum of ``values [E]`` times the selected rows of ``weight [V, D]``, in fp32."""
+    ids, begin, end = selection
     _add_rows(begin, end, None, ids, values, weight, dx, None, _FOR_HIDDEN)
 
 

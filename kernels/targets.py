@@ -21,16 +21,28 @@ a factor (it was recomputed, or every row was rewritten), the rounding stays.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
-# Tokens of a program with one token per thread.
-_TOKENS = 128
-# Tokens and hidden elements of a program that adds to dW; hidden elements of one that finishes dX.
-_ADDED, _WIDTH, _HIDDEN = 4, 2048, 4096
+# Tokens of a program with one token per thread, and of a program that adds to dW.
+_TOKENS, _ADDED = tl.constexpr(128), tl.constexpr(4)
+# Hidden elements of a program that adds to dW, and of one that finishes dX.
+_WIDTH, _HIDDEN = 2048, 4096
+
+
+class Targets(NamedTuple):
+    """The targets of some tokens, and what :func:`parallel_lce.kernels.token_gradients.token_gradients` found of them,
+    ``[R]`` each."""
+
+    # int64, relative to the shard
+    target: torch.Tensor
+    residual: torch.Tensor
+    unshared: torch.Tensor
 
 
 @triton.jit
@@ -44,49 +56,28 @@ def place(gradient, row, column, stride, here, t, factor, unshared):
 
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
-def lce_backward_place_targets(
-    gradient, target, residual, unshared, fp16_scale, rows, slice_entries, stride, first, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    wanted = tl.load(target + row, mask=row < rows, other=-1)
+def lce_backward_place_targets(gradient, targets, fp16_scale, rows, slice_entries, stride, first):
+    row = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
+    wanted = tl.load(targets.target + row, mask=row < rows, other=-1)
     hit = (wanted >= first) & (wanted < first + slice_entries)
-    t = tl.load(residual + row, mask=hit, other=0.0)
-    factor = tl.full((BLOCK,), 1.0, tl.float32)
+    t = tl.load(targets.residual + row, mask=hit, other=0.0)
+    factor = tl.full((_TOKENS,), 1.0, tl.float32)
     if fp16_scale is not None:
         factor /= tl.load(fp16_scale)
-    is_unshared = tl.load(unshared + row, mask=hit, other=1) != 0
+    is_unshared = tl.load(targets.unshared + row, mask=hit, other=1) != 0
     _, left = place(gradient, row, wanted - first, stride, hit, t, factor, is_unshared)
-    tl.store(residual + row, left, mask=hit)
+    tl.store(targets.residual + row, left, mask=hit)
 
 
-def place_targets(
-    gradient: torch.Tensor,
-    first: int,
-    target: torch.Tensor,
-    residual: torch.Tensor,
-    unshared: torch.Tensor,
-    fp16_scale: torch.Tensor | None,
-) -> None:
+def place_targets(gradient: torch.Tensor, first: int, targets: Targets, fp16_scale: torch.Tensor | None) -> None:
     """Write the targets' entries of a later slice ``gradient [R, C]``, whose columns are the entries from ``first`` on.
 
-    The rows of ``gradient`` are still to be divided by ``fp16_scale``. Entries of targets that are ``unshared [R]``
-    become 0. ``residual [R]``, of :func:`parallel_lce.kernels.token_gradients.token_gradients`, is reduced to what the
-    entries leave of it.
+    The rows of ``gradient`` are still to be divided by ``fp16_scale``. Entries of targets that are ``unshared`` become
+    0. ``residual`` is reduced to what the entries leave of it.
     """
-    rows, slice_entries = gradient.shape
-    lce_backward_place_targets.launch(
-        (-(-rows // _TOKENS),),
-        gradient,
-        target,
-        residual,
-        unshared,
-        fp16_scale,
-        rows,
-        slice_entries,
-        gradient.stride(0),
-        first,
-        BLOCK=_TOKENS,
-    )
+    (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
+    grid = (-(-rows // _TOKENS.value),)
+    lce_backward_place_targets.launch(grid, gradient, targets, fp16_scale, rows, slice_entries, stride, first)
 
 
 @Relaunched
@@ -94,12 +85,8 @@ def place_targets(
 def lce_backward_scale_and_add_targets(
     source,
     factor,
-    target,
-    residual,
-    weight,
+    targets,
     result,
-    x,
-    x_factor,
     scaled,
     hidden_size,
     entries,
@@ -108,9 +95,11 @@ def lce_backward_scale_and_add_targets(
     weight_stride,
     result_stride,
     x_stride,
-    scaled_stride,
+    product_stride,
     BLOCK: tl.constexpr,
 ):
+    target, residual, weight = targets
+    x, x_factor, product = scaled
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < hidden_size
@@ -125,7 +114,7 @@ def lce_backward_scale_and_add_targets(
     tl.store(result + row * result_stride + c, value.to(result.dtype.element_ty), mask=inside)
     if x is not None:
         value = tl.load(x + row * x_stride + c, mask=inside, other=0.0).to(tl.float32) * tl.load(x_factor + row)
-        tl.store(scaled + row * scaled_stride + c, value.to(scaled.dtype.element_ty), mask=inside)
+        tl.store(product + row * product_stride + c, value.to(product.dtype.element_ty), mask=inside)
 
 
 def scale_and_add_targets(
@@ -142,20 +131,16 @@ def scale_and_add_targets(
     ``x [R, D]``, its factors ``[R]``, and where to write their product in the same launch.
     """
     rows, hidden_size = source.shape
-    target, residual, weight = targets or (None, None, None)
-    x, x_factor, product = scaled or (None, None, None)
+    targets, scaled = targets or (None, None, None), scaled or (None, None, None)
+    (_, _, weight), (x, _, product) = targets, scaled
     block = min(next_power_of_2(hidden_size), _HIDDEN)
     lce_backward_scale_and_add_targets.launch(
         (rows, -(-hidden_size // block)),
         source,
         factor,
-        target,
-        residual,
-        weight,
+        targets,
         result,
-        x,
-        x_factor,
-        product,
+        scaled,
         hidden_size,
         0 if weight is None else weight.shape[0],
         source.stride(0),
@@ -172,64 +157,29 @@ def scale_and_add_targets(
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first"])
 def lce_backward_add_targets(
-    total,
-    target,
-    residual,
-    unshared,
-    x,
-    rows,
-    first,
-    slice_entries,
-    hidden_size,
-    row_stride,
-    column_stride,
-    x_stride,
-    TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    total, targets, x, rows, first, slice_entries, hidden_size, row_stride, column_stride, x_stride, BLOCK: tl.constexpr
 ):
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < hidden_size
-    for number in tl.static_range(TOKENS):
-        row = tl.program_id(0) * TOKENS + number
-        wanted = tl.load(target + row, mask=row < rows, other=-1)
-        is_unshared = tl.load(unshared + row, mask=row < rows, other=0) != 0
+    for number in tl.static_range(_ADDED):
+        row = tl.program_id(0) * _ADDED + number
+        wanted = tl.load(targets.target + row, mask=row < rows, other=-1)
+        is_unshared = tl.load(targets.unshared + row, mask=row < rows, other=0) != 0
         if (wanted >= first) & (wanted < first + slice_entries) & is_unshared:
             here = total + (wanted - first) * row_stride + c.to(tl.int64) * column_stride
             x_row = tl.load(x + row.to(tl.int64) * x_stride + c, mask=inside, other=0.0)
-            value = tl.load(residual + row) * x_row.to(tl.float32)
+            value = tl.load(targets.residual + row) * x_row.to(tl.float32)
             value += tl.load(here, mask=inside, other=0.0).to(tl.float32)
             tl.store(here, value.to(total.dtype.element_ty), mask=inside)
 
 
-def add_targets(
-    total: torch.Tensor,
-    first: int,
-    target: torch.Tensor,
-    residual: torch.Tensor,
-    unshared: torch.Tensor,
-    x: torch.Tensor,
-) -> None:
+def add_targets(total: torch.Tensor, first: int, targets: Targets, x: torch.Tensor) -> None:
     """``total[y_i - first] += residual_i x_i`` for the tokens whose target is ``unshared``, in fp32.
 
-    ``total [C, D]``: dW of the entries from ``first`` on. ``residual [R]`` fp32: of :func:`place_targets`. ``x [R,
-    D]``.
+    ``total [C, D]``: dW of the entries from ``first`` on. ``x [R, D]``.
     """
-    rows, hidden_size = x.shape
+    (rows, hidden_size), entries = x.shape, len(total)
     block = min(next_power_of_2(hidden_size), _WIDTH)
-    lce_backward_add_targets.launch(
-        (-(-rows // _ADDED), -(-hidden_size // block)),
-        total,
-        target,
-        residual,
-        unshared,
-        x,
-        rows,
-        first,
-        total.shape[0],
-        hidden_size,
-        total.stride(0),
-        total.stride(1),
-        x.stride(0),
-        TOKENS=_ADDED,
-        BLOCK=block,
-    )
+    grid = -(-rows // _ADDED.value), -(-hidden_size // block)
+    strides = *total.stride(), x.stride(0)
+    lce_backward_add_targets.launch(grid, total, targets, x, rows, first, entries, hidden_size, *strides, BLOCK=block)

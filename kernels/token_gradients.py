@@ -29,16 +29,23 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.partials import ALONE, NEAR
-from parallel_lce.kernels.arithmetic import REACH, Cap, caps_of, exponential_from, finite_base, gradient_of_entry
+from parallel_lce.kernels.arithmetic import (
+    REACH,
+    exponential_from,
+    finite_base,
+    gradient_of_entry,
+    scales_of,
+    softcap_slope,
+)
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.rewrite import REWRITTEN, Saved, TokenCoefficients, rewrite_row, rewrite_rows
+from parallel_lce.kernels.rewrite import GradientTerms, Saved, rewrite_row, rewrite_rows
 from parallel_lce.kernels.targets import place
 
 _REACH, _ALONE, _NEAR = tl.constexpr(REACH), tl.constexpr(ALONE), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16.
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
 # Tokens of a program, which rewrites some of their rows one by one; tokens that it compares with them at a time.
-_TOKENS, _COMPARED = 16, 512
+_TOKENS, _COMPARED = tl.constexpr(16), tl.constexpr(512)
 
 
 class TokenGradients(NamedTuple):
@@ -57,17 +64,14 @@ class TokenGradients(NamedTuple):
 
 
 @triton.jit
-def _target_gradient(row, hit, partial, coefficients, alpha, upstream, rows, scale, cap):
+def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
     """The gradient of each target's logit, 0 where the target is elsewhere."""
-    base = finite_base(tl.load(partial + row, mask=hit, other=0.0))
-    sum_exp = tl.load(partial + rows + row, mask=hit, other=1.0)
-    logit = tl.load(partial + 2 * rows + row, mask=hit, other=0.0)
-    g = gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, hit, upstream)
-    g = (g - tl.load(coefficients.beta + row, mask=hit, other=0.0) * upstream) * scale
-    if cap.number is not None:
-        ratio = logit / caps_of(cap, row, hit)
-        g *= 1.0 - ratio * ratio
-    return tl.where(hit, g, 0.0)
+    base = finite_base(tl.load(terms.partial + row, mask=hit, other=0.0))
+    sum_exp = tl.load(terms.partial + rows + row, mask=hit, other=1.0)
+    logit = tl.load(terms.partial + 2 * rows + row, mask=hit, other=0.0)
+    g = gradient_of_entry(logit, base, sum_exp, alpha, terms.coefficients, row, hit, upstream)
+    g = (g - tl.load(terms.coefficients.beta + row, mask=hit, other=0.0) * upstream) * scale
+    return tl.where(hit, g * softcap_slope(logit, terms.scaling, row, hit), 0.0)
 
 
 @triton.jit
@@ -91,54 +95,43 @@ def lce_backward_token_gradients(
     softmax_shift,
     on_shift,
     target,
-    token_scale,
-    partial,
-    coefficients,
-    fp16_scale,
+    terms,
     found,
     rows,
     entries,
     slice_entries,
     stride,
     first,
-    factor_stride,
-    scale,
-    cap,
     FIND_SHARED: tl.constexpr,
     WINDOW: tl.constexpr,
-    TOKENS: tl.constexpr,
-    COMPARED: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    lane = tl.arange(0, TOKENS)
-    row = tl.program_id(0) * TOKENS + lane
+    lane = tl.arange(0, _TOKENS)
+    row = tl.program_id(0) * _TOKENS + lane
     valid = row < rows
-    upstream = tl.full((TOKENS,), 1.0, tl.float32)
+    coefficients, partial, fp16_scale = terms.coefficients, terms.partial, terms.fp16_scale
+    upstream = tl.full((_TOKENS,), 1.0, tl.float32)
     if coefficients.factor is not None:
-        upstream = tl.load(coefficients.factor + row * factor_stride, mask=valid, other=0.0)
+        upstream = tl.load(coefficients.factor + row * terms.factor_stride, mask=valid, other=0.0)
     alpha = tl.load(coefficients.alpha + row, mask=valid, other=0.0) * upstream
-    token_scales = tl.full((TOKENS,), 1.0, tl.float32) * scale
-    if token_scale is not None:
-        token_scales *= tl.load(token_scale + row, mask=valid, other=0.0)
-    t = tl.zeros((TOKENS,), tl.float32)
+    grad_scale = scales_of(terms.scaling, row, valid)
+    t = tl.zeros((_TOKENS,), tl.float32)
     if target is not None:
         wanted = _local_ids(target, row, rows, entries)
         hit = wanted >= 0
-        t = _target_gradient(row, hit, partial, coefficients, alpha, upstream, rows, token_scales, cap)
+        t = _target_gradient(row, hit, terms, alpha, upstream, rows, grad_scale)
         unshared = hit
         if FIND_SHARED:
             # A maximum of bits in integers is compiled to arrays on the stack.
-            shared = tl.zeros((TOKENS,), tl.float32)
-            for start in range(0, rows, COMPARED):
-                other = start + tl.arange(0, COMPARED)
+            shared = tl.zeros((_TOKENS,), tl.float32)
+            for start in range(0, rows, _COMPARED):
+                other = start + tl.arange(0, _COMPARED)
                 same = _local_ids(target, other, rows, entries)[None, :] == wanted[:, None]
                 same &= other[None, :] != row[:, None]
                 shared = tl.maximum(shared, tl.max(tl.where(same, 1.0, 0.0), 1))
             unshared &= shared == 0.0
-    grad_scale = token_scales
     if fp16_scale is not None:
         grad_scale *= tl.load(fp16_scale)
-    c = tl.full((TOKENS,), 1.0, tl.float32)
+    c = tl.full((_TOKENS,), 1.0, tl.float32)
     if maxima is not None:
         base = finite_base(tl.load(partial + row, mask=valid, other=0.0))
         sum_exp = tl.load(partial + rows + row, mask=valid, other=1.0)
@@ -148,22 +141,24 @@ def lce_backward_token_gradients(
         # NaN is rewritten.
         keeps = (tl.load(on_shift + row, mask=valid, other=1) != 0) & (tl.abs(base - shift) <= _REACH)
         keeps &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | ((coefficient == 0.0) & (t == 0.0))
-        logit = tl.full((TOKENS,), -float("inf"), tl.float32)
+        logit = tl.full((_TOKENS,), -float("inf"), tl.float32)
         if target is not None:
             logit = tl.load(partial + 2 * rows + row, mask=valid, other=0.0)
         keeps &= (sum_exp >= _ALONE) | (logit > base - _NEAR) | (coefficient == 0.0)
         c = tl.where(keeps, coefficient, 1.0)
         rewritten = valid & (keeps == 0)
+        # Here alpha alone is given: with other coefficients all rows were rewritten before.
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
-            for number in range(TOKENS):
+            for number in range(_TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
-                    token = tl.program_id(0) * TOKENS + number
+                    token = tl.program_id(0) * _TOKENS + number
                     its_base, its_shift = _number_of(base, lane, number), _number_of(shift, lane, number)
                     rewrite_row(
                         gradient + token.to(tl.int64) * stride,
                         maxima + token,
                         (its_base, its_shift, _number_of(sum_exp, lane, number)),
-                        (_number_of(alpha_over_sum, lane, number), None, None, None),
+                        (_number_of(alpha_over_sum, lane, number), 0.0, 0.0, 0.0),
+                        coefficients,
                         rows,
                         0,
                         slice_entries,
@@ -171,7 +166,6 @@ def lce_backward_token_gradients(
                         True,
                         1.0,
                         WINDOW,
-                        BLOCK,
                     )
             # The targets' entries are written after their rows.
             tl.debug_barrier()
@@ -193,16 +187,11 @@ def token_gradients(
     gradient: torch.Tensor,
     saved: Saved | None,
     target: torch.Tensor | None,
-    partial: torch.Tensor,
-    coefficients: TokenCoefficients,
-    fp16_scale: torch.Tensor | None,
+    terms: GradientTerms,
     *,
     entries: int,
     first: int = 0,
     window: int = 1,
-    scale: float = 1.0,
-    token_scale: torch.Tensor | None = None,
-    softcap: float | torch.Tensor | None = None,
     find_shared: bool = True,
     rewrite: bool = False,
 ) -> TokenGradients:
@@ -214,19 +203,16 @@ def token_gradients(
     ``rewrite`` every row: there are then no factors.
 
     ``target [R]`` int64: an id outside ``[0, entries)``, the shard, has no logit here; None: no gradient of targets.
-    ``partial [>= 3, R]`` fp32, contiguous: the merged partial. ``find_shared``: compare every token's target with all
-    others'. ``fp16_scale``: 0-dimensional.
+    ``find_shared``: compare every token's target with all others'.
     """
-    rows, factor = gradient.shape[0], coefficients.factor
-    factor_stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
+    rows, coefficients = gradient.shape[0], terms.coefficients
     maxima = softmax_shift = on_shift = None
     if saved is not None:
         _, maxima, softmax_shift, on_shift, _ = saved
         _, _, *beside_alpha, _ = coefficients
-        every = rewrite or softcap is not None or any([c is not None for c in beside_alpha])
+        every = rewrite or terms.scaling.cap is not None or any([c is not None for c in beside_alpha])
         if every or softmax_shift is None:
-            assert not isinstance(softcap, torch.Tensor)  # Nothing is saved under caps of each token.
-            rewrite_rows(gradient, saved, partial, coefficients, fp16_scale, window, scale, token_scale, softcap)
+            rewrite_rows(gradient, saved, terms, window)
             maxima = softmax_shift = on_shift = None
     keeps_rows = maxima is not None
     target = target if coefficients.beta is not None else None
@@ -243,29 +229,20 @@ def token_gradients(
         dw_factor = vectors.pop()[:rows] if keeps_rows else None
     found = TokenGradients(residual, unshared, dx_factor, dw_factor)
     lce_backward_token_gradients.launch(
-        (-(-rows // _TOKENS),),
+        (-(-rows // _TOKENS.value),),
         gradient,
         maxima,
         softmax_shift,
         on_shift,
         target,
-        token_scale,
-        partial,
-        coefficients,
-        fp16_scale,
+        terms,
         found,
         rows,
         entries,
         gradient.shape[1],
         gradient.stride(0),
         first,
-        factor_stride,
-        float(scale),
-        Cap.of(softcap),
         FIND_SHARED=find_shared,
         WINDOW=window,
-        TOKENS=_TOKENS,
-        COMPARED=_COMPARED,
-        BLOCK=REWRITTEN,
     )
     return found._replace(dw_factor=dx_factor) if target is None else found

@@ -10,13 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import Cap, caps_of, softcapped
+from parallel_lce.kernels.arithmetic import logit_of
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import hopper_or_later, interpreted
+from parallel_lce.kernels.tuning import hopper_or_later, upcasts
 
 # Tokens of a program, and vocabulary rows of the sample.
-_TOKENS = 64
+_TOKENS = tl.constexpr(64)
 
 
 @Relaunched
@@ -25,7 +25,7 @@ def lce_forward_token_logits(
     x,
     weight,
     bias,
-    token_scale,
+    scaling,
     target,
     target_logit,
     softmax_shift,
@@ -35,17 +35,14 @@ def lce_forward_token_logits(
     step,
     x_stride,
     weight_stride,
-    scale,
-    cap,
     UPCAST: tl.constexpr,
-    BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    lane = tl.arange(0, BLOCK)
-    r = tl.program_id(0) * BLOCK + lane
+    lane = tl.arange(0, _TOKENS)
+    r = tl.program_id(0) * _TOKENS + lane
     valid = r < rows
     x_rows = x + r.to(tl.int64)[:, None] * x_stride
-    own, sample = tl.zeros((BLOCK, BLOCK), tl.float32), tl.zeros((BLOCK, BLOCK), tl.float32)
+    own, sample = tl.zeros((_TOKENS, _TOKENS), tl.float32), tl.zeros((_TOKENS, _TOKENS), tl.float32)
     read = valid
     if target is not None:
         wanted = tl.load(target + r, mask=valid, other=-1)
@@ -76,20 +73,14 @@ def lce_forward_token_logits(
             sample = tl.dot(a, b.T, sample, input_precision="ieee")
     if target is not None:
         logit = tl.sum(tl.where(lane[:, None] == lane[None, :], own, 0.0), 1)
-        if bias is not None:
-            logit += tl.load(bias + wanted, mask=hit, other=0.0).to(tl.float32)
-        logit *= scale
-        if token_scale is not None:
-            logit *= tl.load(token_scale + r, mask=valid, other=0.0)
-        if cap.number is not None:
-            logit = softcapped(logit, caps_of(cap, r, valid))
+        logit = logit_of(logit, bias, wanted, hit, scaling, r, valid)
         tl.store(target_logit + r, tl.where(hit, logit, 0.0), mask=valid)
     if softmax_shift is not None:
         if bias is not None:
             sample += tl.load(bias + entry, mask=sampled, other=0.0).to(tl.float32)[None, :]
-        sample *= scale
-        if token_scale is not None:
-            sample *= tl.load(token_scale + r, mask=valid, other=0.0)[:, None]
+        sample *= scaling.scale
+        if scaling.of_token is not None:
+            sample *= tl.load(scaling.of_token + r, mask=valid, other=0.0)[:, None]
         top = tl.max(tl.where(sampled[None, :], sample, -float("inf")), 1)
         # A bias may make every sampled logit -inf.
         tl.store(softmax_shift + r, tl.where(tl.abs(top) == float("inf"), 0.0, top), mask=valid)
@@ -110,24 +101,21 @@ def token_logits(
     """
     x, weight = product.x, product.weight
     lce_forward_token_logits.launch(
-        (-(-x.shape[0] // _TOKENS),),
+        (-(-x.shape[0] // _TOKENS.value),),
         x,
         weight,
         product.bias,
-        product.token_scale,
+        product.scaling,
         target,
         target_logit,
         softmax_shift,
         x.shape[0],
         weight.shape[0],
         x.shape[1],
-        -(-weight.shape[0] // _TOKENS),
+        -(-weight.shape[0] // _TOKENS.value),
         x.stride(0),
         weight.stride(0),
-        float(product.scale),
-        Cap.of(product.softcap),
-        UPCAST=interpreted() and x.dtype == torch.bfloat16,
-        BLOCK=_TOKENS,
+        UPCAST=upcasts(x),
         # Ampere has no registers for more.
         BLOCK_K=64 if x.element_size() == 2 and hopper_or_later(x.device) else 32,
         num_warps=8,

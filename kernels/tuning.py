@@ -147,6 +147,11 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def upcasts(operand: torch.Tensor) -> bool:
+    """Whether a kernel must multiply operands like this one in fp32: Triton's interpreter multiplies bf16 wrongly."""
+    return interpreted() and operand.dtype == torch.bfloat16
+
+
 @functools.cache
 def _capability(device: torch.device) -> int:
     if device.type != "cuda":
@@ -239,15 +244,9 @@ def descriptor(tensor: torch.Tensor, rows: int, columns: int, gluon: bool):
 def _new_descriptor(tensor: torch.Tensor, rows: int, columns: int, gluon: bool):
     if not gluon:
         return TensorDescriptor.from_tensor(tensor, [rows, columns])
+    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    layout = _shared_layout(rows, columns, tensor.dtype)
+    element = gl.float16 if tensor.dtype == torch.float16 else gl.bfloat16
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
     return GluonDescriptor.from_tensor(tensor, [rows, columns], layout)
-
-
-@functools.cache
-def _shared_layout(rows: int, columns: int, dtype: torch.dtype):
-    from triton.experimental.gluon import language as gl
-
-    element = gl.float16 if dtype == torch.float16 else gl.bfloat16
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], element)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
 from parallel_lce.kernels import targets as kernels
-from parallel_lce.kernels.rewrite import TokenCoefficients
+from parallel_lce.kernels.rewrite import GradientTerms, TokenCoefficients
 from parallel_lce.kernels.token_gradients import token_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -57,19 +59,15 @@ def test_gradients(options, softcap, device):
     target = some_targets(device)
     if options == "plain":
         gamma = delta = epsilon = token_scale = None
+    operands = SimpleNamespace(scale=-0.5, token_scale=token_scale, softcap=softcap)
     # G has none of the targets.
     found, unshared, *factors = token_gradients(
         torch.empty(R, 8, device=device),
         None,
         target,
-        statistics,
-        TokenCoefficients(alpha, beta, gamma, delta, epsilon, None),
-        None,
+        GradientTerms.of(statistics, TokenCoefficients(alpha, beta, gamma, delta, epsilon, None), None, operands),
         entries=K,
         first=K,
-        scale=-0.5,
-        token_scale=token_scale,
-        softcap=softcap,
         find_shared=options == "all",
     )
     assert factors == [None, None]
@@ -106,7 +104,7 @@ def test_placed_targets(scaled, dtype, device):
     factor = 0.25 if scaled else 1.0
     gradient = torch.full((R, 160), 3.0, dtype=dtype, device=device)
     residual = t.clone()
-    kernels.place_targets(gradient[:, :90], 20, target, residual, unshared, fp16_scale)
+    kernels.place_targets(gradient[:, :90], 20, kernels.Targets(target, residual, unshared), fp16_scale)
     hit = (target >= 20) & (target < 110)
     entries = gradient[torch.arange(R, device=device), (target - 20).clamp(0, 89)].float()
     others = torch.ones_like(gradient, dtype=torch.bool)
@@ -175,7 +173,7 @@ def test_added_targets(D, first, columns, total_dtype, transposed, dtype, device
     some = unshared & (target >= first) & (target < first + columns)
     assert some.sum() > 10
     exact[target[some] - first] += residual[some].double()[:, None] * x[some].double()
-    kernels.add_targets(total, first, target, residual, unshared.byte(), x)
+    kernels.add_targets(total, first, kernels.Targets(target, residual, unshared.byte()), x)
     rounding = torch.finfo(total_dtype).eps / 2
     size = exact.abs() + before.double().abs()
     assert ((total.double() - exact).abs() <= rounding * exact.abs() + 2e-6 * size).all()

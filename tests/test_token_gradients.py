@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
 from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
-from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
+from parallel_lce.kernels.rewrite import GradientTerms, Saved, TokenCoefficients
 from parallel_lce.kernels.token_gradients import token_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -112,18 +113,15 @@ def formed(
     r: Rows, *, gamma=False, of_entries=False, fp16_scale=None, scale=1.0, softcap=None, rewrite=False, factor=None
 ):
     delta, epsilon, token_scale = (r.delta, r.epsilon, r.token_scale) if of_entries else (None, None, None)
+    coefficients = TokenCoefficients(r.alpha, r.beta, r.gamma if gamma else None, delta, epsilon, factor)
+    operands = SimpleNamespace(scale=scale, token_scale=token_scale, softcap=softcap)
     found = token_gradients(
         r.saved,
         Saved(r.saved, r.maxima, r.softmax_shift, r.on_shift),
         r.target,
-        r.statistics,
-        TokenCoefficients(r.alpha, r.beta, r.gamma if gamma else None, delta, epsilon, factor),
-        fp16_scale,
+        GradientTerms.of(r.statistics, coefficients, fp16_scale, operands),
         entries=C,
         window=WINDOW,
-        scale=scale,
-        token_scale=token_scale,
-        softcap=softcap,
         rewrite=rewrite,
     )
     whole = rewrite or gamma or of_entries or softcap is not None or r.softmax_shift is None

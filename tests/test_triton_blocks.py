@@ -106,7 +106,7 @@ def test_scaled_hidden_states_are_formed_beside_dx_only_where_they_are_small(mos
     with launches() as found:
         gradients_of(t, projection, coefficients, 700, GradBuffers(dx, dweight, None))
     finished = [each.given for each in found if each.kernel == "lce_backward_scale_and_add_targets"]
-    assert len(finished) == number and (finished[0]["x"] is not None) == (number == 1)
+    assert len(finished) == number and (finished[0]["scaled"][0] is not None) == (number == 1)
     for gradient, expected in zip((dx, dweight.deliver()), exact_gradients(t, coefficients)):
         assert_close(gradient, expected, 2 * torch.finfo(torch.bfloat16).eps)
 

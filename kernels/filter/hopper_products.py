@@ -30,8 +30,9 @@ def _turn(first):
 
 
 @gluon.jit
-def _produce(gradient, other, ring, lists, sizes, TRANSPOSED: gl.constexpr, STAGES: gl.constexpr):
+def _produce(gradient, other, ring, lists, sizes, TRANSPOSED: gl.constexpr):
     gradient_slots, other_slots, full, empty = ring
+    STAGES: gl.constexpr = gradient_slots.shape[0]
     numbers, counts, order = lists
     rows, hidden_size, blocks, places = sizes
     hidden_blocks = gl.cdiv(hidden_size, _HIDDEN)
@@ -73,7 +74,6 @@ def _consume(
     ADD: gl.constexpr,
     TILES: gl.constexpr,
     STAGED: gl.constexpr,
-    STAGES: gl.constexpr,
 ):
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, _HIDDEN, 16])
     numbers, counts, order = lists
@@ -98,7 +98,7 @@ def _consume(
                 of_window = gl.load(spread + block // TILES * hidden_size + h, mask=h < hidden_size, other=0.0)
                 z += share[:, None] * of_window[None, :]
             steps = gl.load(counts + block) * (_TILE // _STEP)
-            z = multiply(z, ring, count, steps, TRANSPOSED, False, True, STAGES)
+            z = multiply(z, ring, count, steps, TRANSPOSED, False, True)
             count += steps
             if STAGED:
                 tma.store_wait(0)
@@ -119,11 +119,8 @@ def lce_backward_sparse_product(
     gradient,
     other,
     total,
-    numbers,
-    counts,
-    order,
-    shares,
-    spread,
+    lists,
+    rank_one,
     rows,
     hidden_size,
     blocks,
@@ -140,28 +137,11 @@ def lce_backward_sparse_product(
     staged = ring[1].index(0)
     if STAGED:
         staged = gl.allocate_shared_memory(gradient.dtype, [_TILE, _HIDDEN], total.layout)
-    lists = (numbers, counts, order)
     sizes = (rows, hidden_size, blocks, places)
     gl.warp_specialize(
         [
-            (
-                _consume,
-                (
-                    ring,
-                    lists,
-                    sizes,
-                    total,
-                    staged,
-                    (shares, spread),
-                    total_stride,
-                    TRANSPOSED,
-                    ADD,
-                    TILES,
-                    STAGED,
-                    STAGES,
-                ),
-            ),
-            (_produce, (gradient, other, ring, lists, sizes, TRANSPOSED, STAGES)),
+            (_consume, (ring, lists, sizes, total, staged, rank_one, total_stride, TRANSPOSED, ADD, TILES, STAGED)),
+            (_produce, (gradient, other, ring, lists, sizes, TRANSPOSED)),
         ],
         [1],
         [PRODUCER_REGISTERS],

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from parallel_lce.kernels.filter.tiles import TILE, TileLists
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import addressable, descriptor, interpreted, num_sms, runs_gluon
+from parallel_lce.kernels.tuning import addressable, descriptor, num_sms, runs_gluon, upcasts
 
 # Hidden elements of a program's result in the plain mainloop, and elements of the sum per step.
 _HIDDEN, _STEP = 64, 32
@@ -43,11 +43,8 @@ def lce_backward_sparse_product(
     gradient,
     other,
     total,
-    numbers,
-    counts,
-    order,
-    shares,
-    spread,
+    lists,
+    rank_one,
     rows,
     summed,
     hidden_size,
@@ -65,6 +62,8 @@ def lce_backward_sparse_product(
     UPCAST: tl.constexpr,
 ):
     """``rows``: of the result; ``summed``: terms of the full sums. ``TILES``: blocks of a row of ``spread``."""
+    numbers, counts, order = lists
+    shares, spread = rank_one
     block, hidden_block = result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
     r = block * TILE + tl.arange(0, TILE)
     h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -115,7 +114,8 @@ def sparse_product(
     ``width`` rows of a window also gets its share of the window's sum.
     """
     (rows, hidden_size), (blocks, places) = total.shape, lists.numbers.shape
-    of_blocks = *lists, lists.counts.argsort(descending=True), *(rank_one or (None, None))
+    # Results with long lists come first.
+    ordered, rank_one = (*lists, lists.counts.argsort(descending=True)), rank_one or (None, None)
     options = {"TRANSPOSED": transposed, "ADD": add, "TILES": width // TILE, "num_warps": 8}
     # Other hidden sizes would need more registers: addresses of single elements.
     if runs_gluon(gradient) and addressable(gradient, other) and hidden_size % 16 == 0:
@@ -128,7 +128,8 @@ def sparse_product(
             descriptor(gradient, *((HOPPER_STEP, TILE) if transposed else (TILE, HOPPER_STEP)), True),
             descriptor(other, HOPPER_STEP, HOPPER_HIDDEN, True),
             descriptor(total, TILE, HOPPER_HIDDEN, True) if staged else total,
-            *of_blocks,
+            ordered,
+            rank_one,
             rows,
             hidden_size,
             blocks,
@@ -144,7 +145,8 @@ def sparse_product(
         gradient,
         other,
         total,
-        *of_blocks,
+        ordered,
+        rank_one,
         rows,
         other.shape[0],
         hidden_size,
@@ -156,8 +158,7 @@ def sparse_product(
         TILE=TILE,
         BLOCK_N=_HIDDEN,
         BLOCK_K=_STEP,
-        # Triton's interpreter multiplies bf16 wrongly.
-        UPCAST=interpreted() and gradient.dtype == torch.bfloat16,
+        UPCAST=upcasts(gradient),
         num_stages=3 if gradient.element_size() == 2 else 2,
         **options,
     )

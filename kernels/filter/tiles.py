@@ -20,11 +20,11 @@ _TILE = tl.constexpr(TILE)
 # Largest number of fp32: stands for 1 / 0. Smallest one of full precision.
 _FINITE, _TINY = tl.constexpr(3.4028234663852886e38), 2.0**-126
 # Row blocks that a program scans one after the other. Rows that it looks at at a time, stages of its loads, its warps.
-_SCANNED, _CHUNK, _STAGES, _WARPS = 4, 16, 3, 2
+_SCANNED, _CHUNK, _STAGES, _WARPS = tl.constexpr(4), tl.constexpr(16), tl.constexpr(3), 2
 # Places of a list that one looks at at a time.
 _LISTED = 1024
 # Hidden elements of a program that forms a centroid, and rows of the weight that it reads at a time.
-_HIDDEN, _STRIP = 128, 64
+_HIDDEN, _STRIP = tl.constexpr(128), tl.constexpr(64)
 
 
 class TileLists(NamedTuple):
@@ -79,22 +79,19 @@ def lce_backward_scan(
     blocks,
     first_entry,
     MASKED: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
-    """A block of entries in ``BLOCKS`` row blocks. ``MASKED``: the last block of entries is no whole one."""
+    """A block of entries in some row blocks. ``MASKED``: the last block of entries is no whole one."""
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
-    first = tl.program_id(1) * BLOCKS
-    for block in range(first, tl.minimum(first + BLOCKS, blocks)):
+    first = tl.program_id(1) * _SCANNED
+    for block in range(first, tl.minimum(first + _SCANNED, blocks)):
         of_tile = masses + tile.to(tl.int64) * masses_stride + block * _TILE
         # Elementwise over some rows at a time: threads have less to tell each other.
-        tops = tl.zeros((CHUNK, _TILE), tl.float32)
-        sums = tl.zeros((CHUNK, _TILE), tl.float32)
-        marked = tl.zeros((CHUNK,), tl.int32)
-        for start in tl.range(0, _TILE, CHUNK, num_stages=STAGES):
-            lane = start + tl.arange(0, CHUNK)
+        tops = tl.zeros((_CHUNK, _TILE), tl.float32)
+        sums = tl.zeros((_CHUNK, _TILE), tl.float32)
+        marked = tl.zeros((_CHUNK,), tl.int32)
+        for start in tl.range(0, _TILE, _CHUNK, num_stages=_STAGES):
+            lane = start + tl.arange(0, _CHUNK)
             r = block * _TILE + lane
             # What follows the last entry in its granule of 16 bytes is read, too: loads are then of whole granules.
             inside = (r < rows)[:, None] & (c < tl.cdiv(entries, 8) * 8)[None, :]
@@ -159,22 +156,12 @@ def _list_active(largest, stride, EACH: tl.constexpr, lists, block, places, eps,
 
 @Relaunched
 @triton.jit
-def lce_backward_centroids(
-    weight,
-    shares,
-    centroids,
-    entries,
-    hidden_size,
-    weight_stride,
-    WIDTH: tl.constexpr,
-    STRIP: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def lce_backward_centroids(weight, shares, centroids, entries, hidden_size, weight_stride, WIDTH: tl.constexpr):
     window = tl.program_id(0)
-    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in tl.static_range(0, WIDTH, STRIP):
-        c = window * WIDTH + first + tl.arange(0, STRIP)
+    h = tl.program_id(1) * _HIDDEN + tl.arange(0, _HIDDEN)
+    total = tl.zeros((_HIDDEN,), tl.float32)
+    for first in tl.static_range(0, WIDTH, _STRIP):
+        c = window * WIDTH + first + tl.arange(0, _STRIP)
         share = tl.load(shares + c)
         # Where nothing is skipped, nothing is read.
         if tl.sum(share, 0) != 0.0:
@@ -206,17 +193,9 @@ def list_tiles(largest: torch.Tensor, eps: float, entries: int, width: int = TIL
         TileLists(largest.new_empty(shape, dtype=torch.int32), largest.new_empty(shape[0], dtype=torch.int32))
         for shape in ((row_blocks, tiles), (tiles, row_blocks))
     ]
-    lce_backward_list_tiles.launch(
-        (row_blocks + tiles,),
-        largest,
-        *lists,
-        float(eps),
-        row_blocks,
-        tiles,
-        windows,
-        TILES=width // TILE,
-        BLOCK=min(_LISTED, next_power_of_2(max(row_blocks, tiles))),
-    )
+    grid, sizes = (row_blocks + tiles,), (row_blocks, tiles, windows)
+    block = min(_LISTED, next_power_of_2(max(row_blocks, tiles)))
+    lce_backward_list_tiles.launch(grid, largest, *lists, float(eps), *sizes, TILES=width // TILE, BLOCK=block)
     return lists[0], lists[1]
 
 
@@ -242,7 +221,7 @@ def find_active_tiles(
     column_sums = gradient.new_empty(row_blocks, tiles * TILE, dtype=torch.float32)
     masses = new_masses(tiles, rows, gradient, gradient.dtype)
     lce_backward_scan.launch(
-        (tiles, -(-row_blocks // _SCANNED)),
+        (tiles, -(-row_blocks // _SCANNED.value)),
         gradient,
         inverse_limits,
         largest,
@@ -258,9 +237,6 @@ def find_active_tiles(
         row_blocks,
         first,
         MASKED=entries % TILE != 0,
-        BLOCKS=_SCANNED,
-        CHUNK=_CHUNK,
-        STAGES=_STAGES,
         num_warps=_WARPS,
     )
     shares = entry_shares(column_sums, TILE)
@@ -276,17 +252,6 @@ def centroids(weight: torch.Tensor, shares: torch.Tensor, width: int) -> torch.T
     """``c [windows, D]``: the means of the windows' rows of ``weight [C, D]`` by their shares ``[windows * width]``."""
     (entries, hidden_size), windows = weight.shape, len(shares) // width
     result = weight.new_empty(windows, hidden_size)
-    lce_backward_centroids.launch(
-        (windows, -(-hidden_size // _HIDDEN)),
-        weight,
-        shares,
-        result,
-        entries,
-        hidden_size,
-        weight.stride(0),
-        WIDTH=width,
-        STRIP=_STRIP,
-        BLOCK=_HIDDEN,
-        num_warps=2,
-    )
+    grid, sizes = (windows, -(-hidden_size // _HIDDEN.value)), (entries, hidden_size, weight.stride(0))
+    lce_backward_centroids.launch(grid, weight, shares, result, *sizes, WIDTH=width, num_warps=2)
     return result

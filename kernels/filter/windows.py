@@ -21,6 +21,7 @@ from parallel_lce.kernels.arithmetic import exponential_from, finite_base, windo
 from parallel_lce.kernels.filter.tiles import TILE, new_masses
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.targets import Targets
 
 FEWEST_SAMPLED = 4
 """A sample has as many tokens as so many row blocks at least."""
@@ -68,14 +69,10 @@ def sample_tokens(rows: int) -> TokenSample | None:
 @Relaunched
 @triton.jit(do_not_specialize=["rows", "first_window", "stop"])
 def lce_backward_window_masses(
-    maxima,
-    sums,
-    shift,
+    windows,
     partial,
     limits,
-    target,
-    residual,
-    unshared,
+    targets,
     largest,
     masses,
     eps,
@@ -87,7 +84,9 @@ def lce_backward_window_masses(
     WINDOW: tl.constexpr,
 ):
     """``stop``: after the last real entry of the last window."""
-    window, block, windows = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    maxima, sums, shift = windows
+    target, residual, unshared = targets
+    window, block, number = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     r = block * _TILE + tl.arange(0, _TILE)
     valid = r < rows
     here = (first_window + window).to(tl.int64) * stride + r
@@ -117,7 +116,7 @@ def lce_backward_window_masses(
         has_gradient = (tl.load(residual + r, mask=hit, other=0.0) != 0.0) | (factor != 0.0)
         bound = tl.where(hit & is_shared & has_gradient, float("inf"), bound)
     found = tl.max(tl.where(bound == bound, bound, float("inf")), 0)
-    tl.store(largest + block * windows + window, found)
+    tl.store(largest + block * number + window, found)
     mass = tl.where(found > eps, 0.0, p * factor)
     here = masses + window.to(tl.int64) * masses_stride + r
     tl.store(here, mass.to(masses.dtype.element_ty), mask=valid)
@@ -134,7 +133,7 @@ def window_masses(
     windows: WindowPartials,
     partial: torch.Tensor,
     limits: torch.Tensor,
-    targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    targets: Targets | None,
     first: int,
     width: int,
     entries: int,
@@ -146,7 +145,6 @@ def window_masses(
     ``width`` entries each.
 
     ``partial [>= 3, R]``, contiguous: the merged one. ``limits [R]`` fp32: rows of G where the probability is 1.
-    ``targets``: the first three arguments after ``first`` of :func:`parallel_lce.kernels.targets.place_targets`.
     """
     rows, number = len(limits), -(-entries // width)
     row_blocks = -(-rows // TILE)
@@ -154,10 +152,10 @@ def window_masses(
     largest = limits.new_empty(row_blocks, number)
     lce_backward_window_masses.launch(
         (number, row_blocks),
-        *windows,
+        windows,
         partial,
         limits,
-        *(targets or (None, None, None)),
+        targets or (None, None, None),
         largest,
         masses,
         float(eps),

@@ -93,12 +93,12 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
 
 def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
     """Write the logits of a block's selected entries to ``out [E]``. Those of other shards become 0."""
-    kernels.selected_logits(product_of(projection, dense(x), 0, projection.real_rows), *selection, out)
+    kernels.selected_logits(product_of(projection, dense(x), 0, projection.real_rows), selection, out)
 
 
 def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
     """Write ``dx [R, D]``: the sums of the selected rows of ``weight [V, D]``, times their values."""
-    kernels.hidden_gradient(weight, *gradient.selection, gradient.values, dx)
+    kernels.hidden_gradient(weight, gradient.selection, gradient.values, dx)
 
 
 def selected_weight_gradient(
@@ -250,7 +250,7 @@ class BlockForward:
         if self._selected is not None:
             selection, logits = self._selected
             windows = WindowPartials(partials.max, partials.sum_exp, self._shift)
-            kernels.selected_logits(product, *selection.of_rows(rows), logits, windows)
+            kernels.selected_logits(product, selection.of_rows(rows), logits, windows)
         target = None if self._target is None else self._target[rows]
         return merge_windows(
             partials,

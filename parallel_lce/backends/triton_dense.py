@@ -35,10 +35,9 @@ class Dense:
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-        of_loss = options.ignore_index, float(options.label_smoothing), float(options.z_loss)
+        of_loss = options.ignore_index, float(options.label_smoothing), float(options.z_loss) or None
         numbers = tokens, entries, entries, *self._affine, *of_loss
-        traits = dict(SQUARED=options.z_loss != 0, OUTSIDE_NAN=options.outside_is_nan, **self._traits)
-        self._forward = Bound(lce_forward_dense, (tokens,), numbers, **traits)
+        self._forward = Bound(lce_forward_dense, (tokens,), numbers, OUTSIDE_NAN=options.outside_is_nan, **self._traits)
         # By the stride of the upstream gradient.
         self._backward: dict[int, Bound] = {}
 

@@ -17,14 +17,14 @@ from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import Coefficients, Projection, Scratch, SelectedGradient, power_of_two_scale
 from parallel_lce.backends.triton_filter import FilteredGradient, inverse_of, limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
-from parallel_lce.backends.triton_windows import ActiveWindows, Rows, Targets
+from parallel_lce.backends.triton_windows import ActiveWindows, Rows
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.filter.tiles import find_active_tiles
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import next_power_of_2
-from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
+from parallel_lce.kernels.rewrite import GradientTerms, Saved, TokenCoefficients
 from parallel_lce.kernels.selected import place_selected
-from parallel_lce.kernels.targets import add_targets, place_targets, scale_and_add_targets
+from parallel_lce.kernels.targets import Targets, add_targets, place_targets, scale_and_add_targets
 from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
 from parallel_lce.kernels.tuning import MEASURED
 
@@ -144,6 +144,7 @@ class Piece:
             self.fp16_unscale = 1 / self._fp16_scale
         others = [c if c is None else c.contiguous() for c in coefficients.each[1:]]
         self._coefficients = TokenCoefficients(coefficients.alpha.contiguous(), *others, factor=coefficients.factor)
+        self._terms = GradientTerms.of(self._partial, self._coefficients, self._fp16_scale, projection)
 
     def form(self, start: int, stop: int) -> Slice:
         gradient_filter = self._gradient_filter
@@ -155,20 +156,8 @@ class Piece:
         if self._selected is not None:
             selection, values, logits = self._selected
             assert logits is not None
-            place_selected(
-                part.gradient,
-                start,
-                *selection,
-                values,
-                logits,
-                target=self._target if self.has_targets else None,
-                partial=self._partial,
-                coefficients=self._coefficients,
-                fp16_scale=self._fp16_scale,
-                scale=self._projection.scale,
-                token_scale=self._projection.token_scale,
-                softcap=self._projection.softcap,
-            )
+            target = self._target if self.has_targets else None
+            place_selected(part.gradient, start, selection, values, logits, target, self._terms)
         if gradient_filter is not None:
             limits = limits_of(self._coefficients, self._projection, self._fp16_scale)
             target, _, unshared = self._placed or (None, None, None)
@@ -203,9 +192,8 @@ class Piece:
         if found is None and (saved is not None or self.has_targets):
             found = self._tokens = self._find_tokens(gradient, saved, start)
             return Slice(start, stop, gradient, found.dx_factor, found.dw_factor)
-        if found is not None and found.residual is not None and found.unshared is not None:
-            assert self._target is not None
-            place_targets(gradient, start, self._target, found.residual, found.unshared, self._fp16_scale)
+        if self._placed is not None:
+            place_targets(gradient, start, self._placed, self._fp16_scale)
         return Slice(start, stop, gradient, None, None)
 
     def _find_tokens(self, gradient: Tensor, saved: Saved | tuple[()], start: int) -> TokenGradients:
@@ -218,15 +206,10 @@ class Piece:
             gradient,
             saved,
             self._target,
-            self._partial,
-            self._coefficients,
-            self._fp16_scale,
+            self._terms,
             entries=projection.real_rows,
             first=start,
             window=window,
-            scale=projection.scale,
-            token_scale=projection.token_scale,
-            softcap=projection.softcap,
             find_shared=self._find_shared,
             rewrite=self._rewrite,
         )
@@ -279,4 +262,4 @@ class Piece:
         """Add what the targets' gradients contribute to the shard's rows from ``start`` on."""
         placed = self._placed
         if placed is not None:
-            add_targets(total, start, *placed, x)
+            add_targets(total, start, placed, x)

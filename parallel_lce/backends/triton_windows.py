@@ -23,18 +23,10 @@ from parallel_lce.kernels.filter.windows import list_active_windows, mean_shares
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.projection import Product, logits_gradient
 from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
-from parallel_lce.kernels.targets import place_targets
+from parallel_lce.kernels.targets import Targets, place_targets
 from parallel_lce.kernels.tuning import MEASURED
 
 WINDOWED_BYTES = MEASURED.windowed_bytes
-
-
-class Targets(NamedTuple):
-    """Of :func:`parallel_lce.kernels.targets.place_targets`, ``[R]`` each."""
-
-    target: Tensor
-    residual: Tensor
-    unshared: Tensor
 
 
 class Rows(NamedTuple):
@@ -55,11 +47,10 @@ class Rows(NamedTuple):
     def form(self, start: int, stop: int, gradient: Tensor, listed: Tensor | None = None) -> None:
         """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``: all tiles, or those
         ``listed``."""
-        product, c = product_of(self.projection, self.x, start, stop), self.coefficients
-        others = c.gamma, c.delta, c.epsilon
-        logits_gradient(product, self.partial, c.alpha, *others, self.fp16_scale, gradient, listed)
+        product = product_of(self.projection, self.x, start, stop)
+        logits_gradient(product, self.partial, self.coefficients, self.fp16_scale, gradient, listed)
         if self.targets is not None:
-            place_targets(gradient, start, *self.targets, self.fp16_scale)
+            place_targets(gradient, start, self.targets, self.fp16_scale)
 
 
 def keeps_windows(projection: Projection, product: Product, entries: int) -> bool:

@@ -18,6 +18,7 @@ from ..core.partials import Columns
 from ..kernels import tuning
 from ..kernels.epilogues import ForwardEpilogue
 from ..kernels.projection import Product, logits_gradient, new_window_partials
+from ..kernels.rewrite import TokenCoefficients
 from .options import parse_shape
 from .problem import Shape
 from .suites import SUITES
@@ -44,6 +45,7 @@ def epilogues(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> dict[
     write `out [N, V]`."""
     shift = torch.zeros(x.shape[0], device=x.device)
     partial = torch.stack([shift, shift + 1, shift])
+    coefficients = TokenCoefficients(shift, None, None, None, None, None)
     product = Product(x, weight)  # of one tile: it remembers the first that it runs with
 
     def forward(out, shift):
@@ -52,7 +54,7 @@ def epilogues(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> dict[
     return {
         "partials": lambda: forward(None, None),
         "save": lambda: forward(out, shift),
-        "gradient": lambda: logits_gradient(product, partial, shift, None, None, None, None, out),
+        "gradient": lambda: logits_gradient(product, partial, coefficients, None, out),
     }
 
 

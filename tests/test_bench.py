@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from parallel_lce.bench import __main__ as command
-from parallel_lce.bench import accuracy, measure, options, peers, timing
-from parallel_lce.bench.libraries import torch_loss
-from parallel_lce.bench.peak_memory import peak_memory
-from parallel_lce.bench.peers import ALL, ANY, CPU_AND_CUDA, FORWARD, FORWARD_BACKWARD, ONE, PASSES, Peer
-from parallel_lce.bench.problem import IGNORE_INDEX, Problem, Shape, make_problem
-from parallel_lce.bench.results import Cell, Result
-from parallel_lce.bench.suites import SUITES, Suite
-from parallel_lce.bench.tables import cell_table
-from parallel_lce.bench.team import NotTimed, Team
+from benchmarks import __main__ as command
+from benchmarks import accuracy, measure, options, peers, timing
+from benchmarks.libraries import torch_loss
+from benchmarks.peak_memory import peak_memory
+from benchmarks.peers import ALL, ANY, CPU_AND_CUDA, FORWARD, FORWARD_BACKWARD, ONE, PASSES, Peer
+from benchmarks.problem import IGNORE_INDEX, Problem, Shape, make_problem
+from benchmarks.results import Cell, Result
+from benchmarks.suites import SUITES, Suite
+from benchmarks.tables import cell_table
+from benchmarks.team import NotTimed, Team
 
 MIB = 2**20
 ALONE = Team(torch.device("cpu"))

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity
 
-from parallel_lce.bench import __main__ as command
-from parallel_lce.bench import breakdown, options, timing
-from parallel_lce.bench.breakdown import CALL, CALLS, Breakdown, Operation, break_down, of_events
-from parallel_lce.bench.peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, PASSES, named
-from parallel_lce.bench.problem import Shape
-from parallel_lce.bench.results import Cell, Measured, Result
-from parallel_lce.bench.tables import cell_table, grid, host_tables, verdict
+from benchmarks import __main__ as command
+from benchmarks import breakdown, options, timing
+from benchmarks.breakdown import CALL, CALLS, Breakdown, Operation, break_down, of_events
+from benchmarks.peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, PASSES, named
+from benchmarks.problem import Shape
+from benchmarks.results import Cell, Measured, Result
+from benchmarks.tables import cell_table, grid, host_tables, verdict
 from test_bench import ALONE, MIB, rows_of, text_of
 
 SHAPE = Shape(64, 4096, 2048)

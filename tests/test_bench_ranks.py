@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from parallel_lce.bench import options as command
-from parallel_lce.bench import peers, timing
-from parallel_lce.bench.accuracy import Judge, answers
-from parallel_lce.bench.libraries import whole_sequence
-from parallel_lce.bench.measure import measure
-from parallel_lce.bench.passes import calls_of
-from parallel_lce.bench.peers import (
+from benchmarks import options as command
+from benchmarks import peers, timing
+from benchmarks.accuracy import Judge, answers
+from benchmarks.libraries import whole_sequence
+from benchmarks.measure import measure
+from benchmarks.passes import calls_of
+from benchmarks.peers import (
     ANY,
     CPU_AND_CUDA,
     FORWARD,
@@ -35,13 +35,13 @@ from parallel_lce.bench.peers import (
     Peer,
     named,
 )
-from parallel_lce.bench.plot import panels_of, plot_over_ranks
-from parallel_lce.bench.problem import IGNORE_INDEX, Problem, Shape, make_problem
-from parallel_lce.bench.results import Cell, Measured, Result
-from parallel_lce.bench.scaling import AROUND
-from parallel_lce.bench.suites import Suite
-from parallel_lce.bench.tables import cell_table, overview
-from parallel_lce.bench.team import NotTimed, Team
+from benchmarks.plot import panels_of, plot_over_ranks
+from benchmarks.problem import IGNORE_INDEX, Problem, Shape, make_problem
+from benchmarks.results import Cell, Measured, Result
+from benchmarks.scaling import AROUND
+from benchmarks.suites import Suite
+from benchmarks.tables import cell_table, overview
+from benchmarks.team import NotTimed, Team
 from test_bench import MIB, rows_of, text_of
 from world import Member
 
@@ -149,7 +149,7 @@ def test_a_run_writes_a_picture_and_timelines(a_run):
 
 
 def test_a_run_fits_the_scaling_model(a_run, capsys):
-    from parallel_lce.bench import scaling
+    from benchmarks import scaling
 
     scaling.main([str(a_run[0] / "new" / "r.json"), "--ranks", "16"])
     printed = capsys.readouterr().out
@@ -170,12 +170,9 @@ def start(monkeypatch, *arguments: str) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("--tp 2", "--standalone --nproc-per-node 2 -m parallel_lce.bench --tp 2"),
-        (
-            "--nnodes=2 --nproc-per-node=8 -- --rounds 1",
-            "--nnodes=2 --nproc-per-node=8 -m parallel_lce.bench --rounds 1",
-        ),
-        ("--", "-m parallel_lce.bench"),
+        ("--tp 2", "--standalone --nproc-per-node 2 -m benchmarks --tp 2"),
+        ("--nnodes=2 --nproc-per-node=8 -- --rounds 1", "--nnodes=2 --nproc-per-node=8 -m benchmarks --rounds 1"),
+        ("--", "-m benchmarks"),
     ],
 )
 def test_torchruns_arguments_come_before_ours(arguments, expected, monkeypatch):

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from parallel_lce.bench import scaling
-from parallel_lce.bench.peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, SAVED
-from parallel_lce.bench.scaling import AROUND, Model, Network, Point, Readings, Times
+from benchmarks import scaling
+from benchmarks.peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, SAVED
+from benchmarks.scaling import AROUND, Model, Network, Point, Readings, Times
 
 NETWORK = Network(launch=8e-6, hop=1.5e-6, bandwidth=300e9)
 RATE = 7e14

@@ -19,12 +19,12 @@ pytest.importorskip("matplotlib", reason="needs the benchmark's packages")
 
 from safetensors.torch import save_file
 
+from benchmarks import accuracy, exactness, filtered, gradient_filter, sparsity, timing
+from benchmarks.exactness import Inputs
+from benchmarks.filtered import BUDGETS, BY_PROBABILITY, EXACT, NATURAL, ROUNDINGS, UNROUNDED, measure, step_of
+from benchmarks.team import Team
 from cases import normal
 from measures import relative_error
-from parallel_lce.bench import accuracy, exactness, filtered, gradient_filter, sparsity, timing
-from parallel_lce.bench.exactness import Inputs
-from parallel_lce.bench.filtered import BUDGETS, BY_PROBABILITY, EXACT, NATURAL, ROUNDINGS, UNROUNDED, measure, step_of
-from parallel_lce.bench.team import Team
 from tools import chosen_backend, everywhere
 from world import Member
 
@@ -248,7 +248,7 @@ def test_the_report_over_ranks(tmp_path):
     (bad,), (good,) = written(tmp_path, "bad", weight=None), written(tmp_path, "good")
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    command += ["parallel_lce.bench.gradient_filter", bad, good, "--device", "cpu", "--rounds", "1"]
+    command += ["benchmarks.gradient_filter", bad, good, "--device", "cpu", "--rounds", "1"]
     unset = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
     environment = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONPATH": str(ROOT)}
     environment |= {"OMP_NUM_THREADS": "1", "PARALLEL_LCE_BACKEND": "torch"}
@@ -320,7 +320,7 @@ def test_the_picture_has_a_line_per_filter_in_each_panel(short, tmp_path, monkey
     """Lines go through the snapshots in the order of their steps, whatever the order of the files."""
     from matplotlib import pyplot
 
-    from parallel_lce.bench.filter_plot import plot_over_steps
+    from benchmarks.filter_plot import plot_over_steps
 
     cases = [measure(Inputs(f"a/step-{s}.safetensors", **tensors(20, 30, 8)), 1, ALONE).as_dict() for s in (9, 2)]
     figures = []
@@ -400,7 +400,7 @@ def test_the_whole_command_on_a_trained_model(short, training, tmp_path, monkeyp
     report = ["--device", "cpu", "--rounds", "1", "--json", str(figures), "--plot", str(picture)]
     program.main([*training, "--", *report])
     snapshots = [str(tmp_path / "out" / f"step-{step}.safetensors") for step in (2, 4)]
-    assert started == [[sys.executable, "-P", "-m", "parallel_lce.bench.gradient_filter", *snapshots, *report]]
+    assert started == [[sys.executable, "-P", "-m", "benchmarks.gradient_filter", *snapshots, *report]]
     assert gradient_filter.main([*snapshots, *report]) == 0
     cases = json.loads(figures.read_text())["cases"]
     assert [case["step"] for case in cases] == [2, 4] and cases[0]["loss"] > cases[1]["loss"]

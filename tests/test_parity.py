@@ -19,9 +19,8 @@ pytest.importorskip("safetensors", reason="needs the benchmark's packages")
 
 from safetensors.torch import save_file
 
-from cases import normal
-from parallel_lce.bench import exactness, parity
-from parallel_lce.bench.exactness import (
+from benchmarks import exactness, parity
+from benchmarks.exactness import (
     FP32_HEAD,
     OURS,
     OUTPUTS,
@@ -34,7 +33,8 @@ from parallel_lce.bench.exactness import (
     measure,
     random_inputs,
 )
-from parallel_lce.bench.problem import Shape
+from benchmarks.problem import Shape
+from cases import normal
 
 ROOT = Path(__file__).resolve().parent.parent
 BF16 = "bf16 logits"
@@ -111,7 +111,7 @@ def test_what_is_equal_to_an_fp32_head(ours, fp32, largest_sum, holds):
 
 
 def test_the_verdict_says_how_many_times():
-    from parallel_lce.bench.parity_table import verdict
+    from benchmarks.parity_table import verdict
 
     words = "made up: the largest difference of ours is 1.5 times the fp32 head's, that of bf16 logits 1e+02 times"
     assert verdict(case(1.5e-3, 1e-3)) == words

@@ -1,4 +1,4 @@
-"""`python -m parallel_lce.bench.distillation`: divergences of a student from a teacher, forward and backward, beside
+"""`python -m benchmarks.distillation`: divergences of a student from a teacher, forward and backward, beside
 the bare matrix products and the dense way. Under torchrun all ranks are one tensor-parallel group.
 
 The bare products are those of the student's forward, dX and dW and of the teacher's forward, in the input's

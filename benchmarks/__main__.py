@@ -1,4 +1,4 @@
-"""`python -m parallel_lce.bench` on one GPU, `./launch/bench.sh` on several: `parallel_lce` against its peers.
+"""`python -m benchmarks` on one GPU, `./launch/bench.sh` on several: `parallel_lce` against its peers.
 
 Over ranks every TP size of `--tp` is measured in one run, each on the first ranks, while the others wait. Exit status:
 0 if ours was accurate and measured, 1 if ours was refused or failed anywhere, 2 for a command line that cannot be run.

@@ -84,7 +84,7 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
 
 
 def _parser(setting: str) -> ArgumentParser:
-    program = "python -m parallel_lce.bench" if setting == ONE else "./launch/bench.sh"
+    program = "python -m benchmarks" if setting == ONE else "./launch/bench.sh"
     parser = ArgumentParser(prog=program, description="parallel_lce against its peers.")
     add, peer = parser.add_argument, partial(parse_peer, setting)
     add("--suite", choices=SUITES, help="a set of shapes and peers; other options override it")

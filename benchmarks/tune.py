@@ -1,4 +1,4 @@
-"""python -m parallel_lce.bench.tune: time the tiles that `kernels/tuning.py` could name for this device.
+"""python -m benchmarks.tune: time the tiles that `kernels/tuning.py` could name for this device.
 
 Every candidate runs the projection with three uses of its epilogues on each shape, in rounds A B C A B C, beside
 `x @ W.T` alone in the same round. The uses are partials alone, partials with saved exponentials, and the gradient. The
@@ -14,10 +14,11 @@ import torch
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
-from ..core.partials import Columns
-from ..kernels import tuning
-from ..kernels.epilogues import ForwardEpilogue
-from ..kernels.projection import Product, logits_gradient, new_window_partials
+from parallel_lce.core.partials import Columns
+from parallel_lce.kernels import tuning
+from parallel_lce.kernels.epilogues import ForwardEpilogue
+from parallel_lce.kernels.projection import Product, logits_gradient, new_window_partials
+
 from .options import parse_shape
 from .problem import Shape
 from .suites import SUITES
@@ -84,7 +85,7 @@ def tune(shape: Shape, rounds: int, specialized: bool) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench.tune", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
     parser.add_argument("--shape", metavar="N,V,D", action="append", type=parse_shape)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..backends.torch_tiles import FILTER_TILE
-from ..vocabulary import VocabularyOrder
+from parallel_lce.backends.torch_tiles import FILTER_TILE
+from parallel_lce.vocabulary import VocabularyOrder
+
 from .exactness import Inputs, log_softmax
 
 

@@ -6,7 +6,8 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from ..core.collectives import all_gather, reduce_scatter
+from parallel_lce.core.collectives import all_gather, reduce_scatter
+
 from .peers import FORWARD, FORWARD_BACKWARD, OVERLAPPED, PASSES, Peer
 from .problem import Problem
 

@@ -1,4 +1,4 @@
-"""`python -m parallel_lce.bench.parity [FILE.safetensors ...]`: how exact are log-probabilities?
+"""`python -m benchmarks.parity [FILE.safetensors ...]`: how exact are log-probabilities?
 
 Compares three ways to compute the log-probabilities of targets and the entropies, each from the same bf16 hidden states
 and the same bf16 weight, with float64:
@@ -30,7 +30,7 @@ from .options import parse_shape
 from .problem import Shape
 from .snapshots import attempted, check_options, read_inputs, report_parser, write_json
 
-PROGRAM = "python -m parallel_lce.bench.parity"
+PROGRAM = "python -m benchmarks.parity"
 DEVIATIONS = (1.0, 5.0, 20.0)  # standard deviations of random logits
 DEFAULT_SHAPE = {"cpu": Shape(512, 8192, 512), "cuda": Shape(8192, 131072, 4096)}
 

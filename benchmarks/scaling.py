@@ -1,4 +1,4 @@
-"""`python -m parallel_lce.bench.scaling RESULTS.json`: a model of the time over P ranks, which docs/scaling.md derives.
+"""`python -m benchmarks.scaling RESULTS.json`: a model of the time over P ranks, which docs/scaling.md derives.
 
 The model is fitted to what `launch/bench.sh` measured. The program prints the error of the fit, and predictions for
 more ranks on several hosts. The fit is a least-squares fit of relative errors; no number may be negative. `launch`,
@@ -289,7 +289,7 @@ def _percent(errors: list[float]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m parallel_lce.bench.scaling", description="Time over more ranks.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description="Time over more ranks.")
     add = parser.add_argument
     add("results", nargs="+", metavar="RESULTS.json", help="what launch/bench.sh --json wrote")
     add("--ranks", nargs="+", type=int, default=[16, 32, 64], help="TP sizes to predict")

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from ..core.collectives import all_gather, reduce_scatter
+from parallel_lce.core.collectives import all_gather, reduce_scatter
+
 from .peers import OVERLAPPED, PASSES, Peer
 from .problem import Problem
 from .team import synchronize

@@ -1,4 +1,4 @@
-"""`python -m parallel_lce.bench.gradient_filter FILE.safetensors ...`: what does gradient_filter gain, and cost?
+"""`python -m benchmarks.gradient_filter FILE.safetensors ...`: what does gradient_filter gain, and cost?
 
 For each snapshot, with the vocabulary in its own order and ordered by the mean probability of its entries, and for
 gradient_filter None and 2^-13 to 2^-10:
@@ -12,7 +12,7 @@ errors         of dX and dW, relative to float64 (Frobenius norm); and the mean 
 Beside them stand the errors of the exact gradients in the inputs' dtype; and those of logits that are rounded to bf16,
 and of a gradient of the logits that is, all else exact, with results in the inputs' dtype and without this rounding.
 
-Over P ranks, `torchrun --nproc-per-node=P -m parallel_lce.bench.gradient_filter FILE.safetensors ...`, each has V / P
+Over P ranks, `torchrun --nproc-per-node=P -m benchmarks.gradient_filter FILE.safetensors ...`, each has V / P
 entries of the vocabulary: consecutive ones in its own order, and in the other one those that are dealt to the ranks in
 turn. The bare products are a rank's own, without collectives, and active tiles those of the rank that has most.
 
@@ -37,7 +37,7 @@ from .options import picture
 from .snapshots import attempted, check_options, read_inputs, report_parser, write_json
 from .team import Team
 
-PROGRAM = "python -m parallel_lce.bench.gradient_filter"
+PROGRAM = "python -m benchmarks.gradient_filter"
 
 
 def parse_arguments(arguments: list[str] | None, program: str = PROGRAM) -> argparse.Namespace:

@@ -10,7 +10,7 @@ from .peak_memory import trace_events
 from .team import synchronize
 
 CALLS = 10  # profiled; during the first the profiler still sets itself up
-CALL = "parallel_lce.bench: one call"
+CALL = "benchmarks: one call"
 GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of the trace
 CUDA = ("cuda_runtime", "cuda_driver")  # the host inside a function of the CUDA runtime or driver
 

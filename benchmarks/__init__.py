@@ -1,4 +1,4 @@
-"""Measures `parallel_lce` against its peers: `python -m parallel_lce.bench` on one GPU, `./launch/bench.sh` on several.
+"""Measures `parallel_lce` against its peers: `python -m benchmarks` on one GPU, `./launch/bench.sh` on several.
 
 One GPU is a team of one rank. Each module uses only those above it:
 

@@ -9,101 +9,129 @@ from functools import partial
 import torch
 
 from .accuracy import Judge
-from .breakdown import break_down
 from .passes import calls_of
 from .peak_memory import peak_memory
-from .peers import FORWARD_BACKWARD, Peer
+from .peers import FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES, Peer
 from .problem import Problem
-from .results import Measured, Result
-from .suites import Suite
-from .team import NotTimed
-from .timing import timer
+from .profiles import profile_of
+from .team import NotMeasured
+from .timing import ratios, spread, timer
 
 
 def measure(
     peers: list[Peer],
     judge: Judge,
-    plan: Suite,
+    rounds: int,
+    host: bool = False,
     say: Callable[[str], None] = lambda text: None,
-    after: Callable[[Result, Callable], None] = lambda result, call: None,
-) -> list[Result]:
-    """[Result], one per peer. Each is checked and its memory measured; then all are timed round by round, A B C A B C.
-    `plan` says in which passes, in how many rounds and for how long. With `plan.host` the time of the host is read too,
-    and at the end the calls are profiled on a GPU.
+    after: Callable[[Peer, Callable], None] = lambda peer, call: None,
+) -> dict:
+    """The problem and an entry per peer, as JSON has them. Each peer is checked and its memory measured; then all are
+    timed round by round, A B C A B C. With `host` the time of the host is read too, and at the end the calls are
+    profiled on a GPU.
 
-    `say` is told what is going on. At the end `after(result, call)` is called with forward + backward of every peer
-    that was timed.
+    `say` is told what is going on. At the end `after(peer, call)` is called with forward + backward of every peer that
+    was timed.
     """
-    problem, results = judge.problem, [Result(peer) for peer in peers]
-    team, losses, calls, readers = problem.team, {}, {}, {}
+    problem, team = judge.problem, judge.problem.team
+    entries, losses, calls, readers = {}, {}, {}, {}
+    for peer in peers:
+        about = {"name": peer.name, "upstream": peer.upstream, "family": peer.family}
+        entries[peer] = about | {"refused": None, "errors": {}}
+
+    def remaining() -> Iterator[tuple[Peer, dict]]:
+        return ((peer, entry) for peer, entry in entries.items() if not entry["refused"])
+
+    @contextmanager
+    def refusals(entry: dict) -> Iterator[None]:
+        """Whatever a peer raises is a row of the table and does not end the run."""
+        try:
+            yield
+        except NotMeasured as refusal:
+            entry["refused"], entry["errors"] = str(refusal), refusal.errors or entry["errors"]
+            for kind in PASSES:
+                entry.pop(kind, None)
+            say(f"{entry['name']} {refusal}")
+
     torch.compiler.reset()  # a compiled loss that has seen another shape would become dynamic
-    for result, peer in _remaining(results):
-        with _refusals(result, say):
+    for peer, entry in remaining():
+        with refusals(entry):
             losses[peer] = team.agree(lambda: peer.build and peer.build(team.group, problem.sequence_parallel))
     gc.collect()
     gc.freeze()  # the libraries' own objects, which every collection would look at again
-    for result, peer in _remaining(results):
-        say(f"checking {peer}")
-        with _refusals(result, say):
-            calls[peer] = team.agree(lambda: calls_of(peer, problem, losses[peer], plan.passes))
-            result.errors = _errors(peer, calls[peer], judge)
+    for peer, entry in remaining():
+        say(f"checking {peer.name}")
+        with refusals(entry):
+            calls[peer] = team.agree(lambda: calls_of(peer, problem, losses[peer]))
+            entry["errors"] = _errors(peer, calls[peer], judge)
             for kind, call in calls[peer].items():
                 peak = max(team.gather(team.agree(lambda: peak_memory(call, team.device)[0])))
                 gradients = _gradient_bytes(peer, problem) if kind == FORWARD_BACKWARD else 0
-                measured = result.passes[kind] = Measured(peak, gradients)
-                readers.setdefault(peer, []).append((measured.seconds, timer(call, team, plan.reading)))
-                if plan.host:
-                    readers[peer].append((measured.host_seconds, timer(call, team, plan.reading, host=True)))
-        if result.refused:
+                measured = entry[kind] = {"peak_bytes": peak, "beyond_gradients_bytes": peak - gradients}
+                for name in ["seconds"] + ["host_seconds"] * host:
+                    measured[name] = []
+                    read = timer(call, team, host=name == "host_seconds")
+                    readers.setdefault(peer, []).append((measured[name], read))
+        if entry["refused"]:
             calls.pop(peer, None)
         release(team.device)
-    judge.forget()
+    largest_logit = judge.truth.largest_logit
+    del judge.truth  # its last judge frees the memory
     release(team.device)
-
-    for number in range(plan.rounds):
-        say(f"round {number + 1} of {plan.rounds}")
-        if team.alone:  # over ranks, with less warm-up, a pause would make the round's first peer faster
+    for number in range(rounds):
+        say(f"round {number + 1} of {rounds}")
+        if team.group is None:  # over ranks, with less warm-up, a pause would make the round's first peer faster
             gc.collect()
-        for result, peer in _remaining(results):
-            with _refusals(result, say):
+        for peer, entry in remaining():
+            with refusals(entry):
                 for seconds, read in readers[peer]:
                     seconds.append(read())
-    for result, peer in _remaining(results) if plan.host and team.device.type == "cuda" else ():
-        say(f"profiling {peer}")
-        with _refusals(result, say):
-            for kind, call in calls[peer].items():
-                breakdowns = team.gather(team.agree(partial(break_down, call, team.device)))
-                result.passes[kind].breakdown = breakdowns[0]
-    for result, peer in _remaining(results):
-        if FORWARD_BACKWARD in result.passes:
-            after(result, calls[peer][FORWARD_BACKWARD])
+    for peer, entry in remaining():
+        with refusals(entry):
+            for kind, call in calls[peer].items() if host and team.device.type == "cuda" else ():
+                entry[kind]["profile"] = team.agree(partial(profile_of, call, team))
+            after(peer, calls[peer][FORWARD_BACKWARD])
     gc.unfreeze()
-    return results
+    cell = {
+        "problem": str(problem),
+        "tp": team.ranks,
+        **vars(problem.shape),
+        "sequence_parallel": problem.sequence_parallel,
+        "dtype": problem.dtype_name,
+        "rounds": rounds,
+        "max_abs_logit": largest_logit,
+        "counted_targets": int(problem.counted.sum()),
+        "torch_errors": judge.yardstick,
+        "allowed_errors": judge.limits,
+        "peers": [*entries.values()],
+    }
+    for entry in cell["peers"]:
+        for kind in filter(entry.__contains__, PASSES):
+            names = "seconds_median", "seconds_min", "seconds_max"
+            entry[kind] |= dict(zip(names, spread(entry[kind]["seconds"])))
+            entry[kind]["of_gemm_only"] = ratio(cell, entry, GEMM_ONLY, kind)
+            entry[kind]["of_overlapped"] = ratio(cell, entry, OVERLAPPED, kind)
+    return cell
 
 
-def _remaining(results: list[Result]) -> Iterator[tuple[Result, Peer]]:
-    """`(result, its peer)` of those that have not been refused."""
-    return ((result, result.peer) for result in results if not result.refused)
-
-
-@contextmanager
-def _refusals(result: Result, say: Callable[[str], None]) -> Iterator[None]:
-    """Whatever a peer raises is a row of the table and does not end the run."""
-    try:
-        yield
-    except NotTimed as refusal:
-        result.refused = str(refusal)
-        result.errors = refusal.errors or result.errors
-        say(f"{result.peer} {result.refused}")
+def ratio(cell: dict, entry: dict, other: str, kind: str) -> tuple[float, float, float] | None:
+    """(median, min, max) over the rounds of the speed of a peer relative to that of the peer named `other`; None if
+    either has no time. A single rank has no collectives: its GEMM-only baseline is the overlapped one, too."""
+    other = GEMM_ONLY if other == OVERLAPPED and cell["tp"] == 1 else other
+    reference = next((its for its in cell["peers"] if its["name"] == other), {})
+    timed = kind in reference and kind in entry
+    return ratios(reference[kind]["seconds"], entry[kind]["seconds"]) if timed else None
 
 
 def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> dict[str, float]:
-    """The errors of a peer, or NotTimed."""
+    """The errors of a peer, or NotMeasured."""
     team, outputs = judge.problem.team, {}
     for kind, call in calls.items():  # all ranks hear of a failure before the next call's collectives
         team.agree(partial(_poison, judge.problem))
         outputs[kind] = team.agree(call)
-    return judge.check(outputs, peer.main_grad) if peer.family != "gemm-only" and peer.judged else {}
+    if peer.family == "gemm-only" or not peer.judged:
+        return {}
+    return judge.check(outputs[FORWARD], outputs[FORWARD_BACKWARD], peer.main_grad)
 
 
 def _poison(problem: Problem) -> None:

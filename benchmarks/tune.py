@@ -1,104 +1,96 @@
-"""python -m benchmarks.tune: time the tiles that `kernels/tuning.py` could name for this device.
+"""`python -m benchmarks.tune`: times the tiles that `kernels/tuning.py` could name for this GPU.
 
-Every candidate runs the projection with three uses of its epilogues on each shape, in rounds A B C A B C, beside
-`x @ W.T` alone in the same round. The uses are partials alone, partials with saved exponentials, and the gradient. The
-best rows belong in the table of `kernels/tuning.py`.
+Every candidate runs three calls of `token_statistics` on each shape: forward alone, forward that saves all
+exponentials, and forward + backward with logits_budget=0. Speeds are relative to bare matrix products, one of them for
+a forward and three for forward + backward, in the same round. `tile_of` in `kernels/tuning.py` should return the best.
 """
 
 import argparse
 import itertools
 from collections.abc import Callable
-from statistics import median
+from contextlib import nullcontext
+from functools import partial
 
 import torch
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import OutOfResources
 
-from parallel_lce.core.partials import Columns
-from parallel_lce.kernels import tuning
-from parallel_lce.kernels.epilogues import ForwardEpilogue
-from parallel_lce.kernels.projection import Product, logits_gradient, new_window_partials
+from parallel_lce import token_statistics
+from parallel_lce.kernels.tuning import Tile, forced
 
-from .options import parse_shape
-from .problem import Shape
-from .suites import SUITES
-from .team import Team
-from .timing import timer
+from .options import SUITES
+from .passes import calls_of
+from .peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, named
+from .problem import Problem, make_problem
+from .report import parse_shape
+from .team import NotMeasured, Team
+from .timing import ratios, timer
 
 SPECIALIZED = [
-    tuning.Tile(rows, entries, 64, 8, stages, warp_specialized=True)
+    Tile(rows, entries, 64, 8, stages, warp_specialized=True)
     for (rows, entries), stages in itertools.product([(128, 256), (256, 128)], [3, 4])
 ]
 PORTABLE = [
-    tuning.Tile(rows, entries, k, warps, stages)
+    Tile(rows, entries, k, warps, stages)
     for rows, entries in [(128, 256), (128, 128), (64, 128)]
     for k in (32, 64)
     for warps in (4, 8)
     for stages in (3, 4)
 ]
-BLOCKS = (8, 16, 32)
+BLOCKS = (8, 16, 32)  # row blocks of a launch
 SHOWN = 8  # best rows of each use
 
 
-def epilogues(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> dict[str, Callable]:
-    """The uses of the epilogues by name. Each is a function that projects `x [N, D]` with `weight [V, D]`; two of them
-    write `out [N, V]`."""
-    shift = torch.zeros(x.shape[0], device=x.device)
-    partial = torch.stack([shift, shift + 1, shift])
-    product = Product(x, weight)  # of one tile: it remembers the first that it runs with
+def uses_of(problem: Problem) -> dict[str, tuple[str, Callable]]:
+    """{name: (the pass whose products it is compared with, its call)}"""
+    x, weight = problem.x.requires_grad_(), problem.weight.requires_grad_()
 
-    def forward(out, shift):
-        product.launch(out, ForwardEpilogue(new_window_partials(product, Columns()), shift))
+    def statistics(budget: int, gradients: bool, backward: bool = False):
+        with nullcontext() if gradients else torch.no_grad():
+            found = token_statistics(x, weight, problem.target.clamp(min=0), logits_budget=budget)
+        if backward:
+            torch.autograd.grad(found.target_log_prob.sum(), (x, weight))
 
     return {
-        "partials": lambda: forward(None, None),
-        "save": lambda: forward(out, shift),
-        "gradient": lambda: logits_gradient(product, partial, shift, None, None, None, None, out),
+        "forward": (FORWARD, partial(statistics, 0, False)),
+        "saving forward": (FORWARD, partial(statistics, ALL, True)),
+        "forward + backward": (FORWARD_BACKWARD, partial(statistics, 0, True, True)),
     }
 
 
-def tune(shape: Shape, rounds: int, specialized: bool) -> dict:
-    """`{(tile, blocks, use): time of `x @ W.T` alone / its time}`, medians over the rounds."""
-    x = torch.randn(shape.n, shape.d, device="cuda", dtype=torch.bfloat16)
-    weight = (torch.randn(shape.v, shape.d, device="cuda") * shape.d**-0.5).to(x.dtype)
-    # All candidates write the same memory, which may have gigabytes. Its rows are aligned as TMA and cuBLAS want.
-    out = torch.empty(shape.n, -(-shape.v // 64) * 64, device="cuda", dtype=x.dtype)[:, : shape.v]
-    team, runs = Team(x.device), {}
-    for tile, blocks in itertools.product(SPECIALIZED if specialized else PORTABLE, BLOCKS):
-        for name, function in epilogues(x, weight, out).items():
-            with tuning.forced(tile, blocks):
-                try:
-                    function()
-                    torch.cuda.synchronize()
-                except (OutOfResources, CompilationError) as error:
-                    print(f"{tile} cannot run {name}: {type(error).__name__}")
-                    continue
-                runs[tile, blocks, name] = timer(function, team)
-    gemm = timer(lambda: torch.mm(x, weight.t()), team)
-    speeds = {key: [] for key in runs}
+def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ...] = BLOCKS) -> dict:
+    """`{(tile, row blocks, use): speed relative to the bare products}`, medians over the rounds."""
+    team, readers, seconds, bare = problem.team, {}, {}, {}
+    products = calls_of(named(GEMM_ONLY, ONE), problem)
+    uses = uses_of(problem)
+    for tile, count, (name, (_, call)) in itertools.product(tiles, blocks, uses.items()):
+        with forced(tile, count):
+            try:
+                readers[tile, count, name] = timer(call, team)
+            except NotMeasured as reason:  # too large for the GPU, for one
+                print(f"{tile} cannot run {name}: {reason}")
+    of_products = {kind: timer(call, team) for kind, call in products.items()}
     for _ in range(rounds):
-        for (tile, blocks, name), read in runs.items():
-            alone = gemm()
-            with tuning.forced(tile, blocks):
-                speeds[tile, blocks, name].append(alone / read())
-    return {key: median(values) for key, values in speeds.items()}
+        for key, read in readers.items():
+            bare.setdefault(key, []).append(of_products[uses[key[-1]][0]]())
+            with forced(*key[:2]):
+                seconds.setdefault(key, []).append(read())
+    return {key: ratios(bare[key], its)[0] for key, its in seconds.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__)
+    form = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__, formatter_class=form)
     parser.add_argument("--shape", metavar="N,V,D", action="append", type=parse_shape)
     parser.add_argument("--rounds", type=int, default=3)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("tiles are tuned on a CUDA device, and there is none")
-    specialized = torch.cuda.get_device_capability()[0] == 9
-    shapes = options.shape or SUITES["bars"].shapes
-    for shape in shapes:
-        speeds = tune(shape, options.rounds, specialized)
-        for name in ("partials", "save", "gradient"):
-            rows = [(speed, tile, blocks) for (tile, blocks, of), speed in speeds.items() if of == name]
-            for speed, tile, blocks in sorted(rows, key=lambda row: -row[0])[:SHOWN]:
-                print(f"{shape} {name:8} {speed:.3f} of x @ W.T alone: {tile}, {blocks} row blocks a launch")
+    tiles = SPECIALIZED if torch.cuda.get_device_capability()[0] == 9 else PORTABLE
+    for shape in options.shape or SUITES["bars"].shapes:
+        speeds = tune(make_problem(shape, torch.bfloat16, Team(torch.device("cuda"))), options.rounds, tiles)
+        for use in dict.fromkeys(name for _, _, name in speeds):
+            rows = [(speed, tile, count) for (tile, count, name), speed in speeds.items() if name == use]
+            for speed, tile, count in sorted(rows, key=lambda row: -row[0])[:SHOWN]:
+                print(f"{shape} {use}: {speed:.3f} of the bare products: {tile}, {count} row blocks a launch")
 
 
 if __name__ == "__main__":

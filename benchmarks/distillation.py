@@ -99,16 +99,16 @@ def _dense(x: Tensor, w: Tensor, y: Tensor, u: Tensor, target: Tensor, beta: flo
     with torch.no_grad():
         log_q = (y @ u.T).to(wide).log_softmax(-1)
     log_p = (x @ w.T).to(wide).log_softmax(-1)
+
+    def kl(of: Tensor, log_r: Tensor) -> Tensor:
+        return F.kl_div(log_r, of, reduction="none", log_target=True).sum(-1)
+
     if beta in (0, 1):
-        one, other = (log_p, log_q) if beta == 0 else (log_q, log_p)
-        found = F.kl_div(one, other, reduction="none", log_target=True).sum(-1)
+        found = kl(log_q, log_p) if beta == 0 else kl(log_p, log_q)
     else:
         logs = torch.tensor([beta, 1 - beta], dtype=wide, device=x.device).log()
         log_m = torch.logsumexp(torch.stack([log_q + logs[0], log_p + logs[1]]), 0)
-        of_teacher, of_student = (
-            F.kl_div(log_m, of, reduction="none", log_target=True).sum(-1) for of in (log_q, log_p)
-        )
-        found = beta * of_teacher + (1 - beta) * of_student
+        found = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
     found = (found * (target != IGNORE_INDEX)).sum() / count
     return found.detach(), *torch.autograd.grad(found, (x, w))
 

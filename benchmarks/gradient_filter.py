@@ -29,6 +29,7 @@ from parallel_lce.vocabulary import VocabularyOrder
 
 from . import snapshots
 from .accuracy import Answers, answers
+from .measure import release
 from .passes import calls_of
 from .peers import ALL, FORWARD_BACKWARD, GEMM_ONLY, RANKS, named
 from .plots import draw
@@ -44,7 +45,6 @@ from .report import (
     speaker,
     spread_text,
     with_folder,
-    write_json,
 )
 from .team import NotMeasured, Team
 from .timing import interleaved, ratios, spread
@@ -99,6 +99,7 @@ def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: 
             loss = partial(linear_cross_entropy, **options)
             call = calls[value, memory] = calls_of(named("ours", RANKS), problem, loss)[FORWARD_BACKWARD]
             results[-1][memory] = {"errors": _errors(call()[1:], truth, own, team)}
+    release(team.device)
     seconds = interleaved(calls, team, rounds)
     for result in results:
         result["gemm_only_seconds"] = seconds[GEMM_ONLY]
@@ -208,19 +209,12 @@ def parse_arguments(arguments: list[str] | None, program: str = PROGRAM) -> Name
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     team = Team.here(options.device)
-    speaks = team.rank == 0
-    facts, say, cases, status = machine(team.device), speaker(speaks), [], 0
+    speaks, facts = team.rank == 0, machine(team.device)
+    say, content = speaker(speaks), {"machine": facts, "settings": {"rounds": options.rounds}, "cases": []}
     say("; ".join(f"{name}: {text}" for name, text in facts.items()))
-    for path in options.files:
-        case = snapshots.attempted(partial(measure, path, options.rounds, team), speaks)
-        if case is None:
-            status = 2
-            continue
-        cases.append(case)
-        say(filter_table(case))
-        if options.json and speaks:
-            write_json(options.json, {"machine": facts, "settings": {"rounds": options.rounds}, "cases": cases})
-    if options.plot and speaks and not plot_over_steps(with_folder(options.plot), facts, cases):
+    sources = [partial(measure, path, options.rounds, team) for path in options.files]
+    status = snapshots.report_on(sources, options, content, lambda case: say(filter_table(case)), speaks)
+    if options.plot and speaks and not plot_over_steps(with_folder(options.plot), facts, content["cases"]):
         say(f"no file that was measured is named step-STEP.safetensors: no {options.plot}")
     if team.group is not None:
         dist.destroy_process_group()

@@ -52,14 +52,7 @@ SUITES = {
     # What post-training asks for, saved and recomputed.
     "post": Suite(
         (Shape(8192, 128256, 4096),),
-        (
-            "ours-statistics@all",
-            "ours-entropy@all",
-            "ours-entropy@0",
-            "ours-selected@all",
-            "ours-masked@all",
-            "ours-replay",
-        ),
+        tuple(f"ours-{kind}" for kind in "statistics@all entropy@all entropy@0 selected@all masked@all replay".split()),
         ("verl",),
     ),
     # No memory for exponentials: a whole vocabulary, and a shard of TP 8.

@@ -16,7 +16,7 @@ Exit status: 0 if ours is as exact as docs/benchmarks.md says; else 1; 2 for inp
 
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from parallel_lce import token_statistics
 
 from . import snapshots
 from .problem import Problem, Shape
-from .report import machine, new_parser, new_table, parse, parse_shape, speaker, write_json
+from .report import machine, new_parser, new_table, parse, parse_shape, speaker
 from .team import Team
 
 DEVIATIONS = (1.0, 5.0, 20.0)  # standard deviations of random logits
@@ -230,19 +230,18 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     torch.set_float32_matmul_precision("highest")  # no TF32
     team = Team(torch.device(options.device))
-    facts, say, cases, status = machine(team.device), speaker(), [], 0
-    say("; ".join(f"{name}: {text}" for name, text in facts.items()))
-    sources = [partial(snapshots.read, path, team) for path in options.files]
-    sources += [partial(random_problem, shape, std, team) for shape in options.random for std in DEVIATIONS]
-    for source in sources:
-        case = snapshots.attempted(lambda source=source: measure(source()))
-        if case is None:
-            status = 2
-            continue
-        cases.append(case)
+    say, content = speaker(), {"machine": machine(team.device), "cases": []}
+    say("; ".join(f"{name}: {text}" for name, text in content["machine"].items()))
+
+    def case_of(read: Callable, *arguments) -> dict:
+        return measure(read(*arguments, team))
+
+    def show(case: dict) -> None:
         print(f"measured {case['name']}", file=sys.stderr, flush=True)
-        if options.json:
-            write_json(options.json, {"machine": facts, "cases": cases})
+
+    sources = [partial(case_of, snapshots.read, path) for path in options.files]
+    sources += [partial(case_of, random_problem, shape, std) for shape in options.random for std in DEVIATIONS]
+    status, cases = snapshots.report_on(sources, options, content, show), content["cases"]
     for part in (*tables(cases), *map(verdict, cases)):
         say(part)
     return status or int(not all(case["holds"] for case in cases))

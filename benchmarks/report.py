@@ -20,8 +20,6 @@ NONE = "–"
 MIB = 2**20
 PIPE_WIDTH = 300  # a file or a pipe has no width, and wrapped numbers cannot be read
 
-# --- arguments -----------------------------------------------------------------------------------
-
 
 def new_parser(program: str, description: str | None) -> ArgumentParser:
     """With the arguments that all reports have. `parse` is to be called with it."""
@@ -76,9 +74,6 @@ def picture(text: str) -> str:
     return text
 
 
-# --- the machine ---------------------------------------------------------------------------------
-
-
 def machine(device: torch.device) -> dict[str, str]:
     """{what: text} of the hardware and the software that decide the numbers."""
     facts = {"device": _cpu_name(), "cpus": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
@@ -98,15 +93,9 @@ def machine(device: torch.device) -> dict[str, str]:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-# --- what is printed and written -----------------------------------------------------------------
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())
 
 
 def speaker(speaks: bool = True) -> Callable[[Any], None]:

@@ -4,12 +4,14 @@ It is a safetensors file of `hidden [N, D]` and `weight [V, D]`, bf16 or fp16, a
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from .problem import Problem, Shape
+from .report import write_json
 from .team import NotMeasured, Team
 
 TENSORS = ("hidden", "weight", "target")
@@ -44,14 +46,23 @@ def read(path: str, team: Team) -> Problem:
     return Problem(Shape(n, v, d), team, *tensors, name=path)
 
 
-def attempted(work: Callable[[], dict], speaks: bool = True) -> dict | None:
-    """What `work` gives; None for input that cannot be measured, of which a rank that `speaks` says why."""
-    try:
-        return work()
-    except NotMeasured as error:
-        if speaks:
-            print(f"error: {error}", file=sys.stderr)
-        return None
+def report_on(sources: list[Callable], options: Namespace, content: dict, show: Callable, speaks: bool = True) -> int:
+    """Appends what each source gives to `content["cases"]`, shows it, and writes the JSON again. Returns the exit
+    status: 2 if a source cannot be measured, of which a rank that `speaks` says why."""
+    status = 0
+    for source in sources:
+        try:
+            case = source()
+        except NotMeasured as error:
+            status = 2
+            if speaks:
+                print(f"error: {error}", file=sys.stderr)
+            continue
+        content["cases"].append(case)
+        show(case)
+        if options.json and speaks:
+            write_json(options.json, content)
+    return status
 
 
 @torch.no_grad()

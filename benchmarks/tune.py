@@ -24,17 +24,13 @@ from .report import parse_shape
 from .team import NotMeasured, Team
 from .timing import ratios, timer
 
+# (rows, entries), K elements of a step, warps, stages
 SPECIALIZED = [
-    Tile(rows, entries, 64, 8, stages, warp_specialized=True)
-    for (rows, entries), stages in itertools.product([(128, 256), (256, 128)], [3, 4])
+    Tile(*size, 64, 8, stages, warp_specialized=True)
+    for size, stages in itertools.product([(128, 256), (256, 128)], [3, 4])
 ]
-PORTABLE = [
-    Tile(rows, entries, k, warps, stages)
-    for rows, entries in [(128, 256), (128, 128), (64, 128)]
-    for k in (32, 64)
-    for warps in (4, 8)
-    for stages in (3, 4)
-]
+_SIZES = [(128, 256), (128, 128), (64, 128)]
+PORTABLE = [Tile(*size, *rest) for size, *rest in itertools.product(_SIZES, (32, 64), (4, 8), (3, 4))]
 BLOCKS = (8, 16, 32)  # row blocks of a launch
 SHOWN = 8  # best rows of each use
 

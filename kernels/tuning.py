@@ -1,6 +1,6 @@
 """What was measured of GPUs, and what else a launch needs to know of its device.
 
-Nothing is tuned on the hot path. ``python -m parallel_lce.bench.tune`` measures the tiles and the row blocks of a
+Nothing is tuned on the hot path. ``python -m benchmarks.tune`` measures the tiles and the row blocks of a
 launch on the machine it runs on.
 """
 
@@ -39,10 +39,10 @@ class Tile:
 class Measured:
     """What was measured on one GPU: the defaults on an H200. Others run with the same numbers."""
 
-    # Tiles of 16-bit operands that TMA loads, in the mainloop for Hopper and in the plain one: by bench.tune.
+    # Tiles of 16-bit operands that TMA loads, in the mainloop for Hopper and in the plain one: by benchmarks.tune.
     hopper_tile: Tile = Tile(128, 256, 64, 8, 4, warp_specialized=True)
     tma_tile: Tile = Tile(128, 256, 64, 8, 3)
-    # Row blocks of one launch: by bench.tune.
+    # Row blocks of one launch: by benchmarks.tune.
     row_blocks: range = range(12, 21)
     # Limits of a launch over few windows: row blocks, waves of programs, and bytes of x, which must stay in L2.
     most_row_blocks: int = 33

@@ -21,11 +21,11 @@ def main(argv: list[str]) -> None:
         torchrun = ["--standalone", "--nproc-per-node", str(_processes_here())]
     nodes, here = processes_of(torchrun)
 
-    from parallel_lce.bench.options import parse_arguments
+    from benchmarks.options import parse_arguments
 
     _check_files(parse_arguments(arguments, nodes * here, here))
     # No file in the user's folder stands in for a module: not in torchrun, nor in the ranks, which it starts with -m.
-    command = [sys.executable, "-P", "-m", "torch.distributed.run", *torchrun, "-m", "parallel_lce.bench"]
+    command = [sys.executable, "-P", "-m", "torch.distributed.run", *torchrun, "-m", "benchmarks"]
     os.execve(command[0], [*command, *arguments], os.environ | {"PYTHONSAFEPATH": "1"})
 
 

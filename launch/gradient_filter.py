@@ -11,7 +11,7 @@ from training.refusal import Refusal, fail
 
 def main(argv: list[str]) -> None:
     require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "safetensors")
-    from parallel_lce.bench.gradient_filter import parse_arguments
+    from benchmarks.gradient_filter import parse_arguments
     from training.snapshot_report import report
 
     report(__doc__, argv, "gradient_filter", parse_arguments)

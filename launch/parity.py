@@ -11,7 +11,7 @@ from training.refusal import Refusal, fail
 
 def main(argv: list[str]) -> None:
     require("omegaconf", "pydantic", "rich", "tokenizers", "numpy", "torch", "safetensors")
-    from parallel_lce.bench.parity import parse_arguments
+    from benchmarks.parity import parse_arguments
     from training.snapshot_report import report
 
     report(__doc__, argv, "parity", parse_arguments)

@@ -12,11 +12,11 @@ import torch._functorch.config
 from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
+from benchmarks.peak_memory import peak_memory
 from blocks import watched_backwards
 from cases import DTYPES, Case, make, part
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
-from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.run.fused_loss import fused_loss
 from tools import DIFFERENTIABLE, chosen_backend, debug_mode, everywhere, fields, given, shrunk, small
 from world import Member

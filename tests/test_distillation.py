@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.peak_memory import peak_memory
 from cases import DTYPES, normal
 from measures import assert_no_worse, size, smallest_steps
 from parallel_lce.backends import torch_logits
-from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.call import prepare
 from parallel_lce.distillation import divergence
 from parallel_lce.run import divergence as schedule

@@ -14,8 +14,10 @@ FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 SPAN = re.compile(r"`([^`]+)`")
-FILE = re.compile(r"(?<![\w/.-])(?:\./)?((?:configs|docs|examples|kernels|launch|parallel_lce|tests)/[\w./-]*\w)")
-MODULE = re.compile(r"-m (parallel_lce[\w.]*)")
+FILE = re.compile(
+    r"(?<![\w/.-])(?:\./)?((?:benchmarks|configs|docs|examples|kernels|launch|parallel_lce|tests)/[\w./-]*\w)"
+)
+MODULE = re.compile(r"-m ((?:parallel_lce|benchmarks)\b[\w.]*)")
 
 # Names that stand for others.
 PLACEHOLDERS = {"examples/NAME.py", "tests/test_x.py"}

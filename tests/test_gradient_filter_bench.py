@@ -1,9 +1,8 @@
-"""The report on gradient_filter: the order of the vocabulary, active tiles, errors, what is written and refused."""
+"""The report on gradient_filter: the order of the vocabulary, errors, what is written and refused."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -19,12 +18,12 @@ pytest.importorskip("matplotlib", reason="needs the benchmark's packages")
 
 from safetensors.torch import save_file
 
+from benchmarks import gradient_filter, problem, snapshots, timing
+from benchmarks.gradient_filter import BUDGETS, BY_PROBABILITY, EXACT, FILTERS, NATURAL, ROUNDINGS, measure
+from benchmarks.problem import Problem
+from benchmarks.team import NotMeasured, Team
 from cases import normal
 from measures import relative_error
-from parallel_lce.bench import accuracy, exactness, filtered, gradient_filter, sparsity, timing
-from parallel_lce.bench.exactness import Inputs
-from parallel_lce.bench.filtered import BUDGETS, BY_PROBABILITY, EXACT, NATURAL, ROUNDINGS, UNROUNDED, measure, step_of
-from parallel_lce.bench.team import Team
 from tools import chosen_backend, everywhere
 from world import Member
 
@@ -43,11 +42,13 @@ def tensors(n=N, v=V, d=D, steepness=12.0) -> dict[str, torch.Tensor]:
     return {"hidden": hidden.bfloat16(), "weight": weight.bfloat16(), "target": target}
 
 
-def inputs(device="cpu", **changed) -> Inputs:
-    return Inputs("made up", **{name: t.to(device) for name, t in (tensors() | changed).items()})
+def written(folder: Path, name: str, sizes=(40, 60, 16), **changed) -> str:
+    content = {key: tensor for key, tensor in (tensors(*sizes) | changed).items() if tensor is not None}
+    save_file(content, folder / f"{name}.safetensors")
+    return str(folder / f"{name}.safetensors")
 
 
-def probabilities(given: Inputs) -> torch.Tensor:
+def probabilities(given: Problem) -> torch.Tensor:
     """[N, V] fp64"""
     return (given.hidden.double() @ given.weight.double().T).softmax(1)
 
@@ -58,49 +59,35 @@ def short(monkeypatch):
     monkeypatch.setitem(timing.ALONE, "cpu", (0.0, 1e-6))
 
 
-# --- the order of the vocabulary, and active tiles -----------------------------------------------------
+@pytest.fixture
+def given(tmp_path) -> Problem:
+    return snapshots.read(written(tmp_path, "step-1", (N, V, D)), ALONE)
 
 
-def test_the_vocabulary_is_ordered_by_mean_probability(monkeypatch):
-    monkeypatch.setattr(exactness, "BLOCK_BYTES", 8 * V * 7)  # blocks of 7 tokens
-    given = inputs()
-    mean = probabilities(given).mean(0)
-    torch.testing.assert_close(sparsity.mean_probabilities(given).double(), mean, rtol=1e-5, atol=0)
-    order = sparsity.by_probability(given)
+# --- the order of the vocabulary -----------------------------------------------------------------------
+
+
+def test_the_vocabulary_is_ordered_by_mean_probability_and_dealt_to_the_ranks(given, monkeypatch):
+    monkeypatch.setattr(problem, "BLOCK_BYTES", 8 * V * 7)  # blocks of 7 tokens
+    mean, order = probabilities(given).mean(0), gradient_filter.by_probability(given)
     assert torch.equal(order.sort().values, torch.arange(V))
     assert (mean[order].diff() <= 1e-6 * mean[order][1:]).all()
+    for ranks in (2, 5):
+        dealt = torch.cat([order[rank::ranks] for rank in range(ranks)])
+        assert torch.equal(gradient_filter.by_probability(given, ranks), dealt)
 
 
-def test_an_order_changes_the_vocabulary_alone():
-    given, order = inputs(), torch.randperm(V, generator=torch.Generator().manual_seed(5))
-    changed = sparsity.reordered(given, order)
+def test_an_order_changes_the_vocabulary_alone(given):
+    order = torch.randperm(V, generator=torch.Generator().manual_seed(5))
+    changed = gradient_filter.reordered(given, order)
     torch.testing.assert_close(probabilities(changed), probabilities(given)[:, order])
-    assert torch.equal(order[changed.target], given.target)
-    assert torch.equal(changed.hidden, given.hidden) and changed.name == given.name
-
-
-@pytest.mark.parametrize("rows", [7, 200, N])
-def test_active_tiles_are_those_with_a_large_probability_or_a_target(rows, monkeypatch):
-    monkeypatch.setattr(exactness, "BLOCK_BYTES", 8 * V * rows)
-    given = inputs()
-    given = sparsity.reordered(given, sparsity.by_probability(given))
-    p, found = probabilities(given), sparsity.tile_maxima(given)
-    assert found.shape == (3, 1, 6)
-    found = found[:, 0]
-    for i in range(3):
-        for j in range(6):
-            tokens, entries = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
-            target = given.target[tokens]
-            here = ((target >= entries.start) & (target < entries.stop)).any()
-            expected = 1.0 if here else p[tokens, entries].max().item()
-            assert found[i, j].item() == pytest.approx(expected, rel=1e-5)
-    assert 0 < (found > 2**-10).double().mean() < (found > 2**-13).double().mean() < 1
+    assert torch.equal(order[changed.target], given.target) and torch.equal(changed.hidden, given.hidden)
 
 
 # --- errors --------------------------------------------------------------------------------------------
 
 
-def gradients(given: Inputs, logits=lambda z: z, dlogits=lambda g: g) -> list[torch.Tensor]:
+def gradients(given: Problem, logits=lambda z: z, dlogits=lambda g: g) -> list[torch.Tensor]:
     """dX and dW of the mean, fp64, of rounded logits, or of a rounded gradient of them."""
     x, weight = given.hidden.double(), given.weight.double()
     z = logits(x @ weight.T)
@@ -109,8 +96,8 @@ def gradients(given: Inputs, logits=lambda z: z, dlogits=lambda g: g) -> list[to
 
 
 def errors_of(found: list[torch.Tensor], truth: list[torch.Tensor]) -> list[float]:
-    """Of dX, of dW, and of dW's rows in the mean."""
-    of_rows = [relative_error(*rows) for rows in zip(found[1], truth[1])]
+    """Of dX, of dW, and of dW's rows in the mean, without rows that are 0."""
+    of_rows = [relative_error(*rows) for rows in zip(found[1], truth[1]) if rows[1].any()]
     return [*map(relative_error, found, truth), sum(of_rows) / len(of_rows)]
 
 
@@ -118,235 +105,125 @@ def to_bf16(values: torch.Tensor) -> torch.Tensor:
     return values.bfloat16().double()
 
 
-@pytest.mark.parametrize("name", ROUNDINGS)
-def test_answers_round_one_thing_alone(name, monkeypatch):
-    monkeypatch.setattr(accuracy, "BLOCK_BYTES", 8 * V * 70)  # blocks of 70 tokens
-    given = inputs()
-    found = accuracy.answers(filtered._problem(given, ALONE), torch.float64, **ROUNDINGS[name])
-    for its, expected in zip(filtered._gradients(found), gradients(given, **dict.fromkeys(ROUNDINGS[name], to_bf16))):
-        assert relative_error(its, expected) < 1e-12
+def test_the_measures_of_a_small_snapshot(short, given, monkeypatch):
+    monkeypatch.setattr(gradient_filter, "FILTERS", (None, 1e-30, 2**-11, 0.2))
+    monkeypatch.setattr(problem, "BLOCK_BYTES", 8 * V * 70)  # blocks of 70 tokens
+    truth, case = gradients(given), measure(given.name, 2, ALONE)
+    assert case["step"] == 1 and case["dtype"] == "bfloat16"
+    assert case["loss"] == pytest.approx(-probabilities(given)[range(N), given.target].log().mean().item())
+    references = case["reference_errors"]
+    for name, rounding in ROUNDINGS.items():
+        rounded = gradients(given, **dict.fromkeys(rounding, to_bf16))
+        for suffix, ends in ((", results not rounded", lambda t: t), ("", to_bf16)):
+            expected = errors_of([ends(its) for its in rounded], truth)
+            assert list(references[name + suffix].values()) == pytest.approx(expected, rel=1e-3)
+    expected = errors_of([to_bf16(t) for t in truth], truth)
+    assert list(references[EXACT].values()) == pytest.approx(expected, rel=1e-6)
+    assert [(each["order"], each["gradient_filter"]) for each in case["results"]] == [
+        (order, value) for order in (NATURAL, BY_PROBABILITY) for value in (None, 1e-30, 2**-11, 0.2)
+    ]
+    for none, tiny, usual, large in (case["results"][:4], case["results"][4:]):
+        for memory in BUDGETS:
+            for name in ("dX", "dW", "dW rows"):
+                exact = none[memory]["errors"][name]
+                assert exact < 2 * references[EXACT][name] and tiny[memory]["errors"][name] == exact
+                assert large[memory]["errors"][name] >= usual[memory]["errors"][name] >= 0.99 * exact
+            ratios = sorted(g / s for g, s in zip(none["gemm_only_seconds"], none[memory]["seconds"]))
+            assert none[memory]["of_gemm_only"] == pytest.approx([sum(ratios) / 2, *ratios])
+    assert case["results"][-1]["saved"]["errors"]["dX"] > 3 * references[EXACT]["dX"]
 
 
 def test_rows_of_dw_that_are_0_do_not_count():
-    truth = accuracy.Answers(torch.zeros(()), torch.ones(2, 3), torch.tensor([[3.0, 4.0], [0.0, 0.0], [0.0, 1.0]]), 0.0)
+    truth = gradient_filter.Answers(torch.zeros(()), torch.ones(2, 3), torch.tensor([[3.0, 4.0], [0, 0], [0, 1]]), 0.0)
     found = [torch.ones(2, 3), torch.tensor([[3.0, 3.0], [1.0, 0.0], [0.0, 1.5]])]
     expected = {"dX": 0.0, "dW": (2.25 / 26) ** 0.5, "dW rows": (0.2 + 0.5) / 2}
-    assert filtered._errors(found, truth) == pytest.approx(expected)
-    found[1][1] = torch.nan
-    assert filtered._errors(found, truth)["dW rows"] == pytest.approx(expected["dW rows"])
-    truth.grad_weight[2] = torch.nan
-    assert all(math.isnan(filtered._errors(found, truth)[name]) for name in ("dW", "dW rows"))
-
-
-def test_the_measures_of_a_small_snapshot(short, monkeypatch):
-    monkeypatch.setattr(filtered, "FILTERS", (None, 1e-30, 2**-11, 0.2))
-    given = inputs()
-    truth = gradients(given)
-    measured = measure(given, 2, ALONE)
-    assert measured.loss == pytest.approx(-probabilities(given)[range(N), given.target].log().mean().item())
-    for name, rounding in ROUNDINGS.items():
-        rounded = gradients(given, **dict.fromkeys(rounding, to_bf16))
-        for suffix, ends in ((UNROUNDED, lambda t: t), ("", to_bf16)):
-            expected = errors_of([ends(its) for its in rounded], truth)
-            assert list(measured.references[name + suffix].values()) == pytest.approx(expected, rel=1e-3)
-    expected = errors_of([to_bf16(t) for t in truth], truth)
-    assert list(measured.references[EXACT].values()) == pytest.approx(expected, rel=1e-6)
-    assert [(each.order, each.gradient_filter) for each in measured.results] == [
-        (order, value) for order in (NATURAL, BY_PROBABILITY) for value in (None, 1e-30, 2**-11, 0.2)
-    ]
-    for order in (NATURAL, BY_PROBABILITY):
-        none, tiny, usual, large = (each for each in measured.results if each.order == order)
-        ids = torch.arange(V) if order == NATURAL else sparsity.by_probability(given)
-        maxima = sparsity.tile_maxima(sparsity.reordered(given, ids)).flatten().tolist()
-        for each in (tiny, usual, large):
-            assert each.active == pytest.approx(sum(p > each.gradient_filter for p in maxima) / len(maxima))
-        assert none.active == tiny.active == 1 and large.active <= usual.active
-        for memory in BUDGETS:
-            for name in ("dX", "dW", "dW rows"):
-                exact = none.ways[memory].errors[name]
-                assert exact < 2 * measured.references[EXACT][name]
-                assert tiny.ways[memory].errors[name] == exact
-                assert large.ways[memory].errors[name] >= usual.ways[memory].errors[name] >= 0.99 * exact
-            ratios = sorted(g / s for g, s in zip(none.gemm_seconds, none.ways[memory].seconds))
-            assert none.of_gemm_only(memory) == pytest.approx([sum(ratios) / 2, *ratios])
-    in_order = measured.results[-1]
-    assert in_order.active < 1 and in_order.ways["saved"].errors["dX"] > 3 * measured.references[EXACT]["dX"]
-    assert measured.results[6].active < measured.results[2].active  # the order of probabilities empties tiles
-
-
-def test_both_budgets_and_every_filter_are_asked_for(short, monkeypatch):
-    """Recorded at the public function, which the report times."""
-    import parallel_lce
-
-    asked, real = [], parallel_lce.linear_cross_entropy
-    before = {"reduction": "mean"}
-
-    def recorded(*tensors, **options):
-        asked.append((options["gradient_filter"], options["logits_budget"], (before | options)["reduction"]))
-        return real(*tensors, **options)
-
-    monkeypatch.setattr(parallel_lce, "linear_cross_entropy", recorded)
-    measure(Inputs("", **tensors(20, 30, 8)), 1, ALONE)
-    values = None, 2**-13, 2**-12, 2**-11, 2**-10
-    assert set(asked) == {(value, budget, "mean") for value in values for budget in (1 << 40, 0)}
+    assert gradient_filter._errors(found, truth) == pytest.approx(expected)
 
 
 # --- over ranks ------------------------------------------------------------------------------------------
 
 
-def test_entries_are_dealt_to_the_ranks_in_turn():
-    given = inputs()
-    order = sparsity.by_probability(given)
-    for ranks in (2, 5):
-        assert torch.equal(sparsity.by_probability(given, ranks), torch.cat([order[r::ranks] for r in range(ranks)]))
-
-
-def test_active_tiles_of_ranks_are_those_of_their_shards():
-    given = inputs()
-    found = sparsity.tile_maxima(given, ranks=2)
-    assert found.shape == (3, 2, 3)
-    for rank in range(2):
-        here = slice(rank * 350, rank * 350 + 350)
-        p = probabilities(given)
-        p[torch.arange(N), given.target] = 1.0
-        expected = F.pad(p[:, here], (0, 34, 0, 84)).view(3, 128, 3, 128).amax((1, 3))
-        torch.testing.assert_close(found[:, rank].double(), expected, rtol=1e-5, atol=0)
-
-
-def _measured_on(member: Member, rounds: int) -> dict:
+def _measured_on(member: Member, path: str) -> dict:
     timing.OVER_RANKS[member.device.type] = 0.0, 1e-6
-    filtered.FILTERS = None, 2**-11
+    gradient_filter.FILTERS = None, 2**-11
     team = Team(member.device, member.rank, member.ranks, member.group, member.group)
     with chosen_backend("torch"):
-        return measure(inputs(member.device), rounds, team).as_dict()
+        return measure(path, 1, team)
 
 
-def test_ranks_have_the_errors_of_the_whole(worlds, short, device, monkeypatch):
-    monkeypatch.setattr(filtered, "FILTERS", (None, 2**-11))
-    first, second = everywhere(worlds, device, 2, _measured_on, 1)
+def test_ranks_have_the_errors_of_the_whole(worlds, short, given, device, monkeypatch):
+    monkeypatch.setattr(gradient_filter, "FILTERS", (None, 2**-11))
+    first, second = everywhere(worlds, device, 2, _measured_on, given.name)
     with chosen_backend("torch"):
-        whole = measure(inputs(device), 1, Team(torch.device(device))).as_dict()
+        whole = measure(given.name, 1, Team(torch.device(device)))
     assert first["tp"] == 2 and whole["tp"] == 1 and first["reference_errors"] == whole["reference_errors"]
-    for ours, theirs, of_whole in zip(first["results"], second["results"], whole["results"]):
-        assert ours["order"] == of_whole["order"] and ours["gemm_only_seconds"] == theirs["gemm_only_seconds"]
-        for memory in BUDGETS:
-            assert ours[memory]["errors"] == theirs[memory]["errors"]
-            if ours["gradient_filter"] is None:
-                found, expected = ours[memory]["errors"], of_whole[memory]["errors"]
-                assert [found[name] for name in ("dW", "dW rows")] == pytest.approx(
-                    [expected[name] for name in ("dW", "dW rows")], rel=0.02
-                )
-                # A bf16 dX is summed over the ranks in bf16.
-                assert expected["dX"] <= found["dX"] < 2 * expected["dX"]
-    natural, in_order = first["results"][1], first["results"][3]
-    assert in_order["active_tiles"] < natural["active_tiles"] <= 1
+    assert first == second
+    for ours, of_whole in zip(first["results"], whole["results"]):
+        for memory in BUDGETS if ours["gradient_filter"] is None else ():
+            found, expected = ours[memory]["errors"], of_whole[memory]["errors"]
+            for name in ("dW", "dW rows"):
+                assert found[name] == pytest.approx(expected[name], rel=0.02)
+            assert expected["dX"] <= found["dX"] < 2 * expected["dX"]  # a bf16 dX is summed over the ranks in bf16
 
 
 @pytest.mark.slow
 def test_the_report_over_ranks(tmp_path):
     """torchrun's own start: one rank speaks, and what one cannot read all refuse."""
-    (bad,), (good,) = written(tmp_path, "bad", weight=None), written(tmp_path, "good")
+    bad, good = written(tmp_path, "bad", weight=None), written(tmp_path, "good")
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    command += ["parallel_lce.bench.gradient_filter", bad, good, "--device", "cpu", "--rounds", "1"]
+    command += ["benchmarks.gradient_filter", bad, good, "--device", "cpu", "--rounds", "1", "--json", str(figures)]
     unset = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
     environment = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONPATH": str(ROOT)}
     environment |= {"OMP_NUM_THREADS": "1", "PARALLEL_LCE_BACKEND": "torch"}
-    run = subprocess.run(
-        [*command, "--json", str(figures)], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
+    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert run.stderr.count(f"error: {bad} has no tensor weight") == 1, run.stderr
-    assert run.stdout.count(f"{good}: TP 2, N=40, V=60, D=16, bf16") == 1
+    assert run.stdout.count(f"{good}: TP 2, N=40, V=60, D=16, bfloat16") == 1
     (case,) = json.loads(figures.read_text())["cases"]
-    assert case["tp"] == 2 and len(case["results"]) == 12
+    assert case["tp"] == 2 and len(case["results"]) == 2 * len(FILTERS)
 
 
-def test_a_vocabulary_that_ranks_cannot_share_evenly_is_refused():
-    with pytest.raises(ValueError, match="a vocabulary of 700 entries cannot be shared by 3 ranks"):
-        measure(inputs(), 1, Team(torch.device("cpu"), 0, 3))
+def test_a_vocabulary_that_ranks_cannot_share_evenly_is_refused(given, monkeypatch):
+    monkeypatch.setattr(Team, "agree", lambda self, work: work())
+    with pytest.raises(NotMeasured, match="a vocabulary of 700 entries cannot be shared by 3 ranks"):
+        measure(given.name, 1, Team(torch.device("cpu"), 0, 3))
 
 
 # --- the command ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "step"), [("a/step-50.safetensors", 50), ("step-last.safetensors", None), ("b/step-5/x.safetensors", None)]
-)
-def test_the_step_is_in_the_name(name, step):
-    assert step_of(name) == step
-
-
-def written(folder: Path, *names: str, **changed) -> list[str]:
-    paths = [str(folder / f"{name}.safetensors") for name in names]
-    for path in paths:
-        save_file(
-            {name: tensor for name, tensor in (tensors(40, 60, 16) | changed).items() if tensor is not None}, path
-        )
-    return paths
-
-
-def test_the_report_writes_tables_json_and_a_picture(short, tmp_path, capsys):
-    paths = written(tmp_path, "step-20", "other")
-    figures, picture = tmp_path / "new" / "figures.json", tmp_path / "pictures" / "p.png"
-    arguments = ["--device", "cpu", "--rounds", "3", "--json", str(figures), "--plot", str(picture)]
-    assert gradient_filter.main([*paths, *arguments]) == 0
-    said = capsys.readouterr().out
-    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
-    content = json.loads(figures.read_text())
-    assert content["machine"]["torch"] == torch.__version__ and content["settings"] == {"rounds": 3}
-    assert [(case["name"], case["step"]) for case in content["cases"]] == list(zip(paths, (20, None)))
-    for case in content["cases"]:
-        assert (case["n"], case["v"], case["d"], case["dtype"]) == (40, 60, 16, "bf16")
-        assert f"{case['name']}: N=40, V=60, D=16, bf16, loss {case['loss']:.4f}" in said
-        assert set(case["reference_errors"]) == {EXACT, *ROUNDINGS, *(name + UNROUNDED for name in ROUNDINGS)}
-        assert all(set(errors) == {"dX", "dW", "dW rows"} for errors in case["reference_errors"].values())
-        assert len(case["results"]) == 10
-        for result in case["results"]:
-            assert len(result["gemm_only_seconds"]) == 3
-            assert 0 < result["active_tiles"] <= 1
-            for memory in BUDGETS:
-                way = result[memory]
-                ratios = sorted(g / s for g, s in zip(result["gemm_only_seconds"], way["seconds"]))
-                assert way["of_gemm_only"] == pytest.approx([ratios[1], ratios[0], ratios[2]])
-                assert set(way["errors"]) == {"dX", "dW", "dW rows"}
-    row = next(line for line in said.splitlines() if line.startswith("| by probability") and "| 2^-11" in line)
-    result = content["cases"][0]["results"][8]
-    assert (result["order"], result["gradient_filter"]) == (BY_PROBABILITY, 2**-11)
-    for way in (result[memory] for memory in BUDGETS):
-        assert f"{way['of_gemm_only'][0]:.3f} (" in row and f"{way['errors']['dX']:.2e}" in row
-
-
-def test_the_picture_has_a_line_per_filter_in_each_panel(short, tmp_path, monkeypatch):
+def test_the_report_writes_tables_json_and_a_picture(short, tmp_path, capsys, monkeypatch):
     """Lines go through the snapshots in the order of their steps, whatever the order of the files."""
     from matplotlib import pyplot
 
-    from parallel_lce.bench.filter_plot import plot_over_steps
-
-    cases = [measure(Inputs(f"a/step-{s}.safetensors", **tensors(20, 30, 8)), 1, ALONE).as_dict() for s in (9, 2)]
-    figures = []
-    monkeypatch.setattr(pyplot, "close", figures.append)
-    assert plot_over_steps(tmp_path / "p.png", {"device": "a", "torch": "b"}, cases)
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    paths = [written(tmp_path, name) for name in ("step-20", "step-9", "other [x]")]
+    bad = written(tmp_path, "bad", weight=None)
+    figures, picture = tmp_path / "new" / "figures.json", tmp_path / "pictures" / "p.png"
+    arguments = ["--device", "cpu", "--rounds", "3", "--json", str(figures), "--plot", str(picture)]
+    assert gradient_filter.main([bad, *paths, *arguments]) == 2  # for one that cannot be measured
     monkeypatch.undo()
-    speed, error = figures[0].axes
-    labels = [axis.get_legend_handles_labels()[1] for axis in (speed, error)]
-    pyplot.close(figures[0])
-    assert [len(each) for each in labels] == [10, 12] and {"bf16 logits, dX", "bf16 logits, dW"} <= set(labels[1])
-    lines = [line for line in speed.lines if len(line.get_xdata()) == 2 and line.get_marker() == "o"]
-    assert all(list(line.get_xdata()) == [2, 9] for line in lines)
-    expected = [case["results"][5]["saved"]["of_gemm_only"][0] for case in cases[::-1]]
-    assert any(list(line.get_ydata()) == expected for line in lines)
-    expected = [case["results"][7]["saved"]["errors"]["dW"] for case in cases[::-1]]
-    assert any(list(line.get_ydata()) == expected for line in error.lines)
-
-
-def test_what_cannot_be_measured_does_not_end_the_report(short, tmp_path, capsys):
-    (bad,), (good,) = written(tmp_path, "bad", weight=None), written(tmp_path, "good [x]")
-    picture = tmp_path / "p.png"
-    arguments = ["--device", "cpu", "--rounds", "1", "--plot", str(picture)]
-    assert gradient_filter.main([bad, good, *arguments]) == 2
     said = capsys.readouterr()
-    assert f"error: {bad} has no tensor weight" in said.err and f"{good}: N=40, V=60, D=16" in said.out
-    assert f"named step-STEP.safetensors: no {picture}" in said.out and not picture.exists()
+    assert f"error: {bad} has no tensor weight" in said.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    cases = json.loads(figures.read_text())["cases"]
+    assert [(case["name"], case["step"]) for case in cases] == list(zip(paths, (20, 9, None)))
+    for case in cases:
+        assert f"{case['name']}: N=40, V=60, D=16, bfloat16, loss {case['loss']:.4f}" in said.out
+        assert len(case["results"]) == 2 * len(FILTERS)
+    row = next(line for line in said.out.splitlines() if line.startswith("| by probability") and "| 2^-11" in line)
+    result = cases[0]["results"][8]
+    assert (result["order"], result["gradient_filter"]) == (BY_PROBABILITY, 2**-11)
+    for way in (result[memory] for memory in BUDGETS):
+        assert f"{way['of_gemm_only'][0]:.3f} (" in row and f"{way['errors']['dX']:.2e}" in row
+    speed, error = drawn[0].axes
+    labels = [axis.get_legend_handles_labels()[1] for axis in (speed, error)]
+    assert [len(each) for each in labels] == [10, 12] and {"bf16 logits, dX", "bf16 logits, dW"} <= set(labels[1])
+    of_natural_and_saved = [case["results"][5]["saved"]["of_gemm_only"][0] for case in (cases[1], cases[0])]
+    assert list(speed.lines[0].get_xdata()) == [9, 20]
+    assert list(speed.lines[0].get_ydata()) == of_natural_and_saved
+    pyplot.close(drawn[0])
 
 
 @pytest.mark.parametrize(
@@ -360,48 +237,33 @@ def test_what_cannot_be_measured_does_not_end_the_report(short, tmp_path, capsys
     ],
 )
 def test_a_bad_command_line_says_why(arguments, words, tmp_path, capsys):
-    names = {"FILE": written(tmp_path, "a")[0], "FOLDER": str(tmp_path)}
+    names = {"FILE": written(tmp_path, "a"), "FOLDER": str(tmp_path)}
     with pytest.raises(SystemExit) as refusal:
         gradient_filter.main([names.get(word, word) for word in arguments])
     assert refusal.value.code == 2 and words.replace("FOLDER", names["FOLDER"]) in capsys.readouterr().err
 
 
-@pytest.fixture
-def training(tmp_path) -> list[str]:
-    """The arguments of a training that takes a moment."""
-    for package in ("tokenizers", "omegaconf", "pydantic"):
-        pytest.importorskip(package, reason="needs the training program's packages")
+@pytest.mark.slow
+def test_the_whole_command_on_a_trained_model(short, tmp_path, monkeypatch):
+    """launch/gradient_filter.py, but for the new process of the report, which parity's tests start."""
+    pytest.importorskip("tokenizers", reason="needs the training program's packages")
+    import gradient_filter as program  # of launch/
+    from training.refusal import Refusal
+
     tiny = ["model.hidden=64", "train.steps=4", "train.sequence=64", "text.max_bytes=100_000", "text.vocab_size=512"]
     tiny += ["snapshots.steps=[2]", "snapshots.tokens=128", f"text.cache={tmp_path / 'cache'}"]
-    return ["--config", str(ROOT / "configs" / "snapshots-cpu.yaml"), *tiny, f"output={tmp_path / 'out'}"]
-
-
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_what_cannot_be_written_is_refused_before_the_training(option, training, tmp_path, monkeypatch):
-    from training.refusal import Refusal
-    from training.snapshot_report import report
-
-    monkeypatch.setattr(os, "execve", lambda *_: pytest.fail("nothing was refused"))
-    (tmp_path / "file").touch()
-    arguments = [*training, "--", option, str(tmp_path / "file" / "p.png")]
-    with pytest.raises(Refusal, match=f"the folder of {option}=.*file cannot be made a folder"):
-        report("", arguments, "gradient_filter", gradient_filter.parse_arguments)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_the_whole_command_on_a_trained_model(short, training, tmp_path, monkeypatch):
-    """launch/gradient_filter.py, but for the new process of the report, which parity's tests start."""
-    import gradient_filter as program  # of launch/
-
+    training = ["--config", str(ROOT / "configs" / "snapshots-cpu.yaml"), *tiny, f"output={tmp_path / 'out'}"]
     started = []
     monkeypatch.setattr(os, "execve", lambda path, command, environment: started.append(command))
-    figures, picture = tmp_path / "figures.json", tmp_path / "p.png"
-    report = ["--device", "cpu", "--rounds", "1", "--json", str(figures), "--plot", str(picture)]
+    (tmp_path / "file").touch()
+    for option in ("--json", "--plot"):
+        with pytest.raises(Refusal, match=f"the folder of {option}=.*file cannot be made a folder"):
+            program.main([*training, "--", option, str(tmp_path / "file" / "p.png")])
+    assert started == [] and not (tmp_path / "out").exists()  # refused before the training
+    report = ["--device", "cpu", "--rounds", "1", "--json", str(tmp_path / "figures.json")]
     program.main([*training, "--", *report])
-    snapshots = [str(tmp_path / "out" / f"step-{step}.safetensors") for step in (2, 4)]
-    assert started == [[sys.executable, "-P", "-m", "parallel_lce.bench.gradient_filter", *snapshots, *report]]
-    assert gradient_filter.main([*snapshots, *report]) == 0
-    cases = json.loads(figures.read_text())["cases"]
+    paths = [str(tmp_path / "out" / f"step-{step}.safetensors") for step in (2, 4)]
+    assert started == [[sys.executable, "-P", "-m", "benchmarks.gradient_filter", *paths, *report]]
+    assert gradient_filter.main([*paths, *report]) == 0
+    cases = json.loads((tmp_path / "figures.json").read_text())["cases"]
     assert [case["step"] for case in cases] == [2, 4] and cases[0]["loss"] > cases[1]["loss"]
-    assert picture.stat().st_size > 10_000

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import parallel_lce
+from benchmarks.peak_memory import peak_memory
 from blocks import block_backward, block_forward
 from cases import DTYPES, Case, make, normal, part
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
-from parallel_lce.bench.peak_memory import peak_memory
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.partials import Columns
 from tools import alone, everywhere, shrunk, small

@@ -32,9 +32,9 @@ def python(*arguments: str, path: str | None = None, cwd: Path | None = None) ->
 
 
 def _copy(destination: Path) -> Path:
-    """What git would check out of the package, its link included."""
+    """What git would check out of the package, its link included, and of a folder beside it."""
     skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
-    for name in ("parallel_lce", "kernels"):
+    for name in ("parallel_lce", "kernels", "benchmarks"):
         shutil.copytree(ROOT / name, destination / name, symlinks=True, ignore=skip)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, destination / name)
@@ -90,7 +90,7 @@ def test_the_wheel_holds_the_license_and_the_mark_of_a_typed_package(unpacked):
 
 @needs_build
 def test_the_wheel_puts_nothing_else_on_the_path(unpacked):
-    """No top-level ``kernels`` (another package has that name), ``tests`` or ``launch``."""
+    """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``."""
     top = {p.name for p in unpacked.iterdir()}
     assert {name for name in top if not name.endswith(".dist-info")} == {"parallel_lce"}
 

@@ -11,7 +11,7 @@ from training.torchrun import split_arguments
 
 
 def report(description: str | None, argv: list[str], name: str, parse: Callable[[list[str], str], Namespace]) -> None:
-    """Trains, then becomes `python -m parallel_lce.bench.NAME`, whose command line `parse` checks.
+    """Trains, then becomes `python -m benchmarks.NAME`, whose command line `parse` checks.
 
     The arguments of the training may come first, ended by `--`; the others go to the report. Raises a Refusal for a
     user's mistake.
@@ -29,5 +29,5 @@ def report(description: str | None, argv: list[str], name: str, parse: Callable[
         run(config)
     # Another process, since this one still holds memory of the device. No file in the user's folder stands in for a
     # module of it.
-    command = [sys.executable, "-P", "-m", f"parallel_lce.bench.{name}", *map(str, snapshots_in(config.output))]
+    command = [sys.executable, "-P", "-m", f"benchmarks.{name}", *map(str, snapshots_in(config.output))]
     os.execve(command[0], [*command, *arguments], os.environ | {"PYTHONSAFEPATH": "1"})

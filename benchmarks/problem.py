@@ -1,4 +1,4 @@
-"""What is measured: a shape, and the random tensors that each rank has."""
+"""What is measured: a shape, and the tensors that each rank has."""
 
 from dataclasses import dataclass
 
@@ -8,6 +8,7 @@ from .team import Team
 
 IGNORE_INDEX = -100
 IGNORED = 0.05  # share of the targets that are IGNORE_INDEX
+BLOCK_BYTES = 512 << 20  # float64 logits of a block of tokens, where plain torch makes them
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,11 @@ class Problem:
     weight: torch.Tensor  # [V/P, D], this rank's vocabulary shard
     target: torch.Tensor  # [N] int64, the same on all ranks
     sequence_parallel: bool = False
+    name: str = ""
 
     def __str__(self):
-        if self.team.ranks == 1:
-            return str(self.shape)
-        return f"TP {self.team.ranks}, N={self.shape.n}" + (", SP" if self.sequence_parallel else "")
+        parts = [f"TP {self.team.ranks}"] * (self.team.ranks > 1) + [str(self.shape)]
+        return ", ".join(parts + ["SP"] * self.sequence_parallel)
 
     def own(self, whole):
         """This rank's tokens of `whole [N, ...]`: all of them without sequence parallelism."""
@@ -51,6 +52,16 @@ class Problem:
     def counted(self):
         """[N] bool: the targets that are not ignored."""
         return self.target != IGNORE_INDEX
+
+    @property
+    def dtype_name(self):
+        return str(self.hidden.dtype).removeprefix("torch.")
+
+    @property
+    def blocks(self):
+        """Slices of the tokens, whose float64 logits of this rank's shard have `BLOCK_BYTES` each."""
+        rows = max(1, BLOCK_BYTES // (8 * len(self.weight)))
+        return [slice(start, start + rows) for start in range(0, len(self.hidden), rows)]
 
 
 def make_problem(shape, dtype, team, seed=0):

@@ -5,7 +5,6 @@ Each function returns a loss as peers.py describes it, or raises what its import
 
 import importlib
 import inspect
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -45,35 +44,17 @@ def torch_lce_chunked(group, sequence_parallel):
     return library("torch.nn.functional", "linear_cross_entropy", options=chunked)(group, sequence_parallel)
 
 
-def loss_parallel(group, sequence_parallel):
-    """PyTorch's loss over DTensors, whose logits stay sharded over the vocabulary."""
-    from torch.distributed.tensor.parallel import loss_parallel
-
-    def loss(x, weight, target):
-        shard = DTensor.from_local(weight, _mesh(group), [Shard(0)], run_check=False)
-        found = torch_loss(_gathered(x, group, sequence_parallel), shard, target)
-        assert isinstance(found, DTensor)
-        return found.to_local()
-
-    loss.around = loss_parallel  # both passes have to run inside
-    return loss
-
-
-def _gathered(x, group, sequence_parallel):
-    """The hidden states of the whole sequence as a replicated DTensor."""
+def whole_sequence(group, sequence_parallel):
+    """A function of this rank's hidden states that returns those of the whole sequence. Its backward sums their
+    gradient over the ranks, and scatters it under sequence parallelism."""
+    mesh = DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
     placement = Shard(0) if sequence_parallel else Replicate()
-    return DTensor.from_local(x, _mesh(group), [placement], run_check=False).redistribute(placements=[Replicate()])
 
+    def gathered(x):
+        shared = DTensor.from_local(x, mesh, [placement], run_check=False).redistribute(placements=[Replicate()])
+        return shared.to_local(grad_placements=[Partial()])
 
-def whole_sequence(x, group, sequence_parallel):
-    """The hidden states of the whole sequence. Backward sums their gradient over the ranks, and scatters it under
-    sequence parallelism."""
-    return _gathered(x, group, sequence_parallel).to_local(grad_placements=[Partial()])
-
-
-@cache
-def _mesh(group):
-    return DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    return gathered
 
 
 def megatron(fused, group, sequence_parallel):
@@ -123,9 +104,10 @@ def verl(group, sequence_parallel):
 
     options = {"reduction": "none", "temperature": 1.0, "dist_process_group": group}
     order = list(inspect.signature(LinearCrossEntropy.forward).parameters)[4:]  # after ctx, hidden, weight and labels
+    gathered = None if group is None else whole_sequence(group, sequence_parallel)
 
     def loss(x, weight, target):
-        hidden = x if group is None else whole_sequence(x, group, sequence_parallel)
+        hidden = x if gathered is None else gathered(x)
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0)
         log_probs, _ = LinearCrossEntropy.apply(hidden, weight, labels, *(options[name] for name in order))

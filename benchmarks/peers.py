@@ -14,9 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from . import libraries, post_training
-from .libraries import library, mean_of
-from .problem import IGNORE_INDEX
+from . import libraries, ours
+from .libraries import library
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
 PASSES = (FORWARD, FORWARD_BACKWARD)  # without gradients, as in evaluation; with dX and dW, as in training
@@ -40,14 +39,10 @@ class Peer:
     devices: tuple[str, ...]  # those on which it is measured without being named
     build: Callable | None  # of a group (None on one GPU) and whether sequence parallel; returns the loss
     family: str = "other"  # 'ours', 'gemm-only' (a GEMM-only baseline) or 'other'
-    passes: tuple[str, ...] = PASSES
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
     settings: tuple[str, ...] = (ONE,)
     needs: str = ""  # a module that `build` imports
     judged: bool = True  # its answers are those of the problem
-
-    def __str__(self) -> str:
-        return self.name
 
     @property
     def missing(self) -> str:
@@ -59,55 +54,13 @@ class Peer:
         return "" if found else f"no module {self.needs}"
 
 
-def ours(reduction, budget, group, sequence_parallel):
-    """With reduction 'none' the losses are averaged outside, so that forward may not accumulate gradients."""
-    from parallel_lce import linear_cross_entropy
-
-    options = {"ignore_index": IGNORE_INDEX, "reduction": reduction, "logits_budget": budget}
-    options.update(process_group=group, sequence_parallel=sequence_parallel)
-
-    def loss(x, weight, target):
-        losses = linear_cross_entropy(x, weight, target, **options)
-        return losses if reduction == "mean" else mean_of(losses, target)
-
-    return loss
-
-
-def ours_main_grad(budget, group, sequence_parallel):
-    """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
-    from parallel_lce.core.grad_buffers import MainGrad
-    from parallel_lce.core.options import Options, Tensors
-    from parallel_lce.run.fused_loss import fused_loss
-
-    options = Options(
-        "ours-main-grad",
-        reduction="none",
-        ignore_index=IGNORE_INDEX,
-        outside_is_nan=False,
-        sequence_parallel=sequence_parallel,
-        logits_budget=budget,
-    )
-
-    def loss(x, weight, target):
-        buffer = getattr(weight, "main_grad", None)
-        main_grad = None if buffer is None else MainGrad(buffer, lambda: None)
-        return mean_of(fused_loss(options, Tensors(x, weight, target), group, main_grad=main_grad), target)
-
-    return loss
-
-
 OURS = {  # {kind: (upstream, function of a budget and of what other peers' `build` takes)}
-    "ours": (SCALAR, partial(ours, "mean")),
-    "ours-per-token": (ANY, partial(ours, "none")),
-    "ours-main-grad": (ANY, ours_main_grad),
-    "ours-statistics": (ANY, post_training.log_probs),
-    "ours-entropy": (ANY, post_training.entropy),
-    "ours-selected": (ANY, post_training.selected),
-    "ours-masked": (ANY, post_training.masked),
-    "ours-replay": (ANY, post_training.replay),
+    "ours": (SCALAR, partial(ours.loss, "mean")),
+    "ours-per-token": (ANY, partial(ours.loss, "none")),
+    "ours-main-grad": (ANY, ours.main_grad),
+    **{kind: (ANY, partial(ours.statistics, asked)) for kind, asked in ours.ASKED.items()},
+    "ours-replay": (ANY, ours.replay),
 }
-# Kinds that are the mean cross-entropy alone.
-LOSSES = ("ours", "ours-per-token", "ours-main-grad", "ours-statistics")
 UNJUDGED = ("ours-masked", "ours-replay")  # kinds that give another answer than the mean cross-entropy
 _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 _CCE = "cut_cross_entropy", "linear_cross_entropy"
@@ -121,7 +74,6 @@ OTHERS = (
     Peer("torch-compile", ANY, CUDA, libraries.torch_compile),
     Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), settings=BOTH, needs="megatron.core"),
     Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), settings=BOTH, needs="megatron.core"),
-    Peer("loss-parallel", ANY, CPU_AND_CUDA, libraries.loss_parallel, settings=(RANKS,)),
     Peer("verl", ANY, CUDA, libraries.verl, settings=BOTH, needs="verl"),
     # LIGER_KERNEL_IMPL in the environment chooses liger's backend, as everywhere in that library.
     Peer("liger", SCALAR, CUDA, library(*_LIGER, reduction="mean"), needs="liger_kernel"),
@@ -139,7 +91,7 @@ def named(name: str, setting: str) -> Peer:
         upstream, build = OURS[kind]
         build = partial(build, parse_budget(budget) if at else None)
         main_grad, judged = kind == "ours-main-grad", kind not in UNJUDGED
-        return Peer(name, upstream, CPU_AND_CUDA, build, "ours", main_grad=main_grad, settings=BOTH, judged=judged)
+        return Peer(name, upstream, CPU_AND_CUDA, build, "ours", main_grad, BOTH, judged=judged)
     known = {peer.name: peer for peer in others(setting)}
     if name not in known:
         raise ValueError(f"no such peer: {name}; known: {', '.join([*OURS, *known])}")

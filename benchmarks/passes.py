@@ -1,26 +1,24 @@
 """The calls of a peer that are measured: forward without gradients, and forward + backward."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 
-from ..core.collectives import all_gather, reduce_scatter
-from .peers import FORWARD, FORWARD_BACKWARD, OVERLAPPED, PASSES, Peer
+from .peers import FORWARD, FORWARD_BACKWARD, OVERLAPPED, Peer
 from .problem import Problem
 
+# torch 2.13 renamed these two.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-def calls_of(
-    peer: Peer, problem: Problem, loss: Callable | None = None, passes: tuple[str, ...] = PASSES
-) -> dict[str, Callable]:
+
+def calls_of(peer: Peer, problem: Problem, loss: Callable | None = None) -> dict[str, Callable]:
     """`{pass: function()}` of a peer and its loss. Forward + backward returns the loss, dX and dW; of a GEMM-only
     baseline the gradients alone."""
     if peer.family == "gemm-only":
-        calls = _baseline_calls(problem, peer.name == OVERLAPPED)
-    else:
-        calls = _loss_calls(loss, problem, peer.main_grad)
-    return {kind: calls[kind] for kind in passes if kind in peer.passes}
+        return _baseline_calls(problem, peer.name == OVERLAPPED)
+    return _loss_calls(loss, problem, peer.main_grad)
 
 
 def _loss_calls(loss, problem, main_grad):
@@ -28,19 +26,17 @@ def _loss_calls(loss, problem, main_grad):
     call makes new leaves on the same storage, so that nothing else is accumulated from call to call."""
     x, weight, target = problem.x, problem.weight, problem.target
     buffer = torch.zeros_like(weight, dtype=torch.float32) if main_grad else None
-    around = getattr(loss, "around", nullcontext)
 
     def forward():
-        with around(), torch.no_grad():
+        with torch.no_grad():
             return loss(x, weight, target)
 
     def forward_backward():
         leaf_x, leaf_weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
         if buffer is not None:
             leaf_weight.main_grad = buffer
-        with around():
-            value = loss(leaf_x, leaf_weight, target)
-            value.backward()
+        value = loss(leaf_x, leaf_weight, target)
+        value.backward()
         return value.detach(), leaf_x.grad, leaf_weight.grad if buffer is None else buffer
 
     return {FORWARD: forward, FORWARD_BACKWARD: forward_backward}
@@ -53,39 +49,34 @@ def _baseline_calls(problem, collectives):
     Under sequence parallelism hidden states are gathered before x @ W.T, gathered again beside z @ W as Megatron does,
     which saves nothing of size N * D, and dX is reduce-scattered beside z.T @ x.
     """
-    weight, group = problem.weight, problem.team.group
+    weight, options = problem.weight, {"group": problem.team.group, "async_op": True}
     gathers = collectives and problem.sequence_parallel
     x = problem.x if gathers else problem.hidden
 
-    def start(collective, *tensors) -> dist.Work:
-        work = collective(*tensors, group=group, async_op=True)
-        assert work is not None  # as it is on ranks outside the group
-        return work
-
     def gather():
+        """The hidden states of all ranks, and what to wait for."""
         whole = x.new_empty(problem.hidden.shape)
-        return whole, start(all_gather, whole, x)
+        return whole, all_gather(whole, x, **options)
 
-    def hidden():
-        if not gathers:
-            return x
-        whole, work = gather()
-        work.wait()
-        return whole
+    def product():
+        whole, work = gather() if gathers else (x, None)
+        if work:
+            work.wait()
+        return whole @ weight.T
 
     def forward():
-        torch.mm(hidden(), weight.T)  # not returned: other losses need no logits
+        product()  # not returned: other losses need no logits
 
     def forward_backward():
-        z = hidden() @ weight.T
+        z = product()
         whole, work = gather() if gathers else (x, None)
         grad_x = z @ weight
         if work:
             work.wait()
             summed, grad_x = grad_x, torch.empty_like(x)
-            work = start(reduce_scatter, grad_x, summed)
+            work = reduce_scatter(grad_x, summed, **options)
         elif collectives:
-            work = start(dist.all_reduce, grad_x)
+            work = dist.all_reduce(grad_x, **options)
         grad_weight = z.T @ whole
         if work:
             work.wait()

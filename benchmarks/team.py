@@ -22,27 +22,22 @@ TIMEOUT = timedelta(minutes=3)  # a collective of a measured call that takes lon
 IDLE_TIMEOUT = timedelta(hours=2)  # ranks outside the team wait until it has been measured
 
 
-class NotTimed(Exception):
-    """A peer that is not timed. The message says why; `errors` holds the errors found until then."""
+class NotMeasured(Exception):
+    """A peer, or input, that is not measured. The message says why; `errors` holds the errors found until then."""
 
     def __init__(self, message: str, errors: dict[str, float] | None = None):
         super().__init__(message)
         self.errors = errors or {}
 
 
-def describe(error: Exception) -> str:
-    """'ValueError: first line of its message'."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:160]}" if lines else type(error).__name__
-
-
 def join(device_type: str) -> torch.device:
-    """Joins the ranks that torchrun started, over gloo. Returns this process's device."""
+    """This process's device. Joins the ranks over gloo if torchrun started this process."""
     device = torch.device("cpu")
     if device_type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
-    dist.init_process_group("gloo", timeout=IDLE_TIMEOUT)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=IDLE_TIMEOUT)
     return device
 
 
@@ -59,6 +54,8 @@ class Team:
     @classmethod
     def of(cls, ranks: int, device: torch.device) -> "Team | None":
         """The first `ranks` ranks, or None on the others. Every rank of the run has to call this."""
+        if not dist.is_initialized():
+            return cls(device)
         members, backend = list(range(ranks)), "nccl" if device.type == "cuda" else "gloo"
         host = dist.new_group(members, backend="gloo", timeout=IDLE_TIMEOUT)
         group = dist.new_group(members, backend=backend, timeout=TIMEOUT)
@@ -68,17 +65,10 @@ class Team:
 
     @classmethod
     def here(cls, device_type: str) -> "Team":
-        """All ranks that torchrun started, which are joined, or this process alone."""
-        if "RANK" not in os.environ:
-            return cls(torch.device(device_type))
-        team = cls.of(int(os.environ["WORLD_SIZE"]), join(device_type))
+        """All ranks that torchrun started, or this process alone."""
+        team = cls.of(int(os.environ.get("WORLD_SIZE", "1")), join(device_type))
         assert team is not None  # every rank is a member
         return team
-
-    @property
-    def alone(self) -> bool:
-        """One process that torchrun did not start."""
-        return self.group is None
 
     def reduce(self, tensor: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
         """Reduces the tensor over the ranks in place and returns it."""
@@ -86,39 +76,39 @@ class Team:
             dist.all_reduce(tensor, op, group=self.group)
         return tensor
 
-    def barrier(self) -> None:
-        """Waits for the other ranks' processes, not for their devices."""
-        if self.ranks > 1:
-            dist.barrier(group=self.host)
-
     def gather(self, value: Any) -> list:
-        """`[value of each rank]`."""
+        """`[value of each rank]`. Waits for the other ranks' processes, not for their devices."""
         values = [value] * self.ranks
         if self.ranks > 1:
             dist.all_gather_object(values, value, group=self.host)
         return values
 
     def agree(self, function: Callable[[], Any]) -> Any:
-        """This rank's `function()`. If it raises on any rank, all ranks raise NotTimed with the reason. A rank that
+        """This rank's `function()`. If it raises on any rank, all ranks raise NotMeasured with the reason. A rank that
         waits in a collective for one that raised gets here only after the timeout."""
         value, reason = None, ""
         try:
             value = function()
+        except NotMeasured as refusal:
+            reason = str(refusal)
         except Exception as error:
-            reason = str(error) if isinstance(error, NotTimed) else f"failed: {describe(error)}"
+            reason = ": ".join(["failed", type(error).__name__, *str(error).strip().splitlines()[:1]])[:200]
         reasons = self.gather(reason)
         failed = [rank for rank, text in enumerate(reasons) if text]
         if not failed:
             return value
-        reason = reasons[failed[0]]
-        if len(failed) < self.ranks:
-            reason += f" (on rank {', '.join(map(str, failed))} of {self.ranks})"
-        raise NotTimed(reason)
+        where = f" (on rank {', '.join(map(str, failed))} of {self.ranks})" if len(failed) < self.ranks else ""
+        raise NotMeasured(reasons[failed[0]] + where)
 
     def worst(self, errors: dict[str, float]) -> dict[str, float]:
-        """`{name: largest error of all ranks}`. NaN is larger than any number."""
+        """`{name: largest error of all ranks}`."""
         found = self.gather(errors)
-        return {name: max((e[name] for e in found), key=lambda e: (math.isnan(e), e)) for name in errors}
+        return {name: largest([its[name] for its in found]) for name in errors}
+
+
+def largest(errors: list[float]) -> float:
+    """NaN is larger than any number."""
+    return max(errors, key=lambda error: (math.isnan(error), error))
 
 
 def synchronize(device: torch.device) -> None:

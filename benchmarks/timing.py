@@ -1,10 +1,12 @@
 """Seconds of one call. On CUDA they lie between events on the stream; those of the host between call and return."""
 
+import gc
 import math
 import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from random import Random
 from statistics import median
 
 import torch
@@ -19,19 +21,31 @@ OVER_RANKS = {"cpu": (0.0, 0.01), "cuda": (0.02, 0.06)}
 MOST_CALLS = 1000  # of one reading at most
 
 
-def timer(call: Callable, team: Team, reading: float = 1.0, host: bool = False) -> Callable[[], float]:
+def timer(call: Callable, team: Team, host: bool = False) -> Callable[[], float]:
     """A function that reads the seconds of `call`, or those of the host alone, on the slowest rank. The number of calls
-    is chosen here, from the fastest of three, and is the same on all ranks and for all readings. `reading` is the
-    length of what is measured, relative to the usual."""
-    read = partial(_reading, host_clock if host else clock, call, team)
+    is chosen here, from the fastest of three, and is the same on all ranks and for all readings."""
+    seconds_of = host_clock if host else clock
+
+    def read(warm_up: int, calls: int) -> float:
+        team.gather(None)  # so that the ranks start together
+        return max(team.gather(team.agree(partial(seconds_of, call, warm_up, calls, team.device))))
+
     one = min(read(0, 1) for _ in range(3))
-    warm_up, measured = (ALONE if team.alone else OVER_RANKS)[team.device.type]
-    return partial(read, calls_in(warm_up, one), calls_in(measured * reading, one))
+    lengths = (ALONE if team.group is None else OVER_RANKS)[team.device.type]
+    warm_up, calls = (min(MOST_CALLS, math.ceil(seconds / max(one, 1e-6))) for seconds in lengths)
+    return partial(read, warm_up, calls)
 
 
-def _reading(seconds_of: Callable, call: Callable, team: Team, warm_up: int, calls: int) -> float:
-    team.barrier()
-    return max(team.gather(team.agree(partial(seconds_of, call, warm_up, calls, team.device))))
+def interleaved(calls: dict, team: Team, rounds: int) -> dict:
+    """`{key: [seconds of its call, one per round]}`. What ran before a call changes the GPU's clock, so that each round
+    has its own order, the same on all ranks."""
+    readers = {key: timer(call, team) for key, call in calls.items()}
+    seconds = {key: [] for key in calls}
+    for number in range(rounds):
+        gc.collect()
+        for key in Random(number).sample(list(calls), len(calls)):
+            seconds[key].append(readers[key]())
+    return seconds
 
 
 def clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> float:
@@ -54,19 +68,23 @@ def clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> flo
 
 def host_clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> float:
     """Median of the seconds from call to return, of calls that find the device idle."""
-    for _ in range(warm_up):
-        call()
     seconds = []
-    for _ in range(calls):
+    for _ in range(warm_up + calls):
         synchronize(device)
         start = time.perf_counter()
         result = call()
         seconds.append(time.perf_counter() - start)
         del result  # not within the next call
     synchronize(device)
-    return median(seconds)
+    return median(seconds[warm_up:])
 
 
-def calls_in(seconds: float, one: float) -> int:
-    """How many calls of `one` second each fill so many seconds."""
-    return min(MOST_CALLS, math.ceil(seconds / max(one, 1e-6)))
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """(median, min, max)."""
+    return median(values), min(values), max(values)
+
+
+def ratios(reference: list[float], seconds: list[float]) -> tuple[float, float, float]:
+    """(median, min, max) over the rounds of the speed relative to a reference, each of the same round, so that a
+    machine which slows down or has other work slows both."""
+    return spread([other / own for other, own in zip(reference, seconds)])

@@ -1,12 +1,8 @@
 """Peak memory of one call, in bytes that tensors really occupy.
 
 On CUDA the caching allocator counts. On CPU the profiler records every allocation and release of torch's allocator, and
-the records are replayed. It sees what a `TorchDispatchMode` cannot: temporaries inside an operator, `out=` buffers, and
-what the C++ backward of an operator allocates.
-
-Not seen: memory that a library takes for itself, such as the packing buffers of a CPU matrix product or the workspace
-of a communication library. On CUDA a matrix library takes its workspace from torch's allocator at its first use, so
-call the function once before it is measured.
+the records are replayed. Memory that a library takes for itself is not seen. On CUDA a matrix library takes its
+workspace from torch's allocator at its first use, so call the function once before it is measured.
 """
 
 import gc
@@ -63,7 +59,9 @@ def _peak_cpu(fn: Callable) -> tuple[int, int]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = fn()
     live, level, peak = {}, 0, 0
-    for address, size in _cpu_records(trace_events(profile)):
+    events = [e for e in _events(profile) if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]  # 0 is CPU
+    for event in sorted(events, key=lambda e: e["ts"]):
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]  # negative where it was released
         # A release of an address that these records did not allocate belongs to a tensor from before.
         level -= live.pop(address, 0)
         if size > 0:
@@ -74,16 +72,8 @@ def _peak_cpu(fn: Callable) -> tuple[int, int]:
     return peak, level
 
 
-def _cpu_records(events: list[dict]) -> list[tuple[int, int]]:
-    """[(address, bytes)] in order of time; bytes are negative where the address was released."""
-    events = [e for e in events if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]  # 0 is CPU
-    events.sort(key=lambda e: e["ts"])
-    return [(e["args"]["Addr"], e["args"]["Bytes"]) for e in events]
-
-
-def trace_events(profile: torch.profiler.profile) -> list[dict]:
-    """The events of the exported trace, the only public form in which each record of memory keeps its address, and
-    each event its category."""
+def _events(profile: torch.profiler.profile) -> list[dict]:
+    """The exported trace, the only public form in which each record of memory keeps its address."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))

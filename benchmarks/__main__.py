@@ -1,0 +1,97 @@
+"""`python -m benchmarks` on one GPU, `./launch/bench.sh` on several: `parallel_lce` against its peers.
+
+Over ranks every TP size of `--tp` is measured in one run, each on the first ranks, while the others wait. Exit status:
+0 if ours was accurate and measured, 1 if ours was refused or failed anywhere, 2 for a command line that cannot be run.
+"""
+
+import os
+import sys
+import time
+import warnings
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from .accuracy import Judge, answers
+from .measure import measure, release
+from .options import parse_arguments
+from .peers import OVERLAPPED, Peer
+from .plots import plot_over_ranks
+from .problem import Problem, make_problem
+from .profiles import write_trace
+from .report import machine, speaker, with_folder, write_json
+from .tables import cell_table, host_parts, overview
+from .team import Team, join
+
+
+def main(arguments: list[str] | None = None) -> int:
+    rank = int(os.environ.get("RANK", "0"))
+    ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None  # set by torchrun
+    if rank != 0:  # what every rank would say in the same words
+        warnings.filterwarnings("ignore")
+    options = parse_arguments(arguments, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    device, speaks, say = join(options.device), rank == 0, speaker(rank == 0)
+    facts = machine(device) | {"ranks": str(ranks or 1)}
+    settings = {"suite": options.suite, "rounds": options.rounds, "tp": options.tp}
+    content = {"machine": facts, "settings": settings, "not_here": options.not_here, "cells": []}
+    say("; ".join(f"{name}: {text}" for name, text in facts.items()))
+    if options.not_here:
+        say("not here: " + "; ".join(f"{peer} ({why})" for peer, why in options.not_here.items()))
+    begun = time.monotonic()
+
+    def progress(text: str) -> None:
+        if speaks:
+            print(f"{time.monotonic() - begun:5.0f} s  {text}", file=sys.stderr, flush=True)
+
+    for tp in options.tp:
+        team = Team.of(tp, device)
+        for shape in options.shapes if team else ():
+            for cell in _cells(make_problem(shape, options.dtype, team), options, progress):
+                content["cells"].append(cell)
+                refused = [f"{peer['name']}: {peer['refused']}" for peer in cell["peers"] if peer["refused"]]
+                for part in (cell_table(cell), *refused, *host_parts(cell)):
+                    say(part)
+                if options.json and speaks:  # after each: a later one may fail
+                    write_json(options.json, content)
+        if ranks:
+            dist.barrier()  # the ranks outside the team wait here
+    cells = content["cells"]
+    if cells:
+        say(overview(cells))
+    if options.plot and speaks and not plot_over_ranks(with_folder(options.plot), facts, cells):
+        say(f"nothing was timed: no {options.plot}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return int(any(entry["refused"] for cell in cells for entry in cell["peers"] if entry["family"] == "ours"))
+
+
+def _cells(problem: Problem, options: Namespace, progress: Callable[[str], None]) -> Iterator[dict]:
+    """What was measured in each layout of the problem, without or with sequence parallelism."""
+    team = problem.team
+    # A single rank has no collectives to overlap.
+    peers = [peer for peer in options.chosen if team.ranks > 1 or peer.name != OVERLAPPED]
+    traced = [peer for peer in peers if peer.family == "ours"][:1] + [p for p in peers if p.name == OVERLAPPED]
+    progress(f"{problem}: float64 truth")
+    truth, torchs = (answers(problem, dtype) for dtype in (torch.float64, problem.hidden.dtype))
+    release(team.device)
+    layouts = options.sequence_parallel if team.ranks > 1 else [False]
+    judges = [Judge(replace(problem, sequence_parallel=layout), truth, torchs) for layout in layouts]
+    del truth, torchs  # the judges alone hold the truth now
+    for judge in judges:
+
+        def after(peer: Peer, call: Callable) -> None:
+            if options.trace and peer in traced:
+                write_trace(options.trace, judge.problem, peer.name, call)
+
+        def say(text: str) -> None:
+            progress(f"{judge.problem}: {text}")
+
+        yield measure(peers, judge, options.rounds, options.host, say, after)
+    release(team.device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""What a peer must fulfil before it is timed.
+
+Its loss and gradients are compared with the float64 truth of the same problem. Plain torch's error in the same dtype is
+the yardstick, so that no tolerance is set by hand: `error <= 2 * torch's error + floor`. For gradients the floor is a
+few roundings of float32. For the loss, a single number in which torch may be right by luck, it is the last digit of the
+dtype: some peers return a bfloat16 loss for bfloat16 input.
+
+Each gradient has two errors. 'dX' is of the whole (Frobenius norm). 'dX row' is of the worst row, relative to the root
+mean square of the rows: it shows a single wrong token, which the whole hides.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .problem import Problem
+from .team import NotMeasured, largest
+
+
+class Answers(NamedTuple):
+    """The results of one problem in one dtype."""
+
+    loss: Tensor  # the mean
+    grad_x: Tensor  # [N, D], of the whole sequence
+    grad_weight: Tensor  # [V/P, D], of this rank's shard
+    largest_logit: float  # max |z|
+
+
+class Judge:
+    """Compares a peer's results on one rank with the truth. Errors and limits are those of the worst rank."""
+
+    def __init__(self, problem: Problem, truth: Answers, torchs: Answers):
+        """`truth` is `answers` in float64, `torchs` in the dtype of the problem."""
+        self.problem, self.truth = problem, truth
+        errors = self._errors(torchs.loss, problem.own(torchs.grad_x), torchs.grad_weight)
+        self.yardstick = problem.team.worst(errors)
+        floor = 4 * torch.finfo(torch.float32).eps
+        self.limits = {name: 2 * error + floor for name, error in self.yardstick.items()}
+        self.limits["loss"] = 2 * self.yardstick["loss"] + max(floor, torch.finfo(problem.hidden.dtype).eps)
+
+    def check(self, without: Tensor, outputs: tuple, main_grad: bool = False) -> dict[str, float]:
+        """The errors of the loss of forward alone and of the loss, dX and dW of forward + backward, or NotMeasured on
+        all ranks; with `main_grad` dW is fp32. The loss counts from the worse pass: they may run different code."""
+        x, weight, team = self.problem.x, self.problem.weight, self.problem.team
+
+        def found() -> dict[str, float]:
+            dtypes = {"dX": x.dtype, "dW": torch.float32 if main_grad else weight.dtype}
+            for (name, dtype), gradient, like in zip(dtypes.items(), outputs[1:], (x, weight)):
+                if gradient is None or gradient.shape != like.shape or gradient.dtype != dtype:
+                    got = "None" if gradient is None else f"{list(gradient.shape)}, {gradient.dtype}"
+                    raise NotMeasured(f"refused: {name} is {got}, expected {list(like.shape)}, {dtype}")
+            errors = self._errors(*outputs)
+            return errors | {"loss": largest([errors["loss"], self._errors(without)["loss"]])}
+
+        errors = team.worst(team.agree(found))
+        wrong = [name for name in errors if not errors[name] <= self.limits[name]]  # NaN is wrong too
+        if wrong:
+            texts = [f"{name} error {errors[name]:.1e}, allowed {self.limits[name]:.1e}" for name in wrong]
+            raise NotMeasured("refused: " + "; ".join(texts), errors)
+        return errors
+
+    def _errors(self, loss: Tensor, *gradients: Tensor) -> dict[str, float]:
+        """{'loss', 'dX', 'dX row', 'dW', 'dW row': relative error}, of the gradients that are given."""
+        true = self.truth
+        errors = {"loss": (abs(loss.double() - true.loss) / abs(true.loss)).item()}
+        truths = self.problem.own(true.grad_x), true.grad_weight
+        for name, found, truth in zip(("dX", "dW"), gradients, truths):
+            rows = torch.linalg.vector_norm(found - truth, dim=1)
+            scale = torch.linalg.vector_norm(truth) / len(truth) ** 0.5  # root mean square of the rows
+            errors[name] = (rows.square().mean().sqrt() / scale).item()
+            errors[f"{name} row"] = (rows.max() / scale).item()
+        return errors
+
+
+def answers(
+    problem: Problem, dtype: torch.dtype, logits: torch.dtype | None = None, dlogits: torch.dtype | None = None
+) -> Answers:
+    """What plain torch answers in a dtype, or over ranks Megatron's output layer and native loss: products in `dtype`,
+    sums and the softmax at least in float32. In float64 it is the truth. It goes through blocks of tokens, whose dW are
+    summed before they are rounded. `logits` and `dlogits` are narrower dtypes, to which the logits and their gradient
+    are rounded on the way."""
+    team, hidden, weight = problem.team, problem.hidden, problem.weight.to(dtype)
+    sums = torch.promote_types(dtype, torch.float32)
+    count = problem.counted.sum()
+    grad_x, grad_weight = torch.empty_like(hidden, dtype=dtype), torch.zeros_like(weight, dtype=sums)
+    loss, largest_logit = weight.new_zeros((), dtype=sums), weight.new_zeros((), dtype=sums)
+    for tokens in problem.blocks:
+        x, counted = hidden[tokens].to(dtype), problem.counted[tokens].unsqueeze(1)
+        z = (x @ weight.T).to(logits or dtype).to(sums)
+        largest_logit = torch.maximum(largest_logit, z.abs().amax())
+        loss += (_cross_entropy_(z, problem, tokens) * counted).sum() / count
+        gradient = z.mul_(counted).div_(count).to(dtype).to(dlogits or dtype).to(dtype)
+        grad_x[tokens] = gradient @ weight
+        grad_weight += gradient.T.to(sums) @ x.to(sums)
+    largest_logit = team.reduce(largest_logit, dist.ReduceOp.MAX).item()
+    return Answers(loss, team.reduce(grad_x), grad_weight.to(dtype), largest_logit)
+
+
+def _cross_entropy_(z: Tensor, problem: Problem, tokens: slice) -> Tensor:
+    """Losses [R, 1] of some tokens' logits z [R, V/P], which become softmax minus one-hot in place."""
+    ids = problem.target[tokens].unsqueeze(1) - problem.team.rank * z.shape[1]
+    here = (ids >= 0) & (ids < z.shape[1])  # the target lies in this rank's shard
+    ids = torch.where(here, ids, 0)
+    top = problem.team.reduce(z.amax(1, keepdim=True), dist.ReduceOp.MAX)
+    z.sub_(top)
+    sums = problem.team.reduce(torch.cat([z.exp().sum(1, keepdim=True), z.gather(1, ids) * here], 1))
+    log_sum = sums[:, :1].log()
+    z.sub_(log_sum).exp_()  # in torch's order: top + log_sum would be rounded
+    z.scatter_(1, ids, z.gather(1, ids) - here.to(z.dtype))
+    return log_sum - sums[:, 1:]

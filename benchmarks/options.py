@@ -1,0 +1,138 @@
+"""The command line of `python -m benchmarks`: what is measured, in which shapes, and where it is written."""
+
+from argparse import ArgumentTypeError, Namespace
+from typing import NamedTuple
+
+import torch
+
+from .peers import ONE, RANKS, SAVED, Peer, named, others
+from .problem import Shape
+from .report import DTYPES, new_parser, parse, parse_shape, picture
+
+DEFAULT_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
+ON_OFF = {"off": False, "on": True}
+
+
+class Suite(NamedTuple):
+    shapes: tuple[Shape, ...]
+    ours: tuple[str, ...]  # names of peers
+    others: tuple[str, ...] | None = None  # names of peers; None for everyone who can run here
+    host: bool = False  # also the time of the host, and a profile
+
+
+SUITES = {
+    # Sizes for which this package has speed targets.
+    "bars": Suite(
+        (Shape(8192, 128256, 4096), Shape(4096, 128256, 4096), Shape(32768, 131072, 4096), Shape(1024, 262144, 4096)),
+        (SAVED, "ours-per-token@512MiB", "ours-main-grad@512MiB", "ours@1GiB"),
+    ),
+    # The sizes of the paper's Table 2.
+    "table2": Suite(
+        tuple(Shape(n, 2**k, 4096) for n in (1024, 4096, 8192, 16384, 32768) for k in (15, 16, 17, 18)),
+        (SAVED,),
+        ("torch",),
+    ),
+    # So little work for the GPU that the host decides how long a call takes.
+    "host": Suite(
+        (Shape(1024, 8192, 1024),),
+        ("ours-per-token", "ours", "ours@0", "ours-statistics"),
+        ("torch", "torch-compile"),
+        host=True,
+    ),
+    # What a first small model has: ours at its defaults.
+    "small": Suite(
+        tuple(
+            Shape(n, v, d)
+            for d, v in ((1024, 32768), (2048, 50304), (2048, 65536), (4096, 128256))
+            for n in (256, 1024, 2048, 4096, 8192)
+        ),
+        ("ours-per-token",),
+        ("torch", "torch-compile", "megatron-fused"),
+    ),
+    # What post-training asks for, saved and recomputed.
+    "post": Suite(
+        (Shape(8192, 128256, 4096),),
+        tuple(f"ours-{kind}" for kind in "statistics@all entropy@all entropy@0 selected@all masked@all replay".split()),
+        ("verl",),
+    ),
+    # No memory for exponentials: a whole vocabulary, and a shard of TP 8.
+    "lean": Suite(
+        tuple(Shape(n, v, 4096) for n, v in ((32768, 131072), (8192, 128256), (32768, 16384), (8192, 16384))),
+        ("ours-per-token@0",),
+        (),
+    ),
+}
+_RECOMPUTED = ("ours@0", "ours-per-token@0")
+_OVER_RANKS = (SAVED, "ours", "ours@128MiB", "ours-main-grad@64MiB", "ours-per-token@0")
+DEFAULTS = {  # without --suite. CPU: small enough for a laptop. CUDA: micro-batches of a large model.
+    (ONE, "cpu"): Suite((Shape(2048, 32768, 512),), _RECOMPUTED),
+    (ONE, "cuda"): Suite((Shape(8192, 128256, 4096),), (*_RECOMPUTED, "ours", "ours-per-token")),
+    (RANKS, "cpu"): Suite((Shape(256, 4096, 64), Shape(512, 4096, 64)), _OVER_RANKS),
+    (RANKS, "cuda"): Suite((Shape(8192, 131072, 4096), Shape(32768, 131072, 4096)), _OVER_RANKS),
+}
+
+
+def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks_here: int = 1) -> Namespace:
+    """The command line of one process, or of a run of so many ranks, and so many of this host.
+
+    Of the result `shapes` and `chosen`, the Peers, are what to measure, and `not_here` is {name: why it cannot run
+    here}. Ends the program for what would fail after minutes of measuring.
+    """
+    setting = ONE if ranks is None else RANKS
+
+    def peer(text: str) -> Peer:
+        try:
+            return named(text, setting)
+        except ValueError as error:
+            raise ArgumentTypeError(str(error)) from None
+
+    program = "python -m benchmarks" if setting == ONE else "./launch/bench.sh"
+    parser = new_parser(program, "parallel_lce against its peers.")
+    add = parser.add_argument
+    add("--suite", choices=SUITES, help="a set of shapes and peers; other options override it")
+    words = "tokens, vocabulary of all ranks, hidden size; may be repeated"
+    add("--shape", action="append", metavar="N,V,D", type=parse_shape, help=words)
+    add("--dtype", choices=DTYPES, help="float32 on cpu, bfloat16 on cuda")
+    add("--rounds", type=int, default=5, help="how often each peer is timed (5)")
+    words = "only these, and the GEMM-only baseline; ours may have a logits_budget, as in ours@512MiB or ours@all"
+    add("--peers", nargs="+", metavar="NAME", type=peer, help=words)
+    words = "TP sizes (the powers of two up to the number of ranks, and that number)"
+    add("--tp", nargs="+", type=int, metavar="P", help=words)
+    add("--sequence-parallel", nargs="+", choices=ON_OFF, default=["off", "on"], help="off and on over several ranks")
+    words = "write a picture of the time against the TP size; the suffix chooses the format"
+    add("--plot", metavar="PATH", type=picture, help=words)
+    words = "write the timeline of one forward + backward call of ours and of the baseline with collectives"
+    add("--trace", metavar="DIR", help=words)
+    options = parse(parser, arguments, ranks_here)
+
+    options.dtype = getattr(torch, options.dtype or DEFAULT_DTYPE[options.device])
+    suite = SUITES[options.suite] if options.suite else DEFAULTS[setting, options.device]
+    options.shapes, options.host = options.shape or suite.shapes, suite.host
+    wanted = options.peers
+    if wanted is None:
+        wanted = [named(name, setting) for name in suite.ours]
+        wanted += [p for p in others(setting) if _is_default(p, suite, options.device)]
+    baselines = [peer for peer in others(setting) if peer.family == "gemm-only"]
+    ours, rest = ([peer for peer in wanted if peer.family == family] for family in ("ours", "other"))
+    peers = [*ours, *baselines, *rest]
+    options.chosen = [peer for peer in peers if not peer.missing]
+    options.not_here = {peer.name: peer.missing for peer in peers if peer.missing}
+    if options.peers and options.not_here:
+        lacking = ", ".join(f"{name} ({why})" for name, why in options.not_here.items())
+        parser.error(f"cannot run here: {lacking}")
+
+    ranks = ranks or 1
+    powers = {2**k for k in range(ranks.bit_length())}
+    options.tp = sorted(set(options.tp or powers | {ranks}))
+    if not 1 <= options.tp[0] <= options.tp[-1] <= ranks:
+        parser.error(f"--tp must lie in 1 to {ranks}, the number of ranks, got {options.tp}")
+    for tp in options.tp:
+        for shape in options.shapes:
+            if shape.n % tp or shape.v % tp:
+                parser.error(f"--shape: N and V must be multiples of the TP size, got {shape} for TP {tp}")
+    options.sequence_parallel = [ON_OFF[word] for word in dict.fromkeys(options.sequence_parallel)]
+    return options
+
+
+def _is_default(peer: Peer, suite: Suite, device: str) -> bool:
+    return device in peer.devices if suite.others is None else peer.name in suite.others

@@ -1,0 +1,97 @@
+"""The losses of parallel_lce, among them what post-training asks of the output layer.
+
+Each returns a loss as peers.py describes it. Those of post-training are made of log-probabilities, plus 0 times what
+else they compute. So everything has an upstream gradient, takes its time, and leaves the answer that all peers must
+give. Only `masked` and `replay` give another answer, and are not judged.
+"""
+
+import torch
+
+from parallel_lce import linear_cross_entropy, selected_log_probs, token_statistics
+
+from .libraries import mean_of
+from .problem import IGNORE_INDEX
+
+SELECTED, REPLAYED = 64, 8  # entries of each token
+
+
+def loss(reduction, budget, group, sequence_parallel):
+    """With reduction 'none' the losses are averaged outside, so that forward may not accumulate gradients."""
+    options = {"ignore_index": IGNORE_INDEX, "reduction": reduction, "logits_budget": budget}
+    options.update(process_group=group, sequence_parallel=sequence_parallel)
+
+    def loss(x, weight, target):
+        losses = linear_cross_entropy(x, weight, target, **options)
+        return losses if reduction == "mean" else mean_of(losses, target)
+
+    return loss
+
+
+def main_grad(budget, group, sequence_parallel):
+    """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
+    from parallel_lce.core.grad_buffers import MainGrad
+    from parallel_lce.core.options import Options, Tensors
+    from parallel_lce.run.fused_loss import fused_loss
+
+    options = Options(
+        "ours-main-grad",
+        reduction="none",
+        ignore_index=IGNORE_INDEX,
+        outside_is_nan=False,
+        sequence_parallel=sequence_parallel,
+        logits_budget=budget,
+    )
+
+    def loss(x, weight, target):
+        buffer = getattr(weight, "main_grad", None)
+        main_grad = None if buffer is None else MainGrad(buffer, lambda: None)
+        return mean_of(fused_loss(options, Tensors(x, weight, target), group, main_grad=main_grad), target)
+
+    return loss
+
+
+def statistics(asked, budget, group, sequence_parallel):
+    """`asked(x, weight, target, group)`: more options of `token_statistics`."""
+    options = {"process_group": group, "sequence_parallel": sequence_parallel, "logits_budget": budget}
+
+    def loss(x, weight, target):
+        found = token_statistics(x, weight, target, **options, **asked(x, weight, target, group))
+        assert found.target_log_prob is not None  # as it is with a target
+        value = mean_of(-found.target_log_prob.where(target != IGNORE_INDEX, 0), target)
+        for other in (found.entropy, found.selected_log_prob):
+            if other is not None:
+                value = value + 0 * other.sum()
+        return value
+
+    return loss
+
+
+ASKED = {  # {kind: what else is asked of each token}
+    "ours-statistics": lambda *_: {},
+    "ours-entropy": lambda *_: {"expected_logit": True},
+    "ours-selected": lambda x, weight, target, group: {"selected": _ids(x, weight, target, SELECTED, group)},
+    # Half of the tokens count. Their number is known.
+    "ours-masked": lambda x, weight, target, group: {
+        "mask": torch.arange(len(target), device=x.device) % 2 == 0,
+        "counted_tokens": -(-len(target) // 2),
+    },
+}
+
+
+def replay(budget, group, sequence_parallel):
+    """Log-probabilities among 8 kept ids of each token, as sets of their own."""
+    options = {"process_group": group, "sequence_parallel": sequence_parallel}
+
+    def loss(x, weight, target):
+        ids = _ids(x, weight, target, REPLAYED, group)
+        offsets = torch.arange(len(target) + 1, device=x.device) * REPLAYED
+        return selected_log_probs(x, weight, (ids.view(-1), offsets), **options).sum()
+
+    return loss
+
+
+def _ids(x, weight, target, count, group):
+    """Ids `[N, count]`, the same in each call and on all ranks."""
+    ranks = 1 if group is None else group.size()
+    generator = torch.Generator(x.device).manual_seed(0)
+    return torch.randint(len(weight) * ranks, (len(target), count), generator=generator, device=x.device)

@@ -1,0 +1,251 @@
+"""`python -m benchmarks.parity [FILE.safetensors ...]`: how exact are log-probabilities?
+
+Compares three ways to compute the log-probabilities of targets, the entropies and their gradients, each from the same
+bf16 hidden states and the same bf16 weight, with float64:
+
+ours           `token_statistics`
+bf16 logits    the logits in the inputs' dtype, converted to fp32 for the softmax, as trainers do
+fp32 head      hidden states and weight converted to fp32, products in full fp32 (no TF32)
+
+A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16 or fp16, and `target [N]` of an integer dtype, as
+launch/snapshots.py writes them. Random inputs have normal logits of three standard deviations, and targets that are
+drawn from their softmax. `./launch/parity.sh` trains a model, then runs this on its snapshots.
+
+Exit status: 0 if ours is as exact as docs/benchmarks.md says; else 1; 2 for input that cannot be measured.
+"""
+
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from parallel_lce import token_statistics
+
+from . import snapshots
+from .problem import Problem, Shape
+from .report import machine, new_parser, new_table, parse, parse_shape, speaker
+from .team import Team
+
+DEVIATIONS = (1.0, 5.0, 20.0)  # standard deviations of random logits
+DEFAULT_SHAPE = {"cpu": Shape(512, 8192, 512), "cuda": Shape(8192, 131072, 4096)}
+BAND = 0.01  # a ratio outside of 1 ± BAND counts
+# fp32 roundings of the largest sum of magnitudes, of which ours may be off beside twice the fp32 head's error. Tensor
+# cores cut off what they add to a sum, where an fp32 product rounds it.
+ROUNDINGS = 4
+OURS, FP32_HEAD = "ours", "fp32 head"
+# 1 - p of a token's largest entry. Gradients are compared among tokens between two of these: they are as small as
+# 1 - p, and those of tokens that are not sure would hide the errors of the others.
+EDGES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 0.0)
+OUTPUTS = "log-probability", "entropy", "log-probability of the largest"
+FEWEST = 8  # tokens of a group that is judged; with fewer of them a way may be right by luck
+CAPTION = (
+    "Differences from float64 of the same inputs, in nats: of the target's log-probability and of the entropy. ratio: "
+    "exp(difference), the importance ratio that PPO would see of an unchanged policy; outside: share of the tokens "
+    f"whose ratio is not within 1 ± {BAND:g}."
+)
+GRADIENT_CAPTION = (
+    "Relative errors of dX over the tokens whose largest entry has this 1 - p: ours / logits in the inputs' dtype / "
+    "fp32 head."
+)
+
+
+class Found(NamedTuple):
+    """What one way computes of each token; the values are the OUTPUTS."""
+
+    values: Sequence[Tensor]  # [N] each, fp32 or fp64, in nats
+    gradients: Sequence[Tensor]  # [N, D] each: dX
+
+
+def ours(problem: Problem, entry: Tensor) -> Found:
+    """`entry [N]`: the ids of the largest entries."""
+    x = problem.hidden.detach().requires_grad_()
+    found = token_statistics(x, problem.weight, problem.target, expected_logit=True)
+    selected = token_statistics(x, problem.weight, None, selected=entry[:, None]).selected_log_prob
+    values = found.target_log_prob, found.entropy, selected
+    gradients = [torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in values]
+    return Found([value.detach().view(-1) for value in values], gradients)
+
+
+def dense(problem: Problem, entry: Tensor, dtype: torch.dtype) -> Found:
+    """The same by plain torch, of logits in `dtype` and a softmax that is at least fp32."""
+    weight = problem.weight.to(dtype)
+    values, gradients = [], []
+    for tokens in problem.blocks:
+        x = problem.hidden[tokens].to(dtype).requires_grad_()
+        log_p = (x @ weight.T).to(torch.promote_types(dtype, torch.float32)).log_softmax(1)
+        of_target, of_entry = (log_p.gather(1, ids[tokens, None]).squeeze(1) for ids in (problem.target, entry))
+        of_block = of_target, -(log_p.exp() * log_p).sum(1), of_entry
+        gradients.append([torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in of_block])
+        values.append([value.detach() for value in of_block])
+    return Found([torch.cat(its) for its in zip(*values)], [torch.cat(its) for its in zip(*gradients)])
+
+
+def measure(problem: Problem) -> dict:
+    """How far all three ways are from float64, as JSON has it."""
+    entries, largest_logit = [], 0.0
+    for _, log_p, in_block in snapshots.log_softmax(problem, torch.float64):
+        entries.append(log_p.argmax(1))
+        largest_logit = max(largest_logit, in_block)
+    entry = torch.cat(entries)
+    truth = dense(problem, entry, torch.float64)
+    groups = _groups(truth)
+    deviations = {}
+    dtype = problem.hidden.dtype
+    rounded = {torch.bfloat16: "bf16 logits", torch.float16: "fp16 logits"}[dtype]
+    ways = {OURS: ours, rounded: partial(dense, dtype=dtype), FP32_HEAD: partial(dense, dtype=torch.float32)}
+    for way, compute in ways.items():
+        found = compute(problem, entry)
+        deviations[way] = _deviation(found, truth)
+        for name, dx, true in zip(OUTPUTS, found.gradients, truth.gradients):
+            off, size = (dx - true).norm(dim=1), true.norm(dim=1)
+            for group, tokens in groups:
+                group["errors"].setdefault(name, {})[way] = (off[tokens].norm() / size[tokens].norm()).item()
+    # What roundings of a target's logit are relative to: the largest sum |x_k w_k|.
+    largest_sum = max(
+        (problem.hidden[tokens].float() * problem.weight[problem.target[tokens]].float()).abs().sum(1).max().item()
+        for tokens in problem.blocks
+    )
+    slack = ROUNDINGS * torch.finfo(torch.float32).eps * max(1.0, largest_sum)
+    for group, _ in groups:
+        group["holds"] = group_holds(group, rounded, dtype)
+    allowed = {name: 2 * deviations[FP32_HEAD][name] + slack for name in ("largest", "entropy_largest")}
+    return {
+        "name": problem.name,
+        **vars(problem.shape),
+        "dtype": problem.dtype_name,
+        "max_abs_logit": largest_logit,
+        "max_sum_of_magnitudes": largest_sum,
+        "mean_log_prob": truth.values[0].mean().item(),
+        "allowed": allowed,
+        "holds": all(deviations[OURS][name] <= allowed[name] for name in allowed)  # not for NaN
+        and all(group["holds"] for group, _ in groups),
+        "deviations": deviations,
+        "groups": [group for group, _ in groups],
+    }
+
+
+def _groups(truth: Found) -> list[tuple[dict, Tensor]]:
+    """Tokens by 1 - p of their largest entry, without groups of none: a group of the report, and which `[N]` they
+    are."""
+    miss = truth.values[2].expm1().neg().clamp(min=1e-300)
+    found = []
+    for high, low in zip(EDGES, EDGES[1:]):
+        tokens = (miss > low) & (miss <= high)
+        if tokens.any():
+            found.append(({"low": low, "high": high, "tokens": int(tokens.sum()), "errors": {}}, tokens))
+    return found
+
+
+def group_holds(group: dict, rounded: str, dtype: torch.dtype) -> bool:
+    """Whether the errors of ours are at most twice those of rounded logits, and a rounding of the result."""
+    rounding = torch.finfo(dtype).eps / 2
+    ways = group["errors"].values()
+    return group["tokens"] < FEWEST or all(its[OURS] <= 2 * its[rounded] + rounding for its in ways)  # not for NaN
+
+
+def _deviation(found: Found, truth: Found) -> dict[str, float]:
+    """Over the tokens. Differences are absolute. NaN anywhere is NaN."""
+    off, entropy_off = (its.double() - true for its, true in zip(found.values[:2], truth.values))
+    ratio = off.exp()
+    within = (ratio >= 1 - BAND) & (ratio <= 1 + BAND)  # not where the ratio is NaN
+    return {
+        "mean": off.abs().mean().item(),
+        "largest": off.abs().max().item(),
+        "smallest_ratio": ratio.min().item(),
+        "largest_ratio": ratio.max().item(),
+        "outside": 1 - within.double().mean().item(),
+        "entropy_mean": entropy_off.abs().mean().item(),
+        "entropy_largest": entropy_off.abs().max().item(),
+    }
+
+
+@torch.no_grad()
+def random_problem(shape: Shape, deviation: float, team: Team, seed: int = 0) -> Problem:
+    """bf16 inputs with normal logits of this standard deviation: x ~ N(0, 1), W ~ N(0, deviation^2 / D). Targets are
+    drawn from the softmax of the logits, as tokens are sampled from a policy."""
+    options = {"generator": torch.Generator(team.device).manual_seed(seed), "device": team.device}
+    hidden = torch.randn(shape.n, shape.d, **options).bfloat16()
+    weight = torch.randn(shape.v, shape.d, **options).mul_(deviation * shape.d**-0.5).bfloat16()
+    target = torch.empty(shape.n, dtype=torch.int64, device=team.device)
+    problem = Problem(shape, team, hidden, weight, target, name=f"random, std {deviation:g}")
+    for tokens in problem.blocks:
+        z = (hidden[tokens] @ weight.T).float()
+        noise = torch.empty_like(z).exponential_(generator=options["generator"])
+        target[tokens] = (z - noise.log_()).argmax(1)  # the Gumbel-max trick
+    return problem
+
+
+def tables(cases: list[dict]) -> list:
+    """Differences of each way, and errors of dX by groups of tokens."""
+    columns = ["mean", "largest", "ratio, smallest–largest", "outside", "entropy mean", "entropy largest"]
+    values = new_table("Log-probabilities against float64", CAPTION, ["inputs", "max |z|", "computed by"], columns)
+    gradients = new_table("dX against float64", GRADIENT_CAPTION, ["inputs", "1 - p", "tokens"], [*OUTPUTS])
+    for case in cases:
+        title = "{name}: N={n}, V={v}, D={d}".format_map(case)
+        for way, its in case["deviations"].items():
+            ratio = f"{its['smallest_ratio']:.6f}–{its['largest_ratio']:.6f}"
+            row = [f"{its['mean']:.1e}", f"{its['largest']:.1e}", ratio, f"{its['outside']:.2%}"]
+            row += [f"{its['entropy_mean']:.1e}", f"{its['entropy_largest']:.1e}"]
+            about = [title, f"{case['max_abs_logit']:.1f}"] if way == OURS else ["", ""]
+            values.add_row(*about, way, *row, style="bold" if way == OURS else None)
+        for group in case["groups"]:
+            errors = (" / ".join(f"{off:.1e}" for off in ways.values()) for ways in group["errors"].values())
+            edges = f"{group['low']:.0e} to {group['high']:.0e}" if group["low"] else f"at most {group['high']:.0e}"
+            gradients.add_row(title, edges, str(group["tokens"]), *errors)
+            title = ""
+    return [values, gradients]
+
+
+def verdict(case: dict) -> str:
+    """How the largest differences compare, and whether ours is what it should be."""
+    (ours, rounded, head), (_, name, _) = (its["largest"] for its in case["deviations"].values()), case["deviations"]
+    head = max(head, torch.finfo(torch.float32).eps)
+    words = f"{case['name']}: the largest difference of ours is {ours / head:.2g} times the fp32 head's, "
+    words += f"that of {name} {rounded / head:.2g} times"
+    if not case["holds"]:
+        allowed = case["allowed"]
+        words += f". FAILED: ours is off by {ours:.1e}, allowed {allowed['largest']:.1e}; its entropies by "
+        words += f"{case['deviations'][OURS]['entropy_largest']:.1e}, allowed {allowed['entropy_largest']:.1e}"
+        if wrong := [f"{group['high']:.0e}" for group in case["groups"] if not group["holds"]]:
+            words += f"; its dX by more than twice those of {name}, where 1 - p is at most {', '.join(wrong)}"
+    return words
+
+
+def parse_arguments(arguments: list[str] | None, program: str = "python -m benchmarks.parity") -> Namespace:
+    """The command line. Ends the program, with status 2, for one that cannot be run."""
+    parser = new_parser(program, __doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE", help="safetensors files of hidden, weight and target")
+    words = "tokens, vocabulary and hidden size of random inputs; may be repeated"
+    parser.add_argument("--random", action="append", metavar="N,V,D", type=parse_shape, help=words)
+    options = parse(parser, arguments)
+    options.random = options.random or [DEFAULT_SHAPE[options.device]]
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    team = Team(torch.device(options.device))
+    say, content = speaker(), {"machine": machine(team.device), "cases": []}
+    say("; ".join(f"{name}: {text}" for name, text in content["machine"].items()))
+
+    def case_of(read: Callable, *arguments) -> dict:
+        return measure(read(*arguments, team))
+
+    def show(case: dict) -> None:
+        print(f"measured {case['name']}", file=sys.stderr, flush=True)
+
+    sources = [partial(case_of, snapshots.read, path) for path in options.files]
+    sources += [partial(case_of, random_problem, shape, std) for shape in options.random for std in DEVIATIONS]
+    status, cases = snapshots.report_on(sources, options, content, show), content["cases"]
+    for part in (*tables(cases), *map(verdict, cases)):
+        say(part)
+    return status or int(not all(case["holds"] for case in cases))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""What all commands share: arguments, the machine that is measured, and what is printed and written."""
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawTextHelpFormatter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .problem import Shape
+
+DTYPES = ("float32", "bfloat16", "float16")
+LIBRARIES = ("triton", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl")
+NONE = "–"
+MIB = 2**20
+PIPE_WIDTH = 300  # a file or a pipe has no width, and wrapped numbers cannot be read
+
+
+def new_parser(program: str, description: str | None) -> ArgumentParser:
+    """With the arguments that all reports have. `parse` is to be called with it."""
+    parser = ArgumentParser(prog=program, description=description, formatter_class=RawTextHelpFormatter)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--json", metavar="PATH", help="write everything measured, again after each table")
+    return parser
+
+
+def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | None = None) -> Namespace:
+    """The command line of one of so many processes of this host, by default as many as torchrun started. Ends the
+    program, with status 2, for what cannot be run."""
+    options = parser.parse_args(arguments)
+    processes = processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if options.device == "cuda" and torch.cuda.device_count() < processes:
+        parser.error(f"one GPU per process is needed, this host has {torch.cuda.device_count()}")
+    files = getattr(options, "files", [])
+    for package in ["rich"] + ["safetensors"] * bool(files):
+        if importlib.util.find_spec(package) is None:
+            parser.error(f"the report needs {package}: pip install 'parallel-lce[bench]'")
+    if missing := [path for path in files if not Path(path).is_file()]:
+        parser.error(f"no such file: {', '.join(missing)}")
+    if options.json and Path(options.json).is_dir():
+        parser.error(f"--json: {options.json} is a folder")
+    rounds = getattr(options, "rounds", None)
+    if rounds is not None and rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {rounds}")
+    return options
+
+
+def parse_shape(text: str) -> Shape:
+    """'N,V,D' -> Shape."""
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != 3 or not all(1 <= number < 2**31 for number in numbers):
+        raise ArgumentTypeError(f"a shape is three positive numbers N,V,D below 2^31, got {text!r}")
+    return Shape(*numbers)
+
+
+def picture(text: str) -> str:
+    """A path whose suffix matplotlib knows."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise ArgumentTypeError("a picture needs matplotlib: pip install 'parallel-lce[bench]'") from None
+    suffix, known = os.path.splitext(text)[1][1:].lower(), FigureCanvasBase.get_supported_filetypes()
+    if suffix and suffix not in known:
+        raise ArgumentTypeError(f"the suffix must be one of {', '.join(sorted(known))}, got {text}")
+    return text
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """{what: text} of the hardware and the software that decide the numbers."""
+    facts = {"device": _cpu_name(), "cpus": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        size = f"{properties.multi_processor_count} SMs, {properties.total_memory // MIB} MiB"
+        facts |= {"device": f"{properties.name}, {size}", "cuda": str(torch.version.cuda)}
+    facts |= {"python": platform.python_version(), "torch": torch.__version__}
+    for name in LIBRARIES:
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = "none"
+    facts["float32 matmul precision"] = torch.get_float32_matmul_precision()
+    facts["PARALLEL_LCE_BACKEND"] = os.environ.get("PARALLEL_LCE_BACKEND", "")
+    return facts
+
+
+def _cpu_name() -> str:
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return next((line.split(": ", 1)[1] for line in lines if line.startswith("model name")), platform.machine())
+
+
+def speaker(speaks: bool = True) -> Callable[[Any], None]:
+    """A function that prints a table, or a text that is not wrapped, if this rank `speaks`."""
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False, emoji=False, quiet=not speaks)
+    if not console.is_terminal:
+        console.width = PIPE_WIDTH
+    return lambda what: console.print(what, soft_wrap=isinstance(what, str))
+
+
+def new_table(title: str | None, caption: str | None, left: list[str], right: list[str]):
+    """A Markdown table with columns aligned left and right."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, caption=caption, box=box.MARKDOWN)
+    for name in left:
+        table.add_column(name)
+    for name in right:
+        table.add_column(name, justify="right")
+    return table
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f}" if seconds >= 0.1 else f"{1e3 * seconds:.3g}"
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / MIB:.0f}" if size >= 100 * MIB else f"{size / MIB:.1f}"
+
+
+def spread_text(values: tuple[float, float, float] | None, form: str = "{:.3f} ({:.3f}–{:.3f})") -> str:
+    """'median (min–max)'"""
+    return form.format(*values) if values else NONE
+
+
+def with_folder(path: str) -> Path:
+    """The path of a file that can be written."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return Path(path)
+
+
+def write_json(path: str, content: dict) -> None:
+    """JSON has neither NaN nor infinities: they are null."""
+    content = json.loads(json.dumps(content), parse_constant=lambda _: None)
+    with_folder(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

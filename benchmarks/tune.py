@@ -1,0 +1,93 @@
+"""`python -m benchmarks.tune`: times the tiles that `kernels/tuning.py` could name for this GPU.
+
+Every candidate runs three calls of `token_statistics` on each shape: forward alone, forward that saves all
+exponentials, and forward + backward with logits_budget=0. Speeds are relative to bare matrix products, one of them for
+a forward and three for forward + backward, in the same round. `tile_of` in `kernels/tuning.py` should return the best.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+
+from parallel_lce import token_statistics
+from parallel_lce.kernels.tuning import Tile, forced
+
+from .options import SUITES
+from .passes import calls_of
+from .peers import ALL, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, named
+from .problem import Problem, make_problem
+from .report import parse_shape
+from .team import NotMeasured, Team
+from .timing import ratios, timer
+
+# (rows, entries), K elements of a step, warps, stages
+SPECIALIZED = [
+    Tile(*size, 64, 8, stages, warp_specialized=True)
+    for size, stages in itertools.product([(128, 256), (256, 128)], [3, 4])
+]
+_SIZES = [(128, 256), (128, 128), (64, 128)]
+PORTABLE = [Tile(*size, *rest) for size, *rest in itertools.product(_SIZES, (32, 64), (4, 8), (3, 4))]
+BLOCKS = (8, 16, 32)  # row blocks of a launch
+SHOWN = 8  # best rows of each use
+
+
+def uses_of(problem: Problem) -> dict[str, tuple[str, Callable]]:
+    """{name: (the pass whose products it is compared with, its call)}"""
+    x, weight = problem.x.requires_grad_(), problem.weight.requires_grad_()
+
+    def statistics(budget: int, gradients: bool, backward: bool = False):
+        with nullcontext() if gradients else torch.no_grad():
+            found = token_statistics(x, weight, problem.target.clamp(min=0), logits_budget=budget)
+        if backward:
+            torch.autograd.grad(found.target_log_prob.sum(), (x, weight))
+
+    return {
+        "forward": (FORWARD, partial(statistics, 0, False)),
+        "saving forward": (FORWARD, partial(statistics, ALL, True)),
+        "forward + backward": (FORWARD_BACKWARD, partial(statistics, 0, True, True)),
+    }
+
+
+def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ...] = BLOCKS) -> dict:
+    """`{(tile, row blocks, use): speed relative to the bare products}`, medians over the rounds."""
+    team, readers, seconds, bare = problem.team, {}, {}, {}
+    products = calls_of(named(GEMM_ONLY, ONE), problem)
+    uses = uses_of(problem)
+    for tile, count, (name, (_, call)) in itertools.product(tiles, blocks, uses.items()):
+        with forced(tile, count):
+            try:
+                readers[tile, count, name] = timer(call, team)
+            except NotMeasured as reason:  # too large for the GPU, for one
+                print(f"{tile} cannot run {name}: {reason}")
+    of_products = {kind: timer(call, team) for kind, call in products.items()}
+    for _ in range(rounds):
+        for key, read in readers.items():
+            bare.setdefault(key, []).append(of_products[uses[key[-1]][0]]())
+            with forced(*key[:2]):
+                seconds.setdefault(key, []).append(read())
+    return {key: ratios(bare[key], its)[0] for key, its in seconds.items()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    form = argparse.RawTextHelpFormatter
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__, formatter_class=form)
+    parser.add_argument("--shape", metavar="N,V,D", action="append", type=parse_shape)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("tiles are tuned on a CUDA device, and there is none")
+    tiles = SPECIALIZED if torch.cuda.get_device_capability()[0] == 9 else PORTABLE
+    for shape in options.shape or SUITES["bars"].shapes:
+        speeds = tune(make_problem(shape, torch.bfloat16, Team(torch.device("cuda"))), options.rounds, tiles)
+        for use in dict.fromkeys(name for _, _, name in speeds):
+            rows = [(speed, tile, count) for (tile, count, name), speed in speeds.items() if name == use]
+            for speed, tile, count in sorted(rows, key=lambda row: -row[0])[:SHOWN]:
+                print(f"{shape} {use}: {speed:.3f} of the bare products: {tile}, {count} row blocks a launch")
+
+
+if __name__ == "__main__":
+    main()

@@ -100,7 +100,7 @@ def linear_cross_entropy(
             only the targets' part and the tiles of 128 tokens by 128 vocabulary rows with an entry of a larger
             probability. Every other tile is replaced by a rank-one estimate
             (:mod:`parallel_lce.kernels.filter`). The loss is unchanged, and no collective is added. The Triton backend
-            filters products of 1e12 flops and more; the torch backend saves no time. Not with ``label_smoothing``. In
+            filters products of 1e12 flops and more; the torch backend none. Not with ``label_smoothing``. In
             the first few hundred steps of a training None is better: a filter skips little there, or adds its largest
             errors.
 

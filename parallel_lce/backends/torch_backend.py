@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """The torch backend: any device, and the plain reference beside each kernel.
 
 A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB, few and large: each is projected,
@@ -48,7 +49,6 @@ from parallel_lce.backends.torch_tiles import (
     borrowed,
     even_slices,
     logits,
-    replace_inactive,
     row_tiles,
     saved_tile,
     subtract_at_targets,
@@ -70,31 +70,6 @@ from parallel_lce.core.partials import (
     merge_ranks,
     tile_partial,
 )
-
-__all__ = [
-    "DENSE_FLOPS",
-    "Dense",
-    "NAME",
-    "REUSES_SAVED",
-    "SMALLEST_ACCUMULATED",
-    "Saved",
-    "allocate_saved",
-    "block_backward",
-    "block_forward",
-    "block_logits",
-    "divergence",
-    "logits_gradient",
-    "logits_partial",
-    "mean_loss",
-    "merge_ranks",
-    "savable",
-    "scaled",
-    "selected_hidden_gradient",
-    "selected_logits",
-    "selected_weight_gradient",
-    "token_losses",
-    "top_k",
-]
 
 NAME: str = "torch"
 SMALLEST_ACCUMULATED: int = 1
@@ -188,8 +163,6 @@ class _GradientTile(NamedTuple):
     sums: tuple[tuple[Tensor, bool] | None, tuple[Tensor, bool] | None]
     # [entries, rows], an operand of the products
     gradient: Tensor
-    # [entries]: sums over the rows before anything was filtered; None: those of ``gradient``
-    unfiltered_sums: Tensor | None
 
 
 class BlockBackward:
@@ -202,7 +175,7 @@ class BlockBackward:
     reads_hidden_first = True
 
     def __init__(self, task: BackwardTask) -> None:
-        projection, x, target, partial, coefficients, saved, grads, scratch, selected, gradient_filter = task
+        projection, x, target, partial, coefficients, saved, grads, scratch, selected, _ = task
         self._projection, self._x, self._target = projection, x, target
         self._grads, self._scratch = grads, scratch
         # Tiles that are still to be added to dW.
@@ -221,8 +194,8 @@ class BlockBackward:
         coefficients = coefficients.folded()
         alpha, *others = coefficients.each
         self._row_tiles = row_tiles(rows)
-        temporaries = projection.softcap is not None or gradient_filter is not None
-        temporaries |= coefficients.delta is not None or coefficients.epsilon is not None
+        temporaries = projection.softcap is not None or coefficients.delta is not None
+        temporaries |= coefficients.epsilon is not None
         width = window_size(projection, self._row_tiles[0].stop if rows else 0, temporaries)
         self._windows = [
             window
@@ -253,10 +226,6 @@ class BlockBackward:
             if selected is not None:
                 selected = selected._replace(values=selected.values * power)
         self._selected = selected
-        # Up to these numbers entries of a token are approximated, where all of their tile are. [R]
-        self._thresholds: Tensor | None = None
-        if gradient_filter is not None:
-            self._thresholds = (alpha * factor).abs() * gradient_filter
         # p = e / s: the 1 / s is multiplied into alpha, delta and, twice, epsilon.
         self._alpha = alpha / sum_exp * factor
         self._beta, self._gamma, self._delta, self._epsilon = [None if c is None else c * factor for c in others]
@@ -285,9 +254,9 @@ class BlockBackward:
             weight = operand(some_rows(projection.weight, start, stop))
             # Tiles that are formed in the memory of what is saved stay there. Others overwrite the one before.
             stays = self._saved is not None and self._saved.exponentials.dtype == dtype
-            stays = stays and start < self._save and self._thresholds is None
+            stays = stays and start < self._save
             for tile_rows in self._row_tiles:
-                tile = _GradientTile(tile_rows, window, sums, *self._gradient(tile_rows, window, weight))
+                tile = _GradientTile(tile_rows, window, sums, self._gradient(tile_rows, window, weight))
                 if total is not None:
                     of_rows = some_rows(total, tile_rows.start, tile_rows.stop)
                     gradient, factor = tile.gradient.t(), self._fp16_unscale
@@ -308,7 +277,7 @@ class BlockBackward:
 
     def _add_to_weight(self, tile: _GradientTile) -> None:
         """Add a tile to dW and dbias of its window."""
-        rows, window, (of_weight, of_bias), gradient, unfiltered_sums = tile
+        rows, window, (of_weight, of_bias), gradient = tile
         first, last, factor = rows.start == 0, rows.stop == self._x.shape[0], self._fp16_unscale
         if self._grads.dweight is not None and of_weight is not None:
             total, empty = of_weight
@@ -318,14 +287,13 @@ class BlockBackward:
                 self._grads.dweight.close(window.start, window.stop, total)
         if self._grads.dbias is not None and of_bias is not None:
             total, empty = of_bias
-            summed = gradient.sum(1, dtype=total.dtype) if unfiltered_sums is None else unfiltered_sums.to(total.dtype)
+            summed = gradient.sum(1, dtype=total.dtype)
             put(total, summed if factor is None else summed.mul_(factor), empty and first)
             if last:
                 self._grads.dbias.close(window.start, window.stop, total)
 
-    def _gradient(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gradient of a tile, and its sums over the rows if it is filtered. ``weight``: the window's rows as an
-        operand."""
+    def _gradient(self, rows: slice, window: slice, weight: Tensor) -> Tensor:
+        """The gradient of a tile. ``weight``: the window's rows as an operand."""
         if window.start < self._save:
             gradient, slope = self._from_saved(rows, window)
         else:
@@ -334,21 +302,11 @@ class BlockBackward:
             gradient -= self._gamma[rows]
         if slope is not None:
             gradient *= slope
-        unfiltered_sums = None
-        if self._thresholds is not None:
-            if self._grads.dbias is not None:
-                exact = gradient.clone()
-                self._subtract_targets(exact, rows, window)
-                unfiltered_sums = exact.to(self._x.dtype).sum(1, dtype=gradient.dtype)
-            gradient = replace_inactive(gradient, self._thresholds[rows])
-        self._subtract_targets(gradient, rows, window)
-        if self._selected is not None:
-            add_selected(gradient, self._selected, rows, window)
-        return gradient.to(self._x.dtype), unfiltered_sums
-
-    def _subtract_targets(self, gradient: Tensor, rows: slice, window: slice) -> None:
         if self._beta is not None and self._target is not None:
             subtract_at_targets(gradient, self._target[rows], window, self._beta[rows])
+        if self._selected is not None:
+            add_selected(gradient, self._selected, rows, window)
+        return gradient.to(self._x.dtype)
 
     def _from_saved(self, rows: slice, window: slice) -> tuple[Tensor, Tensor | None]:
         """The gradient before gamma and beta, and the slope of the soft-cap."""

@@ -15,13 +15,10 @@ from parallel_lce.backends.interface import Projection, Scratch, SelectedGradien
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. On a CPU every
 # operation waits for the slowest thread, which may not be running: operations are to be few and large.
 _TILE_BYTES = 64 << 20
-# Tensors of its shape that a tile needs at most, but for a gradient_filter.
+# Tensors of its shape that a tile needs at most.
 _COPIES = 4
 # Rows of a tile, at most.
 _TILE_ROWS = 4096
-
-FILTER_TILE = 128
-"""Tokens and entries of a tile that a gradient_filter replaces, or not."""
 
 
 def row_tiles(rows: int) -> list[slice]:
@@ -115,27 +112,3 @@ def _selected_positions(selection: Selection, rows: slice, window: slice) -> tup
     hit &= selection.inside(window.start, window.stop)
     height = rows.stop - rows.start
     return ((selection.ids - window.start) * height + row).where(hit, 0), hit
-
-
-def replace_inactive(gradient: Tensor, thresholds: Tensor) -> Tensor:
-    """What :mod:`parallel_lce.kernels.filter` makes of a gradient, in plain torch and on any device.
-
-    ``gradient [entries, rows]``, whose tiles of 128 by 128 without an entry beyond its token's ``thresholds [rows]``
-    are each replaced by the product of its sums over entries and of the entries' shares in all such tiles of these
-    rows.
-    """
-    entries, rows = gradient.shape
-    padding = 0, -rows % FILTER_TILE, 0, -entries % FILTER_TILE
-    g = torch.nn.functional.pad(gradient, padding).unflatten(1, (-1, FILTER_TILE)).unflatten(0, (-1, FILTER_TILE))
-    threshold = torch.nn.functional.pad(thresholds, padding[:2], value=torch.inf).view(-1, FILTER_TILE)
-    magnitude = g.abs()
-    # NaN is active. Dimensions: blocks of entries, entries, blocks of rows, rows.
-    active = (magnitude <= threshold).logical_not_().any(3, keepdim=True).any(1, keepdim=True)
-    others = g.masked_fill(active, 0.0)
-    # A threshold of 0, infinity or NaN belongs to a token without probabilities. NaN of one must not reach ``sums``.
-    inverse = threshold.reciprocal().nan_to_num_(0.0, 0.0)
-    sums = others.abs().mul_(inverse).sum((2, 3), keepdim=True)
-    total = sums.sum(1, keepdim=True)
-    shares = torch.where(total > 0.0, sums / total, 0.0)
-    replaced = torch.where(active, g, shares * others.sum(1, keepdim=True))
-    return replaced.flatten(2, 3).flatten(0, 1)[:entries, :rows].contiguous()

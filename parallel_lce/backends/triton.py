@@ -1,3 +1,4 @@
+# ruff: noqa: F401
 """The triton backend: a fused projection for the forward and for what is recomputed, cuBLAS for dX and dW.
 
 A block of R tokens saves ``e = exp(z - r)`` of its first vocabulary entries. r is one softmax shift per token, except
@@ -38,31 +39,6 @@ from parallel_lce.kernels.rewrite import Saved
 from parallel_lce.kernels.targets import scale_and_add_targets
 from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import MEASURED, rows_beside_gather
-
-__all__ = [
-    "DENSE_FLOPS",
-    "Dense",
-    "NAME",
-    "REUSES_SAVED",
-    "SMALLEST_ACCUMULATED",
-    "Saved",
-    "allocate_saved",
-    "block_backward",
-    "block_forward",
-    "block_logits",
-    "divergence",
-    "logits_gradient",
-    "logits_partial",
-    "mean_loss",
-    "merge_ranks",
-    "savable",
-    "scaled",
-    "selected_hidden_gradient",
-    "selected_logits",
-    "selected_weight_gradient",
-    "token_losses",
-    "top_k",
-]
 
 NAME: str = "triton"
 DENSE_FLOPS: float = MEASURED.dense_flops

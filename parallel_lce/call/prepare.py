@@ -152,7 +152,7 @@ def _checked(
     shard = Shard(start, rows, options.vocab_size)
     if needs is None:
         needs = Needs(*[t is not None and _needs(t) for t in (tensors.input, weight, tensors.linear_bias)])
-    gradients = _gradients(options, tensors, layout, main_grad, needs)
+    gradients = _gradients(tensors, main_grad, needs)
     spending: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
     if debugging and not valueless(weight):
         _check_together(options, tensors, layout, shard, {"gradients": gradients, "backend": backend.NAME})
@@ -198,22 +198,18 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
     return call, (hidden, weight, bias)
 
 
-def _gradients(
-    options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, needs: Needs
-) -> GradientTraits | None:
+def _gradients(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> GradientTraits | None:
     """What the backward must produce; None: there is none."""
     if not any(needs):
         return None
     hidden, weight = tensors.input, tensors.linear_weight
     sum_dtype = accumulation_dtype(weight.dtype)
-    reduces = layout.ranks > 1 and options.reduce_hidden_grad and options.reduce_dtype is not None
     return GradientTraits(
         hidden=needs.hidden,
         weight=needs.weight,
         hidden_fp32=hidden.dtype == sum_dtype,
         weight_fp32=(weight if main_grad is None else main_grad.tensor).dtype == sum_dtype,
         weight_new=main_grad is None,
-        hidden_buffered=reduces and options.reduce_dtype != hidden.dtype,
     )
 
 

@@ -69,9 +69,6 @@ class Plan:
     block_bytes: int
     # Bytes of logits-shaped scratch memory beside what is saved.
     scratch_bytes: int
-    # Bytes of fp32 sums beside the gradients: of a low-precision dW that several blocks add to; of a low-precision dX
-    # that several vocabulary slices add to; and of a dX that is reduced over the ranks in fp32.
-    accumulator_bytes: int
     # Bytes of the only block's gathered hidden states, if they are saved.
     hidden_bytes: int
     # Upper limit of the rows of a forward's block that saves nothing.
@@ -141,8 +138,6 @@ class GradientTraits:
     weight_fp32: bool = False
     # dW is a new tensor, not one that exists already.
     weight_new: bool = True
-    # dX is reduced over the ranks in an fp32 buffer, though the hidden states are not fp32.
-    hidden_buffered: bool = False
 
 
 @dataclass(frozen=True)
@@ -215,12 +210,6 @@ class _Problem:
         """Rows of a part whose exponentials, those of all parts, take ``nbytes``."""
         return nbytes // (self.row_bytes * self.sp_size)
 
-    def dx_buffer(self, block_rows: int) -> int:
-        """Bytes of dX reduced in fp32: of the block whose dX is formed and of the one whose reduction is running."""
-        if not (self.gradients.hidden and self.gradients.hidden_buffered):
-            return 0
-        return min(self.tokens, 2 * block_rows * self.sp_size) * self.hidden_size * 4
-
     def plan(self, **fields) -> Plan:
         """A plan with these fields; for others what most candidates have."""
         gathered_rows = max(1, self.part_rows)
@@ -234,7 +223,6 @@ class _Problem:
             accumulate=False,
             block_bytes=self.budget,
             scratch_bytes=self.scratch,
-            accumulator_bytes=0,
             hidden_bytes=0,
         )
         return Plan(**usual | fields)
@@ -259,11 +247,7 @@ def _save(p: _Problem) -> _Candidate:
     whole = p.tokens * p.row_bytes
     hidden_bytes = p.gathered_bytes if p.gathered_bytes <= p.budget - whole else 0
     planned = p.plan(
-        first_rows=p.part_rows,
-        block_rows=max(1, p.part_rows),
-        saved=p.shard_rows,
-        accumulator_bytes=p.dx_buffer(p.part_rows),
-        hidden_bytes=hidden_bytes,
+        first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=p.shard_rows, hidden_bytes=hidden_bytes
     )
     return _Candidate(planned, p.savable and whole <= p.budget, products=3, preferred=True)
 
@@ -289,7 +273,6 @@ def _accumulate(p: _Problem) -> _Candidate:
         accumulate=True,
         block_bytes=block_bytes,
         scratch_bytes=SMALLEST_BLOCK,
-        accumulator_bytes=(0 if gradients.weight_fp32 else p.dw_sum) + p.dx_buffer(block_rows),
     )
     return _Candidate(planned, p.accumulable and p.savable and fits and worthwhile, products=3)
 
@@ -309,12 +292,7 @@ def _recompute_by_rows(p: _Problem) -> _Candidate:
     sums = p.dw_sum if several and not grads.weight_fp32 else 0
     if narrow and grads.hidden and not grads.hidden_fp32:
         sums += min(p.tokens, block_rows) * p.hidden_size * 4
-    planned = p.plan(
-        first_rows=first_rows,
-        block_rows=block_rows,
-        saved=p.shard_rows if first_rows > 0 else 0,
-        accumulator_bytes=sums + p.dx_buffer(block_rows),
-    )
+    planned = p.plan(first_rows=first_rows, block_rows=block_rows, saved=p.shard_rows if first_rows > 0 else 0)
     return _Candidate(planned, True, products=4, accumulator=sums)
 
 
@@ -330,10 +308,7 @@ def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
         # One block of all rows also gathers every hidden state and holds the whole dX.
         dx_sum += 2 * p.gathered_bytes
     planned = p.plan(
-        first_rows=p.part_rows,
-        block_rows=max(1, p.part_rows),
-        saved=p.room // max(1, p.tokens * p.itemsize),
-        accumulator_bytes=dx_sum,
+        first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=p.room // max(1, p.tokens * p.itemsize)
     )
     by_rows = _recompute_by_rows(p).plan
     several = by_rows.first_rows > 0 or p.part_rows > by_rows.block_rows

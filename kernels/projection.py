@@ -26,6 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.core.partials import Coefficients
 from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, Scaling
 from parallel_lce.kernels.epilogues import (
     BackwardEpilogue,
@@ -37,7 +38,6 @@ from parallel_lce.kernels.epilogues import (
 )
 from parallel_lce.kernels.partials import PartialColumns
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.tuning import (
     Tile,
     addressable,
@@ -275,7 +275,7 @@ def new_window_partials(product: Product, columns) -> PartialColumns:
 def logits_gradient(
     product: Product,
     partial: torch.Tensor,
-    coefficients: TokenCoefficients,
+    coefficients: Coefficients,
     fp16_scale: torch.Tensor | None,
     out: torch.Tensor,
     listed: torch.Tensor | None = None,

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.core.partials import ALONE
+from parallel_lce.core.partials import ALONE, Coefficients
 from parallel_lce.kernels.arithmetic import (
     SAVED_FP16_SCALE,
     Scaling,
@@ -50,28 +50,13 @@ class Saved(NamedTuple):
     sums: torch.Tensor | None = None
 
 
-class TokenCoefficients(NamedTuple):
-    """Coefficients of the gradient of the logits, fp32, contiguous; None for 0.
-
-    dL/dz_j = factor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma).
-    """
-
-    # [R]
-    alpha: torch.Tensor
-    beta: torch.Tensor | None
-    gamma: torch.Tensor | None
-    delta: torch.Tensor | None
-    epsilon: torch.Tensor | None
-    # [R], or one number for all tokens (a stride of 0); None: 1
-    factor: torch.Tensor | None
-
-
 class GradientTerms(NamedTuple):
     """What the gradient of the logits of R tokens is formed from, beside the logits or their exponentials."""
 
     # [>= 3, R] fp32, contiguous: the merged partial
     partial: torch.Tensor
-    coefficients: TokenCoefficients
+    # fp32, contiguous
+    coefficients: Coefficients
     # Elements from one token's factor to the next one's.
     factor_stride: int
     # 0-dimensional: the gradient is stored times this; None: 1
@@ -80,7 +65,7 @@ class GradientTerms(NamedTuple):
 
     @classmethod
     def of(
-        cls, partial: torch.Tensor, coefficients: TokenCoefficients, fp16_scale: torch.Tensor | None, operands: Any
+        cls, partial: torch.Tensor, coefficients: Coefficients, fp16_scale: torch.Tensor | None, operands: Any
     ) -> GradientTerms:
         """``operands``: of :meth:`Scaling.of`."""
         factor = coefficients.factor

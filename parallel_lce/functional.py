@@ -126,8 +126,7 @@ def linear_cross_entropy(
 
     A forward gathers the hidden states of the block that saves exponentials at once, and those of the other tokens in
     pieces of 256 MiB, each started a block ahead. If ``input`` needs no gradient, and with
-    ``reduce_hidden_grad=False``, there is no reduction. If the weight needs none, dX is all-reduced in pieces of
-    64 MiB, which overlap the rest of dX.
+    ``reduce_hidden_grad=False``, there is no reduction.
 
     If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
     partials (C * R + 2 elements), and reduces its dX after the next block's gather of partials. Backward then has no

@@ -174,10 +174,10 @@ def _backward(
         flat, real = flattened(hidden), shard.real_rows
         gradient = SelectedGradient(selected.of_block(layout, whole, shard.start), values)
         if needs[0]:
-            reduction = call.hidden_reduction(flat, in_pieces=True)
+            reduction = call.hidden_reduction(flat)
             local = reduction.open_block(whole)
             call.backend.selected_hidden_gradient(weight[:real], gradient, local)
-            reduction.start(whole, local, len(local))
+            reduction.start(whole, local)
             dx = reduction.wait().view(hidden.shape)
         if needs[1] or needs[2]:
             x = gather_hidden(flat, whole, layout).wait()

@@ -19,11 +19,11 @@ def block_forward(backend, projection, x, target, columns, save, local=None, arr
     return work.partial, saved
 
 
-def block_backward(backend, *given, announce=lambda rows: None, **others):
-    """Gradients of the block; ``announce(rows)`` when the first rows of dX are complete."""
+def block_backward(backend, *given, announce=lambda: None, **others):
+    """Gradients of the block; ``announce()`` when dX is complete."""
     work = backend.block_backward(BackwardTask(*given, **others))
-    for rows in work.hidden_grad():
-        announce(rows)
+    work.hidden_grad()
+    announce()
     work.weight_grad()
 
 

@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="needs triton")
 
 from parallel_lce.backends.interface import Projection
 from parallel_lce.backends.triton_filter import inverse_of, limits_of
+from parallel_lce.core.partials import Coefficients
 from parallel_lce.kernels.filter.tiles import TILE, entry_shares, find_active_tiles, list_tiles
 from parallel_lce.kernels.filter.windows import TokenSample, mean_shares, sample_tokens
-from parallel_lce.kernels.rewrite import TokenCoefficients
 
 
 @pytest.mark.parametrize("width", [TILE, 2 * TILE])
@@ -45,7 +45,7 @@ def test_shares_of_sums(device):
 
 def test_the_limits_of_rows(device):
     def inverse(alpha, scale, factor, token_scale, fp16_scale, dx_factor):
-        coefficients = TokenCoefficients(alpha, None, None, None, None, factor)
+        coefficients = Coefficients(alpha, None, None, None, None, factor)
         projection = Projection(alpha[:, None], None, 0, 1, scale, None, token_scale)
         return inverse_of(limits_of(coefficients, projection, fp16_scale), dx_factor)
 

@@ -206,42 +206,6 @@ def test_the_second_gather_starts_once_the_first_is_waited_for(worlds, device):
         assert order == ["gather", "wait", "gather", "wait", "gather", "wait", "gather", "wait"]
 
 
-def _reduced_in_pieces(member: Member, shards: tuple[int, ...], piece: int, frozen: bool, dtype: torch.dtype):
-    """dX, and what was started in backward, with pieces of so many rows."""
-    t = part(make(Case(N, sum(shards), D, "bf16", ignored="none"), member.device), member, shards=shards)
-    t.weight.requires_grad_(not frozen)
-    with mock.patch.object(collectives, "REDUCED_BYTES", piece * D * dtype.itemsize):
-        losses = parallel_lce.linear_cross_entropy(
-            t.x,
-            t.weight,
-            t.target,
-            reduction="none",
-            process_group=member.group,
-            vocab_start=sum(shards[: member.rank]),
-            vocab_size=sum(shards),
-            reduce_dtype=dtype,
-        )
-        with recorded(member.group) as events:
-            losses.sum().backward()
-    return t.x.grad, of_collectives(events)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("shards", [(40, 40), (7, 73), (0, 80)], ids=str)
-def test_a_large_reduction_without_dw_is_in_pieces_of_rows(shards, frozen, dtype, worlds, device):
-    """Of as many on every rank, however large its shard is, and with the same sums."""
-    world = worlds(2)
-    whole = world.run(_reduced_in_pieces, shards, N, frozen, dtype)
-    found = world.run(_reduced_in_pieces, shards, 20, frozen, dtype)
-    name = str(dtype).removeprefix("torch.")
-    for (expected, one), (dx, several) in zip(whole, found):
-        assert one == [("all_reduce", N * D, name, True)]
-        # Beside dW's product it is one all the same.
-        assert several == [("all_reduce", rows * D, name, True) for rows in ((20, 20, 8) if frozen else (N,))]
-        assert torch.equal(dx, expected)
-
-
 def _events_by_vocabulary(member: Member):
     t = part(make(Case(8, ROWS * member.ranks, D, "bf16", ignored="none"), member.device), member)
     with shrunk(2 * ROWS * 2, (2, 16)), recorded(member.group) as events:

@@ -11,11 +11,10 @@ pytest.importorskip("triton", reason="needs triton")
 
 import reference
 from cases import DTYPES, normal
-from parallel_lce.core.partials import integer_view
+from parallel_lce.core.partials import Coefficients, integer_view
 from parallel_lce.kernels import projection as kernels
 from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
 from parallel_lce.kernels.projection import Product, logits_gradient
-from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.token_logits import token_logits
 from windows import ALL, finite, merged_truth, truth, window_partials
 
@@ -271,7 +270,7 @@ def test_gradient(shape, form, dtype, device):
     buffer = torch.full((shape.R + 3, stride), SENTINEL, dtype=dtype, device=device)
     out = buffer[: shape.R, : shape.K]
     factor = None if power is None else torch.tensor(power, device=device)
-    coefficients = TokenCoefficients(alpha, None, gamma, delta, epsilon, None)
+    coefficients = Coefficients(alpha, None, gamma, delta, epsilon, None)
     logits_gradient(operands, statistics, coefficients, factor, out)
     nothing = torch.zeros_like(alpha)
     rows = (t.double() if t is not None else nothing.double() for t in (alpha, gamma, delta, epsilon))

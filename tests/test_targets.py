@@ -10,8 +10,9 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
+from parallel_lce.core.partials import Coefficients
 from parallel_lce.kernels import targets as kernels
-from parallel_lce.kernels.rewrite import GradientTerms, TokenCoefficients
+from parallel_lce.kernels.rewrite import GradientTerms
 from parallel_lce.kernels.token_gradients import token_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -65,7 +66,7 @@ def test_gradients(options, softcap, device):
         torch.empty(R, 8, device=device),
         None,
         target,
-        GradientTerms.of(statistics, TokenCoefficients(alpha, beta, gamma, delta, epsilon, None), None, operands),
+        GradientTerms.of(statistics, Coefficients(alpha, beta, gamma, delta, epsilon, None), None, operands),
         entries=K,
         first=K,
         find_shared=options == "all",

@@ -11,8 +11,9 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
+from parallel_lce.core.partials import Coefficients
 from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
-from parallel_lce.kernels.rewrite import GradientTerms, Saved, TokenCoefficients
+from parallel_lce.kernels.rewrite import GradientTerms, Saved
 from parallel_lce.kernels.token_gradients import token_gradients
 
 pytestmark = pytest.mark.usefixtures("kernels")
@@ -113,7 +114,7 @@ def formed(
     r: Rows, *, gamma=False, of_entries=False, fp16_scale=None, scale=1.0, softcap=None, rewrite=False, factor=None
 ):
     delta, epsilon, token_scale = (r.delta, r.epsilon, r.token_scale) if of_entries else (None, None, None)
-    coefficients = TokenCoefficients(r.alpha, r.beta, r.gamma if gamma else None, delta, epsilon, factor)
+    coefficients = Coefficients(r.alpha, r.beta, r.gamma if gamma else None, delta, epsilon, factor)
     operands = SimpleNamespace(scale=scale, token_scale=token_scale, softcap=softcap)
     found = token_gradients(
         r.saved,

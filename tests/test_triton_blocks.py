@@ -18,13 +18,12 @@ from measures import assert_close, size
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_backward
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
-from parallel_lce.core import collectives
 from parallel_lce.core.grad_buffers import GradBuffer, MainGrad
 from parallel_lce.core.partials import Columns
 from parallel_lce.kernels import projection as mainloop
 from parallel_lce.kernels import tuning
 from parallel_lce.kernels.projection import Product
-from tools import chosen_backend, everywhere, recorded, shrunk
+from tools import chosen_backend, everywhere, shrunk
 from world import Member
 
 
@@ -85,8 +84,7 @@ def test_dx_is_announced_once_complete_and_before_the_last_of_dw(dtype, saved, d
             closed.append(stop)
             super().close(start, stop, total)
 
-    def ready(rows):
-        assert rows == len(dx)
+    def ready():
         announced.append(dx.clone())
         assert 700 not in closed
 
@@ -118,7 +116,7 @@ def test_hidden_states_may_arrive_after_dx(device):
     late, dx, dweight = torch.full_like(t.x, torch.nan), torch.empty_like(t.x), GradBuffer(t.weight, 700, 1)
     grads = GradBuffers(dx, dweight, None, hidden_arrived=False)
     arguments = projection, late, t.target, partial, coefficients, saved, grads, Scratch(0, device)
-    block_backward(backend, *arguments, announce=lambda rows: late.copy_(t.x))
+    block_backward(backend, *arguments, announce=lambda: late.copy_(t.x))
     for found, expected in zip((dx, dweight.deliver()), exact_gradients(t, coefficients)):
         assert_close(found, expected, 2 * torch.finfo(torch.bfloat16).eps)
 
@@ -314,62 +312,3 @@ def test_each_rank_projects_its_own_rows_first(worlds, device):
                 assert_close(gradient.double() * tokens, exact, 8e-3)
         assert torch.equal(saved[rank][0], expected)
         torch.testing.assert_close(accumulated[rank][0], expected.mean())
-
-
-def _announced(member: Member, sequence_parallel: bool, rows: int):
-    """dX of a frozen weight, formed in pieces of 1024 rows and reduced in pieces of ``rows``; and what was started."""
-    N, D, shard = 1280, 8, 64
-    t = part(make(Case(N, 2 * shard, D, "bf16", ignored="none"), member.device), member, sequence_parallel)
-    t.weight.requires_grad_(False)
-    with (
-        mock.patch.object(triton_backward, "PRODUCT_BYTES", 1),
-        mock.patch.object(collectives, "REDUCED_BYTES", rows * D * 2),
-    ):
-        losses = parallel_lce.linear_cross_entropy(
-            t.x, t.weight, t.target, reduction="none", process_group=member.group, sequence_parallel=sequence_parallel
-        )
-        with recorded(member.group) as events:
-            (dx,) = torch.autograd.grad(losses.sum(), [t.x])
-    return dx, [(kind, size) for kind, size, *_ in events]
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.slow
-def test_rows_of_dx_are_reduced_once_they_are_announced(sequence_parallel, worlds, device):
-    whole = everywhere(worlds, device, 2, _announced, sequence_parallel, 1280)
-    pieces = everywhere(worlds, device, 2, _announced, sequence_parallel, 500)
-    for (expected, once), (dx, several) in zip(whole, pieces):
-        assert torch.equal(dx, expected)
-        if sequence_parallel:
-            assert once == several == [("reduce_scatter", 1280 * 8)]
-        else:
-            assert once == [("all_reduce", 1024 * 8), ("all_reduce", 256 * 8)]
-            assert several == [("all_reduce", n * 8) for n in (500, 500, 280)]
-
-
-def _with_shards(member: Member, shards: tuple[int, ...]):
-    """dX of this rank's part under sequence parallelism, gradients formed in forward in four blocks."""
-    N, D, V = 96, 8, sum(shards)
-    t = part(make(Case(N, V, D, "bf16", ignored="none"), member.device), member, True, shards)
-    with shrunk(2 * N // 4 * V // 2 * 2), recorded(member.group) as events:
-        loss = parallel_lce.linear_cross_entropy(
-            t.x,
-            t.weight,
-            t.target,
-            process_group=member.group,
-            sequence_parallel=True,
-            vocab_start=sum(shards[: member.rank]),
-            vocab_size=V,
-            logits_budget=0,
-        )
-    (dx,) = torch.autograd.grad(loss, [t.x])
-    return dx, [(kind, size) for kind, size, *_ in events if kind != "dW"]
-
-
-def test_an_empty_shard_waits_for_hidden_states_that_it_does_not_read(worlds, device):
-    """As its next gather, which all ranks start in the same place, starts then."""
-    whole = everywhere(worlds, device, 2, _with_shards, (80, 80))
-    found = everywhere(worlds, device, 2, _with_shards, (0, 160))
-    for (expected, as_planned), (dx, events) in zip(whole, found):
-        assert events == as_planned and [kind for kind, _ in events].count("reduce_scatter") == 4
-        assert_close(dx, expected, 2e-2)

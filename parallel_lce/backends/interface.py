@@ -6,7 +6,7 @@ starts a collective or waits for one. The caller runs it on the weight's device 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.options import Options
-from parallel_lce.core.partials import Columns, accumulation_dtype
+from parallel_lce.core.partials import Coefficients, Columns, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -71,57 +71,6 @@ def savable(dtype: torch.dtype, softcap: float | None) -> bool:
     if softcap is None or dtype == accumulation_dtype(dtype):
         return softcap is None
     return 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
-
-
-@dataclass(frozen=True)
-class Coefficients:
-    """Per-token ``[R]`` coefficients of the gradient of the logits; None is zero.
-
-    dL/dz_j = p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma, times ``factor``.
-    """
-
-    alpha: Tensor
-    beta: Tensor | None
-    gamma: Tensor | None
-    delta: Tensor | None = None
-    epsilon: Tensor | None = None
-    # All of them are still to be multiplied by this: [R] or 0-dimensional; None is 1.
-    factor: Tensor | None = None
-    # Of the selected entries of all tokens of the call: the gradient of their logits beside these, without a factor,
-    # and the logits, [E] each.
-    selected: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def each(self) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        return self.alpha, self.beta, self.gamma, self.delta, self.epsilon
-
-    @property
-    def present(self) -> list[Tensor]:
-        """Those that are not zero."""
-        return [c for c in self.each if c is not None]
-
-    def replaced(self, values: Iterable[Tensor]) -> Coefficients:
-        """``values`` in place of :attr:`present`, and nothing else."""
-        remaining = iter(values)
-        alpha = next(remaining)
-        beta, gamma, delta, epsilon = [None if c is None else next(remaining) for c in self.each[1:]]
-        return Coefficients(alpha, beta, gamma, delta, epsilon)
-
-    def of_rows(self, rows: slice) -> Coefficients:
-        """Those of some tokens."""
-        factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor[rows]
-        beta, gamma, delta, epsilon = [c if c is None else c[rows] for c in self.each[1:]]
-        return Coefficients(self.alpha[rows], beta, gamma, delta, epsilon, factor)
-
-    def folded(self) -> Coefficients:
-        """The same without a factor. One launch multiplies it in."""
-        if self.factor is None:
-            return self
-        each = self.alpha, self.beta, self.gamma, self.delta, self.epsilon
-        present = [c for c in each if c is not None]
-        products = iter(torch._foreach_mul(present, [self.factor] * len(present)))  # pyright: ignore[reportPrivateImportUsage]
-        alpha, *others = [c if c is None else next(products) for c in each]
-        return Coefficients(alpha, *others)
 
 
 class Selection(NamedTuple):
@@ -352,8 +301,8 @@ class BlockBackward(Protocol):
     # Whether hidden_grad reads x, so that its gather must be complete.
     reads_hidden_first: bool
 
-    def hidden_grad(self) -> Iterator[int]:
-        """Form dX; yields how many of its first rows are complete."""
+    def hidden_grad(self) -> None:
+        """Form dX."""
         ...
 
     def weight_grad(self) -> None:

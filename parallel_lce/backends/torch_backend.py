@@ -18,7 +18,6 @@ Tiles are vocabulary-major, ``[entries, rows]``: :mod:`parallel_lce.backends.tor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -192,7 +191,7 @@ class BlockBackward:
             self._save = self._saved.exponentials.numel() // rows
             self._saved_width = -(-self._save // self._saved.maxima.shape[0])
         coefficients = coefficients.folded()
-        alpha, *others = coefficients.each
+        alpha, *others, _ = coefficients
         self._row_tiles = row_tiles(rows)
         temporaries = projection.softcap is not None or coefficients.delta is not None
         temporaries |= coefficients.epsilon is not None
@@ -237,8 +236,8 @@ class BlockBackward:
             # Uses the target's fp32 logit, not a stored exponential.
             self._beta = self._beta * softcap_slope(projection.softcap, partial[TARGET])
 
-    def hidden_grad(self) -> Iterator[int]:
-        """Form dX, and dW of the tiles that do not wait; yields R when dX is complete."""
+    def hidden_grad(self) -> None:
+        """Form dX, and dW of the tiles that do not wait."""
         projection, dx, dtype = self._projection, self._grads.dx, self._projection.dtype
         rows, self._x = self._x.shape[0], operand(self._x)
         total = dx
@@ -268,7 +267,6 @@ class BlockBackward:
                     self._add_to_weight(tile)
         if dx is not None and total is not dx:
             dx.copy_(total)
-        yield rows
 
     def weight_grad(self) -> None:
         """dW and dbias of the tiles that wait."""

@@ -12,8 +12,6 @@ the piece of rows has the target, G holds 0 and dW gets the whole of it in fp32
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -24,11 +22,12 @@ from parallel_lce.backends.triton_slices import Piece, Slice, tiling
 from parallel_lce.backends.triton_windows import WINDOWED_BYTES, fills_sample, kept_windows
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import some_rows
-from parallel_lce.core.plan import PIECE_ROWS
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.targets import scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
+# Rows of a product are a multiple of this.
+_ROWS = 1024
 PRODUCT_BYTES, FUSED_BYTES = MEASURED.product_bytes, MEASURED.fused_bytes
 
 
@@ -105,12 +104,12 @@ class BlockBackward:
         same = len(windows.max) == product_of(projection, x, 0, projection.real_rows).windows
         return windows if same and fills_sample(len(x)) else None
 
-    def hidden_grad(self) -> Iterator[int]:
-        """Form dX, and dW of all slices but the last; yields how many of dX's first rows are complete."""
+    def hidden_grad(self) -> None:
+        """Form dX, and dW of all slices but the last."""
         dx, real = self._grads.dx, self._projection.real_rows
         if self._empty:
             if dx is not None:
-                yield len(dx.zero_())
+                dx.zero_()
             return
         total: Tensor | None = None
         self._ranges, self._pieces = self._cut()
@@ -120,7 +119,7 @@ class BlockBackward:
                 if dx is None:
                     pass
                 elif len(self._ranges) == 1:
-                    yield from self._form_hidden(piece, part, dx)
+                    self._form_hidden(piece, part, dx)
                 else:
                     total = self._add_hidden(piece, part, dx, total)
                 if stop == real and piece is self._pieces[-1]:
@@ -132,7 +131,6 @@ class BlockBackward:
                 if total is not dx or piece.has_targets or piece.fp16_unscale is not None:
                     rows = total[piece.rows]
                     piece.finish_rows(rows, None, (0, len(rows)), dx[piece.rows])
-            yield len(dx)
         self._dx_written = True
 
     def weight_grad(self) -> None:
@@ -141,29 +139,27 @@ class BlockBackward:
             self._add_weight(*self._last)
             self._last = None
 
-    def _form_hidden(self, piece: Piece, part: Slice, dx: Tensor) -> Iterator[int]:
-        """dX of a piece by one product, finished in fp32 before it is rounded, in smaller pieces of rows."""
+    def _form_hidden(self, piece: Piece, part: Slice, dx: Tensor) -> None:
+        """dX of a piece by one product, finished in fp32 before it is rounded, some rows at a time."""
         weight = self._weight_of(part)
         self._dx_written = True
-        first, dx = piece.rows.start, dx[piece.rows] if len(self._pieces) > 1 else dx
+        dx = dx[piece.rows] if len(self._pieces) > 1 else dx
         plain = part.dx_factor is None and piece.fp16_unscale is None and not piece.has_targets
         if plain and part.filtered is None:
             part.add_hidden(dx, weight, slice(0, len(dx)), overwrite=True)
-            yield first + len(dx)
             return
         scaled = None
         small = piece.x.numel() * piece.x.element_size() <= FUSED_BYTES
         if small and part.dw_factor is not None and self._grads.dweight is not None and self._grads.hidden_arrived:
             self._scaled = torch.empty_like(piece.x)
             scaled = piece.x, part.dw_factor, self._scaled
-        rows = PRODUCT_BYTES // (4 * dx.shape[1]) // PIECE_ROWS * PIECE_ROWS or PIECE_ROWS
+        rows = PRODUCT_BYTES // (4 * dx.shape[1]) // _ROWS * _ROWS or _ROWS
         for start in range(0, len(dx), rows):
             stop = min(start + rows, len(dx))
             product = dx.new_empty(stop - start, dx.shape[1], dtype=self._projection.dtype)
             part.add_hidden(product, weight, slice(start, stop), overwrite=True)
             piece.finish_rows(product, part.dx_factor, (start, stop), some_rows(dx, start, stop), scaled)
             del product  # before the next one is allocated
-            yield first + stop
 
     def _add_hidden(self, piece: Piece, part: Slice, dx: Tensor, total: Tensor | None) -> Tensor:
         """The fp32 sum of dX over the slices so far; the first one starts it, in dX's memory if that is fp32."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt
-from parallel_lce.backends.interface import Projection
+from parallel_lce.backends.interface import Coefficients, Projection
 from parallel_lce.kernels.filter.products import sparse_product
 from parallel_lce.kernels.filter.tiles import ActiveTiles, centroids
-from parallel_lce.kernels.rewrite import TokenCoefficients
 from parallel_lce.kernels.tuning import MEASURED
 
 SMALLEST_FILTERED = MEASURED.smallest_filtered
@@ -20,7 +19,7 @@ def worth_filtering(multiplications: int) -> bool:
     return 4 * multiplications >= SMALLEST_FILTERED
 
 
-def limits_of(coefficients: TokenCoefficients, projection: Projection, fp16_scale: Tensor | None) -> Tensor:
+def limits_of(coefficients: Coefficients, projection: Projection, fp16_scale: Tensor | None) -> Tensor:
     """``[R]`` fp32: what a token's row of G holds where the probability is 1."""
     limits = coefficients.alpha * projection.scale
     for factor in (coefficients.factor, projection.token_scale, fp16_scale):

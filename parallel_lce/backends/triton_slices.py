@@ -22,7 +22,7 @@ from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.filter.tiles import find_active_tiles
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import next_power_of_2
-from parallel_lce.kernels.rewrite import GradientTerms, Saved, TokenCoefficients
+from parallel_lce.kernels.rewrite import GradientTerms, Saved
 from parallel_lce.kernels.selected import place_selected
 from parallel_lce.kernels.targets import Targets, add_targets, place_targets, scale_and_add_targets
 from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
@@ -142,8 +142,8 @@ class Piece:
         if projection.weight.dtype == torch.float16:
             self._fp16_scale = power_of_two_scale(coefficients, projection, selected)
             self.fp16_unscale = 1 / self._fp16_scale
-        others = [c if c is None else c.contiguous() for c in coefficients.each[1:]]
-        self._coefficients = TokenCoefficients(coefficients.alpha.contiguous(), *others, factor=coefficients.factor)
+        contiguous = [c.contiguous() for c in coefficients.present]
+        self._coefficients = coefficients.replaced(contiguous, coefficients.factor)
         self._terms = GradientTerms.of(self._partial, self._coefficients, self._fp16_scale, projection)
 
     def form(self, start: int, stop: int) -> Slice:

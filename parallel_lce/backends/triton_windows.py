@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import matmul_nt
-from parallel_lce.backends.interface import Projection
+from parallel_lce.backends.interface import Coefficients, Projection
 from parallel_lce.backends.triton_filter import FilteredGradient, inverse_of, limits_of, worth_filtering
 from parallel_lce.backends.triton_operands import product_of, stride_of
 from parallel_lce.core.memory import some_rows
@@ -22,7 +22,7 @@ from parallel_lce.kernels.filter.tiles import TILE, ActiveTiles, entry_shares, l
 from parallel_lce.kernels.filter.windows import list_active_windows, mean_shares, sample_tokens, window_masses
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.projection import Product, logits_gradient
-from parallel_lce.kernels.rewrite import Saved, TokenCoefficients
+from parallel_lce.kernels.rewrite import Saved
 from parallel_lce.kernels.targets import Targets, place_targets
 from parallel_lce.kernels.tuning import MEASURED
 
@@ -38,7 +38,7 @@ class Rows(NamedTuple):
     # [>= 3, R], contiguous
     partial: Tensor
     # without a factor
-    coefficients: TokenCoefficients
+    coefficients: Coefficients
     # 0-dimensional, or None
     fp16_scale: Tensor | None
     # None: their entries are not placed
@@ -94,7 +94,7 @@ class ActiveWindows:
             sample.of(rows.x),
             projection,
             sample.of(rows.partial.t()).t().contiguous(),
-            TokenCoefficients(sample.of(alpha), None, None, None, None, None),
+            Coefficients(sample.of(alpha), None, None),
             rows.fp16_scale,
             None if rows.targets is None else Targets(*map(sample.of, rows.targets)),
         )

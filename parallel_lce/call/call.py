@@ -99,10 +99,9 @@ class Call:
         softcap = projection.softcap if self.token_cap is None else self.layout.take(self.token_cap, block)
         return replace(projection, token_scale=self.layout.take(self.token_scale, block), softcap=softcap)
 
-    def hidden_reduction(self, hidden: Tensor, in_pieces: bool) -> HiddenReduction:
+    def hidden_reduction(self, hidden: Tensor) -> HiddenReduction:
         """The sum of dX over the ranks, or over this rank alone."""
-        layout = self.layout if self.options.reduce_hidden_grad else Layout()
-        return HiddenReduction(hidden, layout, self.options.reduce_dtype, in_pieces)
+        return HiddenReduction(hidden, self.reduced_over, self.options.reduce_dtype)
 
     @property
     def reduced_over(self) -> Layout:

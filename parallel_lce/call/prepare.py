@@ -245,6 +245,7 @@ def _plan(
         savable=_savable(options, tensors, backend),
         accumulable=accumulable,
         smallest_accumulated=backend.SMALLEST_ACCUMULATED,
+        reuses_saved=backend.REUSES_SAVED,
         dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, tensors, main_grad) else 0,
     )
     return planned.limited(shard.real_rows, itemsize, layout.sp_size)

@@ -17,16 +17,11 @@ from torch import Tensor
 
 from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import Columns, accumulation_dtype, bounds_of, covered, integer_view, packed_size
-from parallel_lce.core.plan import PIECE_ROWS, Block
+from parallel_lce.core.plan import Block
 
 # torch 2.13 renamed these two.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-REDUCED_BYTES = 64 << 20
-"""Bytes of dX per all-reduce if no dW product follows. Small pieces let the first all-reduces overlap the rest of dX.
-If a dW product follows, one all-reduce overlaps that."""
 
 
 @dataclass(frozen=True)
@@ -129,66 +124,43 @@ class HiddenReduction:
 
     Each block runs one all-reduce of R * D elements of ``reduce_dtype`` or, under sequence parallelism, one
     reduce-scatter of the same size. It is started when the block's dX is complete, and waited for when the next
-    block's is started, so at most two blocks' dX are alive. ``in_pieces``: no dW product follows; then one all-reduce
-    per :data:`REDUCED_BYTES`, each started when its rows are complete. ``hidden`` gives the shape and dtype of dX.
+    block's is started, so at most two blocks' dX are alive. ``hidden`` gives the shape and dtype of dX.
     """
 
-    def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None, in_pieces: bool) -> None:
-        self._total, self._layout, self._in_pieces = hidden.new_empty(hidden.shape), layout, in_pieces
+    def __init__(self, hidden: Tensor, layout: Layout, reduce_dtype: torch.dtype | None) -> None:
+        self._total, self._layout = hidden.new_empty(hidden.shape), layout
         self.ranks = layout.ranks
         self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
-        # Of each block that is not finished.
-        self._started: deque[list[_Reduction]] = deque()
+        # Of blocks that are not finished.
+        self._started: deque[_Reduction] = deque()
 
     def open_block(self, block: Block) -> Tensor:
         """Begin the next block; returns where to write its local dX ``[R, D]``."""
-        total, sp_size = self._total, self._layout.sp_size
-        part = total if block.start == 0 and block.stop == total.shape[0] else total[block.start : block.stop]
-        if self.ranks > 1:
-            self._started.append([])
+        part, sp_size = some_rows(self._total, block.start, block.stop), self._layout.sp_size
         if sp_size == 1 and self._dtype == part.dtype:
             return part
         return part.new_empty(sp_size * part.shape[0], part.shape[1], dtype=self._dtype)
 
-    def start(self, block: Block, local: Tensor, rows_done: int) -> None:
-        """Start the sums of the rows of ``local`` before ``rows_done`` that are not started yet.
-
-        ``local`` is what :meth:`open_block` returned last.
-        """
-        layout = self._layout
+    def start(self, block: Block, local: Tensor) -> None:
+        """Start the sum of ``local``, which :meth:`open_block` returned last and which is complete."""
+        layout, part, summed = self._layout, some_rows(self._total, block.start, block.stop), local
         if layout.ranks == 1:
             return
-        part, started, complete = self._part(block), self._started[-1], rows_done == len(local)
         if layout.sequence_parallel:
-            if complete:  # A reduce-scatter has rows of every rank.
-                summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
-                work = reduce_scatter(summed, local, group=layout.group, async_op=True)
-                started.append(_Reduction(work, local, summed, part))
+            summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
+            work = reduce_scatter(summed, local, group=layout.group, async_op=True)
         else:
-            size = max(1, local.shape[0])
-            if self._in_pieces:
-                size = max(1, REDUCED_BYTES // max(1, local[:1].numel() * local.element_size()))
-                size = size // PIECE_ROWS * PIECE_ROWS or size
-            for first in range(sum(len(r.local) for r in started), len(local), size):
-                last = min(first + size, len(local))
-                if last > rows_done:
-                    break
-                piece = local[first:last]
-                work = dist.all_reduce(piece, group=layout.group, async_op=True)
-                started.append(_Reduction(work, piece, piece, part[first:last]))
-        if complete:
-            while len(self._started) > 1:
-                self._finish_block()
-
-    def _part(self, block: Block) -> Tensor:
-        return some_rows(self._total, block.start, block.stop)
+            work = dist.all_reduce(local, group=layout.group, async_op=True)
+        self._started.append(_Reduction(work, local, summed, part))
+        while len(self._started) > 1:
+            self._finish_block()
 
     def _finish_block(self) -> None:
-        for reduction in self._started.popleft():
-            assert reduction.work is not None  # None only on a rank outside the group
-            reduction.work.wait()
-            if reduction.summed.dtype != reduction.part.dtype:
-                reduction.part.copy_(reduction.summed)
+        reduction = self._started.popleft()
+        assert reduction.work is not None  # None only on a rank outside the group
+        reduction.work.wait()
+        if reduction.summed.dtype != reduction.part.dtype:
+            reduction.part.copy_(reduction.summed)
 
     def wait(self) -> Tensor:
         """dX of all blocks, summed over the ranks."""

@@ -23,6 +23,7 @@ The kernels of the same algebra are ``parallel_lce.kernels.partials``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -107,6 +108,43 @@ class Merged(NamedTuple):
     selected: Tensor | None = None
     # [N, K] and their ids, int64
     top: tuple[Tensor, Tensor] | None = None
+
+
+class Coefficients(NamedTuple):
+    """Per-token coefficients of the gradient of the logits, ``[R]`` in the statistics' dtype; None is 0.
+
+    dL/dz_j = factor (p_j (alpha + delta (z_j - max) + epsilon p_j) - beta [j = target] - gamma).
+    """
+
+    alpha: Tensor
+    beta: Tensor | None
+    gamma: Tensor | None
+    delta: Tensor | None = None
+    epsilon: Tensor | None = None
+    # [R], or one number for all tokens, 0-dimensional; None is 1
+    factor: Tensor | None = None
+
+    @property
+    def present(self) -> list[Tensor]:
+        """Those that are not 0, without the factor."""
+        return [c for c in self[:5] if c is not None]
+
+    def replaced(self, values: Iterable[Tensor], factor: Tensor | None = None) -> Coefficients:
+        """``values`` in place of :attr:`present`."""
+        remaining = iter(values)
+        return Coefficients(*[c if c is None else next(remaining) for c in self[:5]], factor)  # pyright: ignore
+
+    def of_rows(self, rows: slice) -> Coefficients:
+        """Those of some tokens."""
+        factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor[rows]
+        return self.replaced([c[rows] for c in self.present], factor)
+
+    def folded(self) -> Coefficients:
+        """The same without a factor. One launch multiplies it in."""
+        if self.factor is None:
+            return self
+        factors = [self.factor] * len(self.present)
+        return self.replaced(torch._foreach_mul(self.present, factors))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def integer_view(column: Tensor) -> Tensor:

@@ -27,9 +27,6 @@ NOMINAL_SHARD = 32768
 LOGIT_COLUMNS = 384
 """Columns of hidden states whose products take as long as writing and reading fp32 logits, 14 bytes for each."""
 
-PIECE_ROWS = 1024
-"""Where dX is formed or reduced in pieces, their rows are a multiple of this."""
-
 _MULTIPLE = 128
 """Rows of a block are a multiple of this where its bytes allow: matrix products come in such tiles."""
 

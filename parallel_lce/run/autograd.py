@@ -116,13 +116,11 @@ class _Fused(torch.autograd.Function):
         needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[11:])
         if call.options.reduction is None:
             upstream = tuple([u if u is None else in_memory(u) for u in upstream])
-            coefficients = statistics.coefficients(call, kept.partial, residuals, upstream)
+            found = statistics.coefficients(call, kept.partial, residuals, upstream)
         else:
-            coefficients = losses.coefficients(residuals, in_memory(upstream[0]))
+            found = losses.coefficients(residuals, in_memory(upstream[0])), None
         consumed, ctx.consumed = ctx.consumed, True
-        dx, dweight, dbias = backward(
-            call, *kept[:3], kept.partial, kept.gathered, saved, coefficients, needs, consumed
-        )
+        dx, dweight, dbias = backward(call, *kept[:3], kept.partial, kept.gathered, saved, *found, needs, consumed)
         if call.main_grad is not None and needs.weight:
             dweight = call.main_grad.placeholder()
         return dx, dweight, dbias, None

@@ -71,9 +71,9 @@ class _DenseLoss(torch.autograd.Function):
             products, found = products.contiguous(), found.contiguous()
             gradient = dense.gradient(products, found, in_memory(upstream), divisor, (target, bias, scales, caps))
             if needs_hidden and call.reduced_over.ranks > 1:
-                reduction = call.hidden_reduction(flattened(hidden), in_pieces=not needs_weight)
+                reduction = call.hidden_reduction(flattened(hidden))
                 part = reduction.open_block(block)
-                reduction.start(block, product(gradient, shard, part.dtype, part), len(part))
+                reduction.start(block, product(gradient, shard, part.dtype, part))
             elif needs_hidden:
                 dx = product(gradient, shard, hidden.dtype)
             if incoming is not None:

@@ -171,7 +171,7 @@ class _StudentGradients:
         blocks = len(work.task.blocks)
         self._reduction = self._dweight = self._dbias = None
         if needs.hidden:
-            self._reduction = call.hidden_reduction(hidden, in_pieces=not needs.weight)
+            self._reduction = call.hidden_reduction(hidden)
         if needs.weight:
             self._dweight = GradBuffer(projection.weight, projection.real_rows, blocks, dtype=sum_dtype)
         if needs.bias and projection.bias is not None:
@@ -183,7 +183,7 @@ class _StudentGradients:
         if self._reduction is not None:
             dx = self._reduction.open_block(block)
             self._product(dx, gradient, self._weight.t(), True)
-            self._reduction.start(block, dx, len(dx))
+            self._reduction.start(block, dx)
         if self._dweight is not None:
             total, empty = self._dweight.open(0, real, whole=True)
             self._product(total, gradient.t(), x.t(), empty)

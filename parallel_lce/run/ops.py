@@ -226,14 +226,14 @@ def _differentiate_forward(ctx, *upstream):
     *residuals, partial, handle = saved[count + 1 :]
     call, residuals = given.described(), Residuals(*residuals)
     if call.options.reduction is None:
-        c = statistics.coefficients(call, partial, residuals, upstream[: len(DIFFERENTIABLE)])
+        c, of_selected = statistics.coefficients(call, partial, residuals, upstream[: len(DIFFERENTIABLE)])
     else:
-        gamma = residuals.gamma if call.columns.shifted else None
+        gamma, of_selected = residuals.gamma if call.columns.shifted else None, None
         c = losses.coefficients(residuals._replace(gamma=gamma, divisor=None), upstream[0]).folded()
     # In the order of the operator's tensors: input, linear_weight, target, linear_bias.
     hidden, weight, _, bias, *_ = ctx.needs_input_grad
-    wanted, of_selected = [hidden, weight, bias], c.selected or (None, None)
-    found = torch.ops.parallel_lce.backward(*given.flat, partial, handle, *c.each, *of_selected, wanted)
+    wanted, of_selected = [hidden, weight, bias], of_selected or (None, None)
+    found = torch.ops.parallel_lce.backward(*given.flat, partial, handle, *c[:5], *of_selected, wanted)
     dx, dweight, dbias = _by_input(found, wanted)
     return dx, dweight, None, dbias, *nothing
 
@@ -253,8 +253,8 @@ def _backward(*arguments):
     given, (partial, handle, *each, of_selected, selected_logits, wanted) = _split(arguments)
     gathered, *saved = vars(handle.untyped_storage()).pop(_SAVED, (None,))
     call, inputs = given.prepared()
-    coefficients = Coefficients(*each, selected=None if of_selected is None else (of_selected, selected_logits))
-    gradients = schedule.backward(call, *inputs, partial, gathered, saved, coefficients, Needs(*wanted))
+    pair = None if of_selected is None else (of_selected, selected_logits)
+    gradients = schedule.backward(call, *inputs, partial, gathered, saved, Coefficients(*each), pair, Needs(*wanted))
     return [g for g in gradients if g is not None]
 
 

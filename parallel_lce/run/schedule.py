@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -168,7 +167,7 @@ class _GradientSums:
         number, real = len(call.plan.blocks), projection.real_rows
         self._reduction = self._dweight = self._dbias = None
         if needs.hidden:
-            self._reduction = call.hidden_reduction(hidden, in_pieces=not needs.weight)
+            self._reduction = call.hidden_reduction(hidden)
         if needs.weight:
             self._dweight = GradBuffer(projection.weight, real, number, dtype=dtype, main_grad=call.main_grad)
         if needs.bias and projection.bias is not None:
@@ -201,9 +200,9 @@ class _GradientSums:
         work = call.backend.block_backward(task)
         if work.reads_hidden_first and not x.arrived:
             x.wait()
-        for rows_done in work.hidden_grad():
-            if reduction is not None and dx is not None and reduction.ranks > 1:
-                reduction.start(block, dx, rows_done)
+        work.hidden_grad()
+        if reduction is not None and dx is not None:
+            reduction.start(block, dx)
         if not x.arrived:
             # Even if this block did not read x: the gather must end before its buffer is freed.
             x.wait()
@@ -225,12 +224,14 @@ def backward(
     gathered: Tensor | None,
     saved: Sequence[Tensor | None],
     coefficients: Coefficients,
+    of_selected: tuple[Tensor, Tensor] | None,
     needs: Needs,
     consumed: bool = False,
 ) -> Gradients:
     """Gradients of a call whose :func:`forward` gave ``partial``, ``gathered`` and the fields of ``saved``.
 
-    A backward overwrites what is saved. ``consumed``: an earlier backward has overwritten it; everything is then
+    ``coefficients`` and ``of_selected``: of :func:`parallel_lce.run.statistics.coefficients`. A backward overwrites
+    what is saved. ``consumed``: an earlier backward has overwritten it; everything is then
     recomputed, in that memory. The tensors may have other strides than in forward, since hooks for saved tensors
     return what they like.
 
@@ -247,8 +248,8 @@ def backward(
         exponentials = kept.exponentials if kept else None
         scratch_bytes = plan.scratch_bytes_unsaved if exponentials is None else plan.scratch_bytes
         selected = None
-        if coefficients.selected is not None and call.selected is not None:
-            coefficients, selected = _selected_apart(call, call.selected, coefficients)
+        if of_selected is not None and call.selected is not None:
+            coefficients, selected = _selected_apart(call, call.selected, coefficients, *of_selected)
         sums = _GradientSums(call, hidden, projection, needs, scratch_bytes, selected=selected)
         if exponentials is not None and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
             sums.scratch.adopt(exponentials)
@@ -281,17 +282,15 @@ def backward(
 
 
 def _selected_apart(
-    call: Call, selected: Selected, coefficients: Coefficients
+    call: Call, selected: Selected, coefficients: Coefficients, upstream: Tensor, logits: Tensor
 ) -> tuple[Coefficients, tuple[Tensor, Tensor]]:
     """The coefficients, and ``[E]`` what the selected entries add to the gradient of the projection's output, with
     their logits. What a selected target would add becomes part of ``beta``: the gradients of targets are never
     rounded."""
-    assert coefficients.selected is not None
-    upstream, logits = coefficients.selected
     if call.target is not None and coefficients.beta is not None:
         of_target = selected.ids == selected.spread(call.target)
         beta = coefficients.beta - selected.sums(upstream.where(of_target, 0.0))
-        coefficients, upstream = replace(coefficients, beta=beta), upstream.masked_fill(of_target, 0.0)
+        coefficients, upstream = coefficients._replace(beta=beta), upstream.masked_fill(of_target, 0.0)
     # Hooks for saved tensors may have changed the strides of the logits.
     return coefficients, (call.before_softcap(upstream, logits), logits.contiguous())
 

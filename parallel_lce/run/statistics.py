@@ -17,7 +17,7 @@ softmax(z) and the columns of :mod:`parallel_lce.core.partials`:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import torch
@@ -123,18 +123,19 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
 
 def coefficients(
     call: Call, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor | None, ...]
-) -> Coefficients:
-    """Of the gradient of the logits. ``upstream``: the gradients of the differentiable statistics, in their order."""
+) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
+    """Of the gradient of the logits; and of selected entries, ``[E]`` each, the gradient of their logits beside that,
+    and these logits. ``upstream``: the gradients of the differentiable statistics, in their order."""
     given = dict(zip(DIFFERENTIABLE, upstream))
     vocab_size, logits = residuals.vocab_size, residuals.selected_logits
     assert vocab_size is not None
     found = folded(given, partial, vocab_size, call.columns)
     of_selected = given["selected_log_prob"]
     if of_selected is None or call.selected is None:
-        return found
+        return found, None
     of_selected = of_selected.reshape(-1).contiguous()
     assert logits is not None
-    return replace(found, alpha=found.alpha - call.selected.sums(of_selected), selected=(of_selected, logits))
+    return found._replace(alpha=found.alpha - call.selected.sums(of_selected)), (of_selected, logits)
 
 
 def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor) -> Tensor:

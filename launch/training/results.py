@@ -1,0 +1,115 @@
+"""The files that a run leaves in its output folder.
+
+Rank 0 writes config.yaml, snapshots as step-STEP.safetensors if they are asked for, and last metrics.json. With
+`save_weights` every rank writes its parameters to weights-RANK.pt.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from training.config import Config, LossConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
+from training.refusal import Refusal, check_folder
+
+Measured = Annotated[float, Field(strict=True)]
+Bytes = Annotated[int, Field(strict=True)]
+
+
+class Metrics(BaseModel):
+    """The content of metrics.json."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # a NaN among the losses stays one
+
+    model: ModelConfig
+    train: TrainConfig
+    loss: LossConfig
+    parallel: ParallelConfig
+    device: str  # of rank 0
+    processes: int
+    hosts: int
+    backend: str  # of torch.distributed
+    versions: dict[str, str]
+    padded_vocab_size: int
+    text: str  # where the text is from
+    tokens_per_step: int
+    tokens_per_second: Measured
+    losses: Annotated[list[Measured], Field(min_length=1)]  # of each step
+    step_seconds: list[Measured]  # of each step
+    median_step_seconds: Measured  # of the steps after the warm-up
+    step_peak_bytes: Bytes | None  # largest of all ranks, after the warm-up; None on a CPU
+    loss_peak_bytes: Bytes | None  # largest of all ranks, of the output layer and the loss; None: not measured
+    loss_peak_tokens: int | None  # of the step in which loss_peak_bytes was measured
+    held_out_loss: Measured | None  # mean over the held-out samples after the training; None: there are none
+
+
+def write_metrics(metrics: Metrics, folder: str) -> None:
+    Path(folder, "metrics.json").write_text(metrics.model_dump_json(indent=1) + "\n")
+
+
+def read_metrics(folder: Path) -> Metrics:
+    """The run's metrics. Raises a Refusal if there are none or if they are not what a run writes."""
+    path = folder / "metrics.json"
+    try:
+        return Metrics.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise Refusal(f"no results of a run at {path}") from None
+    except ValidationError as error:
+        said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:3])
+        raise Refusal(f"{path} holds no results of a run: {said}") from None
+    except OSError as error:
+        raise Refusal(f"{path} holds no results of a run: {error}") from None
+
+
+def snapshots_in(folder: str) -> list[Path]:
+    """The snapshots in a folder, in the order of their steps."""
+    return _numbered(folder, "step-", ".safetensors")
+
+
+def weights_in(folder: str | Path) -> list[Path]:
+    """The files of parameters that the run's ranks left in the folder."""
+    return _numbered(folder, "weights-", ".pt")
+
+
+def _numbered(folder: str | Path, prefix: str, suffix: str) -> list[Path]:
+    found = {path.stem.removeprefix(prefix): path for path in Path(folder).glob(f"{prefix}*{suffix}")}
+    return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
+
+
+def is_trained(config: Config) -> bool:
+    """Whether the output folder holds all snapshots of this configuration. Raises a Refusal if they are of another."""
+    if not Path(config.output, "metrics.json").exists():
+        return False
+    metrics, found = read_metrics(Path(config.output)), load_config(Path(config.output, "config.yaml"), [])
+    if _decisive(found) != _decisive(config):
+        raise Refusal(f"{config.output} has snapshots of another configuration: give another output=, or remove them")
+    written = {path.stem for path in snapshots_in(config.output)}
+    return {f"step-{step}" for step in snapshot_steps(config, len(metrics.losses))} <= written
+
+
+def snapshot_steps(config: Config, steps: int) -> list[int]:
+    """The steps after which a training of `steps` steps writes a snapshot."""
+    assert config.snapshots is not None
+    return [*(step for step in config.snapshots.steps if step < steps), steps]
+
+
+def _decisive(config: Config) -> dict[str, object]:
+    """All that decides what a training writes: not where it writes it."""
+    return config.model_dump(exclude={"output": True, "text": {"cache"}, "compare": True})
+
+
+def remove_results(folder: str) -> None:
+    """Makes the folder, and removes the results of an earlier run.
+
+    A run overwrites some of them, but one that fails, or that has fewer ranks, would leave the rest. config.yaml stays:
+    the new run may be started with it.
+    """
+    check_folder("output", folder)
+    snapshots = snapshots_in(folder)
+    if snapshots and not Path(folder, "config.yaml").exists():
+        raise Refusal(f"{snapshots[0]} is of no training that this program knows of: give another output=")
+    for path in (Path(folder, "metrics.json"), *weights_in(folder), *snapshots):
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise Refusal(f"{path} cannot be removed: {error.strerror}") from None

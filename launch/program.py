@@ -3,212 +3,133 @@
 import importlib
 import os
 import shlex
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from training.packages import require
 from training.refusal import Refusal, check_file, check_folder, fail
 
 if TYPE_CHECKING:
     from training.config import Config
+    from training.start import Training
 
 BENCHMARKS = "parallel_lce.bench"  # the package of the reports on snapshots
 PACKAGES = ("yaml", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core", "matplotlib", "safetensors")
 
+ARGUMENTS = "torchrun's own arguments may come first, ended by `--`; without them all processes run on this host."
+TRAINED = "Arguments of the training, as of snapshots.py, may come first, ended by `--`; the others go to the report."
+DESCRIPTIONS = {
+    "train": f"Trains stock Megatron-core's GPTModel with either loss. {ARGUMENTS}",
+    "demo": "Trains the same model from one seed with Megatron's stock loss and with parallel_lce, and compares the "
+    f"two. Exits with 1 if a run fails or the loss curves part. {ARGUMENTS}",
+    "compare": "Compares runs that the demo left in the output folder, perhaps on another machine. Takes the demo's "
+    "arguments. Exits with 1 if the loss curves part.",
+    "snapshots": "Trains a small GPT on one GPU or CPU, and writes what its output layer sees at chosen steps. Without "
+    "--config: configs/snapshots.yaml where there is a GPU, else configs/snapshots-cpu.yaml.",
+    "parity": "Trains a small GPT, unless its snapshots are in the output folder, and reports how exact "
+    f"log-probabilities are on it. {TRAINED}",
+    "gradient_filter": "Trains a small GPT, unless its snapshots are in the output folder, and reports what "
+    f"gradient_filter does on it. {TRAINED}",
+}
 
-def train(argv: list[str]) -> int:
-    """Trains stock Megatron-core's GPTModel with either loss. Starts itself under torchrun if torchrun did not start
-    it.
 
-    torchrun's own arguments may come first, ended by `--`; without them all processes run on this host.
-    """
-    from training.config import parse_command_line
+def run(name: str, argv: list[str]) -> int:
+    """Runs a command; its exit status. Raises a Refusal for a user's mistake."""
+    from training.config import DEFAULT_CONFIG, parse_command_line
+    from training.start import Training
     from training.torchrun import split_arguments, started_by_torchrun
 
     torchrun, arguments = split_arguments(argv)
-    config = parse_command_line(train.__doc__, arguments)
-    if not started_by_torchrun():
-        _prepare(config, torchrun)
-        return _run(config, torchrun, arguments)
-    from torch.distributed.elastic.multiprocessing.errors import record
+    report, default = [], DEFAULT_CONFIG
+    if name in ("parity", "gradient_filter"):
+        torchrun, arguments, report = [], torchrun, _checked_report(name, arguments)
+    if name in ("snapshots", "parity", "gradient_filter"):
+        import torch
 
-    record(_train_here)(config)  # lets torchrun show the error of the rank that failed first
+        default = DEFAULT_CONFIG.with_name("snapshots.yaml" if torch.cuda.is_available() else "snapshots-cpu.yaml")
+    config = parse_command_line(DESCRIPTIONS[name], arguments, default)
+    training = Training(config, torchrun, ["--config", str(default), *arguments])
+    if name == "demo":
+        return _demo(training) or _compare(config, argv)
+    if name == "compare":
+        return _compare(config, argv)
+    if report:
+        return _report_on_snapshots(training, report)
+    if not started_by_torchrun():
+        training.prepare()
+        _become(training.command(), training.environment())
+    from training.worker import run_rank
+
+    run_rank(config)
     return 0
 
 
-def demo(argv: list[str]) -> int:
-    """Trains the same model from one seed with Megatron's stock loss and with parallel_lce, and compares the two.
-
-    With `compare.yardstick=true` stock also trains with its samples in reverse order, as the measure of rounding. Exits
-    with 1 if a run fails or the loss curves part. torchrun's own arguments may come first, ended by `--`.
-    """
-    from training.config import parse_command_line
-    from training.torchrun import processes_of, split_arguments
-
-    torchrun, arguments = split_arguments(argv)
-    config = parse_command_line(demo.__doc__, arguments)
-    _prepare(config, torchrun)
-
-    from training.comparison import RUNS, runs_of
+def _demo(training: "Training") -> int:
+    """Trains all runs; 1 if one fails. Ends the program where another host has their results."""
+    from training.comparison import RUNS, folders_of
     from training.results import remove_results
 
-    folders = runs_of(config)
+    training.prepare()
+    folders = folders_of(training.config)
     for folder in folders.values():  # all before the first run: if it fails, the others' earlier results must not stay
         remove_results(str(folder))
     for name, folder in folders.items():
-        if code := _run(config, torchrun, [*arguments, *RUNS[name], f"output={folder}"]):
+        if code := training.run(*RUNS[name], f"output={folder}"):
             print(f"FAILED: the run {name!r} ended with exit code {code}", file=sys.stderr)
             return 1
-    missing = [folder for folder in folders.values() if not (folder / "metrics.json").exists()]
-    if missing and torchrun and processes_of(torchrun)[0] > 1:
+    if training.hosts > 1 and not (folders["stock"] / "metrics.json").exists():
         print("another host has the results")  # rank 0 writes them, on its own host
-        return 0
-    return _compare(config, argv)
-
-
-def compare(argv: list[str]) -> int:
-    """Compares runs that the demo left in the output folder, perhaps on another machine. Takes the demo's arguments.
-
-    Exits with 1 if the loss curves part.
-    """
-    from training.config import parse_command_line
-    from training.torchrun import split_arguments
-
-    return _compare(parse_command_line(compare.__doc__, split_arguments(argv)[1]), argv)
-
-
-def snapshots(argv: list[str]) -> int:
-    """Trains a small GPT on one GPU or CPU, and writes what its output layer sees at chosen steps.
-
-    Each snapshot is a safetensors file in the output folder: hidden states and next tokens of held-out text, and the
-    output weight. Without --config: configs/snapshots.yaml where there is a GPU, else configs/snapshots-cpu.yaml.
-    """
-    config, arguments = _snapshot_config(snapshots.__doc__, argv)
-    _prepare(config, [])
-    return _run(config, [], arguments)
-
-
-def parity(argv: list[str]) -> int:
-    """Trains a small GPT, unless its snapshots are in the output folder, and reports how exact log-probabilities are on
-    it.
-
-    Arguments of the training, those of snapshots.py, may come first, ended by `--`; the others go to the report.
-    """
-    return _report_on_snapshots("parity", parity.__doc__, argv)
-
-
-def gradient_filter(argv: list[str]) -> int:
-    """Trains a small GPT, unless its snapshots are in the output folder, and reports what gradient_filter does on it.
-
-    Arguments of the training, those of snapshots.py, may come first, ended by `--`; the others go to the report.
-    """
-    return _report_on_snapshots("gradient_filter", gradient_filter.__doc__, argv)
-
-
-def _prepare(config: "Config", torchrun: list[str]) -> None:
-    from training.start import check_host, prepare_text
-
-    check_host(config, torchrun)
-    if config.compare.report is not None:
-        check_folder("compare.report", config.compare.report)
-    prepare_text(config)
-
-
-def _run(config: "Config", torchrun: list[str], arguments: list[str]) -> int:
-    """Trains under torchrun; its exit status."""
-    from training.start import environment, torchrun_command
-
-    return subprocess.run(torchrun_command(config, torchrun, arguments), env=environment(config)).returncode
-
-
-def _train_here(config: "Config") -> None:
-    """Trains on this rank. Its refusals end here, since `record` would print their traceback."""
-    from training.worker import run
-
-    try:
-        run(config)
-    except Refusal as refusal:
-        _end(refusal)
+        sys.exit(0)
+    return 0
 
 
 def _compare(config: "Config", argv: list[str]) -> int:
     """Prints and writes the report of finished runs; 0 if their curves agree, else 1."""
-    from rich.console import Console
-
     from training.comparison import compare
     from training.report import print_report, write_report
 
     comparison, folder = compare(config), Path(config.compare.report or config.output)
     check_folder("compare.report", str(folder))
-    try:
-        write_report(comparison, folder, config.compare.tolerance, shlex.join(["./launch/demo.sh", *argv]))
-    except OSError as error:
-        raise Refusal(f"the report cannot be written: {error}") from None
-    console = Console()
-    console.print(f"report: {folder / 'report.md'}", soft_wrap=True)
-    print_report(console, comparison)
+    write_report(comparison, folder, config.compare.tolerance, shlex.join(["./launch/demo.sh", *argv]))
+    print_report(comparison)
+    print(f"report: {folder / 'report.md'}")
     return 0 if comparison.agree else 1
 
 
-def _snapshot_config(description: str | None, argv: list[str]) -> tuple["Config", list[str]]:
-    """The configuration, and the arguments that tell a rank of it."""
-    import torch
-
-    from training.config import ROOT, parse_command_line
-
-    default = ROOT / "configs" / ("snapshots.yaml" if torch.cuda.is_available() else "snapshots-cpu.yaml")
-    config = parse_command_line(description, argv, default)
-    if config.snapshots is None:
-        raise Refusal("snapshots=None: the report needs some, as configs/snapshots.yaml has them")
-    return config, ["--config", str(default), *argv]
-
-
-def _report_on_snapshots(name: str, description: str | None, argv: list[str]) -> int:
-    """Trains unless that is done, then becomes the report, whose command line it checks first."""
-    from training.torchrun import split_arguments
-
-    training, arguments = split_arguments(argv)
-    parse = importlib.import_module(f"{BENCHMARKS}.{name}").parse_arguments
-    options = vars(parse(arguments, f"./launch/{name}.sh"))
+def _checked_report(name: str, arguments: list[str]) -> list[str]:
+    """The report's command line without its files, checked before a training starts."""
+    options = importlib.import_module(f"{BENCHMARKS}.{name}").parse_arguments(arguments, f"./launch/{name}.sh")
     for written in ("json", "plot"):
-        if path := options.get(written):
+        if path := getattr(options, written, None):
             check_file(f"--{written}", path)
-    config, training = _snapshot_config(description, training)
+    return [f"{BENCHMARKS}.{name}", *arguments]
 
+
+def _report_on_snapshots(training: "Training", report: list[str]) -> int:
+    """Trains unless that is done, then becomes the report."""
     from training.results import is_trained, snapshots_in
 
-    if not is_trained(config):
-        _prepare(config, [])
-        if code := _run(config, [], training):
+    if not is_trained(training.config):
+        training.prepare()
+        if code := training.run():
             return code
+    module, *options = report
     # No file in the user's folder stands in for a module of the report.
-    command = [sys.executable, "-P", "-m", f"{BENCHMARKS}.{name}", *map(str, snapshots_in(config.output)), *arguments]
-    return subprocess.run(command, env=os.environ | {"PYTHONSAFEPATH": "1"}).returncode
+    command = [sys.executable, "-P", "-m", module, *map(str, snapshots_in(training.config.output)), *options]
+    _become(command, os.environ | {"PYTHONSAFEPATH": "1"})
 
 
-def _end(refusal: Refusal) -> None:
-    if os.environ.get("LOCAL_RANK", "0") != "0":  # one line per host
-        # torchrun ends every rank once one has ended. Rank 0 may be slower, and must have spoken.
-        time.sleep(10)
-        sys.exit(2)
-    fail(str(refusal))
+def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
+    os.execve(command[0], command, environment)
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    command.__name__: command for command in (train, demo, compare, snapshots, parity, gradient_filter)
-}
-
-
-def main(name: str, argv: list[str]) -> None:
+def main(name: str, argv: list[str]) -> NoReturn:
     require(*PACKAGES)
     try:
-        sys.exit(COMMANDS[name](argv))
+        sys.exit(run(name, argv))
     except Refusal as refusal:
-        _end(refusal)
+        fail(str(refusal))
 
 
 if __name__ == "__main__":

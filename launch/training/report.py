@@ -1,9 +1,7 @@
 """The report of a comparison: tables in the terminal, and report.md, report.png and report.json in a folder."""
 
-import math
 from pathlib import Path
 
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich import box
 from rich.console import Console
@@ -16,7 +14,8 @@ COLOURS = {"stock": "#9aa5b1", "parallel_lce": "#c2410c", "stock-reversed": "#25
 MOST_ROWS = 40  # of the table of steps
 
 
-def print_report(console: Console, comparison: Comparison) -> None:
+def print_report(comparison: Comparison) -> None:
+    console = Console()
     console.print(_step_table(comparison))
     console.print(_summary_table(comparison))
     console.print(comparison.verdict, style="bold green" if comparison.agree else "bold red", soft_wrap=True)
@@ -61,14 +60,15 @@ Made by
 
 
 def _hardware(run: Metrics) -> str:
-    return f"{run.processes} × {run.device}, {run.backend}"
+    return f"{run.parallel.processes} × {run.device}, {run.backend}"
 
 
 def _step_table(comparison: Comparison) -> Table:
     stock, ours = comparison.runs["stock"], comparison.runs["parallel_lce"]
-    table = _right_aligned("step", "stock loss", "parallel_lce loss", title=f"Losses on {stock.text}")
-    for name in comparison.differences:
-        table.add_column(f"difference of {name}", justify="right")
+    names = ["step", "stock loss", "parallel_lce loss", *(f"difference of {name}" for name in comparison.differences)]
+    table = Table(title=f"Losses on {stock.text}")
+    for name in names:
+        table.add_column(name, justify="right")
     steps = len(stock.losses)
     for step in range(0, steps, -(-steps // MOST_ROWS)):
         differences = (f"{each[step]:.1e}" for each in comparison.differences.values())
@@ -77,40 +77,39 @@ def _step_table(comparison: Comparison) -> Table:
 
 
 def _summary_table(comparison: Comparison) -> Table:
+    """A column for each run. Rows that no run has are left out."""
     runs, first = list(comparison.runs.values()), comparison.runs["stock"]
-    parallel = first.parallel
-    sequence = " with sequence parallelism" if parallel.sequence and parallel.tensor > 1 else ""
-    layout = f"TP={parallel.tensor}{sequence}, PP={parallel.pipeline}, DP={parallel.data}"
-    table = _right_aligned("", *comparison.runs, title=f"{layout}, {_hardware(first)}")
-
-    def row(name: str, form: str, values: list[float | None], unit: float = 1) -> None:
-        """One value for each run, in units of `unit`; no row if no run has one."""
-        if any(value is not None for value in values):
-            table.add_row(name, *("" if value is None else form.format(value / unit) for value in values))
-
     distances = [(None, None), *map(mean_and_largest, comparison.differences.values())]
-    row("final loss", "{:.6f}", [run.losses[-1] for run in runs])
-    row("held-out loss", "{:.6f}", [run.held_out_loss for run in runs])
-    row("difference from stock's losses, mean", "{:.2e}", [mean for mean, _ in distances])
-    row("difference from stock's losses, largest", "{:.2e}", [largest for _, largest in distances])
-    step = f"step time at {first.tokens_per_step} tokens, median, ms"
-    row(step, "{:.1f}", [run.median_step_seconds for run in runs], unit=1e-3)
-    row("tokens per second", "{:.0f}", [run.tokens_per_second for run in runs])
-    row("peak memory of a step, MiB per rank", "{:.1f}", [run.step_peak_bytes for run in runs], unit=2**20)
-    loss = f"peak memory of the loss, measured at {first.loss_peak_tokens} tokens, MiB per rank"
-    row(loss, "{:.1f}", [run.loss_peak_bytes for run in runs], unit=2**20)
-    if comparison.weights:
-        name, difference = comparison.weights
-        blanks = [None] * (len(runs) - 2)
-        row(f"largest difference of final weights: {name}", "{:.2e}", [None, difference, *blanks])
-    return table
-
-
-def _right_aligned(first: str, *others: str, title: str) -> Table:
-    table = Table(first, title=title)
-    for name in others:
+    weights, difference = comparison.weights or ("", None)
+    rows: dict[str, tuple[str, list]] = {
+        "final loss": ("{:.6f}", [run.losses[-1] for run in runs]),
+        "held-out loss": ("{:.6f}", [run.held_out_loss for run in runs]),
+        "difference from stock's losses, mean": ("{:.2e}", [mean for mean, _ in distances]),
+        "difference from stock's losses, largest": ("{:.2e}", [largest for _, largest in distances]),
+        f"step time at {first.tokens_per_step} tokens, median, ms": (
+            "{:.1f}",
+            [run.median_step_seconds * 1e3 for run in runs],
+        ),
+        "peak memory of a step, MiB per rank": ("{:.1f}", [_mib(run.step_peak_bytes) for run in runs]),
+        f"peak memory of the loss, measured at {first.loss_peak_tokens} tokens, MiB per rank": (
+            "{:.1f}",
+            [_mib(run.loss_peak_bytes) for run in runs],
+        ),
+        f"largest difference of final weights: {weights}": ("{:.2e}", [None, difference, None][: len(runs)]),
+    }
+    parallel = first.parallel
+    layout = f"TP={parallel.tensor}{' with sequence parallelism' * parallel.sequence}, PP={parallel.pipeline}, "
+    table = Table("", title=f"{layout}DP={parallel.data}, {_hardware(first)}")
+    for name in comparison.runs:
         table.add_column(name, justify="right")
+    for name, (form, values) in rows.items():
+        if any(value is not None for value in values):
+            table.add_row(name, *("" if value is None else form.format(value) for value in values))
     return table
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / 2**20
 
 
 def _draw(comparison: Comparison, tolerance: float, path: Path) -> None:
@@ -121,39 +120,25 @@ def _draw(comparison: Comparison, tolerance: float, path: Path) -> None:
     curves.plot(stock.losses, color=COLOURS["stock"], linewidth=5, label="stock")
     curves.plot(ours.losses, color=COLOURS["parallel_lce"], linewidth=1.5, linestyle="--", label="parallel_lce")
     curves.set(title="Training loss", xlabel="step", ylabel="mean loss per token")
-    _draw_differences(gaps, comparison.differences, tolerance)
-    if stock.step_peak_bytes and ours.step_peak_bytes:  # on GPUs; otherwise the peak of the loss alone
-        title = "Peak memory of a step"
-        _draw_bars(memory, title, "GiB per rank", stock.step_peak_bytes / 2**30, ours.step_peak_bytes / 2**30)
-    elif stock.loss_peak_bytes and ours.loss_peak_bytes:
-        title = f"Peak memory of the loss, {stock.loss_peak_tokens} tokens"
-        _draw_bars(memory, title, "MiB per rank", stock.loss_peak_bytes / 2**20, ours.loss_peak_bytes / 2**20)
-    else:
-        memory.set_visible(False)
-    title = f"Step of {stock.tokens_per_step} tokens, median"
-    _draw_bars(time, title, "ms", stock.median_step_seconds * 1e3, ours.median_step_seconds * 1e3)
+    for name, differences in reversed(comparison.differences.items()):
+        gaps.plot(differences, color=COLOURS[name], label=name, marker=".", linestyle="none")
+    if "stock-reversed" not in comparison.differences:
+        gaps.axhline(tolerance, color="#444444", linewidth=1, label=f"tolerance {tolerance:.0e}")
+    gaps.set_yscale("symlog", linthresh=1e-7)  # differences may be exactly 0
+    gaps.set(title="|loss − stock's loss|", xlabel="step")
+    gaps.set_ylim(bottom=0)
+    # The peak of a whole step where that was measured, on GPUs; otherwise the peak of the loss alone.
+    peaks, of = [_mib(run.step_peak_bytes) for run in (stock, ours)], f"a step of {stock.tokens_per_step} tokens"
+    if None in peaks:
+        peaks, of = [_mib(run.loss_peak_bytes) for run in (stock, ours)], f"the loss, {stock.loss_peak_tokens} tokens"
+    seconds = [run.median_step_seconds for run in (stock, ours)]
+    for axes, values, title, unit in (
+        (memory, peaks, f"Peak memory of {of}", "MiB per rank"),
+        (time, [1e3 * each for each in seconds], f"Step of {stock.tokens_per_step} tokens, median", "ms"),
+    ):
+        axes.bar_label(axes.bar(["stock", "parallel_lce"], [value or 0 for value in values]), fmt="%.1f")
+        axes.set(title=title, ylabel=unit)
+        axes.margins(y=0.12)
     for axes in (curves, gaps):
         axes.legend(frameon=False)
-    for axes in figure.axes:
-        axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=130)
-
-
-def _draw_differences(axes: Axes, differences: dict[str, list[float]], tolerance: float) -> None:
-    """Of each run from stock's losses. Without a yardstick also the tolerance."""
-    drawn = [value for each in differences.values() for value in each if math.isfinite(value)]
-    for name, each in reversed(differences.items()):
-        axes.plot(each, color=COLOURS[name], label=name, marker=".", linestyle="none")
-    if "stock-reversed" not in differences:
-        axes.axhline(tolerance, color="#444444", linewidth=1, label=f"tolerance {tolerance:.0e}")
-        drawn.append(tolerance)
-    largest = max([1e-9, *drawn])
-    axes.set_yscale("symlog", linthresh=largest / 1000)  # differences may be exactly 0
-    axes.set(title="|loss − stock's loss|", xlabel="step", ylim=(0, 10 * largest))
-
-
-def _draw_bars(axes: Axes, title: str, unit: str, stock: float, ours: float) -> None:
-    bars = axes.bar(["stock", "parallel_lce"], [stock, ours], color=[COLOURS["stock"], COLOURS["parallel_lce"]])
-    axes.bar_label(bars, fmt="%.2f" if unit == "GiB per rank" else "%.1f")
-    axes.margins(y=0.12)
-    axes.set(title=title, ylabel=unit)

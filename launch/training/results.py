@@ -12,9 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from training.config import Config, LossConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
 from training.refusal import Refusal, check_folder
 
-Measured = Annotated[float, Field(strict=True)]
-Bytes = Annotated[int, Field(strict=True)]
-
 
 class Metrics(BaseModel):
     """The content of metrics.json."""
@@ -26,21 +23,22 @@ class Metrics(BaseModel):
     loss: LossConfig
     parallel: ParallelConfig
     device: str  # of rank 0
-    processes: int
     hosts: int
     backend: str  # of torch.distributed
     versions: dict[str, str]
     padded_vocab_size: int
     text: str  # where the text is from
-    tokens_per_step: int
-    tokens_per_second: Measured
-    losses: Annotated[list[Measured], Field(min_length=1)]  # of each step
-    step_seconds: list[Measured]  # of each step
-    median_step_seconds: Measured  # of the steps after the warm-up
-    step_peak_bytes: Bytes | None  # largest of all ranks, after the warm-up; None on a CPU
-    loss_peak_bytes: Bytes | None  # largest of all ranks, of the output layer and the loss; None: not measured
+    losses: Annotated[list[float], Field(min_length=1)]  # of each step
+    step_seconds: list[float]  # of each step
+    median_step_seconds: float  # of the steps after the warm-up
+    step_peak_bytes: int | None  # largest of all ranks, after the warm-up; None on a CPU
+    loss_peak_bytes: int | None  # largest of all ranks, of the output layer and the loss; None: not measured
     loss_peak_tokens: int | None  # of the step in which loss_peak_bytes was measured
-    held_out_loss: Measured | None  # mean over the held-out samples after the training; None: there are none
+    held_out_loss: float | None  # mean over the held-out samples after the training; None: there are none
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.micro_batch * self.train.micro_batches * self.parallel.data * self.train.sequence
 
 
 def write_metrics(metrics: Metrics, folder: str) -> None:
@@ -54,48 +52,37 @@ def read_metrics(folder: Path) -> Metrics:
         return Metrics.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise Refusal(f"no results of a run at {path}") from None
-    except ValidationError as error:
-        said = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:3])
-        raise Refusal(f"{path} holds no results of a run: {said}") from None
-    except OSError as error:
-        raise Refusal(f"{path} holds no results of a run: {error}") from None
+    except (OSError, ValidationError) as error:
+        raise Refusal(f"{path} holds no results of a run: {' '.join(str(error).split())}") from None
 
 
-def snapshots_in(folder: str) -> list[Path]:
-    """The snapshots in a folder, in the order of their steps."""
-    return _numbered(folder, "step-", ".safetensors")
-
-
-def weights_in(folder: str | Path) -> list[Path]:
-    """The files of parameters that the run's ranks left in the folder."""
-    return _numbered(folder, "weights-", ".pt")
-
-
-def _numbered(folder: str | Path, prefix: str, suffix: str) -> list[Path]:
+def files_in(folder: str | Path, prefix: str, suffix: str) -> list[Path]:
+    """The files PREFIX-NUMBER.SUFFIX in a folder, in the order of their numbers."""
     found = {path.stem.removeprefix(prefix): path for path in Path(folder).glob(f"{prefix}*{suffix}")}
     return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
 
 
+def snapshots_in(folder: str) -> list[Path]:
+    return files_in(folder, "step-", ".safetensors")
+
+
+def weights_in(folder: str | Path) -> list[Path]:
+    return files_in(folder, "weights-", ".pt")
+
+
 def is_trained(config: Config) -> bool:
     """Whether the output folder holds all snapshots of this configuration. Raises a Refusal if they are of another."""
+    if config.snapshots is None:
+        raise Refusal("snapshots=None: the report needs some, as configs/snapshots.yaml has them")
     if not Path(config.output, "metrics.json").exists():
         return False
-    metrics, found = read_metrics(Path(config.output)), load_config(Path(config.output, "config.yaml"), [])
-    if _decisive(found) != _decisive(config):
+    steps = len(read_metrics(Path(config.output)).losses)
+    before = load_config(Path(config.output, "config.yaml"), [])
+    elsewhere = {"output": True, "text": {"cache"}, "compare": True}  # decide nothing that a training writes
+    if before.model_dump(exclude=elsewhere) != config.model_dump(exclude=elsewhere):
         raise Refusal(f"{config.output} has snapshots of another configuration: give another output=, or remove them")
-    written = {path.stem for path in snapshots_in(config.output)}
-    return {f"step-{step}" for step in snapshot_steps(config, len(metrics.losses))} <= written
-
-
-def snapshot_steps(config: Config, steps: int) -> list[int]:
-    """The steps after which a training of `steps` steps writes a snapshot."""
-    assert config.snapshots is not None
-    return [*(step for step in config.snapshots.steps if step < steps), steps]
-
-
-def _decisive(config: Config) -> dict[str, object]:
-    """All that decides what a training writes: not where it writes it."""
-    return config.model_dump(exclude={"output": True, "text": {"cache"}, "compare": True})
+    wanted = {f"step-{step}" for step in (*config.snapshots.steps, steps) if step <= steps}
+    return wanted <= {path.stem for path in snapshots_in(config.output)}
 
 
 def remove_results(folder: str) -> None:

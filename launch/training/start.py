@@ -1,7 +1,9 @@
-"""Starts a training on this host: checks the host, prepares the text once, then makes torchrun's command."""
+"""Starts a training on this host: checks the host, prepares the text once, then starts torchrun."""
 
 import os
+import subprocess
 import sys
+from functools import cached_property
 from pathlib import Path
 
 from training.config import Config, check_for_cpu
@@ -11,19 +13,56 @@ from training.torchrun import processes_of
 PROGRAM = Path(__file__).resolve().parents[1] / "program.py"
 
 
-def check_host(config: Config, torchrun: list[str]) -> None:
-    """Raises a Refusal for a run that cannot work, before its processes start.
+class Training:
+    """A training with `arguments` on the command line, those of torchrun apart.
 
-    The number of processes that torchrun starts with the arguments `torchrun` must be that of the configuration, the
-    host must have the GPUs for them, and the output and cache folders must be writable.
+    If `torchrun` has none, all processes run on this host.
     """
-    here = config.parallel.processes
-    if torchrun:
-        nodes, here = processes_of(torchrun)
-        check_processes(config, nodes * here)
-    uses_cuda(config, here)
-    for name, folder in (("output", config.output), ("text.cache", config.text.cache)):
-        check_folder(name, folder)
+
+    def __init__(self, config: Config, torchrun: list[str], arguments: list[str]):
+        self.config, self.arguments = config, arguments
+        self.torchrun = torchrun or ["--standalone", "--nproc-per-node", str(config.parallel.processes)]
+
+    @cached_property
+    def _processes(self) -> tuple[int, int]:
+        return processes_of(self.torchrun)
+
+    @property
+    def hosts(self) -> int:
+        return self._processes[0]
+
+    def prepare(self) -> None:
+        """Raises a Refusal for a training that cannot work. Tokenizes the text into this host's cache, so that the
+        ranks only read it."""
+        hosts, here = self._processes
+        check_processes(self.config, hosts * here)
+        uses_cuda(self.config, here)
+        config = self.config
+        folders = {"output": config.output, "text.cache": config.text.cache, "compare.report": config.compare.report}
+        for name, folder in folders.items():
+            if folder is not None:
+                check_folder(name, folder)
+        _prepare_text(config)
+
+    def run(self, *overrides: str) -> int:
+        """Trains, with these arguments too; the exit status."""
+        return subprocess.run(self.command(*overrides), env=self.environment()).returncode
+
+    def command(self, *overrides: str) -> list[str]:
+        # -P: without it a file signal.py in the current folder would be imported in place of Python's own.
+        torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", *self.torchrun]
+        return [*torchrun, str(PROGRAM), "train", *self.arguments, *overrides]
+
+    def environment(self) -> dict[str, str]:
+        """This process's environment, and defaults for the variables that it does not set."""
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        defaults = {
+            # The ranks of a host share its cores. More than four threads do not make a small model faster.
+            "OMP_NUM_THREADS": str(min(4, max(1, cores // self.config.parallel.processes))),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # collectives then start in the order of launch, ahead of GEMMs
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic cuBLAS
+        }
+        return defaults | os.environ
 
 
 def check_processes(config: Config, started: int) -> None:
@@ -48,42 +87,12 @@ def uses_cuda(config: Config, here: int) -> bool:
     return gpus >= here
 
 
-def prepare_text(config: Config) -> None:
-    """Tokenizes the text into this host's cache before any rank starts, so that the ranks only read it.
-
-    Raises a Refusal if there is no text, or too little.
-    """
-    from rich.console import Console
-
+def _prepare_text(config: Config) -> None:
     from training.text import load_text
 
-    console = Console(soft_wrap=True, highlight=False)
-    text = load_text(config.text, say=lambda line: console.print(line, markup=False))
+    text = load_text(config.text, say=lambda line: print(line, flush=True))
     needed = (config.held_out_samples + 1) * (config.train.sequence + 1)
     if len(text.tokens) < needed:
         raise Refusal(f"{text.source} has {len(text.tokens)} tokens, fewer than the {needed} of the samples")
     used = f"{text.entries:,} of the {config.vocab_size:,} entries of the vocabulary stand for text"
-    console.print(f"{text.source}: {len(text.tokens):,} tokens; {used}", markup=False)
-
-
-def torchrun_command(config: Config, torchrun: list[str], arguments: list[str]) -> list[str]:
-    """The command line that trains with `arguments`.
-
-    `torchrun` are torchrun's own arguments. If they are empty, all processes run on this host.
-    """
-    if not torchrun:
-        torchrun = ["--standalone", "--nproc-per-node", str(config.parallel.processes)]
-    # -P: without it a file signal.py in the current folder would be imported in place of Python's own.
-    return [sys.executable, "-P", "-m", "torch.distributed.run", *torchrun, str(PROGRAM), "train", *arguments]
-
-
-def environment(config: Config) -> dict[str, str]:
-    """This process's environment, and defaults for the variables that it does not set."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    defaults = {
-        # The ranks of a host share its cores. More than four threads do not make a small model faster.
-        "OMP_NUM_THREADS": str(min(4, max(1, cores // config.parallel.processes))),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # collectives then start in the order of launch, ahead of GEMMs
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic cuBLAS
-    }
-    return defaults | os.environ
+    print(f"{text.source}: {len(text.tokens):,} tokens; {used}", flush=True)

@@ -27,7 +27,7 @@ def processes_of(torchrun: list[str]) -> tuple[int, int]:
     """
     from torch.distributed import run
 
-    said, before = io.StringIO(), dict(os.environ)
+    said, before = io.StringIO(), os.environ.copy()
     logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stderr(said):
@@ -53,10 +53,4 @@ def processes_of(torchrun: list[str]) -> tuple[int, int]:
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun started this process. Raises a Refusal if only some of its variables are set."""
-    if "LOCAL_RANK" not in os.environ:
-        return False
-    missing = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
-    if missing:
-        raise Refusal(f"LOCAL_RANK is set as torchrun does, but not {', '.join(missing)}: unset it, or use torchrun")
-    return True
+    return all(os.environ.get(name) for name in TORCHRUN_SETS)

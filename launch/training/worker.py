@@ -4,7 +4,6 @@ import os
 import statistics
 import time
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,18 +26,7 @@ from training.text import by_frequency, load_text
 WARM_UP_STEPS = 2  # not in the median step time and the peak memory
 
 
-@dataclass
-class Measured:
-    """The measurements of a training. Losses and peaks are the same on every rank, seconds are this rank's."""
-
-    losses: list[float] = field(default_factory=list)  # of each step
-    seconds: list[float] = field(default_factory=list)  # of each step
-    step_peak_bytes: int | None = None  # largest of all ranks, in the steps after the warm-up; None on a CPU
-    loss_peak_bytes: int | None = None  # largest of all ranks, of the output layer and the loss; None: not asked for
-    held_out_loss: float | None = None  # after the training; None: not asked for
-
-
-def run(config: Config) -> None:
+def run_rank(config: Config) -> None:
     """Trains on this rank of a torchrun launch, and writes the results.
 
     An exception ends this process alone; torchrun then ends the others.
@@ -55,13 +43,13 @@ def run(config: Config) -> None:
     if config.model.order_vocabulary:
         text = by_frequency(text, padded_vocab_size(config), config.parallel.tensor)
     held_out, text = split(text, config.train.sequence, config.held_out_samples)
-    stepper = Stepper(config, device)
-    measured = _train(config, stepper, Batches(text, config.train, device), held_out)
+    stepper, batches = Stepper(config, device), Batches(text, config.train, device)
+    metrics = _train(config, stepper, batches, held_out)
     if config.save_weights:
         weights = {name: p.detach().cpu() for name, p in stepper.gpt.named_parameters()}
         torch.save(weights, Path(config.output, f"weights-{rank}.pt"))
     if rank == 0:
-        write_metrics(_metrics(config, text.source, measured), config.output)
+        write_metrics(metrics, config.output)
     torch.distributed.barrier()  # no rank leaves while another still needs the store or the group
     torch.distributed.destroy_process_group()
 
@@ -96,45 +84,64 @@ def _join(config: Config, use_cuda: bool) -> torch.device:
     return device
 
 
-def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.Tensor) -> Measured:
+def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.Tensor) -> Metrics:
     """Trains, then measures the loss's memory, and the loss of held-out samples [samples, s + 1].
 
-    Writes a snapshot when its step is done. Rank 0 shows a progress bar.
+    Writes a snapshot when its step is done. Rank 0 shows a progress bar. Losses and peaks of memory are the same on
+    every rank, seconds are this rank's.
     """
-    device, train, measured = batches.device, config.train, Measured()
+    device, train, parallel = batches.device, config.train, config.parallel
     on_gpu = device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else nullcontext
     data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
     unseen = [batches.batch_of(part) for part in held_out.split(train.micro_batch)] if len(held_out) else []
     columns = "{task.description}", BarColumn(), TextColumn("step {task.fields[step]}, loss {task.fields[loss]}")
     name = config.loss.impl + (", reversed" if train.reverse_samples else "")
-    begin, step, done = time.monotonic(), 0, 0.0
+    losses, seconds, done, begin = [], [], 0.0, time.monotonic()
     with Progress(*columns, TimeElapsedColumn(), disable=torch.distributed.get_rank() != 0) as progress:
         bar = progress.add_task(f"{name:>15}", total=1.0, step=0, loss="…")
         while done < 1:
+            step = len(losses)
             mine = batches.of_rank(step, data_rank, data_size)
-            if on_gpu and (step == WARM_UP_STEPS or step == 0):
+            if on_gpu and step <= WARM_UP_STEPS:
                 torch.cuda.reset_peak_memory_stats()
             synchronize()
             start = time.perf_counter()
             reports = stepper(mine, step, done)
             synchronize()
-            measured.seconds.append(time.perf_counter() - start)
-            measured.losses.append(stepper.mean_loss(reports))
-            step += 1
-            done = share_done(train, step, _agreed(time.monotonic() - begin, device))
-            if config.snapshots and (step in config.snapshots.steps or done >= 1):
-                path = Path(config.output, f"step-{step}.safetensors")
+            seconds.append(time.perf_counter() - start)
+            losses.append(stepper.mean_loss(reports))
+            done = share_done(train, step + 1, _agreed(time.monotonic() - begin, device))
+            if config.snapshots and (step + 1 in config.snapshots.steps or done >= 1):
+                path = Path(config.output, f"step-{step + 1}.safetensors")
                 write_snapshot(stepper.gpt, unseen, config.snapshots.tokens, path)
-            progress.update(bar, completed=done, step=step, loss=f"{measured.losses[-1]:.4f}")
-    if on_gpu:
-        measured.step_peak_bytes = _largest(torch.cuda.max_memory_allocated(), device)
-    if samples := _memory_samples(config):
+            progress.update(bar, completed=done, step=step + 1, loss=f"{losses[-1]:.4f}")
+    step_peak = _largest(torch.cuda.max_memory_allocated(), device) if on_gpu else None
+    # Of the loss: a pipeline stage does not hold the whole model.
+    samples = config.memory.micro_batch if parallel.pipeline == 1 else None
+    loss_peak = None
+    if samples:
         with stepper.model.no_sync():  # the gradients of this step are not used
-            measured.loss_peak_bytes = _largest(loss_peak_bytes(stepper.gpt, batches(step, samples)), device)
-    if unseen:
-        measured.held_out_loss = stepper.evaluate(unseen)
-    return measured
+            loss_peak = _largest(loss_peak_bytes(stepper.gpt, batches(len(losses), samples)), device)
+    return Metrics(
+        model=config.model,
+        train=train,
+        loss=config.loss,
+        parallel=parallel,
+        device=torch.cuda.get_device_name() if on_gpu else "process of a CPU",
+        hosts=parallel.processes // int(os.environ["LOCAL_WORLD_SIZE"]),
+        backend=torch.distributed.get_backend(),
+        versions={"torch": torch.__version__, "megatron-core": megatron.core.__version__},
+        padded_vocab_size=padded_vocab_size(config),
+        text=batches.text.source,
+        losses=losses,
+        step_seconds=seconds,
+        median_step_seconds=statistics.median(seconds[WARM_UP_STEPS:] or seconds),
+        step_peak_bytes=step_peak,
+        loss_peak_bytes=loss_peak,
+        loss_peak_tokens=samples * train.sequence if samples else None,
+        held_out_loss=stepper.evaluate(unseen) if unseen else None,
+    )
 
 
 def share_done(train: TrainConfig, steps: int, seconds: float) -> float:
@@ -151,42 +158,8 @@ def _agreed(seconds: float, device: torch.device) -> float:
     return clock.item()
 
 
-def _memory_samples(config: Config) -> int | None:
-    """Samples of the step that measures the memory of the loss. A pipeline stage does not hold the whole model."""
-    return config.memory.micro_batch if config.parallel.pipeline == 1 else None
-
-
 def _largest(size: int, device: torch.device) -> int:
     """The largest of all ranks."""
     peak = torch.tensor(size, device=device)
     torch.distributed.all_reduce(peak, op=torch.distributed.ReduceOp.MAX)
     return int(peak)
-
-
-def _metrics(config: Config, source: str, measured: Measured) -> Metrics:
-    train, parallel, samples = config.train, config.parallel, _memory_samples(config)
-    median = statistics.median(measured.seconds[WARM_UP_STEPS:] or measured.seconds)
-    tokens = train.micro_batch * train.micro_batches * parallel.data * train.sequence
-    on_gpu = measured.step_peak_bytes is not None
-    return Metrics(
-        model=config.model,
-        train=train,
-        loss=config.loss,
-        parallel=parallel,
-        device=torch.cuda.get_device_name() if on_gpu else "process of a CPU",
-        processes=parallel.processes,
-        hosts=parallel.processes // int(os.environ["LOCAL_WORLD_SIZE"]),
-        backend=torch.distributed.get_backend(),
-        versions={"torch": torch.__version__, "megatron-core": megatron.core.__version__},
-        padded_vocab_size=padded_vocab_size(config),
-        text=source,
-        tokens_per_step=tokens,
-        tokens_per_second=tokens / median,
-        median_step_seconds=median,
-        step_seconds=measured.seconds,
-        losses=measured.losses,
-        step_peak_bytes=measured.step_peak_bytes,
-        loss_peak_bytes=measured.loss_peak_bytes,
-        loss_peak_tokens=None if samples is None else samples * train.sequence,
-        held_out_loss=measured.held_out_loss,
-    )

@@ -87,13 +87,13 @@ def _demo(training: "Training") -> int:
 def _compare(config: "Config", argv: list[str]) -> int:
     """Prints and writes the report of finished runs; 0 if their curves agree, else 1."""
     from training.comparison import compare
-    from training.report import print_report, write_report
+    from training.report import description, step_table, summary_table, write_report
 
     comparison, folder = compare(config), Path(config.compare.report or config.output)
     check_folder("compare.report", str(folder))
     write_report(comparison, folder, config.compare.tolerance, shlex.join(["./launch/demo.sh", *argv]))
-    print_report(comparison)
-    print(f"report: {folder / 'report.md'}")
+    print("", step_table(comparison), description(comparison.runs["stock"]), summary_table(comparison), sep="\n\n")
+    print(f"\nreport: {folder / 'report.md'}\n{comparison.verdict}")
     return 0 if comparison.agree else 1
 
 

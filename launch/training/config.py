@@ -5,13 +5,14 @@ settings.
 """
 
 import argparse
+import functools
 import os
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from training.refusal import Refusal
@@ -19,7 +20,7 @@ from training.refusal import Refusal
 ROOT = Path(__file__).resolve().parents[2]
 DEFAULT_CONFIG = ROOT / "configs" / "demo.yaml"
 
-# The settings that are paths: overrides of them are taken literally, and they are made absolute.
+# The settings that are paths: overrides of them are taken literally.
 PATHS = ("text.path", "text.cache", "compare.report", "output")
 
 # PyTorch and Megatron compute with integers and floats of 32 bits. The optimizer multiplies two such floats: 1e18 times
@@ -30,7 +31,18 @@ LARGEST_INT, LARGEST_FLOAT = 2**31 - 1, 1e18
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST_INT)]
 Number = Annotated[float, Field(strict=True, ge=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
 Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
+
+
+def _absolute(path: str, base: Path) -> str:
+    try:
+        return str(Path(base, os.path.expanduser(path)).absolute())
+    except OSError as error:  # no current folder any more
+        raise ValueError(f"no path: {error}") from None
+
+
 Name = Annotated[str, Field(strict=True, min_length=1)]
+InRepository = Annotated[Name, AfterValidator(lambda path: _absolute(path, ROOT))]
+InCurrentFolder = Annotated[Name, AfterValidator(lambda path: _absolute(path, Path()))]
 
 
 class Section(BaseModel):
@@ -40,12 +52,12 @@ class Section(BaseModel):
 
 
 class TextConfig(Section):
-    path: Name | None = None  # a file or a folder; None: the standard library's own sources
+    path: InCurrentFolder | None = None  # a file or a folder; None: the standard library's own sources
     torch_sources: StrictBool = False  # without a path: the sources of the installed PyTorch too
     # Of the BPE: 256 bytes, one special token and the merges that it learns.
     vocab_size: Annotated[int, Field(strict=True, ge=257, le=LARGEST_INT)]
     max_bytes: Annotated[int, Field(strict=True, ge=1, lt=2**63)]  # read no more text than this
-    cache: Name = "outputs/cache"  # folder of token streams
+    cache: InRepository = str(ROOT / "outputs/cache")  # folder of token streams
 
 
 class ModelConfig(Section):
@@ -114,7 +126,7 @@ class CompareConfig(Section):
     tolerance: Number = 1e-4  # without a yardstick: largest allowed difference of the two losses at any step
     yardstick: StrictBool = False  # train stock once more with its samples reversed; its difference is the yardstick
     factor: Positive = 1.5  # with a yardstick: the allowed difference is this times the yardstick
-    report: Name | None = None  # folder of the report; None: the output folder
+    report: InRepository | None = None  # folder of the report; None: the output folder
 
 
 class SnapshotConfig(Section):
@@ -131,7 +143,7 @@ class Config(Section):
     memory: MemoryConfig = MemoryConfig()
     compare: CompareConfig = CompareConfig()
     snapshots: SnapshotConfig | None = None  # None: no snapshots
-    output: Name  # folder of this run's results
+    output: InRepository  # folder of this run's results
     save_weights: StrictBool = False  # save each rank's parameters after training; the comparison then includes them
 
     @property
@@ -148,24 +160,19 @@ class Config(Section):
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         model, train, parallel = self.model, self.train, self.parallel
-        if model.ffn_hidden is None:
-            model.ffn_hidden = 3 * model.hidden
-        if model.kv_heads is None:
-            model.kv_heads = model.heads
-        _must_divide("model.heads", model.heads, "model.kv_heads", model.kv_heads)
-        if model.head_dim is None:
-            _must_divide("model.hidden", model.hidden, "model.heads", model.heads)
-            model.head_dim = model.hidden // model.heads
+        model.ffn_hidden = model.ffn_hidden or 3 * model.hidden
+        model.kv_heads = model.kv_heads or model.heads
+        for multiple, divisor in _MULTIPLES:
+            if multiple == "model.hidden" and model.head_dim or multiple == "train.sequence" and not parallel.sequence:
+                continue
+            size, by = (functools.reduce(getattr, key.split("."), self) for key in (multiple, divisor))
+            if (size or 0) % by:
+                raise ValueError(f"{multiple}={size} is not a multiple of {divisor}={by}")
+        model.head_dim = model.head_dim or model.hidden // model.heads
         if model.head_dim % 2:
             raise ValueError(f"rotary embeddings turn pairs of numbers: model.head_dim={model.head_dim} is not even")
         if self.vocab_size < self.text.vocab_size:
             raise ValueError(f"model.vocab_size={model.vocab_size} is less than text.vocab_size={self.text.vocab_size}")
-        for name in ("heads", "kv_heads", "ffn_hidden"):
-            _must_divide(f"model.{name}", getattr(model, name), "parallel.tensor", parallel.tensor)
-        _must_divide("model.layers", model.layers, "parallel.pipeline", parallel.pipeline)
-        _must_divide("train.held_out_samples", train.held_out_samples or 0, "train.micro_batch", train.micro_batch)
-        if parallel.sequence:
-            _must_divide("train.sequence", train.sequence, "parallel.tensor", parallel.tensor)
         if train.steps is None and train.minutes is None:
             raise ValueError("train.steps and train.minutes are both null: one of them must end the training")
         if self.snapshots and parallel.processes > 1:
@@ -175,9 +182,16 @@ class Config(Section):
         return self
 
 
-def _must_divide(name: str, size: int, divisor_name: str, divisor: int) -> None:
-    if size % divisor:
-        raise ValueError(f"{name}={size} is not a multiple of {divisor_name}={divisor}")
+_MULTIPLES = (
+    ("model.heads", "model.kv_heads"),
+    ("model.hidden", "model.heads"),  # unless the size of a head is given
+    ("model.heads", "parallel.tensor"),
+    ("model.kv_heads", "parallel.tensor"),
+    ("model.ffn_hidden", "parallel.tensor"),
+    ("model.layers", "parallel.pipeline"),
+    ("train.held_out_samples", "train.micro_batch"),
+    ("train.sequence", "parallel.tensor"),  # with sequence parallelism
+)
 
 
 def check_for_cpu(config: Config) -> None:
@@ -232,41 +246,29 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
     one line for every mistake.
     """
     try:
-        values = _read(path)
+        if path.exists() and not path.is_file():  # every process reads it, and a pipe can be read only once
+            raise Refusal(f"{path} is neither a regular file nor a link to one")
+        values = yaml.load(path.read_text("utf-8"), _Loader)
+        if not isinstance(values, dict):
+            raise Refusal(f"{path}: expected sections of keys and values")
         for override in overrides:
             key, equals, value = override.partition("=")
             if not equals:
                 raise Refusal(f"expected key=value, got {override!r}")
-            _set(values, key, _path(value) if key in PATHS else yaml.load(value, _Loader))
+            _set(values, key, value if key in PATHS and value != "null" else yaml.load(value, _Loader))
         if text is not None:
             _set(values, "text.path", text)
-        config = Config.model_validate(values)
+        return Config.model_validate(values)
     except Refusal:
         raise
     except ValidationError as error:
         raise Refusal("; ".join(map(_described, error.errors()))) from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise Refusal(f"{path} or an override is no YAML: {' '.join(str(error).split())}") from None
-    for key in PATHS:
-        section, _, name = key.rpartition(".")
-        owner = getattr(config, section) if section else config
-        if (value := getattr(owner, name)) is not None:
-            setattr(owner, name, _absolute(key, value, Path() if key == "text.path" else ROOT))
-    return config
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        if path.exists() and not path.is_file():  # every process reads it, and a pipe can be read only once
-            raise Refusal(f"{path} is neither a regular file nor a link to one")
-        values = yaml.load(path.read_text("utf-8"), _Loader)
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise Refusal(f"{path} is not UTF-8: {error}") from None
-    if not isinstance(values, dict):
-        raise Refusal(f"{path}: expected sections of keys and values")
-    return values
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise Refusal(f"{path} or an override is no YAML: {' '.join(str(error).split())}") from None
 
 
 def _set(values: dict[str, Any], key: str, value: object) -> None:
@@ -278,26 +280,13 @@ def _set(values: dict[str, Any], key: str, value: object) -> None:
     values[name] = value
 
 
-def _path(value: str) -> str | None:
-    return None if value == "null" else value
-
-
-def _absolute(name: str, path: str, base: Path) -> str:
-    try:
-        return str(Path(base, os.path.expanduser(path)).absolute())
-    except (OSError, ValueError) as error:  # a NUL in a user's name, or no current folder any more
-        raise Refusal(f"{name}={path!r} is no path: {error}") from None
-
-
 def _described(error: ErrorDetails) -> str:
     """One line for one of pydantic's errors."""
-    raised = error.get("ctx", {}).get("error")
-    if raised is not None:  # by one of the checks above, whose messages name the keys
-        return str(raised)
-    key, value = ".".join(map(str, error["loc"])), error["input"]
-    given = "" if error["type"] == "missing" else f"={value!r}"
-    message = error["msg"]
-    return f"{key}{given}: {message[0].lower()}{message[1:]}"
+    key, value, message = ".".join(map(str, error["loc"])), error["input"], error["msg"]
+    message = str(error.get("ctx", {}).get("error") or message[0].lower() + message[1:])
+    if not key:  # of the whole configuration, by a message that names the keys
+        return message
+    return f"{key}: {message}" if error["type"] == "missing" else f"{key}={value!r}: {message}"
 
 
 def save_config(config: Config, path: Path) -> None:

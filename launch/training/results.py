@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from training.config import Config, LossConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
+from training.config import Config, LossConfig, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
 from training.refusal import Refusal, check_folder
 
 
@@ -22,6 +22,7 @@ class Metrics(BaseModel):
     train: TrainConfig
     loss: LossConfig
     parallel: ParallelConfig
+    memory: MemoryConfig
     device: str  # of rank 0
     hosts: int
     backend: str  # of torch.distributed
@@ -33,12 +34,16 @@ class Metrics(BaseModel):
     median_step_seconds: float  # of the steps after the warm-up
     step_peak_bytes: int | None  # largest of all ranks, after the warm-up; None on a CPU
     loss_peak_bytes: int | None  # largest of all ranks, of the output layer and the loss; None: not measured
-    loss_peak_tokens: int | None  # of the step in which loss_peak_bytes was measured
     held_out_loss: float | None  # mean over the held-out samples after the training; None: there are none
 
     @property
     def tokens_per_step(self) -> int:
         return self.train.micro_batch * self.train.micro_batches * self.parallel.data * self.train.sequence
+
+    @property
+    def loss_peak_tokens(self) -> int:
+        """Of the step in which loss_peak_bytes was measured."""
+        return (self.memory.micro_batch or 0) * self.train.sequence
 
 
 def write_metrics(metrics: Metrics, folder: str) -> None:

@@ -50,14 +50,19 @@ def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None
         raise Refusal(f"no text in {source}")
     cache = Path(config.cache, f"{_key(documents, config)}.npz")
     try:
-        tokens, entries = _read_cache(cache)
+        with np.load(cache, allow_pickle=False) as file:  # the archive has checksums
+            return Text(file["tokens"], END_OF_DOCUMENT, source, int(file["entries"]))
     except Exception:  # missing, or damaged: numpy and zipfile raise many classes
         say(f"training a BPE of {config.vocab_size:,} entries on {size / 1e6:.1f} MB of text (once): {source}")
-        tokenizer = train_tokenizer(documents, config.vocab_size)
-        encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
-        tokens = np.concatenate([np.array([*item.ids, END_OF_DOCUMENT], dtype=np.int32) for item in encoded])
-        entries = tokenizer.get_vocab_size()
-        _write_cache(cache, tokens, entries)
+    tokenizer = train_tokenizer(documents, config.vocab_size)
+    encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
+    tokens = np.concatenate([np.array([*item.ids, END_OF_DOCUMENT], dtype=np.int32) for item in encoded])
+    entries = tokenizer.get_vocab_size()
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    # Under another name first: a process that dies, or two that write at once, leave no unfinished file.
+    with tempfile.TemporaryDirectory(dir=cache.parent) as folder:
+        np.savez(Path(folder, cache.name), tokens=tokens, entries=entries)
+        os.replace(Path(folder, cache.name), cache)
     return Text(tokens, END_OF_DOCUMENT, source, entries)
 
 
@@ -69,20 +74,6 @@ def by_frequency(text: Text, rows: int, ranks: int) -> Text:
     order = VocabularyOrder.by_frequency(torch.bincount(tokens, minlength=rows), ranks=ranks)
     end_of_document = int(order.new_id[text.end_of_document])
     return replace(text, tokens=order.apply(tokens).numpy(), end_of_document=end_of_document)
-
-
-def _read_cache(path: Path) -> tuple[np.ndarray, int]:
-    with np.load(path, allow_pickle=False) as file:  # the archive has a checksum
-        return file["tokens"], int(file["entries"])
-
-
-def _write_cache(path: Path, tokens: np.ndarray, entries: int) -> None:
-    """Writes under another name first: a process that dies, or two that write at once, leave no unfinished file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        unfinished = Path(folder, path.name)
-        np.savez(unfinished, tokens=tokens, entries=entries)
-        os.replace(unfinished, path)
 
 
 def read_documents(config: TextConfig) -> tuple[str, list[str]]:

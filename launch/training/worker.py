@@ -117,10 +117,8 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
                 write_snapshot(stepper.gpt, unseen, config.snapshots.tokens, path)
             progress.update(bar, completed=done, step=step + 1, loss=f"{losses[-1]:.4f}")
     step_peak = _largest(torch.cuda.max_memory_allocated(), device) if on_gpu else None
-    # Of the loss: a pipeline stage does not hold the whole model.
-    samples = config.memory.micro_batch if parallel.pipeline == 1 else None
-    loss_peak = None
-    if samples:
+    loss_peak, samples = None, config.memory.micro_batch
+    if samples and parallel.pipeline == 1:  # a pipeline stage does not hold the whole model
         with stepper.model.no_sync():  # the gradients of this step are not used
             loss_peak = _largest(loss_peak_bytes(stepper.gpt, batches(len(losses), samples)), device)
     return Metrics(
@@ -128,6 +126,7 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
         train=train,
         loss=config.loss,
         parallel=parallel,
+        memory=config.memory,
         device=torch.cuda.get_device_name() if on_gpu else "process of a CPU",
         hosts=parallel.processes // int(os.environ["LOCAL_WORLD_SIZE"]),
         backend=torch.distributed.get_backend(),
@@ -139,7 +138,6 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
         median_step_seconds=statistics.median(seconds[WARM_UP_STEPS:] or seconds),
         step_peak_bytes=step_peak,
         loss_peak_bytes=loss_peak,
-        loss_peak_tokens=samples * train.sequence if samples else None,
         held_out_loss=stepper.evaluate(unseen) if unseen else None,
     )
 

@@ -292,7 +292,7 @@ def test_gradients_of_a_group_are_held_to_those_of_rounded_logits(ours, rounded,
 def test_the_whole_command_on_a_trained_model(large, tmp_path):
     """./launch/parity.sh twice: the second time nothing is trained."""
     pytest.importorskip("tokenizers", reason="needs the training program's packages")
-    pytest.importorskip("omegaconf", reason="needs the training program's packages")
+    pytest.importorskip("pydantic", reason="needs the training program's packages")
     tiny = ["model.hidden=64", "train.steps=20", "train.sequence=64", "text.max_bytes=300_000", "text.vocab_size=1024"]
     tiny += ["snapshots.steps=[5]", "snapshots.tokens=256"]
     config = ["--config", str(ROOT / "configs" / "snapshots-cpu.yaml"), *([] if large else tiny)]

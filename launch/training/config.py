@@ -77,7 +77,7 @@ class ModelConfig(Section):
 
 class TrainConfig(Section):
     steps: Count | None = None  # the training ends at the first of the two limits; None: no such limit
-    minutes: Positive | None = None
+    minutes: Positive | None = None  # on a single process
     sequence: Count  # tokens per sample
     micro_batch: Count  # samples that go through the model at once
     micro_batches: Count = 1  # per step and data-parallel rank
@@ -115,6 +115,10 @@ class ParallelConfig(Section):
     def processes(self) -> int:
         """Number of ranks in the whole launch."""
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def layout(self) -> str:
+        return f"parallel.tensor={self.tensor} * pipeline={self.pipeline} * data={self.data}"
 
 
 class MemoryConfig(Section):
@@ -162,9 +166,17 @@ class Config(Section):
         model, train, parallel = self.model, self.train, self.parallel
         model.ffn_hidden = model.ffn_hidden or 3 * model.hidden
         model.kv_heads = model.kv_heads or model.heads
-        for multiple, divisor in _MULTIPLES:
-            if multiple == "model.hidden" and model.head_dim or multiple == "train.sequence" and not parallel.sequence:
-                continue
+        multiples = [
+            ("model.heads", "model.kv_heads"),
+            ("model.heads", "parallel.tensor"),
+            ("model.kv_heads", "parallel.tensor"),
+            ("model.ffn_hidden", "parallel.tensor"),
+            ("model.layers", "parallel.pipeline"),
+            ("train.held_out_samples", "train.micro_batch"),
+        ]
+        multiples += [("model.hidden", "model.heads")] if model.head_dim is None else []
+        multiples += [("train.sequence", "parallel.tensor")] if parallel.sequence else []
+        for multiple, divisor in multiples:
             size, by = (functools.reduce(getattr, key.split("."), self) for key in (multiple, divisor))
             if (size or 0) % by:
                 raise ValueError(f"{multiple}={size} is not a multiple of {divisor}={by}")
@@ -175,23 +187,12 @@ class Config(Section):
             raise ValueError(f"model.vocab_size={model.vocab_size} is less than text.vocab_size={self.text.vocab_size}")
         if train.steps is None and train.minutes is None:
             raise ValueError("train.steps and train.minutes are both null: one of them must end the training")
-        if self.snapshots and parallel.processes > 1:
-            raise ValueError(f"snapshots.tokens={self.snapshots.tokens} needs a single process: parallel.tensor=1")
+        for key, value in (("snapshots", self.snapshots), ("train.minutes", train.minutes)):
+            if value is not None and parallel.processes > 1:
+                raise ValueError(f"{key} needs a single process, got {parallel.layout}")
         if parallel.device == "cpu":
             check_for_cpu(self)
         return self
-
-
-_MULTIPLES = (
-    ("model.heads", "model.kv_heads"),
-    ("model.hidden", "model.heads"),  # unless the size of a head is given
-    ("model.heads", "parallel.tensor"),
-    ("model.kv_heads", "parallel.tensor"),
-    ("model.ffn_hidden", "parallel.tensor"),
-    ("model.layers", "parallel.pipeline"),
-    ("train.held_out_samples", "train.micro_batch"),
-    ("train.sequence", "parallel.tensor"),  # with sequence parallelism
-)
 
 
 def check_for_cpu(config: Config) -> None:
@@ -262,7 +263,7 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
     except Refusal:
         raise
     except ValidationError as error:
-        raise Refusal("; ".join(map(_described, error.errors()))) from None
+        raise Refusal("; ".join(map(described, error.errors()))) from None
     except OSError as error:
         raise Refusal(f"{path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -280,11 +281,11 @@ def _set(values: dict[str, Any], key: str, value: object) -> None:
     values[name] = value
 
 
-def _described(error: ErrorDetails) -> str:
+def described(error: ErrorDetails) -> str:
     """One line for one of pydantic's errors."""
     key, value, message = ".".join(map(str, error["loc"])), error["input"], error["msg"]
-    message = str(error.get("ctx", {}).get("error") or message[0].lower() + message[1:])
-    if not key:  # of the whole configuration, by a message that names the keys
+    message = str(error["ctx"]["error"]) if error["type"] == "value_error" else message[0].lower() + message[1:]
+    if not error["loc"]:  # of the whole configuration, by a message that names the keys
         return message
     return f"{key}: {message}" if error["type"] == "missing" else f"{key}={value!r}: {message}"
 

@@ -21,7 +21,7 @@ WITHOUT_EXTENSIONS = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
-RECOMPUTE: dict[str, Any] = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 class RMSNorm(torch.nn.RMSNorm):

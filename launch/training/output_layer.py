@@ -30,13 +30,11 @@ def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path)
     from safetensors.torch import save_file
 
     hidden = torch.cat([last_hidden(gpt, batch).transpose(0, 1).flatten(0, 1).bfloat16().cpu() for batch in batches])
-    weight = (
-        gpt.embedding.word_embeddings.weight if gpt.share_embeddings_and_output_weights else gpt.output_layer.weight
-    )
+    owner = gpt.embedding.word_embeddings if gpt.share_embeddings_and_output_weights else gpt.output_layer
     target = torch.cat([batch.labels.flatten().cpu() for batch in batches])
+    snapshot = {"hidden": hidden[:tokens], "weight": owner.weight.detach().bfloat16().cpu(), "target": target[:tokens]}
     unfinished = path.with_suffix(".unfinished")  # a file of the right name is whole
-    weight = weight.detach().bfloat16().cpu().contiguous()
-    save_file({"hidden": hidden[:tokens].contiguous(), "weight": weight, "target": target[:tokens]}, unfinished)
+    save_file({name: tensor.contiguous() for name, tensor in snapshot.items()}, unfinished)
     os.replace(unfinished, path)
 
 
@@ -81,11 +79,8 @@ def _cpu_peak_bytes(run: Callable[[], None], gpt: GPTModel, hidden: torch.Tensor
     # The tracker must know the existing tensors, else it counts them as new when an operator returns a view of one.
     gradients = [p.main_grad for p in gpt.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
     tracker.track_external(gpt, hidden, *gradients, *vars(batch).values())
-    before = _total(tracker, "current")
+    before = tracker.get_tracker_snapshot("current")
     with tracker:
         run()
-    return _total(tracker, "peak") - before
-
-
-def _total(tracker: MemTracker, moment: str) -> int:
-    return sum(snapshot["Total"] for snapshot in tracker.get_tracker_snapshot(moment).values())
+    peak = tracker.get_tracker_snapshot("peak")
+    return sum(each["Total"] for each in peak.values()) - sum(each["Total"] for each in before.values())

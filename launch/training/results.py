@@ -9,7 +9,16 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from training.config import Config, LossConfig, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig, load_config
+from training.config import (
+    Config,
+    LossConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+    described,
+    load_config,
+)
 from training.refusal import Refusal, check_folder
 
 
@@ -46,10 +55,6 @@ class Metrics(BaseModel):
         return (self.memory.micro_batch or 0) * self.train.sequence
 
 
-def write_metrics(metrics: Metrics, folder: str) -> None:
-    Path(folder, "metrics.json").write_text(metrics.model_dump_json(indent=1) + "\n")
-
-
 def read_metrics(folder: Path) -> Metrics:
     """The run's metrics. Raises a Refusal if there are none or if they are not what a run writes."""
     path = folder / "metrics.json"
@@ -57,8 +62,10 @@ def read_metrics(folder: Path) -> Metrics:
         return Metrics.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         raise Refusal(f"no results of a run at {path}") from None
-    except (OSError, ValidationError) as error:
-        raise Refusal(f"{path} holds no results of a run: {' '.join(str(error).split())}") from None
+    except ValidationError as error:
+        raise Refusal(f"{path} holds no results of a run: {'; '.join(map(described, error.errors()))}") from None
+    except OSError as error:
+        raise Refusal(f"{path} holds no results of a run: {error.strerror}") from None
 
 
 def files_in(folder: str | Path, prefix: str, suffix: str) -> list[Path]:

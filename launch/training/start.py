@@ -68,8 +68,7 @@ class Training:
 def check_processes(config: Config, started: int) -> None:
     parallel = config.parallel
     if started != parallel.processes:
-        sizes = f"parallel.tensor={parallel.tensor} * pipeline={parallel.pipeline} * data={parallel.data}"
-        raise Refusal(f"{sizes} needs {parallel.processes} processes, torchrun started {started}")
+        raise Refusal(f"{parallel.layout} needs {parallel.processes} processes, torchrun started {started}")
 
 
 def uses_cuda(config: Config, here: int) -> bool:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
@@ -23,16 +22,33 @@ class Stepper:
 
     def __init__(self, config: Config, device: torch.device):
         self.config, self.device = config, device
+        train, parallel, bf16 = config.train, config.parallel, config.train.precision == "bf16"
         self.gpt = build_model(config, device)
-        self.model = _wrap(config, self.gpt)
+        transformer = self.gpt.config
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=parallel.overlap_grad_reduce,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+        )
+        module = Float16Module(transformer, self.gpt) if bf16 else self.gpt
+        self.model = DistributedDataParallel(transformer, ddp, module)
         if device.type == "cpu":
             pass_as_cuda(self.model.parameters())
-        self.optimizer = _optimizer(config, self.model)
+        options = OptimizerConfig(
+            optimizer="adam",
+            lr=train.learning_rate,
+            weight_decay=train.weight_decay,
+            adam_eps=train.adam_eps,
+            clip_grad=train.clip_grad,
+            bf16=bf16,
+            params_dtype=transformer.params_dtype,
+            use_distributed_optimizer=parallel.distributed_optimizer,
+        )
+        self.optimizer = get_megatron_optimizer(options, [self.model], use_gloo_process_groups=False)
         self.forward_backward = get_forward_backward_func()
-        transformer = self.gpt.config
         transformer.finalize_model_grads_func = finalize_model_grads
         transformer.grad_scale_func = self.optimizer.scale_loss
-        if config.parallel.overlap_grad_reduce:
+        if parallel.overlap_grad_reduce:
             transformer.no_sync_func = self.model.no_sync
             transformer.grad_sync_func = self.model.start_grad_sync
 
@@ -99,29 +115,3 @@ def _sum_loss(batch: Batch, per_token: torch.Tensor) -> tuple[torch.Tensor, torc
     """The sum of the losses and the number of tokens. Megatron divides one by the other over the whole step."""
     loss, tokens = batch.sum_loss(per_token), batch.loss_mask.sum()
     return loss, tokens.int(), torch.stack([loss.detach(), tokens])
-
-
-def _wrap(config: Config, gpt: GPTModel) -> DistributedDataParallel:
-    parallel = config.parallel
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True,
-        overlap_grad_reduce=parallel.overlap_grad_reduce,
-        use_distributed_optimizer=parallel.distributed_optimizer,
-    )
-    module = Float16Module(gpt.config, gpt) if config.train.precision == "bf16" else gpt
-    return DistributedDataParallel(gpt.config, ddp, module)
-
-
-def _optimizer(config: Config, model: DistributedDataParallel) -> MegatronOptimizer:
-    train = config.train
-    options = OptimizerConfig(
-        optimizer="adam",
-        lr=train.learning_rate,
-        weight_decay=train.weight_decay,
-        adam_eps=train.adam_eps,
-        clip_grad=train.clip_grad,
-        bf16=train.precision == "bf16",
-        params_dtype=model.config.params_dtype,
-        use_distributed_optimizer=config.parallel.distributed_optimizer,
-    )
-    return get_megatron_optimizer(options, [model], use_gloo_process_groups=False)

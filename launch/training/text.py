@@ -2,7 +2,6 @@
 
 import codecs
 import hashlib
-import importlib.util
 import os
 import sysconfig
 import tempfile
@@ -82,7 +81,7 @@ def read_documents(config: TextConfig) -> tuple[str, list[str]]:
     if config.path is None:
         source, roots = "the Python standard library's sources", [Path(sysconfig.get_path("stdlib"))]
         if config.torch_sources:
-            source, roots = f"{source} and PyTorch's", [*roots, _folder_of("torch")]
+            source, roots = f"{source} and PyTorch's", [*roots, Path(torch.__file__).parent]
         files = ((root, path) for root in roots for path in sorted(root.rglob("*.py")))
     else:
         root = Path(config.path)
@@ -96,13 +95,6 @@ def read_documents(config: TextConfig) -> tuple[str, list[str]]:
         return source, list(_read(files, config.max_bytes))
     except OSError as error:
         raise Refusal(f"{source} cannot be read: {error}") from None
-
-
-def _folder_of(package: str) -> Path:
-    """Without importing the package."""
-    found = importlib.util.find_spec(package)
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
 
 
 def _read(files: Iterable[tuple[Path, Path]], left: int) -> Iterator[str]:

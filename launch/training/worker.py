@@ -18,7 +18,7 @@ from training.config import Config, TrainConfig, save_config
 from training.megatron_cpu import adapt_megatron_to_cpu
 from training.model import padded_vocab_size
 from training.output_layer import loss_peak_bytes, write_snapshot
-from training.results import Metrics, remove_results, write_metrics
+from training.results import Metrics, remove_results
 from training.start import check_processes, uses_cuda
 from training.step import Stepper
 from training.text import by_frequency, load_text
@@ -49,7 +49,7 @@ def run_rank(config: Config) -> None:
         weights = {name: p.detach().cpu() for name, p in stepper.gpt.named_parameters()}
         torch.save(weights, Path(config.output, f"weights-{rank}.pt"))
     if rank == 0:
-        write_metrics(metrics, config.output)
+        Path(config.output, "metrics.json").write_text(metrics.model_dump_json(indent=1) + "\n")
     torch.distributed.barrier()  # no rank leaves while another still needs the store or the group
     torch.distributed.destroy_process_group()
 
@@ -111,7 +111,7 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
             synchronize()
             seconds.append(time.perf_counter() - start)
             losses.append(stepper.mean_loss(reports))
-            done = share_done(train, step + 1, _agreed(time.monotonic() - begin, device))
+            done = share_done(train, step + 1, time.monotonic() - begin)
             if config.snapshots and (step + 1 in config.snapshots.steps or done >= 1):
                 path = Path(config.output, f"step-{step + 1}.safetensors")
                 write_snapshot(stepper.gpt, unseen, config.snapshots.tokens, path)
@@ -147,13 +147,6 @@ def share_done(train: TrainConfig, steps: int, seconds: float) -> float:
     by_steps = steps / train.steps if train.steps else 0.0
     by_time = seconds / (60 * train.minutes) if train.minutes else 0.0
     return max(by_steps, by_time)
-
-
-def _agreed(seconds: float, device: torch.device) -> float:
-    """Rank 0's clock, so that all ranks end after the same step."""
-    clock = torch.tensor(seconds, dtype=torch.float64, device=device)
-    torch.distributed.broadcast(clock, src=0)
-    return clock.item()
 
 
 def _largest(size: int, device: torch.device) -> int:

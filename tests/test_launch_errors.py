@@ -47,7 +47,6 @@ SETTINGS = {
     "model.vocab_size=1000": "model.vocab_size=1000 is less than text.vocab_size=16384",
     "parallel.pipeline=4": "model.layers=2 is not a multiple of parallel.pipeline=4",
     "train.sequence=255": "train.sequence=255 is not a multiple of parallel.tensor=2",
-    "train.held_out_samples=7": "train.held_out_samples=7 is not a multiple of train.micro_batch=8",
     "train.steps=null": "train.steps and train.minutes are both null",
     "train.minutes=1": "train.minutes needs a single process, got parallel.tensor=2 * pipeline=1 * data=1",
     "snapshots={tokens: 8}": "snapshots needs a single process, got parallel.tensor=2 * pipeline=1 * data=1",

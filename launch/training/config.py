@@ -154,13 +154,6 @@ class Config(Section):
     def vocab_size(self) -> int:
         return self.model.vocab_size or self.text.vocab_size
 
-    @property
-    def held_out_samples(self) -> int:
-        """Samples that are not trained on. Those of a snapshot are so many that their tokens suffice."""
-        if self.snapshots:
-            return -(-self.snapshots.tokens // self.train.sequence)
-        return self.train.held_out_samples or 0
-
     @model_validator(mode="after")
     def _fits(self) -> "Config":
         model, train, parallel = self.model, self.train, self.parallel
@@ -172,8 +165,8 @@ class Config(Section):
             ("model.kv_heads", "parallel.tensor"),
             ("model.ffn_hidden", "parallel.tensor"),
             ("model.layers", "parallel.pipeline"),
-            ("train.held_out_samples", "train.micro_batch"),
         ]
+        multiples += [("train.held_out_samples", "train.micro_batch")] if parallel.pipeline > 1 else []
         multiples += [("model.hidden", "model.heads")] if model.head_dim is None else []
         multiples += [("train.sequence", "parallel.tensor")] if parallel.sequence else []
         for multiple, divisor in multiples:
@@ -185,6 +178,8 @@ class Config(Section):
             raise ValueError(f"rotary embeddings turn pairs of numbers: model.head_dim={model.head_dim} is not even")
         if self.vocab_size < self.text.vocab_size:
             raise ValueError(f"model.vocab_size={model.vocab_size} is less than text.vocab_size={self.text.vocab_size}")
+        if self.snapshots:  # so many held-out samples that their tokens suffice
+            train.held_out_samples = -(-self.snapshots.tokens // train.sequence)
         if train.steps is None and train.minutes is None:
             raise ValueError("train.steps and train.minutes are both null: one of them must end the training")
         for key, value in (("snapshots", self.snapshots), ("train.minutes", train.minutes)):
@@ -213,14 +208,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes what the loader reads."""
-
-
-for _kind in (_Loader, _Dumper):  # PyYAML takes 1e-3 for a string, since it lacks a point
-    _kind.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789")
-    )
+_Loader.add_implicit_resolver(  # PyYAML takes 1e-3 for a string, since it lacks a point
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d[\d_]*(\.\d*)?[eE][-+]?\d+$"), list("+-0123456789")
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -293,4 +283,4 @@ def described(error: ErrorDetails) -> str:
 def save_config(config: Config, path: Path) -> None:
     """Writes the resolved configuration, so that a run can be repeated from its results."""
     # ASCII alone: Unicode's line ends, which YAML would fold, are escaped.
-    path.write_text(yaml.dump(config.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False))
+    path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

@@ -90,7 +90,7 @@ def _prepare_text(config: Config) -> None:
     from training.text import load_text
 
     text = load_text(config.text, say=lambda line: print(line, flush=True))
-    needed = (config.held_out_samples + 1) * (config.train.sequence + 1)
+    needed = ((config.train.held_out_samples or 0) + 1) * (config.train.sequence + 1)
     if len(text.tokens) < needed:
         raise Refusal(f"{text.source} has {len(text.tokens)} tokens, fewer than the {needed} of the samples")
     used = f"{text.entries:,} of the {config.vocab_size:,} entries of the vocabulary stand for text"

@@ -33,19 +33,16 @@ def processes_of(torchrun: list[str]) -> tuple[int, int]:
         with contextlib.redirect_stderr(said):
             arguments = run.get_args_parser().parse_args([*torchrun, PROGRAM])
         if (arguments.training_script, arguments.training_script_args) != (PROGRAM, []):
-            raise Refusal(f"torchrun: {arguments.training_script!r} in front of -- is none of torchrun's own arguments")
+            raise ValueError(f"{arguments.training_script!r} in front of -- is none of torchrun's own arguments")
         if arguments.module or arguments.no_python or arguments.run_path:
-            raise Refusal("torchrun: --module, --no-python and --run-path say how to start another program")
+            raise ValueError("--module, --no-python and --run-path say how to start another program")
         config, *_ = run.config_from_args(arguments)
         return config.max_nodes, config.nproc_per_node
-    except SystemExit as ended:
-        if not ended.code:  # --help
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:  # --help
             raise
-        raise Refusal(f"torchrun: {said.getvalue().splitlines()[-1]}") from None
-    except Refusal:
-        raise
-    except (AssertionError, LookupError, RuntimeError, ValueError) as error:
-        raise Refusal(f"torchrun: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
+        message = said.getvalue() if isinstance(error, SystemExit) else str(error) or type(error).__name__
+        raise Refusal(f"torchrun: {message.splitlines()[-1]}") from None
     finally:  # config_from_args changes the environment
         logging.disable(logging.NOTSET)
         os.environ.clear()

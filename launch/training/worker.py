@@ -42,7 +42,7 @@ def run_rank(config: Config) -> None:
     text = load_text(config.text)
     if config.model.order_vocabulary:
         text = by_frequency(text, padded_vocab_size(config), config.parallel.tensor)
-    held_out, text = split(text, config.train.sequence, config.held_out_samples)
+    held_out, text = split(text, config.train.sequence, config.train.held_out_samples or 0)
     stepper, batches = Stepper(config, device), Batches(text, config.train, device)
     metrics = _train(config, stepper, batches, held_out)
     if config.save_weights:

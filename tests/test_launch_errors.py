@@ -43,7 +43,6 @@ SETTINGS = {
     "model.kv_heads=1": "model.kv_heads=1 is not a multiple of parallel.tensor=2",
     "model.ffn_hidden=7": "model.ffn_hidden=7 is not a multiple of parallel.tensor=2",
     "model.head_dim=3": "model.head_dim=3 is not even",
-    "model.hidden=12": "model.head_dim=3 is not even",
     "model.vocab_size=1000": "model.vocab_size=1000 is less than text.vocab_size=16384",
     "parallel.pipeline=4": "model.layers=2 is not a multiple of parallel.pipeline=4",
     "train.sequence=255": "train.sequence=255 is not a multiple of parallel.tensor=2",
@@ -56,26 +55,16 @@ SETTINGS = {
     # Values, by the kind of the setting.
     "parallel.device=tpu": "parallel.device='tpu': input should be 'auto', 'cpu' or 'cuda'",
     "parallel.sequence=maybe": "parallel.sequence='maybe': input should be a valid boolean",
-    "parallel.timeout_seconds=99999999999": "parallel.timeout_seconds=99999999999: input should be less than",
-    "loss.logits_budget_mib=-5": "loss.logits_budget_mib=-5: input should be greater than or equal to 0",
     "loss.logits_budget_mib=.nan": "loss.logits_budget_mib=nan: input should be",
     "loss.gradient_filter=2": "loss.gradient_filter=2: input should be less than 1",
-    "loss.gradient_filter=auto": "loss.gradient_filter='auto': input should be a valid number",
     "loss.impl=theirs": "loss.impl='theirs': input should be 'stock' or 'parallel_lce'",
-    "train.clip_grad=.inf": "train.clip_grad=inf: input should be a finite number",
-    "train.learning_rate=nan": "train.learning_rate='nan': input should be a valid number",
     "train.learning_rate=1e300": "train.learning_rate=1e+300: input should be less than or equal to 10000000000000000",
-    "train.adam_eps=-1": "train.adam_eps=-1: input should be greater than 0",
-    "train.seed=-1": "train.seed=-1: input should be greater than or equal to 0",
     "train.steps=0": "train.steps=0: input should be greater than or equal to 1",
     "train.steps=2.5": "train.steps=2.5: input should be a valid integer",
     "train.steps=true": "train.steps=True: input should be a valid integer",
-    "text.vocab_size=256": "text.vocab_size=256: input should be greater than or equal to 257",
-    f"text.max_bytes={10**24}": "input should be less than 9223372036854775808",
     f"model.hidden={10**31}": "input should be less than or equal to 2147483647",
     "snapshots={steps: [0], tokens: 8}": "snapshots.steps.0=0: input should be greater than or equal to 1",
     "text.path=": "text.path='': string should have at least 1 character",
-    "output=": "output='': string should have at least 1 character",
     # Keys, and what is no setting at all.
     "train.stepz=3": "train.stepz=3: extra inputs are not permitted",
     "train=3": "train=3: input should be a valid dictionary",
@@ -92,11 +81,6 @@ SETTINGS = {
 @pytest.mark.parametrize("override", SETTINGS)
 def test_settings(override):
     assert SETTINGS[override] in _refusal(override)
-
-
-def test_all_mistakes_in_one_line():
-    said = _refusal("train.steps=0", "train.seed=-1")
-    assert "train.steps=0" in said and "train.seed=-1" in said
 
 
 def test_numbers_are_those_of_yaml():
@@ -141,24 +125,7 @@ def test_files(content, message, tmp_path):
 
 
 # What YAML would make something else of.
-NAMES = [
-    "7",
-    "1e3",
-    "1:30",
-    "null",
-    "a #b",
-    "a: b",
-    "${x}",
-    "'a'",
-    "[a",
-    "?",
-    "é 漢😀",
-    "a\x85b",
-    "a\u2028b",
-    " a ",
-    "x=y",
-    "*a",
-]
+NAMES = ["7", "1e3", "null", "a #b", "a: b", "'a'", "[a", "?", "é 漢😀", "a\x85b", "a\u2028b", " a ", "x=y", "*a"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -175,29 +142,26 @@ def test_a_path_is_what_the_user_types(name, tmp_path, monkeypatch):
     assert load_config(tmp_path / "config.yaml", []) == config  # values come back as they were
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device", "folder"])
-def test_a_configuration_that_cannot_be_read_twice(kind, tmp_path):
+def test_a_configuration_that_cannot_be_read_twice(tmp_path):
     """Nor once: reading a pipe that nobody writes to never ends."""
     os.mkfifo(tmp_path / "fifo")
-    path = {"fifo": tmp_path / "fifo", "device": "/dev/null", "folder": tmp_path}[kind]
-    assert _refusal("--config", str(path)) == f"{path} is neither a regular file nor a link to one"
+    for path in (tmp_path / "fifo", "/dev/null", tmp_path):
+        assert _refusal("--config", str(path)) == f"{path} is neither a regular file nor a link to one"
 
 
 @pytest.mark.parametrize("key", ["output", "text.cache", "compare.report"])
-@pytest.mark.parametrize("kind", ["a file", "below a file", "no name"])
-def test_folders_that_cannot_be_made(kind, key, tmp_path):
+def test_folders_that_cannot_be_made(key, tmp_path):
     (tmp_path / "file").write_text("")
-    folder = {"a file": tmp_path / "file", "below a file": tmp_path / "file" / "folder", "no name": "a\0b"}[kind]
     others = [f"{name}={tmp_path / 'other'}" for name in ("output", "text.cache", "compare.report") if name != key]
-    said = _refusal(CPU, *others, f"{key}={folder}")
-    assert said.startswith(f"{key}=") and "cannot be made a folder" in said
+    for folder in (tmp_path / "file", tmp_path / "file" / "folder", "a\0b"):
+        said = _refusal(CPU, *others, f"{key}={folder}")
+        assert said.startswith(f"{key}=") and "cannot be made a folder" in said
 
 
-@pytest.mark.parametrize("text", ["none", "loop", "a\0b", "~nosuchuser/x"])
-def test_text_that_is_not_there(text, tmp_path, monkeypatch):
+def test_text_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop").symlink_to("loop")
-    for arguments in (["--text", text], [f"text.path={text}"]):
+    for arguments in (["--text", "none"], *([f"text.path={name}"] for name in ("loop", "a\0b", "~nosuchuser/x"))):
         said = _refusal(CPU, f"output={tmp_path / 'o'}", f"text.cache={tmp_path / 'c'}", *arguments)
         assert said.startswith(f"no such file or folder: {tmp_path}/")
 
@@ -239,7 +203,10 @@ def _program(*arguments: str, python: tuple[str, ...] = (), file: str = "program
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train", "train.seed=-1"], "error: train.seed=-1: input should be"),
+        (
+            ["train", "train.seed=-1", "train.steps=x"],
+            "error: train.steps='x': input should be a valid integer; train.seed=-1: ",
+        ),
         (["demo", "--nproc-per-node=3", "--"], "error: parallel.tensor=2 * pipeline=1 * data=1 needs 2"),
         (["demo", "text.path=a\nb"], "error: no such file or folder"),
         (["snapshots", "--config"], "error: argument --config: expected one argument"),

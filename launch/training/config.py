@@ -5,9 +5,9 @@ settings.
 """
 
 import argparse
-import functools
 import os
 import re
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -170,7 +170,7 @@ class Config(Section):
         multiples += [("model.hidden", "model.heads")] if model.head_dim is None else []
         multiples += [("train.sequence", "parallel.tensor")] if parallel.sequence else []
         for multiple, divisor in multiples:
-            size, by = (functools.reduce(getattr, key.split("."), self) for key in (multiple, divisor))
+            size, by = (attrgetter(key)(self) for key in (multiple, divisor))
             if (size or 0) % by:
                 raise ValueError(f"{multiple}={size} is not a multiple of {divisor}={by}")
         model.head_dim = model.head_dim or model.hidden // model.heads
@@ -274,7 +274,9 @@ def _set(values: dict[str, Any], key: str, value: object) -> None:
 def described(error: ErrorDetails) -> str:
     """One line for one of pydantic's errors."""
     key, value, message = ".".join(map(str, error["loc"])), error["input"], error["msg"]
-    message = str(error["ctx"]["error"]) if error["type"] == "value_error" else message[0].lower() + message[1:]
+    message = (
+        str(error.get("ctx", {}).get("error")) if error["type"] == "value_error" else message[0].lower() + message[1:]
+    )
     if not error["loc"]:  # of the whole configuration, by a message that names the keys
         return message
     return f"{key}: {message}" if error["type"] == "missing" else f"{key}={value!r}: {message}"

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -30,7 +31,7 @@ def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path)
     from safetensors.torch import save_file
 
     hidden = torch.cat([last_hidden(gpt, batch).transpose(0, 1).flatten(0, 1).bfloat16().cpu() for batch in batches])
-    owner = gpt.embedding.word_embeddings if gpt.share_embeddings_and_output_weights else gpt.output_layer
+    owner: Any = gpt.embedding.word_embeddings if gpt.share_embeddings_and_output_weights else gpt.output_layer
     target = torch.cat([batch.labels.flatten().cpu() for batch in batches])
     snapshot = {"hidden": hidden[:tokens], "weight": owner.weight.detach().bfloat16().cpu(), "target": target[:tokens]}
     unfinished = path.with_suffix(".unfinished")  # a file of the right name is whole

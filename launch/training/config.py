@@ -274,9 +274,9 @@ def _set(values: dict[str, Any], key: str, value: object) -> None:
 def described(error: ErrorDetails) -> str:
     """One line for one of pydantic's errors."""
     key, value, message = ".".join(map(str, error["loc"])), error["input"], error["msg"]
-    message = (
-        str(error.get("ctx", {}).get("error")) if error["type"] == "value_error" else message[0].lower() + message[1:]
-    )
+    message = message[0].lower() + message[1:]
+    if error["type"] == "value_error":  # by one of the checks above
+        message = str(error.get("ctx", {}).get("error"))
     if not error["loc"]:  # of the whole configuration, by a message that names the keys
         return message
     return f"{key}: {message}" if error["type"] == "missing" else f"{key}={value!r}: {message}"

@@ -5,4 +5,4 @@
 #   ./launch/demo.sh --nnodes=2 --node-rank=0 --rdzv-backend=c10d --rdzv-endpoint=host0:29500 --nproc-per-node=8 -- ...
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/env.sh" # a link to this script starts it too
-exec "$python" "$root/launch/demo.py" "$@"
+exec "$python" "$root/launch/program.py" demo "$@"

@@ -6,4 +6,4 @@
 #   ./launch/gradient_filter.sh train.minutes=10 output=outputs/longer -- --plot outputs/filter.png
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/env.sh" # a link to this script starts it too
-exec "$python" "$root/launch/gradient_filter.py" "$@"
+exec "$python" "$root/launch/program.py" gradient_filter "$@"

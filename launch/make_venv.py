@@ -5,7 +5,7 @@
 Needs the standard library alone. Exits with 2 if .venv cannot be made here, with 1 if the installation fails.
 """
 
-import errno
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -37,28 +37,22 @@ def is_made() -> bool:
 def main(base: str) -> None:
     if is_made():
         return
-    # Beside .venv, whose content is cleared. The file stays, but the lock ends with its process.
+    # Beside .venv, whose content is cleared. The file stays, but the lock ends with its process. Without it two first
+    # starts at once, perhaps on two hosts, would clear each other's .venv. lockf works on NFS; on a file system without
+    # locks the start goes on.
     with open(f"{VENV}.lock", "w") as lock:
-        wait_for(lock)
+        with contextlib.suppress(OSError):
+            fcntl.lockf(lock, fcntl.LOCK_EX)
         if not is_made():
             make(base)
 
 
-def wait_for(lock) -> None:
-    """Takes the lock. Without it two first starts at once, perhaps on two hosts, would clear each other's .venv.
-
-    lockf works on NFS, and flock(1) is not on every system. On a file system without locks the start goes on without.
-    """
-    try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
-            say(f"another start is installing into {VENV}, waiting for it")
-            fcntl.lockf(lock, fcntl.LOCK_EX)
-
-
 def make(base: str) -> None:
-    say(f"installing into {VENV} with Python {platform.python_version()}, once; this takes a minute or more")
+    version = platform.python_version()
+    print(
+        f"parallel_lce: installing into {VENV} with Python {version}, once; this takes a minute or more",
+        file=sys.stderr,
+    )
     STAMP.unlink(missing_ok=True)
     if run(base, "-m", "venv", "--clear", str(VENV)) is not None:
         # Some systems ship Python and pip without ensurepip: their pip then installs one.
@@ -75,10 +69,6 @@ def run(*command: str) -> str | None:
     """Runs a command in ROOT, where no file hides a module: None if it succeeds, else its last line of output."""
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     return (done.stdout.strip().splitlines() or ["no reason given"])[-1] if done.returncode else None
-
-
-def say(message: str) -> None:
-    print(f"parallel_lce: {message}", file=sys.stderr, flush=True)
 
 
 def fail(status: int, message: str) -> None:

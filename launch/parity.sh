@@ -6,4 +6,4 @@
 #   ./launch/parity.sh train.minutes=10 output=outputs/longer -- --json outputs/parity.json
 set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/env.sh" # a link to this script starts it too
-exec "$python" "$root/launch/parity.py" "$@"
+exec "$python" "$root/launch/program.py" parity "$@"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("omegaconf", reason="needs the training program's packages")
+pytest.importorskip("pydantic", reason="needs the training program's packages")
 
 from training.config import ROOT, load_config
 
@@ -53,12 +53,13 @@ def test_arguments_describe_the_configuration(path):
         "--tensor-model-parallel-size": parallel.tensor,
         "--pipeline-model-parallel-size": parallel.pipeline,
     }
-    if model.head_dim is not None:
+    own_head_dim = model.head_dim * model.heads != model.hidden
+    if own_head_dim:
         numbers["--kv-channels"] = model.head_dim
     assert {name: float(flags[name]) for name in numbers} == numbers
     switches = {
         "--untie-embeddings-and-output-weights": not model.tie_embeddings,
-        "--kv-channels": model.head_dim is not None,
+        "--kv-channels": own_head_dim,
         "--sequence-parallel": parallel.sequence,
         "--use-distributed-optimizer": parallel.distributed_optimizer,
         "--overlap-grad-reduce": parallel.overlap_grad_reduce,

@@ -241,29 +241,3 @@ def test_a_bad_command_line_says_why(arguments, words, tmp_path, capsys):
     with pytest.raises(SystemExit) as refusal:
         gradient_filter.main([names.get(word, word) for word in arguments])
     assert refusal.value.code == 2 and words.replace("FOLDER", names["FOLDER"]) in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_the_whole_command_on_a_trained_model(short, tmp_path, monkeypatch):
-    """launch/gradient_filter.py, but for the new process of the report, which parity's tests start."""
-    pytest.importorskip("tokenizers", reason="needs the training program's packages")
-    import gradient_filter as program  # of launch/
-    from training.refusal import Refusal
-
-    tiny = ["model.hidden=64", "train.steps=4", "train.sequence=64", "text.max_bytes=100_000", "text.vocab_size=512"]
-    tiny += ["snapshots.steps=[2]", "snapshots.tokens=128", f"text.cache={tmp_path / 'cache'}"]
-    training = ["--config", str(ROOT / "configs" / "snapshots-cpu.yaml"), *tiny, f"output={tmp_path / 'out'}"]
-    started = []
-    monkeypatch.setattr(os, "execve", lambda path, command, environment: started.append(command))
-    (tmp_path / "file").touch()
-    for option in ("--json", "--plot"):
-        with pytest.raises(Refusal, match=f"the folder of {option}=.*file cannot be made a folder"):
-            program.main([*training, "--", option, str(tmp_path / "file" / "p.png")])
-    assert started == [] and not (tmp_path / "out").exists()  # refused before the training
-    report = ["--device", "cpu", "--rounds", "1", "--json", str(tmp_path / "figures.json")]
-    program.main([*training, "--", *report])
-    paths = [str(tmp_path / "out" / f"step-{step}.safetensors") for step in (2, 4)]
-    assert started == [[sys.executable, "-P", "-m", "benchmarks.gradient_filter", *paths, *report]]
-    assert gradient_filter.main([*paths, *report]) == 0
-    cases = json.loads((tmp_path / "figures.json").read_text())["cases"]
-    assert [case["step"] for case in cases] == [2, 4] and cases[0]["loss"] > cases[1]["loss"]

@@ -175,7 +175,7 @@ def test_importing_works_where_the_extras_are_not(tmp_path):
     code = (
         """
 import sys
-for name in ("megatron", "triton", "numpy", "matplotlib", "rich", "omegaconf", "tokenizers"):
+for name in ("megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "tokenizers"):
     sys.modules[name] = None  # import raises ImportError
 import parallel_lce
 """

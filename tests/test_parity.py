@@ -169,6 +169,7 @@ def test_ours_equals_an_fp32_head_on_random_inputs(shape, deviation, device):
 def test_the_whole_command_on_a_trained_model(large, tmp_path):
     """./launch/parity.sh twice: the second time nothing is trained."""
     pytest.importorskip("tokenizers", reason="needs the training program's packages")
+    pytest.importorskip("pydantic", reason="needs the training program's packages")
     tiny = ["model.hidden=64", "train.steps=20", "train.sequence=64", "text.max_bytes=300_000", "text.vocab_size=1024"]
     tiny += ["snapshots.steps=[5]", "snapshots.tokens=256"]
     config = ["--config", str(ROOT / "configs" / "snapshots-cpu.yaml"), *([] if large else tiny)]

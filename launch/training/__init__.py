@@ -1,5 +1,4 @@
-"""The training programs: stock Megatron-core with either loss (demo.sh, train.sh), a small GPT in plain PyTorch
-(parity.sh). Not part of the package."""
+"""Trainings of stock Megatron-core's GPT with either loss. Not part of the package."""
 
 import warnings
 

@@ -23,24 +23,31 @@ class Batch:
         return (per_token * self.loss_mask).sum()
 
 
-class Windows:
+class Batches:
     """Random windows of a text. (seed, step) determines those of a step, so that there is no state to restore."""
 
-    def __init__(self, text: Text, sequence: int, seed: int, device: torch.device):
-        self.windows = len(text.tokens) - sequence  # start positions of windows of s + 1 tokens
-        self.text, self.sequence, self.seed, self.device = text, sequence, seed, device
+    def __init__(self, text: Text, config: TrainConfig, device: torch.device):
+        self.text, self.config, self.device = text, config, device
+
+    def of_rank(self, step: int, data_rank: int, data_size: int) -> list[Batch]:
+        """The micro batches of one data-parallel rank: its share of the step's samples."""
+        config = self.config
+        samples = self._samples(step, data_size * config.micro_batches * config.micro_batch)
+        if config.reverse_samples:
+            samples = samples.flip(0)
+        mine = samples.view(data_size, config.micro_batches, config.micro_batch, -1)[data_rank]
+        return [self.batch_of(part) for part in mine]
 
     def __call__(self, step: int, samples: int) -> Batch:
-        """A batch of `samples` samples for step `step`, on the device."""
-        return self._batch(self._starts(step, samples))
+        """One batch of `samples` samples for step `step`."""
+        return self.batch_of(self._samples(step, samples))
 
-    def _starts(self, step: int, samples: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + step)
-        return torch.randint(self.windows, (samples,), generator=generator)
-
-    def _batch(self, starts: torch.Tensor) -> Batch:
-        stream = torch.from_numpy(self.text.tokens)
-        return self.batch_of(stream[starts[:, None] + torch.arange(self.sequence + 1)])
+    def _samples(self, step: int, samples: int) -> torch.Tensor:
+        """[samples, s + 1]"""
+        stream, sequence = torch.from_numpy(self.text.tokens), self.config.sequence
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)
+        starts = torch.randint(len(stream) - sequence, (samples,), generator=generator)
+        return stream[starts[:, None] + torch.arange(sequence + 1)]
 
     def batch_of(self, samples: torch.Tensor) -> Batch:
         """The batch of samples [b, s + 1], on the device."""
@@ -50,25 +57,8 @@ class Windows:
             tokens=tokens,
             labels=labels,
             loss_mask=(tokens != self.text.end_of_document).float(),
-            position_ids=torch.arange(self.sequence, device=self.device).expand_as(tokens),
+            position_ids=torch.arange(tokens.shape[1], device=self.device).expand_as(tokens),
         )
-
-
-class Batches(Windows):
-    """The same, shared out among ranks. The samples of a step do not depend on their number."""
-
-    def __init__(self, text: Text, config: TrainConfig, device: torch.device):
-        super().__init__(text, config.sequence, config.seed, device)
-        self.config = config
-
-    def of_rank(self, step: int, data_rank: int, data_size: int) -> list[Batch]:
-        """The micro batches of one data-parallel rank: its share of the step's samples."""
-        config = self.config
-        starts = self._starts(step, data_size * config.micro_batches * config.micro_batch)
-        if config.reverse_samples:
-            starts = starts.flip(0)
-        mine = starts.view(data_size, config.micro_batches, config.micro_batch)[data_rank]
-        return [self._batch(part) for part in mine]
 
 
 def split(text: Text, sequence: int, samples: int) -> tuple[torch.Tensor, Text]:

@@ -9,44 +9,42 @@ yardstick's. One fp32 rounding of the loss is always allowed, since over a few s
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from pydantic import BaseModel, ConfigDict
 
 from training.config import Config
 from training.refusal import Refusal
-from training.runs import Metrics, read_metrics, runs_of, weights_in
+from training.results import Metrics, read_metrics, weights_in
 
-# Settings in which the runs may differ, beside the loss.
-FREE = {"train.reverse_samples", "parallel.device", "parallel.timeout_seconds"}
-
-
-@dataclass
-class Distance:
-    """How far the losses of one run are from stock's, step by step. A NaN makes the mean and the maximum NaN."""
-
-    steps: list[float]
-
-    @property
-    def mean(self) -> float:
-        return sum(self.steps) / len(self.steps)
-
-    @property
-    def maximum(self) -> float:
-        return math.nan if any(map(math.isnan, self.steps)) else max(self.steps)
+# Each run's folder under the output, and the overrides that tell the run from the others.
+RUNS = {
+    "stock": ["loss.impl=stock", "train.reverse_samples=false"],
+    "parallel_lce": ["loss.impl=parallel_lce", "train.reverse_samples=false"],
+    "stock-reversed": ["loss.impl=stock", "train.reverse_samples=true"],
+}
+# What the runs must share, since the report shows that of one run, and settings in which they may differ nevertheless.
+SHARED = {"model", "train", "parallel", "memory"}
+FREE = {"train": {"reverse_samples"}, "parallel": {"device", "timeout_seconds"}}
 
 
-@dataclass
-class Comparison:
+class Comparison(BaseModel):
     """The metrics of the runs and the verdict on them."""
 
-    runs: dict[str, Metrics]  # by the names of RUNS
-    ours: Distance
-    yardstick: Distance | None
-    weights: tuple[str, float] | None  # the parameter that differs most after training, and its largest difference
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
     agree: bool
     verdict: str  # one line
+    differences: dict[str, list[float]]  # of each other run: of its losses from stock's, by step
+    weights: tuple[str, float] | None  # the parameter that differs most after training, and its largest difference
+    runs: dict[str, Metrics]  # by the names of RUNS
+
+
+def folders_of(config: Config) -> dict[str, Path]:
+    """The runs that the demo trains, and their folders: with a yardstick all of RUNS, else one for each loss."""
+    names = [name for name in RUNS if config.compare.yardstick or name != "stock-reversed"]
+    return {name: Path(config.output, name) for name in names}
 
 
 def compare(config: Config) -> Comparison:
@@ -54,95 +52,63 @@ def compare(config: Config) -> Comparison:
 
     Raises a Refusal if results are missing, or if the runs have different settings or lengths.
     """
-    folders = {name: Path(config.output) / name for name in runs_of(config)}
+    folders = folders_of(config)
     runs = {name: read_metrics(folder) for name, folder in folders.items()}
-    stock = runs["stock"]
+    stock = runs.pop("stock")
     for name, run in runs.items():
         _check_same_settings(stock, name, run)
-    distances = {name: _distance(stock, run) for name, run in runs.items()}
-    ours, yardstick = distances["parallel_lce"], distances.get("stock-reversed")
-    if yardstick is None:
-        agree, words = _within_tolerance(ours, config.compare.tolerance)
-    else:
+    differences = {name: [abs(x - y) for x, y in zip(stock.losses, run.losses)] for name, run in runs.items()}
+    mean, largest = mean_and_largest(differences["parallel_lce"])
+    if "stock-reversed" in differences:
+        (their_mean, their_largest), factor = mean_and_largest(differences["stock-reversed"]), config.compare.factor
         rounding = max(stock.losses) * 2**-23
-        agree, words = _within_yardstick(ours, yardstick, config.compare.factor, rounding)
+        # Both are false for a NaN.
+        agree = mean <= factor * their_mean + rounding and largest <= factor * their_largest + rounding
+        words = (
+            f"they differ by {mean:.1e} in the mean and {largest:.1e} at most, stock with its samples "
+            f"reversed by {their_mean:.1e} and {their_largest:.1e}; {factor:g} times that is allowed"
+        )
+    else:
+        agree = largest <= config.compare.tolerance
+        words = f"they differ by at most {largest:.1e}; {config.compare.tolerance:.0e} is allowed"
     verdict = f"{'The loss curves agree' if agree else 'FAILED: the loss curves part'}: {words}."
     weights = _largest_weight_difference(folders["stock"], folders["parallel_lce"]) if config.save_weights else None
-    return Comparison(runs, ours, yardstick, weights, agree, verdict)
-
-
-def _within_tolerance(ours: Distance, tolerance: float) -> tuple[bool, str]:
-    words = f"they differ by at most {ours.maximum:.1e}; {tolerance:.0e} is allowed"
-    return ours.maximum <= tolerance, words  # False for a NaN
-
-
-def _within_yardstick(ours: Distance, yardstick: Distance, factor: float, rounding: float) -> tuple[bool, str]:
-    agree = all(
-        mine <= factor * theirs + rounding  # False for a NaN
-        for mine, theirs in ((ours.mean, yardstick.mean), (ours.maximum, yardstick.maximum))
+    return Comparison(
+        agree=agree, verdict=verdict, differences=differences, weights=weights, runs={"stock": stock} | runs
     )
-    words = (
-        f"they differ by {ours.mean:.1e} in the mean and {ours.maximum:.1e} at most, stock with its samples "
-        f"reversed by {yardstick.mean:.1e} and {yardstick.maximum:.1e}; {factor:g} times that is allowed"
-    )
-    return agree, words
+
+
+def mean_and_largest(differences: list[float]) -> tuple[float, float]:
+    """Both are NaN if a difference is."""
+    mean = sum(differences) / len(differences)
+    return mean, max(differences) if math.isfinite(mean) else mean
 
 
 def _check_same_settings(stock: Metrics, name: str, run: Metrics) -> None:
     if len(run.losses) != len(stock.losses):  # a missing step must not pass
         raise Refusal(f"the runs have {len(stock.losses)} steps (stock) and {len(run.losses)} ({name})")
-    theirs, mine = _settings(stock), _settings(run)
-    for key in sorted(theirs):
-        if theirs[key] != mine[key]:
-            raise Refusal(f"the runs differ in {key}: {theirs[key]} (stock) and {mine[key]} ({name})")
-
-
-def _settings(run: Metrics) -> dict[str, object]:
-    """The settings that all runs must share, since the report shows those of one run."""
-    values = run.model_dump(mode="json")
-    sections = {f"{s}.{key}": value for s in ("model", "train", "parallel") for key, value in values[s].items()}
-    measured = {key: values[key] for key in ("backend", "padded_vocab_size", "loss_peak_tokens")}
-    return {key: value for key, value in (sections | measured).items() if key not in FREE}
-
-
-def _distance(a: Metrics, b: Metrics) -> Distance:
-    return Distance([abs(x - y) for x, y in zip(a.losses, b.losses)])
+    theirs, mine = (each.model_dump(include=SHARED, exclude=FREE) for each in (stock, run))
+    for section, values in theirs.items():
+        for key, value in values.items():
+            if value != mine[section][key]:
+                raise Refusal(f"the runs differ in {section}.{key}: {value} (stock) and {mine[section][key]} ({name})")
 
 
 def _largest_weight_difference(stock: Path, ours: Path) -> tuple[str, float]:
     """The parameter that differs most after training, over all ranks that left theirs here, and by how much."""
-    files, mine = ({path.name for path in weights_in(folder)} for folder in (stock, ours))
-    if files != mine:
-        raise Refusal(f"only one of the two runs in {stock.parent} left {', '.join(sorted(files ^ mine))}")
+    files = [path.name for path in weights_in(stock)]
     if not files:
         raise Refusal(f"no weights in {stock}")
-    worst = {}
-    for file in sorted(files):
-        theirs, mine = (_read_weights(folder / file) for folder in (stock, ours))
-        if different := {name for name in theirs | mine if _shape(theirs, name) != _shape(mine, name)}:
-            raise Refusal(f"the two runs have different parameters in {file}: {', '.join(sorted(different))}")
+    differences = {}
+    for file in files:
+        theirs, mine = _read_weights(stock / file), _read_weights(ours / file)
         for name, weight in theirs.items():
-            worst[f"{name} ({Path(file).stem})"] = (weight - mine[name]).abs().max().item()
-    name = max(worst, key=lambda key: math.inf if math.isnan(worst[key]) else worst[key])
-    return name, worst[name]
+            differences[f"{name} ({Path(file).stem})"] = (weight - mine[name]).abs().max().item()
+    return max(differences.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
 
 
 def _read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
-        weights = torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file may raise anything
         raise Refusal(f"{path} cannot be read as weights: {type(error).__name__}") from None
-    if not isinstance(weights, dict) or not weights or not all(map(_is_parameter, weights.items())):
-        raise Refusal(f"{path} holds no weights of a run")
-    return weights
-
-
-def _is_parameter(item: tuple[object, object]) -> bool:
-    name, weight = item
-    if not isinstance(name, str) or not isinstance(weight, torch.Tensor):
-        return False
-    return weight.is_floating_point() and weight.numel() > 0
-
-
-def _shape(weights: dict[str, torch.Tensor], name: str) -> torch.Size | None:
-    return weights[name].shape if name in weights else None

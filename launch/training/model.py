@@ -8,10 +8,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 
 from training.attention import CausalAttention
-from training.config import Config, LossImpl, Precision
+from training.config import Config
 
 # Options of a TransformerConfig that need Apex, Transformer Engine or a GPU unless they are off.
 WITHOUT_EXTENSIONS = {
@@ -22,6 +21,7 @@ WITHOUT_EXTENSIONS = {
     "apply_rope_fusion": False,
     "persist_layer_norm": False,
 }
+RECOMPUTE: dict[str, Any] = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -33,33 +33,19 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Layer(TransformerLayer):
-    """Megatron's layer. Initialised on the CPU, its parameters depend on the seed and the layer's number alone."""
-
-    def __init__(self, config: TransformerConfig, submodules: Any, layer_number: int = 1, **others: Any):
-        number = layer_number + get_transformer_layer_offset(config)
-        with torch.random.fork_rng(devices=()):
-            torch.manual_seed(torch.initial_seed() + number)
-            super().__init__(config, submodules, layer_number, **others)
-
-
 def build_model(config: Config, device: torch.device) -> GPTModel:
     """This pipeline stage's part of a GPTModel on `device`, with this rank's shards. Megatron's groups must exist.
 
-    With `model.initialize_on_cpu` equal seeds give equal parameters, whatever the loss, the device and the layout: each
-    rank draws the whole matrices and takes its shards of them.
+    With `model.initialize_on_cpu` equal seeds give equal parameters, whatever the loss, the device and the number of
+    tensor-parallel ranks: each rank draws the whole matrices and takes its shards of them.
     """
-    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-    vocab_size = padded_vocab_size(config)
-    if config.model.initialize_on_cpu and not first:
-        torch.empty(vocab_size, config.model.hidden).normal_()  # the first stage draws these for the embedding
     model = GPTModel(
         config=_transformer_config(config, device),
         transformer_layer_spec=_layers(config.model.layers // config.parallel.pipeline),
-        vocab_size=vocab_size,
+        vocab_size=padded_vocab_size(config),
         max_sequence_length=config.train.sequence,
-        pre_process=first,
-        post_process=last,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
         position_embedding_type="rope",
         rotary_base=config.model.rotary_base,
         share_embeddings_and_output_weights=config.model.tie_embeddings,
@@ -70,7 +56,6 @@ def build_model(config: Config, device: torch.device) -> GPTModel:
 def _layers(number: int) -> Any:
     """The specification of a pipeline stage's layers, without Transformer Engine and Apex."""
     layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.module = Layer
     layer.submodules.input_layernorm = RMSNorm
     layer.submodules.pre_mlp_layernorm = RMSNorm
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
@@ -80,13 +65,8 @@ def _layers(number: int) -> Any:
 
 def _transformer_config(config: Config, device: torch.device) -> TransformerConfig:
     model, parallel = config.model, config.parallel
-    bf16 = config.train.precision is Precision.bf16
+    bf16 = config.train.precision == "bf16"
     dtype = torch.bfloat16 if bf16 else torch.float32
-    recompute: dict[str, Any] = {
-        "recompute_granularity": "full",
-        "recompute_method": "uniform",
-        "recompute_num_layers": 1,
-    }
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -110,7 +90,7 @@ def _transformer_config(config: Config, device: torch.device) -> TransformerConf
         batch_p2p_sync=device.type == "cuda",
         calculate_per_token_loss=True,
         use_cpu_initialization=model.initialize_on_cpu,
-        **(recompute if model.recompute else {}),
+        **(RECOMPUTE if model.recompute else {}),
         **WITHOUT_EXTENSIONS,
         **_loss_options(config),
     )
@@ -118,7 +98,7 @@ def _transformer_config(config: Config, device: torch.device) -> TransformerConf
 
 def _loss_options(config: Config) -> dict[str, Any]:
     """The options that choose the loss. The runs with either loss differ in nothing else."""
-    if config.loss.impl is LossImpl.stock:
+    if config.loss.impl == "stock":
         return {}
     import parallel_lce.megatron
 
@@ -131,6 +111,5 @@ def _loss_options(config: Config) -> dict[str, Any]:
 
 def padded_vocab_size(config: Config) -> int:
     """The vocabulary size, rounded up to a multiple of 128 rows on every tensor-parallel rank, as Megatron does."""
-    size = config.text.vocab_size if config.model.vocab_size is None else config.model.vocab_size
     multiple = 128 * config.parallel.tensor
-    return -(-size // multiple) * multiple
+    return -(-config.vocab_size // multiple) * multiple

@@ -1,6 +1,6 @@
-"""Checks that the interpreter has a program's packages. Needs the standard library alone.
+"""Checks that the interpreter has a program's packages: python -m training.packages EXTRA PACKAGE ...
 
-python -m training.packages EXTRA PACKAGE ...
+Needs the standard library alone.
 """
 
 import importlib.util
@@ -11,16 +11,10 @@ from training.refusal import fail
 
 def require(*packages: str, extra: str = "demo") -> None:
     """Ends the program with one line and exit status 2 if a package is missing. `extra` of pyproject.toml lists it."""
-    missing = [name for name in packages if not _found(name)]
+    found = importlib.util.find_spec
+    missing = [name for name in packages if not all(map(found, (name.partition(".")[0], name)))]
     if missing:
         fail(f"{sys.executable} has no {', '.join(missing)}: pip install '.[{extra}]' in the repository installs them")
-
-
-def _found(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ import contextlib
 import io
 import logging
 import os
-from argparse import Namespace
-from types import ModuleType
 
 from training.refusal import Refusal
 
@@ -29,46 +27,27 @@ def processes_of(torchrun: list[str]) -> tuple[int, int]:
     """
     from torch.distributed import run
 
-    said = io.StringIO()
+    said, before = io.StringIO(), os.environ.copy()
+    logging.disable(logging.WARNING)
     try:
         with contextlib.redirect_stderr(said):
             arguments = run.get_args_parser().parse_args([*torchrun, PROGRAM])
         if (arguments.training_script, arguments.training_script_args) != (PROGRAM, []):
-            raise Refusal(f"torchrun: {arguments.training_script!r} in front of -- is none of torchrun's own arguments")
+            raise ValueError(f"{arguments.training_script!r} in front of -- is none of torchrun's own arguments")
         if arguments.module or arguments.no_python or arguments.run_path:
-            raise Refusal("torchrun: --module, --no-python and --run-path say how to start another program")
-        return _read(run, arguments)
-    except SystemExit as ended:
-        if not ended.code:  # --help
-            raise
-        raise Refusal(f"torchrun: {said.getvalue().splitlines()[-1]}") from None
-    except Refusal:
-        raise
-    except (AssertionError, LookupError, RuntimeError, ValueError) as error:
-        raise Refusal(f"torchrun: {(str(error).splitlines() or [type(error).__name__])[0]}") from None
-
-
-def _read(run: ModuleType, arguments: Namespace) -> tuple[int, int]:
-    """The nodes and processes by `run`, torchrun's module, without its warnings and its changes of environment."""
-    before = dict(os.environ)
-    logging.disable(logging.WARNING)
-    try:
+            raise ValueError("--module, --no-python and --run-path say how to start another program")
         config, *_ = run.config_from_args(arguments)
         return config.max_nodes, config.nproc_per_node
-    finally:
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:  # --help
+            raise
+        message = said.getvalue() if isinstance(error, SystemExit) else str(error) or type(error).__name__
+        raise Refusal(f"torchrun: {message.splitlines()[-1]}") from None
+    finally:  # config_from_args changes the environment
         logging.disable(logging.NOTSET)
         os.environ.clear()
         os.environ.update(before)
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun started this process. Raises a Refusal if only some of its variables are set."""
-    if "LOCAL_RANK" not in os.environ:
-        return False
-    missing = [name for name in TORCHRUN_SETS if not os.environ.get(name)]
-    if missing:
-        raise Refusal(f"LOCAL_RANK is set as torchrun does, but not {', '.join(missing)}: unset it, or use torchrun")
-    for name in set(TORCHRUN_SETS) - {"MASTER_ADDR"}:
-        if not os.environ[name].isdecimal():
-            raise Refusal(f"{name}={os.environ[name]!r} is no number: unset it, or use torchrun")
-    return True
+    return all(os.environ.get(name) for name in TORCHRUN_SETS)

@@ -217,22 +217,19 @@ def token_gradients(
         if every or softmax_shift is None:
             rewrite_rows(gradient, saved, terms, window)
             maxima = softmax_shift = on_shift = None
-    keeps_rows = maxima is not None
-    target = target if coefficients.beta is not None else None
-    dx_factor = residual = unshared = dw_factor = None
+    keeps_rows, target = maxima is not None, target if coefficients.beta is not None else None
     if not keeps_rows and target is None:
         return TokenGradients(None, None, None, None)
     if memory is None:
         # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
-        number = 2 * keeps_rows + 2 * (target is not None)
-        memory = coefficients.alpha.new_empty(number, -(-rows // 4) * 4).unbind()
-    vectors = list(memory)
-    if keeps_rows:
-        dx_factor = vectors.pop()[:rows]
-    if target is not None:
-        residual, unshared = vectors.pop()[:rows], vectors.pop().view(torch.uint8)[:rows]
-        dw_factor = vectors.pop()[:rows] if keeps_rows else None
-    found = TokenGradients(residual, unshared, dx_factor, dw_factor)
+        memory = coefficients.alpha.new_empty(4, -(-rows // 4) * 4).unbind()
+    dw_factor, unshared, residual, dx_factor = memory
+    found = TokenGradients(
+        None if target is None else residual[:rows],
+        None if target is None else unshared.view(torch.uint8)[:rows],
+        dx_factor[:rows] if keeps_rows else None,
+        None if target is None or not keeps_rows else dw_factor[:rows],
+    )
     lce_backward_token_gradients.launch(
         (-(-rows // _TOKENS.value),),
         gradient,
@@ -250,4 +247,4 @@ def token_gradients(
         FIND_SHARED=find_shared,
         WINDOW=window,
     )
-    return found._replace(dw_factor=dx_factor) if target is None else found
+    return found._replace(dw_factor=found.dx_factor) if target is None else found

@@ -148,7 +148,7 @@ def lce_backward_token_gradients(
         keeps &= (sum_exp >= _ALONE) | (logit > base - _NEAR) | (coefficient == 0.0)
         c = tl.where(keeps, coefficient, 1.0)
         rewritten = valid & (keeps == 0)
-        # Here alpha alone is given: with other coefficients all rows were rewritten before.
+        # Here alpha alone is given: with other coefficients, or a cap, all rows were rewritten before.
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
             for number in range(_TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
@@ -159,11 +159,10 @@ def lce_backward_token_gradients(
                         maxima + token,
                         (its_base, its_shift, _number_of(sum_exp, lane, number)),
                         (_number_of(alpha_over_sum, lane, number), 0.0, 0.0, 0.0),
-                        coefficients,
+                        terms,
                         rows,
                         0,
                         slice_entries,
-                        None,
                         True,
                         1.0,
                         WINDOW,

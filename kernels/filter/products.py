@@ -108,7 +108,7 @@ def sparse_product(
     """
     (rows, hidden_size), (blocks, places) = total.shape, lists.numbers.shape
     # Results with long lists come first.
-    ordered, rank_one = (*lists, lists.counts.argsort(descending=True)), rank_one or (None, None)
+    ordered, added = (*lists, lists.counts.argsort(descending=True)), rank_one or (None, None)
     options = {"TRANSPOSED": transposed, "ADD": add, "TILES": width // TILE, "num_warps": 8}
     # Other hidden sizes would need more registers: addresses of single elements.
     if runs_gluon(gradient) and addressable(gradient, other) and hidden_size % 16 == 0:
@@ -122,7 +122,7 @@ def sparse_product(
             descriptor(other, HOPPER_STEP, HOPPER_HIDDEN, True),
             descriptor(total, TILE, HOPPER_HIDDEN, True) if staged else total,
             ordered,
-            rank_one,
+            added,
             rows,
             hidden_size,
             blocks,
@@ -139,7 +139,7 @@ def sparse_product(
         other,
         total,
         ordered,
-        rank_one,
+        added,
         rows,
         other.shape[0],
         hidden_size,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.partials import ALONE, NEAR
+from parallel_lce.kernels.tuning import interpreted
 
 REACH = 32.0
 """How far, in nats, a window's maximum may lie from the token's softmax shift. bf16 has fp32's exponent range:
@@ -25,6 +26,7 @@ SAVED_FP16_SCALE = 2.0**15
 _ROUNDINGS = tl.constexpr(2.0**-20)
 _ALONE, _NEAR = tl.constexpr(ALONE), tl.constexpr(NEAR)
 _REACH = tl.constexpr(REACH)
+_INTERPRETED = tl.constexpr(interpreted())
 # exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN as -inf * 0 would be.
 LOWEST_SHIFT = tl.constexpr(-1e4)
 _LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
@@ -49,6 +51,16 @@ def scaled(z, factor):
     """``z * factor``, rounded. Compilers fuse a plain product with what is subtracted from it: a logit would then not
     equal the maximum that was found of it, by a rounding, which of a large one has an infinite exponential."""
     return tl.fma(z, factor, 0.0)
+
+
+@triton.jit
+def add_product(a, b, z):
+    """``z + a @ b`` in fp32: fp32 operands are not rounded to tf32."""
+    if _INTERPRETED and a.dtype == tl.bfloat16:
+        # Triton's interpreter multiplies bf16 wrongly.
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, z, input_precision="ieee")
 
 
 @triton.jit

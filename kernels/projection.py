@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.core.partials import Coefficients
-from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, Scaling
+from parallel_lce.kernels.arithmetic import SAVED_FP16_SCALE, Scaling, add_product
 from parallel_lce.kernels.epilogues import (
     BackwardEpilogue,
     ForwardEpilogue,
@@ -46,7 +46,6 @@ from parallel_lce.kernels.tuning import (
     descriptor,
     num_sms,
     tile_of,
-    upcasts,
 )
 
 
@@ -111,7 +110,6 @@ def _projection(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
     OUT_TMA: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Persistent GEMM over ``num_blocks`` row blocks from ``first_block`` on, modulo ``all_blocks``.
 
@@ -129,11 +127,7 @@ def _projection(
         for k in range(0, k_size, BLOCK_K):
             a = _load(x, row, k, rows, k_size, x_stride, BLOCK_M, BLOCK_K, TMA)
             b = _load(weight, first, k, entries, k_size, weight_stride, BLOCK_N, BLOCK_K, TMA)
-            if UPCAST:
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            # fp32 operands must not be rounded to tf32.
-            z = tl.dot(a, b.T, z, input_precision="ieee")
+            z = add_product(a, b.T, z)
         place = (r, c, window, rows, entries)
         z = finish_tile(z, row_values, epilogue, bias, scaling, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
         if out is not None:
@@ -231,7 +225,6 @@ class Product:
                 "BLOCK_K": tile.k,
                 "TMA": tma,
                 "OUT_TMA": out_tma,
-                "UPCAST": upcasts(self.x),
                 "num_stages": tile.stages,
             }
         row_blocks, windows = self.row_blocks, self.windows

@@ -57,7 +57,7 @@ class GradientTerms(NamedTuple):
     partial: torch.Tensor
     # fp32, contiguous
     coefficients: Coefficients
-    # Elements from one token's factor to the next one's.
+    # Elements from one token's factor to the next one's. Triton specializes the integers of a tuple.
     factor_stride: int
     # 0-dimensional: the gradient is stored times this; None: 1
     fp16_scale: torch.Tensor | None
@@ -79,18 +79,17 @@ def rewrite_row(
     maxima,
     token,
     values,
-    coefficients,
+    terms,
     rows,
     first,
     stop,
-    cap,
     HAS_SHIFT: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
-    times the soft-cap's slope. ``token``: its maximum, softmax shift and sum of exponentials. ``values`` and
-    ``coefficients``: of :func:`gradient_of` an exponential relative to the maximum."""
+    times the soft-cap's slope. ``token``: its maximum, softmax shift and sum of exponentials. ``values``: of
+    :func:`gradient_of` an exponential relative to the maximum."""
     base, shift, sum_exp = token
     # Some windows at a time: what is the same in a window is computed once.
     WINDOWS: tl.constexpr = _BLOCK // WINDOW
@@ -112,7 +111,8 @@ def rewrite_row(
         alone = of_max > least
         of_max = tl.where(alone, 1.0, of_max)
         moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
-        g = gradient_of(of_max, moved, values, coefficients)
+        g = gradient_of(of_max, moved, values, terms.coefficients)
+        cap = terms.scaling.cap
         if cap is not None:
             z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
             g *= 1.0 - (z / cap) * (z / cap)
@@ -145,11 +145,10 @@ def lce_backward_rewrite(
             loaded(coefficients.delta, row, True, over_sum),
             loaded(coefficients.epsilon, row, True, over_sum / sum_exp),
         ),
-        coefficients,
+        terms,
         rows,
         first,
         tl.minimum(first + _SPAN, slice_entries),
-        terms.scaling.cap,
         softmax_shift is not None,
         SAVED_SCALE,
         WINDOW,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import (
+    add_product,
     exact_logit,
     exponential_from,
     finite_base,
@@ -27,7 +28,6 @@ from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.rewrite import GradientTerms
-from parallel_lce.kernels.tuning import upcasts
 
 # Entries of a tile of rows, its hidden elements at most, and warps. Measured on an H200 with D=4096: 1, 8 and 64
 # entries of each token, or 8 for dW, whose rows are mostly selected once. Logits are products, of at least 16 rows.
@@ -65,7 +65,6 @@ def lce_forward_selected_logits(
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     WINDOW: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     token = tl.program_id(0)
     ids, begin, end = selection
@@ -84,10 +83,7 @@ def lce_forward_selected_logits(
             c = (k + tl.arange(0, BLOCK_K))[None, :]
             a = tl.load(x_rows + c, mask=c < k_size, other=0.0)
             b = tl.load(weight_rows + c, mask=hit[:, None] & (c < k_size), other=0.0)
-            if UPCAST:
-                a = a.to(tl.float32)
-                b = b.to(tl.float32)
-            z = tl.dot(a, b.T, z, input_precision="ieee")
+            z = add_product(a, b.T, z)
         logit = tl.sum(tl.where(lane[:, None] == 0, z, 0.0), 0)
         logit = logit_of(logit, bias, wanted, hit, scaling, token, True)
         if maxima is not None:
@@ -215,7 +211,6 @@ def selected_logits(
         x.stride(0),
         weight.stride(0),
         WINDOW=product.tile.entries,
-        UPCAST=upcasts(x),
         **_tile_of(_LOGITS, x.shape[1]),
     )
 

@@ -131,16 +131,16 @@ def scale_and_add_targets(
     ``x [R, D]``, its factors ``[R]``, and where to write their product in the same launch.
     """
     rows, hidden_size = source.shape
-    targets, scaled = targets or (None, None, None), scaled or (None, None, None)
-    (_, _, weight), (x, _, product) = targets, scaled
+    of_targets, of_scaled = targets or (None, None, None), scaled or (None, None, None)
+    (_, _, weight), (x, _, product) = of_targets, of_scaled
     block = min(next_power_of_2(hidden_size), _HIDDEN)
     lce_backward_scale_and_add_targets.launch(
         (rows, -(-hidden_size // block)),
         source,
         factor,
-        targets,
+        of_targets,
         result,
-        scaled,
+        of_scaled,
         hidden_size,
         0 if weight is None else weight.shape[0],
         source.stride(0),

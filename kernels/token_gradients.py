@@ -147,7 +147,7 @@ def lce_backward_token_gradients(
         keeps &= (sum_exp >= _ALONE) | (logit > base - _NEAR) | (coefficient == 0.0)
         c = tl.where(keeps, coefficient, 1.0)
         rewritten = valid & (keeps == 0)
-        # Here alpha alone is given: with other coefficients all rows were rewritten before.
+        # Here alpha alone is given: with other coefficients, or a cap, all rows were rewritten before.
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
             for number in range(_TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
@@ -158,11 +158,10 @@ def lce_backward_token_gradients(
                         maxima + token,
                         (its_base, its_shift, _number_of(sum_exp, lane, number)),
                         (_number_of(alpha_over_sum, lane, number), 0.0, 0.0, 0.0),
-                        coefficients,
+                        terms,
                         rows,
                         0,
                         slice_entries,
-                        None,
                         True,
                         1.0,
                         WINDOW,
@@ -214,20 +213,18 @@ def token_gradients(
         if every or softmax_shift is None:
             rewrite_rows(gradient, saved, terms, window)
             maxima = softmax_shift = on_shift = None
-    keeps_rows = maxima is not None
-    target = target if coefficients.beta is not None else None
-    dx_factor = residual = unshared = dw_factor = None
+    keeps_rows, target = maxima is not None, target if coefficients.beta is not None else None
     if not keeps_rows and target is None:
         return TokenGradients(None, None, None, None)
     # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
-    number = 2 * keeps_rows + 2 * (target is not None)
-    vectors = list(coefficients.alpha.new_empty(number, -(-rows // 4) * 4).unbind())
-    if keeps_rows:
-        dx_factor = vectors.pop()[:rows]
-    if target is not None:
-        residual, unshared = vectors.pop()[:rows], vectors.pop().view(torch.uint8)[:rows]
-        dw_factor = vectors.pop()[:rows] if keeps_rows else None
-    found = TokenGradients(residual, unshared, dx_factor, dw_factor)
+    vectors = coefficients.alpha.new_empty(4, -(-rows // 4) * 4)[:, :rows]
+    dw_factor, unshared, residual, dx_factor = vectors.unbind()
+    found = TokenGradients(
+        None if target is None else residual,
+        None if target is None else unshared.view(torch.uint8)[:rows],
+        dx_factor if keeps_rows else None,
+        None if target is None or not keeps_rows else dw_factor,
+    )
     lce_backward_token_gradients.launch(
         (-(-rows // _TOKENS.value),),
         gradient,
@@ -245,4 +242,4 @@ def token_gradients(
         FIND_SHARED=find_shared,
         WINDOW=window,
     )
-    return found._replace(dw_factor=dx_factor) if target is None else found
+    return found._replace(dw_factor=found.dx_factor) if target is None else found

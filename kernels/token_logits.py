@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.kernels.arithmetic import logit_of
+from parallel_lce.kernels.arithmetic import add_product, logit_of
 from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import hopper_or_later, upcasts
+from parallel_lce.kernels.tuning import hopper_or_later
 
 # Tokens of a program, and vocabulary rows of the sample.
 _TOKENS = tl.constexpr(64)
@@ -35,7 +35,6 @@ def lce_forward_token_logits(
     step,
     x_stride,
     weight_stride,
-    UPCAST: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     lane = tl.arange(0, _TOKENS)
@@ -59,18 +58,12 @@ def lce_forward_token_logits(
         c = k + tl.arange(0, BLOCK_K)
         inside = (c < k_size)[None, :]
         a = tl.load(x_rows + c[None, :], mask=read[:, None] & inside, other=0.0)
-        if UPCAST:
-            a = a.to(tl.float32)
         if target is not None:
             b = tl.load(own_rows + c[None, :], mask=hit[:, None] & inside, other=0.0)
-            if UPCAST:
-                b = b.to(tl.float32)
-            own = tl.dot(a, b.T, own, input_precision="ieee")
+            own = add_product(a, b.T, own)
         if softmax_shift is not None:
             b = tl.load(sample_rows + c[None, :], mask=sampled[:, None] & inside, other=0.0)
-            if UPCAST:
-                b = b.to(tl.float32)
-            sample = tl.dot(a, b.T, sample, input_precision="ieee")
+            sample = add_product(a, b.T, sample)
     if target is not None:
         logit = tl.sum(tl.where(lane[:, None] == lane[None, :], own, 0.0), 1)
         logit = logit_of(logit, bias, wanted, hit, scaling, r, valid)
@@ -115,7 +108,6 @@ def token_logits(
         -(-weight.shape[0] // _TOKENS.value),
         x.stride(0),
         weight.stride(0),
-        UPCAST=upcasts(x),
         # Ampere has no registers for more.
         BLOCK_K=64 if x.element_size() == 2 and hopper_or_later(x.device) else 32,
         num_warps=8,

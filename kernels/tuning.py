@@ -147,11 +147,6 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def upcasts(operand: torch.Tensor) -> bool:
-    """Whether a kernel must multiply operands like this one in fp32: Triton's interpreter multiplies bf16 wrongly."""
-    return interpreted() and operand.dtype == torch.bfloat16
-
-
 @functools.cache
 def _capability(device: torch.device) -> int:
     if device.type != "cuda":

@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.filter.tiles import TILE, TileLists
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import addressable, descriptor, num_sms, runs_gluon, upcasts
+from parallel_lce.kernels.tuning import addressable, descriptor, num_sms, runs_gluon
 
 # Hidden elements of a program's result in the plain mainloop, and elements of the sum per step.
 _HIDDEN, _STEP = 64, 32
@@ -23,9 +24,6 @@ _HIDDEN, _STEP = 64, 32
 HOPPER_HIDDEN, HOPPER_STEP, _HOPPER_STAGES = 256, 64, 4
 # Blocks of hidden elements that are worked on together: what they share then stays in the L2 cache.
 _TOGETHER = tl.constexpr(4)
-
-# Arguments that vary between launches. They are not specialized, so no value compiles a new kernel.
-CHANGING = ["rows", "summed", "blocks", "places"]
 
 
 @triton.jit
@@ -38,7 +36,7 @@ def result_tile(number, order, blocks, hidden_blocks):
 
 
 @Relaunched
-@triton.jit(do_not_specialize=CHANGING)
+@triton.jit(do_not_specialize=["rows", "summed", "blocks", "places"])
 def lce_backward_sparse_product(
     gradient,
     other,
@@ -59,7 +57,6 @@ def lce_backward_sparse_product(
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """``rows``: of the result; ``summed``: terms of the full sums. ``TILES``: blocks of a row of ``spread``."""
     numbers, counts, order = lists
@@ -88,11 +85,7 @@ def lce_backward_sparse_product(
         a = tl.load(gradient + offsets, mask=inside, other=0.0)
         inside = (k < summed)[:, None] & (h < hidden_size)[None, :]
         b = tl.load(other + k.to(tl.int64)[:, None] * other_stride + h[None, :], mask=inside, other=0.0)
-        if UPCAST:
-            a = a.to(tl.float32)
-            b = b.to(tl.float32)
-        # fp32 operands must not be rounded to tf32.
-        z = tl.dot(a, b, z, input_precision="ieee")
+        z = add_product(a, b, z)
     tl.store(pointers, z.to(total.dtype.element_ty), mask=in_result)
 
 
@@ -115,7 +108,7 @@ def sparse_product(
     """
     (rows, hidden_size), (blocks, places) = total.shape, lists.numbers.shape
     # Results with long lists come first.
-    ordered, rank_one = (*lists, lists.counts.argsort(descending=True)), rank_one or (None, None)
+    ordered, added = (*lists, lists.counts.argsort(descending=True)), rank_one or (None, None)
     options = {"TRANSPOSED": transposed, "ADD": add, "TILES": width // TILE, "num_warps": 8}
     # Other hidden sizes would need more registers: addresses of single elements.
     if runs_gluon(gradient) and addressable(gradient, other) and hidden_size % 16 == 0:
@@ -129,7 +122,7 @@ def sparse_product(
             descriptor(other, HOPPER_STEP, HOPPER_HIDDEN, True),
             descriptor(total, TILE, HOPPER_HIDDEN, True) if staged else total,
             ordered,
-            rank_one,
+            added,
             rows,
             hidden_size,
             blocks,
@@ -146,7 +139,7 @@ def sparse_product(
         other,
         total,
         ordered,
-        rank_one,
+        added,
         rows,
         other.shape[0],
         hidden_size,
@@ -158,7 +151,6 @@ def sparse_product(
         TILE=TILE,
         BLOCK_N=_HIDDEN,
         BLOCK_K=_STEP,
-        UPCAST=upcasts(gradient),
         num_stages=3 if gradient.element_size() == 2 else 2,
         **options,
     )

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
+from parallel_lce.kernels.targets import Targets
 
 TILE = 128
 """Tokens and entries of a tile."""
@@ -69,8 +70,7 @@ def lce_backward_scan(
     largest,
     masses,
     column_sums,
-    target,
-    unshared,
+    targets,
     eps,
     rows,
     entries,
@@ -81,6 +81,7 @@ def lce_backward_scan(
     MASKED: tl.constexpr,
 ):
     """A block of entries in some row blocks. ``MASKED``: the last block of entries is no whole one."""
+    target, _, unshared = targets
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
     first = tl.program_id(1) * _SCANNED
@@ -200,20 +201,14 @@ def list_tiles(largest: torch.Tensor, eps: float, entries: int, width: int = TIL
 
 
 def find_active_tiles(
-    gradient: torch.Tensor,
-    inverse_limits: torch.Tensor,
-    eps: float,
-    target: torch.Tensor | None = None,
-    unshared: torch.Tensor | None = None,
-    first: int = 0,
+    gradient: torch.Tensor, inverse_limits: torch.Tensor, eps: float, targets: Targets | None = None, first: int = 0
 ) -> ActiveTiles:
     """The tiles of ``gradient [R, C]`` whose largest entry, in units of its token's limit, exceeds ``eps``, and what
     stands for the others.
 
     The rows of ``gradient`` lie in memory of a multiple of 8 elements each. ``inverse_limits [R]`` fp32, finite; 0 for
-    a token without a limit. ``target [R]`` and ``unshared [R]``: of
-    :func:`parallel_lce.kernels.targets.place_targets`; ``first``: the id of the first entry. A tile with NaN, or with
-    the shared target of a token that has a limit, is active.
+    a token without a limit. ``first``: the id of the first entry. A tile with NaN, or with the shared target of a token
+    that has a limit, is active.
     """
     (rows, entries), row_blocks, tiles = gradient.shape, -(-len(gradient) // TILE), -(-gradient.shape[1] // TILE)
     largest = gradient.new_empty(row_blocks, tiles, dtype=torch.float32)
@@ -227,8 +222,7 @@ def find_active_tiles(
         largest,
         masses,
         column_sums,
-        target,
-        unshared,
+        targets or (None, None, None),
         float(eps),
         rows,
         entries,

@@ -160,9 +160,8 @@ class Piece:
             place_selected(part.gradient, start, selection, values, logits, target, self._terms)
         if gradient_filter is not None:
             limits = limits_of(self._coefficients, self._projection, self._fp16_scale)
-            target, _, unshared = self._placed or (None, None, None)
             inverse = inverse_of(limits, part.dx_factor)
-            found = find_active_tiles(part.gradient, inverse, gradient_filter, target, unshared, start)
+            found = find_active_tiles(part.gradient, inverse, gradient_filter, self._placed, start)
             part.filtered = FilteredGradient(part.gradient, found)
         return part
 

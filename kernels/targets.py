@@ -87,19 +87,15 @@ def lce_backward_scale_and_add_targets(
     factor,
     targets,
     result,
-    scaled,
     hidden_size,
     entries,
     source_stride,
     factor_stride,
     weight_stride,
     result_stride,
-    x_stride,
-    product_stride,
     BLOCK: tl.constexpr,
 ):
     target, residual, weight = targets
-    x, x_factor, product = scaled
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < hidden_size
@@ -112,9 +108,6 @@ def lce_backward_scale_and_add_targets(
         weight_row = weight + tl.where(hit, wanted, 0) * weight_stride + c
         value += tl.load(residual + row) * tl.load(weight_row, mask=inside & hit, other=0.0).to(tl.float32)
     tl.store(result + row * result_stride + c, value.to(result.dtype.element_ty), mask=inside)
-    if x is not None:
-        value = tl.load(x + row * x_stride + c, mask=inside, other=0.0).to(tl.float32) * tl.load(x_factor + row)
-        tl.store(product + row * product_stride + c, value.to(product.dtype.element_ty), mask=inside)
 
 
 def scale_and_add_targets(
@@ -122,33 +115,27 @@ def scale_and_add_targets(
     factor: torch.Tensor | None,
     targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
     result: torch.Tensor,
-    scaled: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Write ``factor * source + residual * weight[target]`` into ``result [R, D]``, rounded once.
 
     ``result`` may be ``source [R, D]``. ``factor``: ``[R]`` or 0-dimensional, None for 1. ``targets``: ``target [R]``
-    int64, ``residual [R]`` and ``weight [V, D]``, or None. A target outside ``[0, V)`` adds nothing. ``scaled``:
-    ``x [R, D]``, its factors ``[R]``, and where to write their product in the same launch.
+    int64, ``residual [R]`` and ``weight [V, D]``, or None. A target outside ``[0, V)`` adds nothing.
     """
     rows, hidden_size = source.shape
-    of_targets, of_scaled = targets or (None, None, None), scaled or (None, None, None)
-    (_, _, weight), (x, _, product) = of_targets, of_scaled
+    _, _, weight = targets = targets or (None, None, None)
     block = min(next_power_of_2(hidden_size), _HIDDEN)
     lce_backward_scale_and_add_targets.launch(
         (rows, -(-hidden_size // block)),
         source,
         factor,
-        of_targets,
+        targets,
         result,
-        of_scaled,
         hidden_size,
         0 if weight is None else weight.shape[0],
         source.stride(0),
         0 if factor is None or factor.dim() == 0 else 1,
         0 if weight is None else weight.stride(0),
         result.stride(0),
-        0 if x is None else x.stride(0),
-        0 if product is None else product.stride(0),
         BLOCK=block,
     )
     return result

@@ -62,8 +62,6 @@ class Measured:
     partial_bytes: int = 32 << 20
     # Bytes of an fp32 product that is rounded into a low-precision gradient.
     product_bytes: int = 128 << 20
-    # Up to so many bytes c x is formed in the launch that finishes dX. It is then alive beside that product.
-    fused_bytes: int = 32 << 20
     # Terms of a product over which the time to add it to a sum in memory is hidden. With fp32 sums of 4096 columns the
     # product takes 1.6 times as long as without a sum over 1024 terms, 1.3 over 2048, 1.05 over 4096.
     long_sum: int = 4096

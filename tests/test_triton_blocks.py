@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 import parallel_lce
-from blocks import block_backward, block_forward, launches, watched_backwards
+from blocks import block_backward, block_forward, launches
 from cases import DTYPES, Case, dense_loss, make, part
 from measures import assert_close, size
 from parallel_lce.backends import triton as backend
@@ -95,54 +95,16 @@ def test_dx_is_announced_once_complete_and_before_the_last_of_dw(dtype, saved, d
         assert_close(found, expected, 2 * torch.finfo(dtype).eps)
 
 
-@pytest.mark.parametrize(("most", "number"), [(32 << 20, 1), (0, 2)], ids=["small", "large"])
-def test_scaled_hidden_states_are_formed_beside_dx_only_where_they_are_small(most, number, device, monkeypatch):
-    """Large ones would be alive beside dX's fp32 product."""
-    monkeypatch.setattr(triton_backward, "FUSED_BYTES", most)
-    t, projection, coefficients = block(torch.bfloat16, device)
-    dx, dweight = torch.empty_like(t.x), GradBuffer(t.weight, 700, 1)
-    with launches() as found:
-        gradients_of(t, projection, coefficients, 700, GradBuffers(dx, dweight, None))
-    finished = [each.given for each in found if each.kernel == "lce_backward_scale_and_add_targets"]
-    assert len(finished) == number and (finished[0]["scaled"][0] is not None) == (number == 1)
-    for gradient, expected in zip((dx, dweight.deliver()), exact_gradients(t, coefficients)):
-        assert_close(gradient, expected, 2 * torch.finfo(torch.bfloat16).eps)
-
-
 def test_hidden_states_may_arrive_after_dx(device):
     """If everything is saved, dX is formed and announced without them."""
     t, projection, coefficients = block(torch.bfloat16, device)
     partial, saved = block_forward(backend, projection, t.x, t.target, Columns(), 700)
     late, dx, dweight = torch.full_like(t.x, torch.nan), torch.empty_like(t.x), GradBuffer(t.weight, 700, 1)
-    grads = GradBuffers(dx, dweight, None, hidden_arrived=False)
+    grads = GradBuffers(dx, dweight, None)
     arguments = projection, late, t.target, partial, coefficients, saved, grads, Scratch(0, device)
     block_backward(backend, *arguments, announce=lambda: late.copy_(t.x))
     for found, expected in zip((dx, dweight.deliver()), exact_gradients(t, coefficients)):
         assert_close(found, expected, 2 * torch.finfo(torch.bfloat16).eps)
-
-
-def _arrivals(member: Member, budget: int) -> list[bool]:
-    t = make(Case(40, 512, 256, "bf16", ignored="none"), member.device)
-    x, weight = (v.chunk(2)[member.rank].clone().requires_grad_() for v in (t.x, t.weight))
-    noted = []
-    with chosen_backend("triton"), watched_backwards(backend, lambda task: noted.append(task.grads.hidden_arrived)):
-        losses = parallel_lce.linear_cross_entropy(
-            x,
-            weight,
-            t.target,
-            process_group=member.group,
-            sequence_parallel=True,
-            logits_budget=budget,
-            reduction="none",
-        )
-        losses.sum().backward()
-    return noted
-
-
-def test_a_block_is_told_whether_its_hidden_states_have_arrived(worlds, device):
-    exponentials, hidden = 40 * 256 * 2, 40 * 256 * 2
-    for budget, arrived in ((exponentials, False), (exponentials + hidden, True)):
-        assert everywhere(worlds, device, 2, _arrivals, budget) == [[arrived]] * 2
 
 
 @pytest.mark.parametrize(("dtype", "saved"), [(torch.bfloat16, 300), (torch.float16, 0)], ids=str)

@@ -132,8 +132,6 @@ class GradBuffers:
     dbias: GradBuffer | None
     # dX is reduced over the ranks, overlapping the dW products that follow.
     reduces_dx: bool = False
-    # All rows of x are there when dX is formed. If not, it may not be read before, unless ``reads_hidden_first``.
-    hidden_arrived: bool = True
 
 
 class Scratch:

@@ -28,7 +28,7 @@ from parallel_lce.kernels.tuning import MEASURED
 
 # Rows of a product are a multiple of this.
 _ROWS = 1024
-PRODUCT_BYTES, FUSED_BYTES = MEASURED.product_bytes, MEASURED.fused_bytes
+PRODUCT_BYTES = MEASURED.product_bytes
 
 
 class BlockBackward:
@@ -46,8 +46,6 @@ class BlockBackward:
         self._gradient_filter = gradient_filter
         # The last slice, whose dW is still to come.
         self._last: tuple[Piece, Slice] | None = None
-        # c x of a slice, formed beside its dX.
-        self._scaled: Tensor | None = None
         self._dx_written = False
         # The sums of a range of entries that several pieces of rows add to, by their buffers.
         self._sums: dict[GradBuffer, tuple[Tensor, bool]] = {}
@@ -148,17 +146,12 @@ class BlockBackward:
         if plain and part.filtered is None:
             part.add_hidden(dx, weight, slice(0, len(dx)), overwrite=True)
             return
-        scaled = None
-        small = piece.x.numel() * piece.x.element_size() <= FUSED_BYTES
-        if small and part.dw_factor is not None and self._grads.dweight is not None and self._grads.hidden_arrived:
-            self._scaled = torch.empty_like(piece.x)
-            scaled = piece.x, part.dw_factor, self._scaled
         rows = PRODUCT_BYTES // (4 * dx.shape[1]) // _ROWS * _ROWS or _ROWS
         for start in range(0, len(dx), rows):
             stop = min(start + rows, len(dx))
             product = dx.new_empty(stop - start, dx.shape[1], dtype=self._projection.dtype)
             part.add_hidden(product, weight, slice(start, stop), overwrite=True)
-            piece.finish_rows(product, part.dx_factor, (start, stop), some_rows(dx, start, stop), scaled)
+            piece.finish_rows(product, part.dx_factor, (start, stop), some_rows(dx, start, stop))
             del product  # before the next one is allocated
 
     def _add_hidden(self, piece: Piece, part: Slice, dx: Tensor, total: Tensor | None) -> Tensor:
@@ -232,8 +225,6 @@ class BlockBackward:
         """``c x [R, D]``, in dX's memory while that is not written."""
         if part.dw_factor is None:
             return piece.x
-        if self._scaled is not None:
-            return self._scaled
         memory = self._grads.dx
         if memory is None or self._dx_written or memory.dtype != piece.x.dtype or not memory.is_contiguous():
             memory = torch.empty_like(piece.x)

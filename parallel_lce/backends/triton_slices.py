@@ -237,25 +237,15 @@ class Piece:
         assert self._target is not None
         return Targets(self._target, found.residual, found.unshared)
 
-    def finish_rows(
-        self,
-        source: Tensor,
-        dx_factor: Tensor | None,
-        rows: tuple[int, int],
-        dx: Tensor,
-        scaled: tuple[Tensor, Tensor, Tensor] | None = None,
-    ) -> None:
+    def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: tuple[int, int], dx: Tensor) -> None:
         """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: their sum over all slices, not yet multiplied
-        by ``dx_factor``. ``scaled``: of :func:`scale_and_add_targets`, for all rows of the piece."""
+        by ``dx_factor``."""
         targets, placed = None, self._placed
         if placed is not None:
             weight = some_rows(self._projection.weight, 0, self._projection.real_rows)
             targets = some_rows(placed[0], *rows), some_rows(placed[1], *rows), weight
         factor = self.fp16_unscale if dx_factor is None else some_rows(dx_factor, *rows)
-        if scaled is not None:
-            x, x_factor, product = scaled
-            scaled = some_rows(x, *rows), some_rows(x_factor, *rows), some_rows(product, *rows)
-        scale_and_add_targets(source, factor, targets, dx, scaled)
+        scale_and_add_targets(source, factor, targets, dx)
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
         """Add what the targets' gradients contribute to the shard's rows from ``start`` on."""

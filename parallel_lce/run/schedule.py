@@ -192,7 +192,7 @@ class _GradientSums:
             partial,
             coefficients,
             saved,
-            GradBuffers(dx, self._dweight, self._dbias, reduction is not None and reduction.ranks > 1, x.arrived),
+            GradBuffers(dx, self._dweight, self._dbias, reduction is not None and reduction.ranks > 1),
             self.scratch,
             selected,
             call.options.gradient_filter,

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from measures import error, largest_error, size
+from measures import assert_close, error, largest_error, size
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, build_chunks, losses_of
 from world import Member
 
@@ -187,6 +187,23 @@ def assert_equal(ours: Trained, stock: Trained, tolerance: float) -> None:
                 continue
             difference = error(tensor, truth[name]) / max(size(truth[name]), 1e-12)
             assert difference <= tolerance, (name, difference)
+
+
+def side_by_side(
+    member: Member, spec: Model, body: Callable, tolerance: float = 1e-5, options: dict | None = None
+) -> list[list[torch.Tensor]]:
+    """``body(model, batch, ours)`` gives the same tensors of a stock model and of ours: one with the switch, or one of
+    these ``options``. Both have the same weights. Returns them."""
+    found = []
+    for ours in (False, True):
+        asked_for = (switched(spec) if options is None else options) if ours else {}
+        model = build(member, spec, asked_for)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="parallel_lce")
+            found.append([v.detach() for v in body(model, batch(0, spec, member.device), ours)])
+    for number, (truth, mine) in enumerate(zip(*found, strict=True)):
+        assert_close(mine, truth, tolerance, name=number)
+    return found
 
 
 def output_layers(member: Member, spec: Model) -> tuple:

@@ -1,83 +1,86 @@
-"""Divergences of a teacher's and a student's output layers, against float64 on all logits."""
+"""Divergences of a student's softmax from a teacher's, of its output layer or of its stored log-probabilities, against
+float64 on all logits."""
 
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.peak_memory import peak_memory
 from cases import DTYPES, normal
 from measures import assert_no_worse, size, smallest_steps
+from on_ranks import on_ranks
 from parallel_lce.backends import torch_logits
 from parallel_lce.call import prepare
-from parallel_lce.distillation import divergence
+from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run import divergence as schedule
 from tools import alone, chosen_backend, debug_mode, everywhere, shrunk, started
 from world import Member
 
-N, V, D, E = 12, 90, 24, 16
+N, V, D, E, K = 12, 90, 24, 16, 6
 REAL = V - 10
 IGNORED = 3, 7
 SHARDS = {1: (90,), 2: (60, 30), 3: (0, 50, 40)}
 TEMPERATURE = 1.7
+TAILS = "class", "renormalize"
+KINDS = "layer", *TAILS
+"""Of a teacher: its output layer, or stored log-probabilities with either tail."""
+
+
+@contextmanager
+def many_blocks():
+    with mock.patch.object(schedule, "_FEWEST_TOKENS", 1), shrunk(3000):
+        yield
 
 
 @pytest.fixture(autouse=True)
 def _many_blocks():
-    fewest, schedule._FEWEST_TOKENS = schedule._FEWEST_TOKENS, 1
-    with shrunk(3000):
+    with many_blocks():
         yield
-    schedule._FEWEST_TOKENS = fewest
 
 
-def problem(dtype):
-    """The student's hidden states, weight and bias, the teacher's three, targets, and an upstream gradient."""
-    shapes = (N, D), (V, D), (V,), (N, E), (V, E), (V,)
-    operands = [
-        (normal(*shape, seed=seed) / (1 if seed in (0, 3) else 2)).to(dtype) for seed, shape in enumerate(shapes)
-    ]
-    target = torch.zeros(N, dtype=torch.int32)
-    target[list(IGNORED)] = -100
-    return *operands, target, normal(N, seed=9)
+def student(dtype=torch.float32, device="cpu"):
+    """Leaves ``x [N, D]``, ``w [V, D]`` and ``b [V]``."""
+    x, w, b = normal(N, D), normal(V, D, seed=1) / 2, normal(V, seed=2) / 2
+    return [v.to(device, dtype).requires_grad_() for v in (x, w, b)]
 
 
-def _found(member: Member, name, beta, reduction, backend, sequence_parallel, more):
-    *operands, target, upstream = (v.to(member.device) for v in problem(DTYPES[name]))
-    shards = SHARDS[member.ranks]
-    start = sum(shards[: member.rank])
-    shard = slice(start, start + shards[member.rank])
-    x, w, b, y, u, c = (v if i % 3 == 0 else v[shard] for i, v in enumerate(operands))
-    if sequence_parallel:
-        x, y = (v.chunk(member.ranks)[member.rank] for v in (x, y))
-    leaves = [v.clone().requires_grad_() for v in (x, w, b)]
-    given = dict(more)
-    if member.ranks > 1:
-        given |= dict(process_group=member.group, vocab_start=start, sequence_parallel=sequence_parallel)
-    with chosen_backend(backend):
-        found = divergence(
-            *leaves[:2],
-            y,
-            u,
-            beta=beta,
-            temperature=TEMPERATURE,
-            reduction=reduction,
-            target=target,
-            student_bias=leaves[2],
-            teacher_bias=c,
-            vocab_size=REAL,
-            logits_budget=0,
-            **given,
-        )
-        upstream = upstream if reduction == "none" else upstream[0]
-        gradients = [torch.autograd.grad(found, leaves, upstream.to(found.dtype), retain_graph=True) for _ in range(2)]
-    for first, second in zip(*gradients):
-        assert torch.equal(first, second)
-    return [v.detach().cpu() for v in (found, *gradients[0])]
+def teacher(kind, dtype=torch.float32, device="cpu"):
+    """Its arguments."""
+    y, u, c = normal(N, E, seed=3), normal(V, E, seed=4) / 2, normal(V, seed=5) / 2
+    if kind == "layer":
+        found = dict(teacher_hidden=y.to(dtype), teacher_weight=u.to(dtype), teacher_bias=c.to(dtype))
+    else:
+        stored = (2 * (y @ u.t() + c)).log_softmax(-1).topk(K, -1)
+        ids, log_probs = stored.indices.int(), stored.values.to(torch.promote_types(dtype, torch.float32))
+        ids[1, 4:] = -1  # fewer entries
+        log_probs[2, 5] = -torch.inf
+        found = dict(teacher_ids=ids, teacher_log_probs=log_probs)
+    return {name: value.to(device) for name, value in found.items()}
+
+
+def targets(device="cpu"):
+    found = torch.zeros(N, dtype=torch.int32, device=device)
+    found[list(IGNORED)] = -100
+    return found
+
+
+def loss(kind, leaves, given, **options):
+    x, w, *b = leaves
+    student = dict(student_hidden=x, student_weight=w, student_bias=b[0] if b else None)
+    if kind == "layer":
+        return divergence(**student, **given, **options)
+    return top_k_divergence(**student, **given, tail=kind, **options)
+
+
+def with_gradients(kind, leaves, given, **options):
+    found = loss(kind, leaves, given, **options)
+    return [found, *torch.autograd.grad(found.sum(), [leaf for leaf in leaves if leaf.requires_grad])]
 
 
 def of_logits(z, y, beta):
@@ -90,22 +93,63 @@ def of_logits(z, y, beta):
     return beta * (q * (log_q - log_m)).sum(-1) + (1 - beta) * (p * (log_p - log_m)).sum(-1)
 
 
-def dense(name, dtype, beta, reduction):
+def classes(log_p, ids, log_q, tail):
+    """``[N, K]`` or, with the tail, ``[N, K + 1]`` log-probabilities of student and teacher; -1e4 for none, instead of
+    -inf, whose gradients are NaN."""
+    there = (ids >= 0) & (ids < REAL) & (log_q != -torch.inf)
+    ids = ids.long().where(there, REAL)
+    log_p = torch.nn.functional.pad(log_p, (0, 1), value=-torch.inf)  # an entry that there is not
+    found = [log_p.gather(1, ids), log_q.to(log_p.dtype).masked_fill(~there, -torch.inf)]
+    if tail == "class":
+        others = log_p.exp().scatter(1, ids, 0.0).sum(1, keepdim=True).log()
+        of_teacher = (1 - found[1].exp().sum(1, keepdim=True)).log()
+        found = [torch.cat(pair, 1) for pair in zip(found, (others, of_teacher))]
+    return [v.masked_fill(v == -torch.inf, -1e4) for v in found]
+
+
+UPSTREAM = normal(N, seed=9)
+
+
+def dense(kind, name, dtype, beta, reduction):
     """Of operands that are rounded to the dtype of that name, computed in ``dtype``."""
-    x, w, b, y, u, c, target, upstream = problem(DTYPES[name])
-    leaves = [v.to(dtype).requires_grad_() for v in (x, w, b)]
+    leaves = [v.detach().to(dtype).requires_grad_() for v in student(DTYPES[name])]
     wide = torch.promote_types(dtype, torch.float32)
     z = torch.nn.functional.linear(*leaves).to(wide)[:, :REAL] / TEMPERATURE
-    y = torch.nn.functional.linear(*(v.to(dtype) for v in (y, u, c))).to(wide)[:, :REAL] / TEMPERATURE
-    found = of_logits(z, y, beta) * (target != -100)
+    given = [*teacher(kind, DTYPES[name]).values()]
+    if kind == "layer":
+        y = torch.nn.functional.linear(*(v.to(dtype) for v in given)).to(wide)[:, :REAL] / TEMPERATURE
+    else:
+        z, y = classes(z.log_softmax(-1), *given, kind)
+    found = of_logits(z, y, beta) * (targets() != -100)
     if reduction != "none":
         found = found.sum() / (N - len(IGNORED) if reduction == "mean" else 1)
-    upstream = upstream if reduction == "none" else upstream[0]
+    upstream = UPSTREAM if reduction == "none" else UPSTREAM[0]
     return [found.detach(), *torch.autograd.grad(found, leaves, upstream.to(wide))]
 
 
-def check(parts, name, beta, reduction, sequence_parallel, factor):
-    truth, yardstick = (dense(name, dtype, beta, reduction) for dtype in (torch.float64, DTYPES[name]))
+def _found(member: Member, kind, name, beta, reduction, backend, sequence_parallel, more):
+    leaves, given = student(DTYPES[name], member.device), teacher(kind, DTYPES[name], member.device)
+    options = dict(beta=beta, temperature=TEMPERATURE, reduction=reduction, target=targets(member.device), **more)
+    if member.ranks > 1:
+        start = sum(SHARDS[member.ranks][: member.rank])
+        shard = slice(start, start + SHARDS[member.ranks][member.rank])
+        part = [lambda v: v, lambda v: v[shard], lambda v: v[shard]]
+        if sequence_parallel:
+            part[0] = lambda v: v.chunk(member.ranks)[member.rank]
+        leaves = [cut(v).detach().clone().requires_grad_() for cut, v in zip(part, leaves)]
+        if kind == "layer":
+            given = {each: cut(v) for cut, (each, v) in zip(part, given.items())}
+        options |= dict(process_group=member.group, vocab_start=start, sequence_parallel=sequence_parallel)
+    with chosen_backend(backend), many_blocks():
+        found = loss(kind, leaves, given, vocab_size=REAL, logits_budget=0, **options)
+        upstream = (UPSTREAM if reduction == "none" else UPSTREAM[0]).to(found)
+        gradients, again = (torch.autograd.grad(found, leaves, upstream, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, gradients, again))
+    return [v.detach().cpu() for v in (found, *gradients)]
+
+
+def check(parts, kind, name, beta, reduction, sequence_parallel, factor):
+    truth, yardstick = (dense(kind, name, dtype, beta, reduction) for dtype in (torch.float64, DTYPES[name]))
     assert all(torch.equal(part[0], parts[0][0]) for part in parts)
     dx = torch.cat([p[1] for p in parts]) if sequence_parallel else parts[0][1]
     found = [parts[0][0], dx, *(torch.cat([p[i] for p in parts]) for i in (2, 3))]
@@ -113,268 +157,244 @@ def check(parts, name, beta, reduction, sequence_parallel, factor):
     assert torch.count_nonzero(found[1][list(IGNORED)]) == 0
     assert torch.count_nonzero(found[2][REAL:]) == torch.count_nonzero(found[3][REAL:]) == 0
     for label, ours, exact, other in zip(("loss", "dx", "dweight", "dbias"), found, truth, yardstick):
-        # Torch may be right by luck in a single number.
-        steps = 32 if name == "fp64" else 4 if ours.dim() == 0 else 1
+        # Torch may be right by luck in a single number. A tail is a difference from 1.
+        steps = 32 if name == "fp64" else 16 if kind in TAILS else 4 if ours.dim() == 0 else 1
         floor = steps * torch.finfo(ours.dtype).eps * size(exact) + smallest_steps(ours)
         assert_no_worse(ours, exact, other, factor, floor, label)
+
+
+def _on_one_rank(kind, name, beta, reduction, backend, device):
+    if backend == "triton" and name == "fp64":
+        pytest.skip("float64 is always torch's")
+    parts = [_found(alone(device), kind, name, beta, reduction, backend, False, {})]
+    check(parts, kind, name, beta, reduction, False, 1.3)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("name", ["fp64", "fp32", "bf16", "fp16"])
 @pytest.mark.thinned
-def test_on_one_rank(name, beta, reduction, backend, device):
-    if backend == "triton" and name == "fp64":
-        pytest.skip("float64 is always torch's")
-    parts = [_found(alone(device), name, beta, reduction, backend, False, {})]
-    check(parts, name, beta, reduction, False, 1.3)
+def test_divergence(name, beta, reduction, backend, device):
+    _on_one_rank("layer", name, beta, reduction, backend, device)
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("name", ["fp64", "fp32", "bf16"])
+@pytest.mark.thinned
+def test_top_k_divergence(name, tail, beta, reduction, backend, device):
+    _on_one_rank(tail, name, beta, reduction, backend, device)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name", "beta", "reduction", "sequence_parallel", "backend", "more"),
+    ("ranks", "kind", "name", "beta", "reduction", "sequence_parallel", "backend", "more"),
     [
-        (2, "fp64", 0.0, "mean", True, "torch", {}),
-        (3, "fp64", 0.3, "none", False, "torch", {}),
-        (2, "fp32", 1.0, "sum", False, "torch", {}),
-        (2, "bf16", 0.5, "mean", True, "triton", {"reduce_dtype": torch.float32}),
-        (2, "bf16", 0.0, "none", False, "triton", {}),
-        (2, "fp16", 1.0, "mean", True, "torch", {}),
+        (2, "layer", "fp64", 0.0, "mean", True, "torch", {}),
+        (3, "layer", "fp64", 0.3, "none", False, "torch", {}),
+        (2, "layer", "fp32", 1.0, "sum", False, "torch", {}),
+        (2, "layer", "bf16", 0.5, "mean", True, "triton", {"reduce_dtype": torch.float32}),
+        (2, "layer", "bf16", 0.0, "none", False, "triton", {}),
+        (2, "layer", "fp16", 1.0, "mean", True, "torch", {}),
+        (2, "class", "fp32", 0.0, "mean", True, "torch", {}),
+        (2, "class", "fp32", 0.5, "sum", False, "torch", {}),
+        (2, "renormalize", "fp64", 1.0, "mean", True, "torch", {}),
     ],
 )
-def test_over_ranks(ranks, name, beta, reduction, sequence_parallel, backend, more, worlds, device, request):
+def test_over_ranks(ranks, kind, name, beta, reduction, sequence_parallel, backend, more, worlds, device, request):
     if backend == "triton":
         request.getfixturevalue("kernels")
-    given = name, beta, reduction, backend, sequence_parallel, more
-    parts = everywhere(worlds, device, ranks, _in_blocks, *given)
-    check(parts, name, beta, reduction, sequence_parallel, 2.0)
-
-
-def _in_blocks(member, *given):
-    """In a process of its own, which the fixture does not reach."""
-    schedule._FEWEST_TOKENS = 1
-    with shrunk(3000):
-        return _found(member, *given)
+    given = kind, name, beta, reduction, backend, sequence_parallel, more
+    parts = everywhere(worlds, device, ranks, _found, *given)
+    check(parts, kind, name, beta, reduction, sequence_parallel, 2.0)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_gradcheck(beta, reduction):
-    x, w, b, y, u, c, target, _ = problem(torch.float64)
-    some = [v[:5].clone() for v in (x, w, b)]
-    others = [v[:5] for v in (y, u, c)]
-
-    def found(*student):
-        return divergence(
-            *student[:2],
-            *others[:2],
-            beta=beta,
-            temperature=0.6,
-            reduction=reduction,
-            target=target[:5],
-            student_bias=student[2],
-            teacher_bias=others[2],
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradcheck(kind, beta):
+    leaves, given = student(torch.float64), teacher(kind, torch.float64)
+    for reduction in ("none", "mean"):
+        options = dict(beta=beta, temperature=0.6, reduction=reduction, target=targets())
+        few = [leaf.detach()[:, :5].clone() if leaf.dim() > 1 else leaf.detach().clone() for leaf in leaves]
+        assert torch.autograd.gradcheck(
+            lambda *student: loss(kind, student, given, **options), [v.requires_grad_() for v in few], fast_mode=True
         )
-
-    assert torch.autograd.gradcheck(found, [v.requires_grad_() for v in some])
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_equal_distributions_have_none(beta, backend, device):
-    x, w, *_ = (v.to(device) for v in problem(torch.float32))
-    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-    found = divergence(*leaves, x, w, beta=beta)
-    assert abs(found.item()) < 1e-6
-    for gradient in torch.autograd.grad(found, leaves):
-        assert gradient.abs().max() < 1e-6
+    x, w, _ = student(device=device)
+    same = dict(teacher_hidden=x, teacher_weight=w)
+    assert all(value.abs().max() < 1e-6 for value in with_gradients("layer", (x, w), same, beta=beta))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_entries_that_both_exclude(beta, backend, device):
     """Of logit -inf for student and teacher."""
-    x, w, b, y, u, c, *_ = (v.to(device) for v in problem(torch.float32))
+    (x, w, b), (y, u, c) = student(device=device), teacher("layer", device=device).values()
     kept = torch.arange(V, device=device) % 3 != 0
-    b, c = (v.masked_fill(~kept, -torch.inf) for v in (b, c))
-    leaves = [v.clone().requires_grad_() for v in (x, w, b)]
-    found = divergence(*leaves[:2], y, u, beta=beta, student_bias=leaves[2], teacher_bias=c)
-    gradients = torch.autograd.grad(found, leaves)
-    leaves = [v.clone().requires_grad_() for v in (x, w[kept], b[kept])]
-    expected = divergence(*leaves[:2], y, u[kept], beta=beta, student_bias=leaves[2], teacher_bias=c[kept])
-    torch.testing.assert_close(found, expected)
-    of_kept = torch.autograd.grad(expected, leaves)
-    for ours, others in zip(gradients, of_kept):
-        torch.testing.assert_close(ours if len(ours) == N else ours[kept], others, rtol=1e-4, atol=1e-6)
+    b, c = (v.detach().masked_fill(~kept, -torch.inf) for v in (b, c))
+    given = dict(teacher_hidden=y, teacher_weight=u, teacher_bias=c)
+    found = with_gradients("layer", (x, w, b.requires_grad_()), given, beta=beta)
+    leaves = [v.detach().requires_grad_() for v in (x, w[kept], b[kept])]
+    expected = with_gradients(
+        "layer", leaves, dict(teacher_hidden=y, teacher_weight=u[kept], teacher_bias=c[kept]), beta=beta
+    )
+    for ours, others in zip(found, expected):
+        ours = ours if ours.shape == others.shape else ours[kept]
+        torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-6)
 
 
-def test_no_token_counts(backend, device):
-    x, w, _, y, u, *_ = (v.to(device) for v in problem(torch.float32))
-    leaves = x.requires_grad_(), w.requires_grad_()
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("tail", TAILS)
+def test_all_entries_are_the_whole_divergence(tail, beta):
+    (x, w, _), (y, u, _) = student(torch.float64), teacher("layer", torch.float64).values()
+    options = dict(beta=beta, reduction="none")
+    expected = loss("layer", (x, w), dict(teacher_hidden=y, teacher_weight=u), **options)
+    stored = dict(teacher_ids=torch.arange(V).expand(N, V), teacher_log_probs=(y @ u.T).log_softmax(-1))
+    torch.testing.assert_close(loss(tail, (x, w), stored, **options), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_a_token_without_an_entry(tail):
+    given = teacher(tail)
+    given["teacher_ids"][5] = -1
+    for beta in (0.0, 0.5, 1.0):
+        found, dx, *others = with_gradients(tail, student(), given, beta=beta, reduction="none")
+        assert abs(found[5].item()) < 1e-6 and dx[5].abs().max() < 1e-5
+        assert all(value.isfinite().all() for value in (found, dx, *others))
+
+
+@pytest.mark.parametrize("beta", [0.3, 1.0])
+@pytest.mark.parametrize("tail", TAILS)
+def test_an_entry_that_the_student_excludes(tail, beta):
+    """Its probability is 0, not its divergence NaN."""
+    x, w, _ = student(torch.float64)
+    given = {name: value[:1] for name, value in teacher(tail, torch.float64).items()}
+    excluded = torch.zeros(V, dtype=torch.float64)
+    excluded[given["teacher_ids"][0, 0].long()] = -torch.inf
+    leaves = x.detach()[:1].requires_grad_(), w
+    ours, lowest = (with_gradients(tail, (*leaves, b), given, beta=beta) for b in (excluded, excluded.clamp(min=-700)))
+    torch.testing.assert_close(ours[:2], lowest[:2])
+    assert loss(tail, (*leaves, excluded), given).item() == torch.inf
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_token_counts(kind, backend, device):
+    x, w, b = student(device=device)
     for tokens in (N, 0):
+        given = {n: v[:tokens] if len(v) == N else v for n, v in teacher(kind, device=device).items()}
         target = torch.full((tokens,), -100, device=device)
-        found = divergence(x[:tokens], w, y[:tokens], u, target=target)
+        found = loss(kind, (x[:tokens], w, b), given, target=target)
         assert found.item() == 0
-        assert not any(g.any() for g in torch.autograd.grad(found, leaves))
+        assert not any(g.any() for g in torch.autograd.grad(found, (x, w, b)))
 
 
-def test_a_narrow_number_of_numpy_beside_a_large_budget():
-    """NumPy refuses a difference of its int32 and a number of bytes beyond 2^31."""
-    x, w, _, y, u, *_ = problem(torch.float32)
-    found = [divergence(x, w, y, u, vocab_size=size, logits_budget=1 << 33) for size in (V - 2, np.int32(V - 2))]
-    assert torch.equal(*found)
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_target_dtypes_and_no_ignore_index(kind):
+    leaves, given = student(), teacher(kind)
+    target = torch.full((N,), 156, dtype=torch.uint8)  # -100 in eight bits
+    assert loss(kind, leaves, given, reduction="none", target=target).all()
+    target = torch.full((N,), -100)
+    assert not loss(kind, leaves, given, reduction="none", target=target, ignore_index=None).any()
 
 
-def test_numbers_of_numpy_and_no_ignore_index():
-    x, w, _, y, u, _, target, _ = problem(torch.float32)
-    found = divergence(x, w, y, u, beta=np.float32(0.5), temperature=np.int64(2), target=target, ignore_index=None)
-    assert torch.equal(found, divergence(x, w, y, u, beta=0.5, temperature=2, target=target))
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1000.0])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned
+def test_the_teacher_of_ignored_tokens_may_be_anything(kind, beta, value, backend, device):
+    leaves, given = student(device=device), teacher(kind, device=device)
+    name = "teacher_hidden" if kind == "layer" else "teacher_log_probs"
+    other = given | {name: given[name].index_fill(0, torch.tensor(IGNORED, device=device), value)}
+    for reduction in ("none", "mean"):
+        options = dict(beta=beta, reduction=reduction, target=targets(device))
+        assert all(map(torch.equal, *(with_gradients(kind, leaves, each, **options) for each in (given, other))))
+
+
+def test_numbers_of_numpy():
+    leaves, given = student(), teacher("layer")
+    options = dict(target=targets(), beta=0.5, temperature=2, vocab_size=V - 2)
+    # NumPy refuses a difference of its int32 and a number of bytes beyond 2^31.
+    others = dict(beta=np.float32(0.5), temperature=np.int64(2), vocab_size=np.int32(V - 2), logits_budget=1 << 33)
+    expected, found = (loss("layer", leaves, given, **(options | more)) for more in ({}, others))
+    torch.testing.assert_close(found, expected)
 
 
 def test_frozen_tensors_and_no_gradient(backend, device):
-    x, w, _, y, u, *_ = (v.to(device) for v in problem(torch.float32))
-    expected = divergence(x.clone().requires_grad_(), w.clone().requires_grad_(), y, u)
-    for leaf in (x, w):
-        expected_gradient = torch.autograd.grad(divergence(x.requires_grad_(), w.requires_grad_(), y, u), leaf)
+    (x, w, _), given = student(device=device), teacher("layer", device=device)
+    expected, *gradients = with_gradients("layer", (x, w), given)
+    for i, leaf in enumerate((x, w)):
         x.requires_grad_(leaf is x), w.requires_grad_(leaf is w)
-        found = divergence(x, w, y.requires_grad_(), u)
-        torch.testing.assert_close(torch.autograd.grad(found, leaf), expected_gradient)
+        given["teacher_hidden"].requires_grad_()
+        found, gradient = with_gradients("layer", (x, w), given)
+        torch.testing.assert_close(gradient, gradients[i])
         assert torch.equal(found, expected)
     with torch.no_grad():
-        assert torch.equal(divergence(x, w, y, u), expected)
-
-
-def test_second_derivatives_are_refused():
-    x, w, _, y, u, *_ = problem(torch.float32)
-    for reduction in ("none", "mean"):
-        found = divergence(x.requires_grad_(), w, y, u, reduction=reduction)
-        (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="twice"):
-            gradient.sum().backward()
-
-
-class _Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that an operation made."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        found = function(*arguments, **(options or {}))
-        if isinstance(found, torch.Tensor):
-            self.bytes = max(self.bytes, found.numel() * found.element_size())
-        return found
+        assert torch.equal(loss("layer", (x, w), given), expected)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_no_tensor_of_the_logits_shape(reduction):
-    tokens = 64
-    x, w, y, u = (normal(*s).float() for s in ((tokens, 4), (V, 4), (tokens, 8), (V, 8)))
-    with _Largest() as largest:
-        divergence(x.requires_grad_(), w.requires_grad_(), y, u, reduction=reduction, logits_budget=0).sum().backward()
-    assert 0 < largest.bytes <= 4 * max(x.numel(), w.numel(), u.numel(), 12 * V) < tokens * V
+def test_second_derivatives_are_refused(reduction):
+    x, w, _ = student()
+    found = loss("layer", (x, w), teacher("layer"), reduction=reduction)
+    (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        gradient.sum().backward()
 
 
 def test_leading_dimensions_autocast_and_meta(backend, device):
-    x, w, _, y, u, *_ = (v.to(device) for v in problem(torch.float32))
-    expected = divergence(x.bfloat16(), w.bfloat16(), y.bfloat16(), u.bfloat16(), reduction="none")
+    (x, w, b), given = student(device=device), teacher("layer", device=device)
+    half = [v.bfloat16() for v in (x, w, b)]
+    expected = loss("layer", half, {n: v.bfloat16() for n, v in given.items()}, reduction="none")
+    view = given | dict(teacher_hidden=given["teacher_hidden"].view(3, 4, E))
     with torch.autocast(device, torch.bfloat16):
-        found = divergence(x.view(3, 4, D), w, y.view(3, 4, E), u, reduction="none")
+        found = loss("layer", (x.view(3, 4, D), w, b), view, reduction="none")
     assert torch.equal(found, expected.view(3, 4))
-    x, w, y, u = (v.to("meta") for v in (x, w, y, u))
-    assert divergence(x, w, y, u, reduction="none").shape == (N,)
-    assert divergence(x, w, y, u).shape == ()
-
-
-def given(device, dtype=torch.float32):
-    """``x, w, y, u`` on a device; the first two need gradients."""
-    x, w, _, y, u, *_ = (v.to(device) for v in problem(dtype))
-    return x.requires_grad_(), w.requires_grad_(), y, u
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_the_teacher_of_ignored_tokens_may_be_anything(reduction, beta, value, backend, device):
-    x, w, y, u = given(device)
-    target = problem(torch.float32)[6].to(device)
-    options = dict(beta=beta, reduction=reduction, target=target)
-    upstream = torch.ones(N, device=device) if reduction == "none" else None
-    expected = divergence(x, w, y, u, **options)
-    expected = expected, *torch.autograd.grad(expected, [x, w], upstream)
-    y[list(IGNORED)] = value
-    found = divergence(x, w, y, u, **options)
-    for ours, other in zip((found, *torch.autograd.grad(found, [x, w], upstream)), expected):
-        assert torch.equal(ours, other)
-
-
-def test_no_gradient_flows_to_the_teacher():
-    x, w, y, u = given("cpu")
-    walked = []
-
-    class Watched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, value):
-            return value.clone()
-
-        @staticmethod
-        def backward(ctx, upstream):
-            walked.append(upstream)
-            return upstream
-
-    for reduction in ("none", "mean"):
-        teacher = Watched.apply(y.clone().requires_grad_())
-        divergence(x, w, teacher, u, reduction=reduction).sum().backward()
-        frozen = divergence(x.detach(), w.detach(), teacher, u, reduction=reduction)
-        assert not walked and not frozen.requires_grad
-
-
-def test_a_teacher_made_in_inference_mode(backend, device):
-    x, w, y, u = given(device)
-    expected = torch.autograd.grad(divergence(x, w, y, u), [x, w])
-    with torch.inference_mode():
-        teacher = y.clone(), u.clone()
-    assert all(map(torch.equal, torch.autograd.grad(divergence(x, w, *teacher), [x, w]), expected))
+    leaves, given = student(device="meta"), teacher("layer", device="meta")
+    assert loss("layer", leaves, given, reduction="none").shape == (N,) and loss("layer", leaves, given).shape == ()
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_hooks_that_save_at_other_strides(reduction, backend, device):
-    x, w, y, u = given(device)
+def test_what_surrounds_the_call_changes_no_gradient(reduction, backend, device):
+    """Autocast, where backward runs too; hooks that save at other strides; a teacher of inference mode."""
+    leaves, given = student(torch.bfloat16, device), teacher("layer", torch.bfloat16, device)
 
-    def gradients():
-        return torch.autograd.grad(divergence(x, w, y, u, beta=0.5, reduction=reduction).sum(), [x, w])
+    def gradients(given=given):
+        found = loss("layer", leaves, given, beta=0.5, reduction=reduction).sum()
+        # The second backward of a mean forms them again.
+        return [g for _ in range(2) for g in torch.autograd.grad(found, leaves, retain_graph=True)]
 
     expected = gradients()
+    with torch.autocast(device, torch.bfloat16):
+        assert all(map(torch.equal, gradients(), expected))
     strided = lambda t: t.t().contiguous().t() if t.dim() == 2 else t.clone()  # noqa: E731
     with torch.autograd.graph.saved_tensors_hooks(strided, strided):
         assert all(map(torch.equal, gradients(), expected))
-
-
-def test_other_target_dtypes_and_no_ignore_index():
-    x, w, y, u = given("cpu")
-    target = torch.full((N,), 156, dtype=torch.uint8)  # -100 in eight bits
-    assert divergence(x, w, y, u, reduction="none", target=target).all()
-    target = torch.full((N,), -100)
-    assert not divergence(x, w, y, u, reduction="none", target=target, ignore_index=None).any()
+    with torch.inference_mode():
+        copies = {name: value.clone() for name, value in given.items()}
+    assert all(map(torch.equal, gradients(copies), expected))
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_gradients_under_autocast(reduction, backend, device):
-    """Are those of operands in its dtype: nothing else is rounded."""
-    x, w, y, u = given(device, torch.bfloat16)
-
-    def gradients():
-        found = divergence(x, w, y, u, beta=0.5, reduction=reduction).sum()
-        # The second backward of a mean forms them again.
-        return [torch.autograd.grad(found, [x, w], retain_graph=True) for _ in range(2)]
-
-    expected = gradients()
-    with torch.autocast(device, torch.bfloat16):
-        for ours, others in zip(gradients(), expected):
-            assert all(map(torch.equal, ours, others))
+def test_no_gradient_flows_to_the_teacher(reduction):
+    x, w, b = student()
+    given, walked = teacher("layer"), []
+    hidden = given["teacher_hidden"].requires_grad_() * 1
+    hidden.register_hook(walked.append)
+    loss("layer", (x, w, b), given | dict(teacher_hidden=hidden), reduction=reduction).sum().backward()
+    frozen = loss("layer", [v.detach() for v in (x, w, b)], given, reduction=reduction)
+    assert x.grad.any() and not walked and not frozen.requires_grad
 
 
 def test_the_upstream_gradient_is_not_rounded(backend, device):
     """To the gradients' dtype."""
-    x, w, y, u = given(device, torch.bfloat16)
+    leaves, given = student(torch.bfloat16, device), teacher("layer", torch.bfloat16, device)
     upstream = torch.tensor(1 + 2**-9, device=device)
-    ones, scaled = (torch.autograd.grad(divergence(x, w, y, u), w, v)[0] for v in (torch.ones_like(upstream), upstream))
+    ones, scaled = (
+        torch.autograd.grad(loss("layer", leaves, given), leaves[1], v)[0]
+        for v in (torch.ones_like(upstream), upstream)
+    )
     assert not torch.equal(ones, scaled)
 
 
@@ -396,100 +416,107 @@ def test_memory_is_that_of_one_block(reduction):
             assert 0.5 * block < peak_memory(call, "cpu")[0] < 1.2 * block
 
 
-def _collectives(member: Member, reduction, sequence_parallel):
-    x, w, _, y, u, *_ = (v.to(member.device) for v in problem(torch.float32))
-    w, u = (v.chunk(2)[member.rank] for v in (w, u))
-    if sequence_parallel:
-        x, y = (v.chunk(2)[member.rank] for v in (x, y))
-    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduction=reduction)
-    with started() as found:
-        loss = divergence(x.requires_grad_(), w.requires_grad_(), y, u, **options)
-        forward = [*found]
-        loss.sum().backward()
-    return tuple([(each.kind, each.size) for each in some] for some in (forward, found[len(forward) :]))
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_collectives_are_those_of_the_docstring(sequence_parallel, worlds):
+@on_ranks(2)
+def test_collectives_are_those_of_the_docstring(member, sequence_parallel):
+    (x, w, _), (y, u, _) = student(device=member.device), teacher("layer", device=member.device).values()
+    w, u = (v.chunk(2)[member.rank].detach() for v in (w, u))
+    if sequence_parallel:
+        x, y = (v.chunk(2)[member.rank].detach() for v in (x, y))
+    x, w = x.detach().requires_grad_(), w.requires_grad_()
     gathers = [("all_gather", N // 2 * D), ("all_gather", N // 2 * E)] if sequence_parallel else []
     reduction = [("reduce_scatter" if sequence_parallel else "all_reduce", N * D)]
     sums = [("all_gather", 4 * N + 2), ("all_gather", 2 * N)]
-    for found in worlds(2).run(_collectives, "mean", sequence_parallel):
-        assert found == (gathers + sums + reduction, [])
-    for found in worlds(2).run(_collectives, "none", sequence_parallel):
-        assert found == (gathers + sums, gathers + reduction)
+    expected = {"mean": (gathers + sums + reduction, []), "none": (gathers + sums, gathers + reduction)}
+    for name, (in_forward, in_backward) in expected.items():
+        options = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduction=name)
+        with started() as found:
+            value = divergence(x, w, y, u, **options)
+            forward = len(found)
+            value.sum().backward()
+        found = [(each.kind, each.size) for each in found]
+        assert (found[:forward], found[forward:]) == (in_forward, in_backward)
 
 
-def _padded(member: Member):
-    """Student and teacher with other padding, of which rank 1 has nothing else."""
-    x, w, _, y, u, *_ = (v.to(member.device) for v in problem(torch.float32))
-    size = 20
-    whole = divergence(x, w[:size], y, u[:size], reduction="none")
-    w, u = (
-        torch.cat([v[:size], v.new_full((rows * 2 - size, v.shape[1]), torch.nan)]) for v, rows in ((w, 25), (u, 24))
-    )
-    w, u = (v.chunk(2)[member.rank].clone() for v in (w, u))
-    found = divergence(x, w, y, u, reduction="none", process_group=member.group, vocab_size=size)
-    torch.testing.assert_close(found, whole)
-    return True
+@on_ranks(2)
+def test_padding_of_the_teacher_and_gaps(member):
+    """Student and teacher have other padding, of which rank 1 has nothing else."""
+    (x, w, _), (y, u, _) = student(device=member.device), teacher("layer", device=member.device).values()
+    entries, w, options = 20, w.detach(), dict(reduction="none", process_group=member.group)
+    whole = divergence(x, w[:entries], y, u[:entries], reduction="none")
+    torch.testing.assert_close(divergence(x, w, y, u[: entries + 3], reduction="none", vocab_size=entries), whole)
+    padded = ((w, 25), (u, 24))
+    w_, u_ = (torch.cat([v[:entries], v.new_full((2 * rows - entries, v.shape[1]), torch.nan)]) for v, rows in padded)
+    w_, u_ = (v.chunk(2)[member.rank].clone() for v in (w_, u_))
+    torch.testing.assert_close(divergence(x, w_, y, u_, vocab_size=entries, **options), whole)
+    assert divergence(x, w[:45], y, u[:45], vocab_start=46 * member.rank, **options).isnan().all()  # a gap of one
 
 
-def test_other_padding_of_the_teacher(worlds):
-    x, w, _, y, u, *_ = problem(torch.float32)
-    expected = divergence(x, w[:REAL], y, u[:REAL])
-    torch.testing.assert_close(divergence(x, w, y, u[: REAL + 3], vocab_size=REAL), expected)
-    assert all(worlds(2).run(_padded))
+BAD = [
+    ("layer", "teacher_hidden .* other tokens", dict(teacher_hidden=normal(N - 1, E).float())),
+    ("layer", r"\[0, 89\).*\[0, 90\)", dict(teacher_weight=normal(V - 1, E).float(), teacher_bias=None)),
+    ("layer", "teacher_hidden has 15 features", dict(teacher_hidden=normal(N, 15).float())),
+    ("layer", "student_weight is torch.bfloat16", dict(student_weight=normal(V, D).bfloat16())),
+    ("layer", "both or none must be float64", teacher("layer", torch.float64)),
+    ("layer", "teacher_bias must have shape", dict(teacher_bias=normal(V - 1).float())),
+    ("layer", "beta must be", dict(beta=1.5)),
+    ("layer", "beta must be 0, 1", dict(beta=1e-9)),
+    ("layer", "target must hold", dict(target=torch.zeros(N))),
+    ("layer", "temperature must be", dict(temperature=0)),
+    ("layer", "reduction must be", dict(reduction="batchmean")),
+    ("layer", "target must have shape", dict(target=torch.zeros(N + 1, dtype=torch.int64))),
+    ("layer", "student_hidden must be a tensor", dict(student_hidden=None)),
+    ("layer", "teacher_weight must be a tensor", dict(teacher_weight=None)),
+    ("class", "tail must be", dict(tail="none")),
+    ("class", "student_hidden must be a tensor", dict(student_hidden=None)),
+    ("class", "student_weight .* two dimensions", dict(student_weight=torch.zeros(V))),
+    ("class", "teacher_ids must be ids of shape", dict(student_hidden=torch.zeros(N - 1, D))),
+    ("class", "logits_budget must be", dict(logits_budget="x")),
+    ("class", "process_group must be", dict(process_group=5)),
+    ("class", r"both be \[..., K\]", dict(teacher_ids=torch.zeros(N, K + 1, dtype=torch.int64))),
+    ("class", "must be tensors", dict(teacher_ids=None)),
+    ("class", "must be floating-point", dict(teacher_log_probs=torch.zeros(N, K, dtype=torch.int64))),
+    ("class", "teacher_ids must be of an integer dtype", dict(teacher_ids=torch.zeros(N, K))),
+    ("class", "target must be None or ids", dict(target=torch.zeros(N))),
+    ("class", "target must be", dict(target=torch.zeros(N, K, dtype=torch.int64))),
+    ("class", "beta must be", dict(beta=-1)),
+    ("class", "temperature must be", dict(temperature=float("inf"))),
+]
 
 
-BAD = {
-    "teacher_hidden .* other tokens": dict(teacher_hidden=normal(N - 1, E).float()),
-    r"\[0, 89\).*\[0, 90\)": dict(teacher_weight=normal(V - 1, E).float()),
-    "teacher_hidden has 15 features": dict(teacher_hidden=normal(N, 15).float()),
-    "student_weight is torch.bfloat16": dict(student_weight=normal(V, D).bfloat16()),
-    "both or none must be float64": dict(teacher_hidden=normal(N, E).double(), teacher_weight=normal(V, E).double()),
-    "teacher_bias must have shape": dict(teacher_bias=normal(V - 1).float()),
-    "beta must be": dict(beta=1.5),
-    "beta must be 0, 1": dict(beta=1e-9),
-    "target must hold": dict(target=torch.zeros(N)),
-    "temperature must be": dict(temperature=0),
-    "reduction must be": dict(reduction="batchmean"),
-    "target must have shape": dict(target=torch.zeros(N + 1, dtype=torch.int64)),
-    "student_hidden must be a tensor": dict(student_hidden=None),
-    "teacher_weight must be a tensor": dict(teacher_weight=None),
-}
-
-
-@pytest.mark.parametrize("message", BAD)
-def test_bad_input_is_refused(message):
-    x, w, _, y, u, *_ = problem(torch.float32)
-    given = dict(student_hidden=x, student_weight=w, teacher_hidden=y, teacher_weight=u)
+@pytest.mark.parametrize(("kind", "message", "changes"), BAD, ids=[f"{kind}-{message}" for kind, message, _ in BAD])
+def test_bad_input_is_refused(kind, message, changes):
+    x, w, _ = student()
+    given = dict(student_hidden=x, student_weight=w) | teacher(kind)
     with pytest.raises(ValueError, match=message):
-        divergence(**given | BAD[message])
+        (divergence if kind == "layer" else top_k_divergence)(**given | changes)
 
 
-def _disagreeing(member: Member, what):
-    x, w, _, y, u, *_ = (v.to(member.device) for v in problem(torch.float32))
-    w, u = (v.chunk(2)[member.rank] for v in (w, u))
-    more = dict(beta=0.1 * member.rank) if what == "beta" else {}
-    if what == "refused" and member.rank == 1:
-        y = y[:-1]
+@pytest.mark.parametrize(
+    ("kind", "what", "message"),
+    [
+        ("layer", "beta", "beta"),
+        ("layer", "teacher_hidden", "tokens"),
+        ("class", "beta", "beta"),
+        ("class", "teacher_log_probs", "teacher_log_probs"),
+        ("class", "student_hidden", "student_hidden"),
+    ],
+)
+@on_ranks(2)
+def test_debug_mode_tells_all_ranks(member, kind, what, message):
+    x, w, _ = student(device=member.device)
+    given = teacher(kind, device=member.device) | dict(
+        student_hidden=x, student_weight=w.chunk(2)[member.rank], beta=0.0
+    )
+    if kind == "layer":
+        given |= {name: given[name].chunk(2)[member.rank] for name in ("teacher_weight", "teacher_bias")}
+    if member.rank == 1:
+        given[what] = {
+            "beta": 0.1,
+            "teacher_hidden": given.get("teacher_hidden", x)[:-1],
+            "teacher_log_probs": given.get("teacher_log_probs", x) - 1,
+            "student_hidden": None,
+        }[what]
     prepare.KNOWN.clear()
-    with debug_mode(), pytest.raises((ValueError, RuntimeError), match="beta" if what == "beta" else "tokens"):
-        divergence(x, w, y, u, process_group=member.group, **more)
-    return True
-
-
-@pytest.mark.parametrize("what", ["beta", "refused"])
-def test_debug_mode_tells_all_ranks(what, worlds):
-    assert all(worlds(2).run(_disagreeing, what))
-
-
-def _broken(member: Member):
-    x, w, _, y, u, *_ = (v.to(member.device) for v in problem(torch.float32))
-    start = 46 * member.rank  # a gap of one
-    options = dict(process_group=member.group, vocab_start=start, reduction="none")
-    return divergence(x, w[:45], y, u[:45], **options).isnan().all().item()
-
-
-def test_shards_with_a_gap_give_nan(worlds):
-    assert all(worlds(2).run(_broken))
+    with debug_mode(), pytest.raises((ValueError, RuntimeError), match=message):
+        (divergence if kind == "layer" else top_k_divergence)(**given, process_group=member.group)

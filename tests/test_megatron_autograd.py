@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-import parallel_lce.megatron
-from measures import assert_close
 from megatron_models import Model, batch
-from megatron_training import output_layers
+from megatron_training import output_layers, side_by_side
+from on_ranks import on_ranks
 from tools import words_of_error
-from world import Member
 
 
 class _Square(torch.autograd.Function):
@@ -29,19 +25,18 @@ class _Square(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * upstream
 
 
-class _Doubled(torch.autograd.Function):
+class _Calling(torch.autograd.Function):
+    """Its forward uses what it is not given."""
+
     @staticmethod
-    def forward(ctx, z):
-        return (2 * z)[...]
+    def forward(ctx, function):
+        return function()
 
 
-class _WithGradients(torch.autograd.Function):
+def _with_gradients(z):
     """As a loss in tiles does, it differentiates by itself."""
-
-    @staticmethod
-    def forward(ctx, z):
-        with torch.enable_grad():
-            return z.square().sum().detach()
+    with torch.enable_grad():
+        return z.square().sum().detach()
 
 
 class _SetUp(torch.autograd.Function):
@@ -56,37 +51,21 @@ class _SetUp(torch.autograd.Function):
         pass
 
 
-class _Decorated(torch.autograd.Function):
-    @staticmethod
-    @torch.amp.custom_fwd(device_type="cuda")
-    def forward(ctx, z):
-        return z * z
-
-
-class _Calling(torch.autograd.Function):
-    """Its forward uses what it is not given."""
-
-    @staticmethod
-    def forward(ctx, function):
-        return function()
-
-
-def _untracked(member: Member) -> None:
+@on_ranks(2)
+def test_autograd_functions_get_no_lazy_logits(member):
     """A torch.autograd.Function that gets no tensor returns none with a gradient: refused, or a tensor's."""
     from megatron.core import tensor_parallel
 
-    stock, ours, hidden, _ = output_layers(member, Model(ranks=member.ranks))
+    _, ours, hidden, _ = output_layers(member, Model(ranks=member.ranks))
     ours.output_layer.training = False  # no warnings
     labels = batch(0, Model(ranks=member.ranks), member.device).labels
     target, leaf = labels.transpose(0, 1).contiguous(), hidden.clone().requires_grad_()
     loss_of = ours.compute_language_model_loss
     uses = [
         _Square.apply,
-        _Doubled.apply,
-        _WithGradients.apply,
         _SetUp.apply,
-        _Decorated.apply,
-        lambda z: _Calling.apply(lambda: z * z),
+        lambda z: _Calling.apply(lambda: (2 * z)[...]),
+        lambda z: _Calling.apply(lambda: _with_gradients(z)),
         lambda z: tensor_parallel.vocab_parallel_cross_entropy(z, target),
         lambda z: checkpoint(torch.square, z, use_reentrant=True),
         lambda z: checkpoint(loss_of, labels, z, use_reentrant=True),
@@ -97,76 +76,62 @@ def _untracked(member: Member) -> None:
         assert "give it `logits[...]`" in words_of_error(lambda: use(z)), number
         with torch.no_grad():  # where stock's has no gradient either
             assert not use(ours.output_layer(leaf)[0]).requires_grad
-    found = []
-    for model in (stock, ours):
-        leaf = hidden.clone().requires_grad_()
-        z = model.output_layer(leaf)[0]
-        losses = tensor_parallel.vocab_parallel_cross_entropy(z[...], target)
-        losses.mean().backward()
-        found.append((losses.detach(), leaf.grad))
-    for truth, mine in zip(*found):
-        assert_close(mine, truth, 1e-5)
-    # The loss, recomputed in backward, and a checkpoint within which logits are made for the first time.
-    leaf = hidden.clone().requires_grad_()
-    checkpoint(loss_of, labels, ours.output_layer(leaf)[0], use_reentrant=False).transpose(0, 1).mean().backward()
-    assert_close(found[0][1], leaf.grad, 1e-5)
+    # A checkpoint within which logits are made for the first time.
     squares = checkpoint(torch.square, ours.output_layer(leaf)[0], use_reentrant=False)
     assert "different number of tensors was saved" in words_of_error(squares.sum().backward)
-    parallel_lce.megatron.uninstall()
+
+    def of_tensors(model, data, ours):
+        """The remedy, and a loss that is recomputed in backward."""
+        leaf, found = hidden.clone().requires_grad_(), []
+        # Stock's loss changes fp32 logits.
+        loss = lambda z: model.compute_language_model_loss(data.labels, z if ours else z.clone())  # noqa: E731
+        recomputed = lambda z: checkpoint(loss, z, use_reentrant=False)  # noqa: E731
+        for losses_of in (lambda z: tensor_parallel.vocab_parallel_cross_entropy(z[...], target), recomputed):
+            losses = losses_of(model.output_layer(leaf)[0])
+            found += [losses, torch.autograd.grad(losses.mean(), leaf)[0]]
+        return found
+
+    side_by_side(member, Model(ranks=member.ranks), of_tensors)
 
 
-def test_autograd_functions_get_no_lazy_logits(worlds):
-    worlds(2).run(_untracked)
-
-
-def _within_a_checkpoint(member: Member, sequence_parallel: bool) -> None:
-    """The output layer within a reentrant checkpoint, alone or with its loss, and a loss of something else."""
+def _megatrons(run, x):
     from megatron.core import tensor_parallel
 
-    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, _ = output_layers(member, spec)
-    labels = batch(0, spec, member.device).labels
-    kinds = {
-        "reentrant": lambda run, x: checkpoint(run, x, use_reentrant=True),
-        "not reentrant": lambda run, x: checkpoint(run, x, use_reentrant=False),
-        "Megatron's": lambda run, x: tensor_parallel.random.checkpoint(run, False, x),
-    }
-    for kind, checkpointed in kinds.items():
-        for with_loss in (False, True):
-            found = []
-            for model in (stock, ours):
-                model.zero_grad()
-                leaf = hidden.clone().requires_grad_()
-
-                def layer(x, model=model):
-                    return model.output_layer(x)[0]
-
-                def real_logits(x, model=model):
-                    return model.output_layer(x)[0][...]
-
-                def layer_and_loss(x, model=model):
-                    return model.compute_language_model_loss(labels, model.output_layer(x)[0])
-
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", message="parallel_lce")
-                    if with_loss:
-                        losses = checkpointed(layer_and_loss, leaf)
-                    elif model is ours and kind != "not reentrant":
-                        z = checkpointed(layer, leaf)
-                        for use in (lambda: model.compute_language_model_loss(labels, z), lambda: z.float()):
-                            assert "let it return `logits[...]`" in words_of_error(use), kind
-                        with torch.no_grad():  # where stock's has no gradient either
-                            assert torch.equal(checkpointed(layer, leaf)[...], model.output_layer(leaf)[0][...])
-                        losses = model.compute_language_model_loss(labels, checkpointed(real_logits, leaf))
-                    else:
-                        losses = model.compute_language_model_loss(labels, checkpointed(layer, leaf))
-                    (losses.mean() + leaf.square().mean() + model.output_layer.weight.square().mean()).backward()
-                found.append((losses.detach(), leaf.grad, model.output_layer.weight.grad.clone()))
-            for truth, mine in zip(*found):
-                assert_close(mine, truth, 1e-5, name=(kind, with_loss))
-    parallel_lce.megatron.uninstall()
+    return tensor_parallel.random.checkpoint(run, False, x)
 
 
+CHECKPOINTS = {
+    "reentrant": lambda run, x: checkpoint(run, x, use_reentrant=True),
+    "not reentrant": lambda run, x: checkpoint(run, x, use_reentrant=False),
+    "Megatron's": _megatrons,
+}
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_the_output_layer_within_a_checkpoint(sequence_parallel, worlds):
-    worlds(2).run(_within_a_checkpoint, sequence_parallel)
+@on_ranks(2)
+def test_the_output_layer_within_a_checkpoint(member, sequence_parallel, kind, with_loss):
+    """Alone or with its loss, and a loss of something else."""
+    spec, checkpointed = Model(ranks=member.ranks, sequence_parallel=sequence_parallel), CHECKPOINTS[kind]
+    _, _, hidden, _ = output_layers(member, spec)
+
+    def gradients(model, data, ours):
+        leaf, labels = hidden.clone().requires_grad_(), data.labels
+        layer = lambda x: model.output_layer(x)[0]  # noqa: E731
+        loss_of = model.compute_language_model_loss
+        if with_loss:
+            losses = checkpointed(lambda x: loss_of(labels, layer(x)), leaf)
+        elif ours and kind != "not reentrant":
+            z = checkpointed(layer, leaf)
+            for use in (lambda: loss_of(labels, z), lambda: z.float()):
+                assert "let it return `logits[...]`" in words_of_error(use)
+            with torch.no_grad():  # where stock's has no gradient either
+                assert torch.equal(checkpointed(layer, leaf)[...], layer(leaf)[...])
+            losses = loss_of(labels, checkpointed(lambda x: layer(x)[...], leaf))
+        else:
+            losses = loss_of(labels, checkpointed(layer, leaf))
+        (losses.mean() + leaf.square().mean() + model.output_layer.weight.square().mean()).backward()
+        return losses, leaf.grad, model.output_layer.weight.grad
+
+    side_by_side(member, spec, gradients)

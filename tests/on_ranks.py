@@ -1,0 +1,32 @@
+"""Tests whose body runs on every rank of a process group."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+
+from world import Member
+
+
+def on_ranks(ranks: int | None = None) -> Callable:
+    """Makes a test of ``body(member, **parameters)``: it passes if the body returns on each of the ``ranks``, or of as
+    many as the test's parameter of this name says."""
+
+    def decorate(body: Callable) -> Callable:
+        def test(worlds, **given) -> None:
+            size = given.pop("ranks") if ranks is None else ranks
+            worlds(size).run(_run, body.__module__, body.__name__, given)
+
+        _, *own = inspect.signature(body).parameters
+        names = ["worlds", *(["ranks"] if ranks is None else []), *own]  # pytest gives them by name
+        test.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in names])
+        test.__name__, test.__module__, test.__doc__ = body.__name__, body.__module__, body.__doc__
+        test.body = body
+        return test
+
+    return decorate
+
+
+def _run(member: Member, module: str, name: str, given: dict) -> None:
+    getattr(importlib.import_module(module), name).body(member, **given)

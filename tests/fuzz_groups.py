@@ -39,11 +39,14 @@ class Groups:
     torchs: dict[str, Tensor]
     floor: Callable[[str, Tensor], Tensor]
 
-    def errors(self, base: str, found: Tensor, truth: Tensor) -> Iterator[tuple[str, float, float, float, float]]:
-        """Of each group that can be judged: its name, the error, what it may be, torch's, and the truth's norm."""
+    def errors(
+        self, base: str, found: Tensor, truth: Tensor, bound: Tensor
+    ) -> Iterator[tuple[str, float, float, float, float]]:
+        """Of each group that can be judged: its name, the error, what it may be, torch's, and the truth's norm.
+        Tokens that may overflow, whose ``bound`` is infinite, cannot."""
         its = self.torchs[base].double().reshape(truth.shape)
         for group, tokens in self.tokens.items():
-            rows = (truth.abs() < INFINITE).reshape(len(truth), -1).all(1)
+            rows = ((truth.abs() < INFINITE) & bound.isfinite()).reshape(len(truth), -1).all(1)
             if base not in ("dweight", "dbias"):
                 rows &= per_result(base, tokens, self.entries)
             elif (self.counts & ~tokens).any():

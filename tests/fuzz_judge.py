@@ -69,7 +69,7 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
         verdicts = [_worst(c, name, value, truth[name], bounds[name], []) for name, value in found.items()]
         if not c.N:
             return verdicts
-        flat = [{name: value.reshape(c.N, -1) for name, value in values.items()} for values in (found, truth)]
+        flat = [{name: value.reshape(c.N, -1) for name, value in each.items()} for each in (found, truth, bounds)]
         return verdicts + _of_groups(fuzz_groups.of_logits(c, whole), *flat)
     o = operands(c, whole)
     for name, value in found.items():
@@ -113,7 +113,7 @@ def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
             yard = [torch.where(rows.view(-1, *[1] * (y.dim() - 1)), 0.0, y) for y in yard]
         verdicts.append(_worst(c, name, value, exact, bounds[base], yard))
     verdicts += _of_ids(c, o, found, analysis.logits)
-    return verdicts + _of_groups(fuzz_groups.of_operands(c, o, analysis, truth), found, truth)
+    return verdicts + _of_groups(fuzz_groups.of_operands(c, o, analysis, truth), found, truth, bounds)
 
 
 def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> None:
@@ -175,13 +175,15 @@ def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], logits: Log
     return verdicts
 
 
-def _of_groups(groups: fuzz_groups.Groups | None, found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
+def _of_groups(
+    groups: fuzz_groups.Groups | None, found: dict[str, Tensor], truth: dict[str, Tensor], bounds: dict[str, Tensor]
+) -> list[Verdict]:
     """On tokens that are as sure as each other of an entry, and on those that are not sure."""
     verdicts = []
     for name, value in found.items() if groups is not None else ():
         exact = truth[base] if (base := name.removesuffix(" again")) in truth else torch.zeros(())
         if base in groups.torchs and exact.dim() and exact.numel() and value.is_floating_point():
-            for group, *numbers in groups.errors(base, value.double().reshape(exact.shape), exact):
+            for group, *numbers in groups.errors(base, value.double().reshape(exact.shape), exact, bounds[base]):
                 verdicts.append(Verdict(f"{name} of {group} tokens", -1, *numbers))
     return verdicts
 

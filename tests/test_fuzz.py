@@ -11,6 +11,7 @@ import torch
 
 import fuzz
 import fuzz_run
+from fuzz_configuration import LAID, Configuration
 from fuzz_judge import judge
 from fuzz_run import execute
 from parallel_lce.core.collectives import HiddenReduction
@@ -49,6 +50,35 @@ def test_configurations_over_ranks_hold(ranks, worlds):
         c = SETTINGS.draw(ranks, index)
         _, finding = fuzz.examine(c, lambda c: world.run(execute, c, "torch", timeout=60))
         assert finding is None, f"{SETTINGS.command(ranks, index)}\n{finding}"
+
+
+_PLAIN = ("plain",) * len(LAID)
+# More than one rounding must be allowed for here, and PyTorch's own path has as many.
+ALLOWED = {
+    "a gradient that is cast twice": Configuration(
+        *("selected", 1, (46,), 64, 100, ((0, 100),), 4),
+        **dict(dtype="bf16", autocast="fp16", bias="plain", no_target=True),
+        **dict(reduction="none", selected="sets", K=9),
+    ),
+    "a sum of equal terms in float64": Configuration(
+        *("statistics", 2, (14,), 34, 801, ((0, 266), (266, 535)), 0),
+        **dict(dtype="fp64", starts_given=True, size_given=True, layouts=("plain", "expanded", *_PLAIN[2:])),
+        **dict(reduction="none", asked=("mean_logit",), mixture=("mean_logit",)),
+    ),
+    "groups whose gradient overflows": Configuration(
+        *("loss", 1, (120,), 121, 210, ((0, 210),), 0),
+        **dict(dtype="bf16", sharpness=0.3, sure="some", miss=0.007, bias="masked", softcap=1e6),
+        **dict(reduction="sum", label_smoothing=1.0),
+        **dict(token_weight="zero", weight_dtype="float16", weight_learns=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_the_judge_allows(name, worlds):
+    c = ALLOWED[name]
+    _, finding = fuzz.examine(c, _run if c.ranks == 1 else lambda c: worlds(c.ranks).run(execute, c, "torch"))
+    assert finding is None, finding
 
 
 def _first_row_off(tensor: torch.Tensor, by: float) -> torch.Tensor:

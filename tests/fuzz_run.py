@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
 from cases import DTYPES
-from fuzz_configuration import FIELDS, Configuration
+from fuzz_draw import FIELDS, Configuration
 from fuzz_values import Whole, laid, make
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.distillation import divergence
@@ -111,7 +111,7 @@ def _arguments(member: Member, c: Configuration, whole: Whole) -> _Arguments:
         return found
 
     if c.kind == "logits":
-        tensors: dict[str, Tensor | None] = {"input": whole.logits[..., start : start + rows]}
+        tensors: dict[str, Tensor | None] = {"input": whole.x[..., start : start + rows]}
     else:
         tensors = layer("", rows, whole.x, whole.weight, whole.bias)
     tensors["token_weight"] = whole.token_weight

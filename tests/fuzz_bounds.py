@@ -10,18 +10,16 @@ their magnitudes where all logits are so near each other that their exponentials
 probability moves twice as far as the probability. Logits that a backward takes from saved exponentials, as their
 logarithm, are off by one rounding of 1, however near the largest they lie.
 
-An entry with p > 2/3 is the largest, and its exponential is exactly 1, saved or not. What is as small as 1 - p is as
-exact as the exponentials of the others, but for roundings of 1 in the statistics' dtype, and then rounded.
+A log-probability moves as its logit's distances from the others do: by (1 - p) of its own logit's error and p of each
+other's. So what is as small as 1 - p is as exact as the exponentials of the others, but for roundings of 1 in the
+statistics' dtype. An entry with p > 2/3 is the largest, and its exponential is exactly 1, saved or not.
 
 The K-th largest of some numbers moves no further than one of them does, so the largest logits have the error of the
 largest one. Selected entries are a softmax of their own, whose gradient is not rounded to low precision.
 
-A log-ratio d = log(p / q) of a divergence has the errors of both log-probabilities. log(p / r) and log(q / r) follow it
-with slopes beta q / r and (1 - beta) p / r, between 0 and 1, which an error of d multiplies by its exponential at most.
-They have a few roundings of 1, of themselves and of the logarithm that both have. Terms are counted apart: the
-divergence of nearly equal distributions is far smaller than they are. The gradient of its logits is rounded once; and
-where gradients are formed with the loss, they are rounded before they are multiplied by the upstream gradient and again
-after it.
+A divergence and the gradient of its logits move as all log-probabilities of both sides do, and have a few roundings of
+log-ratios, of which the logarithm of 1 is one. The gradient is rounded once; and where gradients are formed with the
+loss, they are rounded before they are multiplied by the upstream gradient and again after it.
 """
 
 from __future__ import annotations
@@ -96,10 +94,7 @@ class Logits:
     """Logits ``z [N, V]`` and their softmax ``p``, and the errors of both: ``error`` of z, ``relative`` of p.
 
     ``from_top``: distance from the ``top [N, 1]``; ``gone``: entries that are -inf; ``chain``: the soft-cap's slope,
-    which is off by ``chain_error``; ``scale [N, 1]``.
-
-    ``alone``: entries with p > 2/3. Their logit is the maximum itself, so that their p and those of the others are off
-    as ``others [N]`` are: by the errors of differences of logits, times the others' p.
+    which is off by ``chain_error``; ``scale [N, 1]``; ``miss [N]``: 1 - p of the largest entry.
     """
 
     def __init__(self, u: float, z: Tensor, error: Tensor, gone: Tensor, slope: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -109,25 +104,19 @@ class Logits:
         self.error, self.reach = error.masked_fill(gone, 0.0), z.abs().masked_fill(gone, 0.0)
         self.top = z.amax(1, keepdim=True) if z.numel() else z[:, :1]
         self.from_top = (z - self.top).abs().masked_fill(gone, 0.0)
-        log_p, summed = torch.log_softmax(z, 1), sum_of(z.shape[1]) * u
-        self.p, self.lse = log_p.exp(), torch.logsumexp(z, 1)
-        self.mean_error = torch.logsumexp(log_p + self.error, 1).clamp(min=0.0)
-        self.relative = growth(self.error + column(self.mean_error)) + summed
-        # lse - top and the error of its sum of exponentials
-        self.log_sum = self.lse - self.top.sum(1)
-        # In float64 the truth is as inexact.
-        self.alone = (self.p > 2 / 3) & torch.tensor(u > 1e-12)
-        self.rest = self.p.masked_fill(self.alone, 0.0)
-        self.apart = self.error + (self.alone * self.error).sum(1, keepdim=True)
-        moved = 1.5 * (self.rest * (growth(self.apart) + summed)).sum(1)
-        self.others = (moved + ROUNDINGS_OF_1 * u).where(self.alone.any(1), torch.inf)
-        self.relative = torch.where(self.alone, torch.minimum(self.relative, column(self.others)), self.relative)
-        self.lse_error = self.mean_error + summed + 4 * u * (self.lse.abs() + self.top.abs().sum(1))
-        self.log_prob_error = self.error + 2 * u * self.reach + column(self.lse_error)
-        self.log_prob_error = self.log_prob_error + 4 * u * (self.from_top + column(self.log_sum))
-        # 1 - p of the largest entry
-        largest = z.argmax(1, keepdim=True) if z.numel() else torch.zeros(len(z), 0, dtype=torch.int64)
-        self.miss = log_p.scatter(1, largest, -torch.inf).exp().sum(1)
+        self.log_p, self.lse = torch.log_softmax(z, 1), torch.logsumexp(z, 1)
+        self.p, self.log_sum = self.log_p.exp(), self.lse - self.top.sum(1)
+        self.miss = -torch.expm1(self.log_p.amax(1)) if z.numel() else self.lse
+        mean_error = torch.logsumexp(self.log_p + self.error, 1).clamp(min=0.0)
+        self.lse_error = mean_error + sum_of(z.shape[1]) * u + 4 * u * (self.lse.abs() + self.top.abs().sum(1))
+        # A log-probability moves as its logit's distances from the others do. Of the largest entry they count (1 - p).
+        # In float64 the truth is less exact.
+        rest = -torch.expm1(self.log_p) if u > 1e-12 else torch.ones_like(z)
+        moved = self.p * growth(self.error)
+        moved = rest * self.error + (moved.sum(1, keepdim=True) - moved).clamp(min=0.0).log1p()
+        roundings = ROUNDINGS_OF_1 + z.shape[1] ** 0.5 * rest + 4 * (self.from_top + column(self.log_sum))
+        self.log_prob_error = moved + u * roundings
+        self.relative = growth(self.log_prob_error)
 
     @classmethod
     def of(cls, layer: Layer, precision: Precision) -> Logits:
@@ -212,29 +201,22 @@ class Analysis:
         o, z, u = self._o, self._z, self._u
         V = z.z.shape[1]
         error, summed = z.error, sum_of(V) * u
-        weighted = (z.p * z.from_top).sum(1)
-        spread = (z.p * (error + z.relative * z.from_top)).sum(1) + summed * weighted
-        # The largest entry's distance from itself is exact.
-        of_rest = (z.rest * (z.apart + growth(z.apart) * z.from_top)).sum(1) + z.others * (1 + weighted)
-        self._expected_error = torch.minimum(spread, of_rest + summed * weighted)
+        # Of the largest logit's distance from the mean.
+        self._slope_error = (z.p * (z.relative + summed) * z.from_top).sum(1)
         # The truth has a rounding of its own: that of a sum of p z.
         truths = sum_of(V) * torch.finfo(torch.float64).eps * (z.p * z.z.abs()).sum(1)
-        log_sum_error = torch.minimum(z.mean_error + summed * (1 + z.log_sum), z.others)
-        self._squared = z.p.square().sum(1)
-        moved = (z.p.square() * ((1 + z.relative).square() - 1)).sum(1)
-        of_rest = summed * z.rest.square().sum(1) + ROUNDINGS_OF_1 * u
-        summed_squares = torch.where(z.alone.any(1), of_rest, summed * self._squared)
+        self._squared, entropy = z.p.square().sum(1), -(z.p * z.log_p).sum(1)
+        of_entropy = (z.p * (z.log_p.abs() + column(entropy)) * z.relative).sum(1)
         self._errors = errors = {
             "lse": z.lse_error,
             "max_logit": error.amax(1) if V else z.lse_error,
             "mean_logit": error.mean(1) + summed * z.reach.mean(1),
             "mean_log_prob": error.mean(1) + z.lse_error + summed * z.from_top.mean(1),
-            "expected_logit": spread + 4 * u * z.top.abs().sum(1) + truths,
-            "entropy": self._expected_error + log_sum_error,
-            "sum_p_squared": moved + summed_squares + V * self._precision.tiny,
+            "expected_logit": (z.p * error).sum(1) + self._slope_error + 4 * u * z.top.abs().sum(1) + truths,
+            "entropy": of_entropy + summed * (z.p * z.from_top).sum(1) + ROUNDINGS_OF_1 * u,
+            "sum_p_squared": (z.p.square() * ((1 + z.relative).square() - 1)).sum(1) + V * self._precision.tiny,
         }
-        of_nobody = z.lse_error + 4 * u * z.log_sum
-        log_prob_error = torch.where(z.alone, torch.minimum(z.log_prob_error, column(z.others)), z.log_prob_error)
+        of_nobody, log_prob_error = z.lse_error + 4 * u * z.log_sum, z.log_prob_error
         self._own = torch.zeros_like(z.z)
         if o.target is not None and self._c.kind != "selected":
             inside = (o.target >= 0) & (o.target < V)
@@ -294,31 +276,29 @@ class Analysis:
         if c.kind == "selected":
             formed = formed[self._o.entries.owner, self._o.entries.ids]
             formed = torch.zeros_like(z.z).index_put((each.owner, each.places), formed)
+        alone = z.p > 2 / 3
         # As p moves: the derivatives of p log p, where the logarithm is taken of a saved one, and of epsilon p (p - Q).
         recovered = float(recovers_logits(DTYPES[c.computed]))
         slope_reach = z.from_top + column(self._expected_reach)
-        level = column(self._alpha) + column(self._delta) * (slope_reach + recovered * ~z.alone)
+        level = column(self._alpha) + column(self._delta) * (slope_reach + recovered * ~alone)
         level = level + column(self._epsilon) * (2 * z.p + column(self._squared))
         raw = z.p * level + column(self._beta) * self._own + column(self._gamma) + self._points
         # NumPy's products, in the interpreter, round a row in another way if it is at another place in a tile.
         again = 0.0
         if c.budget is not None or c.softcap is not None or c.computed == "fp16":
-            again = z.alone * 2 * u * z.reach
+            again = alone * 2 * u * z.reach
         error = z.p * (
             (z.relative + again) * level
             + column(self._alpha_error)
-            + column(self._delta) * (z.error * ~z.alone + again + column(self._expected_error))
+            + column(self._delta) * (z.log_prob_error + again + column(self._slope_error))
             + column(self._epsilon) * z.p * z.relative.square()
         )
         common = self._common * raw
         if each is not None:
             common = common + sum_of(each.most) * u * self._points
         # An entry that is alone is formed first, then multiplied by its slope. The others' terms have one each.
-        sloped = torch.where(z.alone & (z.chain > 0), formed / (scale * z.chain), raw).nan_to_num(torch.inf)
+        sloped = torch.where(alone & (z.chain > 0), formed / (scale * z.chain), raw).nan_to_num(torch.inf)
         error = z.chain * (error + common) + z.chain_error * torch.minimum(sloped, raw)
-        # The truth's own error, of entropies whose terms cancel.
-        noise = z.p * column(self._delta) * (1 + column(z.lse.abs()) + z.reach)
-        error = error + 16 * torch.finfo(torch.float64).eps * noise
         # Exponentials below the smallest normal number may count as 0.
         reach = column(self._alpha + self._epsilon) + column(self._delta) * (1 + slope_reach)
         error = scale * (error + self._precision.tiny * reach)
@@ -328,7 +308,7 @@ class Analysis:
             sizes = alpha, self._beta, self._gamma, self._delta, self._epsilon
             largest = sum((v * scale[:, 0]).amax() for v in sizes) + (scale * self._points).amax()
             error = error + 2.0**-34 * largest + 2.0**-65
-        rounded = torch.where(z.alone, formed, (2 * scale * z.chain * z.p * level + formed) / 3)
+        rounded = torch.where(alone, formed, (2 * scale * z.chain * z.p * level + formed) / 3)
         parts = scale * z.chain * raw, error, formed + error, rounded
         if c.kind == "selected":
             entries = self._o.entries
@@ -338,7 +318,7 @@ class Analysis:
     def _losses(self) -> dict[str, Tensor]:
         c, o, u, truth, e = self._c, self._o, self._u, self._truth, self._errors
         smoothing = smoothing_of_logits(c) if c.kind == "logits" else c.label_smoothing
-        log_p = torch.log_softmax(self._z.z, 1)
+        log_p = self._z.log_p
         # Infinite ones have no rounding.
         own, mean = (self._own * log_p.abs()).sum(1), log_p.abs().mean(1) if smoothing else 0.0
         of_mean = e["mean_log_prob"]
@@ -368,6 +348,12 @@ class Analysis:
         return bounds
 
 
+def _as_moved(values: Tensor, sources: list[Tensor], errors: list[Tensor]) -> Tensor:
+    """Errors of ``values``, each computed from the elements at the same place of ``sources``, which have ``errors``."""
+    slopes = torch.autograd.grad(values.sum(), sources, retain_graph=True, materialize_grads=True)
+    return sum(slope.abs() * error for slope, error in zip(slopes, errors))
+
+
 class DivergenceAnalysis:
     """Of ``distillation.divergence``: errors ``[N, V]`` and ``[N]``."""
 
@@ -376,44 +362,37 @@ class DivergenceAnalysis:
     def __init__(self, c: Configuration, o: Operands, truth: dict[str, Tensor]) -> None:
         self._c, self._o, self._truth = c, o, truth
         self._precision = precision = Precision.of(c)
-        self.logits = Logits.of(o.layer, precision)
+        u, beta = precision.u, c.beta
+        self.logits, teacher = Logits.of(o.layer, precision), Logits.of(o.teacher, replace(precision, low=0.0))
         self.miss = self.logits.miss
-        sides = self.logits, Logits.of(o.teacher, replace(precision, low=0.0))
-        # Of the log-probabilities, and of the probabilities relative to them.
-        errors = [side.log_prob_error for side in sides]
-        self._relative = [growth(e) for e in errors]
-        self._p = [side.p for side in sides]
-        d = sides[0].z.log_softmax(1) - sides[1].z.log_softmax(1)
-        # Where one is infinite, its p is 0.
-        self._ratios = [ratio.masked_fill(ratio.abs() > INFINITE, 0.0) for ratio in log_ratios(d, c.beta)]
-        self._ratio_errors = self._errors_of_ratios(d, sum(errors))
-        found = [self._sum(side) for side in range(2)]
-        shares = {0: (0.0, 1.0), 1: (1.0, 0.0)}.get(c.beta, (1 - c.beta, c.beta))
-        self._sizes, self._errors = (sum(s * part for s, part in zip(shares, parts)) for parts in zip(*found))
+        log_p, log_q = sources = [side.log_p.clone().requires_grad_() for side in (self.logits, teacher)]
+        # An entry that hardly counts in its softmax does so through its logarithm alone.
+        errors = [s.p * s.relative + (1 - s.p) * s.log_prob_error for s in (self.logits, teacher)]
+        p, q = (side.exp() for side in sources)
+        # Where a ratio is infinite, its p is 0.
+        ratios = [r.masked_fill(r.abs() > INFINITE, 0.0) for r in log_ratios(log_p - log_q, beta)]
+        of_p, of_q = p * ratios[0], q * ratios[1]
+        shares = {0: (0.0, 1.0), 1: (1.0, 0.0)}.get(beta, (1 - beta, beta))
+        # Of a ratio near 0, which is a logarithm of what is near 1; and of probabilities that may count as 0.
+        of_ratios = 4 * u * (1 + ratios[0].abs() + ratios[1].abs())
+        tiny = precision.tiny * (1 + ratios[0].abs() + ratios[1].abs())
+        self._sizes = (shares[0] * of_p.abs() + shares[1] * of_q.abs()).sum(1).detach()
+        moved = _as_moved(shares[0] * of_p + shares[1] * of_q, sources, errors)
+        moved = moved + (shares[0] * p + shares[1] * q) * of_ratios + tiny
+        self._errors = moved.sum(1).detach() + sum_of(c.V) * u * self._sizes
+        if beta == 0:
+            self._terms = (p + q).detach()
+            moved = _as_moved(p - q, sources, errors) + 4 * u * self._terms + tiny
+        else:
+            mean = of_p.sum(1, keepdim=True).detach().expand_as(p).clone().requires_grad_()
+            of_mean = (_as_moved(of_p, sources, errors) + p * of_ratios + tiny).sum(1, keepdim=True)
+            self._terms = (p * (ratios[0].abs() + mean.abs())).detach()
+            moved = _as_moved(p * (ratios[0] - mean), [*sources, mean], [*errors, of_mean])
+            moved = moved + p * of_ratios + sum_of(c.V) * u * self._terms + tiny
+        self._of_logits = moved.detach()
         # What a token's divergence counts in the result.
         counted = (~o.quiet).double()
         self._weight = counted / counted.sum().clamp(min=1.0) if c.reduction == "mean" else counted
-
-    def _errors_of_ratios(self, d: Tensor, error: Tensor) -> list[Tensor]:
-        """Of log(p / r) and log(q / r), if that of ``d`` is ``error``."""
-        beta, u = self._c.beta, self._precision.u
-        if beta in (0, 1):
-            return [error, error]
-        of_p, of_q = self._ratios
-        common = torch.where(d > 0, of_p, of_q).abs()
-        found = []
-        for share, mine, other in ((beta, of_p, of_q), (1 - beta, of_q, of_p)):
-            slope = (share * other.exp() * error.clamp(max=50.0).exp()).clamp(max=1.0)
-            found.append(slope * error + 4 * u * (1 + mine.abs() + common))
-        return found
-
-    def _sum(self, side: int) -> tuple[Tensor, Tensor]:
-        """Of the terms p log(p / r) ``[N]``: the sum of their magnitudes, and their sum's error."""
-        p, ratio, relative = self._p[side], self._ratios[side].abs(), self._relative[side]
-        size = (p * ratio).sum(1)
-        moved = p * (relative * ratio + (1 + relative) * self._ratio_errors[side])
-        # Probabilities below the smallest normal number may count as 0.
-        return size, (moved + self._precision.tiny * ratio).sum(1) + (4 + sum_of(self._c.V)) * self._precision.u * size
 
     def bounds(self) -> dict[str, Tensor]:
         c, u, truth = self._c, self._precision.u, self._truth
@@ -421,27 +400,13 @@ class DivergenceAnalysis:
         loss = each if c.reduction == "none" else each.sum() + sum_of(c.N) * u * (self._weight * self._sizes).sum()
         factor = self._o.upstream["loss"].double().abs() * self._weight * self.logits.scale[:, 0]
         factor = factor * (1 - c.beta if 0 < c.beta < 1 else 1.0)
-        terms, error = self._gradient_of_logits()
-        self.terms, error = column(factor) * terms, column(factor) * error
+        self.terms, error = column(factor) * self._terms, column(factor) * self._of_logits
         if self._precision.fp16 and error.numel():
             # 64 times the largest factor is brought near 2^10, whose smallest fraction in fp16 is 2^-34.
             error = error + 2.0**-34 * 64 * factor.amax() + 2.0**-65
         size = truth["G"].abs()
         found = OfLogits(size, error, size, size, roundings=1, deliveries=1 if c.reduction == "none" else 2)
         return {"loss": loss} | bounds_of_products(c, self._o, self.logits, truth, found)
-
-    def _gradient_of_logits(self) -> tuple[Tensor, Tensor]:
-        """Magnitudes of the two terms that it is the difference of, and its error in the statistics' dtype, without its
-        factor."""
-        u, tiny, (p, q) = self._precision.u, self._precision.tiny, self._p
-        relative = self._relative[0]
-        if self._c.beta == 0:
-            return p + q, p * relative + q * self._relative[1] + 4 * u * (p + q) + 2 * tiny
-        of_p, mean = self._ratios[0], column((p * self._ratios[0]).sum(1))
-        moved = self._ratio_errors[0] + column(self._sum(0)[1])
-        terms = of_p.abs() + mean.abs()
-        error = p * (relative * (of_p - mean).abs() + (1 + relative) * moved + 4 * u * terms) + tiny * (1 + terms)
-        return p * terms, error
 
 
 def _deviations(elements: int, roundings: int) -> float:

@@ -373,22 +373,23 @@ class DivergenceAnalysis:
         ratios = [r.masked_fill(r.abs() > INFINITE, 0.0) for r in log_ratios(log_p - log_q, beta)]
         of_p, of_q = p * ratios[0], q * ratios[1]
         shares = {0: (0.0, 1.0), 1: (1.0, 0.0)}.get(beta, (1 - beta, beta))
-        # Of a ratio near 0, which is a logarithm of what is near 1; and of probabilities that may count as 0.
-        of_ratios = 4 * u * (1 + ratios[0].abs() + ratios[1].abs())
-        tiny = precision.tiny * (1 + ratios[0].abs() + ratios[1].abs())
+        # Roundings of both ratios, of the logarithm that they share, and probabilities that may count as 0.
+        shared = 1 + torch.where(log_p > log_q, *ratios).abs()
+        of_p_ratio, of_q_ratio = (4 * u * (shared + r.abs()) for r in ratios)
+        tiny = precision.tiny * shared
         self._sizes = (shares[0] * of_p.abs() + shares[1] * of_q.abs()).sum(1).detach()
         moved = _as_moved(shares[0] * of_p + shares[1] * of_q, sources, errors)
-        moved = moved + (shares[0] * p + shares[1] * q) * of_ratios + tiny
+        moved = moved + shares[0] * p * of_p_ratio + shares[1] * q * of_q_ratio + tiny
         self._errors = moved.sum(1).detach() + sum_of(c.V) * u * self._sizes
         if beta == 0:
             self._terms = (p + q).detach()
             moved = _as_moved(p - q, sources, errors) + 4 * u * self._terms + tiny
         else:
             mean = of_p.sum(1, keepdim=True).detach().expand_as(p).clone().requires_grad_()
-            of_mean = (_as_moved(of_p, sources, errors) + p * of_ratios + tiny).sum(1, keepdim=True)
+            of_mean = (_as_moved(of_p, sources, errors) + p * of_p_ratio + tiny).sum(1, keepdim=True)
             self._terms = (p * (ratios[0].abs() + mean.abs())).detach()
             moved = _as_moved(p * (ratios[0] - mean), [*sources, mean], [*errors, of_mean])
-            moved = moved + p * of_ratios + sum_of(c.V) * u * self._terms + tiny
+            moved = moved + p * of_p_ratio + sum_of(c.V) * u * self._terms + tiny
         self._of_logits = moved.detach()
         # What a token's divergence counts in the result.
         counted = (~o.quiet).double()

@@ -33,8 +33,8 @@ from torch.nn.functional import linear, one_hot
 from cases import DTYPES
 from fuzz_draw import FIELDS, Configuration
 from fuzz_run import real_rows
-from fuzz_truth import INFINITE, Entries, Layer, Operands, log_ratios, smoothing_of_logits
-from fuzz_values import MASKED
+from fuzz_truth import log_ratios, smoothing_of_logits
+from fuzz_values import INFINITE, MASKED, Entries, Layer, Operands
 from parallel_lce.backends.interface import recovers_logits
 from parallel_lce.core.partials import accumulation_dtype
 
@@ -130,7 +130,7 @@ class Logits:
         chain, chain_error = torch.ones_like(z), torch.zeros_like(z)
         gone = (layer.masked & torch.tensor(softcap is None)).expand_as(z)
         if softcap is not None:
-            z = softcap * torch.tanh(z / softcap)
+            z = layer.capped(z)
             chain = 1 - (z / softcap).square()
             error = error * (chain + error / softcap).clamp(max=1.0)
         error = error + 4 * u * (z.abs() + z.amax(1, keepdim=True).abs())

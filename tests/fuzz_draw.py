@@ -20,6 +20,9 @@ LAID = tuple(
 """The tensors of a call, in the order of ``Configuration.layouts``."""
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _LAYOUTS = ("wide", "gaps", "rows", "transposed", "offset", "expanded")
+_WALKS = ["backward"] * 8 + (
+    "twice,twice,save_on_cpu,gapped hooks,transposed hooks,checkpoint,reentrant checkpoint,twice under hooks".split(",")
+)
 _FLOATS = ("float32", "float32", "float64", "bfloat16", "float16")
 
 
@@ -331,8 +334,7 @@ def _loss(random: Random, d: dict) -> dict:
     if d["targets"] == "outside" and (reduction != "none" or d["debug"]):
         # All is NaN then, or refused.
         changes["targets"] = "inside"
-    dtypes = ("float32", "float32", "float64", "bfloat16", "float16")
-    weight_dtype = random.choice(("int64", "bool", "uint8") if token_weight == "mask" else dtypes)
+    weight_dtype = random.choice(("int64", "bool", "uint8") if token_weight == "mask" else _FLOATS)
     return changes | {
         "reduction": reduction,
         "label_smoothing": smoothing,
@@ -352,11 +354,10 @@ def _counted(random: Random, d: dict) -> str:
 
 
 def _per_token(random: Random, d: dict) -> dict:
-    dtypes = ("float32", "float32", "float64", "bfloat16", "float16")
     return {
-        "scale_dtype": random.choice(dtypes) if random.random() < 0.25 else "",
+        "scale_dtype": random.choice(_FLOATS) if random.random() < 0.25 else "",
         "temperature": random.choice((1.0,) * 4 + (0.3, 1.7, 30.0)),
-        "temperature_dtype": random.choice(dtypes) if random.random() < 0.25 else "",
+        "temperature_dtype": random.choice(_FLOATS) if random.random() < 0.25 else "",
     }
 
 
@@ -436,20 +437,7 @@ _OF_KIND = {
 def _walk(random: Random, d: dict) -> dict:
     kind, projected = d["kind"], d["kind"] != "logits"
     layouts = {name: random.choice(_LAYOUTS) if random.random() < 0.2 else "plain" for name in LAID}
-    walks = (
-        ("backward",) * 8
-        + (
-            "twice",
-            "twice",
-            "save_on_cpu",
-            "gapped hooks",
-            "transposed hooks",
-            "checkpoint",
-            "reentrant checkpoint",
-            "twice under hooks",
-        )
-        + (("input alone", "weight alone", "bias alone") if projected else ())
-    )
+    walks = [*_WALKS, *(["input alone", "weight alone", "bias alone"] if projected else [])]
     frozen: tuple[str, ...] = ()
     if projected and random.random() < 0.25:
         frozen = tuple(name for name in ("input", "weight", "bias") if random.random() < 0.5)

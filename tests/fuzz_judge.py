@@ -23,8 +23,8 @@ from cases import DTYPES
 from fuzz_bounds import FP16_SMALLEST, Analysis, DivergenceAnalysis, Logits, Precision, half_spacing, partial_sums
 from fuzz_draw import Configuration
 from fuzz_run import Wrong, assemble
-from fuzz_truth import INFINITE, Operands, dense, operands, per_result
-from fuzz_values import Whole, make
+from fuzz_truth import dense
+from fuzz_values import INFINITE, Operands, Whole, make, operands, per_result
 from parallel_lce.core.partials import accumulation_dtype
 
 _GRADIENTS = ("dinput", "dweight", "dbias", "dtoken_weight")

@@ -3,133 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 import reference
-from cases import DTYPES
 from fuzz_draw import Configuration
-from fuzz_values import MASKED, Whole, ignore_index
-
-INFINITE = 1e15
-"""Truths beyond this stand for infinity (:data:`fuzz_values.MASKED`)."""
-
-
-@dataclass
-class Layer:
-    """An output layer and its tokens, exact in the computed dtype: ``x [N, D]``, ``weight [V, D]``, ``bias [V]``;
-    ``masked [V]``: where the bias is -inf; ``scale [N, 1]`` and ``softcap [N, 1]`` float64, divided by the
-    temperature."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    masked: Tensor
-    scale: Tensor
-    softcap: Tensor | None
-
-    def leaves(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        found = {"input": self.x, "weight": self.weight}
-        if self.bias is not None:
-            found["bias"] = self.bias.double().masked_fill(self.masked, MASKED)
-        return {name: value.to(dtype).detach().requires_grad_() for name, value in found.items()}
-
-    def logits(self, leaves: dict[str, Tensor], wide: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The logits ``[N, V]``, and the product that they come from."""
-        product = linear(leaves["input"], leaves["weight"], leaves.get("bias"))
-        z = product.to(wide) * self.scale.to(wide)
-        if self.softcap is not None:
-            softcap = self.softcap.to(wide)
-            z = softcap * torch.tanh(z / softcap)
-        return z, product
-
-
-@dataclass
-class Entries:
-    """Selected entries ``[E]``: the token of each, its id, 0 where that is not ``inside`` the vocabulary, and its place
-    among the token's entries; ``most``: of one token."""
-
-    owner: Tensor
-    ids: Tensor
-    inside: Tensor
-    places: Tensor
-    most: int
-
-    @classmethod
-    def of(cls, c: Configuration, whole: Whole) -> Entries:
-        offsets = whole.offsets
-        counts = torch.full((c.N,), c.K) if offsets is None else offsets.long().diff()
-        ids, owner = whole.ids.reshape(-1).long(), torch.repeat_interleave(torch.arange(c.N), counts)
-        inside = (ids >= 0) & (ids < c.V)
-        places = torch.arange(len(ids)) - (counts.cumsum(0) - counts)[owner]
-        return cls(owner, ids.where(inside, 0), inside, places, int(counts.max()) if c.N else 0)
-
-    def sums(self, values: Tensor, tokens: int) -> Tensor:
-        """``[tokens]``, each the sum of its entries' ``values [E]``."""
-        return values.new_zeros(tokens).index_add(0, self.owner, values)
-
-    def spread(self, values: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
-        """``[N, V]``: the sums of equal entries' ``values [E]``; of those inside."""
-        place = self.owner[self.inside], self.ids[self.inside]
-        return values.new_zeros(shape).index_put(place, values[self.inside], accumulate=True)
-
-
-@dataclass
-class Operands:
-    """Of N tokens: ``target``, ``token_weight``; ``outside [N]``: tokens whose loss is NaN, here with upstream
-    gradient 0; ``quiet [N]``: those that do not count; ``upstream``: flattened."""
-
-    layer: Layer
-    teacher: Layer | None
-    target: Tensor | None
-    token_weight: Tensor | None
-    entries: Entries | None
-    upstream: dict[str, Tensor]
-    outside: Tensor
-    quiet: Tensor
-
-
-def operands(c: Configuration, whole: Whole) -> Operands:
-    def per_token(given: Tensor | None, number: float) -> Tensor:
-        return torch.full((c.N, 1), number, dtype=torch.float64) if given is None else given.reshape(c.N, 1).double()
-
-    temperature = per_token(whole.temperature, 1.0 if c.kind == "divergence" else c.temperature)
-    scale = per_token(whole.scale, c.scale) / temperature
-    softcap = None if c.softcap is None else c.softcap / temperature
-
-    def layer(x: Tensor, weight: Tensor, bias: Tensor | None, masked: Tensor, dtype: torch.dtype) -> Layer:
-        flat, bias = x.reshape(c.N, x.shape[-1]).to(dtype), None if bias is None else bias.to(dtype)
-        return Layer(flat, weight.to(dtype), bias, masked, scale, softcap)
-
-    mine = layer(whole.x, whole.weight, whole.bias, whole.masked, DTYPES[c.computed])
-    teacher = None if whole.teacher is None else layer(*whole.teacher, DTYPES[c.teacher_computed])
-    target = None if whole.target is None else whole.target.reshape(-1).long()
-    entries = None if whole.ids is None else Entries.of(c, whole)
-    each = c.reduction == "none"
-    upstream = {name: value.reshape(-1) if each else value for name, value in whole.upstream.items()}
-    outside = quiet = torch.zeros(c.N, dtype=torch.bool)
-    if c.kind in ("loss", "divergence") and target is not None:
-        quiet = target == ignore_index(c)
-    if c.kind == "loss":
-        outside = ((target < 0) | (target >= c.V)) & ~quiet
-        # Any other with a finite loss.
-        target = target.masked_fill(outside, int(whole.masked.int().argmin()))
-        if each:
-            upstream["loss"] = upstream["loss"].masked_fill(outside, 0.0)
-    if c.kind == "statistics" and whole.mask is not None:
-        quiet = ~whole.mask.reshape(-1)
-        for name, value in upstream.items():
-            upstream[name] = value.masked_fill(per_result(name, quiet, entries), 0.0)
-    token_weight = None if whole.token_weight is None else whole.token_weight.reshape(-1)
-    return Operands(mine, teacher, target, token_weight, entries, upstream, outside, quiet)
-
-
-def per_result(name: str, tokens: Tensor, entries: Entries | None) -> Tensor:
-    """What is said of each of ``tokens [N]``, for each element of that result."""
-    return tokens[entries.owner] if name in ("selected_log_prob", "log_probs") else tokens
+from fuzz_values import INFINITE, Entries, Operands, ignore_index
 
 
 def dense(c: Configuration, o: Operands, dtype: torch.dtype, wide: torch.dtype) -> dict[str, Tensor]:

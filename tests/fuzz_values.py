@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
+from torch.nn.functional import linear, normalize
 
 from cases import DTYPES
 from fuzz_draw import LARGEST_TARGET, Configuration
@@ -14,7 +14,9 @@ from fuzz_draw import LARGEST_TARGET, Configuration
 MASKED = -1e34
 """Stands for a bias of -inf where a product with 0 must be 0."""
 LOW = -1e10
-"""A bias that masks as well. Its roundings are hundreds, and losses of it are far from ``fuzz_truth.INFINITE``."""
+"""A bias that masks as well. Its roundings are hundreds, and losses of it are far from :data:`INFINITE`."""
+INFINITE = 1e15
+"""Truths beyond this stand for infinity (:data:`MASKED`)."""
 
 
 @dataclass
@@ -55,6 +57,122 @@ def outside(V: int) -> list[int]:
 def _range(dtype: str) -> tuple[int, int]:
     """The smallest and the largest number of an integer dtype."""
     return 0 if dtype == "uint8" else -LARGEST_TARGET[dtype] - 1, LARGEST_TARGET[dtype]
+
+
+@dataclass
+class Layer:
+    """An output layer and its tokens, exact in the computed dtype: ``x [N, D]``, ``weight [V, D]``, ``bias [V]``;
+    ``masked [V]``: where the bias is -inf; ``scale [N, 1]`` and ``softcap [N, 1]`` float64, divided by the
+    temperature."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    masked: Tensor
+    scale: Tensor
+    softcap: Tensor | None
+
+    def leaves(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        found = {"input": self.x, "weight": self.weight}
+        if self.bias is not None:
+            found["bias"] = self.bias.double().masked_fill(self.masked, MASKED)
+        return {name: value.to(dtype).detach().requires_grad_() for name, value in found.items()}
+
+    def logits(self, leaves: dict[str, Tensor], wide: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The logits ``[N, V]``, and the product that they come from."""
+        product = linear(leaves["input"], leaves["weight"], leaves.get("bias"))
+        return self.capped(product.to(wide) * self.scale.to(wide)), product
+
+    def capped(self, z: Tensor) -> Tensor:
+        if self.softcap is None:
+            return z
+        softcap = self.softcap.to(z.dtype)
+        return softcap * torch.tanh(z / softcap)
+
+
+@dataclass
+class Entries:
+    """Selected entries ``[E]``: the token of each, its id, 0 where that is not ``inside`` the vocabulary, and its place
+    among the token's entries; ``most``: of one token."""
+
+    owner: Tensor
+    ids: Tensor
+    inside: Tensor
+    places: Tensor
+    most: int
+
+    @classmethod
+    def of(cls, c: Configuration, whole: Whole) -> Entries:
+        offsets = whole.offsets
+        counts = torch.full((c.N,), c.K) if offsets is None else offsets.long().diff()
+        ids, owner = whole.ids.reshape(-1).long(), torch.repeat_interleave(torch.arange(c.N), counts)
+        inside = (ids >= 0) & (ids < c.V)
+        places = torch.arange(len(ids)) - (counts.cumsum(0) - counts)[owner]
+        return cls(owner, ids.where(inside, 0), inside, places, int(counts.max()) if c.N else 0)
+
+    def sums(self, values: Tensor, tokens: int) -> Tensor:
+        """``[tokens]``, each the sum of its entries' ``values [E]``."""
+        return values.new_zeros(tokens).index_add(0, self.owner, values)
+
+    def spread(self, values: Tensor, shape: tuple[int, ...] | torch.Size) -> Tensor:
+        """``[N, V]``: the sums of equal entries' ``values [E]``; of those inside."""
+        place = self.owner[self.inside], self.ids[self.inside]
+        return values.new_zeros(shape).index_put(place, values[self.inside], accumulate=True)
+
+
+@dataclass
+class Operands:
+    """Of N tokens: ``target``, ``token_weight``; ``outside [N]``: tokens whose loss is NaN, here with upstream
+    gradient 0; ``quiet [N]``: those that do not count; ``upstream``: flattened."""
+
+    layer: Layer
+    teacher: Layer | None
+    target: Tensor | None
+    token_weight: Tensor | None
+    entries: Entries | None
+    upstream: dict[str, Tensor]
+    outside: Tensor
+    quiet: Tensor
+
+
+def operands(c: Configuration, whole: Whole) -> Operands:
+    def per_token(given: Tensor | None, number: float) -> Tensor:
+        return torch.full((c.N, 1), number, dtype=torch.float64) if given is None else given.reshape(c.N, 1).double()
+
+    temperature = per_token(whole.temperature, 1.0 if c.kind == "divergence" else c.temperature)
+    scale = per_token(whole.scale, c.scale) / temperature
+    softcap = None if c.softcap is None else c.softcap / temperature
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor | None, masked: Tensor, dtype: torch.dtype) -> Layer:
+        flat, bias = x.reshape(c.N, x.shape[-1]).to(dtype), None if bias is None else bias.to(dtype)
+        return Layer(flat, weight.to(dtype), bias, masked, scale, softcap)
+
+    mine = layer(whole.x, whole.weight, whole.bias, whole.masked, DTYPES[c.computed])
+    teacher = None if whole.teacher is None else layer(*whole.teacher, DTYPES[c.teacher_computed])
+    target = None if whole.target is None else whole.target.reshape(-1).long()
+    entries = None if whole.ids is None else Entries.of(c, whole)
+    each = c.reduction == "none"
+    upstream = {name: value.reshape(-1) if each else value for name, value in whole.upstream.items()}
+    outside = quiet = torch.zeros(c.N, dtype=torch.bool)
+    if c.kind in ("loss", "divergence") and target is not None:
+        quiet = target == ignore_index(c)
+    if c.kind == "loss":
+        outside = ((target < 0) | (target >= c.V)) & ~quiet
+        # Any other with a finite loss.
+        target = target.masked_fill(outside, int(whole.masked.int().argmin()))
+        if each:
+            upstream["loss"] = upstream["loss"].masked_fill(outside, 0.0)
+    if c.kind == "statistics" and whole.mask is not None:
+        quiet = ~whole.mask.reshape(-1)
+        for name, value in upstream.items():
+            upstream[name] = value.masked_fill(per_result(name, quiet, entries), 0.0)
+    token_weight = None if whole.token_weight is None else whole.token_weight.reshape(-1)
+    return Operands(mine, teacher, target, token_weight, entries, upstream, outside, quiet)
+
+
+def per_result(name: str, tokens: Tensor, entries: Entries | None) -> Tensor:
+    """What is said of each of ``tokens [N]``, for each element of that result."""
+    return tokens[entries.owner] if name in ("selected_log_prob", "log_probs") else tokens
 
 
 class _Maker:
@@ -136,12 +254,11 @@ def make(c: Configuration) -> Whole:
         if c.counted == "wrong":
             counted = (counted + 1 + c.values % c.N) % (c.N + 1)
     upstream = _upstream(c, m.normal, ids)
+    given = target, token_weight, scale, temperature, ids, offsets, mask, counted, upstream
+    whole = Whole(*layer, *given, teacher)
     if c.sure:
-        layer, teacher, p = _sure(m, layer, teacher, target, (scale, temperature), ids, offsets)
-        if c.upstream == "shares":
-            share = p.gather(1, ids.reshape(c.N, c.K).long().clamp(0, c.V - 1)).view(ids.shape)
-            upstream["selected_log_prob"] = (share * m.normal(*c.shape, 1)).to(upstream["selected_log_prob"].dtype)
-    return Whole(*layer, target, token_weight, scale, temperature, ids, offsets, mask, counted, upstream, teacher)
+        _make_sure(m, whole)
+    return whole
 
 
 def _selected(m: _Maker, masked: Tensor, target: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -170,78 +287,64 @@ def _selected(m: _Maker, masked: Tensor, target: Tensor | None) -> tuple[Tensor,
     return m.repeated(ids.view(*c.shape, c.K), "selected"), None
 
 
-def _sure(m: _Maker, layer: tuple, teacher: tuple | None, target, scales, ids, offsets) -> tuple:
-    """The layer and the teacher's with tokens that are sure of an entry: of the target, of the first that is selected,
-    or of any; and probabilities ``[N, V]``. All tokens are sure of the same kind of entry: gradients of those that are
-    sure of another entry than the target would hide the others'."""
-    c = m.c
+def _make_sure(m: _Maker, whole: Whole) -> None:
+    """Move hidden states, the teacher's too, so that tokens are sure of an entry: of the target, of the first that is
+    selected, or of any. All are sure of the same kind of entry: gradients of those that are sure of another entry than
+    the target would hide the others'."""
+    c, o = m.c, operands(m.c, whole)
     chosen = torch.full((c.N,), True) if c.sure == "all" else m.below(2, c.N) == 0
     entry, of_any = m.below(c.V, c.N), m.below(4) == 0 and c.mixture != ("target_log_prob",)
     among = torch.full((c.N, c.V), True)
-    if target is not None and not of_any:
-        wanted = target.reshape(-1).long()
+    if whole.target is not None and not of_any:
+        wanted = whole.target.reshape(-1).long()
         entry = torch.where((wanted >= 0) & (wanted < c.V), wanted, entry)
-    if ids is not None:
-        flat = ids.reshape(-1).long()
-        counts = torch.full((c.N,), c.K) if offsets is None else offsets.long().diff()
-        owner, inside = torch.repeat_interleave(torch.arange(c.N), counts), (flat >= 0) & (flat < c.V)
-        firsts = torch.zeros_like(entry).index_put((owner.flip(0),), torch.where(inside, flat, -1).flip(0))
-        if target is None or c.mixture == ("selected_log_prob",):
-            entry = torch.where((firsts >= 0) & (counts > 0), firsts, entry)
+    if (e := o.entries) is not None:
+        first = e.inside & (e.places == 0)
+        if whole.target is None or c.mixture == ("selected_log_prob",):
+            entry = entry.index_put((e.owner[first],), e.ids[first])
         if c.kind == "selected":
-            among = torch.zeros_like(among).index_put((owner[inside], flat[inside]), torch.tensor(True))
-    numbers = c.scale, 1.0 if c.kind == "divergence" else c.temperature
-    scale, temperature = (
-        torch.full((c.N, 1), number).double() if given is None else given.reshape(-1, 1).double()
-        for given, number in zip(scales, numbers)
-    )
-    factor, cap = scale / temperature, None if c.softcap is None else c.softcap / temperature
+            among = torch.zeros_like(among).index_put((e.owner[e.inside], e.ids[e.inside]), torch.tensor(True))
     miss = c.miss * 2 ** (m.rand(c.N, 1) - 0.5)
-    layer, p = _along(c, layer, entry, chosen, among, factor, cap, miss)
+    x, p = _along(o.layer, entry, chosen, among, miss)
+    whole.x = x.view(whole.x.shape).to(whole.x.dtype)
+    if c.upstream == "shares":
+        name, ids = "selected_log_prob", whole.ids
+        share = p.gather(1, ids.reshape(c.N, c.K).long().clamp(0, c.V - 1)).view(ids.shape)
+        whole.upstream[name] = (share * m.normal(*c.shape, 1)).to(whole.upstream[name].dtype)
     if c.teacher_equal:
-        teacher = layer
-    elif teacher is not None:
+        whole.teacher = whole.x, *whole.teacher[1:]
+    elif whole.teacher is not None:
         both, of_teacher = chosen & (m.below(2, c.N) == 0), c.miss * 100 ** (m.rand(c.N, 1) - 0.5)
-        teacher, _ = _along(c, teacher, entry, both, among, factor, cap, of_teacher)
-    return layer, teacher, p
+        x, _ = _along(o.teacher, entry, both, among, of_teacher)
+        y = whole.teacher[0]
+        whole.teacher = x.view(y.shape).to(y.dtype), *whole.teacher[1:]
 
 
-def _along(
-    c: Configuration,
-    layer: tuple,
-    entry: Tensor,
-    chosen: Tensor,
-    among: Tensor,
-    factor: Tensor,
-    cap: Tensor | None,
-    miss: Tensor,
-) -> tuple[tuple, Tensor]:
-    """The layer with x of the ``chosen`` tokens moved along the weight's row of ``entry [N]`` until 1 - p there,
-    ``among [N, V]``, is ``miss [N, 1]``; and p. Tokens that cannot be so sure stay."""
-    x, weight, bias, masked = layer
-    wide, flat, at = weight.double(), x.reshape(c.N, -1).double(), entry[:, None]
-    unit = normalize(wide[entry], dim=1) * factor.sign()
-    start, step = flat @ wide.t(), unit @ wide.t()
-    if bias is not None:
-        start = start + bias.double().masked_fill(masked, MASKED)
+def _along(layer: Layer, entry: Tensor, chosen: Tensor, among: Tensor, miss: Tensor) -> tuple[Tensor, Tensor]:
+    """x of the layer ``[N, D]``, of the ``chosen`` tokens moved along the weight's row of ``entry [N]`` until 1 - p
+    there, ``among [N, V]``, is ``miss [N, 1]``; and p. Tokens that cannot be so sure stay."""
+    x, weight, factor = layer.x.double(), layer.weight.double(), layer.scale
+    unit = normalize(weight[entry], dim=1) * factor.sign()
+    start, step = x @ weight.t(), unit @ weight.t()
+    if layer.bias is not None:
+        start = start + layer.bias.double().masked_fill(layer.masked, MASKED)
 
     def log_p(length: Tensor) -> Tensor:
-        z = factor * (start + length * step)
-        z = z if cap is None else cap * torch.tanh(z / cap)
+        z = layer.capped(factor * (start + length * step))
         return z.masked_fill(~among, -torch.inf).log_softmax(1)
 
     def missing(length: Tensor) -> Tensor:
-        return log_p(length).scatter(1, at, -torch.inf).exp().sum(1, keepdim=True)
+        return log_p(length).scatter(1, entry[:, None], -torch.inf).exp().sum(1, keepdim=True)
 
-    low = torch.zeros(c.N, 1, dtype=torch.float64)
-    high = 60 / (factor.abs() * wide[entry].norm(dim=1, keepdim=True)).clamp(min=1e-3)
+    low = torch.zeros_like(miss)
+    high = 60 / (factor.abs() * weight[entry].norm(dim=1, keepdim=True)).clamp(min=1e-3)
     for _ in range(30):
         middle = (low + high) / 2
         far = missing(middle) > miss
         low, high = torch.where(far, middle, low), torch.where(far, high, middle)
     reached = chosen[:, None] & ((missing(high) / miss - 1).abs() < 0.1) & (high < 1e3)
     length = torch.where(reached, high, 0.0)
-    return ((flat + length * unit).view(x.shape).to(x.dtype), *layer[1:]), log_p(length).exp()
+    return x + length * unit, log_p(length).exp()
 
 
 def _mask(m: _Maker) -> Tensor:

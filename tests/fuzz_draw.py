@@ -1,17 +1,142 @@
-"""Random configurations of the public functions.
-
-One is drawn from a ``random.Random`` alone, so whoever seeds that gets the same configuration again.
-"""
+"""A configuration is everything about a call of the public functions but the numbers in its tensors. It is drawn from a
+``random.Random`` alone, so whoever seeds that gets the same configuration again."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, fields
 from random import Random
 
-from fuzz_configuration import FIELDS, LAID, Configuration
-
+FIELDS = tuple(
+    "lse target_logit target_log_prob mean_logit mean_log_prob expected_logit entropy sum_p_squared "
+    "selected_log_prob".split()
+)
+"""The differentiable fields of ``TokenStatistics``."""
+LARGEST_TARGET = {"uint8": 255, "int8": 127, "int16": 2**15 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}
+LAID = tuple(
+    "input weight bias target token_weight logit_scale temperature selected offsets mask teacher_input teacher_weight "
+    "teacher_bias".split()
+)
+"""The tensors of a call, in the order of ``Configuration.layouts``."""
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _LAYOUTS = ("wide", "gaps", "rows", "transposed", "offset", "expanded")
+_WALKS = ["backward"] * 8 + (
+    "twice,twice,save_on_cpu,gapped hooks,transposed hooks,checkpoint,reentrant checkpoint,twice under hooks".split(",")
+)
+_FLOATS = ("float32", "float32", "float64", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A call of ``kind`` loss, statistics, logits (``vocab_parallel_cross_entropy``), selected
+    (``selected_log_probs``) or divergence (``distillation.divergence``).
+
+    ``shape``: of the target. ``shards``: (first id, rows) of each rank. ``bias``: '', plain or masked, some
+    entries of which are -inf, or low: a finite number masks a range of them. ``targets``: inside the vocabulary, or
+    some outside. ``layouts``: strides of the tensors :data:`LAID`. ``fields`` of a statistics' mixture and those that
+    were asked for. ``mode``: train, no_grad or inference. ``walk``: how the graph is made and walked. ``block_bytes``
+    and ``tile`` are those of ``tools.shrunk``.
+
+    ``scale``: the logits'; with a ``scale_dtype`` the size of a tensor of each token. ``temperature`` likewise.
+    ``selected``: '', ids
+    ``[..., K]`` or sets of up to K each. ``counted``: '', or whether the number of tokens that count is given right or
+    wrong; of a loss they are those that it does not ignore, and ``ignored`` tells a statistics' mask, too.
+
+    ``sure``: '', or whether some or all tokens are sure of an entry, whose 1 - p is about ``miss``, if hidden states
+    along its row of the weight can make it so. ``upstream`` shares: of selected entries, their probabilities.
+
+    A divergence has ``scale`` 1 / ``temperature``. The teacher's hidden size is ``E``; its last shard has
+    ``teacher_padding`` rows behind the vocabulary, or, if that is None, as many as the student's.
+    """
+
+    kind: str
+    ranks: int
+    shape: tuple[int, ...]
+    D: int
+    V: int
+    shards: tuple[tuple[int, int], ...]
+    values: int
+    dtype: str = "fp32"
+    autocast: str = ""
+    starts_given: bool = False
+    size_given: bool = False
+    sequence_parallel: bool = False
+    group_given: bool = True
+    reduce_dtype: str = ""
+    reduce_hidden_grad: bool = True
+    budget: int | None = None
+    block_bytes: int | None = None
+    tile: tuple[int, int] | None = None
+    sharpness: float = 1.0
+    sure: str = ""
+    miss: float = 0.0
+    offset: float = 0.0
+    bias: str = ""
+    scale: float = 1.0
+    scale_dtype: str = ""
+    softcap: float | None = None
+    target_dtype: str = "int64"
+    targets: str = "inside"
+    no_target: bool = False
+    ignore_index: int | None = -100
+    ignored: str = "some"
+    reduction: str = "mean"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    token_weight: str = ""
+    weight_dtype: str = "float32"
+    weight_learns: bool = False
+    asked: tuple[str, ...] = ()
+    filtered: bool = False
+    selected: str = ""
+    K: int = 0
+    id_dtype: str = "int64"
+    ids: str = "inside"
+    top_k: int | None = None
+    counted: str = ""
+    beta: float = 0.0
+    temperature: float = 1.0
+    temperature_dtype: str = ""
+    E: int = 0
+    teacher_dtype: str = "fp32"
+    teacher_bias: str = ""
+    teacher_padding: int | None = None
+    teacher_equal: bool = False
+    mixture: tuple[str, ...] = ()
+    upstream: str = "random"
+    frozen: tuple[str, ...] = ()
+    layouts: tuple[str, ...] = ("plain",) * len(LAID)
+    numpy: bool = False
+    mode: str = "train"
+    walk: str = "backward"
+    debug: bool = False
+    repeat: bool = False
+
+    @property
+    def N(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def computed(self) -> str:
+        """The dtype of the projection."""
+        return self._cast(self.dtype)
+
+    @property
+    def teacher_computed(self) -> str:
+        """The dtype of the teacher's projection."""
+        return self._cast(self.teacher_dtype)
+
+    def _cast(self, dtype: str) -> str:
+        return self.autocast if self.autocast and dtype != "fp64" else dtype
+
+    def layout(self, name: str) -> str:
+        """Of one of :data:`LAID`."""
+        return self.layouts[LAID.index(name)]
+
+    def __str__(self) -> str:
+        """What differs from the defaults, as the arguments of a call."""
+        some = [f for f in fields(self) if getattr(self, f.name) != f.default]
+        return ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in some)
 
 
 def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
@@ -209,8 +334,7 @@ def _loss(random: Random, d: dict) -> dict:
     if d["targets"] == "outside" and (reduction != "none" or d["debug"]):
         # All is NaN then, or refused.
         changes["targets"] = "inside"
-    dtypes = ("float32", "float32", "float64", "bfloat16", "float16")
-    weight_dtype = random.choice(("int64", "bool", "uint8") if token_weight == "mask" else dtypes)
+    weight_dtype = random.choice(("int64", "bool", "uint8") if token_weight == "mask" else _FLOATS)
     return changes | {
         "reduction": reduction,
         "label_smoothing": smoothing,
@@ -230,11 +354,10 @@ def _counted(random: Random, d: dict) -> str:
 
 
 def _per_token(random: Random, d: dict) -> dict:
-    dtypes = ("float32", "float32", "float64", "bfloat16", "float16")
     return {
-        "scale_dtype": random.choice(dtypes) if random.random() < 0.25 else "",
+        "scale_dtype": random.choice(_FLOATS) if random.random() < 0.25 else "",
         "temperature": random.choice((1.0,) * 4 + (0.3, 1.7, 30.0)),
-        "temperature_dtype": random.choice(dtypes) if random.random() < 0.25 else "",
+        "temperature_dtype": random.choice(_FLOATS) if random.random() < 0.25 else "",
     }
 
 
@@ -314,20 +437,7 @@ _OF_KIND = {
 def _walk(random: Random, d: dict) -> dict:
     kind, projected = d["kind"], d["kind"] != "logits"
     layouts = {name: random.choice(_LAYOUTS) if random.random() < 0.2 else "plain" for name in LAID}
-    walks = (
-        ("backward",) * 8
-        + (
-            "twice",
-            "twice",
-            "save_on_cpu",
-            "gapped hooks",
-            "transposed hooks",
-            "checkpoint",
-            "reentrant checkpoint",
-            "twice under hooks",
-        )
-        + (("input alone", "weight alone", "bias alone") if projected else ())
-    )
+    walks = [*_WALKS, *(["input alone", "weight alone", "bias alone"] if projected else [])]
     frozen: tuple[str, ...] = ()
     if projected and random.random() < 0.25:
         frozen = tuple(name for name in ("input", "weight", "bias") if random.random() < 0.5)

@@ -1,43 +1,44 @@
-"""What a configuration's results should be, in float64, and how far from it they may lie.
+"""Whether a configuration's results are what they should be.
 
-Each token and each row of a gradient is judged on its own, so that one wrong row among many shows. Its error
-may be twice that of a yardstick, plus a few roundings of the terms that are summed (:mod:`fuzz_bounds`).
-The yardstick is torch's path in the same dtype. In low precision that would be too lenient, as it rounds the
-logits; there it is exact but for exponentials and gradients of logits that are rounded to the inputs' dtype, which
-is how the package is described.
+Each token and each row of a gradient is judged on its own, so that one wrong row among many shows. Its error may be a
+few roundings of the terms that are summed (:mod:`fuzz_bounds`), in fp32 plus twice the error of torch's path. In low
+precision that would be too lenient, as it rounds the logits.
 
-Roundings of tokens that are sure of an entry are as large as those of others, and their gradients as small as 1 - p.
-So tokens that are as sure as each other are judged as a group, too, and tokens that are not sure as another one: in low
+Roundings of tokens that are sure of an entry are as large as those of others, and their gradients as small as 1 - p. So
+tokens that are as sure as each other are judged as a group, too, and tokens that are not sure as another one: in low
 precision the norm of a group's error is at most twice that of torch's path, whose logits are rounded, plus the rounding
-of what is delivered.
+of what is delivered and a few roundings of 1.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-import fuzz_bounds
-import fuzz_groups
 from cases import DTYPES
-from fuzz_configuration import Configuration
-from fuzz_distributions import DivergenceAnalysis, SelectedAnalysis
-from fuzz_logits import Logits
+from fuzz_bounds import FP16_SMALLEST, Analysis, DivergenceAnalysis, Logits, Precision, half_spacing, partial_sums
+from fuzz_draw import Configuration
 from fuzz_run import Wrong, assemble
-from fuzz_truth import INFINITE, Operands, dense, kept, operands, per_result
-from fuzz_values import Whole, make
+from fuzz_truth import dense
+from fuzz_values import INFINITE, Operands, Whole, make, operands, per_result
 from parallel_lce.core.partials import accumulation_dtype
 
-_ANALYSES = {"selected": SelectedAnalysis, "divergence": DivergenceAnalysis}
 _GRADIENTS = ("dinput", "dweight", "dbias", "dtoken_weight")
+_OF_IDS = ("argmax", "top_logits", "top_ids")
+_FEWEST = 8
+"""Tokens of a group. With fewer of them torch may be right by luck."""
+_ROUNDINGS = 2
+"""Of 1: of a probability and of the sums that it is formed from. Torch may have fewer. At 1 - p of 1e-6 they are an
+eighth of it."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Of the worst row of a result: its error, what it may be, and the yardsticks'."""
+    """Of the worst row of a result: its error, what it may be, and the yardstick's."""
 
     name: str
     row: int
@@ -64,56 +65,43 @@ class Verdict:
 def judge(c: Configuration, parts: list[dict[str, Tensor]]) -> list[Verdict]:
     """The verdict on each result of the ranks; :class:`Wrong` where they disagree or have another form."""
     found, whole = assemble(c, parts), make(c)
-    if c.kind == "logits":
-        truth, bounds = fuzz_bounds.of_logits(c, whole)
-        verdicts = [_worst(c, name, value, truth[name], bounds[name], []) for name, value in found.items()]
-        if not c.N:
-            return verdicts
-        flat = [{name: value.reshape(c.N, -1) for name, value in values.items()} for values in (found, truth)]
-        return verdicts + _of_groups(fuzz_groups.of_logits(c, whole), *flat)
-    o = operands(c, whole)
     for name, value in found.items():
         _check_form(c, whole, name, value)
     found.pop("vocab_size", None)
     if c.counted == "wrong":
-        # Of results without an element, such as the log-probabilities of no selected entry, nothing flows back.
-        sources = [name for name in whole.upstream if found[name].numel()]
-        for name, value in found.items():
-            nothing = _is_nothing(value)
-            if name.removesuffix(" again") not in _GRADIENTS:
-                _require(nothing.all(), f"{name} is a number, but the count of tokens is wrong")
-            elif min(whole.counted, int(whole.mask.sum()), len(sources)) and value.numel():
-                _require(nothing.any(), f"{name} has no NaN, but the count of tokens is wrong")
+        _check_nothing(found, whole)
         return []
-    dtype = DTYPES[c.computed]
+    o = operands(c, whole)
     truth = dense(c, o, torch.float64, torch.float64)
-    analysis = _ANALYSES.get(c.kind, fuzz_bounds.Analysis)(c, o, truth)
+    analysis = (DivergenceAnalysis if c.kind == "divergence" else Analysis)(c, o, truth)
     bounds = analysis.bounds()
-    yardsticks = []
-    if dtype == torch.float32:
-        yardsticks = [dense(c, o, dtype, dtype)]
-    elif dtype != torch.float64 and (moved := analysis.moved()) is not None:
-        yardsticks = [kept(c, o, moved)]
+    yardstick = dense(c, o, torch.float32, torch.float32) if c.computed == "fp32" else {}
     if c.reduction == "mean" and c.kind == "loss" and analysis.nothing_counts:
         # Documented; to the reference a weight matters even then.
         truth["dtoken_weight"] = torch.zeros(c.N)
-    verdicts = []
+    verdicts = _of_ids(c, o, found, analysis.logits)
     for name, value in found.items():
         base = name.removesuffix(" again")
-        if base in ("dweight", "dbias") and o.outside.any():
+        summed = base in ("dweight", "dbias")
+        if base in _OF_IDS or (summed and o.outside.any()):
             continue
-        if base in ("argmax", "top_logits", "top_ids"):
-            continue
-        yard = [y[base] for y in yardsticks if base in y]
-        value, exact = value.reshape(truth[base].shape), truth[base]
-        for tokens, is_right in _settled(c, o, base):
-            rows = per_result(base, tokens, o.entries)
-            _require(is_right(value[rows]).all(), f"{name} of a token that does not count or has no loss")
-            value, exact = (v.double().index_fill(0, rows.nonzero()[:, 0], 0.0) for v in (value, exact))
-            yard = [torch.where(rows.view(-1, *[1] * (y.dim() - 1)), 0.0, y) for y in yard]
-        verdicts.append(_worst(c, name, value, exact, bounds[base], yard))
-    verdicts += _of_ids(c, o, found, analysis.logits)
-    return verdicts + _of_groups(fuzz_groups.of_operands(c, o, analysis, truth), found, truth)
+        exact, yard = truth[base], yardstick.get(base)
+        found[name] = value = value.double().reshape(exact.shape)
+        if not summed and not (base == "loss" and c.reduction != "none"):
+            # What is not a matter of precision.
+            for tokens, is_right in ((o.outside, torch.isnan), (o.quiet, lambda value: value == 0)):
+                rows = per_result(base, tokens, o.entries)
+                if rows.any():
+                    _require(is_right(value[rows]).all(), f"{name} of a token that does not count or has no loss")
+                    value, exact = (v.index_fill(0, rows.nonzero()[:, 0], 0.0) for v in (value, exact))
+                    yard = None if yard is None else yard.index_fill(0, rows.nonzero()[:, 0], 0.0)
+        verdicts.append(_worst(name, value, exact, bounds[base], yard))
+    return verdicts + _of_groups(c, o, analysis, found, truth, bounds)
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise Wrong(message)
 
 
 def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> None:
@@ -126,6 +114,8 @@ def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> Non
         shape = c.shape
         if name == "loss" and c.reduction != "none":
             shape = ()
+        elif name == "loss" and c.kind == "logits" and c.label_smoothing:
+            shape = (c.ranks, *shape)
         elif name in ("selected_log_prob", "log_probs"):
             shape = whole.ids.shape
         elif name in ("top_logits", "top_ids"):
@@ -133,15 +123,16 @@ def _check_form(c: Configuration, whole: Whole, name: str, value: Tensor) -> Non
         _require(tuple(value.shape) == tuple(shape), f"{name} is {list(value.shape)}")
 
 
-def _is_nothing(value: Tensor) -> Tensor:
-    return value.isnan() if value.is_floating_point() else value == -1
-
-
-def _settled(c: Configuration, o: Operands, base: str) -> list[tuple[Tensor, Callable[[Tensor], Tensor]]]:
-    """Tokens whose rows of a result are not a matter of precision, and what these must be."""
-    if base in ("dweight", "dbias") or (base == "loss" and c.reduction != "none"):
-        return []
-    return [(o.outside, torch.isnan), (o.quiet, lambda value: value == 0)]
+def _check_nothing(found: dict[str, Tensor], whole: Whole) -> None:
+    """Whether no result is a number, as the count of tokens is wrong."""
+    # Of results without an element, such as the log-probabilities of no selected entry, nothing flows back.
+    sources = [name for name in whole.upstream if found[name].numel()]
+    for name, value in found.items():
+        nothing = value.isnan() if value.is_floating_point() else value == -1
+        if name.removesuffix(" again") not in _GRADIENTS:
+            _require(nothing.all(), f"{name} is a number, but the count of tokens is wrong")
+        elif min(whole.counted, int(whole.mask.sum()), len(sources)) and value.numel():
+            _require(nothing.any(), f"{name} has no NaN, but the count of tokens is wrong")
 
 
 def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], logits: Logits) -> list[Verdict]:
@@ -153,42 +144,85 @@ def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], logits: Log
     for name, value in rows.items():
         nothing = 0 if value.is_floating_point() else -1
         _require((value[o.quiet] == nothing).all(), f"{name} of a token that does not count")
-    rows = {name: value[counts] for name, value in rows.items()}
-    for name in ("argmax", "top_ids"):
-        if name in rows:
-            _require(((rows[name] >= 0) & (rows[name] < c.V)).all(), f"{name} is outside the vocabulary")
+        rows[name] = value = value[counts]
+        inside = value.is_floating_point() or ((value >= 0) & (value < c.V)).all()
+        _require(inside, f"{name} is outside the vocabulary")
     if "argmax" in rows:
         chosen = z.gather(1, rows["argmax"])[:, 0]
-        verdicts.append(_worst(c, "argmax", chosen, z.amax(1), 2 * error.amax(1), []))
+        verdicts.append(_worst("argmax", chosen, z.amax(1), 2 * error.amax(1)))
     if "top_ids" in rows:
         top, ids = rows["top_logits"], rows["top_ids"]
         _require((ids.sort(1).values.diff(dim=1) > 0).all(), "top_ids has an id twice")
         ordered = (top.diff(dim=1) < 0) | ((top[:, 1:] == top[:, :-1]) & (ids.diff(dim=1) > 0))
         _require(ordered.all(), "top_logits do not fall, or top_ids of equal ones do not rise")
-        largest = z.topk(c.top_k, 1).values
-        bound = error.amax(1, keepdim=True).expand(largest.shape)
-        for name, truth, allowed in (
-            ("top_logits", largest, bound),
-            ("top_ids", z.gather(1, ids), error.gather(1, ids)),
-        ):
-            verdicts.append(_worst(c, name, *(v.reshape(-1) for v in (top, truth, allowed)), []))
+        largest = z.topk(c.top_k, 1).values, error.amax(1, keepdim=True).expand(top.shape)
+        of_ids = z.gather(1, ids), error.gather(1, ids)
+        for name, (exact, allowed) in {"top_logits": largest, "top_ids": of_ids}.items():
+            verdicts.append(_worst(name, *(v.double().reshape(-1) for v in (top, exact, allowed))))
     return verdicts
 
 
-def _of_groups(groups: fuzz_groups.Groups | None, found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
+def _of_groups(
+    c: Configuration,
+    o: Operands,
+    analysis: Analysis | DivergenceAnalysis,
+    found: dict[str, Tensor],
+    truth: dict[str, Tensor],
+    bounds: dict[str, Tensor],
+) -> list[Verdict]:
     """On tokens that are as sure as each other of an entry, and on those that are not sure."""
+    if not c.sure or DTYPES[c.computed].itemsize > 2 or (c.kind == "logits" and c.label_smoothing):
+        return []
+    torchs, floor = dense(c, o, DTYPES[c.computed], torch.float32), _floor(c, o, analysis, truth)
+    counts, miss = ~(o.quiet | o.outside), analysis.miss
+    sure = counts & (miss > c.miss / 3) & (miss < 3 * c.miss)
+    groups = {"sure": sure, "other": counts & ~sure & (miss > 0.1)}
     verdicts = []
-    for name, value in found.items() if groups is not None else ():
-        exact = truth[base] if (base := name.removesuffix(" again")) in truth else torch.zeros(())
-        if base in groups.torchs and exact.dim() and exact.numel() and value.is_floating_point():
-            for group, *numbers in groups.errors(base, value.double().reshape(exact.shape), exact):
-                verdicts.append(Verdict(f"{name} of {group} tokens", -1, *numbers))
+    for name, value in found.items():
+        base = name.removesuffix(" again")
+        summed = base in ("dweight", "dbias")
+        if (
+            base in _OF_IDS
+            or base not in torchs
+            or not truth[base].numel()
+            or not truth[base].dim()
+            or (summed and o.outside.any())
+        ):
+            continue
+        parts = value - truth[base], torchs[base].double() - truth[base], floor(base), truth[base]
+        # What may overflow is not judged.
+        judged = (truth[base].abs() < INFINITE) & bounds[base].isfinite()
+        judged = judged.reshape(len(judged), -1).all(1)
+        for group, tokens in groups.items():
+            if tokens.sum() < _FEWEST or (summed and (counts & ~tokens).any()):
+                continue  # The others' part of a sum over all tokens hides that of the sure ones.
+            rows = judged if summed else judged & per_result(base, tokens, o.entries)
+            error, other, least, size = (part[rows].norm().item() for part in parts)
+            if math.isfinite(other):
+                verdicts.append(Verdict(f"{name} of {group} tokens", -1, error, 2 * other + least, other, size))
     return verdicts
 
 
-def _require(condition: object, message: str) -> None:
-    if not condition:
-        raise Wrong(message)
+def _floor(
+    c: Configuration, o: Operands, analysis: Analysis | DivergenceAnalysis, truth: dict[str, Tensor]
+) -> Callable[[str], Tensor]:
+    """Of a result's name, how far roundings may move it though torch has none."""
+    precision, layer, terms = Precision.of(c), o.layer, analysis.terms
+    others = {"dinput": layer.weight, "dweight": layer.x, "dbias": torch.ones(c.N, 1)}
+
+    def floor(base: str) -> Tensor:
+        exact = truth[base].abs()
+        if base == "dtoken_weight":
+            return half_spacing(getattr(torch, c.weight_dtype)) * exact + _ROUNDINGS * precision.u
+        if base not in others:
+            return precision.u * (exact + _ROUNDINGS)
+        summed = (terms if base == "dinput" else terms.t()) @ others[base].double().abs()
+        moved = precision.delivered * exact + _ROUNDINGS * precision.u * summed.view_as(exact)
+        if base == "dinput" and c.ranks > 1 and c.kind != "logits":
+            moved += c.ranks * precision.low * partial_sums(c, layer, truth["G"])
+        return moved + (FP16_SMALLEST if precision.any_fp16 else 0.0)
+
+    return floor
 
 
 def _rows(value: Tensor) -> Tensor:
@@ -196,27 +230,19 @@ def _rows(value: Tensor) -> Tensor:
     return value.norm(dim=1) if value.dim() == 2 else value.abs().reshape(-1)
 
 
-def _worst(
-    c: Configuration, name: str, found: Tensor, truth: Tensor, bound: Tensor, yardsticks: list[Tensor]
-) -> Verdict:
-    _require(found.shape == truth.shape, f"{name} is {list(found.shape)}, not {list(truth.shape)}")
-    found = found.double()
+def _worst(name: str, found: Tensor, truth: Tensor, bound: Tensor, yardstick: Tensor | None = None) -> Verdict:
     if truth.numel() == 0:
         return Verdict(name, 0, 0.0, 0.0, 0.0, 0.0)
     infinite = truth.abs() > INFINITE
     wrong = infinite & (found != truth.sign() * torch.inf)
-    difference = torch.where(infinite, 0.0, found - truth).masked_fill(wrong, torch.inf)
-    bound = torch.where(infinite, 0.0, bound)
-    # What may overflow is not judged, and neither are its yardsticks.
-    beyond = bound.isinf()
-    difference = difference.masked_fill(beyond, 0.0).nan_to_num(torch.inf, torch.inf, torch.inf)
-    error = _rows(difference)
+    # What may overflow is not judged, and neither is its yardstick.
+    aside = infinite | bound.isinf()
+    difference = (found - truth).masked_fill(aside, 0.0).masked_fill(wrong, torch.inf)
+    error = _rows(difference.nan_to_num(torch.inf, torch.inf, torch.inf))
     its = torch.zeros_like(error)
-    for yardstick in yardsticks:
-        other = torch.where(infinite | beyond, 0.0, yardstick.double() - truth).nan_to_num(0.0, 0.0, 0.0)
-        its = torch.maximum(its, _rows(other))
-    allowed = 2 * its + _rows(bound.masked_fill(beyond, 0.0))
-    ratio = torch.where(error == 0, 0.0, error / allowed)
-    row = int(ratio.argmax())
-    norm = _rows(torch.where(infinite, 0.0, truth))[row]
-    return Verdict(name, row, *(v.item() for v in (error[row], allowed[row], its[row], norm)))
+    if yardstick is not None:
+        its = _rows((yardstick.double() - truth).masked_fill(aside, 0.0).nan_to_num(0.0, 0.0, 0.0))
+    allowed = 2 * its + _rows(bound.masked_fill(aside, 0.0))
+    row = int(torch.where(error == 0, 0.0, error / allowed).argmax())
+    norm = _rows(truth.masked_fill(infinite, 0.0))
+    return Verdict(name, row, *(v[row].item() for v in (error, allowed, its, norm)))

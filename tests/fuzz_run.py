@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
 from cases import DTYPES
-from fuzz_configuration import FIELDS, Configuration
+from fuzz_draw import FIELDS, Configuration
 from fuzz_values import Whole, laid, make
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.distillation import divergence
@@ -111,7 +111,7 @@ def _arguments(member: Member, c: Configuration, whole: Whole) -> _Arguments:
         return found
 
     if c.kind == "logits":
-        tensors: dict[str, Tensor | None] = {"input": whole.logits[..., start : start + rows]}
+        tensors: dict[str, Tensor | None] = {"input": whole.x[..., start : start + rows]}
     else:
         tensors = layer("", rows, whole.x, whole.weight, whole.bias)
     tensors["token_weight"] = whole.token_weight
@@ -145,14 +145,13 @@ def _options(member: Member, c: Configuration, whole: Whole, given: dict[str, Te
     wide = accumulation_dtype(DTYPES[c.computed])
     reduce = {"": None, "wide": wide, "same": DTYPES[c.computed]}[c.reduce_dtype]
     numbers: dict = {"vocab_start": start if c.starts_given else None, "vocab_size": c.V if c.size_given else None}
+    numbers["temperature"] = c.temperature
     if c.kind != "selected":
         numbers["logits_budget"] = c.budget
-    if c.kind == "divergence":
-        numbers |= {"ignore_index": c.ignore_index, "beta": c.beta, "temperature": c.temperature}
-    else:
-        numbers |= {"logit_scale": c.scale, "logit_softcap": c.softcap, "temperature": c.temperature}
-    if c.kind == "loss":
-        numbers |= {"ignore_index": c.ignore_index, "label_smoothing": c.label_smoothing, "z_loss": c.z_loss}
+    if c.kind != "divergence":
+        numbers |= {"logit_scale": c.scale, "logit_softcap": c.softcap}
+    of_kind = {"divergence": ("ignore_index", "beta"), "loss": ("ignore_index", "label_smoothing", "z_loss")}
+    numbers |= {name: getattr(c, name) for name in of_kind.get(c.kind, ())}
     if c.filtered:
         # Below every probability but those that underflow: gradients are the same.
         numbers["gradient_filter"] = 1e-300 if c.computed == "fp64" else 1e-38
@@ -163,10 +162,10 @@ def _options(member: Member, c: Configuration, whole: Whole, given: dict[str, Te
     options = {name: _number(c, value) for name, value in numbers.items()}
     if c.kind in ("loss", "divergence"):
         options["reduction"] = c.reduction
-    options |= {name: True for name in c.asked}
-    options |= {name: given[name] for name in ("logit_scale", "temperature", "mask") if name in given}
     if c.kind == "statistics" and c.selected:
         options["selected"] = _selected(given)
+    options |= {name: True for name in c.asked}
+    options |= {name: given[name] for name in ("logit_scale", "temperature", "mask") if name in given}
     options |= {"sequence_parallel": c.sequence_parallel, "reduce_hidden_grad": c.reduce_hidden_grad}
     return options | {"process_group": group, "reduce_dtype": reduce}
 
@@ -229,20 +228,16 @@ def _gapped(tensor: Tensor) -> Tensor:
     return wide[..., 0]
 
 
-def _transposed(tensor: Tensor) -> Tensor:
-    return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
-
-
 def _saving(c: Configuration):
-    if c.mode != "train":
-        return nullcontext()
-    if c.walk == "save_on_cpu":
-        return save_on_cpu()
-    if c.walk == "transposed hooks":
-        return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), _transposed)
-    if c.walk in ("gapped hooks", "twice under hooks"):
-        return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), _gapped)
-    return nullcontext()
+    """Hooks for saved tensors, which return other strides."""
+    returned = {
+        "transposed hooks": lambda tensor: tensor.t().contiguous().t() if tensor.dim() == 2 else tensor,
+        "gapped hooks": _gapped,
+        "twice under hooks": _gapped,
+    }
+    if c.mode == "train" and c.walk in returned:
+        return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), returned[c.walk])
+    return save_on_cpu() if c.mode == "train" and c.walk == "save_on_cpu" else nullcontext()
 
 
 def _forward(c: Configuration, a: _Arguments) -> dict[str, Tensor]:

@@ -65,11 +65,11 @@ def selected_logits(projection: Projection, x: Tensor, selection: Selection, out
 def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
     row, hit = gradient.selection.places()
     hit &= gradient.selection.inside(0, len(weight))
-    total = dx.new_zeros(dx.shape, dtype=gradient.values.dtype)
-    if len(weight) and len(dx):
+    if len(weight):
         ids, values = gradient.selection.ids.where(hit, 0), gradient.values.where(hit, 0.0)
-        _add_rows(total, row, values, weight, ids)
-    dx.copy_(total)
+        _sum_rows(dx, row, values, weight, ids)
+    else:
+        dx.zero_()
 
 
 def selected_weight_gradient(
@@ -77,20 +77,25 @@ def selected_weight_gradient(
 ) -> None:
     hit = gradient.selection.inside(0, len(dweight))
     ids, values = gradient.selection.ids.where(hit, 0), gradient.values.where(hit, 0.0)
-    total = dweight.new_zeros(dweight.shape, dtype=values.dtype)
-    if len(dweight) and len(x):
-        _add_rows(total, ids, values, x, owner)
-    dweight.copy_(total)
-    if dbias is not None and len(dbias):
-        dbias.copy_(torch.zeros_like(dbias, dtype=values.dtype).index_put_((ids,), values, accumulate=True))
+    if len(dweight):
+        _sum_rows(dweight, ids, values, x, owner)
+        if dbias is not None:
+            _sum_rows(dbias[:, None], ids, values, values.new_ones(len(x), 1), owner)
 
 
-def _add_rows(total: Tensor, index: Tensor, values: Tensor, source: Tensor, rows: Tensor) -> None:
-    """``total[index] += values * source[rows]``; ``index``, ``values`` and ``rows`` are ``[E]``."""
-    for some in tiles_of_rows(len(index), total.shape[1], total.element_size()):
-        added = source[rows[some]].to(total.dtype) * values[some].unsqueeze(1)
-        # index_put_ sums equal indices in a fixed order, on CUDA too.
-        total.index_put_((index[some],), added, accumulate=True)
+def _sum_rows(out: Tensor, index: Tensor, values: Tensor, source: Tensor, rows: Tensor) -> None:
+    """``out[index] = sum of values * source[rows]``; ``index``, ``values`` and ``rows`` are ``[E]``.
+
+    index_put_ adds equal indices one after another, in a fixed order, on CUDA too. In fp32 the sum of many terms of one
+    sign would drift, so it is fp64.
+    """
+    for columns in tiles_of_rows(out.shape[1], len(out), torch.float64.itemsize):
+        part = source[:, columns]
+        total = torch.zeros_like(out[:, columns], dtype=torch.float64)
+        for some in tiles_of_rows(len(index), total.shape[1], total.element_size()):
+            added = part[rows[some]].to(total.dtype) * values[some].unsqueeze(1)
+            total.index_put_((index[some],), added, accumulate=True)
+        out[:, columns] = total
 
 
 def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:

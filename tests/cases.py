@@ -172,45 +172,57 @@ def part(t: Tensors, member: Member, sequence_parallel: bool = False, shards: tu
     return replace(t, x=leaf(x), weight=leaf(t.weight[start:stop]), bias=bias)
 
 
-def local_shard(case: Case, rank: int) -> tuple[int, int, bool]:
-    """(first row, rows, whether they must be given) of a rank; the last ones may be padding."""
+def operands(member: Member, case: Case, t: Tensors, padding: float = 3.0) -> tuple[dict[str, Tensor], dict, int]:
+    """A rank's leaves by name: its rows of x, of the weight and of the bias; the options that tell which they are; and
+    the number of vocabulary rows that are not padding. Rows of padding hold what must never matter."""
+    rows, start = -(-case.V // case.ranks), -(-case.V // case.ranks) * member.rank
     if case.shards is not None:
-        return sum(case.shards[:rank]), case.shards[rank], True
-    rows = -(-case.V // case.ranks)
-    return rank * rows, rows, False
+        rows, start = case.shards[member.rank], sum(case.shards[: member.rank])
+    real = max(0, min(rows, case.V - start))
+
+    def shard(value: Tensor) -> Tensor:
+        mine = value.new_full((rows, *value.shape[1:]), padding)
+        mine[:real] = value[start : start + real]
+        return mine
+
+    x = t.x.chunk(case.ranks)[member.rank] if case.sequence_parallel else t.x
+    leaves = {"x": x.clone(), "weight": shard(t.weight)}
+    if t.bias is not None:
+        leaves["bias"] = shard(t.bias)
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name not in case.frozen.split())
+    given = case.shards is not None
+    where = dict(
+        process_group=member.group if case.ranks > 1 else None,
+        sequence_parallel=case.sequence_parallel,
+        vocab_start=start if given else None,
+        vocab_size=case.V if (case.give_vocab_size if given else rows * case.ranks != case.V) else None,
+    )
+    return leaves, where, real
+
+
+def unpadded(name: str, gradient: Tensor, real: int) -> Tensor:
+    """A leaf's gradient, on the CPU: of a shard the rows that are not padding."""
+    if name == "x":
+        return gradient.cpu()
+    assert torch.count_nonzero(gradient[real:]) == 0, f"d{name} of padding rows"
+    return gradient[:real].cpu()
 
 
 def ours(member: Member, case: Case) -> dict[str, Tensor]:
     """The package's loss and gradients on one rank: of its part of x and its shard."""
     t = make(case, member.device)
-    start, rows, given = local_shard(case, member.rank)
-    real = max(0, min(rows, case.V - start))
-    # Padding rows hold what must never matter.
-    weight = t.weight.new_full((rows, case.D), 3.0)
-    weight[:real] = t.weight[start : start + real]
-    bias = None
-    if t.bias is not None:
-        bias = t.bias.new_full((rows,), 5.0)
-        bias[:real] = t.bias[start : start + real]
-    x = t.x.chunk(case.ranks)[member.rank] if case.sequence_parallel else t.x
-    leaves = {
-        name: None if value is None else value.clone().requires_grad_(name not in case.frozen.split())
-        for name, value in (("x", x), ("weight", weight), ("bias", bias))
-    }
-    padded = case.shards is None and rows * case.ranks != case.V
+    leaves, where, real = operands(member, case, t)
     loss = parallel_lce.linear_cross_entropy(
         leaves["x"],
         leaves["weight"],
         t.target,
-        linear_bias=leaves["bias"],
+        linear_bias=leaves.get("bias"),
         token_weight=t.token_weight,
         logit_scale=case.logit_scale,
         logit_softcap=case.logit_softcap,
-        process_group=member.group if case.ranks > 1 else None,
-        sequence_parallel=case.sequence_parallel,
-        vocab_start=start if given else None,
-        vocab_size=case.V if padded or (given and case.give_vocab_size) else None,
         logits_budget=case.budget,
+        **where,
         **loss_options(case),
         **case.options,
     )
@@ -218,30 +230,24 @@ def ours(member: Member, case: Case) -> dict[str, Tensor]:
     if loss.requires_grad:
         loss.backward(t.upstream.to(loss.dtype))
     for name, leaf in leaves.items():
-        if leaf is None:
-            continue
         assert (leaf.grad is None) == (name in case.frozen.split()), name
-        if leaf.grad is None:
-            continue
-        if name != "x":
-            padding = leaf.grad[real:]
-            assert torch.equal(padding, torch.zeros_like(padding)), f"d{name} of padding rows"
-        found[f"d{name}"] = (leaf.grad if name == "x" else leaf.grad[:real]).cpu()
+        if leaf.grad is not None:
+            found[f"d{name}"] = unpadded(name, leaf.grad, real)
     return found
 
 
 def assemble(case: Case, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Whole tensors from what each rank returned; what must agree bit for bit is checked."""
-    for part in parts[1:]:
-        assert torch.equal(parts[0]["loss"], part["loss"]) or part["loss"].isnan().any()
-        if not case.sequence_parallel and "dx" in part:
-            assert torch.equal(parts[0]["dx"], part["dx"]), "dx differs between ranks"
-    whole = {"loss": parts[0]["loss"]}
-    for name in parts[0]:
-        if name in ("dweight", "dbias") or (name == "dx" and case.sequence_parallel):
-            whole[name] = torch.cat([p[name] for p in parts])
-        elif name == "dx":
-            whole[name] = parts[0][name]
+    """Whole tensors from what each rank returned; what must agree bit for bit is checked. A gradient's name begins
+    with that of its leaf."""
+    whole = {}
+    for name, first in parts[0].items():
+        everyone = [part[name] for part in parts]
+        if name.startswith(("dweight", "dbias")) or (name.startswith("dx") and case.sequence_parallel):
+            whole[name] = torch.cat(everyone)
+        else:
+            same = all(torch.equal(first, other) or other.isnan().any() for other in everyone)
+            assert same, f"{name} differs between ranks"
+            whole[name] = first
     return whole
 
 
@@ -252,6 +258,7 @@ def check(case: Case, found: dict[str, Tensor], factor: float, device: str = "cp
     truth, yardstick = dense(case, t), dense(case, t, dtype)
     for name, value in found.items():
         assert value.shape == truth[name].shape, name
+        assert value.dtype == (accumulation_dtype(dtype) if name == "loss" else dtype), name
         # Sums in another order. In float64 truth and yardstick are one: there that is all.
         floor = torch.finfo(accumulation_dtype(dtype)).eps * size(truth[name])
         floor *= 32 if dtype == torch.float64 else 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fractions
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,216 +30,121 @@ def _dtensor():
     return torch.zeros(V, D).as_subclass(_FakeDTensor)
 
 
-# What is changed, and what the message must say.
-BAD = {
-    "input no tensor": (dict(input=[1.0]), "input must be a tensor, got list"),
-    "input of no dimension": (dict(input=torch.tensor(1.0)), r"input must be \[..., D\], got \[\]"),
-    "input of integers": (
-        dict(input=torch.zeros(N, D, dtype=torch.int64)),
-        "input must be bfloat16, float16, float32 or float64, got torch.int64",
-    ),
-    "input features": (dict(input=torch.zeros(N, 5)), r"input has 5 features and linear_weight \[10, 4\] has 4"),
-    "weight no tensor": (dict(linear_weight=None), "linear_weight must be a tensor, got NoneType"),
-    "weight of one dimension": (
-        dict(linear_weight=torch.zeros(D)),
-        r"linear_weight must be \[V, D\] with two dimensions, got \[4\]",
-    ),
-    "weight of three dimensions": (
-        dict(linear_weight=torch.zeros(V, 1, D)),
-        r"linear_weight must be .* got \[10, 1, 4\]",
-    ),
-    "weight dtype": (
-        dict(linear_weight=torch.zeros(V, D, dtype=torch.bfloat16)),
-        "linear_weight is torch.bfloat16 and input is torch.float32",
-    ),
-    "weight device": (
-        dict(linear_weight=torch.zeros(V, D, device="meta")),
-        "linear_weight is on meta and input is on cpu",
-    ),
-    "weight is a DTensor": (
-        dict(linear_weight=_dtensor()),
-        r"linear_weight is a DTensor; pass linear_weight.to_local\(\)",
-    ),
-    "target no tensor": (dict(target=[1, 2]), "target must be a tensor.*, got list"),
-    "target None": (dict(target=None), "target must be a tensor.*, got NoneType"),
-    "target length": (
-        dict(target=torch.zeros(7, dtype=torch.int64)),
-        r"target must have shape \[6\] for input \[6, 4\], got \[7\]",
-    ),
-    "target rank": (
-        dict(target=torch.zeros(N, 1, dtype=torch.int64)),
-        r"target must have shape \[6\] for input \[6, 4\], got \[6, 1\]",
-    ),
-    "target of probabilities": (
-        dict(target=torch.zeros(N, V)),
-        r"target must have shape \[6\].*got \[6, 10\]|integer dtype, got torch.float32",
-    ),
-    "target of floats": (
-        dict(target=torch.zeros(N)),
-        "target must hold class indices of an integer dtype, got torch.float32 .*probabilities are not supported",
-    ),
-    "target of booleans": (
-        dict(target=torch.zeros(N, dtype=torch.bool)),
-        "target must hold class indices .* got torch.bool",
-    ),
-    "target device": (
-        dict(target=torch.zeros(N, dtype=torch.int64, device="meta")),
-        "target is on meta and input is on cpu",
-    ),
-    "bias length": (
-        dict(linear_bias=torch.zeros(9)),
-        r"linear_bias must have shape \[10\].* linear_weight \[10, 4\], got \[9\]",
-    ),
-    "bias rank": (dict(linear_bias=torch.zeros(V, 1)), r"linear_bias must have shape \[10\].* got \[10, 1\]"),
-    "bias dtype": (
-        dict(linear_bias=torch.zeros(V, dtype=torch.float64)),
-        "linear_bias is torch.float64 and input is torch.float32",
-    ),
-    "bias no tensor": (dict(linear_bias=0.0), "linear_bias must be a tensor or None, got float"),
-    "bias device": (dict(linear_bias=torch.zeros(V, device="meta")), "linear_bias is on meta and input is on cpu"),
-    "token_weight length": (
-        dict(token_weight=torch.zeros(5)),
-        r"token_weight must have target's shape \[6\], got \[5\]",
-    ),
-    "token_weight no tensor": (dict(token_weight=[1.0] * N), "token_weight must be a tensor or None, got list"),
-    "token_weight complex": (
-        dict(token_weight=torch.zeros(N, dtype=torch.complex64)),
-        "token_weight must be real, got torch.complex64",
-    ),
-    "token_weight device": (
-        dict(token_weight=torch.zeros(N, device="meta")),
-        "token_weight is on meta and input is on cpu",
-    ),
-    "reduction": (dict(reduction="average"), "reduction must be 'none', 'mean' or 'sum', got 'average'"),
-    "reduction None": (dict(reduction=None), "reduction must be .* got None"),
-    "input is sparse": (
-        dict(input=torch.zeros(N, D).to_sparse()),
-        "input must be a dense tensor, got one of layout torch.sparse_coo",
-    ),
-    "weight of no rows": (
-        dict(linear_weight=torch.zeros(0, D)),
-        r"linear_weight \[0, 4\] has no rows: the vocabulary is empty",
-    ),
-    "ignore_index of 70 bits": (
-        dict(ignore_index=2**70),
-        "ignore_index must be an integer of 64 bits or None, got 1180591620717411303424",
-    ),
-    "ignore_index a bool": (dict(ignore_index=True), "ignore_index must be an integer of 64 bits or None, got True"),
-    "scale of 400 digits": (
-        dict(logit_scale=10**400),
-        r"logit_scale must be a finite Python number, got 1000.*\(401 characters\)",
-    ),
-    "scale beyond fp32": (dict(logit_scale=1e39), "logit_scale must be a finite Python number, got 1e.39"),
-    "softcap that fp32 cannot hold": (
-        dict(logit_softcap=1e-60),
-        "logit_softcap must be None or a positive Python number, got 1e-60",
-    ),
-    "softcap beyond fp32": (
-        dict(logit_softcap=1e300),
-        "logit_softcap must be None or a positive Python number, got 1e.300",
-    ),
-    "z_loss beyond fp32": (
-        dict(z_loss=-(10**400)),
-        r"z_loss must be a finite Python number, got -1000.*\(402 characters\)",
-    ),
-    "start beyond 32 bits": (
-        dict(vocab_start=2**31),
-        "vocab_start must be None or an id >= 0 and < 2.31, got 2147483648",
-    ),
-    "vocab_size beyond 32 bits": (
-        dict(vocab_size=2**31),
-        "vocab_size must be None or a number of entries >= 1 and < 2.31, got 2147483648",
-    ),
-    "ignore_index float": (dict(ignore_index=0.5), "ignore_index must be an integer of 64 bits or None, got 0.5"),
-    "smoothing too large": (dict(label_smoothing=1.5), r"label_smoothing must be a Python number in \[0, 1\], got 1.5"),
-    "smoothing negative": (dict(label_smoothing=-0.1), r"label_smoothing must be .* got -0.1"),
-    "smoothing NaN": (dict(label_smoothing=float("nan")), "label_smoothing must be .* got nan"),
-    "z_loss infinite": (dict(z_loss=float("inf")), "z_loss must be a finite Python number, got inf"),
-    "z_loss a tensor": (dict(z_loss=torch.tensor(1.0)), r"z_loss must be a finite Python number, got tensor\(1.\)"),
-    "scale NaN": (dict(logit_scale=float("nan")), "logit_scale must be a finite Python number, got nan"),
-    "scale of integers": (
-        dict(logit_scale=torch.zeros(N, dtype=torch.int64)),
-        "logit_scale must be floating-point, got torch.int64",
-    ),
-    "scale that needs a gradient": (
-        dict(logit_scale=torch.zeros(N, requires_grad=True)),
-        r"logit_scale requires a gradient, and none flows to it: pass logit_scale.detach\(\)",
-    ),
-    "scale of another length": (
-        dict(logit_scale=torch.zeros(5)),
-        r"a tensor of target's shape \[6\], got one of shape \[5\]",
-    ),
-    "scale a tensor": (
-        dict(logit_scale=torch.ones(())),
-        r"logit_scale must be a finite Python number, or a tensor of target's shape \[\d+\], got one of shape \[\]",
-    ),
-    "softcap zero": (dict(logit_softcap=0.0), "logit_softcap must be None or a positive Python number, got 0.0"),
-    "softcap negative": (dict(logit_softcap=-3.0), "logit_softcap must be .* got -3.0"),
-    "softcap infinite": (dict(logit_softcap=float("inf")), "logit_softcap must be .* got inf"),
-    "budget negative": (dict(logits_budget=-1), "logits_budget must be None or a number of bytes >= 0, got -1"),
-    "budget float": (dict(logits_budget=1e9), "logits_budget must be .* got 1000000000.0"),
-    "start negative": (dict(vocab_start=-1), "vocab_start must be None or an id >= 0 and < 2.31, got -1"),
-    "start without a group": (dict(vocab_start=3), r"vocab_start=3 without a process group .* \[0, 3\)"),
-    "vocab_size zero": (dict(vocab_size=0), "vocab_size must be None or a number of entries >= 1 and < 2.31, got 0"),
-    "vocab_size beyond the rows": (dict(vocab_size=11), "vocab_size=11 exceeds the 10 rows of linear_weight on 1 rank"),
-    "vocab_size beyond the rows from 0": (dict(vocab_size=11, vocab_start=0), "vocab_size=11 exceeds the 10 rows"),
-    "no process group": (
-        dict(process_group="tp"),
-        "process_group must be a torch.distributed.ProcessGroup or None, got str",
-    ),
-    "sequence_parallel a text": (dict(sequence_parallel="no"), "sequence_parallel must be True or False, got 'no'"),
-    "sequence_parallel None": (dict(sequence_parallel=None), "sequence_parallel must be True or False, got None"),
-    "sequence_parallel a tensor": (
-        dict(sequence_parallel=torch.tensor(False)),
-        r"sequence_parallel must be True or False, got tensor\(False\)",
-    ),
-    "sequence_parallel a number of ranks": (
-        dict(sequence_parallel=2),
-        "sequence_parallel must be True or False, got 2",
-    ),
-    "sequence_parallel a float": (dict(sequence_parallel=1.0), "sequence_parallel must be True or False, got 1.0"),
-    "reduce_hidden_grad no truth value": (dict(reduce_hidden_grad="no"), "reduce_hidden_grad must be .* got 'no'"),
-    "an unreduced gradient of a part": (
-        dict(reduce_hidden_grad=False, sequence_parallel=True),
-        "reduce_hidden_grad=False cannot be combined with sequence_parallel=True: .* with sequence_parallel=False",
-    ),
-    "temperature zero": (dict(temperature=0.0), "temperature must be a number > 0, .* got 0.0"),
-    "temperature negative": (dict(temperature=-1), "temperature must be a number > 0, .* got -1"),
-    "temperature NaN": (dict(temperature=float("nan")), "temperature must be a number > 0, .* got nan"),
-    "temperature None": (dict(temperature=None), "temperature must be a number > 0, .* got None"),
-    "temperature of another shape": (
-        dict(temperature=torch.ones(N + 1)),
-        r"temperature must be .* target's shape \[6\], got one of shape \[7\]",
-    ),
-    "temperature of integers": (dict(temperature=torch.ones(N).int()), "temperature must be floating-point"),
-    "temperature that learns": (dict(temperature=torch.ones(N).requires_grad_()), "pass temperature.detach()"),
-    "scale over temperature": (
+def meta(*shape, dtype=torch.float32):
+    return torch.zeros(shape, dtype=dtype, device="meta")
+
+
+NAN, INF, HUGE = float("nan"), float("inf"), 10**400
+MESH = type("DeviceMesh", (), {"get_group": None})()
+# What is said of each of these changes.
+BAD_OPTIONS = {
+    "reduction must be 'none', 'mean' or 'sum', got ('average'|None)": [
+        dict(reduction="average"),
+        dict(reduction=None),
+    ],
+    "ignore_index must be an integer of 64 bits or None, got": [dict(ignore_index=i) for i in (2**70, True, 0.5)],
+    r"label_smoothing must be a Python number in \[0, 1\], got": [dict(label_smoothing=e) for e in (1.5, -0.1, NAN)],
+    "z_loss must be a finite Python number, got": [
+        dict(z_loss=z) for z in (INF, np.float32("nan"), np.bool_(True), fractions.Fraction(HUGE), "0.1", [0.1])
+    ],
+    r"must be a finite Python number, got -?1000.*\(40[12] characters\)": [dict(z_loss=-HUGE), dict(logit_scale=HUGE)],
+    "logit_scale must be a finite Python number, got": [dict(logit_scale=v) for v in (1e39, NAN, "x")],
+    "logit_softcap must be None or a positive Python number, got": [
+        dict(logit_softcap=cap) for cap in (1e-60, 1e300, 0.0, -3.0, INF)
+    ],
+    "temperature must be a number > 0, .* got": [dict(temperature=t) for t in (0.0, -1, NAN, None)],
+    "logit_scale=.* and logit_softcap=.* divided by temperature=.* are beyond fp32": [
         dict(logit_scale=1e30, temperature=1e-30),
-        "logit_scale=1e.30 and logit_softcap=None divided by temperature=1e-30 are beyond fp32",
-    ),
-    "softcap over temperature": (
         dict(logit_softcap=1e-30, temperature=1e30),
-        "divided by temperature=1e.30 are beyond",
-    ),
-    "a mesh for a group": (
-        dict(process_group=type("DeviceMesh", (), {"get_group": None})()),
-        r"process_group must be .* got DeviceMesh: pass its get_group\(\)",
-    ),
-    "weight of PyTorch's function": (dict(weight=torch.ones(V)), "weight=.* is not supported: use token_weight"),
-    "options of PyTorch's function": (dict(options=object()), "options=.* is not supported: .*logits_budget"),
+    ],
+    "logits_budget must be None or a number of bytes >= 0, got": [dict(logits_budget=b) for b in (-1, 1e9)],
+    "vocab_start must be None or an id >= 0 and < 2.31, got": [dict(vocab_start=s) for s in (-1, 2**31)],
+    "vocab_size must be None or a number of entries >= 1 and < 2.31, got": [dict(vocab_size=v) for v in (0, 2**31)],
+    "process_group must be a torch.distributed.ProcessGroup or None, got str": [dict(process_group="tp")],
+    r"process_group must be .* got DeviceMesh: pass its get_group\(\)": [dict(process_group=MESH)],
+    "sequence_parallel must be True or False, got": [dict(sequence_parallel=yes) for yes in ("no", None, 2, 1.0)],
+    "reduce_hidden_grad must be .* got 'no'": [dict(reduce_hidden_grad="no")],
+    "reduce_hidden_grad=False cannot be combined with sequence_parallel=True: .* with sequence_parallel=False": [
+        dict(reduce_hidden_grad=False, sequence_parallel=True)
+    ],
+    "reduce_dtype must be None, torch.float32 or the input's (dtype|torch.float32), got": [
+        dict(reduce_dtype=dtype) for dtype in (torch.int32, "float32")
+    ],
+}
+BAD_TENSORS = {
+    "input must be a tensor, got list": [dict(input=[1.0])],
+    r"input must be \[..., D\], got \[\]": [dict(input=torch.tensor(1.0))],
+    "input must be bfloat16, float16, float32 or float64, got torch.int64": [dict(input=torch.ones(N, D).long())],
+    r"input has 5 features and linear_weight \[10, 4\] has 4": [dict(input=torch.zeros(N, 5))],
+    "input must be a dense tensor, got one of layout torch.sparse_coo": [dict(input=torch.zeros(N, D).to_sparse())],
+    "linear_weight must be a tensor, got NoneType": [dict(linear_weight=None)],
+    r"linear_weight must be \[V, D\] with two dimensions, got \[10, 1, 4\]": [dict(linear_weight=torch.zeros(V, 1, D))],
+    "linear_weight is torch.bfloat16 and input is torch.float32": [dict(linear_weight=torch.zeros(V, D).bfloat16())],
+    "linear_weight is on meta and input is on cpu": [dict(linear_weight=meta(V, D))],
+    r"linear_weight is a DTensor; pass linear_weight.to_local\(\)": [dict(linear_weight=_dtensor())],
+    r"linear_weight \[0, 4\] has no rows: the vocabulary is empty": [dict(linear_weight=torch.zeros(0, D))],
+    "target must be a tensor.*, got (list|NoneType)": [dict(target=[1, 2]), dict(target=None)],
+    r"target must have shape \[6\] for input \[6, 4\], got \[(7|6, 1)\]": [
+        dict(target=torch.zeros(7).long()),
+        dict(target=torch.zeros(N, 1).long()),
+    ],
+    "target must hold class indices of an integer dtype, got torch.(float32|bool) .*probabilities are not": [
+        dict(target=torch.zeros(N)),
+        dict(target=torch.zeros(N, V)),
+        dict(target=torch.zeros(N).bool()),
+    ],
+    "target is on meta and input is on cpu": [dict(target=meta(N, dtype=torch.int64))],
+    r"linear_bias must have shape \[10\].* linear_weight \[10, 4\], got \[(9|10, 1)\]": [
+        dict(linear_bias=torch.zeros(9)),
+        dict(linear_bias=torch.zeros(V, 1)),
+    ],
+    "linear_bias is torch.float64 and input is torch.float32": [dict(linear_bias=torch.zeros(V).double())],
+    "linear_bias must be a tensor or None, got float": [dict(linear_bias=0.0)],
+    "linear_bias is on meta and input is on cpu": [dict(linear_bias=meta(V))],
+    r"token_weight must have target's shape \[6\], got \[5\]": [dict(token_weight=torch.zeros(5))],
+    "token_weight must be a tensor or None, got list": [dict(token_weight=[1.0] * N)],
+    "token_weight must be real, got torch.complex64": [dict(token_weight=torch.zeros(N, dtype=torch.complex64))],
+    "token_weight is on meta and input is on cpu": [dict(token_weight=meta(N))],
+    "logit_scale must be floating-point, got torch.int64": [dict(logit_scale=torch.ones(N).long())],
+    r"logit_scale requires a gradient, and none flows to it: pass logit_scale.detach\(\)": [
+        dict(logit_scale=torch.zeros(N, requires_grad=True))
+    ],
+    r"logit_scale must be .* a tensor of target's shape \[6\], got one of shape \[5?\]": [
+        dict(logit_scale=torch.zeros(5)),
+        dict(logit_scale=torch.ones(())),
+    ],
+    r"temperature must be .* target's shape \[6\], got one of shape \[7\]": [dict(temperature=torch.ones(N + 1))],
+    "temperature must be floating-point": [dict(temperature=torch.ones(N).int())],
+    "pass temperature.detach()": [dict(temperature=torch.ones(N).requires_grad_())],
+    r"vocab_start=3 without a process group .* \[0, 3\)": [dict(vocab_start=3)],
+    "vocab_size=11 exceeds the 10 rows of linear_weight on 1 rank": [
+        dict(vocab_size=11),
+        dict(vocab_size=11, vocab_start=0),
+    ],
+    "weight=.* is not supported: use token_weight": [dict(weight=torch.ones(V))],
+    "options=.* is not supported: .*logits_budget": [dict(options=object())],
+    "reduce_dtype must be .*the input's torch.float32, got torch": [
+        dict(reduce_dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)
+    ],
+    "(sequence_parallel|z_loss) must be .*, got tensor": [
+        dict(sequence_parallel=torch.tensor(False)),
+        dict(z_loss=torch.tensor(1.0)),
+    ],
 }
 _LOSS_ONLY = {"reduction", "ignore_index", "label_smoothing", "z_loss", "token_weight", "weight", "options"}
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_refused(name):
-    changes, message = BAD[name]
-    with pytest.raises(ValueError, match=message):
-        call(good() | changes)
-    shared = not _LOSS_ONLY & set(changes) and changes.get("target", 0) is not None
-    if shared:
+@pytest.mark.parametrize("message", [*BAD_OPTIONS, *BAD_TENSORS])
+def test_refused(message):
+    for changes in (BAD_OPTIONS | BAD_TENSORS)[message]:
         with pytest.raises(ValueError, match=message):
-            call(good() | changes, parallel_lce.token_statistics)
+            call(good() | changes)
+        if not _LOSS_ONLY & set(changes) and changes.get("target", 0) is not None:
+            with pytest.raises(ValueError, match=message):
+                call(good() | changes, parallel_lce.token_statistics)
+        if message in BAD_OPTIONS:  # when it is made
+            with pytest.raises(ValueError, match=message):
+                parallel_lce.LinearCrossEntropy(**changes)
 
 
 class _Wrapper(torch.Tensor):
@@ -316,62 +223,37 @@ def test_a_keyword_that_may_be_meant(function, given, meant):
         function(*positional, **{given: None})
 
 
+def _said(arguments: dict) -> str:
+    try:
+        call(arguments)
+    except Exception as refusal:
+        return f"{type(refusal).__name__}: {refusal}"
+    return "not refused"
+
+
 def _refused_over_ranks(member: Member):
-    """Arguments that are wrong on every rank; nobody reaches a collective."""
-    device = member.device
-    group = dict(process_group=member.group)
+    """What is said of arguments that are wrong on every rank; nobody reaches a collective."""
+    P = member.ranks
+    whole = torch.zeros(N * P, dtype=torch.int64, device=member.device)
+    scalar = torch.zeros(D, device=member.device), whole[0]
+    arguments = good(member.device) | dict(process_group=member.group)
     cases = {
-        "sequence parallel target": (
-            dict(sequence_parallel=True),
-            rf"target must have shape \[{N * member.ranks}\] for input \[6, 4\] of each of "
-            rf"{member.ranks} sequence-parallel ranks, got \[6\]",
-        ),
-        "sequence parallel token_weight": (
-            dict(
-                sequence_parallel=True,
-                target=torch.zeros(N * member.ranks, dtype=torch.int64, device=device),
-                token_weight=torch.zeros(N, device=device),
-            ),
-            rf"token_weight must have target's shape \[{N * member.ranks}\], got \[6\]",
-        ),
-        "sequence_parallel": (dict(sequence_parallel="no"), "sequence_parallel must be True or False, got 'no'"),
-        "vocab_size": (
-            dict(vocab_size=10 * member.ranks + 1),
-            rf"vocab_size={10 * member.ranks + 1} exceeds the {10 * member.ranks} rows .* {member.ranks} rank",
-        ),
-        "sequence parallel scalar": (
-            dict(sequence_parallel=True, input=torch.zeros(D, device=device), target=torch.tensor(0, device=device)),
-            r"sequence_parallel.*\[4\]|input.*\[4\]",
-        ),
+        rf"target must have shape \[{N * P}\] for input \[6, 4\] of each of {P} sequence-parallel ranks, got \[6\]": {},
+        rf"token_weight must have target's shape \[{N * P}\], got \[6\]": dict(target=whole, token_weight=whole[:N]),
+        "sequence_parallel must be True or False, got 'no'": dict(sequence_parallel="no"),
+        rf"vocab_size={10 * P + 1} exceeds the {10 * P} rows .* {P} rank": dict(target=whole, vocab_size=10 * P + 1),
+        r"sequence_parallel.*\[4\]|input.*\[4\]": dict(zip(("input", "target"), scalar)),
     }
-    found = {}
-    for name, (changes, message) in cases.items():
-        try:
-            call(good(device) | group | changes)
-            found[name] = "not refused"
-        except ValueError as refusal:
-            said = str(refusal)
-            good_message = re.search(message, said) and "PARALLEL_LCE_DEBUG=1" in said
-            found[name] = "" if good_message else said
-        except Exception as other:
-            found[name] = f"{type(other).__name__}: {other}"
-    # Not a member: a group of rank 0 alone.
-    subgroup = dist.new_group([0])
-    if member.rank == 1:
-        try:
-            call(good(device) | dict(process_group=subgroup))
-            found["not a member"] = "not refused"
-        except ValueError as refusal:
-            found["not a member"] = "" if re.search("process_group", str(refusal)) else str(refusal)
-        except Exception as other:
-            found["not a member"] = f"{type(other).__name__}: {other}"
-    return found
+    found = {message: _said(arguments | dict(sequence_parallel=True) | changes) for message, changes in cases.items()}
+    outside = dist.new_group([0])
+    return found, _said(arguments | dict(process_group=outside)) if member.rank else "ValueError: process_group"
 
 
 def test_refused_over_ranks(worlds, device):
-    for rank, found in enumerate(worlds(2).run(_refused_over_ranks)):
-        wrong = {name: said for name, said in found.items() if said}
-        assert not wrong, f"rank {rank}: {wrong}"
+    for found, of_no_member in worlds(2).run(_refused_over_ranks):
+        for message, said in found.items():
+            assert re.search(f"^ValueError: .*{message}.*PARALLEL_LCE_DEBUG=1", said, re.DOTALL), said
+        assert re.search("^ValueError: .*process_group", of_no_member), of_no_member
 
 
 def _main_grad_of_another_shape(member: Member, shape: tuple[int, ...]):

@@ -51,12 +51,39 @@ def _parallel() -> list[Case]:
     return cases
 
 
-@pytest.mark.parametrize("case", _single(), ids=str)
-def test_one_rank(case, worlds, device):
-    check(case, run(case, worlds, device), factor=1.1, device=device)
+AWKWARD = [
+    Case(0, 10, 4),
+    Case(0, 10, 4, "bf16", reduction="sum", budget=0, bias=True),
+    Case(0, 12, 4, ranks=2, bias=True),
+    Case(0, 12, 4, ranks=2, sequence_parallel=True, reduction="none"),
+    Case(0, 12, 4, "bf16", ranks=2, budget=0, sequence_parallel=True, bias=True),
+    Case(1, 1, 1, "fp64"),
+    Case(1, 11, 3, ranks=3, bias=True, ignored="none"),
+    Case(3, 11, 3, ranks=3, sequence_parallel=True, ignored="none", reduction="sum"),
+    Case(20, 10, 4, ranks=2, ignored="all", budget=0, bias=True, label_smoothing=0.1),
+    Case(20, 10, 4, ranks=2, ignored="all", reduction="none", sequence_parallel=True),
+    Case(20, 37, 5, ranks=2, shards=(37, 0), bias=True),
+    Case(20, 37, 5, ranks=3, shards=(0, 0, 37), give_vocab_size=False, reduction="none"),
+    Case(20, 37, 5, ranks=2, shards=(0, 37), sequence_parallel=True, budget=0, label_smoothing=0.2),
+    Case(20, 2, 5, ranks=4, bias=True),  # two of the shards are padding alone
+    Case(40, 1025, 9, "fp16", ranks=2, reduction="sum"),
+]
+LONG_SUMS = [
+    Case(137, 640, 2048, "bf16", ranks=3, reduction="none", budget=0, bias=True),
+    Case(138, 640, 2048, ranks=2, sequence_parallel=True),
+]
+FP16 = dict(dtype="fp16", ignored="none")
+# A loss scale lifts gradients of a mean over many tokens out of the subnormal numbers.
+SCALED_LOSS = [Case(4096, 64, 16, **FP16, upstream=65536.0, budget=budget) for budget in (None, 0)]
+SCALED_LOGITS = [
+    Case(64, 300, 8, **FP16, reduction="none", budget=0, upstream=1.0, logit_scale=scale, sharpness=1e-3)
+    for scale in (0.0, 1e-4, 1000.0)
+]
 
 
-@pytest.mark.parametrize("case", _parallel(), ids=str)
-def test_ranks(case, worlds, device):
+@pytest.mark.parametrize(
+    "case", [*_single(), *_parallel(), *AWKWARD, *LONG_SUMS, *SCALED_LOSS, *SCALED_LOGITS], ids=str
+)
+def test_loss_and_gradients(case, worlds, device):
     # Partial dX are summed in their own dtype over the ranks.
-    check(case, run(case, worlds, device), factor=2.0, device=device)
+    check(case, run(case, worlds, device), factor=1.1 if case.ranks == 1 else 2.0, device=device)

@@ -12,10 +12,10 @@ import torch
 
 import parallel_lce
 import reference
-from cases import DTYPES, Case, make, normal, part
+from cases import DTYPES, Case, assemble, make, normal, operands, part, unpadded
 from measures import assert_near, assert_no_worse, error, size, smallest_steps
 from parallel_lce.core.partials import accumulation_dtype
-from tools import DIFFERENTIABLE, alone, chosen_backend, everywhere, fields, shrunk, small, statistics
+from tools import DIFFERENTIABLE, chosen_backend, everywhere, fields, shrunk, small, statistics
 from world import Member
 
 
@@ -52,45 +52,31 @@ def tensors(call: Call, device="cpu"):
 def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
     """Every field, and dX, dW, dbias of each field alone, each from the first backward of a graph."""
     t, upstream, scale = tensors(call, member.device)
-    rows = -(-call.V // call.ranks) if call.shards is None else call.shards[member.rank]
-    start = rows * member.rank if call.shards is None else sum(call.shards[: member.rank])
-    real = max(0, min(rows, call.V - start))
-    weight = t.weight.new_full((rows, call.D), torch.nan)
-    weight[:real] = t.weight[start : start + real]
-    bias = None
-    if t.bias is not None:
-        bias = t.bias.new_full((rows,), torch.nan)
-        bias[:real] = t.bias[start : start + real]
-        bias.requires_grad_()
-    x = t.x.chunk(call.ranks)[member.rank] if call.sequence_parallel else t.x
-    leaves = [x.clone().requires_grad_(), weight.requires_grad_()] + ([] if bias is None else [bias])
-    with shrunk(call.block_bytes, (32, 64)), chosen_backend(call.backend):
-        compute = lambda: statistics(  # noqa: E731
-            leaves[0],
-            weight,
+    leaves, where, real = operands(member, call, t, padding=torch.nan)
+
+    def compute():
+        return statistics(
+            leaves["x"],
+            leaves["weight"],
             t.target,
-            linear_bias=bias,
+            linear_bias=leaves.get("bias"),
             logit_scale=scale,
             logit_softcap=call.logit_softcap,
             temperature=temperature_of(call, member.device),
-            process_group=member.group,
-            sequence_parallel=call.sequence_parallel,
-            vocab_start=start if call.shards else None,
-            vocab_size=call.V,
             logits_budget=call.budget,
+            **where,
         )
+
+    with shrunk(call.block_bytes, (32, 64)), chosen_backend(call.backend):
         found = compute()
         results = {name: value.detach().cpu() for name, value in fields(found).items()}
         assert torch.equal(parallel_lce.log_prob(found), found.target_log_prob)
         assert torch.equal(parallel_lce.entropy(found), found.entropy)
         for name in DIFFERENTIABLE:
             value = getattr(compute(), name)
-            gradients = torch.autograd.grad(value, leaves, upstream[name].to(value.dtype))
-            for label, gradient in zip(("dx", "dweight", "dbias"), gradients):
-                if label != "dx":
-                    assert torch.count_nonzero(gradient[real:]) == 0, "gradient of padding"
-                    gradient = gradient[:real]
-                results[f"{label} of {name}"] = gradient.cpu()
+            gradients = torch.autograd.grad(value, [*leaves.values()], upstream[name].to(value.dtype))
+            for leaf, gradient in zip(leaves, gradients):
+                results[f"d{leaf} of {name}"] = unpadded(leaf, gradient, real)
     return results
 
 
@@ -110,19 +96,6 @@ def dense(call: Call, dtype: torch.dtype, device="cpu") -> dict[str, torch.Tenso
         gradients = torch.autograd.grad(results[name], leaves, upstream[name].to(z_dtype), retain_graph=True)
         found |= {f"{leaf} of {name}": g for leaf, g in zip(("dx", "dweight", "dbias"), gradients)}
     return {name: value.cpu() for name, value in found.items()}
-
-
-def whole(call: Call, parts: list[dict]) -> dict[str, torch.Tensor]:
-    """What the ranks found together; per-token values agree to the bit."""
-    results = {}
-    for name, value in parts[0].items():
-        everyone = [p[name] for p in parts]
-        if name.startswith(("dweight", "dbias")) or (name.startswith("dx") and call.sequence_parallel):
-            results[name] = torch.cat(everyone)
-        else:
-            assert all(torch.equal(value, other) for other in everyone[1:]), f"{name} differs by rank"
-            results[name] = value
-    return results
 
 
 def check(call: Call, found: dict[str, torch.Tensor], factor: float, device: str) -> None:
@@ -155,86 +128,75 @@ def check(call: Call, found: dict[str, torch.Tensor], factor: float, device: str
         assert_no_worse(value, truth[name], yardstick[name], factor, floor, name)
 
 
-ONE = [
+CALLS = [
     Call(80, 125, 64),
     Call(80, 125, 64, "fp64", budget=0, block_bytes=5000),
-    Call(63, 257, 33, "bf16", bias=True),
     Call(63, 257, 33, "bf16", bias=True, budget=0, block_bytes=9000),
     Call(40, 130, 24, "fp16", logit_scale=0.5),
     Call(40, 130, 24, "fp16", budget=0, logit_softcap=6.0),
-    Call(33, 200, 16, "fp32", logit_softcap=4.0, logit_scale=2.0, bias=True),
     Call(33, 200, 16, "fp32", logit_softcap=4.0, logit_scale=2.0, bias=True, budget=0, block_bytes=9000),
     Call(1, 7, 8),
     Call(3, 1, 5, "fp64"),
     Call(41, 130, 24, "fp64", scaled_by_token=True, logit_softcap=5.0),
-    Call(41, 130, 24, "fp16", scaled_by_token=True),
-    Call(63, 300, 40, "bf16", bias=True, scaled_by_token=True, backend="triton"),
     Call(63, 300, 40, "bf16", scaled_by_token=True, budget=0, block_bytes=9000, backend="triton"),
-    Call(63, 300, 40, "fp16", scaled_by_token=True, logit_softcap=5.0, backend="triton"),
     Call(63, 300, 40, "bf16", bias=True, logit_scale=0.7, budget=30000, block_bytes=9000, backend="triton"),
     Call(33, 300, 15, logit_softcap=4.0, bias=True, budget=0, block_bytes=9000, backend="triton"),
     Call(33, 200, 16, temperature="number", logit_softcap=4.0, bias=True),
-    Call(33, 200, 16, "fp64", temperature="tensor", scaled_by_token=True, budget=0, block_bytes=9000),
     Call(33, 200, 16, "fp64", temperature="tensor", logit_softcap=4.0, logit_scale=2.0, budget=0, block_bytes=9000),
-    Call(63, 300, 40, "bf16", temperature="number", scaled_by_token=True, logit_softcap=5.0, backend="triton"),
     Call(63, 300, 40, "bf16", bias=True, temperature="tensor", logit_softcap=5.0, backend="triton"),
     Call(63, 300, 40, "fp16", scaled_by_token=True, temperature="tensor", logit_softcap=5.0, backend="triton"),
     Call(33, 300, 15, temperature="tensor", logit_softcap=4.0, budget=0, block_bytes=9000, backend="triton"),
-]
-MANY = [
     Call(41, 125, 64, ranks=2),
     Call(42, 125, 64, "bf16", ranks=2, sequence_parallel=True, bias=True),
     Call(40, 260, 31, "fp64", ranks=2, budget=0, block_bytes=4000, logit_softcap=5.0),
     Call(36, 260, 31, "fp32", ranks=2, sequence_parallel=True, budget=0, block_bytes=4000, bias=True),
     Call(40, 130, 24, ranks=3, logit_scale=0.3, bias=True),
     Call(39, 200, 24, "bf16", ranks=3, sequence_parallel=True, shards=(150, 0, 50), bias=True),
-    Call(39, 200, 24, "fp64", ranks=3, sequence_parallel=True, shards=(3, 190, 9), budget=0, block_bytes=4000),
     Call(37, 507, 23, ranks=4, bias=True, logit_softcap=3.0),
     Call(36, 9, 23, "fp64", ranks=4, bias=True),  # shards of 3, 3, 3 rows and one of padding alone
     Call(36, 300, 16, "fp16", ranks=4, sequence_parallel=True, budget=0, block_bytes=4000),
-    Call(40, 260, 31, "fp64", ranks=2, scaled_by_token=True, bias=True),
     Call(36, 300, 16, "bf16", ranks=2, sequence_parallel=True, budget=0, block_bytes=4000, scaled_by_token=True),
     Call(36, 300, 16, ranks=2, sequence_parallel=True, block_bytes=4000, logit_softcap=4.0, temperature="tensor"),
 ]
 
 
-@pytest.mark.parametrize("call", ONE, ids=str)
-def test_every_field_on_one_rank(call, device, request):
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_every_field(call, worlds, device, request):
     if call.backend == "triton":
         request.getfixturevalue("kernels")
-    check(call, ours(alone(device), call), 1.1, device)
-
-
-@pytest.mark.parametrize("call", MANY, ids=str)
-def test_every_field_over_ranks(call, worlds, device):
     parts = everywhere(worlds, device, call.ranks, ours, call)
-    check(call, whole(call, parts), 2.0, device)
+    check(call, assemble(call, parts), 1.1 if call.ranks == 1 else 2.0, device)
 
 
-# --- targets ---------------------------------------------------------------------------------------
-
-
-def test_no_target(backend, device):
+@pytest.mark.parametrize("budget", [None, 0])
+def test_upstream_zeros_give_zero(budget, backend, device):
     t = small(device)
-    with_target = statistics(t.x, t.weight, t.target)
-    without = statistics(t.x, t.weight, None)
-    assert without.target_logit is None and without.target_log_prob is None
-    for name, value in vars(without).items():
-        if value is not None:
-            assert torch.equal(value, getattr(with_target, name)), name
-    found = torch.autograd.grad(without.entropy.sum() + without.lse.sum(), [t.x, t.weight])
-    expected = torch.autograd.grad(with_target.entropy.sum() + with_target.lse.sum(), [t.x, t.weight])
-    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    with shrunk(4096, (16, 32)):
+        for name in DIFFERENTIABLE:
+            value = getattr(statistics(t.x, t.weight, t.target, logits_budget=budget), name)
+            for g in torch.autograd.grad(value, [t.x, t.weight], torch.zeros_like(value)):
+                assert torch.count_nonzero(g) == 0, name
 
 
 def test_fields_that_were_not_asked_for_are_none(backend, device):
     t = small(device)
-    lean = parallel_lce.token_statistics(t.x, t.weight, t.target)
     rich = statistics(t.x, t.weight, t.target)
-    for name, value in vars(lean).items():
-        asked = name in ("lse", "target_logit", "target_log_prob", "max_logit", "vocab_size")
-        assert (value is not None) == asked, name
-        assert value is None or torch.equal(value, getattr(rich, name)), name
+    always = {"lse", "max_logit", "vocab_size"}
+    of_target = {"target_logit", "target_log_prob"}
+    for found, names in (
+        (parallel_lce.token_statistics(t.x, t.weight, t.target), always | of_target),
+        (statistics(t.x, t.weight, None), fields(rich).keys() - of_target),
+    ):
+        assert fields(found).keys() == names
+        for name in names:
+            assert torch.equal(getattr(found, name), getattr(rich, name)), name
+    gradients = [torch.autograd.grad(f.entropy.sum() + f.lse.sum(), [t.x, t.weight]) for f in (found, rich)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+    lean = parallel_lce.token_statistics(t.x, t.weight, None)
+    with pytest.raises(ValueError, match="expected_logit=True, got False"):
+        parallel_lce.entropy(lean)
+    with pytest.raises(ValueError, match="log_prob needs statistics computed with a target, got target=None"):
+        parallel_lce.log_prob(lean)
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -305,28 +267,3 @@ def test_evaluation_gives_the_same(backend, device):
         else:
             assert_near(value, getattr(evaluated, name), 1e-6)
         assert not getattr(evaluated, name).requires_grad
-
-
-def test_entropy_needs_its_column(device):
-    t = small(device)
-    with pytest.raises(ValueError, match="expected_logit=True, got False"):
-        parallel_lce.entropy(parallel_lce.token_statistics(t.x, t.weight, t.target))
-
-
-@pytest.mark.parametrize("budget", [None, 0])
-def test_softmax_policy_gradient_from_statistics(budget, device):
-    """A loss of one's own: advantage-weighted log-probabilities with an entropy bonus."""
-    t = small(device)
-    advantage = torch.randn(24, device=device)
-
-    def objective(found):
-        log_prob, entropy = found["target_log_prob"], found["entropy"]
-        return -(log_prob.exp() * advantage.to(log_prob.dtype)).sum() - 0.01 * (entropy**2).sum()
-
-    with shrunk(4096, (16, 32)):
-        found = vars(statistics(t.x, t.weight, t.target, logits_budget=budget))
-        ours_ = torch.autograd.grad(objective(found), [t.x, t.weight])
-    a, b = (v.detach().double().requires_grad_() for v in (t.x, t.weight))
-    exact = torch.autograd.grad(objective(reference.statistics(a @ b.t(), t.target)), [a, b])
-    for g, truth in zip(ours_, exact):
-        assert_near(g, truth, 1e-5)

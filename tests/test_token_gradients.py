@@ -1,8 +1,8 @@
-"""The tokens' rows of the gradient of the logits, beside float64: interpreted on the CPU, compiled with ``-m gpu``."""
+"""The tokens' rows of the gradient of the logits, and the targets' own part, beside float64: interpreted on the CPU,
+compiled with ``-m gpu``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 from cases import DTYPES, normal
-from parallel_lce.core.partials import Coefficients
+from parallel_lce.kernels import targets as kernels
 from parallel_lce.kernels.arithmetic import REACH, SAVED_FP16_SCALE
 from parallel_lce.kernels.rewrite import GradientTerms, Saved
 from parallel_lce.kernels.token_gradients import token_gradients
@@ -24,8 +24,17 @@ KINDS = 8  # of rows, in turn
 TARGET = 11  # of tokens that have one
 
 
-@dataclass
-class Rows:
+@pytest.fixture(params=["fp32", "bf16", "fp16"])
+def dtype(request) -> torch.dtype:
+    return DTYPES[request.param]
+
+
+def smallest(dtype: torch.dtype) -> float:
+    """Half the distance of the smallest numbers, where they matter."""
+    return 2**-25 if dtype == torch.float16 else 0.0
+
+
+def rows(dtype: torch.dtype, device: str, softcap: float | None = None) -> SimpleNamespace:
     """Tokens of each kind, their saved exponentials, and what statistics say of them.
 
     0: as it is. 1: alpha is 0, but not the gradient of the target. 2: one window relative to its own
@@ -33,27 +42,6 @@ class Rows:
     is nearly 1. 6: alpha is tiny. 7: no window near the reference, and one of -inf alone. Tokens of kind 1 and some of
     kind 0 have a target.
     """
-
-    z: torch.Tensor
-    saved: torch.Tensor
-    maxima: torch.Tensor
-    softmax_shift: torch.Tensor | None
-    on_shift: torch.Tensor | None
-    statistics: torch.Tensor
-    alpha: torch.Tensor
-    beta: torch.Tensor
-    gamma: torch.Tensor
-    delta: torch.Tensor
-    epsilon: torch.Tensor
-    token_scale: torch.Tensor
-    target: torch.Tensor
-
-    @property
-    def kind(self) -> torch.Tensor:
-        return torch.arange(R, device=self.z.device) % KINDS
-
-
-def rows(dtype: torch.dtype, device: str, softcap: float | None = None) -> Rows:
     kind = torch.arange(R) % KINDS
     z = normal(R, C)
     if softcap is None:
@@ -87,59 +75,56 @@ def rows(dtype: torch.dtype, device: str, softcap: float | None = None) -> Rows:
     memory = torch.full((R, 256), torch.nan, dtype=dtype, device=device)
     finite = references.masked_fill(references == -torch.inf, 0.0)
     saved = memory[:, :C].copy_((z - finite.repeat_interleave(WINDOW, 0)[:C].t()).exp() * scale)
+    statistics = torch.stack([maximum, sum_exp, z[torch.arange(R), target.clamp(min=0)]])
+    names = "statistics", "alpha", "beta", "gamma", "delta", "epsilon", "token_scale"
+    values = statistics, alpha, beta, gamma / C, *normal(3, R, seed=3)
+    made = {name: value.float().to(device) for name, value in zip(names, values)}
+    made |= dict(z=z.to(device), kind=kind.to(device), target=target.to(device), saved=saved)
     narrow = [t if t is None else t.to(device) for t in (maxima.float(), softmax_shift, on_shift)]
-    statistics = torch.stack([maximum, sum_exp, z[torch.arange(R), target.clamp(min=0)]]).float().to(device)
-    coefficients = (t.float().to(device) for t in (alpha, beta, gamma / C, *normal(3, R, seed=3)))
-    return Rows(z.to(device), saved, *narrow, statistics, *coefficients, target.to(device))
+    return SimpleNamespace(**made, stored=Saved(saved, *narrow))
 
 
-def exact(r: Rows, *, gamma=False, of_entries=False, factor=1.0, softcap=None) -> torch.Tensor:
-    """``p alpha - gamma`` times the slope, ``[R, C]`` float64; ``of_entries``: with delta, epsilon and token_scale."""
+def exact(r, *, gamma=False, of_entries=False, factor=1.0, softcap=None) -> tuple[torch.Tensor, torch.Tensor]:
+    """``p alpha - gamma`` times the slope, ``[R, C]`` float64, but for the targets' entries; ``of_entries``: with
+    delta, epsilon and token_scale. And the magnitude of its terms."""
     top, sum_exp, _ = r.statistics.double()
-    moved = r.z - top[:, None]
+    alpha, of_gamma, delta, epsilon, token_scale = (
+        v.double()[:, None] for v in (r.alpha, r.gamma, r.delta, r.epsilon, r.token_scale)
+    )
+    moved = (r.z - top[:, None]).clamp(min=-1e4)
     p = moved.exp() / sum_exp[:, None]
-    g = p * r.alpha.double()[:, None]
+    of_p, size = alpha.expand_as(p), alpha.abs()
     if of_entries:
-        g += p * (r.delta.double()[:, None] * moved.clamp(min=-1e4) + r.epsilon.double()[:, None] * p)
+        of_p = alpha + delta * moved + epsilon * p
+        # A rounded exponential tells z to one rounding of 1.
+        size = alpha.abs() + delta.abs() * (1 + moved.abs()) + epsilon.abs()
+    g, terms = p * of_p, p * size
     if gamma:
-        g -= r.gamma.double()[:, None]
+        g, terms = g - of_gamma, terms + of_gamma.abs()
     if of_entries:
-        g *= r.token_scale.double()[:, None]
+        g, terms = g * token_scale, terms * token_scale.abs()
     if softcap is not None:
-        g *= 1 - (r.z / softcap) ** 2
-    return g * factor
+        # The slope is that of z from a rounded exponential, and acts on gamma too.
+        g, terms = g * (1 - (r.z / softcap) ** 2), terms * (1 + 4 / softcap)
+    return without_targets(g * factor, r), terms * abs(factor)
 
 
-def formed(
-    r: Rows, *, gamma=False, of_entries=False, fp16_scale=None, scale=1.0, softcap=None, rewrite=False, factor=None
-):
+def formed(r, *, gamma=False, of_entries=False, fp16_scale=None, scale=1.0, softcap=None, rewrite=False, factor=None):
     delta, epsilon, token_scale = (r.delta, r.epsilon, r.token_scale) if of_entries else (None, None, None)
     coefficients = Coefficients(r.alpha, r.beta, r.gamma if gamma else None, delta, epsilon, factor)
     operands = SimpleNamespace(scale=scale, token_scale=token_scale, softcap=softcap)
-    found = token_gradients(
-        r.saved,
-        Saved(r.saved, r.maxima, r.softmax_shift, r.on_shift),
-        r.target,
-        GradientTerms.of(r.statistics, coefficients, fp16_scale, operands),
-        entries=C,
-        window=WINDOW,
-        rewrite=rewrite,
-    )
-    whole = rewrite or gamma or of_entries or softcap is not None or r.softmax_shift is None
+    terms = GradientTerms.of(r.statistics, coefficients, fp16_scale, operands)
+    found = token_gradients(r.saved, r.stored, r.target, terms, entries=C, window=WINDOW, rewrite=rewrite)
+    whole = rewrite or gamma or of_entries or softcap is not None or r.stored.softmax_shift is None
     assert (found.dx_factor is None) == (found.dw_factor is None) == whole
     ones = torch.ones_like(r.alpha)
     return found._replace(dx_factor=ones, dw_factor=ones) if whole else found
 
 
-def without_targets(values: torch.Tensor, r: Rows) -> torch.Tensor:
+def without_targets(values: torch.Tensor, r) -> torch.Tensor:
     """``[R, C]`` with 0 for the targets' entries."""
     at = r.target.clamp(min=0)[:, None]
     return values.scatter(1, at, torch.where(r.target[:, None] >= 0, 0.0, values.gather(1, at)).to(values.dtype))
-
-
-@pytest.fixture(params=["fp32", "bf16", "fp16"])
-def dtype(request) -> torch.dtype:
-    return DTYPES[request.param]
 
 
 @pytest.mark.parametrize("rewrite", [False, True])
@@ -151,47 +136,27 @@ def test_rows_are_rewritten_where_they_must(rewrite, dtype, device):
     must |= torch.tensor(rewrite or dtype == torch.float16, device=device)
     assert (factor[must] == 1).all() and (factor[~must] != 1).all()
     assert torch.equal(without_targets(before, r)[~must], without_targets(r.saved, r)[~must])
-    truth = without_targets(exact(r), r)
+    truth, _ = exact(r)
     gradient = without_targets(r.saved, r).double() * factor[:, None].double()
     # In fp16 p of 1e-5 times a coefficient of 0.1 is a subnormal number, without `power`.
-    smallest = 2**-25 if dtype == torch.float16 else 0.0
-    bound = 1.01 * torch.finfo(dtype).eps * truth.abs() + 3e-6 * r.alpha[:, None] + smallest
+    bound = 1.01 * torch.finfo(dtype).eps * truth.abs() + 3e-6 * r.alpha[:, None] + smallest(dtype)
     assert ((gradient - truth).abs() <= bound).all()
-
-
-def test_no_coefficient_makes_a_gradient_of_zero(dtype, device):
-    r = rows(dtype, device)
-    factor = formed(r).dx_factor
-    gradient = without_targets(r.saved, r) * factor[:, None]
+    # No coefficient makes a gradient of zero.
     assert torch.count_nonzero(gradient[(r.kind == 1) | (r.kind == 4)]) == 0
 
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize(("gamma", "of_entries"), [(False, False), (True, False), (True, True)])
+@pytest.mark.thinned
 def test_formed_with_every_coefficient(gamma, of_entries, softcap, dtype, device):
     r = rows(dtype, device, softcap)
     asked = dict(gamma=gamma, of_entries=of_entries)
     fp16_scale = torch.tensor(2.0**6, device=device)
     factor = formed(r, **asked, fp16_scale=fp16_scale, scale=-0.5, softcap=softcap).dx_factor
-    r.saved.copy_(without_targets(r.saved, r))
-    truth = without_targets(exact(r, **asked, factor=-0.5 * 64, softcap=softcap), r)
-    p = exact(r, factor=-0.5 * 64).abs()
-    error = (r.saved.double() * factor[:, None].double() - truth).abs()
-    rounding = torch.finfo(dtype).eps
-    # The slope is that of z from a rounded exponential, and acts on gamma too.
-    slope = 0.0 if softcap is None else 4 / softcap
-    terms = truth.abs() + (1 + slope) * (p + 32 * gamma * r.gamma[:, None])
-    size = r.alpha
-    if of_entries:
-        # A rounded exponential tells z to one rounding of 1.
-        one = replace(r, alpha=torch.ones_like(r.alpha))
-        p = exact(one, factor=0.5 * 64) * r.token_scale.abs()[:, None]
-        size = r.alpha.abs() + r.delta.abs() + r.epsilon.abs()
-        reach = (r.z - r.statistics[0].double()[:, None]).abs().clamp(max=1e4)
-        terms = terms + (1 + slope) * p * (size[:, None] + r.delta.abs()[:, None] * reach)
-        terms = terms + (1 + slope) * 32 * r.gamma[:, None] * r.token_scale.abs()[:, None]
-    smallest = 2**-25 if dtype == torch.float16 else 0.0
-    assert (error <= rounding * terms + 1e-4 * size[:, None] + smallest).all()
+    truth, terms = exact(r, **asked, factor=-0.5 * 64, softcap=softcap)
+    error = (without_targets(r.saved, r).double() * factor[:, None].double() - truth).abs()
+    size = r.alpha.abs() + of_entries * (r.delta.abs() + r.epsilon.abs())
+    assert (error <= torch.finfo(dtype).eps * (truth.abs() + terms) + 1e-4 * size[:, None] + smallest(dtype)).all()
 
 
 def test_a_target_is_an_entry_and_what_it_leaves(dtype, device):
@@ -207,12 +172,13 @@ def test_a_target_is_an_entry_and_what_it_leaves(dtype, device):
     placed = torch.where(shared, entry, 0.0)
     torch.testing.assert_close(found.dx_factor * placed + found.residual, t, rtol=1e-6, atol=1e-6)
     assert (found.residual[shared].abs() <= torch.finfo(dtype).eps * t[shared].abs() + 1e-6).all()
-    if r.softmax_shift is not None:
+    if r.stored.softmax_shift is not None:
         torch.testing.assert_close((found.dw_factor * placed)[shared], t[shared], rtol=1e-6, atol=1e-6)
     assert torch.equal(found.dw_factor[~shared], found.dx_factor[~shared])
 
 
 @pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.thinned
 def test_a_factor_multiplies_every_coefficient(per_token, dtype, device):
     factor = normal(R, seed=9).float().to(device) if per_token else torch.tensor(-1.5, device=device)
     one, other = rows(dtype, device), rows(dtype, device)
@@ -220,3 +186,159 @@ def test_a_factor_multiplies_every_coefficient(per_token, dtype, device):
     for found, expected in zip(formed(one, factor=factor), formed(other)):
         assert torch.equal(found, expected)
     assert torch.equal(one.saved, other.saved)
+
+
+# --- targets ---------------------------------------------------------------------------------------
+
+N, K = 300, 150
+
+
+def some_targets(device: str, number: int = N) -> torch.Tensor:
+    """A third of one, some that are nowhere, and of the others some alone."""
+    target = torch.randint(K, (number,), generator=torch.Generator().manual_seed(0))
+    target[::3] = 7
+    target[1::5] = torch.tensor([-1, K, -(2**63), 2**62]).repeat(number)[: len(target[1::5])]
+    return target.to(device)
+
+
+def hits(target: torch.Tensor) -> torch.Tensor:
+    return (target >= 0) & (target < K)
+
+
+def alone(target: torch.Tensor) -> torch.Tensor:
+    """Which targets are somewhere, and no other token's."""
+    return hits(target) & ((target[:, None] == target[None, :]).sum(1) == 1)
+
+
+def surrounded(*shape: int, dtype, device) -> torch.Tensor:
+    """Memory of 7 with a row and two columns more, in which :func:`inside` lies."""
+    return torch.full((shape[0] + 1, shape[1] + 2), 7.0, dtype=dtype, device=device)
+
+
+def inside(memory: torch.Tensor) -> torch.Tensor:
+    assert (memory[-1] == 7).all() and (memory[:, -2:] == 7).all()
+    return memory[:-1, :-2]
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("plain", [True, False])
+def test_gradients_of_targets(plain, softcap, device):
+    """Of sure tokens too, whose p is 1 - 1e-4: nothing cancels."""
+    alpha, beta, gamma, delta, logit, epsilon, token_scale = normal(7, N).float().to(device)
+    sum_exp = 1 + normal(N, seed=1).abs().float().to(device)
+    maximum = logit.double() + normal(N, seed=2).abs().to(device)
+    sure = slice(0, N, 4)
+    maximum[sure], sum_exp[sure], beta[sure] = logit[sure].double(), 1.0001, alpha[sure]
+    if softcap is None:
+        maximum[5], logit[5], beta[5] = -torch.inf, -torch.inf, 0.0
+    statistics = torch.stack([maximum.float(), sum_exp, logit])
+    target = some_targets(device)
+    if plain:
+        gamma = delta = epsilon = token_scale = None
+    operands = SimpleNamespace(scale=-0.5, token_scale=token_scale, softcap=softcap)
+    terms = GradientTerms.of(statistics, TokenCoefficients(alpha, beta, gamma, delta, epsilon, None), None, operands)
+    # G has none of the targets.
+    gradient = torch.empty(N, 8, device=device)
+    found, unshared, *factors = token_gradients(
+        gradient, None, target, terms, entries=K, first=K, find_shared=not plain
+    )
+    assert factors == [None, None]
+    assert 20 < alone(target).sum() < 200
+    assert torch.equal(unshared, (hits(target) if plain else alone(target)).byte())
+    top, total, z = statistics.double()
+    shifted = (z - top.masked_fill(top == -torch.inf, 0.0)).clamp(min=-1e4)
+    a, b, g, d, q = (torch.zeros_like(z) if c is None else c.double() for c in (alpha, beta, gamma, delta, epsilon))
+    p = shifted.exp() / total
+    exact = p * (a + d * shifted + q * p) - b - g
+    if token_scale is not None:
+        exact *= token_scale.double()
+    if softcap is not None:
+        exact *= 1 - (z / softcap) ** 2
+    expected = torch.where(hits(target), -0.5 * exact, 0.0)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
+    if plain and softcap is None:
+        cancelled = expected[sure][hits(target)[sure]]
+        assert (cancelled.abs() < 2e-4).all() and (cancelled != 0).all()
+        error = (found[sure].double() - expected[sure]).abs()
+        assert (error <= 1e-2 * expected[sure].abs() + 1e-7 * alpha[sure].abs()).all()
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.thinned
+def test_placed_targets(scaled, dtype, device):
+    """An entry and what it leaves are the gradient."""
+    target = some_targets(device)
+    unshared = alone(target)
+    t = normal(N, seed=1).float().to(device)
+    factor = 0.25 if scaled else 1.0
+    gradient = torch.full((N, 160), 3.0, dtype=dtype, device=device)
+    residual = t.clone()
+    # The slice of the entries [20, 110).
+    targets = kernels.Targets(target + 20, residual, unshared.byte())
+    kernels.place_targets(gradient[:, :90], 20, targets, torch.tensor(4.0, device=device) if scaled else None)
+    hit = (target >= 0) & (target < 90)
+    entries = gradient[torch.arange(N, device=device), target.clamp(0, 89)].float()
+    others = torch.ones_like(gradient, dtype=torch.bool)
+    others[hit, target[hit]] = False
+    assert (gradient[others] == 3).all() and (entries[hit & unshared] == 0).all()
+    placed = hit & ~unshared
+    assert placed.sum() > 60 and torch.equal(residual[~placed], t[~placed])
+    eps = torch.finfo(dtype).eps
+    assert ((entries - t / factor)[placed].abs() <= (eps / 2 + 1e-6) * (t / factor)[placed].abs()).all()
+    torch.testing.assert_close((factor * entries + residual)[placed], t[placed], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("of", ["rows", "one", "none"])
+@pytest.mark.parametrize("with_target", [True, False])
+@pytest.mark.parametrize("D", [1, 300, 5000])
+@pytest.mark.thinned
+def test_finished_rows(D, with_target, of, dtype, device):
+    """Rounded once, in place if asked to, and nothing beside it."""
+    source = normal(20, D + 3).float().to(device)[:, :D]
+    weight = normal(K, D + 1, seed=1).to(device).to(dtype)[:, :D]
+    entry = normal(20, seed=2).float().to(device)
+    target = some_targets(device, 20)
+    factor = {"rows": normal(20, 1, seed=3).float(), "one": torch.tensor(0.25), "none": torch.tensor(1.0)}[of].to(
+        device
+    )
+    exact = source.double() * factor.double()
+    factor = None if of == "none" else factor.squeeze()
+    if with_target:
+        row = torch.where(hits(target), target, 0)
+        exact = exact + torch.where(hits(target), entry, 0.0).double()[:, None] * weight[row].double()
+    memory = surrounded(20, D, dtype=dtype, device=device)
+    targets = (target, entry, weight) if with_target else None
+    found = kernels.scale_and_add_targets(source, factor, targets, inside(memory))
+    assert torch.equal(found, inside(memory)) and found.data_ptr() == memory.data_ptr()
+    rounding = torch.finfo(dtype).eps / 2
+    assert ((found.double() - exact).abs() <= (rounding + 1e-6) * exact.abs() + 1e-6).all()
+    x, x_factor = normal(20, D + 1, seed=4).to(device).to(dtype)[:, :D], normal(20, seed=5).float().to(device)
+    scaled = surrounded(20, D, dtype=dtype, device=device)
+    again = kernels.scale_and_add_targets(source, factor, targets, source, (x, x_factor, inside(scaled)))
+    assert torch.equal(again.to(dtype), found)
+    assert torch.equal(inside(scaled), (x.float() * x_factor[:, None]).to(dtype))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("total_dtype", ["fp32", "same"])
+@pytest.mark.parametrize(("D", "first", "columns"), [(1, 0, K), (70, 5, 60), (2100, 0, K)])
+@pytest.mark.thinned
+def test_added_targets(D, first, columns, total_dtype, transposed, dtype, device):
+    """Those that are alone; rounded once. More hidden elements than one program's."""
+    target = some_targets(device)
+    unshared = alone(target)
+    x = normal(N, D + 3, seed=1).to(device).to(dtype)[:, :D]
+    residual = normal(N, seed=2).float().to(device)
+    total_dtype = torch.float32 if total_dtype == "fp32" else dtype
+    memory = surrounded(columns, D, dtype=total_dtype, device=device)
+    memory = memory.t().contiguous().t() if transposed else memory
+    total = inside(memory).copy_(normal(columns, D, seed=3))
+    exact, size = total.double(), total.double().abs()
+    some = unshared & (target >= first) & (target < first + columns)
+    assert some.sum() > 10
+    exact[target[some] - first] += residual[some].double()[:, None] * x[some].double()
+    kernels.add_targets(total, first, kernels.Targets(target, residual, unshared.byte()), x)
+    rounding = torch.finfo(total_dtype).eps / 2
+    changed = (exact - total.double()).abs()
+    assert (changed <= rounding * exact.abs() + 2e-6 * (exact.abs() + size)).all()
+    inside(memory)

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from blocks import block_backward, block_forward, launches
+from blocks import block_backward, block_forward
 from cases import DTYPES, normal
 from parallel_lce.backends import torch_backend, triton, triton_backward
 from parallel_lce.backends.interface import GradBuffers, Projection, Scratch, savable
@@ -46,7 +46,7 @@ CASES = {
     "frozen hidden states": dict(frozen="x", factor="each"),
     "factors of tokens": dict(factor="each"),
     "factors of tokens, recomputed": dict(save=0, factor="each"),
-    "a factor": dict(factor="one", fused=0),
+    "a factor": dict(factor="one"),
     "soft-cap": dict(softcap=5.0, gamma=True),
     "soft-cap and every coefficient": EVERY | dict(softcap=5.0),
     "soft-caps of tokens": dict(softcap="each", token_scale=True, save=0),
@@ -219,9 +219,8 @@ def test_a_block(backend, name, dtype, device, monkeypatch):
     case = dict(CASES[name])
     if backend is torch_backend:
         case.pop("late", None)  # it reads hidden states first
-    for limit, given in (("PRODUCT_BYTES", "products"), ("FUSED_BYTES", "fused")):
-        if given in case:
-            monkeypatch.setattr(triton_backward, limit, case[given])
+    if "products" in case:
+        monkeypatch.setattr(triton_backward, "PRODUCT_BYTES", case["products"])
     t = problem(DTYPES[dtype], device, **case)
     (R, D), V, projection = t.x.shape, t.z.shape[1], t.projection
     save = case.get("save", V)
@@ -274,17 +273,12 @@ def test_a_block(backend, name, dtype, device, monkeypatch):
         dweight = Watched(weight, V, 1, dtype=None if main else torch.float32, main_grad=main_grad)
         dweight = None if frozen == "weight" else dweight
         dbias = GradBuffer(projection.bias, V, 1) if case.get("bias") else None
-        grads = GradBuffers(dx, dweight, dbias, hidden_arrived=not case.get("late"))
+        grads = GradBuffers(dx, dweight, dbias)
         if case.get("late"):
             late.fill_(torch.nan)
         some = late if case.get("late") and save == V else t.x
         scratch = Scratch(case.get("scratch", 0), device)
-        with launches() as launched:
-            block_backward(backend, projection, some, t.target, merged, c, saved, grads, scratch, announce=ready)
-    if backend is triton and dtype == "bf16" and name in ("saved", "a factor"):
-        # c x is formed beside dX where it is small.
-        finished = [each for each in launched if each.kernel == "lce_backward_scale_and_add_targets"]
-        assert len(finished) == (1 if name == "saved" else 2)
+        block_backward(backend, projection, some, t.target, merged, c, saved, grads, scratch, announce=ready)
 
     others, targets, size = gradient_of_logits(t, c, top, total)
     rounding, near = torch.finfo(t.x.dtype).eps, 1e-5 if dtype == "fp32" else 2e-6

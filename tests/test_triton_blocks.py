@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="needs triton")
 
 import parallel_lce
-from blocks import block_forward, launches, watched_backwards
+from blocks import block_forward, launches
 from cases import Case, make, part
 from measures import assert_close
 from parallel_lce.backends import triton as backend
@@ -27,20 +27,6 @@ from world import Member
 def _chosen(kernels):
     with chosen_backend("triton"):
         yield
-
-
-def _arrivals(member: Member, budget: int) -> list[bool]:
-    t = part(make(Case(40, 512, 256, "bf16", ignored="none"), member.device), member, True)
-    noted, options = [], dict(process_group=member.group, sequence_parallel=True, logits_budget=budget)
-    with watched_backwards(backend, lambda task: noted.append(task.grads.hidden_arrived)):
-        parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction="none", **options).sum().backward()
-    return noted
-
-
-def test_a_block_is_told_whether_its_hidden_states_have_arrived(worlds, device):
-    exponentials, hidden = 40 * 256 * 2, 40 * 256 * 2
-    for budget, arrived in ((exponentials, False), (exponentials + hidden, True)):
-        assert everywhere(worlds, device, 2, _arrivals, budget) == [[arrived]] * 2
 
 
 # Rows, those that are there, and the first row block and the number of each launch.

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_models import Model
+from megatron_models import Model, specs
 from megatron_releases import OTHER_RELEASES, path_of
 from megatron_training import assert_equal, switched, tolerance_of, train, train_quietly
 from on_ranks import on_ranks
@@ -25,34 +25,7 @@ def _compare(member: Member, spec: Model) -> None:
     assert_equal(train_quietly(member, spec), stock, tolerance_of(spec))
 
 
-def _specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
-    """What is tested with ``tp`` tensor-parallel ranks, sequence-parallel where there are several; with
-    ``tp_of_pairs`` where data, pipeline or context parallelism doubles them."""
-    pairs = tp if tp_of_pairs is None else tp_of_pairs
-    one = dict(ranks=tp, sequence_parallel=tp > 1)
-    two = dict(ranks=2 * pairs, sequence_parallel=pairs > 1)
-    return [
-        Model(ranks=tp),
-        Model(**one, tied=True, mtp=1, budget=0),
-        Model(**one, mtp=2),
-        Model(**one, ddp="fp32", tied=True, per_token=True),
-        Model(**one, ddp="fp32", mtp=1, overlap=True, fusion=True, budget=0),
-        Model(ranks=tp, ddp="fp32", frozen=True),
-        Model(**one, ddp="fp32", optimizer="plain", deterministic=True),
-        Model(**one, ddp="bf16", dtype=torch.bfloat16),
-        Model(**two, data=2, ddp="fp32", overlap=True, optimizer="distributed"),
-        Model(**two, pipeline=2, ddp="fp32", overlap=True, microbatches=3),
-        Model(**two, pipeline=2, ddp="fp32", chunks=2, overlap=True),
-        Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1),
-        Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1, fusion=True),
-        Model(**two, context=2, ddp="fp32", mtp=1, per_token=True),
-        Model(**one, family="mamba", ddp="fp32", tied=True),
-        Model(ranks=tp, family="bert", tied=True),
-        Model(ranks=tp, family="t5", tied=True),
-    ]
-
-
-SPECS = [*_specs(1), *_specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in _specs(4))]
+SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in specs(4))]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -61,7 +34,7 @@ def test_training_equals_stock(spec, worlds):
     worlds(spec.ranks).run(_compare, spec)
 
 
-@pytest.mark.parametrize("spec", _specs(2, tp_of_pairs=1), ids=str)
+@pytest.mark.parametrize("spec", specs(2, tp_of_pairs=1), ids=str)
 @pytest.mark.parametrize("release", OTHER_RELEASES)
 def test_other_releases(release, spec, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare, spec)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle
 from unittest import mock
 
 import pytest
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import parallel_lce.megatron
-from megatron_models import BATCH, SEQUENCE, VOCAB, Batch, Model, batch, build, losses_of
+from megatron_models import BATCH, SEQUENCE, VOCAB, Batch, Model, batch, build, losses_of, specs
 from megatron_releases import OTHER_RELEASES, path_of
 from megatron_training import Trained, assert_equal, side_by_side, switched, tolerance_of, train, train_quietly
 from on_ranks import on_ranks
@@ -121,39 +122,22 @@ def _compare(member: Member, spec: Model, scoring: Scoring, options: dict | None
     )
 
 
-def _cases(tp: int) -> list:
-    one = dict(ranks=tp, sequence_parallel=tp > 1)
-    return [
-        (Model(ranks=tp), Scoring()),
-        (Model(**one, tied=True, mtp=1, budget=0, steps=1), Scoring(0.7, switched=True)),
-        (Model(**one, ddp="fp32", tied=True, mtp=1, per_token=True), Scoring("tensor")),
-        (Model(**one, ddp="fp32", mtp=2, overlap=True, fusion=True, steps=1), Scoring("tensor", entropy=False)),
-        (Model(ranks=tp, ddp="fp32", frozen=True, steps=1), Scoring(2)),
-        (Model(**one, ddp="bf16", dtype=torch.bfloat16, steps=1), Scoring(0.7)),
-        (Model(**one, family="mamba", ddp="fp32", tied=True, steps=1), Scoring("tensor")),
-    ]
+SCORINGS = Scoring(), Scoring(0.7, switched=True), Scoring("tensor"), Scoring("tensor", entropy=False), Scoring(2)
 
 
-def _pairs(tp: int) -> list:
-    two = dict(ranks=2 * tp, sequence_parallel=tp > 1, ddp="fp32")
-    return [
-        (Model(**two, data=2, tied=True, overlap=True, optimizer="distributed"), Scoring(0.7)),
-        (Model(**two, pipeline=2, tied=True, mtp=1, microbatches=3, steps=1), Scoring("tensor")),
-        (Model(**two, pipeline=2, chunks=2, overlap=True, steps=1), Scoring(0.7, switched=True)),
-        (Model(**two, context=2, mtp=1, steps=1), Scoring("tensor")),
-    ]
+def _cases(models: list[Model]) -> list[tuple]:
+    # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
+    models = [m for m in models if m.family in ("gpt", "mamba") and not (m.fusion and m.pipeline > 1)]
+    return [(replace(model, steps=1), scoring) for model, scoring in zip(models, cycle(SCORINGS))]
 
 
-CASES = [*_cases(2), *_pairs(1)]
-MORE = [pytest.param(*case, marks=pytest.mark.slow) for case in [*_cases(1), *_pairs(2)]]
-
-
-@pytest.mark.parametrize(("spec", "scoring"), [*CASES, *MORE], ids=str)
+@pytest.mark.parametrize(("spec", "scoring"), _cases([*specs(1), *specs(2)]), ids=str)
+@pytest.mark.thinned
 def test_equal_to_stock_logits(spec, scoring, worlds):
     worlds(spec.ranks).run(_compare, spec, scoring)
 
 
-@pytest.mark.parametrize(("spec", "scoring"), CASES, ids=str)
+@pytest.mark.parametrize(("spec", "scoring"), _cases(specs(2, tp_of_pairs=1)), ids=str)
 @pytest.mark.parametrize("release", OTHER_RELEASES)
 def test_other_releases(release, spec, scoring, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare, spec, scoring)

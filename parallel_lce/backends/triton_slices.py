@@ -196,8 +196,9 @@ class Piece:
     def _find_tokens(self, gradient: Tensor, saved: Saved | tuple[()], start: int) -> TokenGradients:
         projection, window = self._projection, 1
         if saved is not None:
-            # Width of the forward's windows: a power of two, at most that above the vocabulary. It is not taken from
-            # ``product_of``, whose tile may differ: saved-tensor hooks may change the operands' alignment.
+            # Width of the forward's windows, a power of two; for a shard of one window the next power of two suffices.
+            # It is not taken from ``product_of``, whose tile may differ: saved-tensor hooks may change the operands'
+            # alignment.
             window = next_power_of_2(-(-projection.real_rows // saved.maxima.shape[0]))
         return token_gradients(
             gradient,

@@ -81,7 +81,7 @@ def divergence(
             ``[S/P, ..., D]``.
         student_weight: this rank's vocabulary shard ``[V/P, D]``, in the dtype of the student's hidden states.
         teacher_hidden: ``[..., E]`` of the same tokens, with a hidden size and a dtype of the teacher's own, split like
-            the student's. If one of both is fp64, so is the other.
+            the student's. Both are fp64, or neither.
         teacher_weight: the teacher's shard ``[V/P, E]`` of the same vocabulary entries. With ``vocab_size`` it may have
             more or fewer rows of padding than the student's.
         beta: in [0, 1]; if it is neither 0 nor 1, at least 1e-6 from both.

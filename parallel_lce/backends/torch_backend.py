@@ -158,7 +158,7 @@ class _GradientTile(NamedTuple):
 
     rows: slice
     window: slice
-    # The window's rows of dW and of dbias, each with whether they must be overwritten; None for one not wanted.
+    # For dW and for dbias: the sum of the window's rows, and whether it must be overwritten; None if not wanted.
     sums: tuple[tuple[Tensor, bool] | None, tuple[Tensor, bool] | None]
     # [entries, rows], an operand of the products
     gradient: Tensor

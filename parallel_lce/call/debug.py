@@ -1,7 +1,7 @@
 """Debug mode: checks that wait for the device and for all ranks, with ``PARALLEL_LCE_DEBUG=1`` on every rank.
 
 An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode every call
-begins with an exchange. A rank that refuses its arguments tells the others why; otherwise it sends its arguments.
+begins with an exchange. Each rank sends its arguments or, if it refuses them, its reason.
 Every rank raises if a rank refused, or if the arguments differ.
 """
 

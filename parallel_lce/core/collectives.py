@@ -131,7 +131,7 @@ class HiddenReduction:
         self._total, self._layout = hidden.new_empty(hidden.shape), layout
         self.ranks = layout.ranks
         self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
-        # Of blocks that are not finished.
+        # Sums of blocks that have been started and not waited for.
         self._started: deque[_Reduction] = deque()
 
     def open_block(self, block: Block) -> Tensor:

@@ -135,7 +135,7 @@ class GradientTraits:
     hidden_fp32: bool = False
     # The tensor that dW is delivered in is fp32 (or fp64), so it holds the sum.
     weight_fp32: bool = False
-    # dW is a new tensor, not one that exists already.
+    # dW is a new tensor; False: it is added to a main_grad.
     weight_new: bool = True
 
 
@@ -145,7 +145,7 @@ class _Candidate:
 
     plan: Plan
     possible: bool
-    # Matrix products of 2 N V D flops each, those of recomputed logits counted in full.
+    # Matrix products of 2 N V D flops each. Recomputing logits counts as one, even if only some are recomputed.
     products: int
     # Bytes of the fp32 accumulator of dW or dX that this way needs and others do not.
     accumulator: int = 0
@@ -301,7 +301,7 @@ def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
     On one rank this is preferred if the sum of dX takes no more than the budget: an fp32 dW is then read and written
     once, instead of once per block of rows. On several ranks blocks of rows overlap the reduction of dX.
     """
-    # If dX is reduced in an fp32 buffer, that is where it is summed.
+    # dX may be reduced in an fp32 buffer. The sum is then in that buffer.
     dx_sum = p.tokens * p.hidden_size * 4 if p.gradients.hidden and not p.gradients.hidden_fp32 else 0
     if p.sp_size > 1:
         # One block of all rows also gathers every hidden state and holds the whole dX.
@@ -334,18 +334,24 @@ def plan(
     """Split N tokens into blocks.
 
     Takes the possible candidate of least cost. Candidates are: save fp32 logits; save every exponential; accumulate
-    gradients in forward; recompute by vocabulary; recompute by rows. The functions above say when each is possible.
-    The cost is the number of matrix products; among equals a preferred candidate is taken (saving all; by vocabulary
-    where its fp32 dX fits the budget), then the one with the smallest fp32 accumulator, then the first in the list.
+    gradients in forward; recompute by vocabulary; recompute by rows. The functions above have the condition of each.
+    The cost is the number of matrix products. Among equals a preferred candidate is taken (saving all; recomputing by
+    vocabulary if its fp32 dX fits the budget), then the smallest fp32 accumulator, then the first in the list.
 
     Args:
-        tokens: N, the tokens of the whole sequence. shard_rows: ceil(V / P). hidden_size: D. itemsize: bytes of an
-        input element, and of a saved exponential. sp_size: P under sequence parallelism, else 1. ranks: P.
-        gradients: None means evaluation. savable: saved exponentials suffice for the backward. accumulable: the loss
-        is a sum with weights known in forward. smallest_accumulated: fewest tokens of a block for which accumulating
-        is faster than recomputing: adding to an fp32 dW takes the same time for few tokens as for many. reuses_saved:
-        the backend recomputes into the memory of the saved exponentials. dense_flops: most flops of the three
-        products for which fp32 logits are saved.
+        tokens: N, the tokens of the whole sequence.
+        shard_rows: ceil(V / P).
+        hidden_size: D.
+        itemsize: bytes of an input element, and of a saved exponential.
+        sp_size: P under sequence parallelism, else 1.
+        ranks: P.
+        gradients: None means evaluation.
+        savable: saved exponentials suffice for the backward.
+        accumulable: the loss is a sum with weights known in forward.
+        smallest_accumulated: fewest tokens of a block for which accumulating is faster than recomputing. Adding to an
+            fp32 dW takes the same time for few tokens as for many.
+        reuses_saved: the backend recomputes into the memory of the saved exponentials.
+        dense_flops: most flops of the three products for which fp32 logits are saved.
     """
     problem = _Problem(
         tokens,

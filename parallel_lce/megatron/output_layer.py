@@ -167,10 +167,11 @@ def token_losses(
 ) -> Tensor:
     """Per-token loss ``[b, s]``, fp32, of logits ``[s, b, V/P]`` and ``labels [b, s]``, as stock computes it.
 
-    A label outside the vocabulary has loss ``lse - max`` and the gradient of lse alone; a token whose
-    label is ``ignore_index`` has neither. Padding rows stay in the softmax. Collectives: those of
-    :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``, or of
-    :func:`parallel_lce.vocab_parallel_cross_entropy` for real logits and for lazy ones that have been made.
+    A label outside the vocabulary has loss ``lse - max`` and the gradient of lse alone; a token with the label
+    ``ignore_index`` has loss 0 and no gradient. Padding rows stay in the softmax.
+
+    Collectives: those of :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``; for real logits, and for
+    lazy logits whose real ones have been made, those of :func:`parallel_lce.vocab_parallel_cross_entropy`.
     """
     target = _swapped(labels)
     if isinstance(logits, LazyLogits) and logits.made is None:

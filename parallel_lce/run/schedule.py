@@ -1,7 +1,7 @@
 """The schedule of a call: the steps of forward and backward for each block of tokens, in their order.
 
-A call runs block by block (:mod:`parallel_lce.core.plan`). Of a fused call, this module alone knows both the
-collectives (:mod:`parallel_lce.core.collectives`) and the work on a block (:mod:`parallel_lce.backends`):
+A call runs block by block (:mod:`parallel_lce.core.plan`). This module joins the collectives
+(:mod:`parallel_lce.core.collectives`) and the work on a block (:mod:`parallel_lce.backends`):
 
     forward      gather hidden states -> project -> gather partials -> merge
     backward     gather hidden states -> dX -> reduce dX, beside dW

@@ -141,7 +141,7 @@ def coefficients(
 
 def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor) -> Tensor:
     """``[N, K]`` or ``[E]``; NaN if the given offsets are invalid."""
-    # No view of another tensor: autograd would let nobody change it in place.
+    # A new tensor, no view: autograd forbids in-place changes of a view among several outputs.
     shape = selected.given_ids.shape
     shifted = logits.view(shape) - selected.spread(partial[MAX]).view(shape)
     found = shifted - selected.spread(partial[SUM_EXP].log()).view(shape)

@@ -80,13 +80,13 @@ def logit_above(e, shift, base):
 
 
 @triton.jit
-def exact_logit(logit, top, sum_exp):
+def exact_logit(logit, top, sum_exp, ROUNDINGS: tl.constexpr = _ROUNDINGS):
     """A logit, or the maximum ``top`` itself where it is that entry's (:data:`ALONE`).
 
-    ``logit`` was summed in another order than the logits of the sum of exponentials, by which 1 - p would be off.
+    ``logit`` was computed otherwise than the logits of the sum of exponentials, by which 1 - p would be off. If it was
+    summed in another order, it may be off by ``ROUNDINGS`` of its size.
     """
-    # Of millions a rounding is more than that.
-    near = tl.maximum(_NEAR, tl.abs(top) * _ROUNDINGS)
+    near = tl.maximum(_NEAR, tl.abs(top) * ROUNDINGS)
     return tl.where((sum_exp < _ALONE) & (logit > top - near), top, logit)
 
 

@@ -107,7 +107,10 @@ def lce_forward_dense(
     wanted = tl.load(target + row)
     inside = (wanted >= 0) & (wanted < entries)
     logit = _logits(products, wanted, inside, bias, scale, cap, SCALED, CAPPED)
-    logit = tl.where(inside, exact_logit(logit, top, sum_exp), 0.0)
+    if CAPPED:
+        # The loop may have soft-capped it with other instructions.
+        logit = exact_logit(logit, top, sum_exp, 0.0)
+    logit = tl.where(inside, logit, 0.0)
     of_shift = tl.sum(shifted, 0)
     tl.store(partial + row, top)
     tl.store(partial + rows + row, sum_exp)

@@ -42,7 +42,7 @@ class _Compiled(NamedTuple):
 class Relaunched:
     """A ``triton.jit`` or ``gluon.jit`` function that remembers what its launches compiled to.
 
-    Constants and options are passed by name, always in the same order; all other arguments by position. From the
+    Constants and options are passed by name, all other arguments by position. From the
     second launch of a kind on, Triton's hooks and knobs have no effect, and nobody checks that an address is the
     device's. The first argument is a tensor, a tuple that begins with one, or a descriptor; its device must be the
     current one.
@@ -60,7 +60,7 @@ class Relaunched:
             first = first[0]
         # A kernel is loaded for one device.
         device = getattr(first, "base", first).get_device()
-        described, values = [device, *constants.values()], []
+        described, values = [device, *constants.items()], []
         _describe(arguments, described, values)
         key = tuple(described)
         known = self._compiled.get(key)
@@ -125,6 +125,9 @@ def _describe(arguments: tuple, described: list, values: list) -> None:
             raise TypeError(f"a {kind.__name__} is no argument of a kernel")
 
 
+_PLAIN = (Tensor, Parameter)
+
+
 class Bound:
     """Launches of a kernel that differ in the addresses of their tensors alone.
 
@@ -141,7 +144,8 @@ class Bound:
         for tensor in tensors:
             address = None
             if tensor is not None:
-                address = tensor.data_ptr()
+                # Triton reads a tensor of another kind, or refuses it.
+                address = tensor.data_ptr() if type(tensor) in _PLAIN else 1
                 bits |= address
             addresses.append(address)
         if bits & 15:

@@ -60,11 +60,12 @@ def vocab_parallel_cross_entropy(
     label_smoothing = as_float(label_smoothing)
     try:
         _check(vocab_parallel_logits, target, label_smoothing, group)
-        backend = backend_of(vocab_parallel_logits.view(-1, vocab_parallel_logits.shape[-1]), _SUITABLE)
+        entries = vocab_parallel_logits.shape[-1]
+        logits = in_memory(vocab_parallel_logits).reshape(-1, entries)
+        backend = backend_of(logits, _SUITABLE)
     except Exception as refusal:
         debug.report_refusal(layout, refusal)
         raise
-    entries = vocab_parallel_logits.shape[-1]
     if layout.ranks > 1 and debugging and not valueless(vocab_parallel_logits):
         settings = {
             "function": "vocab_parallel_cross_entropy",
@@ -75,8 +76,8 @@ def vocab_parallel_cross_entropy(
             "backend": backend.NAME,
         }
         debug.agree(layout, settings, {"target": target.long()}, (layout.rank * entries, entries))
-    logits, ids = in_memory(vocab_parallel_logits).reshape(-1, entries), in_memory(target).reshape(-1)
-    loss = _LogitsCrossEntropy.apply(logits, ids.long().contiguous(), float(label_smoothing), layout, backend)
+    ids = in_memory(target).reshape(-1).long().contiguous()
+    loss = _LogitsCrossEntropy.apply(logits, ids, float(label_smoothing), layout, backend)
     return loss.view(target.shape)
 
 

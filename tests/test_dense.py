@@ -76,16 +76,18 @@ def test_a_second_backward_has_the_bits_of_the_first(device):
 
 
 def test_saved_tensors_in_other_memory(device):
-    t = small(device, **SHAPE)
-    expected = torch.autograd.grad(linear_cross_entropy(t.x, t.weight, t.target), [t.x, t.weight])
+    t = small(device, **SHAPE | dict(bias=True))
+    options = dict(linear_bias=t.bias.detach(), temperature=torch.linspace(0.5, 2.0, 40, device=device))
+    expected = torch.autograd.grad(linear_cross_entropy(t.x, t.weight, t.target, **options), [t.x, t.weight])
     sizes = []
 
     def pack(value: torch.Tensor) -> torch.Tensor:
         sizes.append(value.numel() * value.element_size())
-        return value.t().clone().t() if value.dim() == 2 else value.clone()
+        return torch.stack([value, value], -1)[..., 0]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        loss = linear_cross_entropy(t.x, t.weight, t.target)
+        loss = linear_cross_entropy(t.x, t.weight, t.target, **options)
+    assert saved_logits()
     found = torch.autograd.grad(loss, [t.x, t.weight])
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
     # fp32, rows of a multiple of 64 entries; nothing else has the logits' shape.
@@ -125,6 +127,28 @@ def test_other_calls_save_exponentials(name, device, monkeypatch):
         t.x, t.weight, t.target, linear_bias=t.bias, logits_budget=40 * 208 * 4 - 1 if name == "no memory" else None
     )
     assert not saved_logits()
+
+
+def _without_a_bias(member: Member) -> tuple[torch.Tensor, bool]:
+    t = small(member.device, **SHAPE | dict(bias=True))
+    rows = 208 if member.rank == 0 else 0
+    bias = t.bias if rows else None
+    options = dict(process_group=member.group, sequence_parallel=True, logit_softcap=0.5)
+    options |= dict(vocab_start=208 * member.rank, vocab_size=208)
+    x = t.x.detach().chunk(2)[member.rank].clone().requires_grad_()
+    loss = linear_cross_entropy(x, t.weight[:rows], t.target, linear_bias=bias, **options)
+    return torch.autograd.grad(loss, [x])[0].float().cpu(), saved_logits()
+
+
+def test_ranks_whose_biases_differ_run_the_same_collectives(worlds, device):
+    """An empty shard without a bias saves nothing, whatever the other rank saves for its bias's gradient."""
+    t = small(device, **SHAPE | dict(bias=True))
+    whole = torch.autograd.grad(
+        linear_cross_entropy(t.x, t.weight, t.target, linear_bias=t.bias, logit_softcap=0.5), [t.x]
+    )[0]
+    found, dense = zip(*everywhere(worlds, device, 2, _without_a_bias))
+    assert dense == (False, False)
+    torch.testing.assert_close(torch.cat(found), whole.float().cpu(), rtol=2e-2, atol=1e-4)
 
 
 def _unreduced(member: Member) -> torch.Tensor:

@@ -70,3 +70,11 @@ def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
     truth = torch.tensor(12288.0).double() * torch.tensor(-23.0).double().exp()
     # Half a rounding of 1, in each of two sums.
     assert ((partial[1].double() - 1 - truth.to(device)).abs() <= 2**-24).all()
+
+
+@pytest.mark.parametrize("top", [1.0, 2.0**21])
+def test_the_second_largest_of_large_logits(top, device):
+    logits = torch.full((1, 16), -1e9, device=device)
+    logits[0, :2] = torch.tensor([top, top - 1])
+    found = _partial(kernels, logits, torch.ones(1, dtype=torch.int64, device=device))
+    assert found[2].item() == top - 1

@@ -58,6 +58,14 @@ def test_a_launch_of_the_same_kind_is_not_described_to_triton_again():
     assert arguments == (other.data_ptr(), 9, 2.5, None, 128), "addresses and constants, but no options"
 
 
+def test_constants_in_another_order_are_the_same_kernel_or_another():
+    recorder, x = Recorder(), torch.zeros(8)
+    kernel = Relaunched(recorder)
+    kernel.launch((4,), x, 7, 1.5, None, BLOCK=4, num_warps=8)
+    kernel.launch((4,), x, 7, 1.5, None, num_warps=4, BLOCK=8)
+    assert recorder.compiled == 2
+
+
 def test_tensors_in_a_tuple_are_passed_as_their_addresses():
     recorder, x, pair = Recorder(), torch.zeros(8), (torch.zeros(3), None)
     kernel = Relaunched(recorder)

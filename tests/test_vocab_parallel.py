@@ -154,9 +154,12 @@ def test_bad_input(change, message):
         parallel_lce.vocab_parallel_cross_entropy(**arguments)
 
 
-def test_strided_target(device):
-    """Every second id of a longer tensor, which stays strided when it is flattened."""
+def test_strided_inputs(device):
+    """Logits that no view flattens; every second id of a longer tensor, which stays strided when it is flattened."""
     logits, target, _ = _inputs(1, torch.float32)
+    want = vocab_parallel_cross_entropy(logits, target)
+    other = logits.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(vocab_parallel_cross_entropy(other, target), want)
     logits, ids = logits[0].to(device), target[0].clamp(0, ENTRIES - 1).to(device)
     wide = torch.stack([ids, ids * 0], 1).flatten()[::2]
     assert not wide.is_contiguous()

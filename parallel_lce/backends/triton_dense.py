@@ -42,10 +42,11 @@ class Dense:
         # One launch for each stride of the upstream gradient.
         self._backward: dict[int, Bound] = {}
 
-    def products(self, x: Tensor, weight: Tensor) -> Tensor:
-        """``x @ weight.T [N, V]``, fp32."""
-        # Not a new result of torch.mm: a checkpoint that keeps those would keep one that backward overwrites.
-        memory = x.new_empty(self._tokens, self._entries, dtype=torch.float32)
+    def products(self, x: Tensor, weight: Tensor, memory: Tensor | None = None) -> Tensor:
+        """``x @ weight.T [N, V]``, fp32. ``memory``: of earlier ones."""
+        if memory is None:
+            # Not a new result of torch.mm: a checkpoint that keeps those would keep one that backward overwrites.
+            memory = x.new_empty(self._tokens, self._entries, dtype=torch.float32)
         return product(x, weight.t(), torch.float32, memory)
 
     def partial(self, products: Tensor, partial: Tensor, per_token: tuple[Tensor | None, ...]) -> None:
@@ -77,7 +78,7 @@ class Dense:
         bound = self._backward.get(stride)
         if bound is None:
             numbers = self._tokens, self._entries, self._entries, 2 * self._entries, stride, *self._affine
-            traits = dict(IN_PLACE=True, SPAN=1, **self._traits)
+            traits = dict(IN_PLACE=True, SPAN=BLOCK, **self._traits)
             bound = self._backward[stride] = Bound(lce_backward_dense, (self._tokens, 1), numbers, **traits)
         bound(products, gradient, found, factor, divisor, *per_token)
         return gradient

@@ -156,7 +156,8 @@ def _checked(
     gradients = _gradients(tensors, main_grad, needs)
     spending: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
     if debugging and not valueless(weight):
-        _check_together(options, tensors, layout, shard, {"gradients": gradients, "backend": backend.NAME})
+        chosen = {"gradients": gradients, "backend": backend.NAME, "dense logits": planned and spending.dense}
+        _check_together(options, tensors, layout, shard, chosen)
     in_graph = torch.compiler.is_compiling() or valueless(weight)
     # A graph of torch 2.11 knows no quotient of two numbers that change.
     scale, cap = options.logit_scale, options.logit_softcap
@@ -253,20 +254,18 @@ def _plan(
 
 
 def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None) -> bool:
-    """Whether a small loss may save fp32 logits: its tensors are bf16, and only hidden states and weight need
-    gradients."""
-    weight, bias = tensors.linear_weight, tensors.linear_bias
+    """Whether a small loss may save fp32 logits, by what all ranks share."""
+    weight = tensors.linear_weight
     eager = not (torch.compiler.is_compiling() or valueless(weight))
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    plain = weight.dtype == torch.bfloat16 and (bias is None or not _needs(bias))
-    return options.reduction is not None and eager and adds and plain
+    return options.reduction is not None and eager and adds and weight.dtype == torch.bfloat16
 
 
 def _dense(call: Call, tensors: Tensors) -> Any:
     """The backend's ``Dense`` for this rank's shard, whose rows must be multiples of 16 bytes for cuBLAS. None: this
     rank saves exponentials."""
     tokens, entries, options = call.shape.numel(), call.shard.real_rows, call.options
-    if 0 in (tokens, entries) or entries % 8 or tensors.input.shape[-1] % 8:
+    if 0 in (tokens, entries) or entries % 8 or tensors.input.shape[-1] % 8 or call.needs.bias:
         return None
     if 4 * tokens * entries > (options.logits_budget or 0):
         return None  # this rank's shard is larger than the plan assumes

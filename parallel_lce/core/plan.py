@@ -29,6 +29,9 @@ LOGIT_COLUMNS = 384
 """Columns of hidden states whose three products take as long as writing and reading the fp32 logits and their
 gradient, 14 bytes for each logit."""
 
+DENSE_BYTES = 256 << 20
+"""Most bytes of fp32 logits that a small problem saves. Larger ones leave the GPU's caches."""
+
 _MULTIPLE = 128
 """Rows of a block are a multiple of this where its bytes allow: matrix products come in such tiles."""
 
@@ -237,7 +240,8 @@ def _dense(p: _Problem) -> _Candidate:
     saved = _save(p)
     planned = replace(saved.plan, dense=True, saved=p.shard_rows if p.savable else 0)
     small = 6 * p.tokens * p.shard_rows * (p.hidden_size + LOGIT_COLUMNS) <= p.dense_flops
-    fits = 4 * p.tokens * p.shard_rows + planned.hidden_bytes <= p.budget
+    size = 4 * p.tokens * p.shard_rows
+    fits = size <= DENSE_BYTES and size + planned.hidden_bytes <= p.budget
     return replace(saved, plan=planned, possible=small and fits)
 
 

@@ -63,13 +63,15 @@ class _DenseLoss(torch.autograd.Function):
             elif layout.sp_size > 1:
                 incoming = gather_hidden(x, block, layout)
                 x = incoming.tensor
+            # Hooks for saved tensors may have changed strides.
+            shard = shard if shard.stride(1) == 1 else shard.contiguous()
+            products, found = products.contiguous(), found.contiguous()
+            target, bias, scales, caps = (t if t is None else t.contiguous() for t in (target, bias, scales, caps))
             if consumed:
-                # An earlier backward has overwritten the logits.
-                products = dense.products(x if incoming is None else incoming.wait(), shard)
+                # An earlier backward has overwritten the logits, past autograd's count of versions.
+                dense.products(x if incoming is None else incoming.wait(), shard, products.data)
             if call.shard.start:
                 target = target - call.shard.start
-            # Hooks for saved tensors may have changed strides.
-            products, found = products.contiguous(), found.contiguous()
             gradient = dense.gradient(products, found, in_memory(upstream), divisor, (target, bias, scales, caps))
             if needs_hidden and call.reduced_over.ranks > 1:
                 reduction = call.hidden_reduction(flattened(hidden))

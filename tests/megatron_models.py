@@ -105,14 +105,8 @@ def _stands(sizes: dict[str, int]) -> bool:
     from megatron.core import parallel_state
 
     group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-    if group not in distributed_c10d._world.pg_map:
-        return False
-    return sizes == {
-        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
-        "virtual_pipeline_model_parallel_size": (parallel_state.get_virtual_pipeline_model_parallel_world_size()),
-        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
-    }
+    known = {name: getattr(parallel_state, f"get_{name.removesuffix('_size')}_world_size") for name in sizes}
+    return group in distributed_c10d._world.pg_map and sizes == {name: size() for name, size in known.items()}
 
 
 def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
@@ -165,9 +159,13 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
         stage = {"pre_process": first and chunk == 0, "post_process": last and chunk == spec.chunks - 1}
         if spec.chunks > 1:
             stage["vp_stage"] = chunk
-        model = _FAMILIES[spec.family](config, spec, stage)
-        if spec.frozen and stage["post_process"]:
-            model.output_layer.weight.requires_grad_(False)
+        sizes = dict(vocab_size=VOCAB, max_sequence_length=SEQUENCE, share_embeddings_and_output_weights=spec.tied)
+        model = _FAMILIES[spec.family](config, spec, stage, sizes | stage)
+        layer = getattr(model, "output_layer", None)
+        if layer is not None and layer.bias is not None:
+            torch.nn.init.uniform_(layer.bias, -1, 1)  # not zero
+        if spec.frozen and layer is not None:
+            layer.weight.requires_grad_(False)
         models.append(model.to(member.device))
     return models
 
@@ -195,7 +193,7 @@ def _layer(spec: Model):
     return layer
 
 
-def _gpt(config, spec: Model, stage: dict) -> torch.nn.Module:
+def _gpt(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
@@ -210,18 +208,11 @@ def _gpt(config, spec: Model, stage: dict) -> torch.nn.Module:
             depth.submodules.enorm = depth.submodules.hnorm = RMSNorm
             depth.submodules.layer_norm = RMSNorm
     return GPTModel(
-        config=config,
-        transformer_layer_spec=block,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=spec.tied,
-        mtp_block_spec=mtp,
-        **stage,
+        config=config, transformer_layer_spec=block, position_embedding_type="rope", mtp_block_spec=mtp, **common
     )
 
 
-def _mamba(config, spec: Model, stage: dict) -> torch.nn.Module:
+def _mamba(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
     """Megatron's Mamba model of an attention and an MLP layer: its mixers need packages that compile kernels."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.mamba.mamba_model import MambaModel
@@ -246,36 +237,20 @@ def _mamba(config, spec: Model, stage: dict) -> torch.nn.Module:
     )
     sys.modules[mamba_block.MambaStack.__module__].TENorm = RMSNorm  # from 0.18 on mamba_block names another module's
     return MambaModel(
-        config=config,
-        mamba_stack_spec=stack,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        hybrid_override_pattern="*-",
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=spec.tied,
-        **stage,
+        config=config, mamba_stack_spec=stack, hybrid_override_pattern="*-", position_embedding_type="rope", **common
     )
 
 
-def _bert(config, spec: Model, stage: dict) -> torch.nn.Module:
+def _bert(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
     config.normalization = "LayerNorm"
-    model = BertModel(
-        config=config,
-        num_tokentypes=0,
-        transformer_layer_spec=bert_layer_local_spec,
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        add_binary_head=False,
-        share_embeddings_and_output_weights=spec.tied,
-        **stage,
-    )
-    return _with_bias(model)
+    layers = dict(num_tokentypes=0, transformer_layer_spec=bert_layer_local_spec)
+    return BertModel(config=config, add_binary_head=False, **layers, **common)
 
 
-def _t5(config, spec: Model, stage: dict) -> torch.nn.Module:
+def _t5(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
     from megatron.core.models.T5 import t5_spec
     from megatron.core.models.T5.t5_model import T5Model
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -283,25 +258,13 @@ def _t5(config, spec: Model, stage: dict) -> torch.nn.Module:
     config.normalization = "LayerNorm"
     if not hasattr(t5_spec, "TENorm"):  # 0.14's local spec names it
         t5_spec.TENorm = WrappedTorchNorm
-    model = T5Model(
+    return T5Model(
         config=config,
         encoder_config=config,
         transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(1),
         transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(1),
-        vocab_size=VOCAB,
-        max_sequence_length=SEQUENCE,
-        share_embeddings_and_output_weights=spec.tied,
-        **stage,
+        **common,
     )
-    return _with_bias(model)
-
-
-@torch.no_grad()
-def _with_bias(model: torch.nn.Module) -> torch.nn.Module:
-    """An output bias that is not zero, where the model has one."""
-    if getattr(model, "output_layer", None) is not None and model.output_layer.bias is not None:
-        model.output_layer.bias.uniform_(-1, 1)
-    return model
 
 
 _FAMILIES = {"gpt": _gpt, "mamba": _mamba, "bert": _bert, "t5": _t5}

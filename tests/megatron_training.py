@@ -41,6 +41,9 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
             grad_reduce_in_fp32=spec.ddp == "fp32",
             overlap_grad_reduce=spec.overlap,
             use_distributed_optimizer=spec.optimizer == "distributed",
+            # Pre-hooks of the forwards, of the output layer's too, gather a step's parameters.
+            overlap_param_gather=_gathers_late(spec),
+            bucket_size=1 if _gathers_late(spec) else None,
         )
         trained = [
             DistributedDataParallel(config, ddp_config, m, disable_bucketing=i > 0) for i, m in enumerate(models)
@@ -96,6 +99,10 @@ def _forward_step(spec: Model, device: torch.device, done: Trained, numbers, mod
     return output, loss_function
 
 
+def _gathers_late(spec: Model) -> bool:
+    return spec.overlap and spec.optimizer == "distributed"
+
+
 def _optimizer(spec: Model, config, models: list):
     if spec.optimizer is None:
         return None
@@ -116,6 +123,7 @@ def _optimizer(spec: Model, config, models: list):
             bf16=spec.dtype == torch.bfloat16,
             params_dtype=spec.dtype,
             use_distributed_optimizer=spec.optimizer == "distributed",
+            overlap_param_gather=_gathers_late(spec),
         ),
         models,
     )

@@ -182,8 +182,10 @@ def test_good_calls_pass(member, sequence_parallel, tokens):
     call_["input"] = call_["input"][:tokens]
     call_["target"] = call_["target"][:tokens].repeat(parts)
     call_["target"][:1] = -100
-    call_["token_weight"] = torch.full_like(call_["target"], torch.nan, dtype=torch.float32)
-    # Ranks that sum in another order have other bits; NaN is equal to NaN here.
+    # Ranks that sum in another order have other bits. All NaN are equal here, and 0 and -0 are.
+    sign = -1.0 if member.rank else 1.0
+    call_["token_weight"] = torch.full_like(call_["target"], sign * torch.nan, dtype=torch.float32)
+    call_["token_weight"][-1:] = sign * 0.0
     call_["input"] = call_["input"] * (1 + 1e-6 * member.rank)
     plain = call(call_)
     # The same number.

@@ -163,28 +163,19 @@ def check(parts, kind, name, beta, reduction, sequence_parallel, factor):
         assert_no_worse(ours, exact, other, factor, floor, label)
 
 
-def _on_one_rank(kind, name, beta, reduction, backend, device):
+DTYPE_NAMES = {"layer": ("fp64", "fp32", "bf16", "fp16")} | dict.fromkeys(TAILS, ("fp64", "fp32", "bf16"))
+
+
+@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("of", [f"{kind} {name}" for kind, names in DTYPE_NAMES.items() for name in names])
+@pytest.mark.thinned
+def test_on_one_rank(of, beta, reduction, backend, device):
+    kind, name = of.split()
     if backend == "triton" and name == "fp64":
         pytest.skip("float64 is always torch's")
     parts = [_found(alone(device), kind, name, beta, reduction, backend, False, {})]
     check(parts, kind, name, beta, reduction, False, 1.3)
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("name", ["fp64", "fp32", "bf16", "fp16"])
-@pytest.mark.thinned
-def test_divergence(name, beta, reduction, backend, device):
-    _on_one_rank("layer", name, beta, reduction, backend, device)
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("tail", TAILS)
-@pytest.mark.parametrize("name", ["fp64", "fp32", "bf16"])
-@pytest.mark.thinned
-def test_top_k_divergence(name, tail, beta, reduction, backend, device):
-    _on_one_rank(tail, name, beta, reduction, backend, device)
 
 
 @pytest.mark.parametrize(
@@ -461,15 +452,11 @@ BAD = [
     ("layer", "teacher_bias must have shape", dict(teacher_bias=normal(V - 1).float())),
     ("layer", "beta must be", dict(beta=1.5)),
     ("layer", "beta must be 0, 1", dict(beta=1e-9)),
-    ("layer", "target must hold", dict(target=torch.zeros(N))),
-    ("layer", "temperature must be", dict(temperature=0)),
     ("layer", "reduction must be", dict(reduction="batchmean")),
-    ("layer", "target must have shape", dict(target=torch.zeros(N + 1, dtype=torch.int64))),
     ("layer", "student_hidden must be a tensor", dict(student_hidden=None)),
     ("layer", "teacher_weight must be a tensor", dict(teacher_weight=None)),
     ("class", "tail must be", dict(tail="none")),
     ("class", "student_hidden must be a tensor", dict(student_hidden=None)),
-    ("class", "student_weight .* two dimensions", dict(student_weight=torch.zeros(V))),
     ("class", "teacher_ids must be ids of shape", dict(student_hidden=torch.zeros(N - 1, D))),
     ("class", "logits_budget must be", dict(logits_budget="x")),
     ("class", "process_group must be", dict(process_group=5)),

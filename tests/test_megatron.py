@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from megatron_models import Model, specs
 from megatron_releases import OTHER_RELEASES, path_of
 from megatron_training import assert_equal, switched, tolerance_of, train, train_quietly
 from on_ranks import on_ranks
-from parallel_lce.megatron.lazy_logits import LazyLogits
 from world import Member
 
 
@@ -52,35 +50,6 @@ def test_other_releases_are_what_is_imported(release, worlds):
     (found,) = set(worlds(2, path).run(_release))
     # From 0.18 on it adds the commit of the repository that it lies in.
     assert not release[0].isdigit() or found.partition("+")[0] == release
-
-
-class _Faulty(torch.autograd.Function):
-    """The identity with a gradient that is wrong by 0.1 %."""
-
-    @staticmethod
-    def forward(ctx, tensor):
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx, upstream):
-        return upstream * 1.001
-
-
-@pytest.mark.parametrize("where", ["hidden", "weight"])
-@on_ranks(2)
-def test_a_fault_of_a_thousandth_fails(member, where):
-    spec, check = Model(ranks=member.ranks), LazyLogits.check
-
-    def faulty(logits) -> None:
-        """The loss checks its logits before it takes their hidden states and weight."""
-        check(logits)
-        setattr(logits, where, _Faulty.apply(getattr(logits, where)))
-
-    stock = train(member, spec, {})
-    with mock.patch.object(LazyLogits, "check", faulty):
-        ours = train_quietly(member, spec)
-    with pytest.raises(AssertionError):
-        assert_equal(ours, stock, tolerance_of(spec))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import copy
-import operator
 import pickle
 import re
 import warnings
@@ -17,7 +16,7 @@ import torch
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from measures import error, relative_error, size
-from megatron_models import Model, batch, losses_of
+from megatron_models import Model, batch
 from megatron_training import output_layers, side_by_side
 from on_ranks import on_ranks
 from parallel_lce.megatron.lazy_logits import LazyLogits
@@ -51,7 +50,7 @@ with torch.no_grad(): torch.max(z.expand(2, *z.shape), 0, out=(z, torch.empty(z.
 z.detach().numpy()[...] *= 2
 numpy.asarray(z.detach())[...] *= 2
 z += ramp
-y = z; y += ramp; y.neg_(); out = y
+y = z; y += ramp; y.neg_(); out = y; y is z
 z *= ramp
 z %= 0.3
 with torch.no_grad(): z //= 0.3
@@ -80,38 +79,28 @@ USES = """
 len(z); z.shape; z.stride(); z.is_contiguous(); z.is_leaf; z.layout; z.grad_fn is None; z.grad
 bool(z)
 bool(z.isnan().any())
-z in [z]
 z == None
-z is None
-~z
 -z, +z, abs(z)
 z + 1, 1 + z, z - 1, 1 - z, z / 2, 2 / z, z // 0.3, 2 // z, z % 0.3, 2 % z, z ** 2, 2 ** z
 z @ z.mT, z.detach().numpy() @ z.mT.detach()
 torch.ones(3, z.shape[1]) @ z
-1 | z
+1 | z, ~z
 divmod(2, z)
-round(z)
 float(z), int(z)
-operator.index(z)
-[*reversed(z)]
 z[1], z[..., 2], z[z > 0], z[None], z[:, [0, 1]]
 del z[0]
-z.T.shape
 z.no_such_thing
 numpy.asarray(z)
 (numpy.float64(2) * z)[...], z * numpy.float32(2) + 0
 numpy.asarray(z.detach()), numpy.exp(z.detach()), numpy.float64(2) * z.detach()
-copy.copy(z)
 copy.deepcopy(z)
 copy.deepcopy([z.detach()])[0]
 pickle.loads(pickle.dumps(z)), pickle.loads(pickle.dumps(z)).requires_grad
 f"{z.sum():.3f}", format(z[0, 0, 0], ".2f")
-format(z, ".2f")
 torch.stack([z, z]), torch.cat(tensors=(z, z), dim=0), torch.einsum("abc,abc->a", z, z)
 torch.utils.checkpoint.checkpoint(torch.sum, z[...], use_reentrant=True)
 y = z[...]; torch.autograd.grad((2 * z).square().sum(), z), torch.autograd.grad(y.square().sum(), z)
 z.retain_grad(); z.square().sum().backward(); z.grad
-z.requires_grad = False
 torch.empty(z.shape).copy_(z), torch.zeros(z.shape).add_(z), torch.zeros(z.shape).__iadd__(z)
 torch.zeros_like(z), z.new_ones(2), torch.ops.aten.add(z, 1), torch.where(z > 0, z, 0.0)
 torch.from_dlpack(z.detach())
@@ -119,7 +108,6 @@ x = torch.zeros(z.shape); x[...] = z; x
 torch.nn.utils.clip_grad_norm_([z], 1.0)
 torch.max(z, z + 1), torch.max(z), torch.max(z, 0), z.max(-1, keepdim=True), torch.max(input=z, dim=-1), torch.argmax(z)
 z.max(axis=-1), torch.max(z, axis=0)
-hash(z) == hash(z)
 z.unsqueeze_(0); v = z.max(-1), z.argmax(-1), torch.max(z, -1), torch.argmax(z, dim=-1); z.squeeze_(0); v
 z.transpose_(0, 1); z.max(-1), z.argmax(-1)
 z.detach_()
@@ -156,7 +144,7 @@ def _after(model, use: str, hidden: torch.Tensor, weight, labels: torch.Tensor) 
         stock_forward = z.stock_forward
         z.stock_forward = lambda *a, **k: (runs.append(a), stock_forward(*a, **k))[1]
     ramp = torch.linspace(0.5, 2.0, z.shape[-1], device=z.device, dtype=z.dtype)
-    modules = dict(torch=torch, F=torch.nn.functional, copy=copy, numpy=numpy, operator=operator, pickle=pickle)
+    modules = dict(torch=torch, F=torch.nn.functional, copy=copy, numpy=numpy, pickle=pickle)
     names = {"z": z, "ramp": ramp} | modules
     value = _value(use, names), _sizes(z) if z.dim() else None
     try:
@@ -334,33 +322,3 @@ def test_logits_are_those_of_the_call(member):
     z = layer(hidden)[0]
     with torch.no_grad():  # places that something may be gathered by
         assert z.argmax(-1).min() == 0 and z.max(-1).indices.min() == 0 and z.max(-1).values[1].isnan().all()
-
-
-HOOKS = {
-    "none": lambda *given: None,
-    "read": lambda module, inputs, outputs: (outputs[0].detach().float().mean(), None)[1],
-    "forward": lambda module, inputs, outputs: (outputs[0][..., 20:].fill_(-1e4), None)[1],
-    "backward": lambda module, of_inputs, of_outputs: tuple(g if g is None else 3 * g for g in of_inputs),
-}
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@on_ranks(2)
-def test_hooks_of_the_output_layer(member, sequence_parallel):
-    """Forward and backward, in a training step of the whole model."""
-    found = {}
-    for kind, hook in HOOKS.items():
-        # Stock's loss overwrites fp32 logits, which autograd refuses of those that a backward hook looks at.
-        dtype, tolerance = (torch.bfloat16, 2e-2) if kind == "backward" else (torch.float32, 1e-5)
-        spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel, tied=True, dtype=dtype)
-
-        def gradients(model, data, ours):
-            layer = model.output_layer
-            (layer.register_full_backward_hook if kind == "backward" else layer.register_forward_hook)(hook)
-            losses = losses_of(model, spec, data)
-            losses.square().mean().backward()
-            return [losses, *(p.grad for p in model.parameters())]
-
-        found[kind] = side_by_side(member, spec, gradients, tolerance)[0]
-    for kind in ("forward", "backward"):
-        assert any(error(a, b) > 0.1 * size(b) for a, b in zip(found[kind], found["none"])), kind

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -16,76 +15,6 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from parallel_lce.megatron import __main__ as launcher
 
 ROOT = Path(__file__).resolve().parent.parent
-
-# A training script that knows nothing of this package, with Megatron's argument for the loss.
-SCRIPT = """
-import argparse, json, os
-import torch
-import torch.distributed as dist
-from beside import COUNT
-
-parser = argparse.ArgumentParser()
-group = parser.add_argument_group("training")
-group.add_argument("--cross-entropy-loss-fusion", action="store_true")
-group.add_argument("--cross-entropy-fusion-impl", type=str, default="native", choices=["native", "te"])
-arguments = parser.parse_args()
-
-from megatron_models import Model
-from megatron_training import train
-from world import Member
-
-cuda = torch.cuda.device_count() >= COUNT
-device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
-if cuda:
-    torch.cuda.set_device(device)
-dist.init_process_group("nccl" if cuda else "gloo")
-member = Member(dist.get_rank(), COUNT, device, dist.group.WORLD)
-options = {
-    "cross_entropy_loss_fusion": arguments.cross_entropy_loss_fusion,
-    "cross_entropy_fusion_impl": arguments.cross_entropy_fusion_impl,
-}
-trained = train(member, Model(ranks=COUNT, sequence_parallel=True, ddp="fp32"), options)
-if dist.get_rank() == 0:
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-    switched = hasattr(LanguageModule.compute_language_model_loss, "__wrapped__")
-    losses = [loss.tolist() for loss in trained.losses]
-    print(json.dumps([losses, switched, os.environ.get("PARALLEL_LCE_LOGITS_BUDGET")]))
-dist.destroy_process_group()
-"""
-
-
-@pytest.fixture
-def script(tmp_path) -> Path:
-    folder = tmp_path / "scripts"
-    folder.mkdir()
-    (folder / "beside.py").write_text("COUNT = 2\n")  # imported as scripts import what lies beside them
-    path = folder / "train.py"
-    path.write_text(SCRIPT)
-    return path
-
-
-def _run(command: list[str], *paths: Path) -> subprocess.CompletedProcess:
-    paths = [ROOT, *paths, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
-    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done
-
-
-@pytest.mark.slow
-def test_an_unedited_script(script, device):
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    launcher = ["-m", "parallel_lce.megatron", "--parallel-lce-logits-budget", "0", str(script)]
-    switch = ["--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "parallel_lce"]
-    (stock, *without), (ours, *with_switch) = (
-        json.loads(_run([*torchrun, *command], ROOT / "tests", ROOT / "launch").stdout.splitlines()[-1])
-        for command in ([str(script)], [*launcher, *switch])
-    )
-    assert (without, with_switch) == ([False, None], [True, "0"])
-    for a, b in zip(ours, stock, strict=True):
-        assert max(abs(x - y) for p, q in zip(a, b) for x, y in zip(p, q)) <= 1e-5
-
 
 # What is replaced of Megatron-core, and a model that imports it.
 CHECKOUT = {
@@ -103,24 +32,50 @@ class GPTModel(LanguageModule): pass
 }
 
 
-def test_megatron_is_what_the_script_imports(tmp_path):
-    """A script that puts its own Megatron first, after setting its environment, gets that one, switched."""
-    checkout = tmp_path / "checkout"
+# A script that knows nothing of this package, with Megatron's argument for the loss. It puts its own Megatron first,
+# after setting its environment.
+SCRIPT = """
+import argparse, os, sys
+from beside import CHECKOUT
+assert "megatron.core" not in sys.modules
+sys.path.insert(0, CHECKOUT)
+from megatron.core.models.gpt.gpt_model import GPTModel
+group = argparse.ArgumentParser().add_argument_group("training")
+group.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
+print(sys.modules["megatron.core"].__file__)
+print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__"))
+print(group._actions[-1].choices, sys.argv, os.environ.get("PARALLEL_LCE_LOGITS_BUDGET"), sep="\\n")
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
     for name, text in {"__init__.py": ""}.items() | CHECKOUT.items():
-        path = checkout / "megatron" / "core" / name
+        path = tmp_path / "checkout" / "megatron" / "core" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys\n"
-        "assert 'megatron.core' not in sys.modules\n"
-        f"sys.path.insert(0, {str(checkout)!r})\n"
-        "from megatron.core.models.gpt.gpt_model import GPTModel\n"
-        "print(sys.modules['megatron.core'].__file__)\n"
-        "print(hasattr(GPTModel.compute_language_model_loss, '__wrapped__'))\n"
+    folder = tmp_path / "scripts"
+    folder.mkdir()
+    # Imported as scripts import what lies beside them.
+    (folder / "beside.py").write_text(f"CHECKOUT = {str(tmp_path / 'checkout')!r}")
+    (folder / "train.py").write_text(SCRIPT)
+    return folder / "train.py"
+
+
+def test_an_unedited_script(script):
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    options = ["--parallel-lce-logits-budget", "7", str(script), "--cross-entropy-fusion-impl", "parallel_lce"]
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel_lce.megatron", *options],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
-    file, switched = _run(["-m", "parallel_lce.megatron", str(script)]).stdout.split()[-2:]
-    assert Path(file).is_relative_to(checkout) and switched == "True"
+    assert done.returncode == 0, done.stderr[-3000:]
+    file, *said = done.stdout.splitlines()[-5:]
+    assert Path(file).is_relative_to(script.parents[1] / "checkout")
+    assert said == ["True", "('native', 'te', 'parallel_lce')", str([str(script), *options[3:]]), "7"]
 
 
 def _arguments(monkeypatch, *arguments: str) -> tuple:

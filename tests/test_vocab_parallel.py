@@ -83,7 +83,7 @@ def test_the_given_group_is_used(member):
             vocab_parallel_cross_entropy(mine, target)
 
 
-@pytest.mark.parametrize(("rows", "entries"), [(80, 125), (80, 152064), (33, 152063)])
+@pytest.mark.parametrize(("rows", "entries"), [(80, 125), (33, 152063)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_shapes_of_megatrons_own_test(rows, entries, dtype, device):
     """Error against float64 at most that of torch in the same dtype."""

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.arithmetic import exact_logit, exponential, exponential_from, finite_base, scaled, softcapped
-from parallel_lce.kernels.losses import loss_of
+from parallel_lce.kernels.losses import LossTerms, loss_of
 from parallel_lce.kernels.relaunch import Relaunched
 
 BLOCK, WARPS = 2048, 8
@@ -60,9 +60,7 @@ def lce_forward_dense(
     stride,
     scale,
     cap,
-    ignore_index,
-    smoothing,
-    z_loss,
+    terms,
     SHIFTED: tl.constexpr,
     SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
@@ -122,18 +120,7 @@ def lce_forward_dense(
         if token_weight is not None:
             weight = tl.load(token_weight + row)
         loss, alpha, beta, gamma = loss_of(
-            top,
-            tl.log(sum_exp),
-            logit,
-            of_shift,
-            wanted,
-            weight,
-            entries,
-            ignore_index,
-            smoothing,
-            z_loss,
-            SHIFTED,
-            OUTSIDE_NAN,
+            top, tl.log(sum_exp), logit, of_shift, wanted, weight, entries, terms, SHIFTED, OUTSIDE_NAN
         )
         tl.store(losses + row, loss)
         coefficients = partial + (3 + SHIFTED) * rows
@@ -214,7 +201,7 @@ def logits_partial(logits: torch.Tensor, target: torch.Tensor, shifted: bool, pa
     """
     rows, entries = logits.shape
     if rows:
-        numbers = rows, entries, logits.stride(0), 1.0, 0.0, None, 0.0, None
+        numbers = rows, entries, logits.stride(0), 1.0, 0.0, LossTerms()
         tensors = logits, partial, None, target, None, None, None, None
         options = dict(SHIFTED=shifted, SCALED=False, CAPPED=False, OUTSIDE_NAN=False)
         lce_forward_dense.launch((rows,), *tensors, *numbers, **options, BLOCK=BLOCK, num_warps=WARPS)

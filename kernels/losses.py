@@ -7,6 +7,8 @@ these take the host longer than the GPU takes for the projection.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -19,26 +21,27 @@ from parallel_lce.kernels.relaunch import Relaunched
 _TOKENS, _SUMMED = tl.constexpr(128), tl.constexpr(4096)
 
 
+class LossTerms(NamedTuple):
+    """The options of a loss, as the kernels take them. None: a term that the kernel leaves out."""
+
+    ignore_index: int | None = None
+    smoothing: float = 0.0
+    z_loss: float | None = None
+
+    @staticmethod
+    def of(options: Options) -> LossTerms:
+        return LossTerms(options.ignore_index, float(options.label_smoothing), float(options.z_loss) or None)
+
+
 @triton.jit
 def loss_of(
-    top,
-    log_sum,
-    logit,
-    shifted,
-    wanted,
-    weight,
-    entries,
-    ignore_index,
-    smoothing,
-    z_loss,
-    SMOOTHED: tl.constexpr,
-    OUTSIDE_NAN: tl.constexpr,
+    top, log_sum, logit, shifted, wanted, weight, entries, terms, SMOOTHED: tl.constexpr, OUTSIDE_NAN: tl.constexpr
 ):
     """Losses of tokens from the columns of their merged partials; and alpha, beta and gamma. ``wanted``: the target,
     relative to the first of the ``entries``."""
     inside = (wanted >= 0) & (wanted < entries)
     log_prob = (logit - top) - log_sum
-    of_target = 1.0 - smoothing
+    smoothing, of_target = terms.smoothing, 1.0 - terms.smoothing
     if OUTSIDE_NAN:
         weight = tl.where(inside, weight, float("nan"))
     else:
@@ -48,13 +51,13 @@ def loss_of(
     if SMOOTHED:
         loss -= smoothing * (shifted / (entries + 0.0) - log_sum)
     of_lse = 1.0
-    if z_loss is not None:
+    if terms.z_loss is not None:
         lse = top + log_sum
-        loss += z_loss * lse * lse
-        of_lse = 1.0 + 2.0 * z_loss * lse
+        loss += terms.z_loss * lse * lse
+        of_lse = 1.0 + 2.0 * terms.z_loss * lse
     loss *= weight
-    if ignore_index is not None:
-        ignored = wanted == ignore_index
+    if terms.ignore_index is not None:
+        ignored = wanted == terms.ignore_index
         loss = tl.where(ignored, 0.0, loss)
         weight = tl.where(ignored, 0.0, weight)
     alpha = tl.where(weight == 0.0, 0.0, weight * of_lse)
@@ -62,20 +65,8 @@ def loss_of(
 
 
 @Relaunched
-@triton.jit(do_not_specialize=["rows", "entries", "ignore_index"])
-def lce_forward_losses(
-    partial,
-    vocab_size,
-    entries,
-    target,
-    token_weight,
-    out,
-    rows,
-    ignore_index,
-    smoothing,
-    z_loss,
-    OUTSIDE_NAN: tl.constexpr,
-):
+@triton.jit(do_not_specialize=["rows", "entries"])
+def lce_forward_losses(partial, vocab_size, entries, target, token_weight, out, rows, terms, OUTSIDE_NAN: tl.constexpr):
     losses, alpha, beta, gamma = out
     row = tl.program_id(0) * _TOKENS + tl.arange(0, _TOKENS)
     valid = row < rows
@@ -93,7 +84,7 @@ def lce_forward_losses(
         shifted = tl.load(partial + 3 * rows + row, mask=valid, other=0.0)
     wanted = tl.load(target + row, mask=valid, other=0)
     loss, of_all, of_target, of_others = loss_of(
-        top, log_sum, logit, shifted, wanted, weight, entries, ignore_index, smoothing, z_loss, SMOOTHED, OUTSIDE_NAN
+        top, log_sum, logit, shifted, wanted, weight, entries, terms, SMOOTHED, OUTSIDE_NAN
     )
     tl.store(losses + row, loss, mask=valid)
     tl.store(alpha + row, of_all, mask=valid)
@@ -114,9 +105,9 @@ def token_losses(
     ``partial [C, R]`` fp32, merged, contiguous; its column 3 holds the shifted sums if labels are smoothed.
     ``vocab_size``: V, 0-dimensional int64, or a number. ``target [R]`` int64. ``token_weight [R]`` fp32.
     """
-    rows, label_smoothing, z_loss = target.shape[0], options.label_smoothing, options.z_loss
+    rows, smoothed = target.shape[0], options.label_smoothing > 0
     # The losses have memory of their own: their users may change them in place.
-    losses, (alpha, beta, *others) = partial.new_empty(rows), partial.new_empty(3 if label_smoothing else 2, rows)
+    losses, (alpha, beta, *others) = partial.new_empty(rows), partial.new_empty(2 + smoothed, rows)
     gamma = others[0] if others else None
     known = isinstance(vocab_size, int)
     with on_device_of(partial):
@@ -129,9 +120,7 @@ def token_losses(
             token_weight,
             (losses, alpha, beta, gamma),
             rows,
-            options.ignore_index,
-            float(label_smoothing),
-            float(z_loss) if z_loss else None,
+            LossTerms.of(options),
             OUTSIDE_NAN=options.outside_is_nan,
         )
     return losses, alpha, beta, gamma

@@ -13,6 +13,7 @@ from torch import Tensor
 from parallel_lce.backends.gemm import product
 from parallel_lce.core.options import Options
 from parallel_lce.kernels.dense_logits import BLOCK, WARPS, lce_backward_dense, lce_forward_dense
+from parallel_lce.kernels.losses import LossTerms
 from parallel_lce.kernels.relaunch import Bound
 
 
@@ -36,8 +37,7 @@ class Dense:
             BLOCK=BLOCK,
             num_warps=WARPS,
         )
-        of_loss = options.ignore_index, float(options.label_smoothing), float(options.z_loss) or None
-        numbers = tokens, entries, entries, *self._affine, *of_loss
+        numbers = tokens, entries, entries, *self._affine, LossTerms.of(options)
         self._forward = Bound(lce_forward_dense, (tokens,), numbers, OUTSIDE_NAN=options.outside_is_nan, **self._traits)
         # One launch for each stride of the upstream gradient.
         self._backward: dict[int, Bound] = {}

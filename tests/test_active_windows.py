@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import DTYPES, normal
+from cases import DTYPES, Tensors, normal, part
 from measures import assert_close, relative_error
 from parallel_lce import linear_cross_entropy, token_statistics
 from parallel_lce.call import prepare
@@ -250,14 +250,11 @@ def test_windows_are_kept_only_where_they_are_of_use(reason, device, monkeypatch
 def _on_ranks(member: Member, sequence_parallel: bool):
     windows.FEWEST_SAMPLED = 1
     x, weight, target = problem(N=512, V=1024, device=member.device)
-    rows, tokens = 1024 // member.ranks, 512 // member.ranks
-    part = slice(member.rank * tokens, (member.rank + 1) * tokens) if sequence_parallel else slice(None)
-    x = x.detach()[part].requires_grad_()
-    weight = weight.detach()[member.rank * rows : (member.rank + 1) * rows].requires_grad_()
+    t = part(Tensors(x, weight, None, target, None, x), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=EPS)
     try:
         with chosen_backend("triton"), results_of(triton_windows, "list_active_windows") as lists:
-            found = [g.cpu() for g in gradients(x, weight, target, **options)]
+            found = [g.cpu() for g in gradients(t.x, t.weight, target, **options)]
     finally:
         windows.FEWEST_SAMPLED = 4
     assert sum(n[0].item() for n in lists) > 0

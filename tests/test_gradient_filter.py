@@ -175,21 +175,13 @@ def test_tokens_of_weight_zero_activate_no_tile(device):
         assert_close(a, b.double(), 1e-2)
 
 
-@pytest.mark.thinned
 @pytest.mark.parametrize("options", [{}, {"logit_softcap": 30.0}], ids=["", "softcap"])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_nan_reaches_what_it_would_reach_without_a_filter(reduction, options, device):
+def test_nan_reaches_what_it_would_reach_without_a_filter(options, device):
     x, weight, target = problem(dtype="bf16", device=device)
-    options = dict(reduction=reduction, **options)
-    truth, near = (gradients(x, weight, target, gradient_filter=eps, **options)[0] for eps in (None, EPS))
     target[5] = 10_000
-    exact, found = (gradients(x, weight, target, gradient_filter=eps, **options) for eps in (None, EPS))
+    exact, found = (gradients(x, weight, target, reduction="none", gradient_filter=f, **options) for f in (None, EPS))
     for a, b in zip(found, exact):
         assert torch.equal(a.isnan(), b.isnan())
-    if reduction == "none":
-        others = torch.arange(len(x)) != 5
-        allowed = 1.5 * relative_error(near[others], truth[others].double())
-        assert relative_error(found[0][others], truth[others].double()) <= allowed
 
 
 def test_a_token_of_nan_leaves_what_stands_for_the_tiles_of_others(device):
@@ -206,17 +198,6 @@ def test_a_token_of_nan_leaves_what_stands_for_the_tiles_of_others(device):
     target[5] = 10_000
     assert 1e-3 < relative_error(near, truth)
     assert relative_error(of_others(EPS), truth) <= 1.1 * relative_error(near, truth)
-
-
-def test_statistics_with_gradients_of_probabilities(device):
-    t = problem(dtype="bf16", device=device)
-    with torch.no_grad():
-        t[2].clamp_(min=0)
-    found = token_statistics(*t, argmax=True, gradient_filter=EPS)
-    statistics = torch.autograd.grad(found.target_log_prob.sum(), t[:2])
-    losses = gradients(*t, -1.0, reduction="none", gradient_filter=EPS)
-    for a, b in zip(statistics, losses):
-        assert_close(a, b.double(), 1e-5)
 
 
 @pytest.mark.parametrize("value", [0, 1, -0.1, 2.0, float("nan"), True, "", "auto", "0.1", [0.1], torch.tensor(0.1)])
@@ -239,34 +220,30 @@ def test_gradients_that_are_no_probabilities_are_refused(name):
             token_statistics(t.x, t.weight, t.target, gradient_filter=0.01, **{name: asked})
 
 
-def test_the_module_passes_it_on(device):
+def _again(*t):
+    """The second backward of a graph."""
+    loss = linear_cross_entropy(*t, gradient_filter=EPS)
+    torch.autograd.grad(loss, t[:2], retain_graph=True)
+    return loss
+
+
+DOORS = {
+    "module": LinearCrossEntropy(gradient_filter=EPS),
+    "statistics": lambda *t: -token_statistics(*t, argmax=True, gradient_filter=EPS).target_log_prob.mean(),
+    "compiled": torch.compile(lambda *t: linear_cross_entropy(*t, gradient_filter=EPS), backend="aot_eager"),
+    "a second backward": _again,
+}
+
+
+@pytest.mark.parametrize("name", DOORS)
+def test_every_door_gives_the_same(name, device):
     t = problem(dtype="bf16", device=device)
-    module = LinearCrossEntropy(gradient_filter=EPS)
-    assert "gradient_filter=0.0078125" in repr(module)
-    found = torch.autograd.grad(module(*t), t[:2])
-    for a, b in zip(found, gradients(*t, gradient_filter=EPS)):
-        assert torch.equal(a, b)
-
-
-def test_second_backward_filters_too(device):
-    t = problem(dtype="bf16", device=device)
-    loss = linear_cross_entropy(*t, reduction="none", gradient_filter=EPS).sum()
-    first = torch.autograd.grad(loss, t[:2], retain_graph=True)
-    second = torch.autograd.grad(loss, t[:2])
-    exact = gradients(*t, reduction="none")
-    for a, b, c in zip(first, second, exact):
-        assert_close(b, a.double(), 1e-2)
-        assert not torch.equal(b, c)
-
-
-def test_compiled(device):
-    """Operators are told of it."""
-    t = problem(dtype="bf16", device=device)
-    compiled = torch.compile(lambda *t, eps: linear_cross_entropy(*t, gradient_filter=eps), backend="aot_eager")
-    for eps in (EPS, EPS / 8):
-        found = torch.autograd.grad(compiled(*t, eps=eps), t[:2])
-        for a, b in zip(found, gradients(*t, gradient_filter=eps)):
-            assert torch.equal(a, b)
+    t[2].clamp_(min=0)
+    expected, exact = (gradients(*t, gradient_filter=eps) for eps in (EPS, None))
+    assert "gradient_filter=0.0078125" in repr(DOORS["module"])
+    for a, b, c in zip(torch.autograd.grad(DOORS[name](*t), t[:2]), expected, exact):
+        assert_close(a, b.double(), 1e-2 if name == "a second backward" else 1e-5)
+        assert not torch.equal(a, c)
 
 
 def test_those_of_the_torch_backend_are_exact(device):

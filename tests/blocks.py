@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from unittest import mock
@@ -27,39 +28,24 @@ def block_backward(backend, *given, announce=lambda: None, **others):
     work.weight_grad()
 
 
-def watched(original, before=lambda task: None, after=lambda task: None):
-    """A backend's ``block_backward`` that calls ``before`` and ``after`` with its task."""
-
-    def block_backward(task):
-        before(task)
-        work = original(task)
-        form = work.weight_grad
-
-        def weight_grad() -> None:
-            form()
-            after(task)
-
-        work.weight_grad = weight_grad
-        return work
-
-    return block_backward
+@contextmanager
+def _noted(backend, name: str, note: Callable):
+    """Calls ``note(task)`` whenever the backend begins a block."""
+    original = getattr(backend, name)
+    with mock.patch.object(backend, name, lambda task: note(task) or original(task)):
+        yield
 
 
-def watched_backwards(backend, before=lambda task: None, after=lambda task: None):
-    """Has the backend's blocks be :func:`watched`."""
-    return mock.patch.object(backend, "block_backward", watched(backend.block_backward, before, after))
+def watched_backwards(backend, note: Callable):
+    """Calls ``note(task)``, which returns nothing, before each block's backward."""
+    return _noted(backend, "block_backward", note)
 
 
 @contextmanager
 def counted_forwards(backend):
     """Yields a list of the number of rows of each block that the backend projects."""
-    original, rows = backend.block_forward, []
-
-    def counted(task):
-        rows.append(len(task.x))
-        return original(task)
-
-    with mock.patch.object(backend, "block_forward", counted):
+    rows: list[int] = []
+    with _noted(backend, "block_forward", lambda task: rows.append(len(task.x))):
         yield rows
 
 

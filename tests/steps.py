@@ -45,57 +45,69 @@ STRATEGIES = {
 }
 
 
+@dataclass(frozen=True)
+class Call:
+    """``strategy``: a name. ``shards``: the ranks' rows, None for equal ones; those from ``vocab_size`` on are padding.
+    ``streams``: of the caller's on a GPU, one for the forward and one for the backward, in turns. ``deterministic``:
+    whether those of torch are deterministic; memory of ``torch.empty`` is NaN where they are, and anything where
+    not."""
+
+    strategy: str
+    ranks: int = 1
+    sequence_parallel: bool = False
+    dtype: str = "bf16"
+    backend: str = ""
+    shards: tuple[int, ...] | None = None
+    vocab_size: int | None = None
+    bias: bool = False
+    frozen: str = ""
+    streams: int = 1
+    deterministic: bool = True
+
+    def __str__(self) -> str:
+        defaults = type(self).__dataclass_fields__
+        changed = [f"{n}={v}" for n, v in vars(self).items() if v != defaults[n].default]
+        return "-".join(changed).removeprefix("strategy=")
+
+
 class Step:
-    """Forward and backward of one rank. Shards are equal, or have ``shards`` rows; those of ``vocab_size`` or more are
-    padding. All calls are made within :meth:`small_blocks`."""
+    """Forward and backward of one rank. All calls are made within :meth:`small_blocks`. ``size``: N, V and D."""
 
     def __init__(
-        self,
-        member: Member,
-        strategy: Strategy,
-        dtype: str,
-        size: tuple[int, int, int],
-        sequence_parallel: bool = False,
-        *,
-        shards: tuple[int, ...] | None = None,
-        vocab_size: int | None = None,
-        bias: bool = False,
-        tile: tuple[int, int] | None = None,
+        self, member: Member, call: Call, size: tuple[int, int, int], tile: tuple[int, int] | None = None
     ) -> None:
-        self.member, self.strategy = member, strategy
-        self._size, self._dtype, self._bias, self._tile = size, dtype, bias, tile
-        self._sequence_parallel, self._shards, self._vocab_size = sequence_parallel, shards, vocab_size
+        self.member, self.call, self.strategy = member, call, STRATEGIES[call.strategy]
+        self._size, self._tile, strategy = size, tile, self.strategy
         self.reduction = strategy.options.get("reduction", "mean")
         N, V, _ = size
-        counted = -(-(vocab_size or V) // member.ranks)
-        row_bytes = counted * DTYPES[dtype].itemsize
+        row_bytes = -(-(call.vocab_size or V) // member.ranks) * DTYPES[call.dtype].itemsize
         # Accumulating, two blocks are alive.
         alive = 1 if self.reduction == "none" else 2
-        parts = member.ranks if sequence_parallel else 1
+        parts = member.ranks if call.sequence_parallel else 1
         self._block_bytes = alive * -(-N // (strategy.blocks * parts)) * parts * row_bytes
-        start = None if shards is None or member.ranks == 1 else sum(shards[: member.rank])
-        share = strategy.share
-        self._options = ({} if strategy.of_statistics else dict(strategy.options)) | dict(
+        given, share = call.shards is not None and member.ranks > 1, strategy.share
+        self._options = ({} if strategy.of_statistics else strategy.options) | dict(
             process_group=member.group,
-            sequence_parallel=sequence_parallel,
-            vocab_start=start,
-            vocab_size=vocab_size if vocab_size or start is None else V,
+            sequence_parallel=call.sequence_parallel,
+            vocab_start=sum(call.shards[: member.rank]) if given else None,
+            vocab_size=call.vocab_size or (V if given else None),
             logits_budget=None if share is None else int(share * N * row_bytes),
         )
         self.tensors = self.data(0)
         self.x, self.weight, self.target, self.upstream, *self.bias = self.tensors
         named = zip(("x", "weight", "bias"), (self.x, self.weight, *self.bias))
-        self.leaves = [leaf.requires_grad_() for name, leaf in named if name not in strategy.frozen]
+        frozen = strategy.frozen or call.frozen
+        self.leaves = [leaf.requires_grad_() for name, leaf in named if name not in frozen]
 
     def data(self, seed: int) -> list[torch.Tensor]:
         """x, weight, target, upstream gradient and, if there is one, bias."""
-        N, V, D = self._size
-        case = Case(N, V, D, self._dtype, reduction=self.reduction, bias=self._bias, seed=seed)
+        (N, V, D), call = self._size, self.call
+        case = Case(N, V, D, call.dtype, reduction=self.reduction, bias=call.bias, seed=seed)
         t = make(case, self.member.device)
         t.target[5:12] = t.target[4]  # tokens of one target add up in one row of dW
-        if self._vocab_size is not None:
-            t.target[t.target >= self._vocab_size] = 0
-        t = part(t, self.member, self._sequence_parallel, self._shards)
+        if call.vocab_size is not None:
+            t.target[t.target >= call.vocab_size] = 0
+        t = part(t, self.member, call.sequence_parallel, call.shards)
         made = t.x, t.weight, t.target, t.upstream, t.bias
         return [value.detach() for value in made if value is not None]
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import DTYPES, normal
+import filtering
+from cases import Tensors, normal, part
 from measures import assert_close, relative_error
 from parallel_lce import linear_cross_entropy, token_statistics
 from parallel_lce.call import prepare
@@ -46,22 +47,11 @@ def listed():
 
 
 def problem(dtype="bf16", device="cpu", N=N, V=V, slope=1.5):
-    """Hidden states, a weight whose first rows are the likely ones, and targets drawn from the softmax."""
-    x, weight = normal(N, 16), 0.3 * normal(V, 16, seed=1)
-    x[:, 0] = 3.0
-    weight[:, 0] = torch.linspace(slope, -slope, V)
-    x, weight = x.to(DTYPES[dtype]), weight.to(DTYPES[dtype])
-    p = (x.double() @ weight.double().T).softmax(1)
-    target = p.multinomial(1, generator=torch.Generator().manual_seed(2)).squeeze(1)
-    target[::9] = -100
-    # Shared and unshared targets where nothing is likely.
-    target[1::170], target[3] = V - 60, V - 70
-    return [x.to(device).requires_grad_(), weight.to(device).requires_grad_(), target.to(device)]
+    return filtering.problem(dtype, device, N, V, slope, noise=0.3)
 
 
-def gradients(x, weight, target, upstream=1.0, budget=0, **options):
-    loss = linear_cross_entropy(x, weight, target, logits_budget=budget, **{"reduction": "none", **options})
-    return torch.autograd.grad(loss.sum() * upstream, (x, weight))
+def gradients(*t, budget=0, **options):
+    return filtering.gradients(*t, logits_budget=budget, **{"reduction": "none", **options})
 
 
 OPTIONS = {
@@ -127,14 +117,22 @@ def projected(listed) -> torch.Tensor:
     return found
 
 
-def test_masses_of_tokens_are_kept(device):
-    """With a weight of equal rows, dX of the log-sum-exp is the sum of the token's probabilities."""
-    x, weight, _ = problem(device=device)
+def test_masses_of_tokens_are_kept(listed, device):
+    """With a weight of equal rows, dX is the sum of the gradient of the token's logits: 1 for the log-sum-exp, and 0
+    for the log-probability of a target, whose own probability is no part of the mass of its window."""
+    x, weight, target = problem(device=device)
     bias = (x.detach() @ weight.detach().T).float().mean(0).to(x.dtype)
-    x, ones = (0 * x.detach()).requires_grad_(), torch.ones_like(weight)
-    found = token_statistics(x, ones, None, linear_bias=bias, logits_budget=0, gradient_filter=EPS)
-    (dx,) = torch.autograd.grad(found.lse.sum(), x)
+    bias[300] += 3.9
+    p = bias.double().softmax(0)[300]
+    assert 0.7 * EPS < p < EPS
+    target[:], target[10] = -100, 300
+    x, ones = (0 * x.detach()).requires_grad_(), torch.ones_like(weight).requires_grad_()
+    found = token_statistics(x, ones, target, linear_bias=bias, logits_budget=0, gradient_filter=EPS)
+    dx, _ = torch.autograd.grad(found.lse.sum(), (x, ones), retain_graph=True)
     assert_close(dx, torch.ones_like(dx).double(), 4e-3)
+    dx, _ = torch.autograd.grad(found.target_log_prob[10], (x, ones))
+    assert dx.abs().max() < 0.3 * p
+    assert len(listed) == 4 and not projected(listed[:2])[1].any()
 
 
 @pytest.mark.parametrize("gradient_filter", [pytest.param(1e-30, marks=pytest.mark.slow), EPS])
@@ -250,14 +248,11 @@ def test_windows_are_kept_only_where_they_are_of_use(reason, device, monkeypatch
 def _on_ranks(member: Member, sequence_parallel: bool):
     windows.FEWEST_SAMPLED = 1
     x, weight, target = problem(N=512, V=1024, device=member.device)
-    rows, tokens = 1024 // member.ranks, 512 // member.ranks
-    part = slice(member.rank * tokens, (member.rank + 1) * tokens) if sequence_parallel else slice(None)
-    x = x.detach()[part].requires_grad_()
-    weight = weight.detach()[member.rank * rows : (member.rank + 1) * rows].requires_grad_()
+    t = part(Tensors(x, weight, None, target, None, x), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=EPS)
     try:
         with chosen_backend("triton"), results_of(triton_windows, "list_active_windows") as lists:
-            found = [g.cpu() for g in gradients(x, weight, target, **options)]
+            found = [g.cpu() for g in gradients(t.x, t.weight, target, **options)]
     finally:
         windows.FEWEST_SAMPLED = 4
     assert sum(n[0].item() for n in lists) > 0

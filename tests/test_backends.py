@@ -11,8 +11,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
+from blocks import launches
+from cases import DTYPES
 from parallel_lce import backends, vocab_parallel
-from parallel_lce.backends import backend_of, torch_backend
+from parallel_lce.backends import backend_of
 from parallel_lce.backends.interface import Scratch
 
 
@@ -31,11 +33,53 @@ def choose(monkeypatch):
     return set_to
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("value", [None, "", "torch"])
-def test_the_torch_backend_serves_a_cpu(value, dtype, choose):
-    choose(value, interpret="1")
-    assert backend_of(torch.empty(2, 2, dtype=dtype)) is torch_backend
+# Device, what is asked for, dtype, capability, whether Triton is installed, and what weights and logits get.
+CHOICES = [
+    *(
+        ("cpu", value, dtype, None, True, "torch", "torch")
+        for value in (None, "", "torch")
+        for dtype in DTYPES.values()
+    ),
+    ("cpu", "triton", torch.float64, None, True, "torch", "torch"),
+    ("cuda", None, torch.bfloat16, (9, 0), True, "triton", "triton"),
+    ("cuda", None, torch.float16, (8, 0), True, "triton", "triton"),
+    ("cuda", None, torch.float16, (7, 5), True, "torch", "torch"),
+    ("cuda", None, torch.bfloat16, (9, 0), False, "torch", "torch"),
+    ("cuda", None, torch.float32, (9, 0), True, "torch", "triton"),
+    ("cuda", None, torch.float32, (7, 5), True, "torch", "torch"),
+    ("cuda", None, torch.float64, (9, 0), True, "torch", "torch"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "dtype", "capability", "installed", "of_weights", "of_logits"), CHOICES, ids=str
+)
+def test_the_choice(kind, value, dtype, capability, installed, of_weights, of_logits, choose, monkeypatch):
+    choose(value, installed, interpret="1")
+    monkeypatch.setattr(backends, "_capability", lambda device: capability)
+    matrix = SimpleNamespace(device=torch.device(kind), dtype=dtype, is_meta=False, shape=(2, 2))
+    assert backend_of(matrix).NAME == of_weights
+    assert backend_of(matrix, vocab_parallel._SUITABLE).NAME == of_logits
+
+
+@pytest.mark.parametrize(
+    ("value", "installed", "words"),
+    [
+        ("nonsense", True, "PARALLEL_LCE_BACKEND='nonsense' is none of 'torch', 'triton'"),
+        ("triton", True, "triton on cpu: .* TRITON_INTERPRET=1"),
+        ("triton", False, "not installed"),
+    ],
+)
+def test_a_choice_is_refused_in_words(value, installed, words, choose):
+    """At each call, of each function."""
+    x, weight, target = torch.ones(1, 2), torch.ones(2, 2), torch.zeros(1, dtype=torch.long)
+    choose("torch")
+    parallel_lce.linear_cross_entropy(x, weight, target)
+    choose(value, installed)
+    with pytest.raises(ValueError, match=words):
+        parallel_lce.linear_cross_entropy(x, weight, target)
+    with pytest.raises(ValueError, match=words):
+        parallel_lce.vocab_parallel_cross_entropy(x, target)
 
 
 class _LargeOperations(TorchDispatchMode):
@@ -69,111 +113,40 @@ def test_logits_that_fit_take_few_operations(budget, reduction, most, choose):
     assert len(mode.found) <= most, mode.found
 
 
-def test_the_choice_is_read_at_each_call(choose):
-    weight = torch.empty(2, 2)
-    choose("nonsense")
-    with pytest.raises(ValueError, match="PARALLEL_LCE_BACKEND='nonsense' is none of 'torch', 'triton'"):
-        backend_of(weight)
-    with pytest.raises(ValueError, match="nonsense"):
-        parallel_lce.linear_cross_entropy(torch.ones(1, 2), weight, torch.zeros(1, dtype=torch.long))
-    choose("torch")
-    assert backend_of(weight) is torch_backend
-
-
-def test_triton_on_a_cpu_is_refused_in_words(choose):
-    choose("triton")
-    with pytest.raises(ValueError, match="triton on cpu: .* TRITON_INTERPRET=1"):
-        backend_of(torch.empty(2, 2))
-
-
-def test_triton_that_is_missing_is_refused_in_words(choose):
-    choose("triton", installed=False, interpret="1")
-    with pytest.raises(ValueError, match="not installed"):
-        backend_of(torch.empty(2, 2))
-
-
-def test_float64_is_torch_s_whatever_is_asked_for(choose):
-    choose("triton")
-    assert backend_of(torch.empty(2, 2, dtype=torch.float64)) is torch_backend
-
-
-@pytest.mark.parametrize(
-    ("dtype", "capability", "installed", "of_weights", "of_logits"),
-    [
-        (torch.bfloat16, (9, 0), True, "triton", "triton"),
-        (torch.float16, (8, 0), True, "triton", "triton"),
-        (torch.float16, (7, 5), True, "torch", "torch"),
-        (torch.bfloat16, (9, 0), False, "torch", "torch"),
-        (torch.float32, (9, 0), True, "torch", "triton"),
-        (torch.float32, (7, 5), True, "torch", "torch"),
-        (torch.float64, (9, 0), True, "torch", "torch"),
-    ],
-)
-def test_the_default_on_cuda(dtype, capability, installed, of_weights, of_logits, choose, monkeypatch):
-    choose(None, installed=installed)
-    monkeypatch.setattr(backends, "_capability", lambda device: capability)
-    matrix = SimpleNamespace(device=torch.device("cuda", 0), dtype=dtype, is_meta=False, shape=(2, 2))
-    assert backend_of(matrix).NAME == of_weights
-    assert backend_of(matrix, vocab_parallel._SUITABLE).NAME == of_logits
-
-
 @pytest.mark.parametrize("value", ["torch", "triton"])
-def test_logits_that_exist_follow_the_choice(value, device, choose, monkeypatch):
+def test_logits_that_exist_follow_the_choice(value, device, choose):
     """Kernels reduce them if triton is asked for, and only then."""
-    kernels = pytest.importorskip("parallel_lce.backends.triton")
+    pytest.importorskip("triton", reason="needs triton")
     choose(value, interpret="1")
-    launched, names = [], ["logits_partial", "logits_gradient"]
-    for name in names:
-        original = getattr(kernels, name)
-        noted = lambda *given, name=name, original=original: launched.append(name) or original(*given)  # noqa: E731
-        monkeypatch.setattr(kernels, name, noted)
     logits = torch.randn(5, 7, device=device, requires_grad=True)
     target = torch.arange(5, device=device)
-    loss = parallel_lce.vocab_parallel_cross_entropy(logits, target)
-    loss.sum().backward()
-    assert launched == (names if value == "triton" else [])
+    with launches() as found:
+        loss = parallel_lce.vocab_parallel_cross_entropy(logits, target)
+        loss.sum().backward()
+    kernels = ["lce_forward_dense", "lce_backward_dense"]
+    assert [each.kernel for each in found] == (kernels if value == "triton" else [])
     true = torch.nn.functional.cross_entropy(logits.double(), target, reduction="none")
     torch.testing.assert_close(loss, true.float())
 
 
-def test_a_backend_that_logits_cannot_have_is_refused(choose):
-    choose("nonsense")
-    with pytest.raises(ValueError, match="PARALLEL_LCE_BACKEND='nonsense' is none of 'torch', 'triton'"):
-        parallel_lce.vocab_parallel_cross_entropy(torch.zeros(2, 3), torch.zeros(2, dtype=torch.long))
-
-
 def test_importing_the_package_imports_no_backend_of_kernels():
+    """Nor Triton, if torch itself does not."""
     code = (
-        "import parallel_lce, sys; assert not [m for m in sys.modules if m.split('.')[0] == 'triton'"
-        " or m == 'parallel_lce.backends.triton']"
+        "import torch, sys; before = 'triton' in sys.modules; import parallel_lce;"
+        "assert 'parallel_lce.backends.triton' not in sys.modules and ('triton' in sys.modules) == before"
     )
-    # torch itself may import triton: only what it does not is the package's.
-    bare = "import torch, sys; print('triton' in sys.modules)"
-    if subprocess.run([sys.executable, "-c", bare], capture_output=True, text=True).stdout.strip() == "True":
-        pytest.skip("torch imports triton by itself")
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# --- scratch ---------------------------------------------------------------------------------------
-
-
-def test_scratch_is_allocated_at_first_use_and_once(device):
+def test_scratch(device):
+    """Memory is allocated at first use, and once; what is larger, and in one piece, is taken over."""
     scratch = Scratch(1000, device)
     assert scratch.limit == 1000 and scratch.capacity(torch.float32) == 250
     first = scratch.borrow(250, torch.float32)
     assert first.shape == (250,) and first.dtype == torch.float32 and first.device.type == device
     assert scratch.borrow(3, torch.bfloat16).data_ptr() == first.data_ptr()
-
-
-def test_scratch_adopts_what_is_larger(device):
-    scratch = Scratch(1000, device)
-    scratch.adopt(torch.empty(100, 2, dtype=torch.bfloat16, device=device))
-    assert scratch.capacity(torch.uint8) == 1000
     large = torch.empty(30, 40, dtype=torch.bfloat16, device=device)
-    scratch.adopt(large.t())
-    assert scratch.capacity(torch.uint8) == 1000, "not in one piece"
-    scratch.adopt(large)
-    assert scratch.limit == 1000 and scratch.capacity(torch.float32) == 600
+    for tensor, capacity in ((large[:5], 1000), (large.t(), 1000), (large, 2400), (large[:20].clone(), 2400)):
+        scratch.adopt(tensor)
+        assert scratch.limit == 1000 and scratch.capacity(torch.uint8) == capacity
     assert scratch.borrow(600, torch.float32).data_ptr() == large.data_ptr()
-    scratch.adopt(torch.empty(600, dtype=torch.bfloat16, device=device))
-    assert scratch.borrow(1, torch.float32).data_ptr() == large.data_ptr()

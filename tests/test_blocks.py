@@ -289,7 +289,8 @@ def test_a_block(backend, name, dtype, device, monkeypatch):
     if dx is not None:
         assert_within(dx, exact @ weight.double(), whole @ weight.double().abs(), "dX")
         assert len(announced) == 1 and torch.equal(announced[0], dx)
-    allowed = whole + rounding * targets.abs()
+    # The target of several tokens is rounded once, others are not.
+    allowed = whole + 0.51 * rounding * targets.abs()
     if dweight is not None:
         dw = dweight.deliver()
         extra = 0.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from blocks import watched_backwards
 from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
-from steps import STRATEGIES, Step
+from steps import Call, Step
 from tools import alone, chosen_backend, everywhere, recorded, results_of
 from world import Member
 
@@ -22,32 +21,17 @@ SIZE = 2048, 3000, 256
 pytestmark = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)
 
 
-@dataclass(frozen=True)
-class Call:
-    name: str
-    backend: str
-    dtype: str
-    ranks: int = 1
-    sequence_parallel: bool = False
-
-    def __str__(self) -> str:
-        return "-".join(map(str, vars(self).values()))
-
-    def step(self, member: Member, size: tuple[int, int, int] = SIZE) -> Step:
-        return Step(member, STRATEGIES[self.name], self.dtype, size, self.sequence_parallel)
-
-
 ALONE = ["saved", "some columns saved", "some rows saved, a frozen weight", "recomputed", "accumulated"]
 BOTH = [("torch", "fp32"), ("triton", "bf16")]
 ON_ONE = [
-    Call(name, backend, dtype)
+    Call(name, dtype=dtype, backend=backend)
     for name in ALONE
     for backend, dtype in (*BOTH, ("torch", "bf16"), ("triton", "fp16"))
     # Gradients of fp16 are not formed in forward. fp32 sums are the gradients themselves: columns are saved, not rows.
     if (name, dtype) not in (("accumulated", "fp16"), ("some rows saved, a frozen weight", "fp32"))
 ]
 OVER_RANKS = [
-    Call(name, backend, dtype, 2, sequence_parallel)
+    Call(name, 2, sequence_parallel, dtype, backend)
     for name in ("saved", "hidden states gathered again", "some rows saved", "recomputed", "a frozen weight")
     + ("accumulated", "accumulated, sums in fp32")
     for sequence_parallel in (False, True)
@@ -94,7 +78,7 @@ def never_waiting():
 
 def _captured(member: Member, call: Call) -> torch.Tensor:
     """The last loss of a graph of the step: on other data each replay gives what the step gives."""
-    step = call.step(member)
+    step = Step(member, call, SIZE)
     with step.small_blocks():
         warm_up(step)
         graph = torch.cuda.CUDAGraph()
@@ -126,10 +110,11 @@ def test_filtered_steps_are_captured_and_never_wait(name, device):
     from parallel_lce.backends import triton_windows
 
     prepare.KNOWN.clear()
+    call = Call(name, backend="triton")
     with chosen_backend("triton"), results_of(triton_windows, "list_active_windows") as listed:
-        _captured(alone(device), Call(name, "triton", "bf16"))
+        _captured(alone(device), call)
         assert bool(listed) == (name != "filtered")
-        step = Call(name, "triton", "bf16").step(alone(device))
+        step = Step(alone(device), call, SIZE)
         with step.small_blocks():
             warm_up(step)
             with never_waiting():
@@ -140,11 +125,11 @@ def _first_call(member: Member, call: Call) -> bool:
     """A forward and a step, over ranks of a shape that this process has not seen; and whether the next step has
     returned while the device, which was asleep when it began, still is."""
     # Kernels and what NCCL connects at first are of any shape.
-    known = call.step(member)
+    known = Step(member, call, SIZE)
     with known.small_blocks():
         warm_up(known)
     N, V, D = SIZE
-    fresh = known if member.ranks == 1 else call.step(member, (N + 384, V + 1024, D + 64))
+    fresh = known if member.ranks == 1 else Step(member, call, (N + 384, V + 1024, D + 64))
     with fresh.small_blocks():
         with never_waiting():
             with torch.no_grad():
@@ -175,7 +160,7 @@ def test_nobody_waits_for_the_device(call, worlds, device):
 def test_graphs_of_the_compiler(call, device):
     """``mode="reduce-overhead"``: the compiler's own graphs leave out what they do not know of."""
     torch._dynamo.reset()
-    step = call.step(alone(device))
+    step = Step(alone(device), call, SIZE)
     compiled = torch.compile(parallel_lce.linear_cross_entropy, fullgraph=True, mode="reduce-overhead")
     with chosen_backend(call.backend), step.small_blocks():
         for seed in range(4):

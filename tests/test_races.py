@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import time
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from blocks import watched_backwards
 from parallel_lce.backends import backend_of
 from parallel_lce.core import collectives
-from steps import STRATEGIES, Step
+from steps import Call, Step
 from tools import chosen_backend, everywhere
 from world import Member
 
@@ -33,72 +33,42 @@ CYCLES = 3_000_000  # of a GPU asleep at most, at one place: some 2 ms
 OFTEN = 0.12  # of the places where a delay may be
 
 
-@dataclass(frozen=True)
-class Call:
-    """``streams``: of the caller's on a GPU, one for the forward and one for the backward, in turns. ``algorithms``:
-    whether those of torch are deterministic; memory of ``torch.empty`` is NaN where they are, and anything where
-    not."""
-
-    strategy: str
-    ranks: int = 2
-    sequence_parallel: bool = False
-    dtype: str = "bf16"
-    backend: str = ""
-    shards: tuple[int, ...] | None = None
-    vocab_size: int | None = None
-    bias: bool = False
-    frozen: str = ""
-    streams: int = 1
-    deterministic: bool = True
-
-    def __str__(self) -> str:
-        defaults = type(self).__dataclass_fields__
-        changed = [f"{n}={v}" for n, v in vars(self).items() if v != defaults[n].default]
-        return "-".join(changed).removeprefix("strategy=")
-
-    def step(self, member: Member) -> Step:
-        strategy = replace(STRATEGIES[self.strategy], frozen=self.frozen)
-        N, rows, D = SIZES[member.device.type]
-        # Shards are given for a CPU's size.
-        scale = rows // SIZES["cpu"][1]
-        shards = (rows,) * member.ranks if self.shards is None else tuple(n * scale for n in self.shards)
-        vocab_size = self.vocab_size and self.vocab_size * scale
-        more = dict(shards=shards, vocab_size=vocab_size, bias=self.bias, tile=(16, 16) if scale == 1 else None)
-        return Step(member, strategy, self.dtype, (N, sum(shards), D), self.sequence_parallel, **more)
-
-
 # Tokens of the whole sequence, rows of an equal shard, hidden size. On GPUs messages are too large for the buffers of
 # NCCL, so that it reads and writes while they are sent.
 SIZES = {"cpu": (48, 40, 4), "cuda": (6144, 1024, 1024)}
 
 CALLS = [
-    Call("saved", bias=True, deterministic=False),
-    Call("saved", sequence_parallel=True),
-    Call("hidden states gathered again", sequence_parallel=True, dtype="fp32", ranks=3, deterministic=False),
-    Call("recomputed, sums in fp32", bias=True),
-    Call("recomputed", sequence_parallel=True, ranks=3),
-    Call("some rows saved", sequence_parallel=True, bias=True, deterministic=False),
-    Call("accumulated", bias=True),
-    Call("accumulated", sequence_parallel=True, ranks=3, dtype="fp32", deterministic=False),
-    Call("saved", shards=(60, 15), vocab_size=70, sequence_parallel=True),
-    Call("recomputed", ranks=3, shards=(10, 0, 85), vocab_size=90, deterministic=False),
-    Call("accumulated, sums in fp32", sequence_parallel=True),
-    Call("hidden states gathered again", sequence_parallel=True, backend="triton"),
-    Call("accumulated", ranks=1, backend="triton", bias=True, deterministic=False),
-    Call("statistics", bias=True, dtype="fp32"),
-    Call("statistics", ranks=3, sequence_parallel=True, backend="triton", shards=(0, 60, 60), deterministic=False),
-]
-ON_STREAMS = [
-    Call(name, sequence_parallel=sequence_parallel, streams=2)
-    for name, sequence_parallel in [
-        ("saved", False),
-        ("saved", True),
-        ("hidden states gathered again", True),
-        ("recomputed", True),
-        ("accumulated", False),
-    ]
+    Call("saved", 2, bias=True, deterministic=False),
+    Call("saved", 2, True),
+    Call("hidden states gathered again", 3, True, "fp32", deterministic=False),
+    Call("recomputed, sums in fp32", 2, bias=True),
+    Call("recomputed", 3, True),
+    Call("some rows saved", 2, True, bias=True, deterministic=False),
+    Call("accumulated", 2, bias=True),
+    Call("accumulated", 3, True, "fp32", deterministic=False),
+    Call("saved", 2, True, shards=(60, 15), vocab_size=70),
+    Call("recomputed", 3, shards=(10, 0, 85), vocab_size=90, deterministic=False),
+    Call("accumulated, sums in fp32", 2, True),
+    Call("hidden states gathered again", 2, True, backend="triton"),
+    Call("accumulated", backend="triton", bias=True, deterministic=False),
+    Call("statistics", 2, dtype="fp32", bias=True),
+    Call("statistics", 3, True, backend="triton", shards=(0, 60, 60), deterministic=False),
+    Call("saved", 2, streams=2),
+    Call("saved", 2, True, streams=2),
+    Call("hidden states gathered again", 2, True, streams=2),
+    Call("recomputed", 2, True, streams=2),
+    Call("accumulated", 2, streams=2),
 ]
 COLLECTIVES = [(collectives, "all_gather"), (collectives, "reduce_scatter"), (dist, "all_reduce")]
+
+
+def step_of(member: Member, call: Call) -> Step:
+    N, rows, D = SIZES[member.device.type]
+    # Shards are given for a CPU's size.
+    scale = rows // SIZES["cpu"][1]
+    shards = (rows,) * member.ranks if call.shards is None else tuple(n * scale for n in call.shards)
+    call = replace(call, shards=shards, vocab_size=call.vocab_size and call.vocab_size * scale)
+    return Step(member, call, (N, sum(shards), D), (16, 16) if scale == 1 else None)
 
 
 class Delays:
@@ -182,7 +152,7 @@ def undisturbed(step: Step, tensors) -> list[torch.Tensor]:
 def _disturbed(member: Member, call: Call, repetitions: int, seed: int):
     """Whether each repetition's loss and gradients have other bits than the undisturbed run's; and the first loss, and
     dX if all ranks have the same."""
-    step = call.step(member)
+    step = step_of(member, call)
     torch.use_deterministic_algorithms(call.deterministic)
     try:
         with chosen_backend(call.backend), step.small_blocks():
@@ -239,7 +209,7 @@ def after_it(stream, other):
         yield
 
 
-@pytest.mark.parametrize("call", [*CALLS, *ON_STREAMS], ids=str)
+@pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.thinned
 def test_delays_change_no_bit(call, worlds, device, request):
     """On two streams of the caller's one has the forward, the other the backward, and they change places from step to
@@ -250,7 +220,7 @@ def test_delays_change_no_bit(call, worlds, device, request):
     if call.backend == "triton":
         request.getfixturevalue("kernels")
         repetitions //= 4 if device == "cpu" else 1
-    seed = [*CALLS, *ON_STREAMS].index(call)
+    seed = CALLS.index(call)
     answers = everywhere(worlds, device, call.ranks, _disturbed, call, repetitions, seed)
     for rank, (differs, same) in enumerate(answers):
         red = [i for i, each in enumerate(differs) if any(each)]
@@ -267,7 +237,7 @@ def test_delays_change_no_bit(call, worlds, device, request):
 def _in_flight(member: Member, call: Call):
     """Of forward and of backward: how many collectives they start, and the kinds of those that were not
     waited for when they had returned."""
-    step, works = call.step(member), []
+    step, works = step_of(member, call), []
 
     def watched(name, original):
         def start(*arguments, **options):
@@ -298,7 +268,7 @@ def _in_flight(member: Member, call: Call):
 def test_nothing_is_in_flight_after_a_call(sequence_parallel, strategy, frozen, backend, worlds, device):
     """A collective that nobody waits for may write to memory that is somebody else's by then, and no CUDA
     graph can be captured with it."""
-    call = Call(strategy, sequence_parallel=sequence_parallel, backend=backend, frozen=frozen)
+    call = Call(strategy, 2, sequence_parallel, backend=backend, frozen=frozen)
     for (started, left), (again, left_again) in everywhere(worlds, device, 2, _in_flight, call):
         assert started > 0 and (again > 0 or strategy == "accumulated" or frozen == "x")
         assert (left, left_again) == ([], [])

@@ -9,7 +9,7 @@ import torch
 
 import parallel_lce
 import reference
-from cases import DTYPES, Case, local_shard, make, normal
+from cases import DTYPES, Case, assemble, make, normal, operands, unpadded
 from measures import assert_no_worse, size, smallest_steps
 from tools import chosen_backend, everywhere, shrunk, small
 from world import Member
@@ -43,46 +43,31 @@ def problem(call: Call, device="cpu"):
 
 def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
     t, ids, offsets, _, scale, upstream = problem(call, member.device)
-    start, rows, given = local_shard(call, member.rank)
-    real = max(0, min(rows, call.V - start))
-    x = t.x.chunk(call.ranks)[member.rank] if call.sequence_parallel else t.x
-    # Padding rows hold what must never matter.
-    shards = [
-        torch.nn.functional.pad(v[start : start + real].t(), (0, rows - real), value=torch.nan).t()
-        for v in (t.weight, t.bias)
-        if v is not None
-    ]
-    leaves = [v.clone().requires_grad_() for v in (x, *shards)]
+    leaves, where, real = operands(member, call, t, padding=torch.nan)
     options = dict(logit_scale=scale.to(member.device) if call.scaled_by_token else scale)
     if call.scaled_by_token and call.logit_softcap:
         # Under a soft-cap a scale of each token comes with a temperature of each.
         options["temperature"] = 1 / options["logit_scale"]
     with shrunk(call.block_bytes, (32, 64)), chosen_backend(call.backend):
         found = parallel_lce.token_statistics(
-            *leaves[:2],
+            leaves["x"],
+            leaves["weight"],
             t.target,
-            linear_bias=leaves[2] if call.bias else None,
+            linear_bias=leaves.get("bias"),
             logit_softcap=call.logit_softcap,
-            process_group=member.group,
-            sequence_parallel=call.sequence_parallel,
-            vocab_start=start if given else None,
-            vocab_size=call.V,
             logits_budget=call.budget,
             selected=ids.view(call.N, call.K) if call.K else (ids.int(), offsets),
             top_k=call.top_k,
+            **where,
             **options,
         )
         outputs = [found.selected_log_prob, found.target_log_prob]
         assert outputs[0].shape == ((call.N, call.K) if call.K else ids.shape)
         given = [u.to(o).view(o.shape) for u, o in zip(upstream, outputs)]
-        gradients = torch.autograd.grad(outputs, leaves, given)
+        gradients = torch.autograd.grad(outputs, [*leaves.values()], given)
     results = {"selected": outputs[0].detach().reshape(-1), "top": found.top_logits, "ids": found.top_ids}
-    results |= dict(zip(("dx", "dweight", "dbias"), gradients))
-    for name in ("dweight", "dbias"):
-        if name in results:
-            assert torch.count_nonzero(results[name][real:]) == 0, "gradient of padding"
-            results[name] = results[name][:real]
-    return {name: value.cpu() for name, value in results.items()}
+    of_leaves = {f"d{name}": unpadded(name, g, real) for name, g in zip(leaves, gradients)}
+    return {name: value.cpu() for name, value in results.items()} | of_leaves
 
 
 def dense(call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -127,15 +112,8 @@ def test_against_float64(call, worlds, device, request):
     if call.backend == "triton":
         request.getfixturevalue("kernels")
     parts = everywhere(worlds, device, call.ranks, ours, call)
-    dtype, found = DTYPES[call.dtype], {}
+    dtype, found = DTYPES[call.dtype], assemble(call, parts)
     truth, yardstick = dense(call, torch.float64), dense(call, dtype)
-    for name, value in parts[0].items():
-        everyone = [part[name] for part in parts]
-        if name in ("dweight", "dbias") or (name == "dx" and call.sequence_parallel):
-            found[name] = torch.cat(everyone)
-        else:
-            assert all(torch.equal(value, other) for other in everyone), f"{name} differs by rank"
-            found[name] = value
     top = truth["logits"].topk(call.top_k, 1)
     ids = found.pop("ids")
     if dtype == torch.float64:
@@ -203,41 +181,36 @@ def test_offsets_that_are_none_give_nan(offsets, backend, device):
     assert found.selected_log_prob.isnan().all() and found.lse.isfinite().all()
 
 
-@pytest.mark.parametrize("given", ["ids", "offsets"])
-@pytest.mark.thinned
-def test_nothing_selected(given, backend, device):
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("pair", [False, True])
+def test_nothing_selected(pair, backend, device):
     t = small(device, N=4)
-    selected = torch.zeros(4, 0, dtype=torch.int64, device=device)
-    if given == "offsets":
-        selected = selected.view(-1), torch.zeros(5, dtype=torch.int64, device=device)
-    found = parallel_lce.token_statistics(t.x, t.weight, t.target, selected=selected)
-    assert found.selected_log_prob.numel() == 0
+    ids, nowhere = torch.zeros(4, 0, dtype=torch.int64, device=device), torch.zeros(5, dtype=torch.int64, device=device)
+    found = parallel_lce.token_statistics(t.x, t.weight, t.target, selected=(ids.view(-1), nowhere) if pair else ids)
     plain = parallel_lce.token_statistics(t.x, t.weight, t.target)
-    assert torch.equal(found.target_log_prob, plain.target_log_prob)
+    assert found.selected_log_prob.numel() == 0 and torch.equal(found.target_log_prob, plain.target_log_prob)
     loss = found.selected_log_prob.sum() + found.lse.sum()
     for a, b in zip(torch.autograd.grad(loss, [t.x, t.weight]), torch.autograd.grad(plain.lse.sum(), [t.x, t.weight])):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("backend", ["torch"], indirect=True)
-def test_no_tokens(backend, device):
+def test_no_tokens(device):
     t = small(device, N=4)
-    ids = torch.zeros(0, 3, dtype=torch.int64, device=device)
-    found = parallel_lce.token_statistics(t.x[:0], t.weight, t.target[:0], selected=ids, top_k=2)
-    assert found.selected_log_prob.shape == (0, 3) and found.top_ids.shape == (0, 2)
-    total = found.selected_log_prob.sum() + found.target_log_prob.sum()
-    assert not torch.autograd.grad(total, t.weight)[0].any()
-    assert parallel_lce.selected_log_probs(t.x[:0], t.weight, ids).shape == (0, 3)
-    ids, nothing = torch.zeros(4, 3, dtype=torch.int64, device=device), torch.zeros(4, dtype=torch.bool, device=device)
-    found = parallel_lce.token_statistics(t.x, t.weight, None, selected=ids, mask=nothing, counted_tokens=0)
-    assert found.selected_log_prob.shape == (4, 3) and (found.selected_log_prob == 0).all()
+    ids = torch.zeros(4, 3, dtype=torch.int64, device=device)
     # Entries of nobody.
     sets = torch.arange(3, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    assert parallel_lce.token_statistics(t.x[:0], t.weight, None, selected=sets).selected_log_prob.isnan().all()
-    assert parallel_lce.selected_log_probs(t.x[:0], t.weight, sets).isnan().all()
-    found = parallel_lce.token_statistics(t.x[:0], t.weight, t.target[:0], selected=sets)
-    loss = found.target_log_prob.sum() + found.selected_log_prob.sum()
-    assert torch.autograd.grad(loss, t.x)[0].shape == t.x.shape
+    for selected, expected in ((ids[:0], torch.zeros(0, 3)), (sets, torch.full((3,), torch.nan))):
+        found = parallel_lce.token_statistics(t.x[:0], t.weight, t.target[:0], selected=selected, top_k=2)
+        among = parallel_lce.selected_log_probs(t.x[:0], t.weight, selected)
+        for values in (found.selected_log_prob, among):
+            torch.testing.assert_close(values.cpu(), expected, equal_nan=True)
+        assert found.top_ids.shape == (0, 2)
+        total = found.selected_log_prob.sum() + found.target_log_prob.sum()
+        dx, dweight = torch.autograd.grad(total, [t.x, t.weight])
+        assert dx.shape == t.x.shape and (selected is sets or not dweight.any())
+    nothing = torch.zeros(4, dtype=torch.bool, device=device)
+    found = parallel_lce.token_statistics(t.x, t.weight, None, selected=ids, mask=nothing, counted_tokens=0)
+    assert found.selected_log_prob.shape == (4, 3) and (found.selected_log_prob == 0).all()
 
 
 BAD = {

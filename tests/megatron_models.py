@@ -48,6 +48,33 @@ class Model:
         return "-".join(f"{k}={v}" for k, v in changed.items()) or "plain"
 
 
+def specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
+    """What is tested with ``tp`` tensor-parallel ranks, sequence-parallel where there are several; with
+    ``tp_of_pairs`` where data, pipeline or context parallelism doubles them."""
+    pairs = tp if tp_of_pairs is None else tp_of_pairs
+    one = dict(ranks=tp, sequence_parallel=tp > 1)
+    two = dict(ranks=2 * pairs, sequence_parallel=pairs > 1)
+    return [
+        Model(ranks=tp),
+        Model(**one, tied=True, mtp=1, budget=0),
+        Model(**one, mtp=2),
+        Model(**one, ddp="fp32", tied=True, per_token=True),
+        Model(**one, ddp="fp32", mtp=1, overlap=True, fusion=True, budget=0),
+        Model(ranks=tp, ddp="fp32", frozen=True),
+        Model(**one, ddp="fp32", optimizer="plain", deterministic=True),
+        Model(**one, ddp="bf16", dtype=torch.bfloat16),
+        Model(**two, data=2, ddp="fp32", overlap=True, optimizer="distributed"),
+        Model(**two, pipeline=2, ddp="fp32", overlap=True, microbatches=3),
+        Model(**two, pipeline=2, ddp="fp32", chunks=2, overlap=True),
+        Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1),
+        Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1, fusion=True),
+        Model(**two, context=2, ddp="fp32", mtp=1, per_token=True),
+        Model(**one, family="mamba", ddp="fp32", tied=True),
+        Model(ranks=tp, family="bert", tied=True),
+        Model(ranks=tp, family="t5", tied=True),
+    ]
+
+
 def start(member: Member, spec: Model) -> None:
     """Megatron's process groups and random numbers, as a training script sets them up."""
     from megatron.core import parallel_state

@@ -1,4 +1,5 @@
-"""Filtered backwards that project only the windows with a large probability again."""
+"""Filtered backwards that project only the windows with a large probability again; and what is found of tiles, windows
+and samples, one function at a time."""
 
 from __future__ import annotations
 
@@ -18,14 +19,13 @@ pytest.importorskip("triton", reason="needs triton")
 from parallel_lce.backends import triton_backward, triton_filter, triton_windows
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.kernels.filter import windows
-from parallel_lce.kernels.filter.tiles import TILE
-from parallel_lce.kernels.filter.windows import sample_tokens
+from parallel_lce.kernels.filter.tiles import TILE, entry_shares, list_tiles
+from parallel_lce.kernels.filter.windows import TokenSample, mean_shares, sample_tokens
 
 EPS = 2**-6
 # Tokens, entries, and those of a window in the tests' dtypes. A slice has two windows.
-N, V, WINDOW = 532, 700, 256
-# Four windows.
-MORE = {"N": 788, "V": 1000}
+N, V, WINDOW = 404, 700, 256
+BLOCKS = 4  # of tokens
 
 
 @pytest.fixture(autouse=True)
@@ -38,15 +38,6 @@ def small_slices(monkeypatch):
 
 
 @pytest.fixture
-def two_sampled(monkeypatch):
-    """A third of the tokens of MORE are a sample."""
-    monkeypatch.setattr(windows, "FEWEST_SAMPLED", 2)
-    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * MORE["N"] * 2)
-    with shrunk(60_000):
-        yield
-
-
-@pytest.fixture
 def listed():
     """The lists of windows that were projected since, ``[1 + n]`` each."""
     prepare.KNOWN.clear()
@@ -54,17 +45,11 @@ def listed():
         yield found
 
 
-def problem(dtype="bf16", device="cpu", N=N, V=V, slope=1.5, kind="ordered", noise=0.3):
-    """Hidden states, a weight whose first rows are the likely ones, and targets drawn from the softmax. ``halves``: of
-    a window the second tile is less likely; ``tokens``: half of them prefer the first tile, half the second one."""
-    x, weight = normal(N, 16), noise * normal(V, 16, seed=1)
+def problem(dtype="bf16", device="cpu", N=N, V=V, slope=1.5):
+    """Hidden states, a weight whose first rows are the likely ones, and targets drawn from the softmax."""
+    x, weight = normal(N, 16), 0.3 * normal(V, 16, seed=1)
     x[:, 0] = 3.0
     weight[:, 0] = torch.linspace(slope, -slope, V)
-    second = torch.arange(V) // 128 % 2
-    if kind == "halves":
-        weight[:, 0] -= second
-    elif kind == "tokens":
-        x[:, 1], weight[:, 1] = 1 - 2.0 * (torch.arange(N) % 2), 2 - 4.0 * second
     x, weight = x.to(DTYPES[dtype]), weight.to(DTYPES[dtype])
     p = (x.double() @ weight.double().T).softmax(1)
     target = p.multinomial(1, generator=torch.Generator().manual_seed(2)).squeeze(1)
@@ -86,40 +71,35 @@ OPTIONS = {
 }
 
 
-def options_of(name, dtype, device):
-    return {k: v.to(DTYPES[dtype]).to(device) if torch.is_tensor(v) else v for k, v in OPTIONS[name].items()}
-
-
-@pytest.mark.thinned("dtype")
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_filter_below_every_probability_changes_nothing(name, dtype, listed, device):
-    t, options = problem(dtype, device), options_of(name, dtype, device)
-    found = gradients(*t, gradient_filter=1e-30, **options)
-    assert len(listed) == (1 if name == "partly saved" else 2) and all(n[0] > 0 for n in listed)
-    for a, b in zip(found, gradients(*t, **options)):
-        assert_close(a, b.double(), 6e-3)
-
-
 @pytest.mark.thinned
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_the_error_is_near_that_of_the_definition(name, dtype, listed, device, monkeypatch):
-    """By which whole G is formed and scanned. Here the shares are those of a sample."""
-    t, options = problem(dtype, device), options_of(name, dtype, device)
+    """By which whole G is formed and scanned; here the shares are those of a sample. A filter below every probability
+    changes nothing, and whoever scales the loss scales its gradient."""
+    t, options = problem(dtype, device), dict(OPTIONS[name])
+    if "linear_bias" in options:
+        options["linear_bias"] = options["linear_bias"].to(t[0])
     exact = gradients(*t, **options)
-    found = gradients(*t, gradient_filter=EPS, **options)
-    number = sum(n[0].item() for n in listed)
-    assert 0 < number < 3 * 5
+    all_active = gradients(*t, gradient_filter=1e-30, **options)
+    slices = 1 if name == "partly saved" else 2
+    assert len(listed) == slices and all(n[0] > 0 for n in listed)
+    factor = -(2.0**-12)
+    found, scaled = (gradients(*t, upstream, gradient_filter=EPS, **options) for upstream in (1.0, factor))
+    assert 0 < sum(n[0].item() for n in listed[slices : 2 * slices]) < 3 * BLOCKS
     monkeypatch.setattr(triton_backward, "fills_sample", lambda rows: False)
     whole = gradients(*t, gradient_filter=EPS, **options)
-    for a, b, c in zip(found, exact, whole):
+    for a, b, c, d, e in zip(found, exact, whole, all_active, scaled):
         assert 0.004 < relative_error(c, b.double())
         assert relative_error(a, b.double()) <= 1.5 * relative_error(c, b.double())
+        assert_close(d, b.double(), 6e-3)
+        assert torch.equal(a * factor, e) or dtype == "fp16"
 
 
 def test_what_is_not_projected_is_not_read(listed, device, monkeypatch):
-    t, borrow = problem(device=device), Scratch.borrow
+    """Windows with a large probability, or a target of several tokens, are projected."""
+    x, weight, target = t = problem(device=device)
+    borrow = Scratch.borrow
 
     def filled(number):
         monkeypatch.setattr(Scratch, "borrow", lambda *given: borrow(*given).fill_(number))
@@ -127,52 +107,55 @@ def test_what_is_not_projected_is_not_read(listed, device, monkeypatch):
 
     for a, b in zip(filled(torch.nan), filled(1.0)):
         assert torch.equal(a, b) and a.isfinite().all()
-
-
-def test_windows_with_a_large_probability_or_a_shared_target_are_projected(listed, device):
-    x, weight, target = problem(device=device)
-    gradients(x, weight, target, gradient_filter=EPS)
     p = (x.detach().double() @ weight.detach().double().T).softmax(1).cpu()
     p[target.cpu() < 0] = 0.0
     ids, counts = target.cpu().unique(return_counts=True)
     for y in ids[(counts > 1) & (ids >= 0)]:
         p[target.cpu() == y, y] = 1.0
-    blocks = [p[a : a + 128, b : b + WINDOW].max() for b in range(0, V, WINDOW) for a in range(0, N, 128)]
-    blocks = torch.stack(blocks).view(3, 5)
-    found = torch.zeros(3, 5, dtype=torch.bool)
+    tiles = [p[a : a + 128, b : b + WINDOW].max() for b in range(0, V, WINDOW) for a in range(0, N, 128)]
+    tiles, found = torch.stack(tiles).view(3, BLOCKS), projected(listed[:2])
+    # Probabilities from bf16 operands are exact here; sums are rounded.
+    assert found[tiles > 1.01 * EPS].all() and not found[tiles < 0.99 * EPS].any()
+
+
+def projected(listed) -> torch.Tensor:
+    """Which tiles ``[windows, row blocks]`` were."""
+    found = torch.zeros(3, BLOCKS, dtype=torch.bool)
     for number, n in enumerate(listed):
         for tile in n[1 : 1 + n[0]].tolist():
-            found[2 * number + tile // 5, tile % 5] = True
-    # Probabilities from bf16 operands are exact here; sums are rounded.
-    assert found[blocks > 1.01 * EPS].all() and not found[blocks < 0.99 * EPS].any()
+            found[2 * number + tile // BLOCKS, tile % BLOCKS] = True
+    return found
 
 
 def test_masses_of_tokens_are_kept(device):
     """With a weight of equal rows, dX of the log-sum-exp is the sum of the token's probabilities."""
     x, weight, _ = problem(device=device)
     bias = (x.detach() @ weight.detach().T).float().mean(0).to(x.dtype)
-    x, ones = 0 * x.detach(), torch.ones_like(weight)
-    x.requires_grad_()
+    x, ones = (0 * x.detach()).requires_grad_(), torch.ones_like(weight)
     found = token_statistics(x, ones, None, linear_bias=bias, logits_budget=0, gradient_filter=EPS)
     (dx,) = torch.autograd.grad(found.lse.sum(), x)
     assert_close(dx, torch.ones_like(dx).double(), 4e-3)
 
 
-def test_scales_of_tokens(listed, device):
+@pytest.mark.parametrize("gradient_filter", [pytest.param(1e-30, marks=pytest.mark.slow), EPS])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_targets_and_scales_of_tokens(scaled, gradient_filter, listed, device):
+    """The gradient of a target's logit is formed exactly, shared or not, where nothing else has a gradient."""
     x, weight, target = problem(device=device)
-    scale = torch.linspace(0.5, 1.5, len(x), device=device)
-    with torch.no_grad():
-        target.clamp_(min=0)
+    target = target.clamp(min=0)
+    scale = torch.linspace(0.5, 1.5, N, device=device) if scaled else 1.0
+    first = torch.arange(N, device=device) < 200
 
     def gradient(**options):
-        found = token_statistics(x, weight, target, logit_scale=scale, logits_budget=0, **options)
-        return torch.autograd.grad(found.target_log_prob.sum(), (x, weight))
+        found = token_statistics(x, weight, target, logit_scale=scale, **options)
+        return torch.autograd.grad(torch.where(first, found.target_logit, found.target_log_prob).sum(), (x, weight))
 
-    exact, all_active, some = gradient(), gradient(gradient_filter=1e-30), gradient(gradient_filter=EPS)
-    assert len(listed) == 4
-    for a, b, c in zip(exact, all_active, some):
-        assert_close(b, a.double(), 6e-3)
-        assert relative_error(c, a.double()) < 0.2
+    found, exact = gradient(logits_budget=0, gradient_filter=gradient_filter), gradient()
+    assert listed
+    limit = 0.2 if scaled else 0.03
+    for a, b in zip(found, exact):
+        assert relative_error(a, b.double()) < (6e-3 if gradient_filter < EPS else limit)
+    assert_close(found[0][:200], exact[0][:200].double(), 6e-3)
 
 
 def test_a_bias_beside_scales_of_tokens(listed, device, monkeypatch):
@@ -191,42 +174,13 @@ def test_a_bias_beside_scales_of_tokens(listed, device, monkeypatch):
         assert relative_error(a, b.double()) < 0.02
 
 
-@pytest.mark.parametrize("gradient_filter", [pytest.param(1e-30, marks=pytest.mark.slow), EPS])
-def test_targets_of_tokens_without_a_softmax_in_their_gradient(gradient_filter, listed, device):
-    """The gradient of a target's logit is formed exactly, shared or not, where nothing else has a gradient."""
-    x, weight, target = problem(device=device)
-    target = target.clamp(min=0)
-
-    def gradient(**options):
-        found = token_statistics(x, weight, target, **options)
-        first = torch.arange(N, device=device) < 200
-        return torch.autograd.grad(torch.where(first, found.target_logit, found.target_log_prob).sum(), (x, weight))
-
-    found, exact = gradient(logits_budget=0, gradient_filter=gradient_filter), gradient()
-    assert listed
-    for a, b in zip(found, exact):
-        assert relative_error(a, b.double()) < (6e-3 if gradient_filter < EPS else 0.03)
-    # Of these tokens alone every part is exact.
-    for a, b in zip(found[0][:200], exact[0][:200]):
-        assert_close(a, b.double(), 6e-3)
-
-
 def test_a_window_of_no_probability_is_not_projected(listed, device):
     x, weight, target = problem(device=device)
     bias = torch.full((V,), -200.0, dtype=x.dtype, device=device)
     bias[WINDOW : 2 * WINDOW] = -torch.inf
     target[:] = 3
     gradients(x, weight, target, gradient_filter=1e-30, linear_bias=bias)
-    projected = {tile // 5 + 2 * number for number, n in enumerate(listed) for tile in n[1 : 1 + n[0]].tolist()}
-    assert projected == {0, 2}
-
-
-def test_whoever_scales_the_loss_scales_its_gradient(listed, device):
-    t, factor = problem(device=device), -(2.0**-12)
-    once, scaled = (gradients(*t, upstream, gradient_filter=EPS) for upstream in (1.0, factor))
-    assert listed
-    for a, b in zip(once, scaled):
-        assert torch.equal(a * factor, b)
+    assert projected(listed).any(1).tolist() == [True, False, True]
 
 
 def test_nan_reaches_what_it_would_reach_without_a_filter(device):
@@ -239,20 +193,27 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(device):
         assert torch.equal(a.isnan(), b.isnan())
 
 
-def test_tokens_of_the_sample_count_where_their_window_is_skipped(two_sampled, device):
+def test_tokens_of_the_sample_count_where_their_window_is_skipped(device, monkeypatch):
     """The sample is projected once for each slice."""
-    t = problem(device=device, slope=4.0, **MORE)
-    with arguments_to(triton_windows, "entry_shares") as shared, results_of(triton_windows, "window_masses") as masses:
+    more = dict(N=788, V=1000)
+    monkeypatch.setattr(windows, "FEWEST_SAMPLED", 2)
+    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * more["N"] * 2)
+    t = problem(device=device, slope=4.0, **more)
+    with (
+        shrunk(60_000),
+        arguments_to(triton_windows, "entry_shares") as shared,
+        results_of(triton_windows, "window_masses") as masses,
+    ):
         gradients(*t, gradient_filter=EPS)
     assert len(shared) == 2
-    sample = sample_tokens(MORE["N"])
+    sample = sample_tokens(more["N"])
     blocks = [(sample.first + k * sample.step) * 16 // TILE for k in range(sample.count)]
     for (sums, *_), (bounds, _) in zip(shared, masses, strict=True):
         skipped = (bounds[blocks] <= EPS).repeat_interleave(WINDOW, 1)[:, : sums.shape[1]]
         assert torch.equal(sums != 0, skipped) and 0 < skipped.sum() < skipped.numel()
 
 
-@pytest.mark.parametrize("name", ["none", "partly saved"])
+@pytest.mark.parametrize("name", ["none", pytest.param("partly saved", marks=pytest.mark.slow)])
 def test_a_second_backward(name, listed, device):
     """What the first one has overwritten is formed anew; what is known of windows stays."""
     t, budget = problem(device=device), OPTIONS[name].get("budget", 0)
@@ -311,3 +272,58 @@ def test_ranks(sequence_parallel, device, worlds):
     assert_close(torch.cat([weight for _, weight in found]), dw.cpu().double(), 1e-2)
     parts = torch.cat([x for x, _ in found]) if sequence_parallel else found[0][0]
     assert_close(parts, dx.cpu().double(), 1e-2)
+
+
+# --- one function at a time ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("row_blocks", "tiles", "width"), [(1, 1, TILE), (3, 129, 2 * TILE), (17, 300, TILE)])
+def test_lists_have_what_is_active(row_blocks, tiles, width, device):
+    each = width // TILE
+    largest = normal(row_blocks, -(-tiles // each)).abs().float()
+    largest[:, ::5], largest[0, : tiles // 2] = 0.0, torch.inf
+    is_active = (largest > 0.25).repeat_interleave(each, 1)[:, :tiles]
+    found = list_tiles(largest.to(device), 0.25, tiles * TILE - 5, width)
+    for lists, expected in zip(found, (is_active, is_active.T), strict=True):
+        assert lists.numbers.shape == expected.shape and lists.numbers.data_ptr() % 16 == 0
+        assert lists.counts.data_ptr() % 16 == 0
+        for numbers, count, row in zip(lists.numbers.tolist(), lists.counts.tolist(), expected, strict=True):
+            assert numbers[:count] == row.nonzero().squeeze(1).tolist()
+
+
+def test_shares_of_sums_and_of_mean_logits(device):
+    """Or others, of the windows that have none. Of windows of which the last is cut, and of one without a number."""
+    sums, logits = normal(3, 600).abs().float(), normal(600, seed=2).float().to(device)
+    sums[:, WINDOW : 2 * WINDOW] = 0.0
+    logits[300] = torch.nan
+    shares = mean_shares(logits, WINDOW)
+    expected = torch.zeros(768)
+    for some in (slice(0, WINDOW), slice(2 * WINDOW, 600)):
+        torch.testing.assert_close(shares[some], logits[some].softmax(0))
+        expected[some] = sums[:, some].sum(0) / sums[:, some].sum()
+    assert shares[WINDOW : 2 * WINDOW].tolist() == [1 / WINDOW] * WINDOW and not shares[600:].any()
+    torch.testing.assert_close(entry_shares(sums.to(device), WINDOW).cpu(), expected)
+    expected[WINDOW : 2 * WINDOW] = 1 / WINDOW
+    torch.testing.assert_close(entry_shares(sums.to(device), WINDOW, shares).cpu(), expected)
+
+
+def test_the_sums_of_a_sample(device):
+    """Of those of its groups whose windows are skipped."""
+    gradient = normal(96, 304, seed=2).bfloat16().to(device)[:, :300]
+    gradient[40, 70] = torch.nan
+    bounds = torch.tensor([[0.1, 0.9], [0.9, 0.1], [0.1, 0.1]], device=device)
+    found = TokenSample(1, 4, 6).sums(gradient, bounds, WINDOW, 0.5)
+    expected = gradient.double().abs().view(6, 16, 300).sum(1)
+    # The groups 1, 5, ... 21 of 24.
+    expected[:2, WINDOW:], expected[2:4, :WINDOW] = 0.0, 0.0
+    assert_close(found, expected, 1e-6)
+
+
+def test_a_sample_has_groups_of_tokens_at_equal_distances(monkeypatch):
+    monkeypatch.undo()
+    for rows, step, count in [(1536, 3, 32), (2560, 5, 32), (6655, 11, 38), (6656, 13, 32), (8192, 13, 39)]:
+        sample = sample_tokens(rows)
+        assert sample is not None and (sample.first, sample.step, sample.count) == (step // 2, step, count)
+        groups = range(step // 2, rows // 16, step)
+        assert sample.of(torch.arange(rows)).tolist() == [16 * g + i for g in groups for i in range(16)]
+    assert sample_tokens(1535) is None, "too few"

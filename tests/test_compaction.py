@@ -8,6 +8,7 @@ import torch
 import parallel_lce
 from blocks import counted_forwards
 from cases import Case, make, normal, part
+from on_ranks import on_ranks
 from parallel_lce.backends import backend_of
 from tools import debug_mode, everywhere, fields, small
 from world import Member
@@ -89,106 +90,78 @@ def test_a_wrong_number_gives_nan(wrong, device):
         assert gradient.isnan().any(), "a step of no gradient would be taken"
 
 
-def test_an_ignore_index_that_the_targets_dtype_does_not_hold(device):
+def _cases(t):
+    """Tensors and options of calls in which all, none, some or one of the tokens count, and their number."""
+    narrow = t.target.clamp(max=100).to(torch.int8)
+    narrow[::5] = 0  # 2^40 in 8 bits
+    some = t.target.masked_fill(torch.arange(N, device=t.x.device) % 3 == 0, -100)
+    yield t.x, t.target, {}, N
+    yield t.x, torch.full_like(t.target, -100), {}, 0
+    yield t.x, some, {}, N - N // 3
+    yield t.x[0], t.target[0], dict(reduction="none"), 1
+    # An ignore_index that the target's dtype does not hold.
+    yield t.x, narrow, dict(ignore_index=2**40), N
+
+
+def test_numbers_of_tokens(device):
     t = small(device, N=N)
-    target = t.target.clamp(max=100).to(torch.int8)
-    target[::5] = 0  # 2^40 in 8 bits
-    found, expected = (
-        parallel_lce.linear_cross_entropy(t.x, t.weight, target, ignore_index=2**40, counted_tokens=count)
-        for count in (N, None)
-    )
-    torch.testing.assert_close(found, expected)
+    for x, target, options, count in _cases(t):
+        for autocast in (False, True):
+            with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
+                found, expected = (
+                    parallel_lce.linear_cross_entropy(x, t.weight, target, **options, **counted)
+                    for counted in (dict(counted_tokens=count), {})
+                )
+            torch.testing.assert_close(found, expected)
+            for a, b in zip(*(torch.autograd.grad(value, [t.x, t.weight]) for value in (found, expected))):
+                torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("count", [0, N])
-def test_none_and_all(count, device):
-    t = small(device, N=N)
-    if count == 0:
-        t.target[:] = -100
-    loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, counted_tokens=count)
-    expected = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target)
-    torch.testing.assert_close(loss, expected)
-    for a, b in zip(*(torch.autograd.grad(value, [t.x, t.weight]) for value in (loss, expected))):
-        torch.testing.assert_close(a, b)
-
-
-def test_a_single_token(device):
+def test_statistics_of_a_single_token(device):
     t = small(device, N=1)
     one = torch.ones((), dtype=torch.bool, device=device)
     found = parallel_lce.token_statistics(
         t.x[0], t.weight, t.target[0], mask=one, counted_tokens=1, selected=t.target, top_k=2
     )
     assert found.lse.shape == () and found.top_ids.shape == (2,)
-    loss = parallel_lce.linear_cross_entropy(t.x[0], t.weight, t.target[0], reduction="none", counted_tokens=1)
-    torch.testing.assert_close(loss, -found.target_log_prob)
 
 
-def test_autocast(device):
-    t = small(device, N=N, ignored="some")
-    with torch.autocast(torch.device(device).type, torch.bfloat16):
-        count = int((t.target != -100).sum())
-        found = parallel_lce.linear_cross_entropy(t.x.bfloat16(), t.weight, t.target, counted_tokens=count)
-        torch.testing.assert_close(found, parallel_lce.linear_cross_entropy(t.x.bfloat16(), t.weight, t.target))
-
-
-def _told(member: Member, name: str):
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [(-1, "counted_tokens must be a number of tokens"), (N - 1, "disagree about counted_tokens: rank 0")],
+)
+@on_ranks(2)
+def test_debug_mode_raises_on_every_rank(member, last, message):
     t = small(member.device, N=N)
     shard = t.weight.chunk(member.ranks)[member.rank]
-    count = {"refused": -1, "other": N - 1}[name] if member.rank else N
-    with debug_mode(), pytest.raises(ValueError) as raised:
-        parallel_lce.linear_cross_entropy(
-            t.x[: N // 2], shard, t.target, counted_tokens=count, process_group=member.group, sequence_parallel=True
-        )
-    return str(raised.value)
+    options = dict(counted_tokens=last if member.rank else N, process_group=member.group, sequence_parallel=True)
+    with debug_mode(), pytest.raises(ValueError, match=message):
+        parallel_lce.linear_cross_entropy(t.x[: N // 2], shard, t.target, **options)
 
 
-@pytest.mark.parametrize("name", ["refused", "other"])
-def test_debug_mode_raises_on_every_rank(name, worlds, device):
-    said = everywhere(worlds, device, 2, _told, name)
-    expected = {
-        "refused": "counted_tokens must be a number of tokens",
-        "other": "disagree about counted_tokens: rank 0",
-    }
-    assert all(expected[name] in text for text in said), said
+ALL = torch.ones(N, dtype=torch.bool)
+LOSS, STATISTICS = parallel_lce.linear_cross_entropy, parallel_lce.token_statistics
+SETS = torch.zeros(3, dtype=torch.int64), torch.zeros(N + 1, dtype=torch.int64)
+BAD = [
+    (LOSS, dict(counted_tokens=N + 1), "counted_tokens must be a number of tokens from 0 to 48, got 49"),
+    (LOSS, dict(counted_tokens=-1), "from 0 to 48, got -1"),
+    (LOSS, dict(counted_tokens=3.0), "from 0 to 48, got 3.0"),
+    (LOSS, dict(counted_tokens=torch.tensor(3)), r"from 0 to 48, got tensor\(3\)"),
+    (LOSS, dict(counted_tokens=3, process_group="tp"), "process_group must be .* got str"),
+    (LOSS, dict(counted_tokens=3, ignore_index="a"), "ignore_index must be an integer .* got 'a'"),
+    (LOSS, dict(counted_tokens=3, target=SETS[0]), r"target must have shape \[48\]"),
+    (STATISTICS, dict(mask=ALL), "given together, got Tensor and NoneType"),
+    (STATISTICS, dict(counted_tokens=3), "given together, got NoneType and int"),
+    (STATISTICS, dict(mask=ALL.float(), counted_tokens=3), r"mask must be torch.bool .* got torch.float32 \[48\]"),
+    (STATISTICS, dict(mask=ALL.view(6, 8), counted_tokens=3), r"tokens' shape \[48\], got torch.bool \[6, 8\]"),
+    (STATISTICS, dict(mask=ALL.to("meta"), counted_tokens=3), "mask is on meta and input is on cpu"),
+    (STATISTICS, dict(mask=ALL, counted_tokens=N, selected=SETS), "without offsets, where counted_tokens is given"),
+]
 
 
-BAD = {
-    "too many": (dict(counted_tokens=N + 1), "counted_tokens must be a number of tokens from 0 to 48, got 49"),
-    "negative": (dict(counted_tokens=-1), "from 0 to 48, got -1"),
-    "a float": (dict(counted_tokens=3.0), "from 0 to 48, got 3.0"),
-    "a tensor": (dict(counted_tokens=torch.tensor(3)), r"from 0 to 48, got tensor\(3\)"),
-    "no group": (dict(counted_tokens=3, process_group="tp"), "process_group must be .* got str"),
-    "ignore_index": (dict(counted_tokens=3, ignore_index="a"), "ignore_index must be an integer .* got 'a'"),
-    "shapes": (dict(counted_tokens=3, target=torch.zeros(5, dtype=torch.int64)), r"target must have shape \[48\]"),
-}
-BAD_STATISTICS = {
-    "no count": (dict(mask=torch.ones(N, dtype=torch.bool)), "given together, got Tensor and NoneType"),
-    "no mask": (dict(counted_tokens=3), "given together, got NoneType and int"),
-    "of integers": (dict(mask=torch.ones(N), counted_tokens=3), r"mask must be torch.bool .* got torch.float32 \[48\]"),
-    "mask's shape": (
-        dict(mask=torch.ones(6, 8, dtype=torch.bool), counted_tokens=3),
-        r"tokens' shape \[48\], got torch.bool \[6, 8\]",
-    ),
-    "mask's device": (
-        dict(mask=torch.ones(N, dtype=torch.bool, device="meta"), counted_tokens=3),
-        "mask is on meta and input is on cpu",
-    ),
-    "sets": (
-        dict(
-            mask=torch.ones(N, dtype=torch.bool),
-            counted_tokens=N,
-            selected=(torch.zeros(3, dtype=torch.int64), torch.zeros(N + 1, dtype=torch.int64)),
-        ),
-        "without offsets, where counted_tokens is given",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", [*BAD, *BAD_STATISTICS])
-def test_refused(name):
+@pytest.mark.parametrize(("function", "arguments", "message"), BAD)
+def test_refused(function, arguments, message):
     t = small(N=N)
-    function = parallel_lce.linear_cross_entropy if name in BAD else parallel_lce.token_statistics
-    arguments, message = (BAD | BAD_STATISTICS)[name]
     with pytest.raises(ValueError, match=message):
         function(**(dict(input=t.x, linear_weight=t.weight, target=t.target) | arguments))
 

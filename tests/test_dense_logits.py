@@ -39,21 +39,27 @@ def _partial(module, logits: torch.Tensor, target: torch.Tensor, shifted: bool =
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_logits_partial(shape, dtype, device):
+@pytest.mark.thinned
+def test_partials_and_gradients(shape, dtype, device):
     logits, target = _inputs(shape, dtype, device)
     partial, want = _partial(kernels, logits, target), _partial(plain, logits.double(), target)
-    assert torch.equal(partial[0].double(), want[0])
-    assert torch.equal(partial[2].double(), want[2])
-    torch.testing.assert_close(partial[1].double(), want[1], rtol=1e-5, atol=0)
-    torch.testing.assert_close(partial[3].double(), want[3], rtol=1e-5, atol=0)
+    assert torch.equal(partial[[0, 2]].double(), want[[0, 2]])
+    torch.testing.assert_close(partial[[1, 3]].double(), want[[1, 3]], rtol=1e-5, atol=0)
     assert torch.equal(_partial(kernels, logits, target, False), partial[:3])
 
+    coefficients = torch.rand(3, shape[0], generator=torch.Generator().manual_seed(1)).to(device)
+    # As merged with another shard, which has finite logits.
+    partial[0].clamp_(min=-5.0)
+    partial[1] += 0.5
+    found = kernels.logits_gradient(logits, target, partial, coefficients)
+    truth = plain.logits_gradient(logits.double(), target, partial.double(), coefficients.double())
+    yardstick = plain.logits_gradient(logits, target, partial, coefficients)
+    assert found.dtype == dtype and found.is_contiguous()
+    assert_no_worse(found, truth, yardstick, 1.1, 1e-6 * size(truth))
 
-def test_logits_partial_lets_nan_through(device):
-    logits, target = _inputs((3, 5000), torch.float32, device)
-    logits[0, 4500] = torch.nan
-    partial = _partial(kernels, logits, target)
-    assert partial[:2, 0].isnan().all() and not partial[:, 1].isnan().any()
+    logits[0, -1] = torch.nan
+    broken = _partial(kernels, logits, target)
+    assert broken[:2, 0].isnan().all() and not broken[:, 1:].isnan().any()
 
 
 def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
@@ -64,20 +70,3 @@ def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
     truth = torch.tensor(12288.0).double() * torch.tensor(-23.0).double().exp()
     # Half a rounding of 1, in each of two sums.
     assert ((partial[1].double() - 1 - truth.to(device)).abs() <= 2**-24).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_logits_gradient(shape, dtype, device):
-    logits, target = _inputs(shape, dtype, device)
-    generator = torch.Generator().manual_seed(1)
-    coefficients = torch.rand(3, shape[0], generator=generator).to(device)
-    partial = _partial(kernels, logits, target)
-    # As merged with another shard, which has finite logits.
-    partial[0].clamp_(min=-5.0)
-    partial[1] += 0.5
-    found = kernels.logits_gradient(logits, target, partial, coefficients)
-    truth = plain.logits_gradient(logits.double(), target, partial.double(), coefficients.double())
-    yardstick = plain.logits_gradient(logits, target, partial, coefficients)
-    assert found.dtype == dtype and found.is_contiguous()
-    assert_no_worse(found, truth, yardstick, 1.1, 1e-6 * size(truth))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,112 +16,23 @@ from torch.nn import functional
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
-NUMBER = r"(-?\d+\.\d+)"
 
 
-@pytest.fixture
-def run(device):
-    """``run(name, ranks)``: what an example prints, on processes of the test's device."""
-
-    def start(name: str, ranks: int) -> str:
-        if device == "cuda" and ranks > torch.cuda.device_count():
-            pytest.skip(f"needs {ranks} GPUs, and there are {torch.cuda.device_count()}")
-        paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-        if device == "cpu":
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-        command = [sys.executable, *torchrun, str(EXAMPLES / f"{name}.py")]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout
-
-    return start
-
-
-@pytest.fixture
-def example(monkeypatch):
-    """``example(name)``: the module, for its sizes and its data."""
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    return importlib.import_module
-
-
-def _steps(printed: str, *names: str) -> list[list[float]]:
-    pattern = r"^step \d+: " + ", ".join(f"{name} {NUMBER}" for name in names) + "$"
-    found = re.findall(pattern, printed, re.MULTILINE)
-    return [[float(number) for number in (step if isinstance(step, tuple) else (step,))] for step in found]
-
-
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_sequence_parallel(ranks, run, example):
-    printed = run("sequence_parallel", ranks)
-    (first,) = re.findall(rf"^first loss, {ranks} rank\(s\): {NUMBER}, unsharded: {NUMBER}$", printed, re.MULTILINE)
-    sharded, unsharded = map(float, first)
-    assert sharded == pytest.approx(unsharded, abs=1e-5)
-
-    module = example("sequence_parallel")
-    body, weight = module.build()
-    body, weight = body.double(), weight.double().requires_grad_()
-    optimizer = torch.optim.AdamW([*body.parameters(), weight], lr=1e-2)
-    expected = []
-    for step in range(module.STEPS):
-        tokens, target = module.batch(step)
-        loss = functional.cross_entropy((body(tokens) @ weight.t()).flatten(0, 1), target.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        expected.append(loss.item())
-    losses = [loss for (loss,) in _steps(printed, "loss")]
-    assert losses == pytest.approx(expected, abs=1e-4)
-    assert losses[-1] < losses[0] / 4, "it learns"
-
-
-def _descended(weight: torch.Tensor, rate: float, steps: int, numbers: Callable) -> list[list[float]]:
-    """``numbers()``, the loss first, at each step of gradient descent on the weight."""
-    optimizer, found = torch.optim.SGD([weight], lr=rate), []
-    for _ in range(steps):
-        loss, *others = numbers()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append([loss.item(), *(other.item() for other in others)])
-    return found
-
-
-def _check(found: list[list[float]], expected: list[list[float]], improved: float) -> None:
-    """Of each step the same numbers, and in the end a loss below ``improved``."""
-    assert len(found) == len(expected)
-    for numbers, others in zip(found, expected):
-        assert numbers == pytest.approx(others, abs=1e-5)
-    assert found[-1][0] < improved, "it improves"
-
-
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_policy_gradient(ranks, run, example):
-    printed = run("policy_gradient", ranks)
-    module, first = example("policy_gradient"), {}
-    hidden, weight, tokens, advantage = module.build()
-    hidden, weight, advantage = hidden.double(), weight.double().requires_grad_(), advantage.double()
+def policy_gradient(module, first):
+    hidden, weight, tokens, advantage = (t.double() if t.is_floating_point() else t for t in module.build())
 
     def numbers():
         table = (hidden @ weight.t()).log_softmax(-1)  # [N, V]
         log_prob = table.gather(1, tokens[:, None])[:, 0]
         entropy = -(table.exp() * table).sum(-1)
-        ratio = torch.exp(log_prob - first.setdefault("old", log_prob.detach()))
-        clipped = ratio.clamp(0.8, 1.2)
-        loss = -torch.minimum(ratio * advantage, clipped * advantage).mean() - 0.01 * entropy.mean()
+        loss = module.policy_loss(log_prob, first.setdefault("old", log_prob.detach()), advantage, entropy)
         return loss, log_prob.mean(), entropy.mean()
 
-    found = _steps(printed, "loss", "log-probability", "entropy")
-    _check(found, _descended(weight, 5.0, module.STEPS, numbers), found[0][0] - 0.01)
+    return [weight], torch.optim.SGD([weight], lr=5.0), numbers
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_grpo(ranks, run, example):
-    printed = run("grpo", ranks)
-    module, first = example("grpo"), {}
-    hidden, weight, tokens, rewards = module.build()
-    hidden, weight, rewards = hidden.double(), weight.double().requires_grad_(), rewards.double()
+def grpo(module, first):
+    hidden, weight, tokens, rewards = (t.double() if t.is_floating_point() else t for t in module.build())
 
     def numbers():
         table = (hidden @ weight.t() / module.TEMPERATURE).log_softmax(-1)
@@ -129,30 +40,22 @@ def test_grpo(ranks, run, example):
         loss = module.grpo_loss(log_probs, first.setdefault("old", log_probs.detach()), rewards)
         return loss, -(table.exp() * table).sum(-1).mean()
 
-    found = _steps(printed, "loss", "entropy")
-    _check(found, _descended(weight, 5.0, module.STEPS, numbers), found[0][0] - 0.01)
+    return [weight], torch.optim.SGD([weight], lr=5.0), numbers
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_dpo(ranks, run, example):
-    printed = run("dpo", ranks)
-    module, first = example("dpo"), {}
+def dpo(module, first):
     hidden, tokens, mask, weight = module.build()
-    hidden, weight = hidden.double(), weight.double().requires_grad_()
+    hidden, weight = hidden.double(), weight.double()
 
     def numbers():
         log_probs = (hidden @ weight.t()).log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
         log_probs = (log_probs * mask).sum(-1)
         return (module.dpo_loss(log_probs, first.setdefault("reference", log_probs.detach())),)
 
-    found = _steps(printed, "loss")
-    _check(found, _descended(weight, 5.0, module.STEPS, numbers), found[0][0] - 0.01)
+    return [weight], torch.optim.SGD([weight], lr=5.0), numbers
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_distillation(ranks, run, example):
-    printed = run("distillation", ranks)
-    module = example("distillation")
+def distillation(module, first):
     hidden, weight, teacher_hidden, teacher = (t.double() for t in module.build())
     log_q = (teacher_hidden @ teacher.t() / module.TEMPERATURE).log_softmax(-1)
 
@@ -162,26 +65,86 @@ def test_distillation(ranks, run, example):
         of_teacher, of_student = ((v.exp() * (v - log_m)).sum(-1).mean() for v in (log_q, log_p))
         return (module.BETA * of_teacher + (1 - module.BETA) * of_student,)
 
-    found = _steps(printed, "loss")
-    _check(found, _descended(weight.requires_grad_(), 1000.0, module.STEPS, numbers), 0.9 * found[0][0])
+    return [weight], torch.optim.SGD([weight], lr=1000.0), numbers
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="lists the threads of a process as Linux does")
-@pytest.mark.parametrize(
-    "name",
-    [
-        "sequence_parallel",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("policy_gradient", "grpo", "dpo", "distillation")),
-    ],
-)
-def test_no_thread_of_the_group_outlives_an_example(name):
-    """Such a thread may abort the process while Python ends."""
-    script = (
-        f"import sys, pathlib; sys.path.insert(0, {str(EXAMPLES)!r}); import {name}; {name}.main();"
-        "print(*(task.read_text().strip() for task in pathlib.Path('/proc/self/task').glob('*/comm')), sep='\\n')"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", script]
-    threads = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert threads.returncode == 0, threads.stderr
-    assert "gloo" not in threads.stdout
+def sequence_parallel(module, first):
+    body, weight = module.build()
+    body, weight, steps = body.double(), weight.double(), iter(range(module.STEPS))
+    leaves = [*body.parameters(), weight]
+
+    def numbers():
+        tokens, target = module.batch(next(steps))
+        return (functional.cross_entropy((body(tokens) @ weight.t()).flatten(0, 1), target.flatten()),)
+
+    return leaves, torch.optim.AdamW(leaves, lr=1e-2), numbers
+
+
+# Of each example what it computes, the names of the numbers that it prints, and how far its loss falls.
+CASES = {
+    "sequence_parallel": (sequence_parallel, ["loss"], lambda loss: loss / 4),
+    "policy_gradient": (policy_gradient, ["loss", "log-probability", "entropy"], lambda loss: loss - 0.01),
+    "grpo": (grpo, ["loss", "entropy"], lambda loss: loss - 0.01),
+    "dpo": (dpo, ["loss"], lambda loss: loss - 0.01),
+    "distillation": (distillation, ["loss"], lambda loss: 0.9 * loss),
+}
+# Prints the threads that are left, which may abort the process while Python ends.
+ALL_IN_ONE_PROCESS = f"""
+import importlib, pathlib
+for name in {[*CASES]}:
+    print("example", name)
+    importlib.import_module(name).main()
+    print(*(task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")), sep="\\n")
+"""
+
+
+@functools.cache
+def _printed(device: str, *command: str) -> str:
+    paths = os.pathsep.join([str(ROOT), str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "gloo" not in done.stdout, "threads of the group outlive it"
+    return done.stdout
+
+
+def _example(name: str, ranks: int, device: str) -> str:
+    """What it prints."""
+    if ranks == 1:
+        return _printed(device, "-c", ALL_IN_ONE_PROCESS).partition(f"example {name}\n")[2].partition("example ")[0]
+    if device == "cuda" and ranks > torch.cuda.device_count():
+        pytest.skip(f"needs {ranks} GPUs, and there are {torch.cuda.device_count()}")
+    torchrun = "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
+    return _printed(device, *torchrun, str(EXAMPLES / f"{name}.py"))
+
+
+MORE = [pytest.param(2, name, marks=pytest.mark.slow) for name in CASES if name != "sequence_parallel"]
+
+
+@pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in CASES), (2, "sequence_parallel"), *MORE])
+def test_example(name, ranks, device, monkeypatch):
+    (compute, names, improved), printed = CASES[name], _example(name, ranks, device)
+    number = r"(-?\d+\.\d+)"
+    pattern = r"^step \d+: " + ", ".join(f"{each} {number}" for each in names) + "$"
+    found = [list(map(float, re.findall(number, line[0]))) for line in re.finditer(pattern, printed, re.MULTILINE)]
+    compared = re.findall(rf"^first loss, .*: {number}, unsharded: {number}$", printed, re.MULTILINE)
+    assert len(compared) == (name == "sequence_parallel")
+    for sharded, unsharded in compared:
+        assert float(sharded) == pytest.approx(float(unsharded), abs=1e-5)
+
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    module = importlib.import_module(name)
+    leaves, optimizer, numbers = compute(module, {})
+    for leaf in leaves:
+        leaf.requires_grad_()
+    assert len(found) == module.STEPS
+    for step in found:
+        loss, *others = numbers()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        expected = [loss.item(), *(other.item() for other in others)]
+        assert step == pytest.approx(expected, abs=1e-4 if len(leaves) > 1 else 1e-5)
+    assert found[-1][0] < improved(found[0][0]), "it improves"

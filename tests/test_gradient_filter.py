@@ -1,4 +1,5 @@
-"""Gradients of which only tiles of large probabilities are exact, beside their definition in float64."""
+"""Gradients of which only tiles of large probabilities are exact, beside their definition in float64. Those of the
+torch backend are all exact."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ import parallel_lce
 from cases import DTYPES, normal
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
-from parallel_lce.call import prepare
-from parallel_lce.run.ops import Arguments
-from tools import chosen_backend, everywhere, given, shrunk, small
-from world import Member
+from tools import chosen_backend, shrunk, small
 
 EPS = 2**-7
 TILE = 128
 REFUSED = r"gradient_filter must be None or a number between 0 and 1, such as 2\*\*-13, got "
+
+
+@pytest.fixture(autouse=True)
+def _chosen(kernels):
+    with chosen_backend("triton"):
+        yield
 
 
 def filtered(g: torch.Tensor, p: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -55,42 +59,41 @@ def gradients(x, weight, target, upstream=1.0, **options):
     return torch.autograd.grad(loss.sum() * upstream, leaves)
 
 
-def expected(x, weight, target, backend, eps=EPS):
+def expected(x, weight, target, eps=EPS):
     """dX and dW of the mean, and the share of active tiles."""
-    x, weight = x.detach().double().cpu(), weight.detach().double().cpu()
-    target = target.cpu()
+    x, weight, target = x.detach().double().cpu(), weight.detach().double().cpu(), target.cpu()
     counted = target >= 0
     p = (x @ weight.T).softmax(1) * counted[:, None]
     hit = one_hot(target.clamp(min=0), len(weight)).double() * counted[:, None]
-    if backend == "torch":
-        g, active = filtered(p, p, eps)
-        g -= hit
-    else:
-        # The gradient of a target that no other token has is formed beside G, in which it is 0. Shared ones are in G.
-        alone = hit * (hit.sum(0) == 1)
-        within, shared = p * (1 - alone), (hit - alone).bool()
-        g, active = filtered(within - shared.double(), within.masked_fill(shared, torch.inf), eps)
-        g += (p - 1) * alone
+    # The gradient of a target that no other token has is formed beside G, in which it is 0. Shared ones are in G.
+    alone = hit * (hit.sum(0) == 1)
+    within, shared = p * (1 - alone), (hit - alone).bool()
+    g, active = filtered(within - shared.double(), within.masked_fill(shared, torch.inf), eps)
+    g += (p - 1) * alone
     g /= counted.sum()
     return g @ weight, g.T @ x, active.double().mean().item()
 
 
-def test_the_gradients_are_those_of_the_definition(backend, device):
-    if device == "cuda" and backend == "triton":
+@pytest.mark.parametrize(("dtype", "rtol"), [("fp32", 3e-6), ("bf16", 8e-3), ("fp16", 8e-3)])
+@pytest.mark.thinned("dtype")
+def test_the_gradients_are_those_of_the_definition(dtype, rtol, device):
+    """And losses are those without a filter, bit for bit."""
+    if device == "cuda" and dtype == "fp32":
         pytest.skip("fp32 is the torch backend's on a GPU, unless it is asked not to be")
-    t = problem(device=device)
-    dx, dw, active = expected(*t, backend)
+    t = problem(dtype=dtype, device=device)
+    dx, dw, active = expected(*t)
     assert 0.2 < active < 0.8
-    found = gradients(*t, gradient_filter=EPS)
-    assert_close(found[0].cpu(), dx, 3e-6)
-    assert_close(found[1].cpu(), dw, 3e-6)
-    exact = gradients(*t)
-    assert not torch.allclose(found[0], exact[0], rtol=1e-4, atol=0)
+    losses = [linear_cross_entropy(*t, gradient_filter=eps) for eps in (EPS, None)]
+    found, exact = (torch.autograd.grad(loss, t[:2]) for loss in losses)
+    assert torch.equal(*losses)
+    assert_close(found[0].cpu(), dx, rtol)
+    assert_close(found[1].cpu(), dw, rtol)
+    assert not torch.equal(found[0], exact[0])
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("logits_budget", [1 << 30, 0])
-def test_gradients_of_likely_targets_are_exact(logits_budget, backend, device):
+def test_gradients_of_likely_targets_are_exact(logits_budget, device):
     """Whether tokens share a target or not: what a model has learned nearly by heart is not smeared."""
     N, V, D = 256, 512, 16
     x, weight = 0.02 * normal(N, D), 0.02 * normal(V, D, seed=1)
@@ -108,35 +111,18 @@ def test_gradients_of_likely_targets_are_exact(logits_budget, backend, device):
     assert_close(found[1][7:8], exact[1][7:8], 0.05)
 
 
-@pytest.mark.thinned
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_low_precision_is_as_near_to_the_definition_as_without_a_filter_to_the_truth(dtype, backend, device):
-    t = problem(dtype=dtype, device=device)
-    dx, dw, _ = expected(*t, backend)
-    found = gradients(*t, gradient_filter=EPS)
-    assert_close(found[0].cpu(), dx, 8e-3)
-    assert_close(found[1].cpu(), dw, 8e-3)
-
-
-def test_the_loss_is_the_same_bit_for_bit(backend, device):
-    t = problem(device=device, dtype="bf16")
-    losses = [linear_cross_entropy(*t, reduction="none", gradient_filter=eps) for eps in (None, EPS)]
-    assert torch.equal(*losses)
-
-
-def test_sums_over_tokens_and_over_entries_are_kept(backend, device):
-    """With hidden states of one number 1, dW is the sums over tokens; with a weight of one number each, dX of the
-    masses. The tokens have the same coefficient."""
+def test_sums_over_tokens_are_kept(device):
+    """With hidden states of one number 1, and a weight of 0, dW is the sums over tokens. Those have the same
+    coefficient."""
     x, weight, target = problem(dtype="bf16", device=device)
-    target = target.clamp(min=0)
-    bias = (x.detach() @ weight.detach().T).float().mean(0).to(x.dtype).requires_grad_()
+    bias = (x.detach() @ weight.detach().T).float().mean(0).to(x.dtype)
     one, zero = torch.ones_like(x[:, :8]).requires_grad_(), (0 * weight[:, :8]).detach().requires_grad_()
-    exact, found = (gradients(one, zero, target, linear_bias=bias, gradient_filter=eps) for eps in (None, EPS))
+    options = dict(linear_bias=bias.requires_grad_())
+    exact, found = (gradients(one, zero, target.clamp(min=0), gradient_filter=eps, **options) for eps in (None, EPS))
     assert_close(found[1], exact[1].double(), 1e-2)
-    assert torch.equal(found[2], exact[2])  # the bias's is not filtered
 
 
-def test_the_gradient_of_the_bias_is_not_filtered(backend, device):
+def test_the_gradient_of_the_bias_is_not_filtered(device):
     """Nor where tokens have other coefficients, so that what stands for a tile has other sums over tokens."""
     t, bias = problem(dtype="bf16", device=device), torch.zeros(400, dtype=torch.bfloat16, device=device)
     token_weight = torch.linspace(-1, 1, len(t[0]), device=device)
@@ -157,32 +143,24 @@ OPTIONS = {
 }
 
 
-@pytest.mark.thinned("name", "backend")
+@pytest.mark.thinned("name")
 @pytest.mark.parametrize("name", OPTIONS)
-def test_a_filter_below_every_probability_changes_nothing(name, backend, device):
-    t = problem(dtype="bf16", device=device)
+def test_whoever_scales_the_loss_scales_its_gradient(name, device):
+    """The limit is a probability, whatever the gradient is multiplied by. A filter below every probability changes
+    nothing."""
+    t, factor = problem(dtype="bf16", device=device), -(2.0**12)
     with shrunk(40_000 if "logits_budget" in OPTIONS[name] else None):
-        exact = gradients(*t, **OPTIONS[name])
-        found = gradients(*t, gradient_filter=1e-30, **OPTIONS[name])
-    for a, b in zip(found, exact):
-        assert_close(a, b.double(), 6e-3)
+        exact, all_active, once, scaled = (
+            gradients(*t, upstream, gradient_filter=eps, **OPTIONS[name])
+            for upstream, eps in ((1.0, None), (1.0, 1e-30), (1.0, EPS), (factor, EPS))
+        )
+    for a, b, c, d in zip(exact, all_active, once, scaled):
+        assert_close(b, a.double(), 6e-3)
+        torch.testing.assert_close(c * factor, d, rtol=1e-2, atol=0.1)
+        assert_close(c, a.double(), 0.2)
 
 
-@pytest.mark.thinned("name", "backend")
-@pytest.mark.parametrize("name", OPTIONS)
-def test_whoever_scales_the_loss_scales_its_gradient(name, backend, device):
-    """The limit is a probability, whatever the gradient is multiplied by."""
-    t = problem(device=device, dtype="bf16")
-    with shrunk(40_000 if "logits_budget" in OPTIONS[name] else None):
-        once, scaled = (gradients(*t, factor, gradient_filter=EPS, **OPTIONS[name]) for factor in (1.0, -(2.0**12)))
-    for a, b in zip(once, scaled):
-        torch.testing.assert_close(a * -(2.0**12), b, rtol=1e-2, atol=0.1)
-    exact = gradients(*t, **OPTIONS[name])
-    assert_close(once[0], exact[0].double(), 0.2)
-    assert_close(once[1], exact[1].double(), 0.2)
-
-
-def test_tokens_of_weight_zero_activate_no_tile(backend, device):
+def test_tokens_of_weight_zero_activate_no_tile(device):
     x, weight, target = problem(dtype="bf16", device=device)
     token_weight = torch.ones(len(x), device=device)
     # These alone have large probabilities.
@@ -200,7 +178,7 @@ def test_tokens_of_weight_zero_activate_no_tile(backend, device):
 @pytest.mark.thinned
 @pytest.mark.parametrize("options", [{}, {"logit_softcap": 30.0}], ids=["", "softcap"])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_nan_reaches_what_it_would_reach_without_a_filter(reduction, options, backend, device):
+def test_nan_reaches_what_it_would_reach_without_a_filter(reduction, options, device):
     x, weight, target = problem(dtype="bf16", device=device)
     options = dict(reduction=reduction, **options)
     truth, near = (gradients(x, weight, target, gradient_filter=eps, **options)[0] for eps in (None, EPS))
@@ -214,7 +192,7 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(reduction, options, ba
         assert relative_error(found[0][others], truth[others].double()) <= allowed
 
 
-def test_a_token_of_nan_leaves_what_stands_for_the_tiles_of_others(backend, device):
+def test_a_token_of_nan_leaves_what_stands_for_the_tiles_of_others(device):
     """Where all tiles but those of its 128 tokens are approximated."""
     t = small(device, N=256, V=512, D=16, sharpness=0.2)
     target = torch.arange(256, device=device)  # a target of several tokens makes a tile active
@@ -230,7 +208,7 @@ def test_a_token_of_nan_leaves_what_stands_for_the_tiles_of_others(backend, devi
     assert relative_error(of_others(EPS), truth) <= 1.1 * relative_error(near, truth)
 
 
-def test_statistics_with_gradients_of_probabilities(backend, device):
+def test_statistics_with_gradients_of_probabilities(device):
     t = problem(dtype="bf16", device=device)
     with torch.no_grad():
         t[2].clamp_(min=0)
@@ -250,32 +228,18 @@ def test_a_filter_that_is_no_probability_is_refused(value):
         LinearCrossEntropy(gradient_filter=value)
 
 
-@pytest.mark.parametrize("value", [None, 2**-9])
-def test_operators_are_told_of_it(value):
+@pytest.mark.parametrize("name", ["mean_logit", "expected_logit", "sum_p_squared", "selected", "label_smoothing"])
+def test_gradients_that_are_no_probabilities_are_refused(name):
     t = small()
-    options, tensors = given(t.x, t.weight, t.target, gradient_filter=value)
-    arguments = Arguments.of(prepare.prepare(options, tensors)[0], tensors)
-    assert arguments.options(arguments.numbers.tolist()).gradient_filter == value
-
-
-@pytest.mark.parametrize("name", ["mean_logit", "expected_logit", "sum_p_squared", "selected"])
-def test_statistics_of_other_gradients_are_refused(name):
-    t = small()
-    asked = t.target[:, None] if name == "selected" else True
+    asked = {"selected": t.target[:, None], "label_smoothing": 0.1}.get(name, True)
     with pytest.raises(ValueError, match=f"gradient_filter=0.01 cannot be combined with {name}"):
-        token_statistics(t.x, t.weight, t.target, gradient_filter=0.01, **{name: asked})
+        if name == "label_smoothing":
+            LinearCrossEntropy(gradient_filter=0.01, label_smoothing=0.1)
+        else:
+            token_statistics(t.x, t.weight, t.target, gradient_filter=0.01, **{name: asked})
 
 
-def test_label_smoothing_is_refused():
-    t = small()
-    refused = "gradient_filter=0.01 cannot be combined with label_smoothing=0.1"
-    with pytest.raises(ValueError, match=refused):
-        linear_cross_entropy(t.x, t.weight, t.target, gradient_filter=0.01, label_smoothing=0.1)
-    with pytest.raises(ValueError, match=refused):
-        LinearCrossEntropy(gradient_filter=0.01, label_smoothing=0.1)
-
-
-def test_the_module_passes_it_on(backend, device):
+def test_the_module_passes_it_on(device):
     t = problem(dtype="bf16", device=device)
     module = LinearCrossEntropy(gradient_filter=EPS)
     assert "gradient_filter=0.0078125" in repr(module)
@@ -284,28 +248,7 @@ def test_the_module_passes_it_on(backend, device):
         assert torch.equal(a, b)
 
 
-def _on_ranks(member: Member, sequence_parallel: bool):
-    x, weight, target = problem(N=256, V=1024, dtype="bf16", device=member.device)
-    rows, tokens = 1024 // member.ranks, 256 // member.ranks
-    part = slice(member.rank * tokens, (member.rank + 1) * tokens) if sequence_parallel else slice(None)
-    x = x.detach()[part].requires_grad_()
-    weight = weight.detach()[member.rank * rows : (member.rank + 1) * rows].requires_grad_()
-    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=EPS)
-    return [g.cpu() for g in gradients(x, weight, target, **options)]
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_each_rank_filters_its_shard(sequence_parallel, backend, device, worlds):
-    """Shards of whole tiles have the tiles of the whole."""
-    found = everywhere(worlds, device, 2, _on_ranks, sequence_parallel)
-    dx, dw = gradients(*problem(N=256, V=1024, dtype="bf16", device=device), gradient_filter=EPS)
-    assert_close(torch.cat([weight for _, weight in found]), dw.cpu().double(), 1e-2)
-    parts = torch.cat([x for x, _ in found]) if sequence_parallel else found[0][0]
-    assert_close(parts, dx.cpu().double(), 1e-2)
-
-
-def test_second_backward_filters_too(backend, device):
+def test_second_backward_filters_too(device):
     t = problem(dtype="bf16", device=device)
     loss = linear_cross_entropy(*t, reduction="none", gradient_filter=EPS).sum()
     first = torch.autograd.grad(loss, t[:2], retain_graph=True)
@@ -316,20 +259,25 @@ def test_second_backward_filters_too(backend, device):
         assert not torch.equal(b, c)
 
 
-@pytest.mark.slow
 def test_compiled(device):
+    """Operators are told of it."""
     t = problem(dtype="bf16", device=device)
+    compiled = torch.compile(lambda *t, eps: linear_cross_entropy(*t, gradient_filter=eps), backend="aot_eager")
+    for eps in (EPS, EPS / 8):
+        found = torch.autograd.grad(compiled(*t, eps=eps), t[:2])
+        for a, b in zip(found, gradients(*t, gradient_filter=eps)):
+            assert torch.equal(a, b)
+
+
+def test_those_of_the_torch_backend_are_exact(device):
+    t = problem(device=device)
     with chosen_backend("torch"):
-        compiled = torch.compile(lambda *t, eps: linear_cross_entropy(*t, gradient_filter=eps))
-        for eps in (EPS, EPS / 8):
-            found = torch.autograd.grad(compiled(*t, eps=eps), t[:2])
-            for a, b in zip(found, gradients(*t, gradient_filter=eps)):
-                assert_close(a, b.double(), 1e-3)
+        assert all(map(torch.equal, gradients(*t, gradient_filter=EPS), gradients(*t)))
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("shape", [(0, 700), (1, 1), (1, 700), (129, 257), (256, 256)])
-def test_odd_shapes(shape, backend, device):
+def test_odd_shapes(shape, device):
     t = problem(*shape, dtype="bf16", device=device)
     t[2].clamp_(max=shape[1] - 1)
     for a, b in zip(gradients(*t, gradient_filter=EPS), gradients(*t)):

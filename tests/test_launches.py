@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,32 +21,10 @@ from tools import chosen_backend, small
 
 HERE = Path(__file__).parent
 KERNELS = {
-    "lce_backward_add_targets",
-    "lce_backward_centroids",
-    "lce_backward_divergence",
-    "lce_backward_list_tiles",
-    "lce_backward_dense",
-    "lce_backward_place_selected",
-    "lce_backward_place_targets",
-    "lce_backward_projection",
-    "lce_backward_rewrite",
-    "lce_backward_scale_and_add_targets",
-    "lce_backward_scan",
-    "lce_backward_selected_rows",
-    "lce_backward_sparse_product",
-    "lce_backward_token_gradients",
-    "lce_backward_window_masses",
-    "lce_forward_dense",
-    "lce_forward_losses",
-    "lce_forward_mean",
-    "lce_forward_merge_ranks",
-    "lce_forward_merge_windows",
-    "lce_forward_projection",
-    "lce_forward_selected_logits",
-    "lce_forward_token_logits",
+    name
+    for file in (HERE.parent / "kernels").rglob("*.py")
+    for name in re.findall(r"\blce_(?:forward|backward)_\w+", file.read_text())
 }
-
-
 TRITON = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 """The releases of Triton that every launch compiles on, beside the installed one."""
 
@@ -115,6 +96,35 @@ def test_machine_code_does_not_depend_on_the_default_of_fp_fusion(release, tmp_p
     """Triton 3.10 changes the default."""
     one, other = (compiled(90, tmp_path / value, release, TRITON_DEFAULT_FP_FUSION=value) for value in ("0", "1"))
     assert one == other
+
+
+@pytest.mark.parametrize(
+    ("version", "runs"),
+    [
+        *((version, True) for version in ("3.6.0", "3.7.1", "3.8.0+git1a2b3c", "3.9.0")),
+        *((version, False) for version in ("3.5.1", "3.10.0", "4.0.0+git1a2b3c", "3.9.0 without a name")),
+    ],
+)
+def test_which_mainloop_runs_on_hopper(version, runs, monkeypatch):
+    """With a Triton that it is not for, the plain one; which is said once."""
+    pytest.importorskip("triton", reason="needs triton")
+    from parallel_lce.kernels import tuning
+
+    version, _, lacks = version.partition(" without ")
+    if lacks:
+        monkeypatch.setitem(sys.modules, "parallel_lce.kernels.hopper", None)  # its import raises
+    monkeypatch.setattr(tuning, "_capability", lambda device: 90)
+    monkeypatch.setattr(tuning, "interpreted", lambda: False)
+    monkeypatch.setattr(tuning, "triton", SimpleNamespace(__version__=version))
+    weight = torch.empty(8, 8, dtype=torch.bfloat16)
+    tuning._has_gluon.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert tuning.tile_of(weight, tma=True).warp_specialized == runs
+    tuning._has_gluon.cache_clear()
+    words = [re.findall(r"Triton [\d.]+[+\w]*|plain mainloop|up to \d+ % longer", str(w.message)) for w in caught]
+    assert words == ([] if runs else [[f"Triton {version}", "plain mainloop", "Triton 3.6", "up to 8 % longer"]])
 
 
 @pytest.mark.gpu

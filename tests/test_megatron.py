@@ -10,52 +10,22 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_models import Model
+from megatron_models import Model, specs
 from megatron_releases import OTHER_RELEASES, path_of
+from megatron_training import assert_equal, switched, tolerance_of, train, train_quietly
+from on_ranks import on_ranks
+from parallel_lce.megatron.lazy_logits import LazyLogits
 from world import Member
 
 
-def _tolerance(spec: Model) -> float:
-    return 1e-5 if spec.dtype == torch.float32 and spec.ddp != "bf16" else 2e-2
-
-
 def _compare(member: Member, spec: Model) -> None:
-    from megatron_training import assert_equal, train, train_switched
-
     # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
     drops = spec.fusion and spec.tied and spec.mtp and spec.pipeline > 1
     stock = train(member, replace(spec, fusion=False) if drops else spec, {})
-    assert_equal(train_switched(member, spec), stock, _tolerance(spec))
+    assert_equal(train_quietly(member, spec), stock, tolerance_of(spec))
 
 
-def _specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
-    """What is tested with ``tp`` tensor-parallel ranks, sequence-parallel where there are several; with
-    ``tp_of_pairs`` where data, pipeline or context parallelism doubles them."""
-    pairs = tp if tp_of_pairs is None else tp_of_pairs
-    one = dict(ranks=tp, sequence_parallel=tp > 1)
-    two = dict(ranks=2 * pairs, sequence_parallel=pairs > 1)
-    return [
-        Model(ranks=tp),
-        Model(**one, tied=True, mtp=1, budget=0),
-        Model(**one, mtp=2),
-        Model(**one, ddp="fp32", tied=True, per_token=True),
-        Model(**one, ddp="fp32", mtp=1, overlap=True, fusion=True, budget=0),
-        Model(ranks=tp, ddp="fp32", frozen=True),
-        Model(**one, ddp="fp32", optimizer="plain", deterministic=True),
-        Model(**one, ddp="bf16", dtype=torch.bfloat16),
-        Model(**two, data=2, ddp="fp32", overlap=True, optimizer="distributed"),
-        Model(**two, pipeline=2, ddp="fp32", overlap=True, microbatches=3),
-        Model(**two, pipeline=2, ddp="fp32", chunks=2, overlap=True),
-        Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1),
-        Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1, fusion=True),
-        Model(**two, context=2, ddp="fp32", mtp=1, per_token=True),
-        Model(**one, family="mamba", ddp="fp32", tied=True),
-        Model(ranks=tp, family="bert", tied=True),
-        Model(ranks=tp, family="t5", tied=True),
-    ]
-
-
-SPECS = [*_specs(1), *_specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in _specs(4))]
+SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in specs(4))]
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -64,7 +34,7 @@ def test_training_equals_stock(spec, worlds):
     worlds(spec.ranks).run(_compare, spec)
 
 
-@pytest.mark.parametrize("spec", _specs(2, tp_of_pairs=1), ids=str)
+@pytest.mark.parametrize("spec", specs(2, tp_of_pairs=1), ids=str)
 @pytest.mark.parametrize("release", OTHER_RELEASES)
 def test_other_releases(release, spec, worlds):
     worlds(spec.ranks, path_of(release)).run(_compare, spec)
@@ -96,58 +66,41 @@ class _Faulty(torch.autograd.Function):
         return upstream * 1.001
 
 
-def _fault(member: Member, where: str) -> None:
-    from megatron_training import assert_equal, train, train_switched
-    from parallel_lce.megatron.lazy_logits import LazyLogits
-
+@pytest.mark.parametrize("where", ["hidden", "weight"])
+@on_ranks(2)
+def test_a_fault_of_a_thousandth_fails(member, where):
     spec, check = Model(ranks=member.ranks), LazyLogits.check
-    stock = train(member, spec, {})
 
     def faulty(logits) -> None:
         """The loss checks its logits before it takes their hidden states and weight."""
         check(logits)
         setattr(logits, where, _Faulty.apply(getattr(logits, where)))
 
-    with mock.patch.object(LazyLogits, "check", faulty):
-        ours = train_switched(member, spec)
-    with pytest.raises(AssertionError):
-        assert_equal(ours, stock, _tolerance(spec))
-
-
-@pytest.mark.parametrize("where", ["hidden", "weight"])
-def test_a_fault_of_a_thousandth_fails(where, worlds):
-    worlds(2).run(_fault, where)
-
-
-def _trained_on_logits(member: Member, spec: Model) -> None:
-    from megatron.core import tensor_parallel
-
-    from megatron_training import assert_equal, train, train_switched
-
-    stock_function = tensor_parallel.vocab_parallel_cross_entropy
     stock = train(member, spec, {})
-    assert_equal(train_switched(member, spec, "logits"), stock, _tolerance(spec))
-    assert tensor_parallel.vocab_parallel_cross_entropy is stock_function
+    with mock.patch.object(LazyLogits, "check", faulty):
+        ours = train_quietly(member, spec)
+    with pytest.raises(AssertionError):
+        assert_equal(ours, stock, tolerance_of(spec))
 
 
 @pytest.mark.parametrize(
-    "spec", [Model(), Model(ranks=2, sequence_parallel=True, ddp="fp32", tied=True, mtp=1)], ids=str
+    ("ranks", "spec"),
+    [(1, Model()), (2, Model(ranks=2, sequence_parallel=True, ddp="fp32", tied=True, mtp=1))],
+    ids=str,
 )
-def test_training_on_logits_equals_stock(spec, worlds):
-    worlds(spec.ranks).run(_trained_on_logits, spec)
+@on_ranks()
+def test_training_on_logits_equals_stock(member, spec):
+    stock = train(member, spec, {})
+    assert_equal(train_quietly(member, spec, switched(spec, "logits")), stock, tolerance_of(spec))
 
 
-def _repeated(member: Member, spec: Model) -> None:
-    from megatron_training import train_switched
-
-    first, second = (train_switched(member, spec) for _ in range(2))
+@pytest.mark.parametrize("ranks", [1, 2])
+@on_ranks()
+def test_deterministic_mode_repeats_every_bit(member):
+    several = member.ranks > 1
+    spec = Model(ranks=member.ranks, sequence_parallel=several, deterministic=True, ddp="fp32", dtype=torch.bfloat16)
+    first, second = (train_quietly(member, spec) for _ in range(2))
     for a, b in zip(first.losses, second.losses, strict=True):
         assert torch.equal(a, b)
     for name, value in first.parameters.items():
         assert torch.equal(value, second.parameters[name]), name
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_deterministic_mode_repeats_every_bit(ranks, worlds):
-    spec = Model(ranks=ranks, sequence_parallel=ranks > 1, deterministic=True, ddp="fp32", dtype=torch.bfloat16)
-    worlds(ranks).run(_repeated, spec)

@@ -15,9 +15,18 @@ import parallel_lce.megatron
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of
 from megatron_releases import OTHERS, path_of
 from megatron_training import switched
+from on_ranks import on_ranks
 from parallel_lce.megatron import choices
 from tools import arguments_to, recorded
 from world import Member
+
+ASKED_FOR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled():
+    yield
+    parallel_lce.megatron.uninstall()
 
 
 def _methods() -> tuple:
@@ -73,69 +82,58 @@ def test_others_may_wrap_it_too():
     assert _methods() == before
 
 
-@pytest.mark.parametrize("budget", [-1, 1.5, "1GiB", True])
-def test_install_refuses_budgets(budget):
-    with pytest.raises(ValueError, match="logits_budget"):
-        parallel_lce.megatron.install(logits_budget=budget)
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        *((dict(logits_budget=budget), {}, "logits_budget") for budget in (-1, 1.5, "1GiB", True)),
+        *((dict(reduce_dtype=dtype), {}, "None or torch.float32") for dtype in (torch.float16, "float32")),
+        (
+            dict(gradient_filter=0.5, cross_entropy="logits"),
+            {},
+            "gradient_filter=0.5 needs cross_entropy='output_layer'",
+        ),
+        ({}, {"PARALLEL_LCE_LOGITS_BUDGET": "1GiB"}, "1GiB"),
+        ({}, {"PARALLEL_LCE_CROSS_ENTROPY": "fused"}, "fused"),
+    ],
+)
+def test_install_refuses(options, environment, message, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        parallel_lce.megatron.install(**options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, "float32"])
-def test_install_refuses_dtypes(dtype):
-    with pytest.raises(ValueError, match="reduce_dtype must be None or torch.float32"):
-        parallel_lce.megatron.install(reduce_dtype=dtype)
-
-
-def _reductions(member: Member, reduce_dtype: torch.dtype | None) -> list:
+@on_ranks(2)
+def test_hidden_gradients_are_summed_in_the_dtype_asked_for(member):
     spec = Model(ranks=member.ranks)
-    try:
+    for dtype in (None, torch.float32):
         model = build(member, spec, switched(spec)).bfloat16()
-        parallel_lce.megatron.install(reduce_dtype=reduce_dtype)
+        parallel_lce.megatron.install(reduce_dtype=dtype)
         losses = losses_of(model, spec, batch(0, spec, member.device))
         with recorded(None) as events:
             losses.sum().backward()
-        return [e[2] for e in events if e[0] == "all_reduce" and e[1] == BATCH * SEQUENCE * HIDDEN]
-    finally:
-        parallel_lce.megatron.uninstall()
+        sums = [e[2] for e in events if e[0] == "all_reduce" and e[1] == BATCH * SEQUENCE * HIDDEN]
+        assert sums.count("float32") == (dtype is not None)
 
 
-def test_hidden_gradients_are_summed_in_the_dtype_asked_for(worlds, device):
-    for stock, asked in zip(*(worlds(2).run(_reductions, d) for d in (None, torch.float32))):
-        assert "float32" not in stock and asked.count("float32") == 1
-
-
-def _filters(member: Member) -> list:
+@on_ranks(1)
+def test_a_filter_may_begin_later(member):
     """Of a loss before, and of one after a second install."""
     spec = Model()
-    try:
-        model = build(member, spec, switched(spec))
-        with arguments_to(sys.modules["parallel_lce.megatron.output_layer"], "fused_loss") as given:
-            losses_of(model, spec, batch(0, spec, member.device))
-            parallel_lce.megatron.install(gradient_filter=2**-13)
-            losses_of(model, spec, batch(0, spec, member.device))
-        return [arguments.gradient_filter for arguments, *_ in given]
-    finally:
-        parallel_lce.megatron.uninstall()
+    model = build(member, spec, switched(spec))
+    with arguments_to(sys.modules["parallel_lce.megatron.output_layer"], "fused_loss") as given:
+        losses_of(model, spec, batch(0, spec, member.device))
+        parallel_lce.megatron.install(gradient_filter=2**-13)
+        losses_of(model, spec, batch(0, spec, member.device))
+    assert [options.gradient_filter for options, *_ in given] == [None, 2**-13]
 
 
-def test_a_filter_may_begin_later(worlds):
-    assert worlds(1).run(_filters) == [[None, 2**-13]]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value"), [("PARALLEL_LCE_LOGITS_BUDGET", "1GiB"), ("PARALLEL_LCE_CROSS_ENTROPY", "fused")]
-)
-def test_install_refuses_environments(variable, value, monkeypatch):
-    monkeypatch.setenv(variable, value)
-    with pytest.raises(ValueError, match=value):
-        parallel_lce.megatron.install()
-
-
-def _unsupported(member: Member) -> None:
+@on_ranks(1)
+def test_unsupported_settings(member):
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
     spec = Model(ranks=member.ranks)
-    options = switched(spec)
-    model = build(member, spec, options)
+    model = build(member, spec, switched(spec))
     model.config.defer_embedding_wgrad_compute = True
     with pytest.raises(ValueError, match="defer_embedding_wgrad_compute=True.*set it to False"):
         model.setup_embeddings_and_output_layer()
@@ -150,43 +148,29 @@ def _unsupported(member: Member) -> None:
         model.setup_embeddings_and_output_layer()
     with pytest.warns(RuntimeWarning, match="no effect with cross_entropy_loss_fusion=False"):
         build(member, spec, {"cross_entropy_fusion_impl": "parallel_lce"})
-    tied = build(member, Model(ranks=member.ranks, tied=True), options)
-    with pytest.raises(ValueError, match=r"needs a weight \[96, 32\], got no weight of its own and none"):
-        tied.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN, device=member.device))
-    with pytest.raises(ValueError, match=r"needs a weight \[96, 32\], got \[95, 32\]"):
-        tied.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN), weight=torch.zeros(95, HIDDEN))
-    parallel_lce.megatron.uninstall()
-
-
-def test_unsupported_settings(worlds):
-    worlds(1).run(_unsupported)
-
-
-def _misspelt(member: Member, fused: bool) -> None:
-    spec = Model(ranks=member.ranks)
-    switched(spec)
-    try:
-        for name in ("paralel_lce", "parallel-lce", "Parallel_LCE", "parallel lce", "parallel_lce "):
-            with pytest.raises(ValueError, match=f"cross_entropy_fusion_impl='{name}': did you mean 'parallel_lce'"):
-                build(member, spec, {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": name})
-        for name in ("native", "te", "linear", "vocab_parallel", None):
-            build(member, spec, {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": name})
-    finally:
-        parallel_lce.megatron.uninstall()
+    tied = build(member, Model(ranks=member.ranks, tied=True), ASKED_FOR)
+    for weight, message in ((None, "no weight of its own and none"), (torch.zeros(95, HIDDEN), r"\[95, 32\]")):
+        with pytest.raises(ValueError, match=rf"needs a weight \[96, 32\], got {message}"):
+            tied.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN, device=member.device), weight=weight)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_misspelt_names_of_the_loss_are_refused(fused, worlds):
-    worlds(1).run(_misspelt, fused)
+@on_ranks(1)
+def test_misspelt_names_of_the_loss_are_refused(member, fused):
+    spec = Model(ranks=member.ranks)
+    switched(spec)
+    for name in ("paralel_lce", "parallel-lce", "Parallel_LCE", "parallel lce", "parallel_lce "):
+        with pytest.raises(ValueError, match=f"cross_entropy_fusion_impl='{name}': did you mean 'parallel_lce'"):
+            build(member, spec, {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": name})
+    for name in ("native", "te", "linear", "vocab_parallel", None):
+        build(member, spec, {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": name})
 
 
 def _forgotten(member: Member, family: str) -> str:
     """The last line of what a model that asks for this loss ends with."""
     spec = Model(ranks=member.ranks, family=family)
-    parallel_lce.megatron.uninstall()
-    options = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
     try:
-        losses_of(build(member, spec, options), spec, batch(0, spec, member.device))
+        losses_of(build(member, spec, ASKED_FOR), spec, batch(0, spec, member.device))
     except Exception as error:
         return "".join(traceback.format_exception_only(error)).strip()
     return "no error"
@@ -195,10 +179,7 @@ def _forgotten(member: Member, family: str) -> str:
 @pytest.mark.parametrize(
     ("family", "release"),
     [
-        ("gpt", None),
-        ("mamba", None),
-        ("bert", None),
-        ("t5", None),
+        *((family, None) for family in ("gpt", "mamba", "bert", "t5")),
         *(pytest.param("gpt", release, marks=pytest.mark.slow) for release in OTHERS),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -33,42 +35,32 @@ def measured(
     reduction="none",
     budget=0,
     sequence_parallel=False,
+    *,
+    shards=None,
     frozen="",
     tile=(64, 2048),
     backward=True,
     block=BLOCK,
-    **options,
 ):
-    """(peak, alive) of a forward and backward; N and V of the whole group, equal shards."""
-    t = part(make(Case(N, V, D, dtype, ignored="none"), member.device), member, sequence_parallel)
-    t.x.requires_grad_("input" not in frozen)
-    t.weight.requires_grad_("weight" not in frozen)
-    leaves = [leaf for leaf in (t.x, t.weight) if leaf.requires_grad]
+    """(peak, alive) of a forward and backward after what a device's first use takes for good; N and V of the whole
+    group."""
+    t = part(make(Case(N, V, D, dtype, ignored="none"), member.device), member, sequence_parallel, shards)
+    leaves = [leaf.requires_grad_(name not in frozen) for name, leaf in (("input", t.x), ("weight", t.weight))]
+    options = dict(process_group=member.group, sequence_parallel=sequence_parallel)
+    if shards is not None:
+        options |= dict(vocab_start=sum(shards[: member.rank]), vocab_size=V)
 
     def step():
         loss = parallel_lce.linear_cross_entropy(
-            t.x,
-            t.weight,
-            t.target,
-            reduction=reduction,
-            logits_budget=budget,
-            process_group=member.group,
-            sequence_parallel=sequence_parallel,
-            **options,
+            t.x, t.weight, t.target, reduction=reduction, logits_budget=budget, **options
         )
-        if not backward:
-            return loss
-        return torch.autograd.grad(loss, leaves, torch.ones_like(loss))
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        return torch.autograd.grad(loss, wanted, torch.ones_like(loss)) if backward else loss
 
     with shrunk(block, tile):
-        return after_first_use(step, member.device)
-
-
-def after_first_use(step, device: torch.device) -> tuple[int, int]:
-    """(peak, alive) of a step after what a device's first use takes for good."""
-    if device.type == "cuda":
-        step()
-    return peak_memory(step, device)
+        if member.device.type == "cuda":
+            step()
+        return peak_memory(step, member.device)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -126,90 +118,61 @@ def test_no_n_by_v_buffer_with_budget_zero(strategy, device):
     assert alive <= (N + V) * D * 4 + 64 * KiB
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_saving_saves_the_exponentials_and_no_more(dtype, device):
+@pytest.mark.parametrize(
+    ("dtype", "budget"), [("fp32", None), ("bf16", None), *(("fp32", n * MiB) for n in (0, 1, 2, 5))], ids=str
+)
+def test_saved_bytes_are_within_the_budget(dtype, budget, device):
+    """Without one they are those of the exponentials, and no more."""
     N, V = 512, 4096
-    whole = N * V * DTYPES[dtype].itemsize
-    _, alive = measured(alone(device), N, V, 4, dtype, budget=None, backward=False)
-    assert whole <= alive <= 1.02 * whole + 64 * KiB
-
-
-@pytest.mark.parametrize("budget", [0, MiB, 2 * MiB, 5 * MiB])
-def test_saved_bytes_are_within_the_budget(budget, device):
-    N, V = 512, 4096
-    _, alive = measured(alone(device), N, V, 4, budget=budget, backward=False)
-    assert alive <= max(0, budget - BLOCK) + 64 * KiB
-
-
-def _uneven(member: Member, budget):
-    """The larger shard of 1000 and 3000 rows, planned as 2000 each, keeps no more than the budget."""
-    t = part(small(member.device, N=256, V=4000, D=4), member, shards=(1000, 3000))
-
-    def forward():
-        return parallel_lce.linear_cross_entropy(
-            t.x,
-            t.weight,
-            t.target,
-            reduction="none",
-            logits_budget=budget,
-            process_group=member.group,
-            vocab_start=(0, 1000)[member.rank],
-            vocab_size=4000,
-        )
-
-    with shrunk(128 * KiB, (64, 256)):
-        return after_first_use(forward, member.device)[1]
+    _, alive = measured(alone(device), N, V, 4, dtype, budget=budget, backward=False)
+    if budget is None:
+        whole = N * V * DTYPES[dtype].itemsize
+        assert whole <= alive <= 1.02 * whole + 64 * KiB
+    else:
+        assert alive <= max(0, budget - BLOCK) + 64 * KiB
 
 
 @pytest.mark.parametrize("budget", [MiB, 256 * 2000 * 4])
 def test_the_larger_of_uneven_shards_stays_within_the_budget(budget, worlds, device):
-    for alive in worlds(2).run(_uneven, budget):
+    """Of 1000 and 3000 rows, planned as 2000 each."""
+    options = dict(shards=(1000, 3000), tile=(64, 256), backward=False, block=128 * KiB)
+    for _, alive in worlds(2).run(_measured, (256, 4000, 4, "fp32", "none", budget), options):
         # Partials of 12 windows of 256 columns, and the maxima kept of them, come on top.
         assert alive <= budget + 256 * KiB
 
 
+def _measured(member: Member, given: tuple, options: dict) -> tuple[int, int]:
+    return measured(member, *given, **options)
+
+
 @pytest.mark.parametrize("budget", [None, 0])
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, nullcontext])
 @pytest.mark.thinned
 def test_evaluation_keeps_nothing(mode, reduction, budget, device):
-    """Parameters that need gradients, but nobody will ask for them."""
-    N, V = 512, 4096
+    """Parameters that need gradients, but nobody will ask for them; or that need none."""
+    N, V, frozen = 512, 4096, "input weight" if mode is nullcontext else ""
     with mode():
         peak, alive = measured(
-            alone(device), N, V, 4, budget=budget, reduction=reduction, backward=False, label_smoothing=0.1
+            alone(device), N, V, 4, budget=budget, reduction=reduction, frozen=frozen, backward=False
         )
     assert alive <= 16 * N * 4
     assert peak < N * V * 4 / 4
 
 
-def test_frozen_everything_keeps_nothing(device):
-    N, V = 512, 4096
-    _, alive = measured(alone(device), N, V, 4, budget=None, frozen="input weight", backward=False)
-    assert alive <= 16 * N * 4
-
-
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_frozen_weight_allocates_no_buffer_of_its_size(strategy, device):
-    N, V, D = 128, 4096, 256
+@pytest.mark.parametrize(("frozen", "sizes"), [("weight", (128, 4096, 256)), ("input", (2048, 64, 512))])
+@pytest.mark.thinned("strategy", "frozen")
+def test_a_frozen_operand_allocates_no_gradient_of_its_size(frozen, sizes, strategy, device):
     reduction, budget = STRATEGIES[strategy]
-    options = dict(reduction=reduction, budget=budget, tile=(64, 256), block=256 * KiB)
-    frozen, _ = measured(alone(device), N, V, D, frozen="weight", **options)
-    free, _ = measured(alone(device), N, V, D, **options)
-    assert free >= V * D * 4
-    # dX [N, D], the budget or block and a few tiles; less than one [V, D].
-    assert frozen < N * D * 4 + max(budget, 256 * KiB) + MiB < V * D * 4
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_frozen_input_allocates_no_gradient_of_its_size(strategy, device):
-    N, V, D = 2048, 64, 512
-    reduction, budget = STRATEGIES[strategy]
-    options = dict(reduction=reduction, budget=budget, tile=(64, 64), block=64 * KiB)
-    frozen, _ = measured(alone(device), N, V, D, frozen="input", **options)
-    free, _ = measured(alone(device), N, V, D, **options)
-    assert free >= N * D * 4
-    assert frozen < V * D * 4 + max(budget, 64 * KiB) + MiB < N * D * 4
+    (N, V, D), block = sizes, 256 * KiB if frozen == "weight" else 64 * KiB
+    options = dict(reduction=reduction, budget=budget, tile=(64, min(V, 256)), block=block)
+    peak, _ = measured(alone(device), *sizes, frozen=frozen, **options)
+    free, _ = measured(alone(device), *sizes, **options)
+    own, other = (V, N) if frozen == "weight" else (N, V)
+    assert free >= own * D * 4
+    # The other gradient, the budget or block and a few tiles.
+    assert peak < other * D * 4 + max(budget, block) + MiB < own * D * 4
 
 
 def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
@@ -220,26 +183,13 @@ def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     assert peak - alive < V * D * 4 / 4
 
 
-def _chunked(member: Member, backward: bool):
-    """32 blocks of 128 rows over both ranks."""
-    return measured(
-        member,
-        4096,
-        64 * member.ranks,
-        256,
-        sequence_parallel=True,
-        tile=(128, 64),
-        block=128 * 64 * 4,
-        backward=backward,
-    )
-
-
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
-    """Hidden states are gathered, and local dX reduced, a few blocks at a time: neither the whole
+    """Hidden states are gathered, and local dX reduced, a few of 32 blocks of 128 rows at a time: neither the whole
     sequence's ``[N, D]`` hidden states nor its local dX ever exist on a rank, as the plan assumes."""
     whole = 4096 * 256 * 4
-    for peak, alive in worlds(2).run(_chunked, backward):
+    options = dict(tile=(128, 64), block=128 * 64 * 4, backward=backward)
+    for peak, alive in worlds(2).run(_measured, (4096, 128, 256, "fp32", "none", 0, True), options):
         assert alive >= whole // 2 or not backward
         assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"
 

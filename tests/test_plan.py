@@ -389,3 +389,31 @@ def test_saved_hidden_states_count_where_a_shard_is_larger_than_was_counted(shar
     assert found.hidden_bytes == 4096 * 1024 * 2
     limited = found.limited(shard, 2, 8)
     assert 4096 * min(limited.saved, shard) * 2 + limited.hidden_bytes <= 142606336
+
+
+FEW = dict(tokens=256, shard_rows=32768, hidden_size=1024, itemsize=2, gradients=BF16, dense_flops=1e12)
+
+
+@pytest.mark.parametrize(
+    ("changed", "dense"),
+    [
+        ({}, True),
+        (dict(dense_flops=0), False),
+        (dict(tokens=4096), False),
+        (dict(budget=256 * 32768 * 4), True),
+        (dict(budget=256 * 32768 * 4 - 1), False),
+        (dict(savable=False), True),
+        (dict(gradients=None), False),
+        (dict(accumulable=True), True),
+        (dict(ranks=4, sp_size=4), True),
+    ],
+    ids=str,
+)
+def test_small_problems_save_logits_that_fit_the_budget(changed, dense):
+    found = plan(**FEW | changed)
+    assert found.dense == dense
+    if dense:
+        # A rank whose shard cannot have dense logits runs the same collectives, and may use no more memory.
+        other = plan(**FEW | changed | dict(dense_flops=0, budget=None))
+        assert len(found.blocks) == 1 and found.saves_hidden == other.saves_hidden
+        assert found.saved == (0 if changed.get("savable") is False else 32768)

@@ -12,10 +12,11 @@ from parallel_lce.kernels.relaunch import Relaunched
 
 
 class Recorder:
-    """A jit function and what it compiles to, each of whose launches is recorded."""
+    """A jit function, and what it compiles to, each of whose launches is recorded."""
 
     arg_names = ["x", "number", "scale", "bias", "BLOCK"]
     __name__ = "kernel"
+    function, packed_metadata = "function", "metadata"
 
     def __init__(self) -> None:
         self.compiled, self.again = 0, []
@@ -24,23 +25,15 @@ class Recorder:
         def launch(*arguments, BLOCK, num_warps, enable_fp_fusion):
             assert enable_fp_fusion, "whatever Triton's default is"
             self.compiled += 1
-            return Compiled(self)
+            return self
 
         return launch
 
-
-class Compiled:
-    """What Triton's driver is called with, in the order of Triton 3.6 to 3.9."""
-
-    function, packed_metadata = "function", "metadata"
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
     def run(self, x, y, z, stream, function, metadata, launch_metadata, on_entry, on_exit, *arguments):
+        """As Triton's driver is called, in the order of Triton 3.6 to 3.9."""
         assert (stream, function, metadata) == ("stream of device -1", "function", "metadata")
         assert launch_metadata is on_entry is on_exit is None
-        self.recorder.again.append(((x, y, z), arguments))
+        self.again.append(((x, y, z), arguments))
 
 
 @pytest.fixture(autouse=True)

@@ -92,65 +92,49 @@ def test_refused(arguments, message):
 
 
 B, S = 3, 10
+ENDS = {1: [64], 2: [32, 62]}
+"""Ends of the ids of each rank's shard: two ids fewer on the last of two ranks. Its further rows are padding."""
 
 
 def _nemo(member: Member, inference_only: bool):
     x, w, labels = tensors(member.device)
-    rows = V // member.ranks
     x = x.view(S, B, D).chunk(member.ranks)[member.rank].clone().requires_grad_()
-    shard = w[rows * member.rank : rows * (member.rank + 1)].clone().requires_grad_()
+    rows, end = V // member.ranks, ENDS[member.ranks][member.rank]
     start = rows * member.rank
-    labels = labels.view(B, S).clone()
-    labels[1, 4] = V + 3
+    padding = w.new_full((rows + start - end + 2, D), 9.0)
+    shard = torch.cat([w[start:end], padding]).requires_grad_()
     found = rl.from_parallel_hidden_states_to_logprobs(
-        x, shard, True, labels, start, start + rows, member.group, inference_only, None, 4
+        x, shard, True, of_sequences(labels), start, end, member.group, inference_only, None, 4
     )
     if inference_only:
         assert not found.requires_grad
         return [found.cpu()]
-    upstream = normal(B, S - 1, seed=6).to(found)
-    return [v.detach().cpu() for v in (found, *torch.autograd.grad(found, [x, shard], upstream))]
+    dx, dw = torch.autograd.grad(found, [x, shard], normal(B, S - 1, seed=6).to(found))
+    assert not dw[end - start :].any()
+    return [v.detach().cpu() for v in (found, dx, dw[: end - start])]
 
 
-def _padded(member: Member):
-    """The last rank's shard ends two ids before its rows do, and all shards have two rows more."""
-    x, w, labels = tensors(member.device)
-    x = x.view(S, B, D).chunk(member.ranks)[member.rank]
-    start, ids = 32 * member.rank, 32 - 2 * member.rank
-    shard = torch.cat([w[start : start + ids], w.new_full((4 - ids % 4 + 2, D), 9.0)])
+def of_sequences(labels):
+    """``[B, S]``, of which two are outside the vocabulary of two ranks."""
     labels = labels.view(B, S).clone()
-    labels[0, 1] = 62
-    return rl.from_parallel_hidden_states_to_logprobs(x, shard, None, labels, start, start + ids, member.group).cpu()
-
-
-def test_rows_beyond_the_ids_of_a_shard_are_padding(worlds, device):
-    x, w, labels = tensors(dtype=torch.float64)
-    labels = labels.view(B, S).clone()
-    labels[0, 1] = 62
-    log_p = (x.view(S, B, D).transpose(0, 1) @ w[:62].t()).log_softmax(-1)[:, :-1]
-    inside = labels[:, 1:] < 62
-    expected = torch.where(inside, log_p.gather(-1, labels[:, 1:, None].clamp(max=61)).squeeze(-1), 0.0)
-    for found in everywhere(worlds, device, 2, _padded):
-        assert_near(found, expected, 2e-6)
-        assert (found[~inside] == 0).all()
+    labels[1, 4], labels[0, 1] = V + 3, 62
+    return labels
 
 
 @pytest.mark.parametrize("inference_only", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.thinned
 def test_from_parallel_hidden_states_to_logprobs(ranks, inference_only, worlds, device):
     parts = everywhere(worlds, device, ranks, _nemo, inference_only)
     x, w, labels = tensors(dtype=torch.float64)
-    x, w, labels = x.view(S, B, D).requires_grad_(), w.requires_grad_(), labels.view(B, S).clone()
-    labels[1, 4] = V + 3
-    log_p = (x.transpose(0, 1) @ w.t()).log_softmax(-1)
-    inside = labels < V
-    expected = log_p[:, :-1].gather(-1, labels.clamp(max=V - 1)[:, 1:, None]).squeeze(-1)
-    expected = torch.where(inside[:, 1:], expected, 0.0)
+    end = ENDS[ranks][-1]
+    x, w, labels = x.view(S, B, D).requires_grad_(), w[:end].requires_grad_(), of_sequences(labels)[:, 1:]
+    log_p = (x.transpose(0, 1) @ w.t()).log_softmax(-1)[:, :-1]
+    inside = labels < end
+    expected = torch.where(inside, log_p.gather(-1, labels.clamp(max=end - 1)[..., None]).squeeze(-1), 0.0)
     dx, dw = torch.autograd.grad(expected, [x, w], normal(B, S - 1, seed=6).float().double())
     for found, *_ in parts:
         assert_near(found, expected, 2e-6)
-        assert found[1, 3] == 0 and torch.equal(found, parts[0][0])
+        assert (found[~inside] == 0).all() and torch.equal(found, parts[0][0])
     if not inference_only:
         assert_near(torch.cat([p[1] for p in parts]), dx, 2e-6)
         assert_near(torch.cat([p[2] for p in parts]), dw, 2e-6)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +12,14 @@ import torch
 import parallel_lce
 from cases import normal
 from measures import assert_close, assert_no_worse, largest_error, size
+from on_ranks import on_ranks
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
+from tools import everywhere
 from world import Member
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron_models import Model, start
 
 ENTRIES, ROWS = 37, (5, 3)
 
@@ -25,15 +32,21 @@ def _inputs(ranks: int, dtype: torch.dtype, scale: float = 3.0):
     return logits.to(dtype), target, upstream
 
 
-def _against_stock(member: Member, dtype: torch.dtype, smoothing: float) -> None:
-    """Ours is as near to stock run in float64-like precision as stock in this dtype is."""
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
+def _shard(tensor: torch.Tensor, member: Member) -> torch.Tensor:
+    return tensor.chunk(member.ranks, -1)[member.rank].to(member.device)
 
-    from megatron_models import Model, start
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.thinned
+@on_ranks()
+def test_equals_stock(member, dtype, smoothing):
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
 
     start(member, Model(ranks=member.ranks))
     logits, target, upstream = _inputs(member.ranks, dtype)
-    mine = logits.chunk(member.ranks, -1)[member.rank].to(member.device)
+    mine = _shard(logits, member)
     target, upstream = target.to(member.device), upstream.float().to(member.device)
 
     def run(function):
@@ -44,81 +57,30 @@ def _against_stock(member: Member, dtype: torch.dtype, smoothing: float) -> None
         return loss.detach(), leaf.grad
 
     want, ours = run(stock), run(vocab_parallel_cross_entropy)
-    rounding = torch.finfo(dtype).eps
     assert ours[0].dtype == want[0].dtype == torch.float32
     assert ours[1].dtype == want[1].dtype == dtype
     assert largest_error(ours[0], want[0]) <= 4e-6
-    assert_close(ours[1], want[1], 2e-6 if dtype == torch.float32 else rounding)
-    # The logits are left as they were.
-    assert torch.equal(mine, logits.chunk(member.ranks, -1)[member.rank].to(member.device))
+    assert_close(ours[1], want[1], 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
+    assert torch.equal(mine, _shard(logits, member))  # they are left as they were
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-@pytest.mark.thinned
-def test_equals_stock(ranks, dtype, smoothing, worlds):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
-    worlds(ranks).run(_against_stock, dtype, smoothing)
-
-
-def _ramps(member: Member, rows: int, ramps: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and logit gradients of logits 0 to 7, over and over, on every rank, for every second id."""
-    logits = torch.arange(8.0).repeat(rows, ramps).to(member.device).requires_grad_()
-    target = torch.arange(0, 2 * rows, 2, device=member.device)
-    loss = vocab_parallel_cross_entropy(logits, target, tp_group=member.group)
-    loss.sum().backward()
-    return loss.detach().cpu(), logits.grad.cpu()
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_cases_of_megatrons_own_test(ranks, worlds):
-    """What Megatron's test_cross_entropy.py computes, on any number of ranks.
-
-    Each of ``ramps * ranks`` ramps adds the same to the sum, so that a token's log-sum-exp is
-    ln(ramps * ranks * (e^0 + ... + e^7)) and its target's logit the id modulo 8.
-    """
-    rows, ramps = 16, 4
-    one_ramp = sum(math.exp(k) for k in range(8))
-    lse = math.log(ramps * ranks * one_ramp)
-    target = torch.arange(0, 2 * rows, 2)
-    parts = worlds(ranks).run(_ramps, rows, ramps)
-    for loss, _ in parts:
-        assert largest_error(loss, lse - target % 8) <= 2e-6
-    gradient = torch.cat([part[1] for part in parts], -1)
-    want = torch.exp(torch.arange(8.0) - lse).repeat(rows, ramps * ranks)
-    want[torch.arange(rows), target] -= 1
-    assert largest_error(gradient, want) <= 1e-6
-
-
-def _given_group(member: Member) -> None:
+@on_ranks(2)
+def test_the_given_group_is_used(member):
     """With a group given, Megatron's own is not asked for; with none, it is the one."""
     from megatron.core import parallel_state
 
-    from megatron_models import Model, start
-
     start(member, Model(ranks=member.ranks))
     logits, target, _ = _inputs(member.ranks, torch.float32)
-    mine = logits.chunk(member.ranks, -1)[member.rank].to(member.device)
-    target = target.to(member.device)
+    mine, target = _shard(logits, member), target.to(member.device)
     own = vocab_parallel_cross_entropy(mine, target)
-
-    def refuse(*arguments, **options):
-        raise AssertionError("Megatron's group was asked for")
-
-    asked = parallel_state.get_tensor_model_parallel_group
-    parallel_state.get_tensor_model_parallel_group = refuse
-    try:
+    with mock.patch.object(parallel_state, "get_tensor_model_parallel_group", side_effect=AssertionError("asked for")):
         assert torch.equal(vocab_parallel_cross_entropy(mine, target, 0.0, member.group), own)
-        with pytest.raises(AssertionError, match="was asked for"):
+        with pytest.raises(AssertionError, match="asked for"):
             vocab_parallel_cross_entropy(mine, target)
-    finally:
-        parallel_state.get_tensor_model_parallel_group = asked
-
-
-def test_the_given_group_is_used(worlds):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
-    worlds(2).run(_given_group)
+    without = {name: module for name, module in sys.modules.items() if not name.startswith("megatron")}
+    with mock.patch.dict(sys.modules, without, clear=True):
+        with pytest.raises(ValueError, match="no tensor-parallel group: pass tp_group"):
+            vocab_parallel_cross_entropy(mine, target)
 
 
 @pytest.mark.parametrize(("rows", "entries"), [(80, 125), (80, 152064), (33, 152063)])
@@ -141,10 +103,9 @@ def test_shapes_of_megatrons_own_test(rows, entries, dtype, device):
         assert_no_worse(mine, true, theirs, 1.1, 1e-7 * size(true))
 
 
-def _shifted(member: Member, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
+def _ours(member: Member, offset: float) -> tuple[torch.Tensor, torch.Tensor]:
     logits, target, upstream = _inputs(member.ranks, torch.float32)
-    leaf = (logits + offset).chunk(member.ranks, -1)[member.rank].clone()
-    leaf = leaf.to(member.device).requires_grad_()
+    leaf = _shard(logits + offset, member).clone().requires_grad_()
     loss = vocab_parallel_cross_entropy(leaf, target.to(member.device), tp_group=member.group)
     loss.backward(upstream.float().to(member.device))
     return loss.detach().cpu(), leaf.grad.cpu()
@@ -152,7 +113,7 @@ def _shifted(member: Member, offset: float) -> tuple[torch.Tensor, torch.Tensor]
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("offset", [0.0, 300.0])
-def test_against_float64(ranks, offset, worlds):
+def test_against_float64(ranks, offset, worlds, device):
     """Values and gradients in the dense formula, at any common offset of the logits."""
     logits, target, upstream = _inputs(ranks, torch.float32)
     z = (logits + offset).double().requires_grad_()
@@ -162,12 +123,11 @@ def test_against_float64(ranks, offset, worlds):
     lowest = torch.logsumexp(z, -1) - z.detach().amax(-1)
     loss = torch.where(inside, -picked, lowest)
     loss.backward(upstream)
-    parts = worlds(ranks).run(_shifted, offset)
+    parts = everywhere(worlds, device, ranks, _ours, offset)
     for part in parts:
         assert torch.equal(part[0], parts[0][0])
         assert largest_error(part[0], loss) <= 2e-6
-    gradient = torch.cat([part[1] for part in parts], -1)
-    assert_close(gradient, z.grad, 1e-6)
+    assert_close(torch.cat([part[1] for part in parts], -1), z.grad, 1e-6)
 
 
 def test_row_blocks_change_nothing(monkeypatch):
@@ -175,22 +135,6 @@ def test_row_blocks_change_nothing(monkeypatch):
     whole = vocab_parallel_cross_entropy(logits, target, 0.1)
     monkeypatch.setattr("parallel_lce.backends.dense_logits._CPU_BLOCK", 4 * ENTRIES * 4)
     assert torch.equal(vocab_parallel_cross_entropy(logits, target, 0.1), whole)
-
-
-def _unknown_group(member: Member) -> None:
-    import sys
-
-    modules = {n: sys.modules.pop(n) for n in list(sys.modules) if n.startswith("megatron")}
-    try:
-        logits, target, _ = _inputs(1, torch.float32)
-        with pytest.raises(ValueError, match="no tensor-parallel group: pass tp_group"):
-            vocab_parallel_cross_entropy(logits, target)
-    finally:
-        sys.modules.update(modules)
-
-
-def test_refuses_an_unknown_group(worlds):
-    worlds(2).run(_unknown_group)
 
 
 @pytest.mark.parametrize(

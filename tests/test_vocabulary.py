@@ -16,14 +16,13 @@ from parallel_lce.vocabulary import VocabularyOrder
 from tools import everywhere
 from world import Member
 
+safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors")
+
 V, ROWS, D, N = 37, 40, 16, 48
 
 
 def drawn_order(seed: int = 3, rows: int = ROWS, ranks: int = 2) -> VocabularyOrder:
     return VocabularyOrder.by_frequency(normal(V, seed=seed).abs(), ranks=ranks, rows=rows)
-
-
-# --- dealing -----------------------------------------------------------------------------------------
 
 
 def dealt_by_hand(counts: list, ranks: int, rows: int) -> list[int]:
@@ -37,30 +36,18 @@ def dealt_by_hand(counts: list, ranks: int, rows: int) -> list[int]:
     return new_id
 
 
-@pytest.mark.parametrize(
-    ("ranks", "rows", "expected"),
-    [
-        (1, None, [2, 5, 0, 1, 4, 3]),
-        (2, None, [1, 5, 0, 3, 2, 4]),
-        (2, 8, [1, 3, 0, 4, 2, 5]),
-        (4, 8, [4, 5, 0, 2, 3, 1]),  # the last rank has padding alone
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.uint64])
-def test_ids_are_dealt_to_the_ranks_in_turn(ranks, rows, expected, dtype):
-    counts = torch.tensor([5, 1, 9, 8, 3, 5]).to(dtype)  # most frequent first: 2, 3, 0, 5, 4, 1
-    order = VocabularyOrder.by_frequency(counts, ranks=ranks, rows=rows)
-    assert order.new_id.tolist() == expected and order.new_id.dtype == torch.int64
-    assert order.rows == (rows or 6)
+DTYPES = torch.float32, torch.bfloat16, torch.int32, torch.uint8, torch.uint64
 
 
 @settings(deadline=None)
-@given(
-    st.lists(st.integers(0, 4), min_size=1, max_size=60), st.sampled_from([1, 2, 3, 4, 8]), st.integers(0, 3), st.data()
-)
-def test_any_vocabulary_is_dealt_so(counts, ranks, more, data):
+@given(st.data())
+def test_ids_are_dealt_to_the_ranks_in_turn(data):
+    counts = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=60))
+    ranks, more = data.draw(st.sampled_from([1, 2, 3, 4, 8])), data.draw(st.integers(0, 3))
     rows = (-(-len(counts) // ranks) + more) * ranks
-    order = VocabularyOrder.by_frequency(torch.tensor(counts), ranks=ranks, rows=rows)
+    given = torch.tensor(counts).to(data.draw(st.sampled_from(DTYPES)))
+    order = VocabularyOrder.by_frequency(given, ranks=ranks, rows=rows)
+    assert order.rows == rows and order.new_id.dtype == torch.int64
     assert order.new_id.tolist() == dealt_by_hand(counts, ranks, rows)
     ids = torch.tensor(data.draw(st.lists(st.integers(-100, rows), max_size=9)), dtype=torch.int16)
     assert torch.equal(order.undo(order.apply(ids)), ids) and torch.equal(order.apply(order.undo(ids)), ids)
@@ -69,26 +56,6 @@ def test_any_vocabulary_is_dealt_so(counts, ranks, more, data):
     assert torch.equal(order.apply_rows(order.undo_rows(weight)), weight)
     assert torch.equal(order.apply_rows(weight)[order.new_id], weight[: len(counts)])
     assert torch.equal(order.apply_rows(weight)[len(counts) :], weight[len(counts) :])
-
-
-def test_ranks_share_the_active_tiles():
-    """Of a softmax that is Zipf's law times noise, in tiles of 128 x 128."""
-    vocabulary, tokens, ranks = 8192, 256, 4
-    shuffled = torch.randperm(vocabulary, generator=torch.Generator().manual_seed(0))
-    frequency = (1 / torch.arange(1.0, vocabulary + 1))[shuffled]
-    p = (frequency.log() + 0.5 * normal(tokens, vocabulary).float()).softmax(-1)
-
-    def active(order: VocabularyOrder) -> torch.Tensor:
-        """The share of active tiles, by rank."""
-        tiles = order.apply_rows(p.t()).view(vocabulary // 128, 128, tokens // 128, 128).amax((1, 3)) > 2**-12
-        return tiles.float().view(ranks, -1).mean(1)
-
-    old = active(VocabularyOrder(torch.arange(vocabulary)))
-    alone = active(VocabularyOrder.by_frequency(frequency))
-    dealt = active(VocabularyOrder.by_frequency(frequency, ranks=ranks))
-    assert old.min() == 1
-    assert alone.mean() < 0.4 and alone.max() == 1 and alone.min() == 0
-    assert dealt.mean() < 0.4 and dealt.max() - dealt.min() < 0.05
 
 
 @pytest.mark.parametrize(
@@ -125,20 +92,23 @@ NO_PERMUTATIONS = [
 ]
 
 
+@pytest.mark.parametrize("in_a_file", [False, True])
+@pytest.mark.parametrize(("new_id", "rows", "message"), NO_PERMUTATIONS)
+def test_what_is_no_permutation_is_refused(new_id, rows, message, in_a_file, tmp_path):
+    path = tmp_path / "order.safetensors"
+    if in_a_file:
+        rows = torch.tensor(len(new_id) if rows is None else rows)
+        safetensors.save_file({"new_id": new_id, "rows": rows}, path)
+        message = f"order.safetensors holds no order of a vocabulary: .*{message}"
+    with pytest.raises(ValueError, match=message):
+        VocabularyOrder.load(path) if in_a_file else VocabularyOrder(new_id, rows)
+
+
 def test_an_order_keeps_its_own_table():
     table = torch.tensor([2, 0, 1])
     order = VocabularyOrder(table)
     table[0] = 0
     assert order.undo(order.apply(torch.arange(3))).tolist() == [0, 1, 2]
-
-
-@pytest.mark.parametrize(("new_id", "rows", "message"), NO_PERMUTATIONS)
-def test_what_is_no_permutation_is_refused(new_id, rows, message):
-    with pytest.raises(ValueError, match=message):
-        VocabularyOrder(new_id, rows)
-
-
-# --- ids and rows --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", INTEGERS, ids=str)
@@ -155,19 +125,6 @@ def test_ids_keep_their_dtype_and_those_outside_their_value(dtype, device):
         assert torch.equal(placed.apply(odd), odd) and torch.equal(placed.undo(odd), odd)
 
 
-def test_ids_that_are_refused():
-    order = VocabularyOrder(torch.arange(300).flip(0))
-    for dtype in (torch.uint8, torch.int8):
-        with pytest.raises(ValueError, match=f"a dtype that can hold 299, the largest id, got {dtype}"):
-            order.apply(torch.zeros(2, dtype=dtype))
-    with pytest.raises(ValueError, match=r"ids must be a tensor of integers, got \[2\] of torch.float32"):
-        order.undo(torch.zeros(2))
-    with pytest.raises(ValueError, match="ids must be a tensor of integers, got list"):
-        order.apply([1, 2])
-    order = VocabularyOrder(torch.arange(256).flip(0))
-    assert order.apply(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [255, 0]
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int32], ids=str)
 @pytest.mark.parametrize("shape", [(V,), (ROWS,), (V, 3), (ROWS, 2, 3)], ids=str)
 def test_rows_of_any_tensor(shape, dtype, device):
@@ -179,16 +136,6 @@ def test_rows_of_any_tensor(shape, dtype, device):
         assert torch.equal(found[new].view(bits), value[old].view(bits))
     assert torch.equal(found[V:].view(bits), value[V:].view(bits))
     assert torch.equal(order.undo_rows(found).view(bits), value.view(bits))
-
-
-def test_rows_that_are_refused():
-    for rows in (V - 1, V + 1, ROWS + 1):
-        with pytest.raises(ValueError, match=rf"a tensor of 37 rows, or 40 with padding, got \[{rows}, 2\] of"):
-            drawn_order().apply_rows(torch.zeros(rows, 2))
-    with pytest.raises(ValueError, match=r"weight must be a tensor of 37 rows, got \[40\] of torch.float32"):
-        drawn_order(rows=V, ranks=1).undo_rows(torch.zeros(40))
-    with pytest.raises(ValueError, match=r"got \[\] of torch.float32"):
-        drawn_order().apply_rows(torch.tensor(1.0))
 
 
 def test_checkpoints_both_ways():
@@ -213,65 +160,78 @@ def test_checkpoints_keep_ties_and_no_graph():
         assert torch.equal(found[name], drawn_order().apply_rows(value))
 
 
-def test_checkpoints_that_are_refused():
-    state = {"a": torch.zeros(V), "layer": torch.zeros(3, 3), "extra": None}
-    for function in (drawn_order().apply_checkpoint, drawn_order().undo_checkpoint):
-        with pytest.raises(ValueError, match=r"the checkpoint has no 'b', 'c'$"):
-            function(state, ["a", "b", "c"])
-        with pytest.raises(ValueError, match=r"layer must be a tensor of 37 rows, or 40 .*, got \[3, 3\]"):
-            function(state, ["a", "layer"])
-        with pytest.raises(ValueError, match="extra must be a tensor of 37 rows.* got NoneType"):
-            function(state, ["extra"])
-        with pytest.raises(ValueError, match=r"names must be several names, such as \['a'\], got the string 'a'"):
-            function(state, "a")
+WIDE = VocabularyOrder(torch.arange(300).flip(0))
+WITHOUT_PADDING = drawn_order(rows=V, ranks=1)
+STATE = {"a": torch.zeros(V), "layer": torch.zeros(3, 3), "extra": None}
+REFUSED = [
+    *(
+        (WIDE, "apply", [torch.zeros(2, dtype=d)], f"a dtype that can hold 299, .*, got {d}")
+        for d in (torch.uint8, torch.int8)
+    ),
+    (WIDE, "undo", [torch.zeros(2)], r"ids must be a tensor of integers, got \[2\] of torch.float32"),
+    (WIDE, "apply", [[1, 2]], "ids must be a tensor of integers, got list"),
+    *(
+        (
+            drawn_order(),
+            "apply_rows",
+            [torch.zeros(n, 2)],
+            rf"a tensor of 37 rows, or 40 with padding, got \[{n}, 2\] of",
+        )
+        for n in (V - 1, V + 1, ROWS + 1)
+    ),
+    (
+        WITHOUT_PADDING,
+        "undo_rows",
+        [torch.zeros(40)],
+        r"weight must be a tensor of 37 rows, got \[40\] of torch.float32",
+    ),
+    (drawn_order(), "apply_rows", [torch.tensor(1.0)], r"got \[\] of torch.float32"),
+    *(
+        (drawn_order(), name, [STATE, names], message)
+        for name in ("apply_checkpoint", "undo_checkpoint")
+        for names, message in [
+            (["a", "b", "c"], r"the checkpoint has no 'b', 'c'$"),
+            (["a", "layer"], r"layer must be a tensor of 37 rows, or 40 .*, got \[3, 3\]"),
+            (["extra"], "extra must be a tensor of 37 rows.* got NoneType"),
+            ("a", r"names must be several names, such as \['a'\], got the string 'a'"),
+        ]
+    ),
+]
 
 
-# --- files ---------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("order", "method", "arguments", "message"), REFUSED)
+def test_refused(order, method, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        getattr(order, method)(*arguments)
 
 
-@pytest.fixture
-def safetensors():
-    return pytest.importorskip("safetensors.torch", reason="needs safetensors")
-
-
-def test_save_and_load(safetensors, tmp_path, device):
+def test_save_and_load(tmp_path, device):
     order = drawn_order()
     order.to(device).save(tmp_path / "order.safetensors")
     found = VocabularyOrder.load(tmp_path / "order.safetensors")
     assert torch.equal(found.new_id, order.new_id) and found.rows == ROWS
-    ids = torch.arange(V)
-    assert torch.equal(found.undo(order.apply(ids)), ids)
 
 
-@pytest.mark.parametrize(("new_id", "rows", "message"), NO_PERMUTATIONS)
-def test_a_file_of_no_permutation_is_refused(new_id, rows, message, safetensors, tmp_path):
+def _tensors(rows):
+    return safetensors.save({"new_id": torch.arange(3), **({} if rows is None else {"rows": torch.tensor(rows)})})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        *((text, "Error while deserializing header") for text in (b"", b"a" * 100, _tensors(3)[:-1], _tensors(3)[:20])),
+        (_tensors(None), r"expected the tensors new_id and rows, got \['new_id'\]"),
+        (_tensors([3, 3]), r"rows must be a whole number of at least V=3, got \[3, 3\]"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else str(value and len(value)),
+)
+def test_files_that_are_refused(content, message, tmp_path):
     path = tmp_path / "order.safetensors"
-    rows = len(new_id) if rows is None else rows
-    safetensors.save_file({"new_id": new_id, "rows": torch.tensor(rows)}, path)
-    with pytest.raises(ValueError, match=rf"order.safetensors holds no order of a vocabulary: .*{message}"):
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"order.safetensors holds no order of a vocabulary: {message}"):
         VocabularyOrder.load(path)
-
-
-def test_files_that_are_refused(safetensors, tmp_path):
-    path = tmp_path / "order.safetensors"
-
-    def refused(message):
-        with pytest.raises(ValueError, match=rf"order.safetensors holds no order of a vocabulary: {message}"):
-            VocabularyOrder.load(path)
-
-    refused("No such file")
-    drawn_order().save(path)
-    whole = path.read_bytes()
-    for corrupted in (b"", b"a" * 100, whole[:-1], whole[:20]):
-        path.write_bytes(corrupted)
-        refused("Error while deserializing header")
-    safetensors.save_file({"new_id": torch.arange(3)}, path)
-    refused(r"expected the tensors new_id and rows, got \['new_id'\]")
-    safetensors.save_file({"new_id": torch.arange(3), "rows": torch.tensor([3, 3])}, path)
-    refused(r"rows must be a whole number of at least V=3, got \[3, 3\]")
-
-
-# --- a model -------------------------------------------------------------------------------------------
 
 
 def _model():

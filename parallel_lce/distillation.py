@@ -1,6 +1,6 @@
-"""Distillation: how far a student's softmax is from a teacher's, without the logits of either.
+"""Distillation: divergences of a teacher's softmax from a student's, without all logits of either.
 
-The teacher is an output layer of its own (:func:`divergence`), or the largest log-probabilities that were stored of it
+The teacher is an output layer of its own (:func:`divergence`), or is given by its stored largest log-probabilities
 (:func:`top_k_divergence`).
 """
 
@@ -44,7 +44,7 @@ from parallel_lce.functional import token_statistics
 from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.selected_log_probs import selected_log_probs
 
-_NEAREST = 1e-6  # of a beta to 0 and 1: the mixture's logarithm is less exact the nearer it is
+_NEAREST = 1e-6  # smallest distance of a mixed beta from 0 and 1, near which the mixture's logarithm is inexact
 
 
 def divergence(
@@ -81,14 +81,14 @@ def divergence(
             ``[S/P, ..., D]``.
         student_weight: this rank's vocabulary shard ``[V/P, D]``, in the dtype of the student's hidden states.
         teacher_hidden: ``[..., E]`` of the same tokens, with a hidden size and a dtype of the teacher's own, split like
-            the student's. If one of both is fp64, so is the other.
+            the student's. Both are fp64, or neither.
         teacher_weight: the teacher's shard ``[V/P, E]`` of the same vocabulary entries. With ``vocab_size`` it may have
             more or fewer rows of padding than the student's.
         beta: in [0, 1]; if it is neither 0 nor 1, at least 1e-6 from both.
         temperature: a number > 0.
         reduction: 'none': divergences of the tokens' shape. 'sum'. 'mean': the sum over the number of tokens that are
             not ignored; 0 if there are none.
-        ignore_index: tokens with this target have divergence 0 and gradient 0, whatever the teacher's values are.
+        ignore_index: tokens with this target have divergence 0 and gradient 0, even if the teacher's values are NaN.
             None means -100.
         target: ids ``[...]`` of any integer dtype, for ``ignore_index`` alone: the whole sequence ``[S, ...]`` under
             sequence parallelism, the same on all ranks. None: no token is ignored.
@@ -101,8 +101,8 @@ def divergence(
     Returns:
         fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. For 'mean' and 'sum' gradients
         are formed with the loss, except in fp16; they are kept until backward, dW in fp32. A second backward forms them
-        again. Else backward projects both again. Shards with a gap or overlap give NaN. A graph of torch.compile breaks
-        at this call.
+        again. Otherwise backward projects student and teacher again. Shards with a gap or overlap give NaN. A graph of
+        torch.compile breaks at this call.
 
     Collectives, on ``process_group`` alone, for each block of R tokens in this order; P ranks:
 
@@ -143,7 +143,7 @@ def divergence(
     if reduction != "none" and any(student.needs) and dtype != torch.float16:
         return divergences(task, inputs, teacher_inputs, factor)
     found = divergences(task, inputs, teacher_inputs)
-    # An ignored token has no loss and no gradient, whatever its logits are.
+    # An ignored token has no loss and no gradient, even if its logits are NaN.
     found = torch.where(factor != 0, found * factor, 0.0)
     return found.view(shape) if reduction == "none" else found.sum()
 
@@ -174,14 +174,14 @@ def top_k_divergence(
     reduce_hidden_grad: bool = True,
     **unknown: Never,
 ) -> Tensor:
-    """:func:`divergence` from the teacher's largest log-probabilities, K of each token, that were stored.
+    """:func:`divergence` from a teacher's stored largest log-probabilities, K of each token.
 
     Args:
         teacher_ids: ``[..., K]`` of any integer dtype, the same on all ranks: the whole sequence under sequence
-            parallelism. An id of a token should come once. An id outside the vocabulary is no entry, whatever its
-            log-probability: tokens with fewer than K entries are filled up with -1.
-        teacher_log_probs: ``[..., K]``, of a temperature that was chosen when they were stored. One of -inf is no entry
-            either. Those of ignored tokens may be anything. No gradient flows to them.
+            parallelism. A token should have each id once. An id outside the vocabulary is no entry, and its
+            log-probability is not used: fill up tokens with fewer than K entries with -1.
+        teacher_log_probs: ``[..., K]``, of a temperature that was chosen when they were stored. An entry of -inf is no
+            entry either. Values of ignored tokens are not used. No gradient flows to these.
         tail: 'class': the probability of all other entries is one more class. It is 1 - sum of the K, and at least
             1e-7 (2e-16 for fp64), the precision of that difference. No gradient flows through a tail of the student
             below that; a higher temperature or a larger K avoids it. 'renormalize': both distributions are
@@ -259,7 +259,7 @@ def top_k_divergence(
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:
-    """``[..., K]`` log-probabilities and that of all other entries, ``[..., K + 1]``."""
+    """Append the log-probability of all other entries to ``[..., K]`` log-probabilities."""
     others = 1 - log_probs.exp().sum(-1, keepdim=True)
     return torch.cat([log_probs, others.clamp(min=torch.finfo(others.dtype).eps).log()], -1)
 
@@ -276,15 +276,16 @@ def _factor(student: Call, hidden: Tensor, reduction: str, ignore_index: int) ->
 
 
 def _detached(value: Any) -> Any:
-    """A teacher's tensor apart from its graph. One that was made in inference mode cannot be saved: a copy of it."""
+    """A teacher's tensor, detached; a copy if it was made in inference mode, since autograd cannot save such
+    tensors."""
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value.detach()
 
 
 def _naming(who: str, **others: str) -> AbstractContextManager[None]:
-    """Refusals within it name the arguments of the student or teacher, and the ``others``, instead of those of
-    :func:`parallel_lce.linear_cross_entropy`."""
+    """Within it, the message of a ``ValueError`` has the names of the student's or teacher's arguments, and the
+    ``others``, for the arguments of :func:`parallel_lce.linear_cross_entropy`."""
     names = {"input": f"{who}_hidden", "linear_weight": f"{who}_weight", "linear_bias": f"{who}_bias"}
     return renamed(**names | others)
 
@@ -298,7 +299,8 @@ def _check_numbers(beta: object, reduction: object, ignore_index: object, shape:
 
 
 def _check_pair(student: Call, inputs: Inputs, teacher: Tensors, shape: torch.Size) -> None:
-    """The teacher has the student's tokens, vocabulary entries, device and dtype of statistics."""
+    """Raise ``ValueError`` unless the teacher has the student's tokens, vocabulary entries, device and dtype of
+    statistics."""
     x, weight = teacher.input, teacher.linear_weight
     own, shard, options = inputs[0], student.shard, student.options
     if x.shape[:-1] != own.shape[:-1]:
@@ -309,7 +311,7 @@ def _check_pair(student: Call, inputs: Inputs, teacher: Tensors, shape: torch.Si
         raise ValueError(f"teacher_hidden is {x.dtype} and student_hidden is {own.dtype}: both or none must be float64")
     start = student.layout.rank * len(weight) if options.vocab_start is None else options.vocab_start
     other = Shard(start, len(weight), options.vocab_size)
-    # Where a shard that has no entry starts does not matter.
+    # The start of a shard without entries does not matter.
     if other.real_rows != shard.real_rows or (shard.real_rows and other.start != shard.start):
         raise ValueError(
             f"teacher_weight {list(weight.shape)} has the vocabulary entries [{other.start}, "

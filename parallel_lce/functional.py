@@ -43,18 +43,20 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``softcap(logit_scale * (input @ linear_weight.T + linear_bias)) / temperature``.
 
-    The ``[N, V]`` logits never exist. The same call of PyTorch 2.13's ``torch.nn.functional.linear_cross_entropy``
+    There is no ``[N, V]`` tensor of logits, except for small problems whose fp32 logits fit the budget
+    (:func:`parallel_lce.core.plan.plan`). The same call of PyTorch 2.13's ``torch.nn.functional.linear_cross_entropy``
     gives the same answer, with three exceptions: the loss of bf16 and fp16 input is fp32; the mean of no tokens is 0
     instead of NaN; class weights, class probabilities and ``options`` are refused.
 
     Args:
         input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
             ``[S/P, ..., D]``, with S/P equal on all ranks.
-        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. It is copied if its rows are not
-            contiguous. Shards may be uneven, or empty.
+        linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. (Under autocast ``input``,
+            ``linear_weight`` and ``linear_bias`` are first cast to autocast's dtype, fp64 ones excepted.) It is copied
+            if its rows are not contiguous. Shards may be uneven, or empty.
         target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
-            ``[S, ...]``. A target outside ``[0, V)`` that is not ``ignore_index`` has loss NaN and NaN gradients,
-            whatever its ``token_weight``.
+            ``[S, ...]``. A target outside ``[0, V)`` that is not ``ignore_index`` has loss NaN and NaN gradients, even
+            if its ``token_weight`` is 0.
         linear_bias: ``[V/P]`` or None.
         reduction: 'none': losses of the target's shape. 'sum'. 'mean': the sum divided by the sum of the weights of the
             tokens that are not ignored, over the whole sequence. If the weights sum to 0, the loss and its gradients
@@ -65,10 +67,10 @@ def linear_cross_entropy(
         logit_scale: a Python number; or a tensor of the target's shape and any real dtype, one scale for each token,
             such as 1 / temperature. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
-        temperature: divides what the soft-cap returns: a number > 0; or a tensor of the target's shape and any
+        temperature: divides the soft-capped logits: a number > 0; or a tensor of the target's shape and any
             floating-point dtype, one for each token. No gradient flows to it. It must be the same on all ranks. The
-            values of a tensor are not checked, since this would wait for the device: they must be > 0. With a tensor
-            and a ``logit_softcap`` every logit is recomputed in backward.
+            values of a tensor must be > 0; they are not checked, since the host would have to wait for the device. With
+            a tensor and a ``logit_softcap`` every logit is recomputed in backward.
         process_group: the tensor-parallel group that shards the vocabulary. None, or a group of one rank, means no
             parallelism. No other group is used.
         sequence_parallel: ``input`` is split along dimension 0 over ``process_group``.
@@ -78,31 +80,31 @@ def linear_cross_entropy(
             equal shards only.
         vocab_size: V, the number of real entries. Rows from there on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
-        logits_budget: bytes per rank and call for tensors of the logits' shape: what is saved from forward to backward,
-            and the working block. A call may use 64 MiB even if the budget is smaller. None means a thirty-second of
-            the GPU's memory (:func:`parallel_lce.core.budget.default_budget`; 4.25 GiB on an H200), and 1 GiB on a CPU;
-            the environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. Must be equal on all ranks, so ranks on
-            GPUs of different memory must be given it. What does not fit is recomputed;
-            or, for 'mean' and 'sum' except in fp16, the gradients are formed in forward
+        logits_budget: bytes per rank and call for tensors of the logits' shape: exponentials or logits saved from
+            forward to backward, and the working block. A call may use 64 MiB even if the budget is smaller. None means
+            a thirty-second of the GPU's memory (:func:`parallel_lce.core.budget.default_budget`; 4.25 GiB on an H200),
+            and 1 GiB on a CPU; the environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. Must be equal on all
+            ranks, so ranks on GPUs of different memory must be given it. Logits beyond the budget are recomputed; or,
+            for 'mean' and 'sum' except in fp16, the gradients are formed in forward
             (:func:`parallel_lce.core.plan.plan`). A second backward through one graph recomputes everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
-            part is summed, sent and added unrounded: for bf16 that is twice the bytes.
-        reduce_hidden_grad: True: dX is summed over the ranks. False: it stays this rank's part, in the input's dtype,
-            and there is no reduction: for hidden states that come from a mapping which sums in its own backward, such
-            as Megatron's ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``. Not
-            with ``sequence_parallel``, where the reduction makes of the whole sequence's gradient this rank's part; if
-            the mapping gathers the sequence, there is no ``sequence_parallel`` here.
+            term is sent and added unrounded: for bf16 that is twice the bytes.
+        reduce_hidden_grad: True: dX is summed over the ranks. False: each rank gets the term of its own shard, in the
+            input's dtype, without a reduction. This is for hidden states from a mapping that sums in its own backward,
+            such as Megatron's ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``.
+            Not with ``sequence_parallel``, where the reduce-scatter also leaves each rank the gradient of its part of
+            the tokens. If such a mapping gathers the sequence, pass the gathered states without ``sequence_parallel``.
         counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks. The call then works on
             these tokens alone, and the others cost nothing. The host does not wait for the device; if the number is
             wrong, the loss is NaN. Under sequence parallelism every rank gathers all hidden states, and dX is
             all-reduced.
         gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward computes exactly
-            only the targets' part and the tiles of 128 tokens by 128 vocabulary rows with an entry of a larger
-            probability. Every other tile is replaced by a rank-one estimate
+            only the gradients of the targets' logits, and those in tiles of 128 tokens by 128 vocabulary rows with an
+            entry of a larger probability. Every other tile is replaced by a rank-one estimate
             (:mod:`parallel_lce.kernels.filter`). The loss is unchanged, and no collective is added. The Triton backend
-            filters products of 1e12 flops and more; the torch backend none. Not with ``label_smoothing``. In
-            the first few hundred steps of a training None is better: a filter skips little there, or adds its largest
-            errors.
+            filters products of 1e12 flops and more; the torch backend ignores the filter. Not with ``label_smoothing``.
+            In the first few hundred steps of a training None is better: a filter skips little there, or adds its
+            largest errors.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
@@ -125,8 +127,8 @@ def linear_cross_entropy(
     ===========  ========================  ==============================  ===========================================
 
     A forward gathers the hidden states of the block that saves exponentials at once, and those of the other tokens in
-    pieces of 256 MiB, each started a block ahead. If ``input`` needs no gradient, and with
-    ``reduce_hidden_grad=False``, there is no reduction.
+    blocks of at most 256 MiB, each started a block ahead. There is no reduction if ``input`` needs no gradient, or with
+    ``reduce_hidden_grad=False``.
 
     If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
     partials (C * R + 2 elements), and reduces its dX after the next block's gather of partials. Backward then has no
@@ -140,9 +142,9 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes, dtypes, devices or numbers that do not fit, before any collective; the message has the
-        given and the expected value. A DTensor, naming its mesh and what to pass instead. TypeError: an unknown
-        keyword argument. NotImplementedError: a tensor with a forward-mode tangent. RuntimeError: in backward, where
-        a gradient itself is differentiated.
+        given and the expected value. A DTensor; the message names its mesh and the tensor to pass instead.
+        TypeError: an unknown keyword argument. NotImplementedError: a tensor with a forward-mode tangent.
+        RuntimeError: in backward, if a gradient itself is differentiated.
     """
     if unsupported or reduction is None:
         _refuse_unsupported(reduction, unsupported, process_group)
@@ -205,8 +207,8 @@ def token_statistics(
     of a target. A target outside ``[0, V)`` has ``target_logit`` 0, to which no gradient flows, and
     ``target_log_prob`` ``-lse``. ``mean_logit`` asks for the fields ``mean_logit`` and ``mean_log_prob``,
     ``expected_logit`` for ``expected_logit`` and ``entropy``, ``argmax`` and ``sum_p_squared`` for the fields of their
-    names; otherwise they are None. For fp16 an upstream gradient of ``expected_logit`` or ``entropy`` recomputes the
-    logits in backward whatever the budget.
+    names; otherwise they are None. For fp16 an upstream gradient of ``expected_logit`` or ``entropy`` recomputes all
+    logits in backward, even saved ones.
 
     Args:
         selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
@@ -215,13 +217,13 @@ def token_statistics(
             end with E or that decrease give NaN.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
-        mask: bool, of the tokens' shape: those that count. The others cost nothing; their statistics are 0, their ids
-            -1, and no gradient flows from them.
+        mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
+            their ids -1, and no gradient flows from them.
         counted_tokens: how many tokens the mask counts, known on the host and the same on all ranks. Given with
             ``mask`` alone. If it is wrong, statistics are NaN and ids -1. See :func:`linear_cross_entropy`.
-        gradient_filter: as in :func:`linear_cross_entropy`. Only where gradients are probabilities times one number per
-            token, beside the target's and the slope of a soft-cap: not with ``mean_logit``, ``expected_logit``,
-            ``sum_p_squared`` and ``selected``.
+        gradient_filter: as in :func:`linear_cross_entropy`. Not with ``mean_logit``, ``expected_logit``,
+            ``sum_p_squared`` and ``selected``: the gradient of the logits must be a probability times one number per
+            token, except at the target and for the slope of a soft-cap.
 
     Returns:
         :class:`TokenStatistics` of the target's shape, or of the tokens' without a target; fp32 (fp64 for fp64),
@@ -264,20 +266,21 @@ def token_statistics(
     return compaction.spread_all(fused_statistics(options, tensors, process_group))
 
 
-# Arguments of torch.nn.functional.linear_cross_entropy that are not supported.
-_ONLY_TORCH = ("weight", "options")
+# Arguments of torch.nn.functional.linear_cross_entropy that are not supported, and the remedy of each.
+_ONLY_TORCH = {
+    "weight": "use token_weight for a weight of each token",
+    "options": "use logits_budget to bound the memory",
+}
 
 
 def _refuse_unsupported(reduction: object, given: dict[str, object], group: dist.ProcessGroup | None) -> None:
-    """Raise for keyword arguments that are unknown, or PyTorch's alone, and for a reduction of None, which is no
-    loss's."""
+    """Raise for keyword arguments that are unknown, or only PyTorch's, and for a reduction of None, which in
+    ``Options`` means statistics."""
     for name, value in given.items():
         if name not in _ONLY_TORCH:
             refuse_unknown(linear_cross_entropy, {name: value}, group)
         if value is not None:
             said = f"{name}={shortened(value)} of torch.nn.functional.linear_cross_entropy is not supported"
-            refuse(
-                ValueError(f"{said}: use token_weight for per-token weights and logits_budget for the memory"), group
-            )
+            refuse(ValueError(f"{said}: {_ONLY_TORCH[name]}"), group)
     if reduction is None:
         refuse(ValueError("reduction must be 'none', 'mean' or 'sum', got None"), group)

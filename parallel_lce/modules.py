@@ -15,7 +15,7 @@ from parallel_lce.functional import linear_cross_entropy
 
 
 class _Held:
-    """A module's process group. Copies of the module share it; of a pickled one only its number of ranks is left."""
+    """A module's process group. Copies of the module share it. A pickle keeps only its number of ranks."""
 
     def __init__(self, group: dist.ProcessGroup | None, lost_ranks: int = 0) -> None:
         self.group, self.lost_ranks = group, lost_ranks
@@ -42,7 +42,7 @@ class LinearCrossEntropy(nn.Module):
         options: the keyword arguments of each call as Python numbers, without ``process_group``.
 
     Raises:
-        ValueError: at once, for an option that the function refuses whatever the tensors are.
+        ValueError: at once, for an option that the function refuses for all tensors.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Log-probabilities and entropy where RL trainers call for them, under the names and signatures that they use.
+"""Log-probabilities and entropies, under the names and signatures that RL trainers use.
 
 Statistics come from fp32 logits that are never rounded. So log-probabilities are those of an fp32 head on the same
 weights. A temperature divides the logits; entropies are those of the divided logits.
 
-Who sums the gradient of the hidden states over the ranks is part of each contract: the caller of
-:func:`linear_cross_entropy`, but :func:`from_parallel_hidden_states_to_logprobs` itself.
+The gradient of the hidden states is summed over the ranks by the caller of :func:`linear_cross_entropy`, but by
+:func:`from_parallel_hidden_states_to_logprobs` itself.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def linear_cross_entropy(
     """Log-probabilities of the labels and entropies: ``verl.utils.kernel.linear_cross_entropy`` of verl, which slime
     copies, in its signature and meaning.
 
-    As in verl, the gradient of ``hidden`` is this rank's part: it is not summed over the ranks. The callers' mapping in
-    front sums it: Megatron's ``gather_from_sequence_parallel_region`` (verl and slime with sequence parallelism), or
-    ``copy_to_tensor_model_parallel_region`` (slime without). Where nothing is in front, as in verl's Megatron path
-    without sequence parallelism, the hidden states' gradient is incomplete: put the latter there, or call
-    :func:`parallel_lce.token_statistics`.
+    As in verl, the gradient of ``hidden`` is the term of this rank's shard: it is not summed over the ranks. A mapping
+    in front of this function sums it: Megatron's ``gather_from_sequence_parallel_region`` (verl and slime with sequence
+    parallelism), or ``copy_to_tensor_model_parallel_region`` (slime without). In verl's Megatron path without sequence
+    parallelism there is no mapping, and the hidden states' gradient is incomplete: put
+    ``copy_to_tensor_model_parallel_region`` there, or call :func:`parallel_lce.token_statistics`.
 
     Args:
         hidden: ``[..., D]``, all tokens on every rank of the group. It is flattened, and so are the labels.
@@ -168,7 +168,7 @@ def from_parallel_hidden_states_to_logprobs(
 
 
 def _check_tensors(**named: object) -> None:
-    """Refuse objects that are used as tensors before :func:`parallel_lce.token_statistics` checks them."""
+    """Raise ``ValueError`` for arguments that are no tensors, before their shapes are read."""
     for name, value in named.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(value).__name__}")

@@ -40,26 +40,26 @@ def selected_log_probs(
 ) -> Tensor:
     """Log-softmax of the logits of selected entries, over each token's entries alone.
 
-    This is what a sampler with a mask draws from: the distribution renormalised over the kept entries. Only their rows
-    of the weight are read, so the work is that of E rows and not of N * V.
+    A sampler with a mask draws from this distribution: the softmax renormalised over the kept entries. Only their rows
+    of the weight are read, E rows instead of N * V products.
 
     Args:
         selected: ids ``[..., K]``, the same number for each token; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
             where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
-            that comes twice counts twice. An id outside ``[0, vocab_size)``, or whose logit is -inf, has probability 0,
-            log-probability -inf and no gradient, even where a token has no other entry: ``torch.log_softmax`` would
-            give NaN there.
+            that comes twice counts twice. An id outside ``[0, vocab_size)``, and an id with a logit of -inf, has
+            probability 0, log-probability -inf and no gradient, even if the token has no other entry.
+            (``torch.log_softmax`` would give NaN there.)
         Others: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns:
         ``[..., K]`` or ``[E]``, fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. NaN
-        where shards leave a gap or overlap, and where the offsets are none. dW is dense, 0 in rows that no token
-        selects. A graph of torch.compile breaks at this call.
+        if shards leave a gap or overlap, or if the offsets are invalid. dW is dense, 0 in rows that no token selects. A
+        graph of torch.compile breaks at this call.
 
     Collectives, on ``process_group``, in this order. Forward: under sequence parallelism an all-gather of the hidden
     states, N/P * D elements per rank; an all-gather of the logits, E + 2 elements of fp32 per rank. Backward: under
-    sequence parallelism the first again; an all-reduce, or reduce-scatter, of dX, N * D elements of ``reduce_dtype``,
-    which ``reduce_hidden_grad=False`` has not.
+    sequence parallelism the first again; an all-reduce, or reduce-scatter, of dX, N * D elements of ``reduce_dtype``;
+    with ``reduce_hidden_grad=False`` no reduction.
 
     Raises:
         ValueError: as :func:`parallel_lce.token_statistics`, before any collective.
@@ -79,7 +79,7 @@ selected_log_probs._torchdynamo_disable = True  # pyright: ignore[reportFunction
 
 
 def log_probs_of(options: Options, tensors: Tensors, group: dist.ProcessGroup | None) -> Tensor:
-    """What :func:`selected_log_probs` gives, for options and tensors."""
+    """:func:`selected_log_probs` of options and tensors."""
     call, inputs = prepare(options._replace(logits_budget=0), tensors, group, planned=False)
     shape = tensors.selected.shape
     if tensors.linear_weight.is_meta:
@@ -107,11 +107,11 @@ class _SelectedLogProbs(torch.autograd.Function):
 
 
 def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream: Tensor) -> Tensor:
-    """Of the projection's output, at the selected entries ``[E]``."""
+    """The gradient ``[E]`` of the projection's output at the selected entries."""
     selected = call.selected
     assert selected is not None
     with device_without_autocast(logits):
-        # A probability of 0 has no gradient, whatever its log-probability has.
+        # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
         upstream = upstream.where(log_probs != -torch.inf, 0.0)
         # u - p sum(u), without the difference where p is near 1.
         others = selected.spread(selected.sums(upstream)) - upstream
@@ -150,12 +150,12 @@ def _log_softmax(
     logits.masked_fill_(outside, -torch.inf)
     maxima = selected.maxima(logits)
     shifted = logits - selected.spread(maxima.masked_fill(maxima == -torch.inf, 0.0))
-    # All exponentials but one of the largest. The sum of all would round away what is left of a token that is sure.
+    # Sum of all exponentials but the largest. With the largest, 1, the sum would round away a confident token's 1 - p.
     largest = shifted == 0
     others = selected.sums(shifted.exp().masked_fill(largest, 0.0))
     others += (selected.sums(largest.to(shifted.dtype)) - 1).clamp(min=0)
     log_probs = shifted - selected.spread(others.log1p())
-    # A token without any finite logit: -inf - -inf.
+    # For a token without a finite logit this replaces -inf - -inf.
     log_probs.masked_fill_(logits == -torch.inf, -torch.inf)
     if broken is not None:
         log_probs.masked_fill_(broken, torch.nan)

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel cross-entropy of logits that exist already, in Megatron's semantics."""
+"""Vocabulary-parallel cross-entropy of the user's logits, in Megatron's semantics."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def vocab_parallel_cross_entropy(
     Megatron, the loss then depends on the rank. ``linear_cross_entropy`` smooths over the whole vocabulary.
 
     Unlike Megatron's it does not change the logits and saves no softmax. Forward reads the logits once and saves two
-    numbers per token. Backward reads them again and writes their gradient in their dtype, that of this rank's shard:
-    as in Megatron, the layer that made the logits sums the gradient of its input. Triton kernels do this for
-    bf16, fp16 and fp32 on NVIDIA GPUs of compute capability 8.0 and later, torch in blocks of rows elsewhere, unless
-    ``PARALLEL_LCE_BACKEND`` names one of the two.
+    numbers per token. Backward reads them again and writes their gradient, in their dtype. As in Megatron, the layer
+    that made the logits sums the gradient of its input over the ranks. Triton kernels do this for bf16, fp16 and fp32
+    on NVIDIA GPUs of compute capability 8.0 and later, and torch elsewhere, in ranges of rows. ``PARALLEL_LCE_BACKEND``
+    overrides the choice.
 
     ``tp_group=None`` means Megatron's own tensor-parallel group or, where torch.distributed is not initialised, a
     single process.
@@ -51,7 +51,7 @@ def vocab_parallel_cross_entropy(
         ValueError: shapes or dtypes that do not fit, an unknown group. ``PARALLEL_LCE_DEBUG=1`` raises on every
             rank, also where targets or settings differ between ranks.
         NotImplementedError: a tensor with a forward-mode tangent.
-        RuntimeError: in backward, where the gradient itself is differentiated.
+        RuntimeError: in backward, if the gradient itself is differentiated.
     """
     debugging = debug.enabled()
     group = _megatron_group() if tp_group is None else tp_group

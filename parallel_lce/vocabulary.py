@@ -1,9 +1,9 @@
 """An order of the vocabulary in which a ``gradient_filter`` skips many tiles.
 
-Which row of the weight is which token's is free to choose when a model is made. A tokenizer's own order spreads
-frequent tokens over all rows, so that most tiles of 128 neighbouring rows have a large probability. In descending order
-of frequency most tiles hold rare tokens alone. And what is left to compute is split evenly among tensor-parallel ranks
-if each rank's shard has its share of frequent tokens.
+A new model may assign the rows of its weight to tokens in any order. A tokenizer's own order spreads frequent tokens
+over all rows, so that most tiles of 128 neighbouring rows have a large probability. In descending order of frequency
+most tiles hold rare tokens alone. The remaining tiles are split evenly among tensor-parallel ranks if each rank's shard
+has its share of frequent tokens.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from parallel_lce.call.checks import INTEGERS, described
 class VocabularyOrder:
     """A permutation of the vocabulary. No method runs a collective: every rank computes or loads the same order.
 
-    Ids and rows of the tokenizer's order are old, those of the model are new. Ids and weights may be on any device:
-    each call copies ``new_id`` to theirs, unless it is there (:meth:`to`).
+    Ids and rows in the tokenizer's order are called old, those in the model's order new. Ids and weights may be on any
+    device: each call copies ``new_id`` to that device, unless it is there (:meth:`to`).
 
     Args:
         new_id: int64 ``[V]``: the new id of each old one.
-        rows: rows of the whole weight, of which those from V on are padding. None: V.
+        rows: rows of the whole weight; rows from V on are padding. None: V.
 
     Raises:
         ValueError: ``new_id`` is no such tensor or no permutation, or ``rows`` is less than V.
@@ -113,7 +113,7 @@ class VocabularyOrder:
         return _mapped(ids, self._old_id)
 
     def apply_rows(self, weight: Tensor) -> Tensor:
-        """The rows of a whole weight, embedding or bias from the old to the new order, as a new tensor.
+        """A whole weight, embedding or bias with its rows moved from the old to the new order, as a new tensor.
 
         Padding stays where it is. With ``n = rows // P``, the shard of rank r is
         ``apply_rows(weight)[r * n : (r + 1) * n]``. Differentiable.
@@ -139,8 +139,8 @@ class VocabularyOrder:
                 Of a tied weight all names under which it is saved.
 
         Returns:
-            A new dict. The named tensors are new ones, as :meth:`apply_rows` makes them, without gradients; those that
-            shared memory do so again. All else is that of ``state``.
+            A new dict. The named tensors are new, as from :meth:`apply_rows`, without gradients. Names that shared
+            memory share it again. All other values are those of ``state``.
 
         Raises:
             ValueError: ``names`` is one string, a name is missing, or its tensor has another number of rows.
@@ -162,7 +162,7 @@ class VocabularyOrder:
         """The order in a file of :meth:`save`, on the CPU.
 
         Raises:
-            ValueError: the file cannot be read or holds no order; the message has the path and what is wrong.
+            ValueError: the file cannot be read or holds no order; the message has the path and the reason.
         """
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -171,7 +171,7 @@ class VocabularyOrder:
             tensors = load_file(path)
             if tensors.keys() != {"new_id", "rows"}:
                 raise ValueError(f"expected the tensors new_id and rows, got {sorted(tensors)}")
-            rows: Any = tensors["rows"].tolist()  # what is no number is refused
+            rows: Any = tensors["rows"].tolist()  # the constructor refuses anything but a number
             return cls(tensors["new_id"], rows)
         except (OSError, SafetensorError, ValueError) as error:
             raise ValueError(f"{path} holds no order of a vocabulary: {error}") from None
@@ -208,7 +208,7 @@ def _mapped(ids: Tensor, table: Tensor) -> Tensor:
         raise ValueError(f"ids must be a tensor of integers, got {described(ids)}")
     if torch.iinfo(ids.dtype).max < last:
         raise ValueError(f"ids must be of a dtype that can hold {last}, the largest id, got {ids.dtype}")
-    # The uint64 that wrap become negative here, and what they were by the last conversion.
+    # uint64 ids above int64's range become negative here. The last conversion restores them.
     wide = ids.long()
     inside = (wide >= 0) & (wide <= last)
     return torch.where(inside, table.to(ids.device)[wide.clamp(0, last)], wide).to(ids.dtype)

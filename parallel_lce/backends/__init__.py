@@ -27,9 +27,9 @@ def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = _LOW_PRECISIO
     """The backend for the device and dtype of a weight, or of logits; or the one that ``PARALLEL_LCE_BACKEND`` names.
 
     By default triton for the ``suitable`` dtypes on NVIDIA devices of capability 8.0 and later where Triton is
-    installed, else torch. float64 is always torch's. The variable is read at each call, or when the call is compiled.
-    """
-    # Kernels cannot run on meta or fake tensors, nor with D = 0.
+    installed, else torch. The torch backend always takes float64. The variable is read at each call, or when the call
+    is compiled."""
+    # Kernels cannot run on meta or fake tensors, or with D = 0.
     nothing = valueless(matrix) or matrix.shape[1] == 0
     return named("torch" if nothing else _name(matrix.device, matrix.dtype, suitable))
 

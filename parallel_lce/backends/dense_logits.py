@@ -1,4 +1,4 @@
-"""Partials and gradient of logits that exist already, in plain torch; in kernels: parallel_lce.kernels.dense_logits."""
+"""Partials and gradient of the user's logits, in plain torch; in kernels: parallel_lce.kernels.dense_logits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, accumulation_dtype, tile_partial
 
-# Bytes of the fp32 copy of a block of rows. Torch computes in such blocks, so no second [N, V/P] tensor exists.
+# Bytes of the fp32 copy of a range of rows. Torch computes in such ranges, so no second [N, V/P] tensor exists.
 _CPU_BLOCK, _CUDA_BLOCK = 32 << 20, 256 << 20
 
 
@@ -18,7 +18,7 @@ def _row_blocks(logits: Tensor) -> list[slice]:
 
 
 def _target_positions(column: Tensor, entries: int) -> tuple[Tensor, Tensor]:
-    """Positions of the targets in the flattened block of rows, and which targets lie in this shard ``[rows]``."""
+    """Positions of the targets in the flattened range of rows, and which targets lie in this shard ``[rows]``."""
     inside = column.clamp(0, entries - 1)
     return torch.arange(len(column), device=column.device) * entries + inside, inside == column
 

@@ -42,9 +42,9 @@ def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def of_classes(log_p: Tensor, log_q: Tensor, there: Tensor, beta: float) -> Tensor:
-    """The divergence of ``[..., C]`` log-probabilities of the classes that are ``there``, differentiable. Those of the
-    teacher, q, are finite."""
-    # Masked first: gradients of what is masked at the end would be 0 * inf.
+    """The divergence of ``[..., C]`` log-probabilities, over the classes marked in ``there``; differentiable. There the
+    teacher's, q, are finite."""
+    # Masked first: if they were masked at the end, their gradients would be 0 * inf.
     log_p, log_q = log_p.masked_fill(~there, 0.0), log_q.masked_fill(~there, 0.0)
     p, q = (torch.where(there, v.exp(), 0.0) for v in (log_p, log_q))
     excluded = log_p == -torch.inf

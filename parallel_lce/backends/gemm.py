@@ -14,13 +14,13 @@ from torch import Tensor
 from parallel_lce.core.partials import accumulation_dtype
 
 _WIDE = torch.float32, torch.float64
-# Elements of 16 bytes. Where an operand's contiguous dimension is no multiple of them, cuBLAS takes up to five times as
-# long, even if the rows are aligned.
+# 16-bit elements in 16 bytes. If an operand's contiguous dimension is no multiple of this, cuBLAS takes up to five
+# times as long, even if the rows are aligned.
 _ALIGNED = 8
 
 
 def operand(tensor: Tensor) -> Tensor:
-    """``tensor`` as :func:`matmul_nt` takes it on its device."""
+    """``tensor`` as an operand of :func:`matmul_nt`: low precision is converted to fp32 on a CPU."""
     return tensor if tensor.is_cuda or tensor.dtype in _WIDE else tensor.float()
 
 
@@ -65,7 +65,7 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None)
 
 def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     """``a [m, k] @ b [n, k].T`` as a new fp32 (fp64) tensor ``[m, n]``."""
-    # Into memory of its own: a checkpoint that keeps results of torch.mm would keep one that callers change in place.
+    # Into new memory: a checkpoint that keeps results of torch.mm would keep one that callers change in place.
     product = a.new_empty(a.shape[0], b.shape[0], dtype=accumulation_dtype(a.dtype))
     accumulate_nt(product, a, b, overwrite=True)
     return product
@@ -75,7 +75,7 @@ def accumulate_nt(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, facto
     """``total [m, n] += factor * a [m, k] @ b [n, k].T``, or ``=`` with ``overwrite``.
 
     Sums are fp32 (fp64 for fp64). ``total`` is fp32 (fp64), or of lower precision with ``overwrite``.
-    ``factor`` is a 0-dimensional tensor, so that no host waits for it; None is 1.
+    ``factor`` is a 0-dimensional tensor, so that the host does not wait for its value; None is 1.
     """
     if 0 in (*a.shape, b.shape[0]):
         if overwrite:

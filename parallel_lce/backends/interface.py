@@ -1,8 +1,7 @@
-"""What a backend is given for a block of tokens, and what it hands back.
+"""The interface of a backend: its functions, their arguments and results.
 
-A backend is a module with the names of :class:`Backend`; ``torch_backend`` is the one to read first. No backend
-starts a collective or waits for one. The caller runs it on the weight's device and without autocast.
-"""
+A backend is a module with the names of :class:`Backend`; read ``torch_backend`` first. No backend starts a collective
+or waits for one. The caller runs it on the weight's device and without autocast."""
 
 from __future__ import annotations
 
@@ -36,9 +35,9 @@ class Projection:
     scale: float = 1.0
     # One number, or [R] in the statistics' dtype.
     softcap: float | Tensor | None = None
-    # [R] in the statistics' dtype: multiplies z of each token beside ``scale``; None: 1
+    # [R] in the statistics' dtype: each token's factor beside ``scale``; None: 1
     token_scale: Tensor | None = None
-    # Of statistics and sums: torch.float64 for such a weight.
+    # Dtype of statistics and sums: torch.float64 for a weight of that dtype.
     dtype: torch.dtype = torch.float32
 
     def of_rows(self, rows: slice | Tensor) -> Projection:
@@ -48,10 +47,10 @@ class Projection:
 
 
 class Saved(Protocol):
-    """What a block saves for its backward: a NamedTuple of tensors, or None, of the backend. ``()`` instead if it saves
-    nothing. It may be overwritten in backward."""
+    """The tensors that a block saves for its backward: a NamedTuple of the backend, whose fields are tensors or None. A
+    block that saves nothing has ``()`` instead. A backward may overwrite the tensors."""
 
-    # Exponentials of the logits; None where only windows were kept for a filtered backward.
+    # Exponentials of the logits; None if only windows were kept for a filtered backward.
     exponentials: Tensor | None
 
     def __iter__(self) -> Iterator[Tensor | None]: ...
@@ -65,9 +64,8 @@ _DEFAULT_RANGE = 80.0
 def savable(dtype: torch.dtype, softcap: float | None) -> bool:
     """Whether the backward can work from saved exponentials.
 
-    Under a soft-cap it recovers z as log(e), with an absolute error of one rounding unit: too much for caps below 1,
-    and in fp32 and fp64, whose logits are not rounded otherwise. Under large caps e underflows.
-    """
+    Under a soft-cap it recovers z as log(e), with an absolute error of one rounding unit. That is too much for caps
+    below 1, and for fp32 and fp64, whose logits are otherwise not rounded. Under large caps e underflows."""
     if softcap is None or dtype == accumulation_dtype(dtype):
         return softcap is None
     return 1 <= softcap <= _STORED_RANGE.get(dtype, _DEFAULT_RANGE) / 2
@@ -76,7 +74,7 @@ def savable(dtype: torch.dtype, softcap: float | None) -> bool:
 class Selection(NamedTuple):
     """The selected entries of a block's tokens: those of token r are ``ids[begin[r]:end[r]]``."""
 
-    # [E] int64 relative to the shard, of all tokens of the call. One outside ``[0, real_rows)`` has no logit here.
+    # [E] int64 relative to the shard, of all tokens of the call. An id outside ``[0, real_rows)`` has no logit here.
     ids: Tensor
     # [R] int64, not decreasing
     begin: Tensor
@@ -102,12 +100,12 @@ class Selection(NamedTuple):
 
 
 class SelectedGradient(NamedTuple):
-    """What the selected entries add to the gradient of the projection's output ``x @ weight.T + bias``."""
+    """The selected entries' terms of the gradient of the projection's output ``x @ weight.T + bias``."""
 
     selection: Selection
     # [E] in the statistics' dtype
     values: Tensor
-    # [E]; None where no other entry has a gradient
+    # [E]; None if no other entry has a gradient
     logits: Tensor | None = None
 
     def of_rows(self, rows: slice) -> SelectedGradient:
@@ -115,7 +113,8 @@ class SelectedGradient(NamedTuple):
 
 
 class SelectedLogits(NamedTuple):
-    """Where the logits of a block's selected entries go: to ``out [E]``, but those of other shards and blocks."""
+    """Memory ``out [E]`` for the logits of a block's selected entries. Those of other shards and blocks are left as
+    they are."""
 
     selection: Selection
     out: Tensor
@@ -123,11 +122,11 @@ class SelectedLogits(NamedTuple):
 
 @dataclass(frozen=True)
 class GradBuffers:
-    """Where a block's gradients go; None where one is not wanted."""
+    """Memory for a block's gradients; None for one that is not wanted."""
 
     # [R, D], written once
     dx: Tensor | None
-    # Added to.
+    # The block's gradients are added to these.
     dweight: GradBuffer | None
     dbias: GradBuffer | None
     # dX is reduced over the ranks, overlapping the dW products that follow.
@@ -135,7 +134,7 @@ class GradBuffers:
 
 
 class Scratch:
-    """Working memory of one backward, shared by its blocks: ``limit`` bytes beside what is saved."""
+    """Working memory of one backward, shared by its blocks: ``limit`` bytes beside the saved tensors."""
 
     def __init__(self, limit: int, device: torch.device | str = "cpu") -> None:
         self.limit = limit
@@ -143,7 +142,7 @@ class Scratch:
         self._memory: Tensor | None = None
 
     def adopt(self, tensor: Tensor) -> None:
-        """Take over the memory of a tensor that nobody reads any more, if it is larger and in one piece."""
+        """Take over the memory of a tensor that nobody reads any more, if it is larger and contiguous."""
         size = tensor.numel() * tensor.element_size()
         held = self.limit if self._memory is None else self._memory.numel()
         if size > held and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
@@ -175,8 +174,8 @@ def softcap_slope(cap: float | Tensor, z: Tensor) -> Tensor:
 def recovers_logits(dtype: torch.dtype) -> bool:
     """Whether z - max may be taken from a saved exponential, as its logarithm.
 
-    Its error is then one rounding unit, as the relative error of p, by which it is multiplied. Where e underflowed, p
-    is 0. The range of fp16 is too short for that.
+    The error of z - max is then one rounding unit, and so is the relative error of p, the factor of z - max. Where e
+    underflowed, p is 0. The range of fp16 is too short for that.
     """
     return dtype != torch.float16
 
@@ -224,34 +223,34 @@ class Pair(NamedTuple):
 
 
 class LogitsGradient(NamedTuple):
-    """Where the gradient of the student's logits goes, and what it needs."""
+    """Memory for the gradient of the student's logits, and the numbers that it is formed from."""
 
     # [R, V/P]: factor (p - q) if beta is 0, else factor p (log(p / r) - student_mean)
     out: Tensor
-    # [R]. A token of factor 0 has gradient 0, whatever its logits are.
+    # [R]. A token of factor 0 has gradient 0, even if its logits are NaN.
     factor: Tensor
     # [R]: sum over the whole vocabulary of p log(p / r). None if beta is 0.
     student_mean: Tensor | None
 
 
 class ForwardTask(NamedTuple):
-    """What the forward of a block is given: R tokens against the real rows of a vocabulary shard."""
+    """The arguments of a block's forward: R tokens against the real rows of a vocabulary shard."""
 
     projection: Projection
     # [R, D]. Hidden states of other ranks may arrive until ``project_rest``.
     x: Tensor
-    # [R] int64 ids relative to the shard; one outside ``[0, real_rows)`` has no logit here. None: no targets.
+    # [R] int64 ids relative to the shard; an id outside ``[0, real_rows)`` has no logit here. None: no targets.
     target: Tensor | None
     columns: Columns
-    # Vocabulary rows, the shard's first, whose exponentials are saved.
+    # The exponentials of this many vocabulary rows, the shard's first, are saved.
     save: int
     # Memory of the exponentials, from :meth:`Backend.allocate_saved`; None: new.
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
-    # Save the partials of all windows, too: they tell a filtered backward which entries not to project again.
+    # Save the partials of all windows, too: a filtered backward selects the windows to recompute by them.
     keep_windows: bool = False
-    # Entries whose logits are wanted.
+    # Selected entries, and memory for their logits.
     selected: SelectedLogits | None = None
 
 
@@ -262,33 +261,33 @@ class BlockForward(Protocol):
     partial: Tensor
 
     def project_local(self, local: range) -> None:
-        """Project the ``local`` rows of x while the others are on their way."""
+        """Project the ``local`` rows of x while the others arrive."""
         ...
 
     def project_rest(self) -> Saved | tuple[()]:
-        """Project the other rows and complete :attr:`partial`; returns what is saved."""
+        """Project the other rows and complete :attr:`partial`. Returns the saved tensors."""
         ...
 
 
 class BackwardTask(NamedTuple):
-    """What the backward of a block is given."""
+    """The arguments of a block's backward."""
 
     projection: Projection
     # [R, D]. Hidden states of other ranks may arrive later: see ``reads_hidden_first``.
     x: Tensor
-    # As in :class:`ForwardTask`.
+    # See ForwardTask.
     target: Tensor | None
     # [C, R], merged over all ranks
     partial: Tensor
     coefficients: Coefficients
-    # What the forward of the block saved, or ``()``: all logits are then recomputed. May be overwritten.
+    # The tensors that the block's forward saved; ``()``: all logits are recomputed. May be overwritten.
     saved: Saved | tuple[()]
     grads: GradBuffers
     # Shared by the blocks of the call.
     scratch: Scratch
-    # Added to the gradient of the projection's output, before it is rounded.
+    # Terms of the selected entries, added to the gradient of the projection's output before it is rounded.
     selected: SelectedGradient | None = None
-    # Tiles of 128 tokens by 128 entries without a larger probability may be replaced by products of sums of them
+    # Tiles of 128 tokens by 128 entries without a larger probability may be replaced by rank-one estimates
     # (:mod:`parallel_lce.kernels.filter`). Only without gamma, delta, epsilon and ``selected``.
     gradient_filter: float | None = None
 
@@ -311,21 +310,21 @@ class BlockBackward(Protocol):
 class Backend(Protocol):
     """The names of a backend's module."""
 
-    # As PARALLEL_LCE_BACKEND gives it.
+    # Its name in PARALLEL_LCE_BACKEND.
     NAME: str
-    # Fewest tokens of a block for which accumulating gradients in forward pays.
+    # Fewest tokens of a block for which accumulating gradients in forward is faster than recomputing.
     SMALLEST_ACCUMULATED: int
-    # Up to so many flops of its three products a loss saves fp32 logits; 0: never.
+    # Most flops of the three products for which a loss saves fp32 logits; 0: never.
     DENSE_FLOPS: float
-    # The work on such calls of one signature (parallel_lce.backends.triton_dense).
+    # Class of the work on dense logits, one instance for each signature (parallel_lce.backends.triton_dense).
     Dense: Callable[..., Any]
     # Whether the backward recomputes logits in the memory of saved exponentials.
     REUSES_SAVED: bool
-    # The class of what a block saves, made from its fields.
+    # The class of a block's saved tensors, made from its fields.
     Saved: Callable[..., Saved]
 
     def savable(self, dtype: torch.dtype, softcap: float | None) -> bool:
-        """Whether saved exponentials are enough for the backward."""
+        """Whether saved exponentials suffice for the backward."""
         ...
 
     def allocate_saved(self, projection: Projection, rows: int, entries: int) -> Tensor:
@@ -341,8 +340,9 @@ class Backend(Protocol):
         ...
 
     def block_logits(self, projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits ``[R, V/P]`` of the real rows, in the statistics' dtype, and their partial ``[3, R]``, its target
-        0. Rows begin at multiples of 16 bytes, in any dtype of that many elements."""
+        """The logits ``[R, V/P]`` of the real rows, in the statistics' dtype, and their partial ``[3, R]``, whose
+        target column is 0. The stride of the rows is a multiple of 8 elements, so that rows are aligned to 16 bytes in
+        every dtype."""
         ...
 
     def selected_logits(self, projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
@@ -382,11 +382,11 @@ class Backend(Protocol):
         ...
 
     def scaled(self, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``gradient * factor`` in ``dtype``, in place where that is the gradient's. ``factor``: 0-dimensional."""
+        """``gradient * factor`` in ``dtype``, in place if the gradient has that dtype. ``factor``: 0-dimensional."""
         ...
 
     def logits_partial(self, logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
-        """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of ``logits [N, V/P]`` that exist. ``target
+        """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of the user's ``logits [N, V/P]``. ``target
         [N]``: relative to the shard."""
         ...
 
@@ -396,9 +396,9 @@ class Backend(Protocol):
         ...
 
     def divergence(self, pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-        """Write this shard's part of ``sums [2, R]``, and the gradient, where they are given.
+        """Write this shard's ``sums [2, R]``, and the gradient; neither is written if it is None.
 
-        The sums are, with the reference r of :mod:`parallel_lce.run.divergence`, those of q log(q / r) and of p log(p /
-        r). One that does not count in the divergence is 0.
+        With the reference r of :mod:`parallel_lce.run.divergence`, the two sums over the shard's entries are those of
+        q log(q / r) and of p log(p / r). A sum that is no term of the divergence is 0.
         """
         ...

@@ -23,7 +23,7 @@ def token_losses(
         vocab_size: V, 0-dimensional int64, or a number.
         target: ``[R]`` ids in the whole vocabulary.
         token_weight: w ``[R]``; None for 1.
-        options: ``ignore_index``: tokens with this target have loss 0 and gradient 0, whatever their logits are.
+        options: ``ignore_index``: tokens with this target have loss 0 and gradient 0, even if their logits are NaN.
             ``outside_is_nan``: a target outside the vocabulary has loss NaN. If False, as in Megatron, it has loss
             ``lse - max`` and the gradient of lse. ``label_smoothing`` and ``z_loss`` are eps and the factor above.
     """
@@ -63,8 +63,8 @@ def counted(target: Tensor, ignore_index: int | None) -> Tensor:
 
 
 def sum_of_weights(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype) -> Tensor:
-    """What the sum of the losses is divided by for their mean, 0-dimensional. The mean of nothing and its gradients are
-    0: a sum of 0 is divided by 1, or by infinity."""
+    """Divisor of the sum of the losses for a mean: the sum of the tokens' weights, 0-dimensional. The mean of no tokens
+    and its gradients are 0: instead of 0 the divisor is 1, or infinity."""
     counts = counted(target, ignore_index)
     if token_weight is None:
         return counts.sum(dtype=dtype).clamp(min=1)

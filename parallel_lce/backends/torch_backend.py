@@ -2,8 +2,8 @@
 """The torch backend: any device, and the plain reference beside each kernel.
 
 A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB, few and large: each is projected,
-exponentiated in place, and multiplied into the gradients by one operation on all of it. Nothing of size R * V exists
-but the exponentials that the caller asked to save.
+exponentiated in place, and multiplied into the gradients by one operation on all of it. No tensor of size R * V exists
+but the saved exponentials. Gradients are exact: the backend ignores ``gradient_filter``.
 
 Gradient of the logits, with the upstream gradients of all statistics folded into five per-token coefficients
 (:class:`Coefficients`):
@@ -76,17 +76,17 @@ DENSE_FLOPS: float = 0
 Dense: None = None
 REUSES_SAVED: bool = False
 
-# Bytes of a copy in the factor's dtype.
+# Bytes of a copy of gradients in the factor's dtype, at most.
 _SCALED_BYTES = 16 << 20
-# fp16 saves exp(z - m), which is in [0, 1], times this: nothing is lost down to e^-20.
+# fp16 saves exp(z - m), which is in [0, 1], times this: values down to e^-20 stay normal numbers.
 _SAVED_FP16_SCALE = 2.0**15
 
 
 class Saved(NamedTuple):
-    """What a forward saves of the block's R tokens and of the shard's first entries, in ``W`` windows of equal size but
-    for the last one."""
+    """The saved tensors of a block of R tokens and the shard's first entries. These form ``W`` windows of equal size,
+    but for the last one."""
 
-    # exp(z - maxima) of each entry and token, in the weight's dtype, one tile of rows after another
+    # exp(z - maxima) of each entry and token, in the weight's dtype, tile after tile of rows
     exponentials: Tensor
     # [W, R]: each token's largest logit of each window
     maxima: Tensor
@@ -158,7 +158,7 @@ class _GradientTile(NamedTuple):
 
     rows: slice
     window: slice
-    # The window's rows of dW and dbias, and whether they must be overwritten; None where one is not wanted.
+    # For dW and for dbias: the sum of the window's rows, and whether it must be overwritten; None if not wanted.
     sums: tuple[tuple[Tensor, bool] | None, tuple[Tensor, bool] | None]
     # [entries, rows], an operand of the products
     gradient: Tensor
@@ -167,9 +167,8 @@ class _GradientTile(NamedTuple):
 class BlockBackward:
     """Gradients of a block.
 
-    Logits whose exponentials are not saved are projected again. Where dX is reduced over the ranks, dW of the last
-    tile, and of those that stay in the memory of saved exponentials, is formed after dX.
-    """
+    Logits whose exponentials are not saved are projected again. If dX is reduced over the ranks, dW of the last tile,
+    and of the tiles in the memory of saved exponentials, is formed after dX."""
 
     reads_hidden_first = True
 
@@ -177,14 +176,14 @@ class BlockBackward:
         projection, x, target, partial, coefficients, saved, grads, scratch, selected, _ = task
         self._projection, self._x, self._target = projection, x, target
         self._grads, self._scratch = grads, scratch
-        # Tiles that are still to be added to dW.
+        # Tiles that are added to dW after dX is complete.
         self._waiting: list[_GradientTile] = []
         rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
         if selected is not None and saved and saved.exponentials.dtype != dtype:
-            # What selected entries add may cancel nearly all of their gradients, but for the rounding of what is saved.
+            # A selected entry's term may cancel nearly all of its gradient. Rounded exponentials would leave an error.
             saved = ()
         self._saved: Saved | None = None
-        # Entries whose exponentials are saved, and of a window of the forward.
+        # Number of entries with saved exponentials, and of a forward's window.
         self._save = self._saved_width = 0
         if saved:
             self._saved = saved
@@ -206,8 +205,8 @@ class BlockBackward:
         maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        # [R]: a recomputed logit less than that below the maximum is the maximum, which a product of other rows rounds
-        # in another way: of millions, and where the exponential of a rounding would hide how small 1 - p is. None: 0.
+        # [R]: a recomputed logit less than this below the maximum is set to the maximum. A product of other rows rounds
+        # differently, which matters for logits of millions, and where it would hide how small 1 - p is. None: 0.
         self._slack: Tensor | None = None
         if self._save < real:
             slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)
@@ -251,7 +250,7 @@ class BlockBackward:
             dweight, dbias = self._grads.dweight, self._grads.dbias
             sums = dweight and dweight.open(start, stop), dbias and dbias.open(start, stop)
             weight = operand(some_rows(projection.weight, start, stop))
-            # Tiles that are formed in the memory of what is saved stay there. Others overwrite the one before.
+            # Tiles that are formed in the memory of saved exponentials stay there. Others overwrite the tile before.
             stays = self._saved is not None and self._saved.exponentials.dtype == dtype
             stays = stays and start < self._save
             for tile_rows in self._row_tiles:
@@ -325,7 +324,7 @@ class BlockBackward:
         return self._softmax_gradient(e, moved, rows), slope
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The same as :meth:`_from_saved`, projected again."""
+        """The results of :meth:`_from_saved`, from logits that are projected again."""
         projection = self._projection.of_rows(rows)
         out = borrowed(self._scratch, rows, window, projection.dtype)
         z = logits(projection, some_rows(self._x, rows.start, rows.stop), weight, window, out)
@@ -353,7 +352,7 @@ block_forward, block_backward = BlockForward, BlockBackward
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in ``dtype``, in place where that is the gradient's."""
+    """``gradient * factor`` in ``dtype``, in place if the gradient has that dtype."""
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     if gradient.dtype == factor.dtype:
         return torch.mul(gradient, factor, out=result)

@@ -1,4 +1,5 @@
-"""Logits of a block in the torch backend: all of them, those of selected entries, and the largest, of both backends."""
+"""Logits of a block in the torch backend: all of them, or those of selected entries. The largest logits, for both
+backends."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from parallel_lce.backends.interface import Projection, SelectedGradient, Select
 from parallel_lce.backends.torch_tiles import finished, logits
 from parallel_lce.core.partials import MAX, NOBODY, SUM_EXP, Columns, empty_partial
 
-# Bytes of what is gathered or exponentiated at a time. Beside it are up to eight tensors of its shape.
+# Bytes of the rows that are gathered or exponentiated at a time. Up to eight further tensors have their shape.
 _BYTES = 32 << 20
-# Tokens and entries of the logits whose largest are looked for at a time.
+# Tokens and entries of a tile of logits in top_k.
 _TOP_K_TILE = 2048, 8192
-# Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, of half precision too.
+# Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, in half precision too.
 _ALIGNED = 8
 
 
@@ -38,12 +39,12 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def aligned(like: Tensor, rows: int, entries: int, dtype: torch.dtype) -> Tensor:
-    """New memory ``[rows, entries]`` whose rows are 16 bytes aligned."""
+    """New memory ``[rows, entries]`` with rows aligned to 16 bytes."""
     return like.new_empty(rows, -(-entries // _ALIGNED) * _ALIGNED, dtype=dtype)[:, :entries]
 
 
 def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
-    """Rows of a tensor ``[count, width]`` whose temporaries may be held."""
+    """Row ranges of a tensor ``[count, width]`` of at most ``_BYTES`` each, to bound temporaries."""
     step = max(1, _BYTES // max(1, width * itemsize))
     return [slice(a, a + step) for a in range(0, count, step)]
 
@@ -99,7 +100,7 @@ def _sum_rows(out: Tensor, index: Tensor, values: Tensor, source: Tensor, rows: 
 
 
 def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Forms the logits of a window of the vocabulary at a time, for some tokens: a product of its own."""
+    """Projects again, one tile of logits at a time."""
     values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
     ids = torch.full((len(x), k), NOBODY, device=x.device)
     height, width = _TOP_K_TILE[0], max(k, _TOP_K_TILE[1])

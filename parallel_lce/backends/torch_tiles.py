@@ -1,4 +1,4 @@
-"""Tiles of logits in the torch backend, ``[entries, rows]``: how large they are, where they lie, what is done to them.
+"""Tiles of logits in the torch backend, ``[entries, rows]``: their sizes, their memory, and operations on one tile.
 
 A tile is one window of the vocabulary times some rows of a block. Per-token vectors broadcast along its contiguous
 rows.
@@ -13,9 +13,9 @@ from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import Projection, Scratch, SelectedGradient, SelectedLogits, Selection
 
 # Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. On a CPU every
-# operation waits for the slowest thread, which may not be running: operations are to be few and large.
+# operation waits for its slowest thread, which may not be running. So operations should be few and large.
 _TILE_BYTES = 64 << 20
-# Tensors of its shape that a tile needs at most.
+# Tensors of a tile's shape, itself included, at most.
 _COPIES = 4
 # Rows of a tile, at most.
 _TILE_ROWS = 4096
@@ -26,8 +26,8 @@ def row_tiles(rows: int) -> list[slice]:
 
 
 def window_size(projection: Projection, rows: int, temporaries: bool) -> int:
-    """Entries of a window, at most, for tiles of ``rows`` rows. ``temporaries``: tensors of a tile's shape are needed
-    beside it."""
+    """Most entries of a window, for tiles of ``rows`` rows. ``temporaries``: further tensors of a tile's shape are
+    needed."""
     dtype = projection.dtype
     low_precision = projection.weight.dtype != dtype
     nbytes = _TILE_BYTES // _COPIES if temporaries or low_precision else _TILE_BYTES
@@ -51,7 +51,8 @@ def logits(projection: Projection, x: Tensor, weight: Tensor, window: slice, out
 
 
 def finished(z: Tensor, projection: Projection, bias: Tensor | None) -> Tensor:
-    """Logits from products, in place, with what of the bias and of the tokens' scales and caps belongs to each."""
+    """Logits from products ``z [entries, rows]``, in place: adds the bias, then applies scales and soft-cap. ``bias``
+    and the tokens' scales and caps broadcast against z."""
     if bias is not None:
         z += bias
     if projection.scale != 1.0:
@@ -70,14 +71,14 @@ def borrowed(scratch: Scratch, rows: slice, window: slice, dtype: torch.dtype) -
 
 
 def saved_tile(exponentials: Tensor, save: int, rows: slice, window: slice) -> Tensor:
-    """A tile of what is saved: exponentials of ``save`` entries, one tile of rows after another."""
+    """A tile of the saved exponentials, which hold ``save`` entries, tile after tile of rows."""
     height = rows.stop - rows.start
     start = rows.start * save + window.start * height
     return exponentials[start : start + (window.stop - window.start) * height].view(-1, height)
 
 
 def take_targets(tile: Tensor, target: Tensor, window: slice, out: Tensor) -> None:
-    """Copy the targets' logits out of a tile to ``out [rows]``, 0 for those that do not lie in it."""
+    """Copy the targets' logits out of a tile to ``out [rows]``, 0 for targets outside the tile."""
     entry = target - window.start
     inside = entry.clamp(0, tile.shape[0] - 1)
     torch.gather(tile, 0, inside.unsqueeze(0), out=out.unsqueeze(0))

@@ -1,5 +1,5 @@
 # ruff: noqa: F401
-"""The triton backend: a fused projection for the forward and for what is recomputed, cuBLAS for dX and dW.
+"""The triton backend: a fused projection for the forward and for recomputed logits, cuBLAS for dX and dW.
 
 A block of R tokens saves ``e = exp(z - r)`` of its first vocabulary entries. r is one softmax shift per token, except
 for windows whose maximum lies more than 32 from it (:mod:`parallel_lce.kernels.projection`). The gradient of the logits
@@ -54,7 +54,7 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
 
 
 def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits ``[R, V/P]`` of the real rows, and their partial ``[3, R]``, its target 0."""
+    """The logits ``[R, V/P]`` of the real rows, and their partial ``[3, R]``, whose target column is 0."""
     rows, real, columns = x.shape[0], projection.real_rows, Columns()
     logits = x.new_empty(rows, stride_of(real), dtype=projection.dtype)[:, :real]
     partial = empty_partial(columns, rows, projection.dtype, x.device)
@@ -88,7 +88,7 @@ def selected_weight_gradient(
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in ``dtype``, in place where that is the gradient's."""
+    """``gradient * factor`` in ``dtype``, in place if the gradient has that dtype."""
     if gradient.dim() == 1 or gradient.numel() == 0 or not gradient.is_contiguous():
         return torch_backend.scaled(gradient, factor, dtype)
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
@@ -98,7 +98,7 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
-    """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of ``logits [N, V/P]`` that exist."""
+    """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of the user's ``logits [N, V/P]``."""
     of = dense_logits if logits.stride(1) == 1 else torch_backend
     of.logits_partial(logits, target, shifted, partial)
 
@@ -115,16 +115,16 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    """Write this shard's part of ``sums [2, R]``, and the gradient, where they are given."""
+    """Write this shard's ``sums [2, R]``, and the gradient; neither is written if it is None."""
     divergence_of(*pair, sums, *(gradient or (None, None, None)))
 
 
 class BlockForward:
     """Partials of a block over the shard, and the exponentials of its first vocabulary rows.
 
-    The number of rows that save is rounded down to whole windows. With ``keep_windows`` the windows' sums of
-    exponentials are saved, too, if a filtered backward can do without some of the other entries. fp16 has no softmax
-    shift: its exponentials are relative to each window's maximum.
+    The number of saved vocabulary rows is rounded down to whole windows. With ``keep_windows`` the windows' sums of
+    exponentials are saved, too, if a filtered backward can recompute fewer than all windows. fp16 has no softmax shift:
+    its exponentials are relative to each window's maximum.
     """
 
     def __init__(self, task: ForwardTask) -> None:
@@ -134,7 +134,7 @@ class BlockForward:
         self._projection, self._target, self._columns = projection, target, columns
         self._local = range(0)
         self._product: Product | None = None
-        # Partials of all windows and rows; None if the rows are projected in pieces.
+        # Partials of all windows and rows; None if the rows are projected in several ranges.
         self._partials: PartialColumns | None = None
         if rows == 0 or real == 0:
             self.partial = empty_partial(columns, rows, projection.dtype, x.device, out)
@@ -157,7 +157,7 @@ class BlockForward:
                 self._stored = buffer[: rows * stride].view(rows, stride)
             self._exponentials = self._stored if stride == save else self._stored[:, :save]
             self._shift = _new_softmax_shift(product)
-        # Rows per piece: whole tiles; all rows if something is saved.
+        # Rows per range: whole tiles; all rows if exponentials or windows are saved.
         row_bytes = 4 * product.windows * (columns.count - 1)
         fitting = rows if save or self._keeps_windows else max(1, _PARTIAL_BYTES // row_bytes)
         pieces, height = -(-rows // fitting), product.tile.rows
@@ -166,10 +166,8 @@ class BlockForward:
             self._partials = new_window_partials(product, columns)
 
     def project_local(self, local: range) -> None:
-        """Project full tiles of the ``local`` rows of x, at most for the time that the gather takes.
-
-        Nothing is projected here if rows are projected in pieces.
-        """
+        """Project full tiles of the ``local`` rows of x, at most as many as take the time of the gather. Does nothing
+        if the rows are projected in several ranges."""
         product = self._product
         if product is None or self._partials is None:
             return
@@ -190,14 +188,15 @@ class BlockForward:
         )
 
     def project_rest(self) -> Saved | tuple[()]:
-        """Project the rows that are left, and merge the partials of all windows; returns what is saved."""
+        """Project the remaining rows, and merge the partials of all windows. Returns the saved tensors."""
         if self._product is None:
             return ()
         product, done = self._product, self._local
         saved = ()
         if self._target is None:
             self.partial[TARGET].zero_()
-        # One launch samples all rows; local rows get the same values again.
+        # One launch samples all rows. It recomputes the local rows, to the same values, which costs less than a second
+        # launch.
         if self._target is not None or self._sampled_shift is not None:
             token_logits(product, self._target, self.partial[TARGET], self._sampled_shift)
         if self._partials is not None:
@@ -222,7 +221,7 @@ class BlockForward:
             del partials  # before the next ones are allocated
 
     def _merge(self, product: Product, partials: PartialColumns, rows: slice) -> Tensor | None:
-        """Merge the windows of some rows, and find the rows' selected logits."""
+        """Merge the windows of some rows, and compute the rows' selected logits."""
         if self._selected is not None:
             selection, logits = self._selected
             windows = WindowPartials(partials.max, partials.sum_exp, self._shift)
@@ -241,7 +240,7 @@ class BlockForward:
 
     @property
     def _sampled_shift(self) -> Tensor | None:
-        """The softmax shift, if it is to be sampled. Under a soft-cap it is 0."""
+        """The softmax shift, or None if it is not sampled: under a soft-cap it is 0."""
         return self._shift if self._projection.softcap is None else None
 
 

@@ -5,9 +5,9 @@ With one coefficient c per token (1 where G was recomputed or rewritten), a slic
 
     dX = c (G @ weight)        dW = G.T @ (c x)        G with the targets' entries replaced
 
-A target's gradient is formed in fp32. G holds it rounded, and the rest is added to dX in fp32. If no other token of
-the piece of rows has the target, G holds 0 and dW gets the whole of it in fp32
-(:mod:`parallel_lce.kernels.targets`). The formula of the gradient is in :mod:`parallel_lce.backends.torch_backend`.
+A target's gradient t is formed in fp32. G holds t rounded, and the rounding error is added to dX in fp32. If no other
+token of the piece has the target, G holds 0 and dW gets t in fp32 (:mod:`parallel_lce.kernels.targets`). The formula of
+the gradient is in :mod:`parallel_lce.backends.torch_backend`.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class BlockBackward:
         projection, x, target, partial, coefficients, saved, grads, scratch, selected, gradient_filter = task
         self._projection, self._grads, self._selected = projection, grads, selected
         self._gradient_filter = gradient_filter
-        # The last slice, whose dW is still to come.
+        # The last slice, whose dW is formed by weight_grad.
         self._last: tuple[Piece, Slice] | None = None
         self._dx_written = False
-        # The sums of a range of entries that several pieces of rows add to, by their buffers.
+        # By gradient buffer: the sum of the current range of entries, to which all pieces add.
         self._sums: dict[GradBuffer, tuple[Tensor, bool]] = {}
-        # Both are found when dX is formed.
+        # Set by hidden_grad.
         self._ranges: list[tuple[int, int]] = []
         self._pieces: list[Piece] = []
         self._given = x, target, partial, coefficients
@@ -83,7 +83,7 @@ class BlockBackward:
                 *given,
                 saved,
                 self._scratch,
-                # The bias's gradient is a sum over rows of G, which must have no factors.
+                # The bias's gradient is a sum over rows of G, so these must have no factors.
                 rewrite=grads.dbias is not None,
                 find_shared=grads.dweight is not None or grads.dbias is not None,
                 selected=None if self._selected is None else self._selected.of_rows(rows),
@@ -94,8 +94,9 @@ class BlockBackward:
         return [(0, self._saved_entries), *ranges] if self._saved_entries else ranges, pieces
 
     def _active_windows(self, x: Tensor) -> WindowPartials | None:
-        """The forward's windows, if only the active ones are to be projected again. The bias's gradient needs all, and
-        saved-tensor hooks may have changed the operands' alignment, and so their tile."""
+        """The forward's window partials, if only the active windows are projected again. Otherwise None: the bias's
+        gradient needs all windows, and saved-tensor hooks may have changed the operands' alignment, and so their
+        tile."""
         windows, projection = kept_windows(self._saved), self._projection
         if windows is None or self._gradient_filter is None or self._grads.dbias is not None:
             return None
@@ -138,7 +139,8 @@ class BlockBackward:
             self._last = None
 
     def _form_hidden(self, piece: Piece, part: Slice, dx: Tensor) -> None:
-        """dX of a piece by one product, finished in fp32 before it is rounded, some rows at a time."""
+        """dX of a piece from one slice of all entries. The product is fp32 and finished before it is rounded, some rows
+        at a time."""
         weight = self._weight_of(part)
         self._dx_written = True
         dx = dx[piece.rows] if len(self._pieces) > 1 else dx
@@ -198,7 +200,7 @@ class BlockBackward:
             buffer.close(start, stop, self._sums.pop(buffer)[0])
 
     def _add_dweight(self, piece: Piece, part: Slice, dweight: GradBuffer) -> None:
-        """In one product where it needs no fp32 buffer, or where ranges are narrow because rows are cut, too. Else in
+        """One product, if it needs no fp32 buffer, or if there are several pieces, whose ranges are narrow. Otherwise
         products of ``PRODUCT_BYTES``."""
         x, single = self._scaled_hidden(piece, part), len(self._pieces) == 1
         step = part.stop - part.start
@@ -222,7 +224,7 @@ class BlockBackward:
             self._close(dweight, piece, start, stop)
 
     def _scaled_hidden(self, piece: Piece, part: Slice) -> Tensor:
-        """``c x [R, D]``, in dX's memory while that is not written."""
+        """``c x [R, D]``, in dX's memory if dX is not written yet."""
         if part.dw_factor is None:
             return piece.x
         memory = self._grads.dx

@@ -1,8 +1,8 @@
-"""Small problems in the triton backend: fp32 logits by cuBLAS, and one kernel forward and one backward.
+"""Small problems in the triton backend: fp32 logits by cuBLAS, one kernel in forward and one in backward.
 
-A small problem takes the GPU less time than the host needs to start the launches of a fused projection. Here are few,
-and they are bound to a call's signature once: between them the host only allocates memory. The gradient of the logits,
-in the input's dtype, takes the first half of each row of the logits.
+The GPU finishes a small problem before the host has started the launches of a fused projection. These launches are few,
+and bound to a call's signature once: between them the host only allocates memory. The bf16 gradient of the logits takes
+the first half of each row of the fp32 logits.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from parallel_lce.kernels.relaunch import Bound
 
 
 class Dense:
-    """Logits of the calls of one signature: of ``tokens`` hidden states, and of a shard of ``entries`` real rows.
+    """The work on dense logits ``[tokens, entries]``, for the calls of one signature. ``entries``: the shard's real
+    rows.
 
-    ``scaled``, ``capped``: each token has a scale, or a soft-cap, beside ``scale`` and ``cap``, which hold for all.
+    ``scale`` and ``cap`` hold for all tokens. ``scaled``, ``capped``: each token also has a scale, or a soft-cap.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Dense:
         of_loss = options.ignore_index, float(options.label_smoothing), float(options.z_loss) or None
         numbers = tokens, entries, entries, *self._affine, *of_loss
         self._forward = Bound(lce_forward_dense, (tokens,), numbers, OUTSIDE_NAN=options.outside_is_nan, **self._traits)
-        # By the stride of the upstream gradient.
+        # One launch for each stride of the upstream gradient.
         self._backward: dict[int, Bound] = {}
 
     def products(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -53,8 +54,8 @@ class Dense:
         self._forward(products, partial, None, *per_token)
 
     def losses(self, products: Tensor, per_token: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-        """The losses ``[N]``, where the shard is the whole vocabulary; and the partial ``[C, N]`` followed by alpha,
-        beta and, if labels are smoothed, gamma."""
+        """The losses ``[N]`` of a shard that is the whole vocabulary; and the rows of the partial ``[C, N]``, followed
+        by alpha, beta and, if labels are smoothed, gamma."""
         # The losses have memory of their own: their users may change them in place.
         losses, found = products.new_empty(self._tokens), products.new_empty(2 * self._number + 1, self._tokens)
         self._forward(products, found, losses, *per_token)
@@ -68,9 +69,9 @@ class Dense:
         divisor: Tensor | None,
         per_token: tuple[Tensor | None, ...],
     ) -> Tensor:
-        """The gradient ``[N, V]`` of the products, in their memory: of the sum of the losses times ``factor``, ``[N]``
-        or 0-dimensional, over ``divisor``. ``found``: as of :meth:`losses`, merged over the ranks. ``per_token``: as
-        for :meth:`partial`, without weights."""
+        """The gradient ``[N, V]`` of the products, in their memory. It is that of the sum of ``factor`` times loss,
+        divided by ``divisor``; ``factor``: ``[N]`` or 0-dimensional. ``found``: the second result of :meth:`losses`,
+        merged over the ranks. ``per_token``: as for :meth:`partial`, without weights."""
         gradient = products.view(torch.bfloat16)[:, : self._entries]
         stride = factor.stride(0) if factor.dim() else 0
         bound = self._backward.get(stride)

@@ -1,4 +1,4 @@
-"""The products of a slice of G with its active tiles alone, and with what stands for the others."""
+"""The products of a slice of G: its active tiles, and the rank-one estimates of the other tiles."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ SMALLEST_FILTERED = MEASURED.smallest_filtered
 
 
 def worth_filtering(multiplications: int) -> bool:
-    """Whether the products of a slice take longer than finding its active tiles: dX and dW, of so many multiplications
-    each."""
+    """Whether the products of a slice take longer than the search for its active tiles. ``multiplications``: of each of
+    the two products, for dX and dW."""
     return 4 * multiplications >= SMALLEST_FILTERED
 
 
 def limits_of(coefficients: Coefficients, projection: Projection, fp16_scale: Tensor | None) -> Tensor:
-    """``[R]`` fp32: what a token's row of G holds where the probability is 1."""
+    """``[R]`` fp32: a token's gradient of a logit whose probability is 1, as its row of G holds it."""
     limits = coefficients.alpha * projection.scale
     for factor in (coefficients.factor, projection.token_scale, fp16_scale):
         if factor is not None:
@@ -29,19 +29,20 @@ def limits_of(coefficients: Coefficients, projection: Projection, fp16_scale: Te
 
 
 def inverse_of(limits: Tensor, dx_factor: Tensor | None) -> Tensor:
-    """``|dx_factor| / |limits| [R]`` fp32. A row whose ``dx_factor`` is 0 has no limit. In a row without probabilities
-    every number but 0 lies beyond the limit. ``dx_factor [R]``: what the rows of G are still to be multiplied by."""
+    """``|dx_factor| / |limits| [R]`` fp32: times an element of G it is that element's probability. ``dx_factor [R]``:
+    the factors with which G's rows enter dX, None for 1. If it is 0, the result is 0, and no element is large. If the
+    limit is 0, the result is the largest number, and every element but 0 is large."""
     inverse = limits.reciprocal() if dx_factor is None else dx_factor / limits
     # Finite, so that 0 times it is 0.
     return inverse.abs_().nan_to_num_()
 
 
 class FilteredGradient:
-    """The products of a slice's gradient of the logits ``[R, C]``, of which the active tiles alone are read."""
+    """The products of a slice's gradient of the logits ``[R, C]``. They read its active tiles alone."""
 
     def __init__(self, gradient: Tensor, found: ActiveTiles) -> None:
         self._gradient, self._found = gradient, found
-        # S [windows, D] fp32, and the x of which they are sums.
+        # S [windows, D] fp32, sums of the rows of x by mass; and that x.
         self._spread: tuple[Tensor, Tensor] | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:

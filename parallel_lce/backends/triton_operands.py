@@ -1,4 +1,4 @@
-"""Operands of the kernels as they take them."""
+"""Operands of the kernels, with the strides and alignment that they need."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from parallel_lce.backends.interface import Projection
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.projection import Product
 
-# Leading dimensions of saved exponentials are multiples of this: cuBLAS and TMA want 16 bytes.
+# Row strides of saved exponentials are multiples of this many elements: cuBLAS and TMA want 16 bytes.
 ALIGNED = 64
 
 
@@ -25,6 +25,6 @@ def product_of(projection: Projection, x: Tensor, start: int, stop: int) -> Prod
 
 
 def dense(x: Tensor) -> Tensor:
-    """``x`` contiguous and 16 bytes aligned. A copy of this size costs little."""
+    """``x`` contiguous and aligned to 16 bytes, a copy if it is not. A copy of this size costs little."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()

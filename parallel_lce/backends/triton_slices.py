@@ -1,8 +1,7 @@
 """The gradient of the logits in slices of the vocabulary, for the backward of the triton backend.
 
 A slice's gradient G ``[R, C]`` is either formed from saved exponentials, in their memory, or recomputed into scratch
-memory. Where the scratch memory would hold only a narrow slice of all rows, the rows are cut into pieces, too
-(:func:`tiling`).
+memory. If the scratch memory held only a narrow slice of all rows, the rows are cut into pieces, too (:func:`tiling`).
 """
 
 from __future__ import annotations
@@ -38,11 +37,10 @@ def tiling(
     """How the recomputed gradient of ``x [R, D]`` is cut: ranges of the shard's entries from ``saved_entries`` on, and
     pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
 
-    The products of the backward sum over a range's entries, for dX, or over a piece's rows, for dW, and add the result
-    to a sum in memory. Over fewer than ``long_sum`` terms, reading and writing it takes longer than the product. So
-    where all rows would leave only narrower ranges, the rows are cut. Ranges of a cut block have at most ``widest``
-    entries. With something saved all rows stay together.
-    """
+    The product for dX sums over a range's entries, the product for dW over a piece's rows, and both add the result to a
+    sum in memory. With fewer than ``long_sum`` terms, reading and writing that sum takes longer than the product. So
+    the rows are cut if ranges of all rows would be narrower than that. Ranges of a cut block have at most ``widest``
+    entries. If exponentials are saved, all rows stay together."""
     (rows, _), start, real = x.shape, saved_entries, projection.real_rows
     if start == real:
         return [], [slice(0, rows)]
@@ -63,7 +61,7 @@ def tiling(
 
 @dataclass
 class Slice:
-    """The gradient of the logits of the shard's entries ``[start, stop)``, for a piece of the rows."""
+    """The gradient of the logits of the shard's entries ``[start, stop)``, for one piece of the rows."""
 
     start: int
     stop: int
@@ -73,13 +71,13 @@ class Slice:
     dx_factor: Tensor | None
     # [R] factors of the rows of x in gradient.T @ x; None: 1
     dw_factor: Tensor | None
-    # Of which the products take the active tiles; None: they take all of ``gradient``.
+    # Products with the active tiles of ``gradient`` and the estimates of the others; None: products with all of it.
     filtered: FilteredGradient | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """``total += gradient[rows] @ weight``, or ``=``.
 
-        ``weight [stop - start, D]``: the slice's. ``total``: fp32, or of lower precision with ``overwrite``.
+        ``weight [stop - start, D]``: the slice's rows. ``total``: fp32, or of lower precision with ``overwrite``.
         """
         if self.filtered is None:
             accumulate_nt(total, some_rows(self.gradient, rows.start, rows.stop), weight.t(), overwrite=overwrite)
@@ -96,7 +94,7 @@ class Slice:
 
 
 class Piece:
-    """Produces the slices of a piece of a block's rows ``x [R, D]``.
+    """Forms the slices of one piece of a block, with rows ``x [R, D]``.
 
     All slices of a block use the same memory: one must be consumed before the next is formed.
     """
@@ -121,22 +119,22 @@ class Piece:
         self._projection, self._target, self._scratch = projection, target, scratch
         self._partial = partial.contiguous()
         self._saved = saved if saved and saved.exponentials is not None else None
-        # Of which the active ones alone are projected; None: all are.
+        # Window partials, if only the active windows are projected again; None: all windows are.
         self._windows = windows
-        # What does so. None before the first slice.
+        # Projects the active windows. None before the first slice.
         self._active: ActiveWindows | None = None
-        # ``rewrite`` every row of saved exponentials, so that there are no row factors. Selected entries are added to
-        # such rows alone.
+        # Rewrite every row of saved exponentials, so that there are no row factors. Selected entries can be added only
+        # to rewritten rows.
         self._rewrite, self._find_shared = rewrite or selected is not None, find_shared
         self._selected = selected
         self._fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
         self.fp16_unscale: Tensor | None = None
-        # What was found of the tokens with the first slice. None before.
+        # Per-token factors and target gradients, computed with the first slice. None before.
         self._tokens: TokenGradients | None = None
         self.has_targets = target is not None and coefficients.beta is not None
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
-        # The projection takes coefficients without a factor, and the scale is found from such.
+        # The projection and the fp16 scale take coefficients without a factor.
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
             coefficients = coefficients.folded()
         if projection.weight.dtype == torch.float16:
@@ -172,7 +170,7 @@ class Piece:
         gradient = self._memory(start, stop)
         if self._active is None:
             if self._tokens is None and self.has_targets:
-                # Without entries: nothing is placed.
+                # With 0 entries, so that no target is placed.
                 self._tokens = self._find_tokens(gradient[:, :0], None, start)
             self._active = ActiveWindows(self._rows(self._placed), windows, start, gradient_filter)
         return Slice(start, stop, gradient, None, None, self._active.form(start, stop, gradient))
@@ -198,8 +196,9 @@ class Piece:
     def _find_tokens(self, gradient: Tensor, saved: Saved | tuple[()], start: int) -> TokenGradients:
         projection, window = self._projection, 1
         if saved is not None:
-            # Entries of the forward's windows, a power of two; less if the vocabulary is smaller. The tile of
-            # ``product_of`` may differ from the forward's: saved-tensor hooks may change the operands' alignment.
+            # Width of the forward's windows, a power of two; for a shard of one window the next power of two suffices.
+            # It is not taken from ``product_of``, whose tile may differ: saved-tensor hooks may change the operands'
+            # alignment.
             window = next_power_of_2(-(-projection.real_rows // saved.maxima.shape[0]))
         return token_gradients(
             gradient,
@@ -230,7 +229,7 @@ class Piece:
 
     @property
     def _placed(self) -> Targets | None:
-        """None without targets, or before they are found."""
+        """The targets with their gradients. None without targets, and before :meth:`_find_tokens`."""
         found = self._tokens
         if found is None or found.residual is None or found.unshared is None:
             return None
@@ -248,7 +247,7 @@ class Piece:
         scale_and_add_targets(source, factor, targets, dx)
 
     def add_targets(self, total: Tensor, x: Tensor, start: int) -> None:
-        """Add what the targets' gradients contribute to the shard's rows from ``start`` on."""
+        """Add the targets' terms of dW to ``total``, the shard's rows from ``start`` on."""
         placed = self._placed
         if placed is not None:
             add_targets(total, start, placed, x)

@@ -1,7 +1,7 @@
-"""Recomputed slices of G of which only the windows with a large probability are projected.
+"""Recomputed slices of G: only windows with a large probability are projected again.
 
-The forward keeps the partials of its windows. A sample of the tokens is projected in full: its sums stand for those of
-all tokens (:mod:`parallel_lce.kernels.filter.windows`).
+The forward keeps the partials of its windows. A sample of the tokens is projected in full, and its sums estimate those
+of all tokens (:mod:`parallel_lce.kernels.filter.windows`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WINDOWED_BYTES = MEASURED.windowed_bytes
 
 
 class Rows(NamedTuple):
-    """Some tokens, and what their rows of G are formed from."""
+    """Some tokens, and the tensors from which their rows of G are formed."""
 
     # [R, D]
     x: Tensor
@@ -54,8 +54,8 @@ class Rows(NamedTuple):
 
 
 def keeps_windows(projection: Projection, product: Product, entries: int) -> bool:
-    """Whether the partials of a ``product``'s windows are worth keeping, where so many of its entries are recomputed.
-    Under a soft-cap the mass of a window is not that of its gradient."""
+    """Whether to keep the partials of a ``product``'s windows. ``entries``: number of recomputed entries. Under a
+    soft-cap the mass of a window is not that of its gradient, so its windows are not kept."""
     (rows, hidden_size), tile = product.x.shape, product.tile
     at_once = min(rows * entries, WINDOWED_BYTES // product.x.element_size())
     is_useful = fills_sample(rows) and worth_filtering(at_once * hidden_size)
@@ -64,14 +64,14 @@ def keeps_windows(projection: Projection, product: Product, entries: int) -> boo
 
 
 def kept_windows(saved: Saved | tuple[()]) -> WindowPartials | None:
-    """The partials of the windows, if they are part of what a forward saved."""
+    """The partials of the windows, if the forward saved them."""
     if not saved or saved.sums is None:
         return None
     return WindowPartials(saved.maxima, saved.sums, saved.softmax_shift)
 
 
 def fills_sample(rows: int) -> bool:
-    """Whether a sample of so many rows is much less than all of them."""
+    """Whether there is a sample of so many rows: it must be much smaller than all of them."""
     return sample_tokens(rows) is not None
 
 
@@ -88,7 +88,7 @@ class ActiveWindows:
         self._sample = sample
         if projection.token_scale is not None:
             projection = replace(projection, token_scale=sample.of(projection.token_scale))
-        # Rows of probabilities. Times this number fp16 loses little of them.
+        # The sampled rows are probabilities. In fp16 they are scaled, so that small ones do not underflow.
         alpha = alpha.abs() * inverse_of(self._limits, None) * SAVED_FP16_SCALE
         self._sampled = Rows(
             sample.of(rows.x),
@@ -98,7 +98,7 @@ class ActiveWindows:
             rows.fp16_scale,
             None if rows.targets is None else Targets(*map(sample.of, rows.targets)),
         )
-        # Of all entries from ``first`` on, fp32.
+        # [entries from ``first`` on], fp32.
         self._mean_logits = _mean_logits(rows, first)
 
     def form(self, start: int, stop: int, gradient: Tensor) -> FilteredGradient:
@@ -116,7 +116,8 @@ class ActiveWindows:
         )
 
     def _sampled_gradient(self, start: int, stop: int) -> Tensor:
-        """Of the sample, which is projected in full. Each slice may be asked for once: its targets are then placed."""
+        """The gradient of the sample, for all entries of the slice. May be called once per slice: it places the
+        targets."""
         rows = self._sampled
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)
@@ -124,7 +125,7 @@ class ActiveWindows:
 
 
 def _mean_logits(rows: Rows, first: int) -> Tensor:
-    """Of the shard's entries from ``first`` on, over the tokens whose gradient is not 0, fp32."""
+    """Mean logits, fp32, of the shard's entries from ``first`` on, over the tokens with a gradient."""
     projection, counted = rows.projection, rows.coefficients.alpha != 0
     weights = counted / counted.sum().clamp_(min=1)
     if projection.token_scale is not None:

@@ -1,1 +1,1 @@
-"""From what a user passes to a call: checked, planned, and in debug mode agreed on by all ranks."""
+"""From a user's arguments to a call: checked, planned, and in debug mode compared between ranks."""

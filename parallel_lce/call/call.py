@@ -1,4 +1,4 @@
-"""One call: what its signature decides, and its tensors but those that may need gradients."""
+"""One call: its plan and all other results of its signature, and its tensors but those that may need gradients."""
 
 from __future__ import annotations
 
@@ -21,43 +21,43 @@ from parallel_lce.core.plan import Block, Plan
 
 @dataclass(frozen=True)
 class Call:
-    """What calls of one signature share, and the tensors of one of them."""
+    """The fields that calls of one signature share, and the tensors of one such call."""
 
     options: Options
-    # One of parallel_lce.backends.
+    # A module of parallel_lce.backends.
     backend: Backend
     shard: Shard
     columns: Columns
     plan: Plan
-    # of the tokens
+    # Shape of the tokens.
     shape: torch.Size
-    # Which of hidden states, weight and bias had a gradient to come in forward.
+    # Which of hidden states, weight and bias required a gradient in forward.
     needs: Needs
-    # The logits' scale beside token_scale, and the cap of the soft-cap where it is one number: softcap(u) / T has the
-    # cap divided by T, and u.
+    # The logits' scale, which token_scale multiplies, and the soft-cap's cap if it is one number. Both are divided by
+    # the temperature T: softcap(u) / T equals the soft-cap of u / T with cap / T.
     scale: float
     cap: float | None
-    # Of statistics and sums
+    # Dtype of statistics and sums.
     dtype: torch.dtype
-    # It runs in a compiled graph, or its tensors have no values.
+    # The call runs in a compiled graph, or its tensors have no values.
     in_graph: bool
     layout: Layout
-    # The work on dense logits, if the plan has them.
+    # The backend's ``Dense``, if the plan has dense logits.
     dense: Any = None
     # [N] int64 ids in the whole vocabulary, or None.
     target: Tensor | None = None
-    # [N] in the statistics' dtype each; None: one number for all tokens, or no weights
+    # [N] in the statistics' dtype each. None: one scale and cap for all tokens; no weights.
     token_scale: Tensor | None = None
     token_cap: Tensor | None = None
     token_weight: Tensor | None = None
-    # Entries whose logits are wanted, or None.
+    # The selected entries, or None.
     selected: Selected | None = None
-    # Where dW is added, if anywhere.
+    # dW is added to this buffer; None: dW is a new tensor.
     main_grad: MainGrad | None = None
 
     def replaced(self, **changes: Any) -> Call:
-        """As ``dataclasses.replace``, at a fraction of its price."""
-        if self.in_graph:  # torch 2.11 cannot trace what follows
+        """As ``dataclasses.replace``, in a fraction of its time."""
+        if self.in_graph:  # torch 2.11 cannot trace the lines below
             return replace(self, **changes)
         new = object.__new__(Call)
         new.__dict__.update(self.__dict__, **changes)
@@ -65,7 +65,7 @@ class Call:
 
     @property
     def per_token(self) -> tuple[Tensor | None, ...]:
-        """Its tensors, all of them per token; none needs a gradient."""
+        """The call's tensors, all of them per token; none needs a gradient."""
         ids, offsets = (None, None) if self.selected is None else self.selected.tensors
         return self.target, self.token_scale, self.token_cap, self.token_weight, ids, offsets
 
@@ -121,14 +121,14 @@ class Call:
         return gradient
 
     def local_targets(self) -> Tensor | None:
-        """The targets ``[N]`` relative to the shard. Those of other shards, and invalid ones, lie outside it."""
+        """The targets ``[N]`` relative to the shard. Targets of other shards, and invalid ones, lie outside it."""
         if self.target is None:
             return None
         return self.target - self.shard.start if self.shard.start else self.target
 
 
 class Needs(NamedTuple):
-    """Which gradients a backward must produce."""
+    """Whether a backward must produce the gradient of each input."""
 
     hidden: bool
     weight: bool
@@ -139,7 +139,7 @@ Inputs = tuple[Tensor, Tensor, Tensor | None]
 """Hidden states ``[..., D]``, weight ``[V/P, D]`` and bias ``[V/P]``."""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""dX, dW (or what ``MainGrad.placeholder`` returns for it) and dbias; None where not asked for."""
+"""dX, dW (or the placeholder of ``MainGrad``) and dbias; None for one that is not asked for."""
 
 
 def flattened(hidden: Tensor) -> Tensor:

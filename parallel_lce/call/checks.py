@@ -27,7 +27,8 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, tor
 
 @contextmanager
 def renamed(**names: str) -> Iterator[None]:
-    """Refusals within it have these ``names`` of arguments instead of :func:`parallel_lce.linear_cross_entropy`'s."""
+    """Within it, the message of a ``ValueError`` has these ``names`` for the arguments of
+    :func:`parallel_lce.linear_cross_entropy`."""
     try:
         yield
     except ValueError as refusal:
@@ -41,15 +42,15 @@ def described(value: object) -> str:
 
 
 def refuse(refusal: Exception, group: dist.ProcessGroup | None) -> Never:
-    """Raise ``refusal`` before a call is prepared. In debug mode the other ranks of the ``group`` are told."""
+    """Raise ``refusal`` before a call is prepared. In debug mode the other ranks of the ``group`` raise, too."""
     check_process_group(group)
     debug.report_refusal(Layout.of(group, False), refusal)
     raise refusal
 
 
 def refuse_unknown(function: Callable, given: dict[str, object], group: dist.ProcessGroup | None = None) -> Never:
-    """Raise for keyword arguments that ``function`` does not take, and name one of its own that may be meant: of the
-    same last word, or else of nearly the same letters."""
+    """Raise ``TypeError`` for keyword arguments that ``function`` does not take. The message names its arguments with
+    the same last word, or else one with nearly the same letters."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     name = next(iter(given))
     alike = [other for other in known if other.split("_")[-1] == name.split("_")[-1]]
@@ -61,7 +62,7 @@ def refuse_unknown(function: Callable, given: dict[str, object], group: dist.Pro
 def check_process_group(group: object) -> None:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         kind = type(group).__name__
-        # A DeviceMesh; a mesh of several dimensions is asked for one of them.
+        # A DeviceMesh. The group of a mesh of several dimensions is that of one dimension.
         remedy = ': pass its get_group(), as mesh["tp"].get_group()' if hasattr(group, "get_group") else ""
         raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {kind}{remedy}")
 
@@ -127,7 +128,8 @@ def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None
 
 
 def _dispatches(kind: type[Tensor]) -> bool:
-    """Whether tensors of this class compute in their own way. Those of torch's tracing do, and are understood."""
+    """Whether tensors of this class have a ``__torch_dispatch__`` of their own, other than the classes of torch's
+    tracing."""
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or torch.compiler.is_compiling():
         return False
     return kind is not AsyncCollectiveTensor and not kind.__module__.startswith("torch._subclasses.")
@@ -232,7 +234,7 @@ def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
 
 
 def known_vocab_size(rows: int, layout: Layout, vocab_start: int | None, vocab_size: int | None) -> int | None:
-    """V, if the host knows it; None where only the other ranks' shards tell."""
+    """V, or None if it is the sum of rows that only other ranks know."""
     if vocab_size is not None:
         return vocab_size
     return rows * layout.ranks if vocab_start is None or layout.ranks == 1 else None

@@ -1,7 +1,7 @@
 """Debug mode: checks that wait for the device and for all ranks, with ``PARALLEL_LCE_DEBUG=1`` on every rank.
 
 An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode every call
-begins with an exchange. A rank that refuses its arguments tells the others why; otherwise it sends its arguments.
+begins with an exchange. Each rank sends its arguments or, if it refuses them, its reason.
 Every rank raises if a rank refused, or if the arguments differ.
 """
 
@@ -35,7 +35,7 @@ def enabled() -> bool:
 
 
 class _Told(NamedTuple):
-    """What a rank tells the others: why it refuses its arguments, or else their values as text, and its shard."""
+    """A rank's message to the others: its refusal of its arguments, or else their values as text, and its shard."""
 
     refusal: str | None
     values: dict[str, str]
@@ -44,8 +44,8 @@ class _Told(NamedTuple):
 
 
 def report_refusal(layout: Layout, refusal: Exception) -> None:
-    """Called by a rank that is about to raise ``refusal``: in debug mode it tells the other ranks; else the error says
-    that they may wait.
+    """Called by a rank that is about to raise ``refusal``. In debug mode it sends the refusal to the other ranks.
+    Otherwise it raises it with a note that they may wait.
 
     Collectives in debug mode: the first two of :func:`agree`.
     """
@@ -100,7 +100,7 @@ def agree(
 def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
     """Raise ``ValueError`` on every rank unless all have the same hidden states ``[..., D]``, but for rounding.
 
-    One all-gather of objects, 2 fp64 numbers per token: the norm, and the part along one random direction.
+    One all-gather of objects, 2 fp64 numbers per token: the norm, and the component along one random direction.
     """
     flat = hidden.detach().reshape(-1, max(1, hidden.shape[-1])).double()
     generator = torch.Generator().manual_seed(0)
@@ -117,7 +117,7 @@ def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
 
 
 def _difference(layout: Layout, name: str, tensor: Tensor) -> str:
-    """The first place where the ranks' ``tensor`` differ, and each rank's value there."""
+    """Text with the first position at which the ranks' ``tensor`` differ, and each rank's value there."""
     all_values = _stacked(layout, tensor.detach().flatten())
     apart = (all_values != all_values[0]) & ~(all_values.isnan() & all_values[0].isnan())
     position = int(apart.any(0).nonzero()[0])

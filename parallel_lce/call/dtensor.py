@@ -1,4 +1,5 @@
-"""Refusals of DTensors. They say what to pass instead, which depends on who sharded them and over which ranks."""
+"""Refusals of DTensors. Each names the tensor to pass instead, which depends on the ranks and on the purpose of the
+sharding."""
 
 from __future__ import annotations
 

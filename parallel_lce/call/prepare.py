@@ -1,8 +1,8 @@
 """From a public function's options and tensors to a call: checked, planned, and in debug mode agreed on by all ranks.
 
-Calls of one signature are checked and planned once. The signature is all that checks and plan depend on: the options,
-the shapes, dtypes and devices of the tensors, which of them need gradients, the ranks of the group, and the environment
-variables that choose the backend and the budget. The tensors' values do not matter to them.
+Calls of one signature are checked and planned once. Checks and plan depend on the signature alone: the options, the
+shapes, dtypes and devices of the tensors, which of them need gradients, the ranks of the group, and the environment
+variables that choose the backend and the budget. They do not depend on the tensors' values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ KNOWN: dict[tuple, Call] = {}
 _MOST_KNOWN = 1024
 _LARGEST_BUDGET = 1 << 60
 _ALONE = Layout()
-# Of debug mode, for tensors beside which there are options of their names.
+# Names in debug mode of the tensors that share their name with an option.
 _TOLD = {
     "logit_scale": "logit_scale of each token",
     "temperature": "temperature of each token",
@@ -58,9 +58,10 @@ def prepare(
 ) -> tuple[Call, Inputs]:
     """The checked and planned call, and its hidden states, weight and bias.
 
-    ``extra_check`` is called after the other checks, with the tokens' shape; it raises if something else that the user
-    passed is wrong. ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which gradients
-    are to come; None: as the tensors say. ``planned``: whether the call has a plan.
+    ``extra_check`` is called after the other checks, with the tokens' shape; it raises for a wrong argument that this
+    function does not know. ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which
+    gradients a backward must produce; None: those of the tensors that require one. ``planned``: whether the call has a
+    plan.
     """
     layout = _ALONE
     if group is not None:
@@ -83,8 +84,8 @@ def prepare(
 def _signature(
     options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, others: tuple
 ) -> tuple | None:
-    """The signature, or None for a call that must be checked in full: one without plain tensors and Python's own
-    numbers and strings, and in compilation, debug mode and forward-mode differentiation."""
+    """The signature, or None for a call that must be checked in full: a call in compilation, debug mode or forward-mode
+    differentiation, or with an argument that is neither a plain tensor nor Python's own number or string."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or debug.enabled():
         return None
     # 1, 1.0 and True are equal as keys.
@@ -108,7 +109,7 @@ def _signature(
 
 
 def _group_traits(layout: Layout, input: Tensor) -> tuple:
-    """What checks and plan depend on of a process group."""
+    """The signature's entry for a process group."""
     if layout.ranks == 1:
         return ()
     return layout.ranks, layout.rank, None if input.is_cuda else dist.get_backend(layout.group)
@@ -124,10 +125,10 @@ def _checked(
     needs: Needs | None,
     planned: bool,
 ) -> tuple[Call, Tensors]:
-    """A call without its tensors, and these with their final values in memory."""
+    """A checked and planned call without its tensors; and the tensors, with their final values in memory."""
     # An operator's call has no such checks: a graph cannot wait for them.
     debugging = needs is None and debug.enabled()
-    # From here on a refusal is told to the other ranks.
+    # From here on a refusal is sent to the other ranks.
     try:
         options = with_python_numbers(options)
         check_options(options)
@@ -199,7 +200,7 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
 
 
 def _gradients(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> GradientTraits | None:
-    """What the backward must produce; None: there is none."""
+    """The gradients that the backward must form; None: there is no backward."""
     if not any(needs):
         return None
     hidden, weight = tensors.input, tensors.linear_weight
@@ -252,7 +253,8 @@ def _plan(
 
 
 def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None) -> bool:
-    """Whether a small loss may save its logits: of bf16 tensors, with gradients of hidden states and weight alone."""
+    """Whether a small loss may save fp32 logits: its tensors are bf16, and only hidden states and weight need
+    gradients."""
     weight, bias = tensors.linear_weight, tensors.linear_bias
     eager = not (torch.compiler.is_compiling() or valueless(weight))
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
@@ -261,12 +263,13 @@ def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None
 
 
 def _dense(call: Call, tensors: Tensors) -> Any:
-    """The work on dense logits of this rank's shard; None: exponentials are saved. cuBLAS wants rows of 16 bytes."""
+    """The backend's ``Dense`` for this rank's shard, whose rows must be multiples of 16 bytes for cuBLAS. None: this
+    rank saves exponentials."""
     tokens, entries, options = call.shape.numel(), call.shard.real_rows, call.options
     if 0 in (tokens, entries) or entries % 8 or tensors.input.shape[-1] % 8:
         return None
     if 4 * tokens * entries > (options.logits_budget or 0):
-        return None  # of a larger shard than the plan knows
+        return None  # this rank's shard is larger than the plan assumes
     scaled = tensors.logit_scale is not None or tensors.temperature is not None
     capped = call.cap is not None and tensors.temperature is not None
     return call.backend.Dense(tokens, entries, options, call.scale, None if capped else call.cap, scaled, capped)
@@ -284,8 +287,8 @@ def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
 def _check_together(
     options: Options, tensors: Tensors, layout: Layout, shard: Shard, planned: dict[str, object]
 ) -> None:
-    """Debug mode: all ranks were given the same, ``planned`` included, and, where a target outside the vocabulary
-    gives NaN, every target lies in it."""
+    """Debug mode: raise ``ValueError`` unless all ranks have the same arguments and the same ``planned`` values, and,
+    if a target outside the vocabulary would give NaN, all targets lie in it."""
     shards = [(shard.start, shard.rows)]
     hidden, target, weight = tensors.input, tensors.target, tensors.token_weight
     if layout.ranks > 1:
@@ -324,7 +327,7 @@ def _needs(tensor: Tensor) -> bool:
 
 
 def _autocasted(tensors: Tensors) -> Tensors:
-    """fp32 and half operands in autocast's dtype, as for ``F.linear`` under autocast."""
+    """Under autocast: the operands but fp64 ones in autocast's dtype, as for ``F.linear``."""
     # Meta tensors have no autocast.
     if not isinstance(tensors.input, Tensor) or tensors.input.is_meta:
         return tensors

@@ -1,4 +1,4 @@
-"""Vocabulary entries that are selected for each token: as many for each, or a set of its own."""
+"""Vocabulary entries that are selected for each token: K for each token, or sets of any size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from parallel_lce.core.plan import Block
 
 
 def ids_and_offsets(selected: object) -> tuple[Any, Tensor | None]:
-    """What was selected, which is ids or a pair of ids and offsets. Raises ``ValueError`` for another pair."""
+    """Split the argument ``selected`` into ids and offsets; without offsets these are None. Raises ``ValueError`` for a
+    pair that is not two tensors."""
     if not isinstance(selected, (tuple, list)) or len(selected) != 2:
         return selected, None
     ids, offsets = selected
@@ -66,7 +67,7 @@ class Selected:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """``[N + 1]``, between 0 and E and not decreasing, whatever was given."""
+        """``[N + 1]``: the given offsets, forced to lie between 0 and E and not to decrease."""
         if self.given_offsets is not None:
             return self.given_offsets.clamp(0, self.count).cummax(0).values
         return torch.arange(self.tokens + 1, device=self.ids.device) * (self.per_token or 0)
@@ -81,7 +82,8 @@ class Selected:
 
     @property
     def broken(self) -> Tensor | None:
-        """Whether the given offsets are none: they must begin with 0, end with E, and not decrease. 0-dimensional."""
+        """Whether the given offsets are invalid: they must begin with 0, end with E, and not decrease.
+        0-dimensional."""
         given = self.given_offsets
         if given is None:
             return None
@@ -94,7 +96,7 @@ class Selected:
 
     def spread(self, per_token: Tensor) -> Tensor:
         """``[E]``: each entry gets its token's value of ``per_token [N]``."""
-        if self.tokens == 0:  # entries of nobody
+        if self.tokens == 0:  # entries without a token
             return per_token.new_full((self.count,), torch.nan if per_token.is_floating_point() else -1)
         return per_token.index_select(0, self.owner)
 
@@ -114,16 +116,16 @@ class Selected:
 
 
 class BesidePartials:
-    """What a forward finds of its tokens beside partials: logits of selected entries, and the largest logits.
+    """Results of a forward beside partials: logits of selected entries, and each token's largest logits.
 
-    On this rank they are found block by block, in memory that is gathered with the partials.
+    This rank's results are written block by block, into memory that is gathered with the partials.
     """
 
     def __init__(self, selected: Selected | None, top_k: int, tokens: int, shard: Shard, layout: Layout) -> None:
         self._selected, self._top_k, self.tokens = selected, top_k, tokens
         self._shard, self._layout = shard, layout
         self._counts = 0 if selected is None else selected.count, tokens * top_k, tokens * top_k
-        # Elements of each rank; None if nothing is asked for.
+        # Elements of each rank; None if the call asks for neither.
         self.size = None if selected is None and not top_k else sum(self._counts)
 
     def _parts(self, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,7 +135,7 @@ class BesidePartials:
         return selected, top.unflatten(1, shape), integer_view(ids).unflatten(1, shape)
 
     def begin(self, elements: Tensor | None) -> None:
-        """``elements [1, size]``: memory of this rank."""
+        """``elements [1, size]``: this rank's memory for the results."""
         self._own = None if elements is None else self._parts(elements)
         if elements is not None:
             elements.zero_()
@@ -145,14 +147,15 @@ class BesidePartials:
         return SelectedLogits(self._selected.of_block(self._layout, block, self._shard.start), self._own[0][0])
 
     def find_top(self, backend: Backend, projection: Projection, x: Tensor, block: Block) -> None:
-        """The largest logits of a block's hidden states ``x [R, D]``."""
+        """Write the largest logits of a block's hidden states ``x [R, D]``."""
         if self._own is not None and self._top_k:
             _, top, ids = self._own
             for own, found in zip((top, ids), backend.top_k(projection, x, self._top_k)):
                 self._layout.put(own[0].t(), block, found.t())
 
     def merged(self, elements: Tensor | None) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
-        """Of all ranks' ``elements [P, size]``: the selected logits ``[E]``; the largest ``[N, K]`` and their ids."""
+        """The selected logits ``[E]``, and the largest logits ``[N, K]`` with their ids, from all ranks' ``elements
+        [P, size]``."""
         if elements is None:
             return None, None
         selected, top, ids = self._parts(elements)
@@ -162,5 +165,5 @@ class BesidePartials:
             flat_top, flat_ids = (t.transpose(0, 1).flatten(1) for t in (top, ids.long()))
             values, places = largest(flat_top, flat_ids, self._top_k)
             found = values, places.masked_fill(places == NOBODY, -1)
-        # All but one are 0.
+        # The ranks that do not have an entry hold 0.
         return (None if self._selected is None else selected.sum(0)), found

@@ -1,4 +1,4 @@
-"""Tensor- and sequence-parallel layouts, and their collectives: which a call issues, and where each is waited for.
+"""Tensor- and sequence-parallel layouts, and the collectives of a call: their tensors, and where each is waited for.
 
 Which collectives a call issues depends only on numbers that all ranks share, so every rank issues the same ones in
 the same order. All collectives are asynchronous. On NCCL a wait orders streams and never stops the host.
@@ -32,7 +32,7 @@ class Layout:
     # Vocabulary shards.
     ranks: int = 1
     rank: int = 0
-    # Number of equal parts into which the tokens are split: ``ranks`` under sequence parallelism, else 1.
+    # Number of equal parts of the tokens: ``ranks`` under sequence parallelism, else 1.
     sp_size: int = 1
 
     @classmethod
@@ -75,9 +75,9 @@ class Layout:
 
 
 class IncomingHidden:
-    """A block's hidden states ``[R, D]``, of which other ranks' rows may still be on their way.
+    """A block's hidden states ``[R, D]``. Other ranks' rows may still be arriving.
 
-    The rows :attr:`local` are there at once, all rows after :meth:`wait`.
+    The rows :attr:`local` are complete at once, all rows after :meth:`wait`.
     """
 
     def __init__(self, tensor: Tensor, work: dist.Work | None = None, local: range | None = None) -> None:
@@ -113,9 +113,9 @@ class _Reduction(NamedTuple):
     work: dist.Work | None
     # This rank's dX of the rows.
     local: Tensor
-    # Where their sum is written, in the dtype of the reduction.
+    # Their sum over the ranks, in the dtype of the reduction.
     summed: Tensor
-    # The rows of the result that get the sum.
+    # The rows of the result for that sum.
     part: Tensor
 
 
@@ -131,7 +131,7 @@ class HiddenReduction:
         self._total, self._layout = hidden.new_empty(hidden.shape), layout
         self.ranks = layout.ranks
         self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
-        # Of blocks that are not finished.
+        # Sums of blocks that have been started and not waited for.
         self._started: deque[_Reduction] = deque()
 
     def open_block(self, block: Block) -> Tensor:
@@ -170,7 +170,7 @@ class HiddenReduction:
 
 
 def gather_whole(whole: Tensor, own: Tensor, layout: Layout) -> None:
-    """All-gather ``whole [P, n]``, of which this rank has written its row ``own``, and wait for it."""
+    """All-gather ``whole [P, n]``, and wait for it. This rank has written its row ``own``."""
     all_gather(whole.view(-1), own, group=layout.group, async_op=True).wait()
 
 
@@ -199,10 +199,11 @@ def _write_bounds(bounds: Tensor, shard: Shard) -> None:
 
 
 def gather_with_bounds(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Tensor | int, Tensor | None]:
-    """All-gather ``packed [P, n + 2]``, of which this rank has written the first n elements of its row, and wait for
-    it. The last two are the shards' bounds.
+    """All-gather ``packed [P, n + 2]``, and wait for it. This rank has written the first n elements of its row; the
+    last two are the shard's bounds, written here.
 
-    Returns V, and whether the shards are no partition of it, 0-dimensional. A single rank gathers nothing, and knows V.
+    Returns V, and a 0-dimensional flag that is true if the shards are no partition of the vocabulary. A single rank
+    gathers nothing; its flag is None.
     """
     if layout.ranks == 1:
         return shard.real_rows, None
@@ -215,7 +216,7 @@ def gather_with_bounds(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Te
 
 
 class PartialsGather:
-    """Merging partials ``[C, R]`` over the ranks.
+    """Merges partials ``[C, R]`` over the ranks.
 
     This rank's partials are written to :attr:`local`; :meth:`start` sends them, :meth:`finish` merges all. One
     all-gather of ``partials.packed_size`` elements per rank (fp32, or fp64 for fp64 input), in place; none for a
@@ -237,7 +238,7 @@ class PartialsGather:
         size = packed_size(columns, rows)
         self._packed = like.new_empty(layout.ranks, size + (extra or 0), dtype=dtype)
         self._own = self._packed[layout.rank]
-        # [P, extra], and this rank's [1, extra]; None if nothing is to travel
+        # [P, extra], and this rank's [1, extra]; None without extra elements
         self.extras = None if extra is None else self._packed[:, size:]
         self.extra = None if extra is None else self._own[size:].unsqueeze(0)
         self.local = self._own[: columns.count * rows].view(columns.count, rows)
@@ -249,8 +250,8 @@ class PartialsGather:
         self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
     def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor | int]:
-        """The merged partial and V by a backend's ``merge_ranks``: 0-dimensional int64, or a number on a single rank,
-        which knows it."""
+        """The merged partial, by a backend's ``merge_ranks``, and V: 0-dimensional int64, or a number on a single
+        rank."""
         if self._layout.ranks == 1:
             return self.local, self._shard.real_rows
         assert self._work is not None  # start() has been called

@@ -21,13 +21,13 @@ class MainGrad:
     # [V/P, D], the weight's shape, which ``prepare`` checks. fp32 (fp64 for fp64) is added to in place, lower precision
     # by one rounded addition of the whole sum.
     tensor: Tensor
-    # Called once dW has been added. Returns what autograd is given for the weight.
+    # Called once dW has been added. Returns the gradient for autograd, whose values do not matter, or None.
     placeholder: Callable[[], Tensor | None]
-    # Gives the buffer that is to be added to when a backward begins; None: ``tensor``.
+    # Called when a backward begins. Returns the buffer for this backward; None: it is ``tensor``.
     in_backward: Callable[[], Tensor] | None = None
 
     def now(self) -> MainGrad:
-        """The same for a backward that begins now."""
+        """With the buffer of a backward that begins now."""
         before, tensor = self.tensor, self.tensor if self.in_backward is None else self.in_backward()
         if tensor is before:
             return self
@@ -41,11 +41,11 @@ class MainGrad:
 class GradBuffer:
     """Gradient of a weight ``[V/P, D]`` or bias ``[V/P]``, summed in fp32 (fp64 for fp64).
 
-    ``num_accumulations``: how often each row is added to, once per block of tokens; 0 for a gradient of no tokens. A
-    low-precision gradient that is added to once is summed window by window, in an fp32 buffer of one window. One that
-    is added to several times is summed in an fp32 buffer of its own size. ``dtype``: of a new gradient, by default
-    the parameter's. With ``main_grad`` the gradient is added to that tensor: in place if it is fp32; else by one
-    rounded addition of the whole sum. Rows from ``real_rows`` on are padding; their gradient is zero.
+    ``num_accumulations``: how often each row is added to, once per block of tokens; 0 for a gradient of no tokens. With
+    one accumulation a low-precision gradient is summed window by window, in an fp32 buffer of one window; with several,
+    in an fp32 buffer of its own size. ``dtype``: of a new gradient, by default the parameter's. With ``main_grad`` the
+    gradient is added to that tensor: in place if it is fp32, else by one rounded addition of the whole sum. Rows from
+    ``real_rows`` on are padding; their gradient is zero.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class GradBuffer:
     def open(self, start: int, stop: int, whole: bool = False) -> tuple[Tensor, bool]:
         """The sum of rows ``[start, stop)``, and whether the caller must overwrite it.
 
-        ``whole``: the caller writes these rows with one product. A new low-precision gradient that is added to once is
-        then returned itself.
+        ``whole``: the caller writes these rows with one product. With one accumulation the memory of a new
+        low-precision gradient is then returned itself.
         """
         if self._sum is None:
             if whole and self._main_grad is None:

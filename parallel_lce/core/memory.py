@@ -1,4 +1,4 @@
-"""Tensors as kernels take them: their final values, some of their rows, and their device as the current one."""
+"""Prepares tensors for kernels: their final values in memory, some of their rows, their device as the current one."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def in_memory(tensor: Tensor) -> Tensor:
 
 
 def some_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """``tensor[start:stop]``; the tensor itself if that is all of it, which saves the host a view."""
+    """``tensor[start:stop]``; the tensor itself if these are all of its rows, which saves the host a view."""
     return tensor if start == 0 and stop == tensor.shape[0] else tensor[start:stop]
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
-    """A context in which the tensor's device is the current one, as Triton's launches need. Where it is so already,
-    nothing is entered: that takes the host microseconds."""
+    """A context in which the tensor's device is the current one, as Triton's launches need. If it is already, the
+    context is empty: entering a device takes the host microseconds."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(tensor.device)

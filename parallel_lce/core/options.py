@@ -1,7 +1,7 @@
 """The options of a call: one description, in which each field has its own check and its own agreement between ranks.
 
-:class:`Options` is the key under which checks and plan are kept (:mod:`parallel_lce.call.prepare`), what debug mode
-compares between ranks, and what the arguments of an operator are made from (:mod:`parallel_lce.run.ops`).
+:class:`Options` has three uses: checks and plan of a call are cached by it (:mod:`parallel_lce.call.prepare`), debug
+mode compares it between ranks, and the arguments of an operator are made from it (:mod:`parallel_lce.run.ops`).
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ LARGEST_VOCABULARY = 2**31 - 1
 
 
 class Options(NamedTuple):
-    """What a call is given beside its tensors and its process group.
+    """The arguments of a call beside its tensors and its process group.
 
-    :func:`parallel_lce.linear_cross_entropy` and :func:`parallel_lce.token_statistics` say what each field means.
+    The fields are described in :func:`parallel_lce.linear_cross_entropy` and :func:`parallel_lce.token_statistics`.
     """
 
-    # What the user called.
+    # Name of the public function.
     function: str
-    # None: statistics are asked for, no loss.
+    # None: the call computes statistics, no loss.
     reduction: str | None = None
     ignore_index: int | None = None
     # False: as in Megatron, the loss of a target outside [0, V) is lse - max, and any target is allowed.
     outside_is_nan: bool = True
     label_smoothing: float = 0.0
     z_loss: float = 0.0
-    # 1 where each token has its own.
+    # 1 if each token has a scale of its own.
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    # 1 where each token has its own.
+    # 1 if each token has a temperature of its own.
     temperature: float = 1.0
     gradient_filter: float | None = None
     sequence_parallel: bool = False
@@ -58,8 +58,8 @@ class Options(NamedTuple):
 
     @classmethod
     def of(cls, function: str, given: Mapping[str, Any]) -> Options:
-        """The options among a function's arguments by name, such as ``locals()``, which a graph of torch 2.11 cannot
-        take."""
+        """The options among a function's arguments by name, such as ``locals()``. Not for compiled functions: torch
+        2.11 cannot trace ``locals()``."""
         return cls(function, **{name: given[name] for name in cls._fields if name in given})
 
     @property
@@ -70,7 +70,7 @@ class Options(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """The tensors that a call is given."""
+    """The tensors among a call's arguments."""
 
     # [..., D]
     input: Any
@@ -89,7 +89,7 @@ class Tensors(NamedTuple):
     selected_offsets: Tensor | None = None
 
     def named(self) -> dict[str, Tensor]:
-        """Those that are tensors."""
+        """The fields that hold tensors, by name."""
         return {name: value for name, value in zip(self._fields, self) if isinstance(value, Tensor)}
 
 
@@ -142,15 +142,15 @@ def shortened(value: object) -> str:
 
 
 class _Rule(NamedTuple):
-    """What holds of one field."""
+    """Conversion, check and agreement of one field."""
 
     # Other libraries' values as Python's.
     convert: Callable[[Any], Any]
-    # Given what was converted.
+    # Whether a converted value is allowed.
     allowed: Callable[[Any], bool]
     # In the refusal: "NAME must be ..."
     expected: str
-    # What must be equal on all ranks.
+    # The value to compare between ranks, from the option's value.
     agreed: Callable[[Any], Any] = lambda value: value
 
 
@@ -184,7 +184,7 @@ _RULES = Options(
     ),
     sequence_parallel=_FLAG,
     reduce_hidden_grad=_FLAG,
-    # What it may be depends on the input's.
+    # Its allowed values depend on the input's dtype: call.checks.
     reduce_dtype=_Rule(_unchanged, lambda dtype: True, "None, torch.float32 or the input's dtype"),
     vocab_start=_Rule(
         as_number,
@@ -209,7 +209,7 @@ _RULES = Options(
 
 
 def with_python_numbers(options: Options) -> Options:
-    """The same with other libraries' numbers as Python's."""
+    """The same options, with other libraries' numbers as Python's."""
     return Options(*[rule.convert(value) for rule, value in zip(_RULES, options)])
 
 
@@ -221,7 +221,7 @@ def check_option(name: str, value: object) -> None:
 
 
 def check_reduction(reduction: object) -> None:
-    """Of a loss: None would ask for statistics."""
+    """Raise ``ValueError`` for a reduction of no loss. None is refused, too: in ``Options`` it means statistics."""
     if reduction is None:
         raise ValueError(f"reduction must be {_RULES.reduction.expected}, got None")
     check_option("reduction", reduction)
@@ -256,7 +256,8 @@ def _check_filtered(options: Options) -> None:
 
 
 def unfiltered(options: Options, name: str) -> str:
-    """Why a gradient that is not the probabilities times one number per token is not filtered."""
+    """The refusal of a ``gradient_filter`` beside the option ``name``, whose gradient is not the probabilities times
+    one number per token."""
     return (
         f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is large where "
         "probabilities are small"
@@ -264,13 +265,13 @@ def unfiltered(options: Options, name: str) -> str:
 
 
 def agreed(options: Options) -> dict[str, object]:
-    """What must be equal on all ranks, by the options' names."""
+    """The values that must be equal on all ranks, by the options' names."""
     return {name: rule.agreed(value) for name, rule, value in zip(Options._fields, _RULES, options)}
 
 
 def apart(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | None, Tensor | None]:
-    """Of what may each be one number or a tensor with one for each token: first the numbers, 1 beside a tensor; then
-    the tensors, or None."""
+    """Split scale and temperature, each of which is one number or a tensor with one for each token. Returns both
+    numbers (1 for a tensor), then both tensors (None for a number)."""
     of_scale, of_temperature = isinstance(scale, Tensor), isinstance(temperature, Tensor)
     numbers = 1.0 if of_scale else scale, 1.0 if of_temperature else temperature
     return *numbers, scale if of_scale else None, temperature if of_temperature else None

@@ -35,7 +35,7 @@ SHIFTED = 3
 """The first requestable column, where a partial has it. Others: ``Columns.__getitem__``."""
 
 NOBODY = 2**31 - 1
-"""The id of an entry that there is not. Ids have 31 bits."""
+"""Sentinel: the id of no entry. Ids have 31 bits."""
 
 LOWEST_SHIFT = -1e4
 """z - max is clamped to this before it is multiplied by exp(z - max): -inf * 0 would be NaN, and exp(-1e4) is 0."""
@@ -51,11 +51,12 @@ def exponential_(z: Tensor) -> Tensor:
 
 
 ALONE = 1.5
-"""Below this sum of exponentials relative to the maximum, one entry is the maximum, and all others lie more than ln 2
-below it. An inexact logit less than :data:`NEAR` below the maximum is then that entry's, and its value is known: it is
-the maximum."""
+"""If the sum of exponentials relative to the maximum is below this, only one entry is near the maximum: all others lie
+more than ln 2 below it."""
 
 NEAR = 0.3
+"""Under that condition an inexact logit less than this below the maximum belongs to the largest entry. Its exact value
+is then the maximum."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -98,7 +99,7 @@ _REQUESTABLE = tuple(field.name for field in fields(Columns))
 
 
 class Merged(NamedTuple):
-    """What a forward finds of its N tokens, merged over the ranks."""
+    """Results of a forward for its N tokens, merged over the ranks."""
 
     # [C, N]
     partial: Tensor
@@ -126,7 +127,7 @@ class Coefficients(NamedTuple):
 
     @property
     def present(self) -> list[Tensor]:
-        """Those that are not 0, without the factor."""
+        """The coefficients that are not 0, without the factor."""
         return [c for c in self[:5] if c is not None]
 
     def replaced(self, values: Iterable[Tensor], factor: Tensor | None = None) -> Coefficients:
@@ -135,12 +136,12 @@ class Coefficients(NamedTuple):
         return Coefficients(*[c if c is None else next(remaining) for c in self[:5]], factor)  # pyright: ignore
 
     def of_rows(self, rows: slice) -> Coefficients:
-        """Those of some tokens."""
+        """The coefficients of some tokens."""
         factor = self.factor if self.factor is None or self.factor.dim() == 0 else self.factor[rows]
         return self.replaced([c[rows] for c in self.present], factor)
 
     def folded(self) -> Coefficients:
-        """The same without a factor. One launch multiplies it in."""
+        """The same gradient without a factor: one launch multiplies the factor into the coefficients."""
         if self.factor is None:
             return self
         factors = [self.factor] * len(self.present)

@@ -1,8 +1,8 @@
-"""How one call spends its memory: what is saved and what is recomputed, or that gradients are formed in forward.
+"""How one call spends its memory: which logits are saved or recomputed, and whether gradients are formed in forward.
 
 A plan is a pure function of numbers that every rank of the group shares, never of the local shard: its blocks decide
 how many collectives a call makes. :func:`plan` lists candidates, each with its cost and its condition, and takes the
-cheapest one that is possible. "Exponentials" below are those of the logits; they are what is saved.
+cheapest one that is possible. "Exponentials" below are those of the logits. A call saves them for backward.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ from functools import cached_property
 from typing import Any
 
 DEFAULT_BUDGET = 1 << 30
-"""Bytes per rank and call for ``logits_budget=None`` where the device does not tell (:mod:`.budget`)."""
+"""Bytes per rank and call for ``logits_budget=None`` on a CPU (:mod:`.budget`)."""
 
 SMALLEST_BLOCK = 64 << 20
-"""Bytes of a block of logits that a call may use whatever its budget is, kernels' own tiles not counted."""
+"""Bytes of a block of logits that a call may use even if its budget is smaller, kernels' own tiles not counted."""
 
 GATHERED_BYTES = 256 << 20
-"""Bytes of hidden states of one gather in a forward under sequence parallelism, where nothing is saved."""
+"""Bytes of hidden states of one gather, at most, for a forward's block that saves nothing under sequence
+parallelism."""
 
 NOMINAL_SHARD = 32768
 """Vocabulary rows per rank assumed where the shards are uneven and V is not given."""
 
 LOGIT_COLUMNS = 384
-"""Columns of hidden states whose products take as long as writing and reading fp32 logits, 14 bytes for each."""
+"""Columns of hidden states whose three products take as long as writing and reading the fp32 logits and their
+gradient, 14 bytes for each logit."""
 
 _MULTIPLE = 128
 """Rows of a block are a multiple of this where its bytes allow: matrix products come in such tiles."""
@@ -50,11 +52,11 @@ class Block:
 class Plan:
     """The blocks of a call and the memory of its backward. Rows are counted per part of the tokens."""
 
-    # Rows of a part.
+    # Rows of each part of the tokens.
     part_rows: int
     # Rows of the first block, which saves the exponentials of ``saved`` vocabulary rows; 0: there is no such block.
     first_rows: int
-    # Upper limit of the rows of the other blocks; 0: there is no backward.
+    # Most rows of the other blocks; 0: there is no backward.
     block_rows: int
     # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
     saved: int
@@ -64,11 +66,11 @@ class Plan:
     shard_rows: int
     # Bytes that the exponentials of one block may take.
     block_bytes: int
-    # Bytes of logits-shaped scratch memory beside what is saved.
+    # Bytes of logits-shaped scratch memory beside the saved exponentials.
     scratch_bytes: int
     # Bytes of the only block's gathered hidden states, if they are saved.
     hidden_bytes: int
-    # Upper limit of the rows of a forward's block that saves nothing.
+    # Most rows of a forward's block that saves nothing.
     gathered_rows: int
     # ``scratch_bytes`` of a backward whose saved exponentials are gone: consumed, or lost by hooks.
     scratch_bytes_unsaved: int
@@ -89,8 +91,8 @@ class Plan:
 
     @cached_property
     def forward_blocks(self) -> tuple[Block, ...]:
-        """The forward's blocks. The block that saves exponentials is the backward's. The other rows are cut only so
-        that gathered hidden states stay small (:data:`GATHERED_BYTES`)."""
+        """The forward's blocks. The block that saves exponentials is the backward's, too. The other rows are cut only
+        where gathered hidden states would exceed :data:`GATHERED_BYTES`."""
         if self.accumulate:
             return self.blocks
         # Decided by ``first_rows``, which all ranks share, not by ``saved``, which :meth:`limited` may lower on this
@@ -133,7 +135,7 @@ class GradientTraits:
     hidden_fp32: bool = False
     # The tensor that dW is delivered in is fp32 (or fp64), so it holds the sum.
     weight_fp32: bool = False
-    # dW is a new tensor, not one that exists already.
+    # dW is a new tensor; False: it is added to a main_grad.
     weight_new: bool = True
 
 
@@ -143,7 +145,7 @@ class _Candidate:
 
     plan: Plan
     possible: bool
-    # Matrix products of 2 N V D flops each, those of recomputed logits counted in full.
+    # Matrix products of 2 N V D flops each. Recomputing logits counts as one, even if only some are recomputed.
     products: int
     # Bytes of the fp32 accumulator of dW or dX that this way needs and others do not.
     accumulator: int = 0
@@ -208,7 +210,7 @@ class _Problem:
         return nbytes // (self.row_bytes * self.sp_size)
 
     def plan(self, **fields) -> Plan:
-        """A plan with these fields; for others what most candidates have."""
+        """A plan with these fields, and for the others the values of most candidates."""
         gathered_rows = max(1, self.part_rows)
         if self.sp_size > 1:
             gathered_rows = max(1, GATHERED_BYTES // max(1, self.sp_size * self.hidden_size * self.itemsize))
@@ -230,7 +232,7 @@ def _dense(p: _Problem) -> _Candidate:
 
     Such a call has few launches: a fused projection of so few flops takes the GPU less time than the host. The logits
     are written and read, which takes the GPU longer. A rank whose shard cannot have dense logits runs the same
-    collectives, and saves exponentials, or, where they are not enough, nothing.
+    collectives. It saves exponentials if they suffice for the backward, else nothing.
     """
     saved = _save(p)
     planned = replace(saved.plan, dense=True, saved=p.shard_rows if p.savable else 0)
@@ -299,7 +301,7 @@ def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
     On one rank this is preferred if the sum of dX takes no more than the budget: an fp32 dW is then read and written
     once, instead of once per block of rows. On several ranks blocks of rows overlap the reduction of dX.
     """
-    # If dX is reduced in an fp32 buffer, that is where it is summed.
+    # dX may be reduced in an fp32 buffer. The sum is then in that buffer.
     dx_sum = p.tokens * p.hidden_size * 4 if p.gradients.hidden and not p.gradients.hidden_fp32 else 0
     if p.sp_size > 1:
         # One block of all rows also gathers every hidden state and holds the whole dX.
@@ -332,18 +334,24 @@ def plan(
     """Split N tokens into blocks.
 
     Takes the possible candidate of least cost. Candidates are: save fp32 logits; save every exponential; accumulate
-    gradients in forward; recompute by vocabulary; recompute by rows. The functions above say when each is possible.
-    The cost is the number of matrix products; among equals a preferred candidate is taken (saving all; by vocabulary
-    where its fp32 dX fits the budget), then the one with the smallest fp32 accumulator, then the first in the list.
+    gradients in forward; recompute by vocabulary; recompute by rows. The functions above have the condition of each.
+    The cost is the number of matrix products. Among equals a preferred candidate is taken (saving all; recomputing by
+    vocabulary if its fp32 dX fits the budget), then the smallest fp32 accumulator, then the first in the list.
 
     Args:
-        tokens: N, the tokens of the whole sequence. shard_rows: ceil(V / P). hidden_size: D. itemsize: bytes of an
-        input element, which are also those of a saved exponential. sp_size: P under sequence parallelism, else 1.
-        ranks: P. gradients: None means evaluation. savable: the saved exponentials are enough for the backward.
-        accumulable: the loss is a sum with weights known in forward. smallest_accumulated: tokens of a block from
-        which on accumulating is worth its time. Adding to an fp32 dW costs the same whatever the tokens.
-        reuses_saved: the backend recomputes into the memory of the saved exponentials. dense_flops: fp32 logits are
-        saved where the three products have at most so many flops.
+        tokens: N, the tokens of the whole sequence.
+        shard_rows: ceil(V / P).
+        hidden_size: D.
+        itemsize: bytes of an input element, and of a saved exponential.
+        sp_size: P under sequence parallelism, else 1.
+        ranks: P.
+        gradients: None means evaluation.
+        savable: saved exponentials suffice for the backward.
+        accumulable: the loss is a sum with weights known in forward.
+        smallest_accumulated: fewest tokens of a block for which accumulating is faster than recomputing. Adding to an
+            fp32 dW takes the same time for few tokens as for many.
+        reuses_saved: the backend recomputes into the memory of the saved exponentials.
+        dense_flops: most flops of the three products for which fp32 logits are saved.
     """
     problem = _Problem(
         tokens,

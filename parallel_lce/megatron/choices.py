@@ -1,4 +1,4 @@
-"""What the switch is told: by :func:`parallel_lce.megatron.install`, else by the environment."""
+"""The settings of the switch: from :func:`parallel_lce.megatron.install`, else from the environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CROSS_ENTROPIES = ("output_layer", "logits")
 
 
 class Choices(NamedTuple):
-    """What :func:`parallel_lce.megatron.install` may be given. None: not given."""
+    """Arguments of :func:`parallel_lce.megatron.install`. None: not given."""
 
     cross_entropy: str | None = None
     logits_budget: int | None = None
@@ -26,7 +26,8 @@ installed: Choices | None = None
 
 
 def choose(**given: object) -> Choices:
-    """What is given, else installed, else in the environment. Raises ``ValueError`` as ``install``."""
+    """The settings: each is the given value, else the installed one, else the environment's. Raises ``ValueError`` as
+    ``install``."""
     before = installed or _of_environment()
     chosen = before._replace(**{name: value for name, value in given.items() if value is not None})
     cross_entropy, filtered = chosen.cross_entropy, chosen.gradient_filter

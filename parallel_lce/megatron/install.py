@@ -22,7 +22,7 @@ from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 IMPLEMENTATION = "parallel_lce"
 
-# By the owner and name of a replaced attribute: ours and the original.
+# Our attribute and the original one, by the owner and name of a replaced attribute.
 _replaced: dict[tuple[type | ModuleType, str], tuple[object, object]] = {}
 
 
@@ -58,8 +58,8 @@ def install(
     Call it before the model is built; models with any other configuration are not touched. It wraps
     two methods of ``LanguageModule``: ``setup_embeddings_and_output_layer``, after which the output
     layer of such a model returns lazy logits, and ``compute_language_model_loss``, which takes them.
-    Calling it again changes what is given and keeps the rest. To return to a default, call
-    :func:`uninstall` first, which takes everything away.
+    Calling it again changes the given settings and keeps the others. To return to a default, call
+    :func:`uninstall` first, which removes all settings.
 
     Args:
         logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`; by
@@ -88,7 +88,8 @@ def install(
         reduce_dtype=reduce_dtype,
     )
     if importlib.util.find_spec("megatron") is None:
-        raise ImportError("parallel_lce.megatron needs megatron-core: pip install 'parallel-lce[megatron]'")
+        remedy = "pip install 'megatron-core>=0.14', or pip install '.[megatron]' in a checkout of parallel_lce"
+        raise ImportError(f"parallel_lce.megatron needs megatron-core: {remedy}")
     from megatron.core import tensor_parallel
     from megatron.core.models.common.language_module.language_module import LanguageModule
     from megatron.core.tensor_parallel import cross_entropy as functions

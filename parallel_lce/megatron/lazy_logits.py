@@ -1,4 +1,4 @@
-"""Lazy logits: what Megatron's model passes from its output layer to its loss in place of the logits."""
+"""Lazy logits: an object that stands for the logits between the output layer and the loss of Megatron's model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from parallel_lce.megatron.logits_warning import warn_of_logits
 
 
 def keep_autograd_gradient(weight: Tensor) -> None:
-    """Have Megatron's DDP add what autograd delivers for ``weight`` to its main_grad.
+    """Have Megatron's DDP add autograd's gradient of ``weight`` to its main_grad.
 
     The fused loss adds its dW to main_grad itself and sets ``grad_added_to_main_grad``. DDP then drops autograd's
     gradient, including that of real logits made with the same weight, unless the weight has Megatron's
@@ -29,7 +29,7 @@ def keep_autograd_gradient(weight: Tensor) -> None:
 # Hooks registered after the fused loss would never run.
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
-# Answered without real logits. They have no gradient.
+# Attributes that need no real logits. They have no gradient.
 _SIZES = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "device", "is_cuda")
 
 _LOST = (
@@ -41,9 +41,8 @@ _LOST = (
 def _in_function() -> bool:
     """Whether the forward of a ``torch.autograd.Function`` runs, such as that of a reentrant checkpoint.
 
-    PyTorch turns off forward-mode gradients in it, which besides only inference mode does. The Function gives its
-    tensor results a backward of its own. Lazy logits that pass its border, in or out, are no tensors, and lose their
-    gradient.
+    PyTorch turns off forward-mode gradients there, and elsewhere only in inference mode. The Function gives its tensor
+    results a backward of its own. Lazy logits among its arguments or results are no tensors, and lose their gradient.
     """
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
@@ -59,10 +58,10 @@ def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
 class LazyLogits:
     """The logits ``[s, b, V/P]`` that ``layer`` would make of ``hidden``, multiplied by ``scale``.
 
-    The loss takes the hidden states, the weight and the bias instead. Sizes, each token's largest logit and its place
-    need no real logits. The first other use (a method, an operator, an index, a torch function) makes the real
+    The loss is computed from the hidden states, the weight and the bias. Sizes, each token's largest logit and its
+    position need no real logits. The first other use (a method, an operator, an index, a torch function) makes the real
     logits as the stock layer does, in the modes in which the layer was called. Every later use, the loss included, gets
-    that one tensor, ``made``. In-place changes are therefore seen by the loss.
+    that one tensor, ``made``. The loss therefore sees in-place changes.
 
     The weight, the bias and ``sequence_parallel`` are those at the time of the call. ``shared``: the weight was
     passed to the layer. ``has_loss``: the loss was computed without logits.
@@ -141,9 +140,9 @@ class LazyLogits:
         """Raise if the lazy logits no longer stand for the logits at the time of the call.
 
         Raises:
-            RuntimeError: nothing is made yet, and the hidden states, the weight or the bias changed in
-                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` uses this or returned
-                it, and the gradient would be lost.
+            RuntimeError: the real logits are not made yet, and the hidden states, the weight or the bias changed in
+                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` uses the lazy logits or
+                returned them, and their gradient would be lost.
         """
         if self.made is None:
             changed = [name for name, tensor, version in self.versions if tensor._version != version]
@@ -181,19 +180,19 @@ class LazyLogits:
         return one.expand(parts * sequence, *others, self.layer.output_size_per_partition)
 
     def max(self, *arguments, **options):
-        """Over the vocabulary, without a gradient, by statistics; else that of the real logits."""
+        """Over the vocabulary and without a gradient from statistics; otherwise ``max`` of the real logits."""
         found = None if torch.is_grad_enabled() else self._maximum(*arguments, **options)
         return self.materialize("'max'").max(*arguments, **options) if found is None else torch.return_types.max(found)
 
     def argmax(self, *arguments, **options) -> Tensor:
-        """Over the vocabulary by statistics; else that of the real logits."""
+        """Over the vocabulary from statistics; otherwise ``argmax`` of the real logits."""
         found = self._maximum(*arguments, **options)
         return self.materialize("'argmax'").argmax(*arguments, **options) if found is None else found[1]
 
     @torch.no_grad()
     def _maximum(self, dim: object = None, keepdim: bool = False, **others) -> tuple[Tensor, Tensor] | None:
-        """Each token's maximum ``[s, b]`` and its place in this rank's shard: one more projection, but no logits. None
-        if the logits are made, and for other arguments than the vocabulary's dimension.
+        """Each token's maximum ``[s, b]`` and its position in this rank's shard, by one more projection without logits.
+        None if the real logits are made, or for other arguments than the vocabulary's dimension.
 
         Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
@@ -258,7 +257,7 @@ class LazyLogits:
 def _special_method(name: str) -> Callable:
     def call(self, *arguments, **options):
         result = getattr(self.materialize(f"operator {name!r}"), name)(*arguments, **options)
-        # `logits *= 2` rebinds the name to what is returned: itself, so that all names keep sharing one tensor.
+        # `logits *= 2` rebinds the name to the result. Returning self keeps all names on one tensor.
         return self if name.startswith("__i") and result is self.made else result
 
     return call

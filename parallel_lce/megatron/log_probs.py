@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of a Megatron model's labels, for RL.
 
-The model's own forward runs, with labels. For that one call its output layer returns lazy logits, and its loss is
-computed by :func:`_answering`: so all that lies before the loss (embedding, MuP's scale, heads for multi-token
-prediction, hooks of the output layer) is the model's own, in every release.
+The model's own forward runs, with labels. For that one call its output layer returns lazy logits, and
+:func:`_answering` replaces its loss. So everything before the loss (embedding, MuP's scale, heads for multi-token
+prediction, hooks of the output layer) is the model's own code, in every release.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import token_losses, token_statistics, without_logits
 
 _FUNCTION = "token_log_probs"
-# Of the model's forward: they ask for logits, or for another output than that of the labels.
+# Arguments of the model's forward that ask for logits, or for another output than the labels' loss.
 _REFUSED = (
     "runtime_gather_output",
     "inference_context",
@@ -53,21 +53,21 @@ def token_log_probs(
 
     Calls ``model`` itself, so that all its wrappers and hooks run, those of the output layer included. Neither
     :func:`parallel_lce.megatron.install` nor ``cross_entropy_fusion_impl="parallel_lce"`` is needed; if ``install``
-    was called, its ``logits_budget``, ``reduce_dtype`` and, without ``entropy``, ``gradient_filter`` hold; otherwise
-    those of the environment do.
+    was called, its ``logits_budget``, ``reduce_dtype`` and, without ``entropy``, ``gradient_filter`` hold, otherwise
+    the environment's.
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as
             DistributedDataParallel, Float16Module and torch.compile. The output layer must be Megatron's
             ColumnParallelLinear.
-        input_ids, position_ids, attention_mask: as of the model's forward.
-        labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. Under context
-            parallelism this rank's part, with packed sequences ``[1, tokens]``, as of the model's forward. A label
-            outside the vocabulary (-100) has the log-probability ``-lse``, with its gradient: multiply it by a mask of
-            0. May be None on pipeline stages other than the last.
+        input_ids, position_ids, attention_mask: as in the model's forward.
+        labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. As in the
+            model's forward, under context parallelism these are this rank's labels, and with packed sequences
+            ``[1, tokens]``. A label outside the vocabulary (-100) has the log-probability ``-lse``, with its gradient:
+            multiply it by a mask of 0. May be None on pipeline stages other than the last.
         temperature: divides the logits: a number > 0; or a tensor of the labels' shape and any real dtype, the same on
-            all tensor-parallel ranks, to which no gradient flows. Its values are not checked, since this would wait for
-            the device: they must be > 0 for all tokens.
+            all tensor-parallel ranks, to which no gradient flows. Its values must be > 0 for all tokens; they are not
+            checked, since the host would have to wait for the device.
         entropy: also give the entropy of the divided logits.
         forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params``,
             ``extra_block_kwargs`` and ``loss_mask``. The latter only masks the losses of multi-token prediction.
@@ -77,8 +77,8 @@ def token_log_probs(
         next stage. As in stock, padding rows of the vocabulary take part in the softmax.
 
     Losses of heads for multi-token prediction are added as by the model's own forward: their gradients come with any
-    backward through the result, once per call of this function. With the model in evaluation mode and gradients
-    disabled nobody could see them, and they are not computed.
+    backward through the result, once per call of this function. They are not computed if the model is in evaluation
+    mode and gradients are disabled, since they would have no effect.
 
     Collectives: those of the model's forward up to the output layer, then those of
     :func:`parallel_lce.token_statistics` on the tensor-parallel group, with C = 3, or 4 with ``entropy``. In backward
@@ -87,8 +87,8 @@ def token_log_probs(
     Raises:
         ValueError: before the model is called, for a model, labels, a temperature or forward arguments that do not fit.
         TypeError: the model's forward does not take one of ``forward_arguments``.
-        RuntimeError: during the forward, where real logits would be needed: a hook of the output layer computes with
-            its result or takes its gradient, or its weight is fully sharded on its own. None are ever made.
+        RuntimeError: during the forward, if it needs real logits: a hook of the output layer computes with its result
+            or takes its gradient, or its weight is fully sharded on its own. Real logits are never made.
     """
     inner = _language_model(model)
     for name in _REFUSED:
@@ -127,9 +127,9 @@ def _answering(
 ) -> Callable[[Tensor, object], Tensor | tuple[Tensor, ...]]:
     """A substitute for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
 
-    For ``labels`` themselves it gives the log-probabilities ``[b, s]``, and with ``entropy`` the entropies: a plain
-    tuple, which wrappers of the model know how to walk. For others, those of heads for multi-token prediction, it gives
-    the loss. ``temperature``: a number or ``[b, s]``.
+    For ``labels`` themselves it gives the log-probabilities ``[b, s]``, and with ``entropy`` the entropies, as a plain
+    tuple, which wrappers of the model can walk. For the shifted labels of heads for multi-token prediction it gives the
+    loss. ``temperature``: a number or ``[b, s]``.
     """
 
     def compute_language_model_loss(given: Tensor, logits: object) -> Tensor | tuple[Tensor, ...]:
@@ -172,8 +172,8 @@ def _takes(function: Callable, *names: str) -> bool:
 
 
 def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor | None, last: bool) -> float | Tensor:
-    """What divides the logits: a number, or floating-point ``[b, s]``. Refuses labels and temperatures that do not
-    fit."""
+    """The divisor of the logits: a number, or floating-point ``[b, s]``. Raises ``ValueError`` for labels and
+    temperatures that do not fit."""
     if not isinstance(temperature, Tensor):
         temperature = as_float(temperature)
         check_option("temperature", temperature)

@@ -40,7 +40,7 @@ def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) ->
 
 
 def _are_asked_for() -> bool:
-    """Whether a language model is running that was called without labels."""
+    """Whether the caller asked for logits: a language model that was called without labels is on the stack."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     for frame, _ in traceback.walk_stack(sys._getframe()):

@@ -1,4 +1,4 @@
-"""Megatron's output layer that returns lazy logits, and the loss and the statistics of them."""
+"""Megatron's output layer that returns lazy logits, and the loss and the statistics of lazy logits."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def make_lazy(layer: torch.nn.Module, asked_by: str, otherwise: str = "") -> Non
 
 @contextmanager
 def without_logits(layer: torch.nn.Module, function: str) -> Iterator[None]:
-    """Within it an output layer returns lazy logits, and whatever would make real ones raises an error that names
+    """Within it an output layer returns lazy logits, and every use that would make real ones raises an error that names
     ``function``.
 
     Raises:
@@ -135,7 +135,7 @@ def _lazy_class(base: type) -> type:
 
 
 def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
-    """Why this call has to make real logits, and what would change that."""
+    """The reason why this call has to make real logits, with its remedy; None if it need not."""
     if gather:
         return (
             "the output layer gathers them over the tensor-parallel ranks; build the model with "
@@ -167,10 +167,11 @@ def token_losses(
 ) -> Tensor:
     """Per-token loss ``[b, s]``, fp32, of logits ``[s, b, V/P]`` and ``labels [b, s]``, as stock computes it.
 
-    A label outside the vocabulary has loss ``lse - max`` and the gradient of lse alone; a token whose
-    label is ``ignore_index`` has neither. Padding rows stay in the softmax. Collectives: those of
-    :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``, or of
-    :func:`parallel_lce.vocab_parallel_cross_entropy` for real logits and for lazy ones that have been made.
+    A label outside the vocabulary has loss ``lse - max`` and the gradient of lse alone; a token with the label
+    ``ignore_index`` has loss 0 and no gradient. Padding rows stay in the softmax.
+
+    Collectives: those of :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``; for real logits, and for
+    lazy logits whose real ones have been made, those of :func:`parallel_lce.vocab_parallel_cross_entropy`.
     """
     target = _swapped(labels)
     if isinstance(logits, LazyLogits) and logits.made is None:
@@ -230,14 +231,14 @@ def _called(
 
 
 def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
-    """Where Megatron's DistributedDataParallel wants dW, or None: then autograd delivers it.
+    """The buffer of Megatron's DistributedDataParallel for dW. None: autograd delivers dW.
 
-    Once ``grad_added_to_main_grad`` is set, DDP drops what autograd delivers for the parameter, unless it has
-    ``zero_out_wgrad``. With ``gradient_accumulation_fusion`` and a weight that is the output layer's own stock drops
-    that, too. Otherwise the weight gets ``zero_out_wgrad``, so that DDP adds what autograd delivers for its other uses.
+    Once ``grad_added_to_main_grad`` is set, DDP drops autograd's gradient of the parameter, unless the parameter has
+    ``zero_out_wgrad``. With ``gradient_accumulation_fusion`` and a weight that is the output layer's own, stock drops
+    it, too. Otherwise the weight gets ``zero_out_wgrad``, so that DDP adds autograd's gradient of its other uses.
 
-    If somebody replaces main_grad between forward and backward, stock adds to the new one without fusion; with it the
-    weight gets back the one of the forward.
+    If main_grad is replaced between forward and backward, stock without fusion adds to the new one. With fusion the
+    weight gets back the main_grad of the forward.
     """
     tensor = getattr(weight, "main_grad", None)
     if tensor is None or not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):

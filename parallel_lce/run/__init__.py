@@ -1,1 +1,1 @@
-"""What a call does: its schedule, its losses and statistics, and how autograd and torch.compile run it."""
+"""The steps of a call: its schedule, its losses and statistics, and their use by autograd and torch.compile."""

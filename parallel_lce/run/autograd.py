@@ -1,7 +1,7 @@
 """Forward and backward of a call joined for autograd, which may walk a graph more than once.
 
-What a call finds are statistics (:mod:`parallel_lce.run.statistics`) or a loss (:mod:`parallel_lce.run.losses`). Each
-of the two modules has ``outputs``, from merged partials to what the user gets, and ``coefficients``, which folds
+The results of a call are statistics (:mod:`parallel_lce.run.statistics`) or a loss (:mod:`parallel_lce.run.losses`).
+Both modules have ``outputs``, which makes the user's results from merged partials, and ``coefficients``, which folds
 upstream gradients into coefficients of the gradient of the logits.
 """
 
@@ -26,7 +26,7 @@ FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
 class _FirstOrder(torch.autograd.Function):
     """The identity on a gradient, whose derivative is refused.
 
-    All tensors on which the gradient depends are inputs, too, so a second derivative by any of them is refused.
+    The tensors on which the gradient depends are inputs, too, so a second derivative by any of them is refused.
     """
 
     @staticmethod
@@ -42,7 +42,7 @@ def first_order_only(backward: Callable) -> Callable:
     """Make ``backward(ctx, saved, *upstream)`` that of an autograd.Function, ``saved`` being its saved tensors.
 
     With ``create_graph=True`` autograd would treat the gradients as constants, and second derivatives would silently be
-    wrong. :class:`_FirstOrder` records what they depend on, and raises instead.
+    wrong. :class:`_FirstOrder` records the tensors on which they depend, and raises instead.
     """
 
     @functools.wraps(backward)
@@ -59,7 +59,7 @@ def first_order_only(backward: Callable) -> Callable:
 
 
 class _Kept(NamedTuple):
-    """What is kept from forward to backward, before what the backend saves."""
+    """The tensors kept from forward to backward. The tensors that the backend saves follow them."""
 
     hidden: Tensor
     weight: Tensor
@@ -88,12 +88,12 @@ _NUM_KEPT = len(_Kept._fields)
 
 
 class _Fused(torch.autograd.Function):
-    """What a call finds."""
+    """The results of a call."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call):
         is_loss = call.options.reduction is not None
-        # Most statistics get no upstream gradient, and no zeros are made for them.
+        # Most statistics get no upstream gradient. autograd need not make zeros for them.
         ctx.set_materialize_grads(is_loss)
         merged, gathered, saved = forward(call, hidden, weight, bias, True)
         outputs, residuals = (losses if is_loss else statistics).outputs(call, merged)
@@ -127,7 +127,7 @@ class _Fused(torch.autograd.Function):
 
 
 def fused(call: Call, inputs: Inputs) -> tuple[Any, ...]:
-    """What a call finds: one loss, or all statistics, None for one not asked for."""
+    """The results of a call: one loss, or all statistics, None for one that is not asked for."""
     if any(call.needs):
         return _Fused.apply(*inputs, call)
     with torch.no_grad():

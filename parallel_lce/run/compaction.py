@@ -1,7 +1,6 @@
-"""Calls on the tokens that count alone, where the caller knows how many there are.
+"""Calls on the counted tokens alone, whose number the caller passes.
 
-The host cannot ask the device for their number without waiting for it. So the caller tells it, and a number that is
-wrong makes the result NaN.
+The host could read their number from the device only by waiting for it. A wrong number makes the result NaN.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from parallel_lce.run.statistics import NAMES, TokenStatistics
 
 
 class Compaction:
-    """The tokens of a ``mask`` of any shape, ``count`` in number, in row-major order."""
+    """The ``count`` tokens of a ``mask`` of any shape, in row-major order."""
 
     def __init__(self, mask: Tensor, count: int) -> None:
         self.shape, flat = mask.shape, mask.reshape(-1)
-        # [count], positions of the tokens that count
+        # [count], positions of the counted tokens
         self._kept = flat.logical_not().to(torch.uint8).argsort(stable=True)[:count]
         self._wrong = flat.sum() != count
 
@@ -57,7 +56,7 @@ class Compaction:
 
 
 class _AllTokens(torch.autograd.Function):
-    """All ranks' hidden states ``[S, ..., D]``, of which every rank then forms the same gradient.
+    """All ranks' hidden states ``[S, ..., D]``. Every rank then forms the same gradient of them.
 
     Forward: one all-gather of N/P * D elements per rank. Backward: this rank's part, and no collective.
     """
@@ -77,21 +76,21 @@ class _AllTokens(torch.autograd.Function):
 def compacted(
     options: Options, tensors: Tensors, group: dist.ProcessGroup | None, mask: Tensor | None, count: Any
 ) -> tuple[Options, Tensors, Compaction]:
-    """The call on the tokens that count alone: those of the ``mask``, or those that a loss does not ignore.
+    """The call on the counted tokens alone: the tokens of the ``mask``, or for a loss the tokens that are not ignored.
 
-    It has no sequence parallelism: every rank gathers all hidden states first, since the tokens that count are not
-    spread evenly over the ranks. Its dX is all-reduced.
+    It has no sequence parallelism: every rank gathers all hidden states first, since the counted tokens are not spread
+    evenly over the ranks. Its dX is all-reduced.
 
     Raises:
-        ValueError: a count that is no number from 0 to N, or a mask of another shape or dtype than the tokens' bool;
-        and for all arguments that are wrong without a count.
+        ValueError: a count that is no number from 0 to N; a mask of another shape than the tokens', or not bool; and
+        all refusals of a call without a count.
     """
     count, masks = as_number(count), []
 
     def check(shape: torch.Size) -> None:
         masks.append(_mask_of(options, tensors, shape, mask, count))
 
-    # A refusal is told to the other ranks. They must not gather hidden states before.
+    # ``prepare`` sends a refusal to the other ranks, so hidden states may be gathered only after it.
     call, inputs = prepare(options, tensors, group, extra_check=check, planned=False)
     if debug.enabled() and call.layout.ranks > 1 and not valueless(tensors.linear_weight):
         debug.agree(call.layout, {"counted_tokens": count}, {}, (0, 0))
@@ -108,13 +107,13 @@ def compacted(
 
 
 def _mask_of(options: Options, tensors: Tensors, tokens: torch.Size, mask: Tensor | None, count: Any) -> Tensor:
-    """Which tokens count, of the shape of all ``tokens``. Raises what :func:`compacted` says of them."""
+    """The mask of the counted tokens, of the shape of all ``tokens``. Raises ``ValueError`` as :func:`compacted`."""
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= tokens.numel():
         raise ValueError(
             f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"
         )
     if options.reduction is not None:
-        # In a narrow dtype a number beyond it would wrap.
+        # In a narrow dtype a number beyond its range would wrap.
         mask = tensors.target.long() != as_number(options.ignore_index)
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != tokens:
         given = f"{mask.dtype} {list(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__

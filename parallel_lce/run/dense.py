@@ -1,8 +1,9 @@
-"""Forward and backward of a loss whose fp32 logits are saved, in straight code.
+"""Forward and backward of a loss that saves fp32 logits.
 
-The plan chooses it for small problems (:mod:`parallel_lce.core.plan`), whose time is the host's. So there is nothing
-here but products, the launches of :mod:`parallel_lce.backends.triton_dense`, and the collectives of
-:mod:`parallel_lce.run.schedule` for one block, in its order.
+The plan chooses it for small problems (:mod:`parallel_lce.core.plan`), which the GPU finishes before the host has
+launched them. To save host time the code is straight: products, the launches of
+:mod:`parallel_lce.backends.triton_dense`, and the collectives of :mod:`parallel_lce.run.schedule` for one block, in the
+same order.
 """
 
 from __future__ import annotations

@@ -37,9 +37,9 @@ from parallel_lce.core.plan import Block, balanced, shared_shard_rows
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers
 
-# Numbers per token: two of the student's normalizer, two of the teacher's, and the student's sum.
+# Numbers per token: the student's normalizer (two), the teacher's (two), and the student's sum.
 _NUMBERS = 5
-# Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
+# Smallest block, for every budget: adding to an fp32 dW costs the same for few tokens as for many.
 _FEWEST_TOKENS = 128
 # Largest log-ratio for which fp16 gradients of the output stay finite.
 _LARGEST_LOG_RATIO = 64.0
@@ -47,7 +47,7 @@ _LARGEST_LOG_RATIO = 64.0
 
 @dataclass(frozen=True)
 class Divergence:
-    """Two calls over the same tokens and vocabulary entries, and how their softmax are compared."""
+    """Two calls over the same tokens and vocabulary entries, the divergence's beta, and the blocks of tokens."""
 
     student: Call
     teacher: Call
@@ -56,12 +56,11 @@ class Divergence:
 
     @classmethod
     def of(cls, student: Call, teacher: Call, beta: float, dtype: torch.dtype) -> Divergence:
-        """Blocks of tokens whose logits and gradient fit in the budget, or in 64 MiB, or that are 128 tokens.
-
-        ``dtype``: of the student.
+        """Blocks as large as their logits and gradient fit in the budget, or in 64 MiB if that is more, but of at least
+        128 tokens. ``dtype``: of the student.
         """
         options, layout = student.options, student.layout
-        # The same number on all ranks.
+        # This number is the same on all ranks.
         shard_rows = shared_shard_rows(student.shard.rows, layout.ranks, options.vocab_start, options.vocab_size)
         parts = layout.sp_size
         rows = student.shape.numel() // parts
@@ -73,8 +72,8 @@ class Divergence:
 
 
 class _Pass:
-    """One pass over the blocks: losses ``[N]`` and ``numbers [5, N]``, or with the ``numbers`` of an earlier pass the
-    gradients alone, which then need no sum over the vocabulary."""
+    """One pass over the blocks. It computes losses ``[N]`` and ``numbers [5, N]``. With the ``numbers`` of an earlier
+    pass it computes the gradients alone, without a sum over the vocabulary."""
 
     def __init__(self, task: Divergence, inputs: Sequence[Any], numbers: Tensor | None) -> None:
         self.task, self.layout = task, task.student.layout
@@ -89,7 +88,8 @@ class _Pass:
         self.numbers = self.hidden.new_empty(_NUMBERS, tokens, dtype=dtype) if numbers is None else numbers
 
     def run(self, factor: Tensor | None, gradients: _StudentGradients | None) -> None:
-        """Add to the ``gradients`` those of the sum of ``factor [N]`` times divergence, if given."""
+        """Run all blocks. ``gradients``, if given, collects the gradients of the sum of ``factor [N]`` times
+        divergence."""
         blocks, layout = self.task.blocks, self.layout
         gathers = Gathers(self.hidden, blocks, layout), Gathers(self.teacher_hidden, blocks, layout)
         for block in blocks:
@@ -103,14 +103,14 @@ class _Pass:
             del gradient  # before the next block's logits
 
     def _block(self, block: Block, x: Tensor, y: Tensor, factor: Tensor | None) -> Tensor | None:
-        """Find the block's losses and numbers where they are not known; and with ``factor [N]`` the gradient of the
-        student's output ``[R, V/P]``. The logits are freed when this returns."""
+        """Compute the block's losses and numbers, unless the numbers are given; and with ``factor [N]`` the gradient of
+        the student's output ``[R, V/P]``. The logits are freed when this returns."""
         beta, layout, pair, gradient = self.task.beta, self.layout, self._pair(block, x, y), None
         if factor is not None:
             out = aligned(x, len(x), self.projection.real_rows, self.gradient_dtype)
             gradient = LogitsGradient(out, layout.take(factor, block).contiguous(), None)
         if self.known is None:
-            # KL(teacher || student) has a gradient that needs no sum: both are found in one pass.
+            # The gradient of KL(teacher || student) needs no sum: one pass computes both.
             self._sum(pair, block, gradient if beta == 0 else None)
         if gradient is None:
             return None
@@ -146,8 +146,8 @@ class _Pass:
 
 
 def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Tensor:
-    """``[4, R]``: maxima of the logits, and logarithms of the sums of exponentials, over all ranks, from this rank's
-    ``partials [>= 2, R]`` of student and teacher. NaN where the shards leave a gap or overlap."""
+    """``[4, R]``: the maximum of the logits and the logarithm of the sum of exponentials over all ranks, of the student
+    and of the teacher, from this rank's ``partials [>= 2, R]`` of both. NaN where the shards leave a gap or overlap."""
     rows = partials[0].shape[1]
     packed = partials[0].new_empty(layout.ranks, 4 * rows + 2)
     own = packed[layout.rank]
@@ -178,7 +178,7 @@ class _StudentGradients:
             self._dbias = GradBuffer(projection.bias, projection.real_rows, blocks, dtype=sum_dtype)
 
     def add(self, block: Block, x: Tensor, gradient: Tensor) -> None:
-        """Of a block's ``x [R, D]``, from the ``gradient [R, V/P]`` of its output."""
+        """Add the gradients of a block with ``x [R, D]``, from the ``gradient [R, V/P]`` of its output."""
         real = len(self._weight)
         if self._reduction is not None:
             dx = self._reduction.open_block(block)
@@ -207,8 +207,8 @@ class _StudentGradients:
 
 
 def _output_factor(task: Divergence, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Factors ``[N]`` of the gradients of the student's output, from those of the divergences; and for fp16 the number
-    by which the gradients must be multiplied at the end."""
+    """Factors ``[N]`` of the gradients of the student's output, from factors of the divergences; and for fp16 the
+    number by which the finished gradients are multiplied."""
     factor = factor * (task.student.scale * (1 - task.beta if 0 < task.beta < 1 else 1.0))
     if dtype != torch.float16 or not len(factor):
         return factor, None
@@ -220,8 +220,8 @@ def _output_factor(task: Divergence, factor: Tensor, dtype: torch.dtype) -> tupl
 def _evaluated(
     task: Divergence, inputs: Sequence[Any], needs: Needs, factor: Tensor | None, summed: bool, numbers: Tensor | None
 ) -> tuple[Tensor, Tensor, Gradients | None]:
-    """Losses ``[N]`` and numbers ``[5, N]``, if ``numbers`` are not given; and the gradients of the sum of ``factor
-    [N]`` times divergence, if it is given. ``summed``: dW stays in the statistics' dtype, since it is scaled later."""
+    """Losses ``[N]`` (unless ``numbers`` are given), numbers ``[5, N]`` and, if ``factor [N]`` is given, the gradients
+    of the sum of factor times divergence. ``summed``: dW stays in the statistics' dtype, since it is scaled later."""
     with device_without_autocast(inputs[1]):
         work, gradients = _Pass(task, inputs, numbers), None
         if factor is not None:
@@ -232,8 +232,8 @@ def _evaluated(
 
 
 def divergences(task: Divergence, student: Inputs, teacher: Inputs, factor: Tensor | None = None) -> Tensor:
-    """``[N]``, differentiable by the student's tensors; or the sum of ``factor [N]`` times these, 0-dimensional, with
-    which the gradients are formed."""
+    """Divergences ``[N]``, differentiable by the student's tensors. With ``factor [N]`` the sum of factor times
+    divergence, 0-dimensional; its gradients are formed in this call."""
     return _Divergences.apply(*student, *teacher, task, factor)
 
 
@@ -245,7 +245,7 @@ class _Divergences(torch.autograd.Function):
         losses, numbers, ctx.gradients = _evaluated(task, inputs, needs, factor, summed, None)
         ctx.task = task
         ctx.save_for_backward(*inputs, factor, numbers)
-        # An ignored token has loss 0, whatever its logits are.
+        # An ignored token has loss 0, even if its logits are NaN.
         return losses if factor is None else (losses * factor).masked_fill_(factor == 0, 0.0).sum()
 
     @staticmethod

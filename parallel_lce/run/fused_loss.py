@@ -38,7 +38,7 @@ def fused_loss(
     multiplies = weights is not None and weights.requires_grad and torch.is_grad_enabled()
     if not (multiplies or call.in_graph):
         losses = _fused(call, inputs, tensors)[0]
-        # A view is a node of the graph, and time of the host.
+        # A view would be one more node of the graph, and take the host time.
         return losses if reduction != "none" or len(call.shape) == 1 else losses.view(call.shape)
     call = call.replaced(options=call.options._replace(reduction="none"))
     if multiplies:

@@ -1,4 +1,4 @@
-"""Per-token losses: two helpers on statistics, and what ``linear_cross_entropy`` finds."""
+"""Per-token losses: two helpers on statistics, and the losses of ``linear_cross_entropy``."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def token_losses(
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
-    """The call's loss, of each token ``[N]`` or 0-dimensional, and what its coefficients need."""
+    """The call's loss, of each token ``[N]`` or 0-dimensional, and the residuals of its backward."""
     target, weight, reduction = call.target, call.token_weight, call.options.reduction
     assert target is not None  # check_tensors has refused it
     losses, alpha, beta, gamma = token_losses(call, merged, target, weight)
@@ -54,14 +54,14 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
 
 
 def coefficients(residuals: Residuals, upstream: Tensor) -> Coefficients:
-    """Of the gradient of the logits. ``upstream``: the gradient of the loss, ``[N]`` or 0-dimensional."""
+    """Coefficients of the gradient of the logits. ``upstream``: the gradient of the loss, ``[N]`` or 0-dimensional."""
     factor = upstream if residuals.divisor is None else upstream / residuals.divisor
     assert residuals.alpha is not None
     return Coefficients(residuals.alpha, residuals.beta, residuals.gamma, factor=factor)
 
 
 def divisor_of(call: Call) -> Tensor | None:
-    """What the sum of the losses is divided by: for their mean, the sum of the tokens' weights. None is 1."""
+    """Divisor of the sum of the losses: for a mean the sum of the tokens' weights. None is 1."""
     if call.options.reduction != "mean":
         return None
     assert call.target is not None

@@ -2,14 +2,14 @@
 
 torch.compile takes an operator as a whole; meta and fake tensors get the shapes of its results. An operator gets the
 options and tensors of a call, and a process group by its name. It prepares the call
-(:mod:`parallel_lce.call.prepare`) and runs what eager mode runs (:mod:`parallel_lce.run.schedule`), with its
+(:mod:`parallel_lce.call.prepare`) and runs the schedule of eager mode (:mod:`parallel_lce.run.schedule`), with its
 collectives.
 
-Saved exponentials travel outside the graph. The forward operator returns a *handle*, a tensor of one byte; what is
-saved is an attribute of its storage, and lives and dies with it. The backward removes it, and recomputes if it is
-gone: in a second backward, or where saved-tensor hooks copied the handle. The exponentials cannot be outputs of the
-operator. The backward overwrites them, and would have to declare that: Inductor then copies them, up to
-``logits_budget`` bytes. Undeclared, a second backward would read overwritten values.
+Saved exponentials travel outside the graph. The forward operator returns a *handle*, a tensor of one byte. The saved
+tensors are an attribute of its storage, and live as long as it does. The backward removes the attribute. If it is gone,
+in a second backward or after saved-tensor hooks copied the handle, the backward recomputes. The exponentials cannot be
+outputs of the operator: the backward overwrites them. If it declared that, Inductor would copy them, up to
+``logits_budget`` bytes. If it did not, a second backward would read overwritten values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from parallel_lce.run import losses, schedule, statistics
 from parallel_lce.run.autograd import FIRST_ORDER
 from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, Residuals
 
-# Attribute of a handle's storage that holds what is saved.
+# Attribute of a handle's storage that holds the saved tensors.
 _SAVED = "_parallel_lce_saved"
 # Outputs of the forward operator that are the user's. Its residuals, the partial and the handle follow.
 _NUM_OUTPUTS, _NUM_RESIDUALS = len(NAMES), len(Residuals._fields)
@@ -47,7 +47,7 @@ _KINDS = {
     "int | None": "SymInt?",
     "torch.dtype | None": "ScalarType?",
 }
-# By the fields' names, as texts.
+# Types of the fields as text, by name.
 _TYPES = {name: kind.__forward_arg__ for name, kind in Options.__annotations__.items()}
 _NUMBERS = [name for name, kind in _TYPES.items() if kind.startswith("float")]
 _OTHERS = [name for name in _TYPES if name not in _NUMBERS]
@@ -56,11 +56,11 @@ CALL = (
     f"{_TENSORS}, Tensor numbers, bool[] given, {', '.join(f'{_KINDS[_TYPES[n]]} {n}' for n in _OTHERS)}, "
     "bool[] needs, str group"
 )
-"""In a schema, the arguments of :class:`Arguments`."""
+"""The arguments of :class:`Arguments` in an operator's schema."""
 
 
 class Arguments(NamedTuple):
-    """A call as an operator gets it."""
+    """A call as the arguments of an operator."""
 
     tensors: Tensors
     # Options that are floating-point numbers, fp64 on the CPU. A Python number would be compiled in as a constant.
@@ -69,7 +69,7 @@ class Arguments(NamedTuple):
     given: list[bool]
     # The other options.
     others: list
-    # Which gradients are to come.
+    # Which gradients a backward must produce: Needs.
     needs: list[bool]
     # Name of the process group; '' for none
     group: str
@@ -91,7 +91,7 @@ class Arguments(NamedTuple):
         return [*self.tensors, self.numbers, self.given, *self.others, self.needs, self.group]
 
     def options(self, values: Sequence[float] = (0.5,) * len(_NUMBERS)) -> Options:
-        """With ``values`` of the numbers, which they do not have while a graph is traced. The results' shapes do not
+        """The options. ``values``: of the numbers, which have none while a graph is traced; the results' shapes do not
         depend on them."""
         numbers = {
             name: value if there else (None if "None" in _TYPES[name] else 0.0)
@@ -100,12 +100,12 @@ class Arguments(NamedTuple):
         return Options(**numbers, **dict(zip(_OTHERS, self.others)))
 
     def prepared(self) -> tuple[Call, Inputs]:
-        # A group's name is a str, of which torch 2.13 makes a type of its own.
+        # torch 2.13's annotation of a group's name is not str.
         group = _resolve_process_group(self.group) if self.group else None  # pyright: ignore[reportArgumentType]
         return prepare(self.options(self.numbers.tolist()), self.tensors, group, needs=Needs(*self.needs))
 
     def described(self) -> Call:
-        """The call as far as the shapes of its results and its coefficients depend on it."""
+        """A call with only the fields that decide the shapes of its results and its coefficients."""
         group = _resolve_process_group(self.group) if self.group else None  # pyright: ignore[reportArgumentType]
         options, tensors = self.options(), self.tensors
         layout, ids = Layout.of(group, options.sequence_parallel), tensors.selected
@@ -118,7 +118,7 @@ class Arguments(NamedTuple):
 
 
 def _split(arguments: Sequence[Any]) -> tuple[Arguments, list]:
-    """The call of an operator's arguments, which comes first, and the others."""
+    """Split an operator's arguments: the call, whose arguments come first, and the others."""
     given, count, number = list(arguments), len(Tensors._fields), len(_OTHERS)
     tensors, given = Tensors(*given[:count]), given[count:]
     numbers, there, *given = given
@@ -169,7 +169,7 @@ def _padded(values: Sequence[Tensor | None], count: int, like: Tensor) -> list[T
 
 
 def _results(outputs: Sequence[Tensor | None], residuals: Residuals, partial: Tensor, handle: Tensor) -> tuple:
-    """Of the forward operator. An output must not share memory with an input or another output."""
+    """The outputs of the forward operator. None may share memory with an input or another output."""
     copied = [r if r is None else r.clone() for r in residuals]
     return *_padded(outputs, _NUM_OUTPUTS, partial), *_padded(copied, _NUM_RESIDUALS, partial), partial, handle
 
@@ -181,7 +181,7 @@ def _results(outputs: Sequence[Tensor | None], residuals: Residuals, partial: Te
     tags=_OUTSIDE_GRAPHS,
 )
 def _forward(*arguments):
-    """The losses, or the statistics, of each token; their residuals, the merged partial, and the handle."""
+    """Losses or statistics of each token, their residuals, the merged partial, and the handle."""
     call, inputs = _split(arguments)[0].prepared()
     merged, gathered, saved = schedule.forward(call, *inputs, any(call.needs))
     partial = merged.partial
@@ -249,7 +249,7 @@ _forward.register_autograd(_differentiate_forward, setup_context=_save_forward)
     tags=_OUTSIDE_GRAPHS,
 )
 def _backward(*arguments):
-    """dX, dW and dbias, those that are ``wanted``."""
+    """The ``wanted`` ones of dX, dW and dbias."""
     given, (partial, handle, *each, of_selected, selected_logits, wanted) = _split(arguments)
     gathered, *saved = vars(handle.untyped_storage()).pop(_SAVED, (None,))
     call, inputs = given.prepared()
@@ -274,7 +274,7 @@ _backward.register_autograd(_refuse_second_order, setup_context=_save_nothing)
     "parallel_lce::accumulated_loss", mutates_args=(), schema=f"({CALL}) -> (Tensor, Tensor[])", tags=_OUTSIDE_GRAPHS
 )
 def _accumulated_loss(*arguments):
-    """The loss, and its dX, dW and dbias, those that are to come."""
+    """The loss, and those of dX, dW and dbias that the call needs."""
     call, inputs = _split(arguments)[0].prepared()
     loss, gradients = schedule.accumulate(call, *inputs, call.needs)
     return loss, [g for g in gradients if g is not None]
@@ -321,7 +321,7 @@ def _empty_gradients(tensors: Tensors, needs: list[bool], dtype: torch.dtype | N
 
 
 def _by_input(gradients: list[Tensor], needs: list[bool]) -> tuple[Tensor | None, ...]:
-    """Gradients that an operator lists, each at its input's place among hidden states, weight and bias."""
+    """An operator's list of ``gradients`` as a triple for hidden states, weight and bias; None for one not needed."""
     found = iter(gradients)
     return tuple(next(found) if needed else None for needed in needs)
 

@@ -1,7 +1,7 @@
-"""The schedule of a call: what a forward and a backward do with each block of tokens, and in which order.
+"""The schedule of a call: the steps of forward and backward for each block of tokens, in their order.
 
-A call runs block by block (:mod:`parallel_lce.core.plan`). Of a fused call, this module alone knows both the
-collectives (:mod:`parallel_lce.core.collectives`) and the work on a block (:mod:`parallel_lce.backends`):
+A call runs block by block (:mod:`parallel_lce.core.plan`). This module joins the collectives
+(:mod:`parallel_lce.core.collectives`) and the work on a block (:mod:`parallel_lce.backends`):
 
     forward      gather hidden states -> project -> gather partials -> merge
     backward     gather hidden states -> dX -> reduce dX, beside dW
@@ -71,14 +71,14 @@ class Gathers:
 def forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
 ) -> tuple[Merged, Tensor | None, Saved | tuple[()]]:
-    """What is found of ``hidden [..., D]``; and with ``save``, for backward, the gathered hidden states, if there is
-    memory for them, and what the backend saves of the first block.
+    """The merged results of ``hidden [..., D]``. With ``save`` also, for backward, the gathered hidden states, if the
+    plan has memory for them, and the tensors that the backend saves of the first block.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
     one all-gather of the partials.
     """
     layout, plan, blocks, backend = call.layout, call.plan, call.plan.forward_blocks, call.backend
-    # The backward's only block can use what is known of the forward's windows, but for the gradient of the bias.
+    # Window partials are kept only for a filtered backward of one block without a gradient of the bias.
     keep_windows = save and call.options.gradient_filter is not None and len(blocks) == 1 and plan.blocks == blocks
     keep_windows = keep_windows and (bias is None or not bias.requires_grad)
     with device_without_autocast(weight):
@@ -145,7 +145,7 @@ def _project(work: BlockForward, x: IncomingHidden, gathers: Gathers, first: boo
 class _GradientSums:
     """dX, dW and dbias of one call, formed block by block.
 
-    ``dtype``: of dW and dbias, by default the parameters'. ``scratch_bytes``: of the blocks' working memory.
+    ``dtype``: of dW and dbias, by default the parameters'. ``scratch_bytes``: size of the blocks' working memory.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class _GradientSums:
         self._call, self._projection, self._targets = call, projection, call.target
         if call.target is not None and projection.start:
             self._targets = call.target - projection.start
-        # [E]: what the selected entries add to the gradient of the projection's output, and their logits.
+        # [E] each: the selected entries' terms of the gradient of the projection's output, and their logits.
         self._selected = selected
         self.scratch = Scratch(scratch_bytes, hidden.device)
         number, real = len(call.plan.blocks), projection.real_rows
@@ -230,10 +230,9 @@ def backward(
 ) -> Gradients:
     """Gradients of a call whose :func:`forward` gave ``partial``, ``gathered`` and the fields of ``saved``.
 
-    ``coefficients`` and ``of_selected``: of :func:`parallel_lce.run.statistics.coefficients`. A backward overwrites
-    what is saved. ``consumed``: an earlier backward has overwritten it; everything is then
-    recomputed, in that memory. The tensors may have other strides than in forward, since hooks for saved tensors
-    return what they like.
+    ``coefficients`` and ``of_selected``: results of :func:`parallel_lce.run.statistics.coefficients`. A backward
+    overwrites ``saved``. ``consumed``: an earlier backward has overwritten it; all logits are then recomputed, in that
+    memory. The tensors may have other strides than in forward, since hooks for saved tensors may return any.
 
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a block ahead, unless
     they were saved; then the reduction of dX (:class:`parallel_lce.core.collectives.HiddenReduction`).
@@ -259,7 +258,7 @@ def backward(
             coefficients = coefficients.folded()
             # All per-token vectors stacked: one copy then extracts a block.
             tokens = torch.cat([partial, torch.stack(coefficients.present)])
-        # Hidden states that are all here: gathered in forward, or of the only block.
+        # Hidden states that need no gather: gathered in forward, or of the only block without sequence parallelism.
         whole = hidden if layout.sp_size == 1 and len(blocks) == 1 else gathered
         gathers = None if whole is not None else Gathers(hidden, blocks, layout)
         for block in blocks:
@@ -284,9 +283,8 @@ def backward(
 def _selected_apart(
     call: Call, selected: Selected, coefficients: Coefficients, upstream: Tensor, logits: Tensor
 ) -> tuple[Coefficients, tuple[Tensor, Tensor]]:
-    """The coefficients, and ``[E]`` what the selected entries add to the gradient of the projection's output, with
-    their logits. What a selected target would add becomes part of ``beta``: the gradients of targets are never
-    rounded."""
+    """The coefficients, and ``[E]`` each the selected entries' terms of the gradient of the projection's output, and
+    their logits. The term of a selected target is moved to ``beta``, because gradients of targets are never rounded."""
     if call.target is not None and coefficients.beta is not None:
         of_target = selected.ids == selected.spread(call.target)
         beta = coefficients.beta - selected.sums(upstream.where(of_target, 0.0))

@@ -33,8 +33,8 @@ from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, Merged, in
 class TokenStatistics:
     """Statistics of each token's logits.
 
-    Every field but the last has the target's shape, or the hidden states' leading shape without a target, where it does
-    not say another one; fp32, or fp64 for fp64 input. Fields that were not asked for are None. Fields from
+    Fields have the target's shape, or without a target the hidden states' leading shape, unless their comment says
+    another one. They are fp32, or fp64 for fp64 input. Fields that were not asked for are None. Fields from
     ``max_logit`` on have no gradient.
     """
 
@@ -59,10 +59,10 @@ class TokenStatistics:
     # log p of the selected entries, [..., K], or [E] for sets given with offsets. ``-lse`` for an id outside [0, V).
     selected_log_prob: Tensor | None = field(metadata={"column": "selected"})
     max_logit: Tensor
-    # int64 global id, the lowest among equals. Where a logit of the token is NaN, or the shards are no partition, ids
-    # are -1, and all but a target's logit is NaN: ``torch.argmax`` and ``torch.topk`` would take NaN for the largest.
+    # int64 global id, the lowest among equals. If a logit of the token is NaN, or the shards are no partition, ids are
+    # -1, and all fields but ``target_logit`` are NaN. (``torch.argmax`` and ``torch.topk`` take NaN for the largest.)
     argmax: Tensor | None = field(metadata={"column": "argmax"})
-    # [..., K], the largest first; all NaN where a logit is.
+    # [..., K], the largest first; all NaN if a logit of the token is NaN.
     top_logits: Tensor | None = field(metadata={"column": "top"})
     # [..., K] int64 global ids, the lowest among equals first; -1 as ``argmax``.
     top_ids: Tensor | None = field(metadata={"column": "top"})
@@ -86,15 +86,15 @@ DIFFERENTIABLE = NAMES[: NAMES.index("max_logit")]
 
 
 class Residuals(NamedTuple):
-    """What the backward of a call needs beside the merged partial."""
+    """Tensors for the backward of a call, beside the merged partial."""
 
-    # Of a loss, [N] each: coefficients of the gradient of the logits
+    # For a loss, [N] each: coefficients of the gradient of the logits.
     alpha: Tensor | None = None
     beta: Tensor | None = None
     gamma: Tensor | None = None
-    # Of a mean, 0-dimensional: what the sum of the losses was divided by
+    # For a mean, 0-dimensional: divisor of the sum of the losses.
     divisor: Tensor | None = None
-    # Of statistics: V, 0-dimensional int64, and the logits of the selected entries [E]
+    # For statistics: V, 0-dimensional int64, and the logits of the selected entries [E].
     vocab_size: Tensor | None = None
     selected_logits: Tensor | None = None
 
@@ -107,7 +107,7 @@ def present(call: Call) -> list[bool]:
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]:
-    """The statistics in the order of ``NAMES``, and what the backward needs beside the partial."""
+    """The statistics in the order of ``NAMES``, and the residuals of their backward."""
     partial, vocab_size, selected_logits, top = merged
     if isinstance(vocab_size, int):
         vocab_size = partial.new_full((), vocab_size, dtype=torch.int64)
@@ -124,8 +124,9 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
 def coefficients(
     call: Call, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor | None, ...]
 ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
-    """Of the gradient of the logits; and of selected entries, ``[E]`` each, the gradient of their logits beside that,
-    and these logits. ``upstream``: the gradients of the differentiable statistics, in their order."""
+    """Coefficients of the gradient of the logits. If there is an upstream gradient of ``selected_log_prob``, also a
+    pair ``[E]`` each: the further gradient of the selected entries' logits, and these logits. ``upstream``: the
+    gradients of the differentiable statistics, in their order."""
     given = dict(zip(DIFFERENTIABLE, upstream))
     vocab_size, logits = residuals.vocab_size, residuals.selected_logits
     assert vocab_size is not None
@@ -139,8 +140,8 @@ def coefficients(
 
 
 def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor) -> Tensor:
-    """``[N, K]`` or ``[E]``; NaN if the given offsets are none."""
-    # No view of another tensor: autograd would let nobody change it in place.
+    """``[N, K]`` or ``[E]``; NaN if the given offsets are invalid."""
+    # A new tensor, no view: autograd forbids in-place changes of a view among several outputs.
     shape = selected.given_ids.shape
     shifted = logits.view(shape) - selected.spread(partial[MAX]).view(shape)
     found = shifted - selected.spread(partial[SUM_EXP].log()).view(shape)
@@ -148,7 +149,7 @@ def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor) -> Te
 
 
 def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, with_target: bool) -> dict[str, Any]:
-    """Statistics from a merged partial ``[C, N]``, by name; None for those that it does not tell."""
+    """Statistics from a merged partial ``[C, N]``, by name; None for a statistic without its column."""
     top, sum_exp, target = partial[MAX], partial[SUM_EXP], partial[TARGET]
     log_sum = sum_exp.log()
     # If all logits are -inf, M is -inf and the sums are relative to 0: lse is -inf, not NaN.

@@ -142,30 +142,33 @@ ASKED = [{}, dict(mean_logit=True), dict(mean_logit=True, expected_logit=True, a
 @pytest.mark.parametrize("names", [["lse", "target_log_prob"], list(DIFFERENTIABLE)], ids=["kept", "all"])
 @pytest.mark.thinned
 def test_statistics(names, budget, device):
-    def total(*tensors, asked=ASKED[-1]):
-        found = parallel_lce.token_statistics(*tensors, logits_budget=budget, **asked)
-        return found, sum(getattr(found, name).sum() * (i + 1) for i, name in enumerate(names) if name in fields(found))
+    def statistics(*tensors, asked=ASKED[-1]):
+        return parallel_lce.token_statistics(*tensors, logits_budget=budget, **asked)
 
-    fast, counter = compiled(total)
+    def total(*tensors):
+        found = statistics(*tensors)
+        return sum(getattr(found, name).sum() * (i + 1) for i, name in enumerate(names))
+
+    (fast, counter), (fast_total, _) = compiled(statistics), compiled(total)
     for N in SIZES:
         t = operands(N, device)
         given = t.x.detach().view(1, N, D).requires_grad_(), t.weight, t.target.view(1, N)
         results, work = [], []
-        for f in (fast, total):
+        for values, value in ((fast, fast_total), (statistics, total)):
             with shrunk(4000, (16, 32)), observed(device, "fp32") as counts:
-                found, value = f(*given)
-                results.append([*fields(found).values(), *torch.autograd.grad(value, given[:2])])
+                found = fields(values(*given))
+                results.append([*found.values(), *torch.autograd.grad(value(*given), given[:2])])
                 work.append(list(counts))
+            for name, field in found.items():
+                assert field.shape == (() if name == "vocab_size" else (1, N))
+                assert field.requires_grad == (name in DIFFERENTIABLE)
         assert_same(*results, device)
-        for name, value in fields(found).items():
-            assert value.shape == (() if name == "vocab_size" else (1, N))
-            assert value.requires_grad == (name in DIFFERENTIABLE)
         # Statistics that nobody differentiates, as the entropy may be, cost nothing in backward.
         assert work[0] == work[1]
     assert counter.frame_count == 2
     for asked, target in ((ASKED[0], None), (ASKED[1], t.target)):
         torch._dynamo.reset()  # which compiles only so many variants of a function
-        found, expected = (f(t.x, t.weight, target, asked=asked)[0] for f in (compiled(total)[0], total))
+        found, expected = (f(t.x, t.weight, target, asked=asked) for f in (compiled(statistics)[0], statistics))
         assert fields(found).keys() == fields(expected).keys()
 
 
@@ -368,6 +371,7 @@ def test_refusals(device):
     loss = torch.compile(parallel_lce.linear_cross_entropy, backend="eager")
     with pytest.raises(ValueError, match="15 features .* 16"):
         loss(t.x[:, 1:], t.weight, t.target)
+    torch._dynamo.reset()
     t.target[3] = V
     with debug_mode():
         assert compiled(parallel_lce.linear_cross_entropy)[0](t.x, t.weight, t.target).isnan()

@@ -53,8 +53,8 @@ def test_logits_that_are_recomputed_in_another_order(output, monkeypatch, device
     z = exact @ weight.double().t()
     value = reference.statistics(z, target)[output].sum()
     (truth,) = torch.autograd.grad(value * 2**10, exact)
-    for one, other in zip(ours, truth):  # of each token
-        assert relative_error(one, other) < 5e-2
+    for one, other in zip(ours, truth):  # of each token; fp32 has 1 - p = 2e-6 to 7 %
+        assert relative_error(one, other) < (0.1 if output == "target_log_prob" else 0.05)
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True)

@@ -79,47 +79,7 @@ def test_a_target_out_of_range_has_loss_and_gradient_nan(ranks, budget, worlds, 
         assert found == [outside, ignoring, True, outside]
 
 
-# --- views, dtypes and weights of tokens -----------------------------------------------------------
-
-
-def _views(device):
-    """The same numbers behind other strides and offsets: name -> (input [4, 5, D], weight, bias, target)."""
-    base = make(Case(20, 33, 6, bias=True), device)
-    x, w, b, y = base.x.view(4, 5, 6), base.weight, base.bias, base.target.view(4, 5)
-
-    def inside(value, *slices):
-        big = value.new_full([2 * n + 3 for n in value.shape], torch.nan if value.is_floating_point() else 7)
-        return big[slices].copy_(value)
-
-    yield "weight rows in a wider matrix", (x, inside(w, slice(2, 35), slice(1, 7)), b, y)
-    yield "weight every other row", (x, inside(w, slice(1, 67, 2), slice(0, 6)), b, y)
-    yield "weight every other column", (x, inside(w, slice(0, 33), slice(1, 13, 2)), b, y)
-    yield "weight transposed", (x, w.t().contiguous().t(), b, y)
-    yield "input transposed", (x.transpose(0, 1).contiguous().transpose(0, 1), w, b, y)
-    yield "input in a wider one", (inside(x, slice(1, 5), slice(3, 8), slice(2, 8)), w, b, y)
-    yield "input every other column", (inside(x, slice(0, 4), slice(0, 5), slice(0, 12, 2)), w, b, y)
-    yield "input expanded", (x[:1].expand(4, 5, 6), w, b, y)
-    yield "bias every other", (x, w, inside(b, slice(1, 67, 2)), y)
-    yield "target transposed", (x, w, b, y.t().contiguous().t())
-    yield "target offset", (x, w, b, inside(y, slice(3, 7), slice(1, 6)))
-
-
-@pytest.mark.parametrize("budget", [None, 0])
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_views(budget, reduction, device):
-    def results(x, w, b, y):
-        leaves = [v.detach().requires_grad_() for v in (x, w, b)]
-        given = dict(linear_bias=leaves[2], reduction=reduction, logits_budget=budget)
-        loss = parallel_lce.linear_cross_entropy(*leaves[:2], y, **given)
-        return [loss.detach(), *torch.autograd.grad(loss.sum(), leaves)]
-
-    with shrunk(512, (8, 16)):
-        for name, values in _views(device):
-            flat = [v.detach().clone(memory_format=torch.contiguous_format) for v in values]
-            for found, expected in zip(results(*values), results(*flat)):
-                assert not found.isnan().any(), name
-                # Strides choose other product kernels.
-                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}")
+# --- dtypes and weights of tokens -------------------------------------------------------------------
 
 
 SIGNED = [torch.int8, torch.int16, torch.int32]
@@ -146,23 +106,6 @@ def test_token_weight_of_any_real_dtype(dtype, device):
     mask = torch.tensor([1, 0, 1, 1, 0, 1], device=device)
     expected = call(arguments | dict(token_weight=mask.float()))
     assert torch.equal(call(arguments | dict(token_weight=mask.to(dtype))), expected)
-
-
-def test_token_weights_that_learn_or_are_zero(device):
-    """A weight that needs a gradient gets one, though a mean could otherwise accumulate in forward."""
-    arguments = good(device)
-    weight = torch.rand(N, device=device, requires_grad=True)
-    with shrunk(64):
-        loss = call(arguments | dict(token_weight=weight, logits_budget=0))
-    exact = weight.detach().double().requires_grad_()
-    z = reference.logits(arguments["input"].double(), arguments["linear_weight"].double())
-    expected = reference.loss(z, arguments["target"], token_weight=exact)
-    found, truth = (torch.autograd.grad(*each)[0] for each in ((loss, weight), (expected, exact)))
-    torch.testing.assert_close(found.double(), truth, rtol=1e-5, atol=1e-6)
-    x = arguments["input"].requires_grad_()
-    loss = call(arguments | dict(token_weight=torch.zeros(N, device=device)))
-    (dx,) = torch.autograd.grad(loss, x)
-    assert loss == 0 and torch.count_nonzero(dx) == 0
 
 
 def _group_of_one(member: Member):

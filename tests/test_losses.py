@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-import parallel_lce
 from cases import normal
 from parallel_lce.backends import loss
 from parallel_lce.backends.loss import mean_loss as plain_mean
@@ -73,12 +72,6 @@ def test_mean(rows, weighted, ignore_index, device):
             torch.testing.assert_close(divisor.double().cpu(), truth[1], rtol=1e-6, atol=0)
         if ignore_index is not None and (target == ignore_index).all():
             assert found == 0
-
-
-def test_a_log_probability_needs_a_target():
-    statistics = parallel_lce.token_statistics(torch.ones(2, 3), torch.ones(4, 3), None)
-    with pytest.raises(ValueError, match="log_prob needs statistics computed with a target, got target=None"):
-        parallel_lce.log_prob(statistics)
 
 
 def test_without_an_ignored_id_every_token_counts():

@@ -1,4 +1,4 @@
-"""Numbers of other libraries, and what users do with the module: copies, pickles, hooks that move saved tensors."""
+"""Numbers of other libraries, and what users do with the module: copies and pickles."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import pytest
 import torch
 
 import parallel_lce
-from measures import assert_close
 from parallel_lce.core import options
-from tools import REDUCED, call, everywhere, good, shrunk, small
+from tools import call, everywhere, good
 from world import Member
 
 NUMBERS = {
@@ -81,45 +80,6 @@ def _by_other_truth_values(member: Member) -> list[bool]:
 def test_truth_values_of_other_libraries(worlds, device):
     for found in everywhere(worlds, device, 2, _by_other_truth_values):
         assert found == [True] * 6
-
-
-def _gapped(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values at other strides, as a hook that keeps several tensors in one may give them back."""
-    wide = tensor.new_empty(*tensor.shape, 2)
-    wide[..., 0] = tensor
-    return wide[..., 0]
-
-
-def _transposed(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.t().contiguous().t() if tensor.dim() == 2 else tensor
-
-
-@pytest.mark.parametrize("unpack", [_gapped, _transposed])
-@pytest.mark.parametrize("strategy", [*REDUCED, "some", "statistics"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.thinned
-def test_saved_tensors_come_back_with_other_strides(dtype, strategy, unpack, backend, device):
-    t = small(device, dtype=dtype)
-    leaves = [t.x, t.weight]
-
-    def gradients():
-        if strategy == "statistics":
-            ids = t.target[:, None] // torch.tensor([2, 3, 5], device=device)
-            found = parallel_lce.token_statistics(*leaves, t.target, expected_logit=True, selected=ids)
-            value = (found.target_log_prob - found.entropy + found.selected_log_prob.sum(1)).sum()
-        else:
-            options = REDUCED.get(strategy, dict(logits_budget=5000, reduction="none"))
-            value = parallel_lce.linear_cross_entropy(*leaves, t.target, **options).sum()
-        first = torch.autograd.grad(value, leaves, retain_graph=True)
-        return *first, *torch.autograd.grad(value, leaves)
-
-    with shrunk(4096, (16, 32)):
-        plain = gradients()
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach().clone(), unpack):
-            moved = gradients()
-    for a, b in zip(moved, plain):
-        # Strides choose other product kernels.
-        assert_close(a, b, 2 * torch.finfo(a.dtype).eps, 2**-24)
 
 
 def _copies(member: Member):

@@ -68,44 +68,30 @@ def _modules(folder: Path) -> set[str]:
 
 
 @needs_build
-def test_the_wheel_made_from_the_sdist_holds_every_module(unpacked):
-    expected = {f"parallel_lce/{m}" for m in _modules(ROOT / "parallel_lce")}
-    kernels = {f"parallel_lce/kernels/{m}" for m in _modules(ROOT / "kernels")}
+def test_the_wheel_holds_every_module_and_nothing_else(built, unpacked):
+    """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``."""
+    kernels = _modules(ROOT / "kernels")
     assert kernels, "there are kernels to pack"
-    assert _modules(unpacked) == expected | kernels
+    named = {f"parallel_lce/kernels/{m}" for m in kernels}
+    assert _modules(unpacked) == {f"parallel_lce/{m}" for m in _modules(ROOT / "parallel_lce")} | named
     for name in kernels:
-        packed = unpacked / name
-        assert not packed.is_symlink()
-        assert packed.read_bytes() == (ROOT / Path(name).relative_to("parallel_lce")).read_bytes()
-
-
-@needs_build
-def test_the_wheel_holds_the_license_and_the_mark_of_a_typed_package(unpacked):
-    assert (unpacked / "parallel_lce" / "py.typed").is_file()
+        packed = unpacked / "parallel_lce" / "kernels" / name
+        assert not packed.is_symlink() and packed.read_bytes() == (ROOT / "kernels" / name).read_bytes()
     (information,) = unpacked.glob("*.dist-info")
+    assert {p.name for p in unpacked.iterdir()} == {"parallel_lce", information.name}
+    assert (unpacked / "parallel_lce" / "py.typed").is_file()
     assert (information / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     metadata = (information / "METADATA").read_text().splitlines()
     assert "License-Expression: Apache-2.0" in metadata and "License-File: LICENSE" in metadata
-
-
-@needs_build
-def test_the_wheel_puts_nothing_else_on_the_path(unpacked):
-    """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``."""
-    top = {p.name for p in unpacked.iterdir()}
-    assert {name for name in top if not name.endswith(".dist-info")} == {"parallel_lce"}
-
-
-@needs_build
-def test_the_sdist_holds_the_kernels(built):
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {m.name.split("/", 1)[-1] for m in archive.getmembers() if m.isfile()}
-    for module in _modules(ROOT / "kernels"):
+    for module in kernels:
         assert f"parallel_lce/kernels/{module}" in names or f"kernels/{module}" in names
 
 
 USE = """
-import math, sys, torch, parallel_lce
+import importlib.util, math, torch, parallel_lce
 x = torch.zeros(3, 4, requires_grad=True)
 w = torch.ones(5, 4, requires_grad=True)
 loss = parallel_lce.linear_cross_entropy(x, w, torch.tensor([0, 1, 4]))
@@ -118,21 +104,11 @@ print(parallel_lce.__file__)
 
 @needs_build
 def test_the_wheel_works_elsewhere(unpacked, tmp_path):
-    done = python("-c", USE, path=str(unpacked), cwd=tmp_path)
+    names = [".".join(("parallel_lce.kernels", *Path(m).with_suffix("").parts)) for m in _modules(ROOT / "kernels")]
+    each = f"for name in {names!r}:\n    assert importlib.util.find_spec(name) is not None, name\n"
+    done = python("-c", USE + each, path=str(unpacked), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()) == unpacked / "parallel_lce" / "__init__.py"
-
-
-@needs_build
-def test_each_kernel_of_the_wheel_can_be_found(unpacked, tmp_path):
-    names = [".".join(("parallel_lce.kernels", *Path(m).with_suffix("").parts)) for m in _modules(ROOT / "kernels")]
-    code = f"""
-import importlib.util
-for name in {names!r}:
-    assert importlib.util.find_spec(name) is not None, name
-"""
-    done = python("-c", code, path=str(unpacked), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("lost", ["removed", "a text file", "dangling"])
@@ -155,33 +131,20 @@ def test_a_lost_link_names_its_cause(lost, tmp_path):
 
 IMPORTS = """
 import sys
+# Whatever else the extras install may be absent.
+for name in ("megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "tokenizers"):
+    sys.modules[name] = None  # import raises ImportError
 import torch, torch.distributed
 before = set(sys.modules)
 import parallel_lce
 added = {name.partition(".")[0] for name in set(sys.modules) - before}
-assert not added & {"megatron", "triton"}, added
 ours = {name for name in added if name not in sys.stdlib_module_names}
 assert ours <= {"parallel_lce", "torch"}, ours
 """
 
 
 def test_importing_needs_torch_alone(tmp_path):
-    done = python("-c", IMPORTS, path=str(ROOT), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-
-
-def test_importing_works_where_the_extras_are_not(tmp_path):
-    """megatron-core, triton and everything else of the extras may be absent."""
-    code = (
-        """
-import sys
-for name in ("megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "tokenizers"):
-    sys.modules[name] = None  # import raises ImportError
-import parallel_lce
-"""
-        + USE
-    )
-    done = python("-c", code, path=str(ROOT), cwd=tmp_path)
+    done = python("-c", IMPORTS + USE, path=str(ROOT), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

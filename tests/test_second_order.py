@@ -14,7 +14,6 @@ WAYS = {
     "mean": dict(),
     "recompute": dict(reduction="none", logits_budget=0),
     "accumulate": dict(logits_budget=0),
-    "accumulate, a later backward": dict(logits_budget=0),
     "token_weight": dict(token_weight=torch.ones(48)),
     "statistics": None,
     "real logits": None,

@@ -12,7 +12,7 @@ from parallel_lce.backends.interface import SelectedGradient
 from parallel_lce.call.call import Call, flattened
 from parallel_lce.call.checks import refuse_unknown
 from parallel_lce.call.prepare import prepare
-from parallel_lce.call.selection import Selected, ids_and_offsets
+from parallel_lce.call.selection import ids_and_offsets
 from parallel_lce.core.collectives import gather_hidden, gather_with_bounds
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.options import Options, Tensors, apart
@@ -111,12 +111,7 @@ def _gradient_of_logits(call: Call, log_probs: Tensor, logits: Tensor, upstream:
     selected = call.selected
     assert selected is not None
     with device_without_autocast(logits):
-        # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
-        upstream = upstream.where(log_probs != -torch.inf, 0.0)
-        # u - p sum(u), without the difference where p is near 1.
-        others = selected.spread(selected.sums(upstream)) - upstream
-        gradient = -upstream * log_probs.expm1() - log_probs.exp() * others
-        return call.before_softcap(gradient, logits)
+        return call.before_softcap(call.backend.set_gradient(log_probs, upstream, selected), logits)
 
 
 def _whole(call: Call) -> Block:
@@ -139,27 +134,7 @@ def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
         broken = selected.broken
         if wrong is not None:
             broken = wrong if broken is None else broken | wrong
-        return _log_softmax(packed[:, :count].sum(0), selected, vocab_size, broken)
-
-
-def _log_softmax(
-    logits: Tensor, selected: Selected, vocab_size: Tensor | int, broken: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """The log-probabilities ``[E]`` and the logits ``[E]``."""
-    outside = (selected.ids < 0) | (selected.ids >= vocab_size)
-    logits.masked_fill_(outside, -torch.inf)
-    maxima = selected.maxima(logits)
-    shifted = logits - selected.spread(maxima.masked_fill(maxima == -torch.inf, 0.0))
-    # Sum of all exponentials but the largest. With the largest, 1, the sum would round away a confident token's 1 - p.
-    largest = shifted == 0
-    others = selected.sums(shifted.exp().masked_fill(largest, 0.0))
-    others += (selected.sums(largest.to(shifted.dtype)) - 1).clamp(min=0)
-    log_probs = shifted - selected.spread(others.log1p())
-    # For a token without a finite logit this replaces -inf - -inf.
-    log_probs.masked_fill_(logits == -torch.inf, -torch.inf)
-    if broken is not None:
-        log_probs.masked_fill_(broken, torch.nan)
-    return log_probs, logits.masked_fill_(outside, 0.0)
+        return call.backend.set_log_probs(packed, selected, broken, vocab_size)
 
 
 def _backward(

@@ -36,9 +36,20 @@ def _noted(backend, name: str, note: Callable):
         yield
 
 
-def watched_backwards(backend, note: Callable):
-    """Calls ``note(task)``, which returns nothing, before each block's backward."""
-    return _noted(backend, "block_backward", note)
+@contextmanager
+def watched_backwards(backend, before: Callable, after: Callable = lambda task: None):
+    """Calls ``before(task)``, which returns nothing, before each block's backward, and ``after(task)`` behind it."""
+    original = backend.block_backward
+
+    def block_backward(task):
+        before(task)
+        work = original(task)
+        form = work.weight_grad
+        work.weight_grad = lambda: (form(), after(task))
+        return work
+
+    with mock.patch.object(backend, "block_backward", block_backward):
+        yield
 
 
 @contextmanager

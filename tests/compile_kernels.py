@@ -74,7 +74,7 @@ from parallel_lce.backends.interface import (
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns, packed_size
-from parallel_lce.kernels import divergence, losses, partials, projection, tuning
+from parallel_lce.kernels import divergence, losses, partials, projection, set_log_probs, tuning
 from parallel_lce.kernels.filter import windows
 
 tuning._capability = lambda device: CAPABILITY
@@ -139,6 +139,12 @@ for ranks, tokens in ((2, 1), (8, 300))[FEW:]:
     for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
         plain, size = columns == Columns(), packed_size(columns, tokens)
         partials.merge_ranks(torch.ones(ranks, size), columns, tokens, None if plain else 77)
+for tokens in (1, 5)[FEW:]:
+    packed, offsets = torch.ones(2, 3 * tokens), torch.arange(tokens + 1) * 3
+    ids = torch.zeros(3 * tokens, dtype=torch.int64)
+    log_probs, _ = set_log_probs.set_log_probs(packed, ids, offsets, None, 7)
+    set_log_probs.set_log_probs(packed, ids, offsets, offsets[0] > 0, offsets[0])
+    set_log_probs.set_gradient(log_probs, packed[0], offsets)
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
 for some in (1, 5)[FEW:]:

@@ -307,6 +307,20 @@ class BlockBackward(Protocol):
         ...
 
 
+class Sets(Protocol):
+    """The selected entries of N tokens (:class:`parallel_lce.call.selection.Selected`)."""
+
+    tokens: int
+
+    @property
+    def ids(self) -> Tensor: ...
+    @property
+    def offsets(self) -> Tensor: ...
+    def spread(self, per_token: Tensor) -> Tensor: ...
+    def sums(self, values: Tensor) -> Tensor: ...
+    def maxima(self, values: Tensor) -> Tensor: ...
+
+
 class Backend(Protocol):
     """The names of a backend's module."""
 
@@ -358,6 +372,18 @@ class Backend(Protocol):
     ) -> None:
         """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not selected. ``owner [E]``: the row of
         ``x [R, D]`` of each entry."""
+        ...
+
+    def set_log_probs(
+        self, packed: Tensor, sets: Sets, broken: Tensor | None, vocab_size: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probabilities ``[E]`` of each token's entries among each other, and their logits ``[E]``; -inf and 0 for
+        ids outside ``[0, vocab_size)``. ``packed [P, >= E]``: each rank's logits, 0 for ids of others. ``broken``,
+        0-dimensional bool: all log-probabilities are NaN."""
+        ...
+
+    def set_gradient(self, log_probs: Tensor, upstream: Tensor, sets: Sets) -> Tensor:
+        """The gradient ``[E]`` of the logits of :meth:`set_log_probs`."""
         ...
 
     def top_k(self, projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ from parallel_lce.backends.interface import (
     softcap_slope,
 )
 from parallel_lce.backends.loss import mean_loss, token_losses
+from parallel_lce.backends.set_log_probs import set_gradient, set_log_probs
 from parallel_lce.backends.torch_logits import (
     block_logits,
     selected_hidden_gradient,

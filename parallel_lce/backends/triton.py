@@ -20,6 +20,7 @@ from parallel_lce.backends.interface import (
     Projection,
     SelectedGradient,
     Selection,
+    Sets,
     savable,
 )
 from parallel_lce.backends.torch_logits import top_k
@@ -30,6 +31,7 @@ from parallel_lce.backends.triton_windows import keeps_windows
 from parallel_lce.core.partials import TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import selected as kernels
+from parallel_lce.kernels import set_log_probs as kernels_of_sets
 from parallel_lce.kernels.divergence import divergence as divergence_of
 from parallel_lce.kernels.epilogues import ForwardEpilogue
 from parallel_lce.kernels.losses import mean_loss, token_losses
@@ -85,6 +87,19 @@ def selected_weight_gradient(
     if len(dweight) == 0:
         return
     kernels.weight_gradient(dense(x), gradient.selection.ids, owner, gradient.values, dweight, dbias)
+
+
+def set_log_probs(packed: Tensor, sets: Sets, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
+    if sets.tokens == 0:  # there may be entries without a token
+        return torch_backend.set_log_probs(packed, sets, broken, vocab_size)
+    return kernels_of_sets.set_log_probs(packed, sets.ids, sets.offsets, broken, vocab_size)
+
+
+def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Sets) -> Tensor:
+    if sets.tokens == 0:
+        return torch_backend.set_gradient(log_probs, upstream, sets)
+    # Hooks for saved tensors may have changed strides.
+    return kernels_of_sets.set_gradient(log_probs.contiguous(), upstream.contiguous(), sets.offsets)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

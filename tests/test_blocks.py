@@ -291,11 +291,13 @@ def test_a_block(backend, name, dtype, device, monkeypatch):
         assert R < KINDS or sure.any()
         whole = torch.where(sure, 2e-4 * size, whole)
     exact = others + targets
-    if dx is not None:
-        assert_within(dx, exact @ weight.double(), whole @ weight.double().abs(), "dX")
-        assert len(announced) == 1 and torch.equal(announced[0], dx)
     # The target of several tokens is rounded once, others are not.
     allowed = whole + 0.51 * rounding * targets.abs()
+    if dx is not None:
+        # On a GPU the torch backend rounds every gradient before the products.
+        of_dx = allowed if backend is torch_backend and device == "cuda" else whole
+        assert_within(dx, exact @ weight.double(), of_dx @ weight.double().abs(), "dX")
+        assert len(announced) == 1 and torch.equal(announced[0], dx)
     if dweight is not None:
         dw = dweight.deliver()
         extra = 0.0

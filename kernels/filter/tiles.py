@@ -87,7 +87,7 @@ def lce_backward_scan(
     first = tl.program_id(1) * _SCANNED
     for block in range(first, tl.minimum(first + _SCANNED, blocks)):
         of_tile = masses + tile.to(tl.int64) * masses_stride + block * _TILE
-        # Elementwise over some rows at a time: threads have less to tell each other.
+        # Elementwise over some rows at a time: fewer reductions across threads.
         tops = tl.zeros((_CHUNK, _TILE), tl.float32)
         sums = tl.zeros((_CHUNK, _TILE), tl.float32)
         marked = tl.zeros((_CHUNK,), tl.int32)

@@ -360,7 +360,7 @@ class Backend(Protocol):
         ...
 
     def selected_logits(self, projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
-        """Write the logits of a block's selected entries to ``out [E]``. Those of other shards become 0."""
+        """Write the logits of a block's selected entries to ``out [E]``. ``out`` holds 0 for those of other shards."""
         ...
 
     def selected_hidden_gradient(self, weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:

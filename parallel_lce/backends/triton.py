@@ -70,7 +70,7 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
-    """Write the logits of a block's selected entries to ``out [E]``. Those of other shards become 0."""
+    """Write the logits of a block's selected entries to ``out [E]``. ``out`` holds 0 for those of other shards."""
     kernels.selected_logits(product_of(projection, dense(x), 0, projection.real_rows), selection, out)
 
 

@@ -116,7 +116,7 @@ def lce_forward_dense(
     if SHIFTED:
         tl.store(partial + 3 * rows + row, of_shift)
     if losses is not None:
-        weight = tl.where(inside | (inside == 0), 1.0, 0.0)
+        weight = tl.full((), 1.0, tl.float32)
         if token_weight is not None:
             weight = tl.load(token_weight + row)
         loss, alpha, beta, gamma = loss_of(

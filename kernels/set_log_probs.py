@@ -113,20 +113,19 @@ def set_log_probs(
     and the logit 0.
     """
     log_probs, logits = packed.new_empty(2, len(ids)).unbind()
-    in_memory = isinstance(vocab_size, torch.Tensor)
-    size = (vocab_size, 0) if in_memory else (None, vocab_size)
+    known = isinstance(vocab_size, int)
     lce_forward_set_log_probs.launch(
         (len(offsets) - 1,),
         packed,
         ids,
         offsets,
         broken,
-        size[0],
+        None if known else vocab_size,
         log_probs,
         logits,
         len(packed),
         packed.stride(0),
-        size[1],
+        vocab_size if known else 0,
         BLOCK=_ENTRIES,
         num_warps=1,
     )

@@ -14,6 +14,7 @@ from parallel_lce.backends.interface import Backend, Projection, softcap_slope
 from parallel_lce.call.selection import Selected
 from parallel_lce.core.collectives import HiddenReduction, Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
+from parallel_lce.core.memory import with_contiguous_rows
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns
 from parallel_lce.core.plan import Block, Plan
@@ -87,10 +88,8 @@ class Call:
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard
         # Kernels take rows contiguous in D. Hooks for saved tensors may have returned others.
-        weight = weight if weight.stride(1) == 1 else weight.contiguous()
-        bias = bias if bias is None else bias.contiguous()
-        softcap = self.cap if self.token_cap is None else self.token_cap
-        return Projection(weight, bias, shard.start, shard.real_rows, self.scale, softcap, None, self.dtype)
+        weight, bias = with_contiguous_rows(weight), bias if bias is None else bias.contiguous()
+        return Projection(weight, bias, shard.start, shard.real_rows, self.scale, self.softcap, None, self.dtype)
 
     def of_block(self, projection: Projection, block: Block) -> Projection:
         """The ``projection`` with the scales and soft-caps of a block's tokens."""

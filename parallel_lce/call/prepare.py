@@ -25,7 +25,7 @@ from parallel_lce.call.selection import Selected
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.memory import in_memory
+from parallel_lce.core.memory import in_memory, with_contiguous_rows
 from parallel_lce.core.options import Options, Tensors, agreed, as_bool, check_options, with_python_numbers
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, plan, shared_shard_rows
@@ -172,8 +172,7 @@ def _checked(
 
 def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
     hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets = tensors
-    weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    bias = bias if bias is None else bias.contiguous()
+    weight, bias = with_contiguous_rows(weight), bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = target.reshape(-1).long().contiguous()
     softcap = None

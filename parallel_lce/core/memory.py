@@ -38,6 +38,11 @@ def some_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
     return tensor if start == 0 and stop == tensor.shape[0] else tensor[start:stop]
 
 
+def with_contiguous_rows(tensor: Tensor) -> Tensor:
+    """``tensor``, a copy if the elements of a row are not neighbours in memory."""
+    return tensor if tensor.stride(1) == 1 else tensor.contiguous()
+
+
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
     """A context in which the tensor's device is the current one, as Triton's launches need. If it is already, the
     context is empty: entering a device takes the host microseconds."""

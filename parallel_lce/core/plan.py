@@ -30,7 +30,7 @@ LOGIT_COLUMNS = 384
 gradient, 14 bytes for each logit."""
 
 DENSE_BYTES = 256 << 20
-"""Most bytes of fp32 logits that a small problem saves. Larger ones leave the GPU's caches."""
+"""Most bytes of fp32 logits that a small problem saves, by choice: its memory stays small, whatever the budget."""
 
 _MULTIPLE = 128
 """Rows of a block are a multiple of this where its bytes allow: matrix products come in such tiles."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate_nt, product
 from parallel_lce.call.call import Call, Inputs, flattened
 from parallel_lce.core.collectives import PartialsGather, gather_hidden
-from parallel_lce.core.memory import device_without_autocast, in_memory, some_rows
+from parallel_lce.core.memory import device_without_autocast, in_memory, some_rows, with_contiguous_rows
 from parallel_lce.run.autograd import first_order_only
 
 
@@ -56,7 +56,7 @@ class _DenseLoss(torch.autograd.Function):
         consumed, ctx.consumed = ctx.consumed, True
         dx = dweight = reduction = None
         with device_without_autocast(weight):
-            x, shard = flattened(hidden), some_rows(weight, 0, real)
+            x, shard = flattened(hidden), with_contiguous_rows(some_rows(weight, 0, real))
             incoming = None
             if gathered is not None:
                 x = gathered
@@ -64,7 +64,6 @@ class _DenseLoss(torch.autograd.Function):
                 incoming = gather_hidden(x, block, layout)
                 x = incoming.tensor
             # Hooks for saved tensors may have changed strides.
-            shard = shard if shard.stride(1) == 1 else shard.contiguous()
             products, found = products.contiguous(), found.contiguous()
             target, bias, scales, caps = (t if t is None else t.contiguous() for t in (target, bias, scales, caps))
             if consumed:

@@ -6,6 +6,8 @@ Token n has the entries ``offsets[n] ... offsets[n + 1] - 1``. One program works
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -112,7 +114,8 @@ def set_log_probs(
     and not decreasing: int64. ``broken``, 0-dimensional bool: all is NaN. An id outside ``[0, vocab_size)`` has -inf,
     and the logit 0.
     """
-    log_probs, logits = packed.new_empty(2, len(ids)).unbind()
+    # Wrong offsets leave entries without a token.
+    log_probs, logits = packed.new_full((2, len(ids)), math.nan).unbind()
     known = isinstance(vocab_size, int)
     lce_forward_set_log_probs.launch(
         (len(offsets) - 1,),
@@ -134,7 +137,7 @@ def set_log_probs(
 
 def set_gradient(log_probs: torch.Tensor, upstream: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """``[E]``: the gradient of the logits of :func:`set_log_probs`. ``upstream [E]`` fp32."""
-    gradient = torch.empty_like(log_probs)
+    gradient = torch.full_like(log_probs, math.nan)  # of entries without a token, too
     arguments = log_probs, upstream, offsets, gradient
     lce_backward_set_log_probs.launch((len(offsets) - 1,), *arguments, BLOCK=_ENTRIES, num_warps=1)
     return gradient

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -15,7 +17,7 @@ from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.plan import LOGIT_COLUMNS
 from parallel_lce.run.fused_loss import fused_loss
-from tools import chosen_backend, everywhere, given, small
+from tools import chosen_backend, debug_mode, everywhere, given, small
 from world import Member
 
 
@@ -149,6 +151,23 @@ def test_ranks_whose_biases_differ_run_the_same_collectives(worlds, device):
     found, dense = zip(*everywhere(worlds, device, 2, _without_a_bias))
     assert dense == (False, False)
     torch.testing.assert_close(torch.cat(found), whole.float().cpu(), rtol=2e-2, atol=1e-4)
+
+
+def _with_unlike_gpus(member: Member) -> str:
+    t = small(member.device, **SHAPE)
+    given = dict(process_group=member.group, reduction="none")
+    with debug_mode(), mock.patch.object(triton, "DENSE_FLOPS", 0 if member.rank else 1e30):
+        try:
+            linear_cross_entropy(t.x, t.weight[:104], t.target, **given)
+        except ValueError as refusal:
+            return str(refusal)
+    return "not refused"
+
+
+def test_debug_mode_tells_that_only_some_ranks_have_a_small_problem(worlds, device):
+    """The most flops of one depend on the GPU."""
+    for said in everywhere(worlds, device, 2, _with_unlike_gpus):
+        assert "disagree about dense logits: rank 0 has True, rank 1 has False" in said
 
 
 def _unreduced(member: Member) -> torch.Tensor:

@@ -400,6 +400,8 @@ FEW = dict(tokens=256, shard_rows=32768, hidden_size=1024, itemsize=2, gradients
         ({}, True),
         (dict(dense_flops=0), False),
         (dict(tokens=4096), False),
+        (dict(tokens=2048, hidden_size=256), True),
+        (dict(tokens=2049, hidden_size=256), False),
         (dict(budget=256 * 32768 * 4), True),
         (dict(budget=256 * 32768 * 4 - 1), False),
         (dict(savable=False), True),

@@ -8,7 +8,7 @@ import pytest
 import torch
 import triton
 
-from parallel_lce.kernels.relaunch import Relaunched
+from parallel_lce.kernels.relaunch import Bound, Relaunched
 
 
 class Recorder:
@@ -97,6 +97,31 @@ def test_what_triton_compiles_anew_for_is_not_taken_for_the_same(change):
     launched(kernel, x)
     launched(kernel, **{"x": x} | change)
     assert (recorder.compiled, recorder.again) == (2, [])
+
+
+class Wrapper(torch.Tensor):
+    """No values, but others' ``data_ptr``."""
+
+    @staticmethod
+    def __new__(cls, of):
+        return torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype)
+
+    def data_ptr(self):
+        return 64
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, given=(), options=None):
+        return cls(given[0])
+
+
+def test_bound_launches_pass_plain_tensors_alone_as_addresses():
+    recorder, x = Recorder(), torch.zeros(8)
+    bound = Bound(Relaunched(recorder), (4,), (7, 1.5, None), BLOCK=128, num_warps=4)
+    bound(x)
+    bound(torch.nn.Parameter(torch.ones(8)))
+    assert (recorder.compiled, len(recorder.again)) == (1, 1)
+    with pytest.raises(ValueError, match="no kernel can read a Wrapper"):
+        bound(Wrapper(x))
 
 
 def test_arguments_that_no_kernel_takes_are_refused():

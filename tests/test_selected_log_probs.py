@@ -117,10 +117,47 @@ def test_shards_with_a_gap_give_nan(member):
     assert found.isnan().all()
 
 
-def test_offsets_that_are_none_give_nan(backend, device):
+def _memory_of_7(monkeypatch) -> None:
+    """New memory is not NaN by chance, as where NaN was freed."""
+    new_empty, empty_like = torch.Tensor.new_empty, torch.empty_like
+    filled = lambda t: t.fill_(7) if t.is_floating_point() else t  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda *given, **options: filled(new_empty(*given, **options)))
+    monkeypatch.setattr(torch, "empty_like", lambda *given, **options: filled(empty_like(*given, **options)))
+
+
+@pytest.mark.parametrize("first", [2**40, 0, 2])
+def test_offsets_that_are_none_give_nan(first, backend, device, monkeypatch):
+    """Also in entries that belong to no token."""
     x, w, *_ = problem(torch.float32, "K", device)
     ids, offsets = torch.arange(6, device=device), torch.zeros(N + 1, dtype=torch.int64, device=device)
-    assert parallel_lce.selected_log_probs(x, w, (ids, offsets + 2**40)).isnan().all()
+    if first == 2:
+        offsets += 6
+    offsets[0] = first
+    w.requires_grad_()
+    _memory_of_7(monkeypatch)
+    found = parallel_lce.selected_log_probs(x, w, (ids, offsets))
+    assert found.isnan().all()
+    assert torch.autograd.grad(found.sum(), w)[0][ids].isnan().all()
+
+
+def test_entries_without_tokens_give_nan(backend, device, monkeypatch):
+    x, w, *_ = problem(torch.float32, "K", device)
+    ids, offsets = torch.arange(6, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    _memory_of_7(monkeypatch)
+    assert parallel_lce.selected_log_probs(x[:0], w, (ids, offsets)).isnan().all()
+
+
+def test_a_token_that_is_sure_of_one_of_its_entries(backend, device):
+    """What it leaves to the others, 1e-9 to 1e-2, is in its log-probability and in its gradient."""
+    gaps = torch.tensor([20.0, 16.0, 12.0, 8.0, 4.0], device=device)
+    x = torch.eye(5, device=device)
+    w = torch.stack([gaps, torch.zeros_like(gaps)]).requires_grad_()
+    ids = torch.arange(2, device=device).expand(5, 2)
+    found = parallel_lce.selected_log_probs(x, w, ids)
+    [gradient] = torch.autograd.grad(found[:, 0].sum(), w)
+    exact = gaps.double()
+    torch.testing.assert_close(found[:, 0].double(), -(-exact).exp().log1p(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient[0].double(), torch.sigmoid(-exact), rtol=1e-6, atol=0)
 
 
 def test_gradients_of_an_entry_that_most_tokens_select(device):

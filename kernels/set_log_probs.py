@@ -117,21 +117,22 @@ def set_log_probs(
     # Wrong offsets leave entries without a token.
     log_probs, logits = packed.new_full((2, len(ids)), math.nan).unbind()
     known = isinstance(vocab_size, int)
-    lce_forward_set_log_probs.launch(
-        (len(offsets) - 1,),
-        packed,
-        ids,
-        offsets,
-        broken,
-        None if known else vocab_size,
-        log_probs,
-        logits,
-        len(packed),
-        packed.stride(0),
-        vocab_size if known else 0,
-        BLOCK=_ENTRIES,
-        num_warps=1,
-    )
+    if len(offsets) > 1:
+        lce_forward_set_log_probs.launch(
+            (len(offsets) - 1,),
+            packed,
+            ids,
+            offsets,
+            broken,
+            None if known else vocab_size,
+            log_probs,
+            logits,
+            len(packed),
+            packed.stride(0),
+            vocab_size if known else 0,
+            BLOCK=_ENTRIES,
+            num_warps=1,
+        )
     return log_probs, logits
 
 
@@ -139,5 +140,6 @@ def set_gradient(log_probs: torch.Tensor, upstream: torch.Tensor, offsets: torch
     """``[E]``: the gradient of the logits of :func:`set_log_probs`. ``upstream [E]`` fp32."""
     gradient = torch.full_like(log_probs, math.nan)  # of entries without a token, too
     arguments = log_probs, upstream, offsets, gradient
-    lce_backward_set_log_probs.launch((len(offsets) - 1,), *arguments, BLOCK=_ENTRIES, num_warps=1)
+    if len(offsets) > 1:
+        lce_backward_set_log_probs.launch((len(offsets) - 1,), *arguments, BLOCK=_ENTRIES, num_warps=1)
     return gradient

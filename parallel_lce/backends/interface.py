@@ -310,8 +310,6 @@ class BlockBackward(Protocol):
 class Sets(Protocol):
     """The selected entries of N tokens (:class:`parallel_lce.call.selection.Selected`)."""
 
-    tokens: int
-
     @property
     def ids(self) -> Tensor: ...
     @property

@@ -90,14 +90,10 @@ def selected_weight_gradient(
 
 
 def set_log_probs(packed: Tensor, sets: Sets, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
-    if sets.tokens == 0:  # there may be entries without a token
-        return torch_backend.set_log_probs(packed, sets, broken, vocab_size)
     return kernels_of_sets.set_log_probs(packed, sets.ids, sets.offsets, broken, vocab_size)
 
 
 def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Sets) -> Tensor:
-    if sets.tokens == 0:
-        return torch_backend.set_gradient(log_probs, upstream, sets)
     # Hooks for saved tensors may have changed strides.
     return kernels_of_sets.set_gradient(log_probs.contiguous(), upstream.contiguous(), sets.offsets)
 

@@ -131,7 +131,7 @@ def _walked(member: Member, name: str, dtype: str):
 def _parent(loss):
     """The package's node behind a chain of plain operations."""
     node = loss.grad_fn
-    while not type(node).__name__.startswith("_"):
+    while not hasattr(node, "call"):
         node = node.next_functions[0][0]
     return node
 

@@ -49,12 +49,7 @@ DISAGREEMENTS = {
     "outside": (lambda t: dict(target=_with(t.y, 4, 3 * V)), "target at position 4", r"\d", "30"),
     "weights": (lambda t: dict(token_weight=t.x.new_ones(N)), "token_weight", "None", "values of digest .*"),
     "a weight": (lambda t: dict(token_weight=_with(t.y.float(), 3, 0.5)), "token_weight at position 3", r"\d.0", "0.5"),
-    "dweight": (
-        lambda t: dict(token_weight=t.x[:, 0].requires_grad_()),
-        "token_weight needs a gradient",
-        "False",
-        "True",
-    ),
+    "dweight": (lambda t: dict(token_weight=t.x[:, 0].requires_grad_()), "token_weight_gradient", "False", "True"),
     "backend": (lambda t: dict(backend="triton"), "backend", "'torch'", "'triton'"),
     "backend of logits": (lambda t: dict(backend="triton"), "backend", "'torch'", "'triton'"),
     "column": (lambda t: dict(expected_logit=True), "expected_logit", "False", "True"),

@@ -40,8 +40,6 @@ class Call:
     cap: float | None
     # Dtype of statistics and sums.
     dtype: torch.dtype
-    # The call runs in a compiled graph, or its tensors have no values.
-    in_graph: bool
     layout: Layout
     # The backend's ``Dense``, if the plan has dense logits.
     dense: Any = None
@@ -58,8 +56,6 @@ class Call:
 
     def replaced(self, **changes: Any) -> Call:
         """As ``dataclasses.replace``, in a fraction of its time."""
-        if self.in_graph:  # torch 2.11 cannot trace the lines below
-            return replace(self, **changes)
         new = object.__new__(Call)
         new.__dict__.update(self.__dict__, **changes)
         return new

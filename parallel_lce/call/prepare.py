@@ -34,7 +34,6 @@ KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
 
 _MOST_KNOWN = 1024
-_LARGEST_BUDGET = 1 << 60
 _ALONE = Layout()
 # Names in debug mode of the tensors that share their name with an option.
 _TOLD = {
@@ -49,29 +48,26 @@ _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
 def prepare(
     options: Options,
     tensors: Tensors,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | None,
+    needs: Needs | None = None,
     *,
     extra_check: Callable[[torch.Size], None] | None = None,
     main_grad: MainGrad | None = None,
-    needs: Needs | None = None,
     planned: bool = True,
 ) -> tuple[Call, Inputs]:
-    """The checked and planned call, and its hidden states, weight and bias.
+    """The checked and planned call, and its hidden states, weight and bias. The arguments are those of :func:`check`.
 
-    ``extra_check`` is called after the other checks, with the tokens' shape; it raises for a wrong argument that this
-    function does not know. ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which
-    gradients a backward must produce; None: those of the tensors that require one. ``planned``: whether the call has a
-    plan.
+    ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which gradients a backward must
+    produce; None: those of the tensors that require one. ``planned``: whether the call has a plan.
     """
-    layout = _ALONE
-    if group is not None:
-        check_process_group(group)
-        layout = Layout.of(group, as_bool(options.sequence_parallel) is True)
-    tensors = _autocasted(tensors)
+    needs = needs_of(tensors) if needs is None else needs
+    layout = _layout(options, group)
     key = _signature(options, tensors, layout, main_grad, (needs, planned))
     known = None if key is None else KNOWN.get(key)
     if known is None:
-        known, tensors = _checked(options, tensors, layout, group, extra_check, main_grad, needs, planned)
+        options, _, shape = check(options, tensors, group, extra_check, main_grad)
+        tensors = Tensors(*[in_memory(t) if isinstance(t, Tensor) else t for t in tensors])
+        known = _planned(options, tensors, layout, shape, needs, main_grad, planned)
         if key is not None:
             if len(KNOWN) >= _MOST_KNOWN:
                 KNOWN.clear()
@@ -81,53 +77,20 @@ def prepare(
     return _with_tensors(known, tensors, layout, main_grad)
 
 
-def _signature(
-    options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, others: tuple
-) -> tuple | None:
-    """The signature, or None for a call that must be checked in full: a call in compilation, debug mode or forward-mode
-    differentiation, or with an argument that is neither a plain tensor nor Python's own number or string."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or debug.enabled():
-        return None
-    # 1, 1.0 and True are equal as keys.
-    kinds = tuple(map(type, options))
-    if not _PLAIN.issuperset(kinds):
-        return None
-    key: list = [options, kinds, others, torch.is_grad_enabled()]
-    for tensor in tensors:
-        if tensor is None:
-            key.append(None)
-        elif type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_neg():
-            key += tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
-        else:
-            return None
-    if main_grad is not None:
-        key += main_grad.tensor.shape, main_grad.tensor.dtype
-    environ = os.environ
-    key += environ.get(VARIABLE), environ.get("TRITON_INTERPRET"), environ.get(BUDGET_VARIABLE)
-    key.append(_group_traits(layout, tensors.input))
-    return tuple(key)
-
-
-def _group_traits(layout: Layout, input: Tensor) -> tuple:
-    """The signature's entry for a process group."""
-    if layout.ranks == 1:
-        return ()
-    return layout.ranks, layout.rank, None if input.is_cuda else dist.get_backend(layout.group)
-
-
-def _checked(
+def check(
     options: Options,
     tensors: Tensors,
-    layout: Layout,
     group: dist.ProcessGroup | None,
-    extra_check: Callable[[torch.Size], None] | None,
-    main_grad: MainGrad | None,
-    needs: Needs | None,
-    planned: bool,
-) -> tuple[Call, Tensors]:
-    """A checked and planned call without its tensors; and the tensors, with their final values in memory."""
-    # An operator's call has no such checks: a graph cannot wait for them.
-    debugging = needs is None and debug.enabled()
+    extra_check: Callable[[torch.Size], None] | None = None,
+    main_grad: MainGrad | None = None,
+) -> tuple[Options, Layout, torch.Size]:
+    """Raise ``ValueError`` for arguments that do not fit. Returns the options with Python's numbers, the layout and the
+    tokens' shape. torch.compile traces this function.
+
+    ``extra_check`` is called after the other checks, with the tokens' shape; it raises for a wrong argument that this
+    function does not know.
+    """
+    layout = _layout(options, group)
     # From here on a refusal is sent to the other ranks.
     try:
         options = with_python_numbers(options)
@@ -140,34 +103,92 @@ def _checked(
             )
         if extra_check is not None:
             extra_check(shape)
-        backend = backend_of(tensors.linear_weight)
+        backend_of(tensors.linear_weight)  # may refuse the environment's choice
     except Exception as refusal:
         debug.report_refusal(layout, refusal)
         raise
-    tensors = Tensors(*[in_memory(t) if isinstance(t, Tensor) else t for t in tensors])
-    weight, rows = tensors.linear_weight, tensors.linear_weight.shape[0]
+    return options, layout, shape
+
+
+def _layout(options: Options, group: dist.ProcessGroup | None) -> Layout:
+    if group is None:
+        return _ALONE
+    check_process_group(group)
+    return Layout.of(group, as_bool(options.sequence_parallel) is True)
+
+
+def needs_of(tensors: Tensors) -> Needs:
+    """The gradients that a backward must produce."""
+    if not torch.is_grad_enabled():
+        return Needs(False, False, False)
+    return Needs(*[isinstance(t, Tensor) and t.requires_grad for t in (tensors[0], tensors[1], tensors[3])])
+
+
+def _signature(
+    options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, others: tuple
+) -> tuple | None:
+    """The signature, or None for a call that must be checked in full: a call in debug mode or forward-mode
+    differentiation, or with an argument that is neither a plain tensor nor Python's own number or string."""
+    if forward_ad._current_level >= 0 or debug.enabled():
+        return None
+    # 1, 1.0 and True are equal as keys.
+    kinds = tuple(map(type, options))
+    if not _PLAIN.issuperset(kinds):
+        return None
+    environ = os.environ
+    key: list = [options, kinds, others, environ.get(VARIABLE), environ.get(BUDGET_VARIABLE)]
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+        elif type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_neg():
+            key += tensor.shape, tensor.dtype, tensor.device
+        else:
+            return None
+    if tensors.temperature is not None or tensors.logit_scale is not None:
+        # They are refused if they require a gradient.
+        key.append(torch.is_grad_enabled() and any([t.requires_grad for t in tensors[5:7] if t is not None]))
+    if main_grad is not None:
+        key += main_grad.tensor.shape, main_grad.tensor.dtype
+    key += _group_traits(layout, tensors.input)
+    return tuple(key)
+
+
+def _group_traits(layout: Layout, input: Tensor) -> tuple:
+    """The signature's entries for a process group."""
+    if layout.ranks == 1:
+        return ()
+    return layout.ranks, layout.rank, None if input.is_cuda else dist.get_backend(layout.group)
+
+
+def _planned(
+    options: Options,
+    tensors: Tensors,
+    layout: Layout,
+    shape: torch.Size,
+    needs: Needs,
+    main_grad: MainGrad | None,
+    planned: bool,
+) -> Call:
+    """A planned call without its tensors. ``options``: checked."""
+    weight = tensors.linear_weight
+    backend = backend_of(weight)
     budget = default_budget(weight.device) if options.logits_budget is None else options.logits_budget
-    # An operator's numbers have 64 bits.
-    options = options._replace(logits_budget=min(budget, _LARGEST_BUDGET))
-    start = layout.rank * rows if options.vocab_start is None else options.vocab_start
-    shard = Shard(start, rows, options.vocab_size)
-    if needs is None:
-        needs = Needs(*[t is not None and _needs(t) for t in (tensors.input, weight, tensors.linear_bias)])
+    options = options._replace(logits_budget=budget)
+    shard = _shard(options, weight, layout)
     gradients = _gradients(tensors, main_grad, needs)
     spending: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
-    if debugging and not valueless(weight):
+    if debug.enabled() and not valueless(weight):
         chosen = {"gradients": gradients, "backend": backend.NAME, "dense logits": planned and spending.dense}
-        _check_together(options, tensors, layout, shard, chosen)
-    in_graph = torch.compiler.is_compiling() or valueless(weight)
-    # A graph of torch 2.11 knows no quotient of two numbers that change.
-    scale, cap = options.logit_scale, options.logit_softcap
-    if not in_graph:
-        scale, cap = scale / options.temperature, cap if cap is None else cap / options.temperature
+        check_together(options, tensors, layout, chosen)
+    if options.token_weight_gradient:
+        options = options._replace(reduction="none")
+    scale, cap, temperature = options.logit_scale, options.logit_softcap, options.temperature
+    scale, cap = scale / temperature, cap if cap is None else cap / temperature
     dtype = accumulation_dtype(weight.dtype)
-    call = Call(options, backend, shard, options.columns, spending, shape, needs, scale, cap, dtype, in_graph, _ALONE)
+    call = Call(options, backend, shard, options.columns, spending, shape, needs, scale, cap, dtype, _ALONE)
     if planned and spending.dense:
         call = call.replaced(dense=_dense(call, tensors))
-    return call, tensors
+    return call
 
 
 def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
@@ -190,13 +211,17 @@ def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: Main
         target=target,
         token_scale=scale,
         token_cap=softcap,
-        token_weight=token_weight,
+        token_weight=None if known.options.token_weight_gradient else token_weight,
         selected=None if ids is None else Selected.of(ids, offsets, known.shape.numel()),
         main_grad=main_grad,
     )
-    # hidden is not reshaped here: under torch.compile a second derivative is refused by an input of the graph, not by
-    # a view of one.
     return call, (hidden, weight, bias)
+
+
+def _shard(options: Options, weight: Tensor, layout: Layout) -> Shard:
+    rows = weight.shape[0]
+    start = layout.rank * rows if options.vocab_start is None else options.vocab_start
+    return Shard(start, rows, options.vocab_size)
 
 
 def _gradients(tensors: Tensors, main_grad: MainGrad | None, needs: Needs) -> GradientTraits | None:
@@ -223,13 +248,13 @@ def _plan(
     gradients: GradientTraits | None,
     main_grad: MainGrad | None,
 ) -> Plan:
-    hidden, weight, token_weight = tensors.input, tensors.linear_weight, tensors.token_weight
+    hidden, weight = tensors.input, tensors.linear_weight
     # Accumulation needs the loss's weights as constants and, over ranks, blocks on which all agree. It writes dX before
     # the upstream gradient is known, which in fp16 would undo loss scaling.
     accumulable = (
         options.reduction in ("mean", "sum")
+        and not options.token_weight_gradient
         and main_grad is None
-        and (token_weight is None or not _needs(token_weight))
         and (options.vocab_start is None or options.vocab_size is not None or layout.ranks == 1)
         and hidden.dtype != torch.float16
     )
@@ -255,9 +280,8 @@ def _plan(
 def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None) -> bool:
     """Whether a small loss may save fp32 logits, by what all ranks share."""
     weight = tensors.linear_weight
-    eager = not (torch.compiler.is_compiling() or valueless(weight))
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
-    return options.reduction is not None and eager and adds and weight.dtype == torch.bfloat16
+    return options.reduction is not None and adds and weight.dtype == torch.bfloat16
 
 
 def _dense(call: Call, tensors: Tensors) -> Any:
@@ -274,28 +298,24 @@ def _dense(call: Call, tensors: Tensors) -> Any:
 
 
 def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
-    softcap, temperature = options.logit_softcap, options.temperature
     # The host does not know the caps of tokens that have temperatures of their own.
-    if softcap is None or tensors.temperature is not None:
-        return softcap is None
-    # A graph of torch 2.11 knows no quotient of two numbers that change.
-    return backend.savable(tensors.linear_weight.dtype, softcap if temperature == 1.0 else softcap / temperature)
+    if options.logit_softcap is None or tensors.temperature is not None:
+        return options.logit_softcap is None
+    return backend.savable(tensors.linear_weight.dtype, options.logit_softcap / options.temperature)
 
 
-def _check_together(
-    options: Options, tensors: Tensors, layout: Layout, shard: Shard, planned: dict[str, object]
-) -> None:
-    """Debug mode: raise ``ValueError`` unless all ranks have the same arguments and the same ``planned`` values, and,
-    if a target outside the vocabulary would give NaN, all targets lie in it."""
+def check_together(options: Options, tensors: Tensors, layout: Layout, others: dict[str, object]) -> None:
+    """Debug mode: raise ``ValueError`` unless all ranks have the same arguments and the same ``others``, and, if a
+    target outside the vocabulary would give NaN, all targets lie in it."""
+    shard = _shard(options, tensors.linear_weight, layout)
     shards = [(shard.start, shard.rows)]
-    hidden, target, weight = tensors.input, tensors.target, tensors.token_weight
+    hidden, target = tensors.input, tensors.target
     if layout.ranks > 1:
         settings = agreed(options) | {
             "tokens": (hidden.shape[0] * layout.sp_size, *hidden.shape[1:-1]) if hidden.dim() > 1 else (),
             "hidden size": hidden.shape[-1],
             "dtype": hidden.dtype,
-            "token_weight needs a gradient": weight is not None and _needs(weight),
-            **planned,
+            **others,
         }
         for name in ("logit_scale", "temperature"):
             if getattr(tensors, name) is not None:
@@ -320,11 +340,7 @@ def _check_together(
         debug.check_target(target, target != options.ignore_index, vocab_size)
 
 
-def _needs(tensor: Tensor) -> bool:
-    return torch.is_grad_enabled() and tensor.requires_grad
-
-
-def _autocasted(tensors: Tensors) -> Tensors:
+def autocasted(tensors: Tensors) -> Tensors:
     """Under autocast: the operands but fp64 ones in autocast's dtype, as for ``F.linear``."""
     # Meta tensors have no autocast.
     if not isinstance(tensors.input, Tensor) or tensors.input.is_meta:

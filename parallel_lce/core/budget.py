@@ -37,6 +37,5 @@ def default_budget(device: torch.device) -> int:
     return max(_STEP, total // _SHARE // _STEP * _STEP)
 
 
-# torch.compile calls them while tracing, as parallel_lce.backends says of _name.
+# torch.compile calls it while tracing, as parallel_lce.backends says of _name.
 budget_of_environment._dynamo_marked_constant = True
-default_budget._dynamo_marked_constant = True

@@ -36,6 +36,8 @@ class Options(NamedTuple):
     ignore_index: int | None = None
     # False: as in Megatron, the loss of a target outside [0, V) is lse - max, and any target is allowed.
     outside_is_nan: bool = True
+    # token_weight needs a gradient, so the losses are multiplied by it after the call.
+    token_weight_gradient: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
     # 1 if each token has a scale of its own.
@@ -170,6 +172,7 @@ _RULES = Options(
         as_number, lambda i: i is None or (is_count(i) and -(2**63) <= i < 2**63), "an integer of 64 bits or None"
     ),
     outside_is_nan=_FLAG,
+    token_weight_gradient=_FLAG,
     label_smoothing=_Rule(as_float, lambda eps: is_number(eps) and 0 <= eps <= 1, "a Python number in [0, 1]"),
     z_loss=_Rule(as_float, is_number, "a finite Python number"),
     logit_scale=_Rule(as_float, is_number, "a finite Python number"),

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel_lce.call.call import Call, Inputs, Needs
+from parallel_lce.call.call import Call, Needs
 from parallel_lce.core.memory import in_memory, on_device_of
 from parallel_lce.run import losses, statistics
 from parallel_lce.run.schedule import accumulate, backward, forward
@@ -87,22 +87,24 @@ class _Kept(NamedTuple):
 _NUM_KEPT = len(_Kept._fields)
 
 
-class _Fused(torch.autograd.Function):
-    """The results of a call."""
+class Fused(torch.autograd.Function):
+    """The results of a call: a loss, or all statistics, None for one that is not asked for."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call):
-        is_loss = call.options.reduction is not None
+        is_loss, save = call.options.reduction is not None, any(call.needs)
         # Most statistics get no upstream gradient. autograd need not make zeros for them.
         ctx.set_materialize_grads(is_loss)
-        merged, gathered, saved = forward(call, hidden, weight, bias, True)
+        merged, gathered, saved = forward(call, hidden, weight, bias, save)
         outputs, residuals = (losses if is_loss else statistics).outputs(call, merged)
-        # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
-        kept = hidden, weight, bias, *call.per_token, merged.partial, gathered, *residuals
-        ctx.save_for_backward(*kept, *saved)
-        ctx.call, ctx.consumed = call, False
-        if not is_loss:
-            ctx.mark_non_differentiable(*[v for v in outputs[len(DIFFERENTIABLE) :] if v is not None])
+        if save:
+            # The first backward overwrites the exponentials among ``saved``; later ones recompute them.
+            kept = hidden, weight, bias, *call.per_token, merged.partial, gathered, *residuals
+            ctx.save_for_backward(*kept, *saved)
+            ctx.call, ctx.consumed = call, False
+        if is_loss:
+            return outputs[0]
+        ctx.mark_non_differentiable(*[v for v in outputs[len(DIFFERENTIABLE) :] if v is not None])
         return tuple(outputs)
 
     @staticmethod
@@ -126,37 +128,25 @@ class _Fused(torch.autograd.Function):
         return dx, dweight, dbias, None
 
 
-def fused(call: Call, inputs: Inputs) -> tuple[Any, ...]:
-    """The results of a call: one loss, or all statistics, None for one that is not asked for."""
-    if any(call.needs):
-        return _Fused.apply(*inputs, call)
-    with torch.no_grad():
-        merged, *_ = forward(call, *inputs, False)
-        return tuple((statistics if call.options.reduction is None else losses).outputs(call, merged)[0])
+class AccumulatedLoss(torch.autograd.Function):
+    """The reduced loss, 0-dimensional. Its gradients are formed in forward."""
 
-
-class _AccumulatedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call):
-        ctx.call, ctx.needs = call, Needs(*ctx.needs_input_grad[:3])
-        value, ctx.gradients = accumulate(call, hidden, weight, bias, ctx.needs)
+        ctx.call = call
+        value, ctx.gradients = accumulate(call, hidden, weight, bias, call.needs)
         ctx.save_for_backward(hidden, weight, bias, *call.per_token)
         return value
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream):
-        inputs, per_token = saved[:3], saved[3:]
+        inputs, per_token, call = saved[:3], saved[3:], ctx.call
         # The first backward scales the sums in place and hands them over: a copy would double the largest buffer of the
         # call. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = accumulate(ctx.call.with_tensors(per_token), *inputs, ctx.needs)
+            _, gradients = accumulate(call.with_tensors(per_token), *inputs, call.needs)
         with on_device_of(inputs[1]):
-            scaled = ctx.call.backend.scaled
+            scaled = call.backend.scaled
             return *[g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)], None
-
-
-def accumulated_loss(call: Call, inputs: Inputs) -> Tensor:
-    """The reduced loss, 0-dimensional. Its gradients are formed in this call."""
-    return _AccumulatedLoss.apply(*inputs, call)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from parallel_lce.backends import valueless
 from parallel_lce.call import debug
-from parallel_lce.call.prepare import prepare
+from parallel_lce.call.prepare import autocasted, check, check_together
 from parallel_lce.core.collectives import Layout, gather_hidden
+from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import Options, Tensors, as_number, shortened
 from parallel_lce.core.plan import Block
 from parallel_lce.run.statistics import NAMES, TokenStatistics
@@ -87,16 +88,17 @@ def compacted(
     """
     count, masks = as_number(count), []
 
-    def check(shape: torch.Size) -> None:
+    def check_mask(shape: torch.Size) -> None:
         masks.append(_mask_of(options, tensors, shape, mask, count))
 
-    # ``prepare`` sends a refusal to the other ranks, so hidden states may be gathered only after it.
-    call, inputs = prepare(options, tensors, group, extra_check=check, planned=False)
-    if debug.enabled() and call.layout.ranks > 1 and not valueless(tensors.linear_weight):
-        debug.agree(call.layout, {"counted_tokens": count}, {}, (0, 0))
-    found, hidden = Compaction(masks[0], count), inputs[0]
-    if call.layout.sequence_parallel:
-        hidden = _AllTokens.apply(hidden, call.layout)
+    tensors = autocasted(tensors)
+    # It sends a refusal to the other ranks, so hidden states may be gathered only after it.
+    options, layout, _ = check(options, tensors, group, check_mask)
+    if debug.enabled() and not valueless(tensors.linear_weight):
+        check_together(options, tensors, layout, {"counted_tokens": count})
+    found, hidden = Compaction(masks[0], count), in_memory(tensors.input)
+    if layout.sequence_parallel:
+        hidden = _AllTokens.apply(hidden, layout)
     per_token = {
         name: found.of(value, dims=1 if name == "selected" else 0)
         for name, value in tensors.named().items()

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, product
-from parallel_lce.call.call import Call, Inputs, flattened
+from parallel_lce.call.call import Call, flattened
 from parallel_lce.core.collectives import PartialsGather, gather_hidden
 from parallel_lce.core.memory import device_without_autocast, in_memory, some_rows, with_contiguous_rows
 from parallel_lce.run.autograd import first_order_only
 
 
-class _DenseLoss(torch.autograd.Function):
+class DenseLoss(torch.autograd.Function):
+    """The loss, of each token ``[N]`` or 0-dimensional."""
+
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         layout, dense, options, backend = call.layout, call.dense, call.options, call.backend
@@ -94,8 +96,3 @@ class _DenseLoss(torch.autograd.Function):
             if dx is not None and dx.shape != hidden.shape:
                 dx = dx.view(hidden.shape)
         return dx, dweight, None, None
-
-
-def dense_loss(call: Call, inputs: Inputs) -> Tensor:
-    """The loss, of each token ``[N]`` or 0-dimensional."""
-    return _DenseLoss.apply(*inputs, call)

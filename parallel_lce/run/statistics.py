@@ -26,6 +26,7 @@ from torch import Tensor
 from parallel_lce.backends.interface import Coefficients
 from parallel_lce.call.call import Call
 from parallel_lce.call.selection import Selected
+from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, Merged, integer_view
 
 
@@ -99,11 +100,11 @@ class Residuals(NamedTuple):
     selected_logits: Tensor | None = None
 
 
-def present(call: Call) -> list[bool]:
-    """Which fields of :class:`TokenStatistics` are not None."""
-    asked = {"target": call.target is not None, "selected": call.selected is not None, "top": bool(call.options.top_k)}
-    columns = {*call.columns.requested, *(name for name, there in asked.items() if there), None}
-    return [column in columns for column in _COLUMNS]
+def present(options: Options, tensors: Tensors) -> list[str]:
+    """The fields of :class:`TokenStatistics` that are not None."""
+    asked = {"target": tensors.target is not None, "selected": tensors.selected is not None, "top": bool(options.top_k)}
+    columns = {*options.columns.requested, *(name for name, there in asked.items() if there), None}
+    return [name for name, column in zip(NAMES, _COLUMNS) if column in columns]
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]:

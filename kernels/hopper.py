@@ -35,11 +35,11 @@ from parallel_lce.kernels.projection import CHANGING, projection_name
 from parallel_lce.kernels.relaunch import Relaunched
 
 # Warps of the consumers, and registers of a thread of the producer.
-WARPS = gl.constexpr(8)
-PRODUCER_REGISTERS = gl.constexpr(40)
+_WARPS = gl.constexpr(8)
+_PRODUCER_REGISTERS = gl.constexpr(40)
 # Triton 3.8 renamed both; 3.9 has no others.
-async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+_async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+_async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @gluon.jit
@@ -59,53 +59,46 @@ def _produce(x, weight, ring, listed, sizes):
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
             arrived = full.index(slot)
             mbarrier.expect(arrived, x.block_type.nbytes + weight.block_type.nbytes)
-            async_load(x, [row, k], arrived, x_slots.index(slot))
-            async_load(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
+            _async_load(x, [row, k], arrived, x_slots.index(slot))
+            _async_load(weight, [window * BLOCK_N, k], arrived, weight_slots.index(slot))
             count += 1
 
 
 @gluon.jit
-def new_ring(first, second, STAGES: gl.constexpr):
+def _new_ring(x, weight, STAGES: gl.constexpr):
     """``STAGES`` slots for a block of each of two TMA descriptors, and of each slot whether it is full, and empty."""
-    FIRST: gl.constexpr = [STAGES] + first.block_type.shape
-    SECOND: gl.constexpr = [STAGES] + second.block_type.shape
+    OF_X: gl.constexpr = [STAGES] + x.block_type.shape
+    OF_WEIGHT: gl.constexpr = [STAGES] + weight.block_type.shape
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
-    first_slots = gl.allocate_shared_memory(first.dtype, FIRST, first.layout)
-    second_slots = gl.allocate_shared_memory(first.dtype, SECOND, second.layout)
+    x_slots = gl.allocate_shared_memory(x.dtype, OF_X, x.layout)
+    weight_slots = gl.allocate_shared_memory(x.dtype, OF_WEIGHT, weight.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barriers)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
-    return (first_slots, second_slots, full, empty)
+    return (x_slots, weight_slots, full, empty)
 
 
 @gluon.jit
-def multiply(z, ring, count, steps, FIRST_TRANSPOSED: gl.constexpr, SECOND_TRANSPOSED: gl.constexpr, ADD: gl.constexpr):
-    """A product from ``steps`` slots of the ring, ``count`` being the first; plus ``z`` if ``ADD``."""
-    first_slots, second_slots, full, empty = ring
-    STAGES: gl.constexpr = first_slots.shape[0]
+def _multiply(z, ring, count, steps):
+    """A product from ``steps`` slots of the ring, ``count`` being the first, in the registers of ``z``."""
+    x_slots, weight_slots, full, empty = ring
+    STAGES: gl.constexpr = x_slots.shape[0]
     last = count % STAGES
     for k in range(0, steps):
         slot = count % STAGES
         mbarrier.wait(full.index(slot), (count // STAGES) & 1)
-        a, b = first_slots.index(slot), second_slots.index(slot)
-        if FIRST_TRANSPOSED:
-            a = a.permute((1, 0))
-        if SECOND_TRANSPOSED:
-            b = b.permute((1, 0))
-        token = warpgroup_mma(a, b, z, use_acc=ADD or k > 0, is_async=True)
+        token = warpgroup_mma(
+            x_slots.index(slot), weight_slots.index(slot).permute((1, 0)), z, use_acc=k > 0, is_async=True
+        )
         z = warpgroup_mma_wait(1, deps=[token])
         mbarrier.arrive(empty.index(last), count=1, pred=k > 0)
         last = slot
         count += 1
     z = warpgroup_mma_wait(0, deps=[z])
-    if ADD:
-        # There may be no steps.
-        mbarrier.arrive(empty.index(last), count=1, pred=steps > 0)
-    else:
-        mbarrier.arrive(empty.index(last), count=1)
+    mbarrier.arrive(empty.index(last), count=1)
     return z
 
 
@@ -127,7 +120,7 @@ def _consume(
     BLOCK_M: gl.constexpr = ring[0].shape[1]
     BLOCK_N: gl.constexpr = ring[1].shape[1]
     BLOCK_K: gl.constexpr = ring[0].shape[2]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_N, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
     rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
     steps = gl.cdiv(k_size, BLOCK_K)
     count = 0
@@ -139,7 +132,7 @@ def _consume(
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
         row_values = tile_rows(epilogue, scaling, r, rows, GRADIENT)
         z = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
-        z = multiply(z, ring, count, steps, False, True, False)
+        z = _multiply(z, ring, count, steps)
         count += steps
         place = (r, c, window, rows, entries)
         z = finish_tile(z, row_values, epilogue, bias, scaling, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
@@ -147,7 +140,7 @@ def _consume(
             tma.store_wait(0)
             staged.store(z.to(out.dtype))
             fence_async_shared()
-            async_store(out, [row, first], staged)
+            _async_store(out, [row, first], staged)
     if out is not None:
         tma.store_wait(0)
 
@@ -175,7 +168,7 @@ def projection(
     STAGES: gl.constexpr,
 ):
     """As ``kernels.projection._projection``. ``x``, ``weight`` and ``out`` are TMA descriptors."""
-    ring = new_ring(x, weight, STAGES)
+    ring = _new_ring(x, weight, STAGES)
     staged = ring[0].index(0)
     if out is not None:
         staged = gl.allocate_shared_memory(x.dtype, [x.block_type.shape[0], weight.block_type.shape[0]], out.layout)
@@ -189,5 +182,5 @@ def projection(
             (_produce, (x, weight, ring, listed, sizes)),
         ],
         [1],
-        [PRODUCER_REGISTERS],
+        [_PRODUCER_REGISTERS],
     )

@@ -19,7 +19,7 @@ Both products with m have at most 1/128 of the full products' size, and are left
 A slice of G that is in memory takes these launches: a scan of the tiles (:mod:`.tiles`), which finds the largest
 entries, the masses and the sums over tokens; the lists of active tiles. Then, for dX, the centroids, their product with
 the masses, and the product with the active tiles; for dW the sums S_t, and the product with the active tiles, to which
-``q_j S_t`` is added (:mod:`.products`; on Hopper :mod:`.hopper_products`). Limits, shares and the order in which the
+``q_j S_t`` is added (:mod:`.products`). Limits, shares and the order in which the
 results of a product are formed are small operations of torch.
 
 A slice that is not in memory would be projected again. But the forward keeps the maximum and the sum of exponentials of

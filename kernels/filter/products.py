@@ -3,8 +3,7 @@
 G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles that are taken. A program
 forms one tile of the result from its list. Results whose lists are long come first, so that the programs end together.
 
-The mainloop is :mod:`parallel_lce.kernels.filter.hopper_products` on Hopper where TMA can address the operands, and the
-plain Triton one below elsewhere.
+Operands are loaded by TMA where it can address them, else by pointers.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ import triton.language as tl
 from parallel_lce.kernels.arithmetic import add_product
 from parallel_lce.kernels.filter.tiles import TILE, TileLists
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import addressable, descriptor, num_sms, runs_gluon
+from parallel_lce.kernels.tuning import addressable, descriptor
 
-# Hidden elements of a program's result in the plain mainloop, and elements of the sum per step.
-_HIDDEN, _STEP = 64, 32
-# The same for Hopper, and the stages of its ring. A low-precision result is staged in the memory of one of them.
-HOPPER_HIDDEN, HOPPER_STEP, _HOPPER_STAGES = 256, 64, 4
+# Hidden elements of a program's result, elements of the sum per step, and stages: with loads by pointers and by TMA.
+_POINTERS, _TMA = (64, 32, 3), (256, 64, 3)
 # Blocks of hidden elements that are worked on together: what they share then stays in the L2 cache.
 _TOGETHER = tl.constexpr(4)
 
 
 @triton.jit
-def result_tile(number, order, blocks, hidden_blocks):
+def _result_tile(number, order, blocks, hidden_blocks):
     """Of the result's tile of this number: its block of rows, and its block of hidden elements."""
     first = number // (blocks * _TOGETHER) * _TOGETHER
     width = tl.minimum(hidden_blocks - first, _TOGETHER)
@@ -57,11 +54,13 @@ def lce_backward_sparse_product(
     TILE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TMA: tl.constexpr,
 ):
-    """``rows``: of the result; ``summed``: terms of the full sums. ``TILES``: blocks of a row of ``spread``."""
+    """``gradient`` and ``other``: TMA descriptors or pointers. ``rows``: of the result; ``summed``: terms of the full
+    sums. ``TILES``: blocks of a row of ``spread``."""
     numbers, counts, order = lists
     shares, spread = rank_one
-    block, hidden_block = result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
+    block, hidden_block = _result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
     r = block * TILE + tl.arange(0, TILE)
     h = hidden_block * BLOCK_N + tl.arange(0, BLOCK_N)
     in_result = (r < rows)[:, None] & (h < hidden_size)[None, :]
@@ -76,15 +75,23 @@ def lce_backward_sparse_product(
     PER_TILE: tl.constexpr = TILE // BLOCK_K
     for step in range(0, tl.load(counts + block) * PER_TILE):
         tile = tl.load(numbers + block * places + step // PER_TILE)
-        k = tile * TILE + step % PER_TILE * BLOCK_K + tl.arange(0, BLOCK_K)
-        inside = (r < rows)[:, None] & (k < summed)[None, :]
-        if TRANSPOSED:
-            offsets = k.to(tl.int64)[None, :] * gradient_stride + r[:, None]
+        first = tile * TILE + step % PER_TILE * BLOCK_K
+        if TMA:
+            if TRANSPOSED:
+                a = gradient.load([first, block * TILE]).T
+            else:
+                a = gradient.load([block * TILE, first])
+            b = other.load([first, hidden_block * BLOCK_N])
         else:
-            offsets = r.to(tl.int64)[:, None] * gradient_stride + k[None, :]
-        a = tl.load(gradient + offsets, mask=inside, other=0.0)
-        inside = (k < summed)[:, None] & (h < hidden_size)[None, :]
-        b = tl.load(other + k.to(tl.int64)[:, None] * other_stride + h[None, :], mask=inside, other=0.0)
+            k = first + tl.arange(0, BLOCK_K)
+            inside = (r < rows)[:, None] & (k < summed)[None, :]
+            if TRANSPOSED:
+                offsets = k.to(tl.int64)[None, :] * gradient_stride + r[:, None]
+            else:
+                offsets = r.to(tl.int64)[:, None] * gradient_stride + k[None, :]
+            a = tl.load(gradient + offsets, mask=inside, other=0.0)
+            inside = (k < summed)[:, None] & (h < hidden_size)[None, :]
+            b = tl.load(other + k.to(tl.int64)[:, None] * other_stride + h[None, :], mask=inside, other=0.0)
         z = add_product(a, b, z)
     tl.store(pointers, z.to(total.dtype.element_ty), mask=in_result)
 
@@ -109,34 +116,14 @@ def sparse_product(
     (rows, hidden_size), (blocks, places) = total.shape, lists.numbers.shape
     # Results with long lists come first.
     ordered, added = (*lists, lists.counts.argsort(descending=True)), rank_one or (None, None)
-    options = {"TRANSPOSED": transposed, "ADD": add, "TILES": width // TILE, "num_warps": 8}
-    # Other hidden sizes would need more registers: addresses of single elements.
-    if runs_gluon(gradient) and addressable(gradient, other) and hidden_size % 16 == 0:
-        from parallel_lce.kernels.filter.hopper_products import lce_backward_sparse_product as kernel
-
-        staged = not add and total.dtype == gradient.dtype and addressable(total)
-        number = blocks * -(-hidden_size // HOPPER_HIDDEN)
-        kernel.launch(
-            (min(number, num_sms(gradient.device)),),
-            descriptor(gradient, *((HOPPER_STEP, TILE) if transposed else (TILE, HOPPER_STEP)), True),
-            descriptor(other, HOPPER_STEP, HOPPER_HIDDEN, True),
-            descriptor(total, TILE, HOPPER_HIDDEN, True) if staged else total,
-            ordered,
-            added,
-            rows,
-            hidden_size,
-            blocks,
-            places,
-            total.stride(0),
-            STAGED=staged,
-            STAGES=_HOPPER_STAGES - staged,
-            **options,
-        )
-        return
+    tma, operands = gradient.element_size() == 2 and addressable(gradient, other), (gradient, other)
+    hidden, step, stages = _TMA if tma else _POINTERS
+    if tma:
+        block = (step, TILE) if transposed else (TILE, step)
+        operands = descriptor(gradient, *block, False), descriptor(other, step, hidden, False)
     lce_backward_sparse_product.launch(
-        (blocks * -(-hidden_size // _HIDDEN),),
-        gradient,
-        other,
+        (blocks * -(-hidden_size // hidden),),
+        *operands,
         total,
         ordered,
         added,
@@ -148,9 +135,13 @@ def sparse_product(
         gradient.stride(0),
         other.stride(0),
         total.stride(0),
+        TRANSPOSED=transposed,
+        ADD=add,
+        TILES=width // TILE,
         TILE=TILE,
-        BLOCK_N=_HIDDEN,
-        BLOCK_K=_STEP,
-        num_stages=3 if gradient.element_size() == 2 else 2,
-        **options,
+        BLOCK_N=hidden,
+        BLOCK_K=step,
+        TMA=tma,
+        num_warps=8,
+        num_stages=stages,
     )

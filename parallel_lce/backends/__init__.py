@@ -1,6 +1,6 @@
 """Backends: the work on one block of tokens against one vocabulary shard, without collectives.
 
-Each is a module with the names of :class:`parallel_lce.backends.interface.Backend`: ``torch_backend`` and ``triton``.
+Each is a module, ``torch_backend`` or ``triton``, with the same names (:mod:`parallel_lce.backends.interface`).
 This module chooses one.
 """
 

@@ -24,6 +24,8 @@ def _target_positions(column: Tensor, entries: int) -> tuple[Tensor, Tensor]:
 
 
 def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
+    """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of the user's ``logits [N, V/P]``. ``target [N]``:
+    relative to the shard."""
     for block in _row_blocks(logits):
         z = logits[block].to(partial.dtype, copy=True, memory_format=torch.contiguous_format)
         position, hit = _target_positions(target[block], logits.shape[1])
@@ -32,6 +34,8 @@ def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tenso
 
 
 def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
+    """The gradient of :func:`logits_partial`'s logits, in their dtype: ``p alpha - beta [j = target] - gamma``.
+    ``partial``: merged over all ranks. ``coefficients [3, N]``."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     alpha, beta, gamma = coefficients
     for block in _row_blocks(logits):

@@ -14,6 +14,11 @@ from parallel_lce.backends.torch_logits import tiles_of_rows
 
 
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
+    """Write this shard's ``sums [2, R]``, and the gradient; neither is written if it is None.
+
+    The two sums over the shard's entries are those of q log(q / r) and of p log(p / r). A sum that is no term of the
+    divergence is 0.
+    """
     for rows in tiles_of_rows(*pair.student.shape, pair.student.element_size()):
         log_p = _log_probs(pair.student, pair.student_normalizer, rows)
         log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)

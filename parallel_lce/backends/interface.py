@@ -1,20 +1,22 @@
-"""The interface of a backend: its functions, their arguments and results.
+"""Arguments and results of the backends.
 
-A backend is a module with the names of :class:`Backend`; read ``torch_backend`` first. No backend starts a collective
-or waits for one. The caller runs it on the weight's device and without autocast."""
+A backend is a module with the names of ``torch_backend``; read that first. No backend starts a collective or waits for
+one. The caller runs it on the weight's device and without autocast."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from types import ModuleType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from parallel_lce.core.grad_buffers import GradBuffer
-from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Coefficients, Columns, accumulation_dtype
+
+Backend = ModuleType
 
 
 @dataclass(frozen=True)
@@ -244,7 +246,7 @@ class ForwardTask(NamedTuple):
     columns: Columns
     # The exponentials of this many vocabulary rows, the shard's first, are saved.
     save: int
-    # Memory of the exponentials, from :meth:`Backend.allocate_saved`; None: new.
+    # Memory of the exponentials, from ``allocate_saved``; None: new.
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
@@ -252,21 +254,6 @@ class ForwardTask(NamedTuple):
     keep_windows: bool = False
     # Selected entries, and memory for their logits.
     selected: SelectedLogits | None = None
-
-
-class BlockForward(Protocol):
-    """The forward of a block."""
-
-    # [C, R], this shard's partial of each token, complete after project_rest
-    partial: Tensor
-
-    def project_local(self, local: range) -> None:
-        """Project the ``local`` rows of x while the others arrive."""
-        ...
-
-    def project_rest(self) -> Saved | tuple[()]:
-        """Project the other rows and complete :attr:`partial`. Returns the saved tensors."""
-        ...
 
 
 class BackwardTask(NamedTuple):
@@ -290,139 +277,3 @@ class BackwardTask(NamedTuple):
     # Tiles of 128 tokens by 128 entries without a larger probability may be replaced by rank-one estimates
     # (:mod:`parallel_lce.kernels.filter`). Only without gamma, delta, epsilon and ``selected``.
     gradient_filter: float | None = None
-
-
-class BlockBackward(Protocol):
-    """The backward of a block."""
-
-    # Whether hidden_grad reads x, so that its gather must be complete.
-    reads_hidden_first: bool
-
-    def hidden_grad(self) -> None:
-        """Form dX."""
-        ...
-
-    def weight_grad(self) -> None:
-        """Form the rest of dW and dbias."""
-        ...
-
-
-class Sets(Protocol):
-    """The selected entries of N tokens (:class:`parallel_lce.call.selection.Selected`)."""
-
-    @property
-    def ids(self) -> Tensor: ...
-    @property
-    def offsets(self) -> Tensor: ...
-    def spread(self, per_token: Tensor) -> Tensor: ...
-    def sums(self, values: Tensor) -> Tensor: ...
-    def maxima(self, values: Tensor) -> Tensor: ...
-
-
-class Backend(Protocol):
-    """The names of a backend's module."""
-
-    # Its name in PARALLEL_LCE_BACKEND.
-    NAME: str
-    # Fewest tokens of a block for which accumulating gradients in forward is faster than recomputing.
-    SMALLEST_ACCUMULATED: int
-    # Most flops of the three products for which a loss saves fp32 logits; 0: never.
-    DENSE_FLOPS: float
-    # Class of the work on dense logits, one instance for each signature (parallel_lce.backends.triton_dense).
-    Dense: Callable[..., Any]
-    # Whether the backward recomputes logits in the memory of saved exponentials.
-    REUSES_SAVED: bool
-    # The class of a block's saved tensors, made from its fields.
-    Saved: Callable[..., Saved]
-
-    def savable(self, dtype: torch.dtype, softcap: float | None) -> bool:
-        """Whether saved exponentials suffice for the backward."""
-        ...
-
-    def allocate_saved(self, projection: Projection, rows: int, entries: int) -> Tensor:
-        """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
-        ...
-
-    def block_forward(self, task: ForwardTask) -> BlockForward:
-        """The forward of a block, not started yet."""
-        ...
-
-    def block_backward(self, task: BackwardTask) -> BlockBackward:
-        """The backward of a block, not started yet."""
-        ...
-
-    def block_logits(self, projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits ``[R, V/P]`` of the real rows, in the statistics' dtype, and their partial ``[3, R]``, whose
-        target column is 0. The stride of the rows is a multiple of 8 elements, so that rows are aligned to 16 bytes in
-        every dtype."""
-        ...
-
-    def selected_logits(self, projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
-        """Write the logits of a block's selected entries to ``out [E]``. ``out`` holds 0 for those of other shards."""
-        ...
-
-    def selected_hidden_gradient(self, weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
-        """Write ``dx [R, D]``: the sums of the selected rows of ``weight [V, D]``, times their values."""
-        ...
-
-    def selected_weight_gradient(
-        self, x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
-    ) -> None:
-        """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not selected. ``owner [E]``: the row of
-        ``x [R, D]`` of each entry."""
-        ...
-
-    def set_log_probs(
-        self, packed: Tensor, sets: Sets, broken: Tensor | None, vocab_size: Tensor | int
-    ) -> tuple[Tensor, Tensor]:
-        """Log-probabilities ``[E]`` of each token's entries among each other, and their logits ``[E]``; -inf and 0 for
-        ids outside ``[0, vocab_size)``. ``packed [P, >= E]``: each rank's logits, 0 for ids of others. ``broken``,
-        0-dimensional bool: all log-probabilities are NaN."""
-        ...
-
-    def set_gradient(self, log_probs: Tensor, upstream: Tensor, sets: Sets) -> Tensor:
-        """The gradient ``[E]`` of the logits of :meth:`set_log_probs`."""
-        ...
-
-    def top_k(self, projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """The ``k`` largest logits ``[R, k]`` of each token, and their ids in the whole vocabulary, int64: the largest
-        first, and the lowest id among equals. Where the shard has fewer, -inf and the id ``partials.NOBODY``."""
-        ...
-
-    def merge_ranks(self, packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
-        """The merged partial, and V."""
-        ...
-
-    def token_losses(
-        self, partial: Tensor, vocab_size: Tensor | int, target: Tensor, token_weight: Tensor | None, options: Options
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Losses, alpha, beta and gamma ``[R]``."""
-        ...
-
-    def mean_loss(
-        self, losses: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int | None
-    ) -> tuple[Tensor, Tensor]:
-        """The mean of losses by weight, and the sum of the weights, 0-dimensional."""
-        ...
-
-    def scaled(self, gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-        """``gradient * factor`` in ``dtype``, in place if the gradient has that dtype. ``factor``: 0-dimensional."""
-        ...
-
-    def logits_partial(self, logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
-        """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of the user's ``logits [N, V/P]``. ``target
-        [N]``: relative to the shard."""
-        ...
-
-    def logits_gradient(self, logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
-        """The gradient of :meth:`logits_partial`'s logits, in their dtype: ``p alpha - beta [j = target] - gamma``.
-        ``partial``: merged over all ranks. ``coefficients [3, N]``."""
-        ...
-
-    def divergence(self, pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-        """Write this shard's ``sums [2, R]``, and the gradient; neither is written if it is None.
-
-        With the reference r of :mod:`parallel_lce.run.divergence`, the two sums over the shard's entries are those of
-        q log(q / r) and of p log(p / r). A sum that is no term of the divergence is 0.
-        """
-        ...

@@ -3,13 +3,19 @@ parallel_lce.kernels.set_log_probs."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.interface import Sets
 
+def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities ``[E]`` of each token's entries among each other, and their logits ``[E]``; -inf and 0 for
+    ids outside ``[0, vocab_size)``.
 
-def set_log_probs(packed: Tensor, sets: Sets, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
+    ``packed [P, >= E]``: each rank's logits, 0 for ids of others. ``sets``: the selected entries
+    (:class:`parallel_lce.call.selection.Selected`). ``broken``, 0-dimensional bool: all log-probabilities are NaN.
+    """
     logits = packed[:, : len(sets.ids)].sum(0)
     outside = (sets.ids < 0) | (sets.ids >= vocab_size)
     logits.masked_fill_(outside, -torch.inf)
@@ -27,7 +33,8 @@ def set_log_probs(packed: Tensor, sets: Sets, broken: Tensor | None, vocab_size:
     return log_probs, logits.masked_fill_(outside, 0.0)
 
 
-def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Sets) -> Tensor:
+def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
+    """The gradient ``[E]`` of the logits of :func:`set_log_probs`."""
     # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
     upstream = upstream.where(log_probs != -torch.inf, 0.0)
     # u - p sum(u), without the difference where p is near 1.

@@ -71,10 +71,15 @@ from parallel_lce.core.partials import (
     tile_partial,
 )
 
+# The backend's name in PARALLEL_LCE_BACKEND.
 NAME: str = "torch"
+# Fewest tokens of a block for which accumulating gradients in forward is faster than recomputing.
 SMALLEST_ACCUMULATED: int = 1
+# Most flops of the three products for which a loss saves fp32 logits; 0: never.
 DENSE_FLOPS: float = 0
+# Class of the work on dense logits, one instance for each signature (parallel_lce.backends.triton_dense).
 Dense: None = None
+# Whether the backward recomputes logits in the memory of saved exponentials.
 REUSES_SAVED: bool = False
 
 # Bytes of a copy of gradients in the factor's dtype, at most.
@@ -103,13 +108,15 @@ class BlockForward:
 
     def __init__(self, task: ForwardTask) -> None:
         self._task, self._save = task, min(task.save, task.projection.real_rows)
+        # [C, R], complete after project_rest
         self.partial = empty_partial(task.columns, len(task.x), task.projection.dtype, task.x.device, task.out)
 
     def project_local(self, local: range) -> None:
-        """Does nothing. On a CPU a product would only slow down the collective beside it."""
+        """Project the ``local`` rows of x while the others arrive. Here nothing: on a CPU a product would only slow
+        down the collective beside it."""
 
     def project_rest(self) -> Saved | tuple[()]:
-        """Project all rows; returns a :class:`Saved`, or ``()``."""
+        """Project the other rows and complete :attr:`partial`. Returns the saved tensors, or ``()``."""
         projection, given, target, columns, *_, selected = task = self._task
         save, rows, dtype = self._save, given.shape[0], self.partial.dtype
         if rows == 0 or projection.real_rows == 0:
@@ -171,6 +178,7 @@ class BlockBackward:
     Logits whose exponentials are not saved are projected again. If dX is reduced over the ranks, dW of the last tile,
     and of the tiles in the memory of saved exponentials, is formed after dX."""
 
+    # Whether hidden_grad reads x, so that its gather must be complete.
     reads_hidden_first = True
 
     def __init__(self, task: BackwardTask) -> None:

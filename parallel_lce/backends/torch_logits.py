@@ -20,6 +20,9 @@ _ALIGNED = 8
 
 
 def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits ``[R, V/P]`` of the real rows, in the statistics' dtype, and their partial ``[3, R]``, whose target
+    column is 0. The stride of the rows is a multiple of 8 elements, so that rows are aligned to 16 bytes in every
+    dtype."""
     real, bias = projection.real_rows, projection.bias
     partial = empty_partial(Columns(), len(x), projection.dtype, x.device)
     if x.is_cuda:
@@ -50,6 +53,7 @@ def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
 
 
 def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
+    """Write the logits of a block's selected entries to ``out [E]``. ``out`` holds 0 for those of other shards."""
     row, hit = selection.places()
     hit &= selection.inside(0, projection.real_rows)
     ids = selection.ids.where(hit, 0)
@@ -64,6 +68,7 @@ def selected_logits(projection: Projection, x: Tensor, selection: Selection, out
 
 
 def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
+    """Write ``dx [R, D]``: the sums of the selected rows of ``weight [V, D]``, times their values."""
     row, hit = gradient.selection.places()
     hit &= gradient.selection.inside(0, len(weight))
     if len(weight):
@@ -76,6 +81,8 @@ def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Ten
 def selected_weight_gradient(
     x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
 ) -> None:
+    """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not selected. ``owner [E]``: the row of
+    ``x [R, D]`` of each entry."""
     hit = gradient.selection.inside(0, len(dweight))
     ids, values = gradient.selection.ids.where(hit, 0), gradient.values.where(hit, 0.0)
     if len(dweight):
@@ -100,7 +107,9 @@ def _sum_rows(out: Tensor, index: Tensor, values: Tensor, source: Tensor, rows: 
 
 
 def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Projects again, one tile of logits at a time."""
+    """The ``k`` largest logits ``[R, k]`` of each token, and their ids in the whole vocabulary, int64: the largest
+    first, and the lowest id among equals. Where the shard has fewer, -inf and the id ``partials.NOBODY``. Projects
+    again, one tile of logits at a time."""
     values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
     ids = torch.full((len(x), k), NOBODY, device=x.device)
     height, width = _TOP_K_TILE[0], max(k, _TOP_K_TILE[1])

@@ -5,9 +5,13 @@ A block of R tokens saves ``e = exp(z - r)`` of its first vocabulary entries. r 
 for windows whose maximum lies more than 32 from it (:mod:`parallel_lce.kernels.projection`). The gradient of the logits
 is then c e, with one coefficient c per token, except in the target's column. So no pass over R * V is needed between
 the forward and the products of the backward (:mod:`parallel_lce.backends.triton_backward`).
+
+The functions are those of :mod:`parallel_lce.backends.torch_backend`, which says what they do.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +24,6 @@ from parallel_lce.backends.interface import (
     Projection,
     SelectedGradient,
     Selection,
-    Sets,
     savable,
 )
 from parallel_lce.backends.torch_logits import top_k
@@ -51,12 +54,10 @@ _PARTIAL_BYTES = MEASURED.partial_bytes
 
 
 def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
-    """A buffer for the exponentials of ``rows`` tokens and the shard's first ``entries`` vocabulary rows."""
     return projection.weight.new_empty(rows * stride_of(min(entries, projection.real_rows)))
 
 
 def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits ``[R, V/P]`` of the real rows, and their partial ``[3, R]``, whose target column is 0."""
     rows, real, columns = x.shape[0], projection.real_rows, Columns()
     logits = x.new_empty(rows, stride_of(real), dtype=projection.dtype)[:, :real]
     partial = empty_partial(columns, rows, projection.dtype, x.device)
@@ -70,36 +71,31 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
-    """Write the logits of a block's selected entries to ``out [E]``. ``out`` holds 0 for those of other shards."""
     kernels.selected_logits(product_of(projection, dense(x), 0, projection.real_rows), selection, out)
 
 
 def selected_hidden_gradient(weight: Tensor, gradient: SelectedGradient, dx: Tensor) -> None:
-    """Write ``dx [R, D]``: the sums of the selected rows of ``weight [V, D]``, times their values."""
     kernels.hidden_gradient(weight, gradient.selection, gradient.values, dx)
 
 
 def selected_weight_gradient(
     x: Tensor, owner: Tensor, gradient: SelectedGradient, dweight: Tensor, dbias: Tensor | None
 ) -> None:
-    """Write ``dweight [V, D]`` and ``dbias [V]``, 0 in rows that are not selected. ``owner [E]``: the row of
-    ``x [R, D]`` of each entry."""
     if len(dweight) == 0:
         return
     kernels.weight_gradient(dense(x), gradient.selection.ids, owner, gradient.values, dweight, dbias)
 
 
-def set_log_probs(packed: Tensor, sets: Sets, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
+def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
     return kernels_of_sets.set_log_probs(packed, sets.ids, sets.offsets, broken, vocab_size)
 
 
-def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Sets) -> Tensor:
+def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
     # Hooks for saved tensors may have changed strides.
     return kernels_of_sets.set_gradient(log_probs.contiguous(), upstream.contiguous(), sets.offsets)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``gradient * factor`` in ``dtype``, in place if the gradient has that dtype."""
     if gradient.dim() == 1 or gradient.numel() == 0 or not gradient.is_contiguous():
         return torch_backend.scaled(gradient, factor, dtype)
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
@@ -109,13 +105,11 @@ def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
-    """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of the user's ``logits [N, V/P]``."""
     of = dense_logits if logits.stride(1) == 1 else torch_backend
     of.logits_partial(logits, target, shifted, partial)
 
 
 def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
-    """The gradient of :func:`logits_partial`'s logits, in their dtype."""
     if logits.stride(1) != 1:
         return torch_backend.logits_gradient(logits, target, partial, coefficients)
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
@@ -126,7 +120,6 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    """Write this shard's ``sums [2, R]``, and the gradient; neither is written if it is None."""
     divergence_of(*pair, sums, *(gradient or (None, None, None)))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from parallel_lce.backends.gemm import product
 from parallel_lce.core.options import Options
 from parallel_lce.kernels.dense_logits import BLOCK, WARPS, lce_backward_dense, lce_forward_dense
-from parallel_lce.kernels.losses import LossTerms
+from parallel_lce.kernels.losses import LossTerms, lce_forward_mean
 from parallel_lce.kernels.relaunch import Bound
 
 
@@ -27,8 +27,9 @@ class Dense:
     def __init__(
         self, tokens: int, entries: int, options: Options, scale: float, cap: float | None, scaled: bool, capped: bool
     ) -> None:
+        self.entries = entries
         shifted = options.columns.shifted
-        self._tokens, self._entries, self._number = tokens, entries, 2 + shifted
+        self._tokens, self._number = tokens, 2 + shifted
         self._affine = float(scale), 0.0 if cap is None else float(cap)
         self._traits = dict(
             SHIFTED=shifted,
@@ -39,14 +40,17 @@ class Dense:
         )
         numbers = tokens, entries, entries, *self._affine, LossTerms.of(options)
         self._forward = Bound(lce_forward_dense, (tokens,), numbers, OUTSIDE_NAN=options.outside_is_nan, **self._traits)
+        self._mean = Bound(lce_forward_mean, (1,), (tokens, options.ignore_index))
         # One launch for each stride of the upstream gradient.
         self._backward: dict[int, Bound] = {}
 
     def products(self, x: Tensor, weight: Tensor, memory: Tensor | None = None) -> Tensor:
-        """``x @ weight.T [N, V]``, fp32. ``memory``: of earlier ones."""
+        """``x @ weight[:entries].T``, ``[tokens, entries]`` fp32. ``memory``: of earlier ones."""
+        if weight.shape[0] > self.entries:
+            weight = weight[: self.entries]
         if memory is None:
             # Not a new result of torch.mm: a checkpoint that keeps those would keep one that backward overwrites.
-            memory = x.new_empty(self._tokens, self._entries, dtype=torch.float32)
+            memory = x.new_empty(self._tokens, self.entries, dtype=torch.float32)
         return product(x, weight.t(), torch.float32, memory)
 
     def partial(self, products: Tensor, partial: Tensor, per_token: tuple[Tensor | None, ...]) -> None:
@@ -62,6 +66,12 @@ class Dense:
         self._forward(products, found, losses, *per_token)
         return losses, found
 
+    def mean(self, losses: Tensor, target: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+        """As :func:`parallel_lce.kernels.losses.mean_loss`."""
+        mean, divisor = losses.new_empty(()), losses.new_empty(())
+        self._mean(losses, target, weights, mean, divisor)
+        return mean, divisor
+
     def gradient(
         self,
         products: Tensor,
@@ -73,11 +83,11 @@ class Dense:
         """The gradient ``[N, V]`` of the products, in their memory. It is that of the sum of ``factor`` times loss,
         divided by ``divisor``; ``factor``: ``[N]`` or 0-dimensional. ``found``: the second result of :meth:`losses`,
         merged over the ranks. ``per_token``: as for :meth:`partial`, without weights."""
-        gradient = products.view(torch.bfloat16)[:, : self._entries]
+        gradient = products.view(torch.bfloat16)[:, : self.entries]
         stride = factor.stride(0) if factor.dim() else 0
         bound = self._backward.get(stride)
         if bound is None:
-            numbers = self._tokens, self._entries, self._entries, 2 * self._entries, stride, *self._affine
+            numbers = self._tokens, self.entries, self.entries, 2 * self.entries, stride, *self._affine
             traits = dict(IN_PLACE=True, SPAN=BLOCK, **self._traits)
             bound = self._backward[stride] = Bound(lce_backward_dense, (self._tokens, 1), numbers, **traits)
         bound(products, gradient, found, factor, divisor, *per_token)

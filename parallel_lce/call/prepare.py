@@ -25,7 +25,7 @@ from parallel_lce.call.selection import Selected
 from parallel_lce.core.budget import BUDGET_VARIABLE, default_budget
 from parallel_lce.core.collectives import Layout, Shard
 from parallel_lce.core.grad_buffers import MainGrad
-from parallel_lce.core.memory import in_memory, with_contiguous_rows
+from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import Options, Tensors, agreed, as_bool, check_options, with_python_numbers
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import GradientTraits, Plan, plan, shared_shard_rows
@@ -43,6 +43,9 @@ _TOLD = {
 }
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
+# os.environ as bytes: its methods decode names and values, which takes the host some microseconds.
+_ENVIRONMENT = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
+_VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
 
 
 def prepare(
@@ -60,13 +63,13 @@ def prepare(
     ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which gradients a backward must
     produce; None: those of the tensors that require one. ``planned``: whether the call has a plan.
     """
-    needs = needs_of(tensors) if needs is None else needs
-    layout = _layout(options, group)
+    layout = _ALONE if group is None else _layout(options, group)
     key = _signature(options, tensors, layout, main_grad, (needs, planned))
     known = None if key is None else KNOWN.get(key)
     if known is None:
         options, _, shape = check(options, tensors, group, extra_check, main_grad)
         tensors = Tensors(*[in_memory(t) if isinstance(t, Tensor) else t for t in tensors])
+        needs = needs_of(tensors) if needs is None else needs
         known = _planned(options, tensors, layout, shape, needs, main_grad, planned)
         if key is not None:
             if len(KNOWN) >= _MOST_KNOWN:
@@ -90,7 +93,7 @@ def check(
     ``extra_check`` is called after the other checks, with the tokens' shape; it raises for a wrong argument that this
     function does not know.
     """
-    layout = _layout(options, group)
+    layout = _ALONE if group is None else _layout(options, group)
     # From here on a refusal is sent to the other ranks.
     try:
         options = with_python_numbers(options)
@@ -110,9 +113,7 @@ def check(
     return options, layout, shape
 
 
-def _layout(options: Options, group: dist.ProcessGroup | None) -> Layout:
-    if group is None:
-        return _ALONE
+def _layout(options: Options, group: dist.ProcessGroup) -> Layout:
     check_process_group(group)
     return Layout.of(group, as_bool(options.sequence_parallel) is True)
 
@@ -129,24 +130,21 @@ def _signature(
 ) -> tuple | None:
     """The signature, or None for a call that must be checked in full: a call in debug mode or forward-mode
     differentiation, or with an argument that is neither a plain tensor nor Python's own number or string."""
-    if forward_ad._current_level >= 0 or debug.enabled():
+    debugging = _ENVIRONMENT.get(b"PARALLEL_LCE_DEBUG")
+    if forward_ad._current_level >= 0 or not (debugging is None or debugging in (b"", b"0")):
         return None
     # 1, 1.0 and True are equal as keys.
     kinds = tuple(map(type, options))
     if not _PLAIN.issuperset(kinds):
         return None
-    environ = os.environ
-    key: list = [options, kinds, others, environ.get(VARIABLE), environ.get(BUDGET_VARIABLE)]
+    key: list = [options, kinds, others, torch.is_grad_enabled(), *map(_ENVIRONMENT.get, _VARIABLES)]
     for tensor in tensors:
         if tensor is None:
             key.append(None)
         elif type(tensor) in _PLAIN_TENSORS and tensor.layout is torch.strided and not tensor.is_neg():
-            key += tensor.shape, tensor.dtype, tensor.device
+            key += tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
         else:
             return None
-    if tensors.temperature is not None or tensors.logit_scale is not None:
-        # They are refused if they require a gradient.
-        key.append(torch.is_grad_enabled() and any([t.requires_grad for t in tensors[5:7] if t is not None]))
     if main_grad is not None:
         key += main_grad.tensor.shape, main_grad.tensor.dtype
     key += _group_traits(layout, tensors.input)
@@ -193,7 +191,8 @@ def _planned(
 
 def _with_tensors(known: Call, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> tuple[Call, Inputs]:
     hidden, weight, target, bias, token_weight, scale, temperature, ids, offsets = tensors
-    weight, bias = with_contiguous_rows(weight), bias if bias is None else bias.contiguous()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    bias = bias if bias is None else bias.contiguous()
     if target is not None and not (target.dim() == 1 and target.dtype is torch.int64 and target.is_contiguous()):
         target = target.reshape(-1).long().contiguous()
     softcap = None
@@ -342,11 +341,11 @@ def check_together(options: Options, tensors: Tensors, layout: Layout, others: d
 
 def autocasted(tensors: Tensors) -> Tensors:
     """Under autocast: the operands but fp64 ones in autocast's dtype, as for ``F.linear``."""
-    # Meta tensors have no autocast.
-    if not isinstance(tensors.input, Tensor) or tensors.input.is_meta:
+    if not isinstance(tensors.input, Tensor):
         return tensors
     kind = tensors.input.device.type
-    if not torch.is_autocast_enabled(kind):
+    # Meta tensors have no autocast.
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     input, weight, bias = [

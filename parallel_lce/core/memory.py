@@ -26,8 +26,6 @@ class _Waited(torch.autograd.Function):
 def in_memory(tensor: Tensor) -> Tensor:
     """The tensor with its final values in memory: waits for a functional collective, and materializes a negated
     view."""
-    if torch.compiler.is_compiling():
-        return tensor
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = _Waited.apply(tensor)
     return tensor.resolve_neg()
@@ -46,7 +44,8 @@ def with_contiguous_rows(tensor: Tensor) -> Tensor:
 def on_device_of(tensor: Tensor) -> AbstractContextManager:
     """A context in which the tensor's device is the current one, as Triton's launches need. If it is already, the
     context is empty: entering a device takes the host microseconds."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+    # torch.cuda.current_device without its call of _lazy_init
+    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
         return _NOTHING
     return torch.cuda.device(tensor.device)
 

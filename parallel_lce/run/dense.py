@@ -14,7 +14,7 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate_nt, product
 from parallel_lce.call.call import Call, flattened
 from parallel_lce.core.collectives import PartialsGather, gather_hidden
-from parallel_lce.core.memory import device_without_autocast, in_memory, some_rows, with_contiguous_rows
+from parallel_lce.core.memory import device_without_autocast, in_memory, with_contiguous_rows
 from parallel_lce.run.autograd import first_order_only
 
 
@@ -27,11 +27,11 @@ class DenseLoss(torch.autograd.Function):
         target, scales, caps, weights = call.target, call.token_scale, call.token_cap, call.token_weight
         gathered = divisor = None
         with device_without_autocast(weight):
-            x = flattened(hidden)
+            x = hidden if hidden.dim() == 2 else flattened(hidden)
             if layout.sp_size > 1:
                 x = gather_hidden(x, call.plan.blocks[0], layout).wait()
                 gathered = x if call.plan.saves_hidden else None
-            products = dense.products(x, some_rows(weight, 0, call.shard.real_rows))
+            products = dense.products(x, weight)
             if layout.ranks == 1:
                 value, found = dense.losses(products, (target, weights, bias, scales, caps))
             else:
@@ -42,7 +42,7 @@ class DenseLoss(torch.autograd.Function):
                 value, *each = backend.token_losses(partial, vocab_size, target, weights, options)
                 found = torch.cat([partial, *[c[None] for c in each if c is not None]])
             if options.reduction == "mean":
-                value, divisor = backend.mean_loss(value, target, weights, options.ignore_index)
+                value, divisor = dense.mean(value, target, weights)
             elif options.reduction == "sum":
                 value = value.sum()
         ctx.save_for_backward(hidden, weight, bias, target, scales, caps, found, divisor, gathered, products)
@@ -52,30 +52,32 @@ class DenseLoss(torch.autograd.Function):
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream: Tensor):
-        hidden, weight, bias, target, scales, caps, found, divisor, gathered, products = saved
+        # Hooks for saved tensors may have changed strides, but those of an operand's rows.
+        hidden, weight, *others = saved
+        bias, target, scales, caps, found, divisor, gathered, products = [
+            t if t is None or t.is_contiguous() else t.contiguous() for t in others
+        ]
         call, (needs_hidden, needs_weight, *_) = ctx.call, ctx.needs_input_grad
-        layout, dense, real, block = call.layout, call.dense, call.shard.real_rows, call.plan.blocks[0]
+        layout, dense, real = call.layout, call.dense, call.dense.entries
         consumed, ctx.consumed = ctx.consumed, True
-        dx = dweight = reduction = None
+        dx = dweight = reduction = incoming = None
         with device_without_autocast(weight):
-            x, shard = flattened(hidden), with_contiguous_rows(some_rows(weight, 0, real))
-            incoming = None
+            x = hidden if hidden.dim() == 2 else flattened(hidden)
+            rows = weight.shape[0]
+            shard = with_contiguous_rows(weight if real == rows else weight[:real])
             if gathered is not None:
                 x = gathered
             elif layout.sp_size > 1:
-                incoming = gather_hidden(x, block, layout)
+                incoming = gather_hidden(x, call.plan.blocks[0], layout)
                 x = incoming.tensor
-            # Hooks for saved tensors may have changed strides.
-            products, found = products.contiguous(), found.contiguous()
-            target, bias, scales, caps = (t if t is None else t.contiguous() for t in (target, bias, scales, caps))
             if consumed:
                 # An earlier backward has overwritten the logits, past autograd's count of versions.
                 dense.products(x if incoming is None else incoming.wait(), shard, products.data)
             if call.shard.start:
                 target = target - call.shard.start
             gradient = dense.gradient(products, found, in_memory(upstream), divisor, (target, bias, scales, caps))
-            if needs_hidden and call.reduced_over.ranks > 1:
-                reduction = call.hidden_reduction(flattened(hidden))
+            if needs_hidden and layout.ranks > 1 and call.reduced_over.ranks > 1:
+                block, reduction = call.plan.blocks[0], call.hidden_reduction(flattened(hidden))
                 part = reduction.open_block(block)
                 reduction.start(block, product(gradient, shard, part.dtype, part))
             elif needs_hidden:
@@ -84,15 +86,15 @@ class DenseLoss(torch.autograd.Function):
                 incoming.wait()
             if needs_weight and call.main_grad is not None:
                 main_grad = call.main_grad.now()
-                accumulate_nt(some_rows(main_grad.tensor, 0, real), gradient.t(), x.t(), overwrite=False)
+                accumulate_nt(main_grad.tensor[:real], gradient.t(), x.t(), overwrite=False)
                 dweight = main_grad.placeholder()
-            elif needs_weight and real == len(weight):
+            elif needs_weight and real == rows:
                 dweight = product(gradient.t(), x, weight.dtype)
             elif needs_weight:
                 dweight = weight.new_empty(weight.shape)
                 dweight[real:].zero_()
                 product(gradient.t(), x, weight.dtype, dweight[:real])
             dx = dx if reduction is None else reduction.wait()
-            if dx is not None and dx.shape != hidden.shape:
+            if dx is not None and dx.dim() != hidden.dim():
                 dx = dx.view(hidden.shape)
         return dx, dweight, None, None

@@ -16,14 +16,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.interface import (
     BackwardTask,
-    BlockForward,
     Coefficients,
     ForwardTask,
     GradBuffers,
@@ -127,7 +126,7 @@ def forward(
         return merged, gathered, saved
 
 
-def _project(work: BlockForward, x: IncomingHidden, gathers: Gathers, first: bool) -> Saved | tuple[()]:
+def _project(work: Any, x: IncomingHidden, gathers: Gathers, first: bool) -> Saved | tuple[()]:
     """Project a block, and start the next block's gather once this one's hidden states are there.
 
     This rank's own rows of the first block are projected during its gather: no earlier block overlaps that. The

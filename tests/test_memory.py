@@ -215,7 +215,7 @@ def test_a_reduction_waits_for_no_more_than_a_tile(device):
 
     def backward():
         dweight, dx = GradBuffer(projection.weight, V, 1), torch.empty_like(t.x)
-        grads = GradBuffers(dx, dweight, None, reduces_dx=True)
+        grads = GradBuffers(dx, dweight, None)
         block_backward(torch_backend, projection, t.x, t.target, partial, coefficients, (), grads, Scratch(0, device))
         return dx, dweight.deliver()
 

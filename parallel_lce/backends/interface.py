@@ -131,8 +131,6 @@ class GradBuffers:
     # The block's gradients are added to these.
     dweight: GradBuffer | None
     dbias: GradBuffer | None
-    # dX is reduced over the ranks, overlapping the dW products that follow.
-    reduces_dx: bool = False
 
 
 class Scratch:

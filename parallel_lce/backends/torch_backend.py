@@ -161,22 +161,12 @@ class BlockForward:
         return () if saved is None else saved
 
 
-class _GradientTile(NamedTuple):
-    """A tile of the gradient of the projection's output."""
-
-    rows: slice
-    window: slice
-    # For dW and for dbias: the sum of the window's rows, and whether it must be overwritten; None if not wanted.
-    sums: tuple[tuple[Tensor, bool] | None, tuple[Tensor, bool] | None]
-    # [entries, rows], an operand of the products
-    gradient: Tensor
+# For dW and for dbias: the sum of a window's rows, and whether it must be overwritten; None if not wanted.
+_Sums = tuple[tuple[Tensor, bool] | None, tuple[Tensor, bool] | None]
 
 
 class BlockBackward:
-    """Gradients of a block.
-
-    Logits whose exponentials are not saved are projected again. If dX is reduced over the ranks, dW of the last tile,
-    and of the tiles in the memory of saved exponentials, is formed after dX."""
+    """Gradients of a block. Logits whose exponentials are not saved are projected again."""
 
     # Whether hidden_grad reads x, so that its gather must be complete.
     reads_hidden_first = True
@@ -185,8 +175,8 @@ class BlockBackward:
         projection, x, target, partial, coefficients, saved, grads, scratch, selected, _ = task
         self._projection, self._x, self._target = projection, x, target
         self._grads, self._scratch = grads, scratch
-        # Tiles that are added to dW after dX is complete.
-        self._waiting: list[_GradientTile] = []
+        # The last tile, which is added to dW after dX is complete.
+        self._last: tuple[slice, slice, _Sums, Tensor] | None = None
         rows, real, dtype = x.shape[0], projection.real_rows, projection.dtype
         if selected is not None and saved and saved.exponentials.dtype != dtype:
             # A selected entry's term may cancel nearly all of its gradient. Rounded exponentials would leave an error.
@@ -245,46 +235,39 @@ class BlockBackward:
             self._beta = self._beta * softcap_slope(projection.softcap, partial[TARGET])
 
     def hidden_grad(self) -> None:
-        """Form dX, and dW of the tiles that do not wait."""
-        projection, dx, dtype = self._projection, self._grads.dx, self._projection.dtype
-        rows, self._x = self._x.shape[0], operand(self._x)
-        total = dx
+        """Form dX, and dW and dbias of all tiles but the last."""
+        projection, grads, dtype = self._projection, self._grads, self._projection.dtype
+        self._x = operand(self._x)
+        dx, total = grads.dx, grads.dx
         if dx is not None and dx.dtype != dtype:
             total = dx.new_empty(dx.shape, dtype=dtype)
         if total is not None and not self._windows:
             total.zero_()
-        waits = dx is not None and self._grads.reduces_dx
         for window in self._windows:
             start, stop = window.start, window.stop
-            dweight, dbias = self._grads.dweight, self._grads.dbias
-            sums = dweight and dweight.open(start, stop), dbias and dbias.open(start, stop)
+            sums = grads.dweight and grads.dweight.open(start, stop), grads.dbias and grads.dbias.open(start, stop)
             weight = operand(some_rows(projection.weight, start, stop))
-            # Tiles that are formed in the memory of saved exponentials stay there. Others overwrite the tile before.
-            stays = self._saved is not None and self._saved.exponentials.dtype == dtype
-            stays = stays and start < self._save
-            for tile_rows in self._row_tiles:
-                tile = _GradientTile(tile_rows, window, sums, self._gradient(tile_rows, window, weight))
+            for rows in self._row_tiles:
+                if self._last is not None:
+                    self._add_to_weight(*self._last)
+                gradient = self._gradient(rows, window, weight)
                 if total is not None:
-                    of_rows = some_rows(total, tile_rows.start, tile_rows.stop)
-                    gradient, factor = tile.gradient.t(), self._fp16_unscale
-                    accumulate_nt(of_rows, gradient, weight.t(), overwrite=start == 0, factor=factor)
-                last = stop == projection.real_rows and tile_rows.stop == rows
-                if waits and (last or stays):
-                    self._waiting.append(tile)
-                else:
-                    self._add_to_weight(tile)
+                    of_rows, factor = some_rows(total, rows.start, rows.stop), self._fp16_unscale
+                    accumulate_nt(of_rows, gradient.t(), weight.t(), overwrite=start == 0, factor=factor)
+                self._last = rows, window, sums, gradient
         if dx is not None and total is not dx:
             dx.copy_(total)
 
     def weight_grad(self) -> None:
-        """dW and dbias of the tiles that wait."""
-        while self._waiting:
-            self._add_to_weight(self._waiting.pop(0))
+        """dW and dbias of the last tile."""
+        if self._last is not None:
+            self._add_to_weight(*self._last)
+            self._last = None
 
-    def _add_to_weight(self, tile: _GradientTile) -> None:
-        """Add a tile to dW and dbias of its window."""
-        rows, window, (of_weight, of_bias), gradient = tile
-        first, last, factor = rows.start == 0, rows.stop == self._x.shape[0], self._fp16_unscale
+    def _add_to_weight(self, rows: slice, window: slice, sums: _Sums, gradient: Tensor) -> None:
+        """Add the ``gradient [entries, rows]`` of a tile to dW and dbias of its window."""
+        (of_weight, of_bias), factor = sums, self._fp16_unscale
+        first, last = rows.start == 0, rows.stop == self._x.shape[0]
         if self._grads.dweight is not None and of_weight is not None:
             total, empty = of_weight
             x = some_rows(self._x, rows.start, rows.stop)

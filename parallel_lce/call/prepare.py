@@ -28,7 +28,7 @@ from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.memory import in_memory
 from parallel_lce.core.options import Options, Tensors, agreed, as_bool, check_options, with_python_numbers
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.core.plan import GradientTraits, Plan, plan, shared_shard_rows
+from parallel_lce.core.plan import GradientTraits, Plan, Problem, plan, shared_shard_rows
 
 KNOWN: dict[tuple, Call] = {}
 """Calls without their tensors, by signature."""
@@ -258,7 +258,7 @@ def _plan(
         and hidden.dtype != torch.float16
     )
     itemsize = weight.element_size()
-    planned = plan(
+    problem = Problem(
         token_count(hidden, layout),
         shared_shard_rows(shard.rows, layout.ranks, options.vocab_start, options.vocab_size),
         hidden.shape[-1],
@@ -273,7 +273,7 @@ def _plan(
         reuses_saved=backend.REUSES_SAVED,
         dense_flops=backend.DENSE_FLOPS if _may_be_dense(options, tensors, main_grad) else 0,
     )
-    return planned.limited(shard.real_rows, itemsize, layout.sp_size)
+    return plan(problem).limited(shard.real_rows, itemsize, layout.sp_size)
 
 
 def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None) -> bool:

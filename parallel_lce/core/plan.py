@@ -75,8 +75,6 @@ class Plan:
     hidden_bytes: int
     # Most rows of a forward's block that saves nothing.
     gathered_rows: int
-    # ``scratch_bytes`` of a backward whose saved exponentials are gone: consumed, or lost by hooks.
-    scratch_bytes_unsaved: int
     # The fp32 logits of the only block are saved, where the rank's shard allows it.
     dense: bool = False
 
@@ -161,22 +159,36 @@ class _Candidate:
 
 
 @dataclass(frozen=True)
-class _Problem:
-    """The numbers of a call, as :func:`plan` is given them; ``budget`` is a number."""
+class Problem:
+    """The numbers of a call from which its plan is made."""
 
+    # N, the tokens of the whole sequence.
     tokens: int
+    # ceil(V / P)
     shard_rows: int
+    # D
     hidden_size: int
+    # Bytes of an input element, and of a saved exponential.
     itemsize: int
-    budget: int
-    sp_size: int
-    ranks: int
-    gradients: GradientTraits
-    savable: bool
-    accumulable: bool
-    smallest_accumulated: int
-    reuses_saved: bool
-    dense_flops: float
+    # logits_budget, bytes
+    budget: int = DEFAULT_BUDGET
+    # P under sequence parallelism, else 1.
+    sp_size: int = 1
+    # P
+    ranks: int = 1
+    # None: evaluation.
+    gradients: GradientTraits | None = None
+    # Saved exponentials suffice for the backward.
+    savable: bool = True
+    # The loss is a sum with weights known in forward.
+    accumulable: bool = False
+    # Fewest tokens of a block for which accumulating is faster than recomputing. Adding to an fp32 dW takes the same
+    # time for few tokens as for many.
+    smallest_accumulated: int = 1
+    # The backend recomputes into the memory of the saved exponentials.
+    reuses_saved: bool = False
+    # Most flops of the three products for which fp32 logits are saved.
+    dense_flops: float = 0
 
     @property
     def part_rows(self) -> int:
@@ -221,7 +233,6 @@ class _Problem:
             part_rows=self.part_rows,
             shard_rows=self.shard_rows,
             gathered_rows=gathered_rows,
-            scratch_bytes_unsaved=SMALLEST_BLOCK,
             accumulate=False,
             block_bytes=self.budget,
             scratch_bytes=self.scratch,
@@ -230,7 +241,7 @@ class _Problem:
         return Plan(**usual | fields)
 
 
-def _dense(p: _Problem) -> _Candidate:
+def _dense(p: Problem) -> _Candidate:
     """Save the fp32 logits of a small problem. Their gradient is formed in their memory.
 
     Such a call has few launches: a fused projection of so few flops takes the GPU less time than the host. The logits
@@ -245,7 +256,7 @@ def _dense(p: _Problem) -> _Candidate:
     return replace(saved, plan=planned, possible=small and fits)
 
 
-def _save(p: _Problem) -> _Candidate:
+def _save(p: Problem) -> _Candidate:
     """Save every exponential; and the gathered hidden states, if they fit beside them."""
     whole = p.tokens * p.row_bytes
     hidden_bytes = p.gathered_bytes if p.gathered_bytes <= p.budget - whole else 0
@@ -255,7 +266,7 @@ def _save(p: _Problem) -> _Candidate:
     return _Candidate(planned, p.savable and whole <= p.budget, products=3, preferred=True)
 
 
-def _accumulate(p: _Problem) -> _Candidate:
+def _accumulate(p: Problem) -> _Candidate:
     """Form gradients in forward, in blocks of the budget.
 
     Possible if that needs no more memory than saving everything, and if blocks are large enough to be worth it.
@@ -280,7 +291,7 @@ def _accumulate(p: _Problem) -> _Candidate:
     return _Candidate(planned, p.accumulable and p.savable and fits and worthwhile, products=3)
 
 
-def _recompute_by_rows(p: _Problem) -> _Candidate:
+def _recompute_by_rows(p: Problem) -> _Candidate:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
 
     On one rank, if nothing is saved and the shard is narrow, blocks have as many tokens as vocabulary entries are
@@ -299,7 +310,7 @@ def _recompute_by_rows(p: _Problem) -> _Candidate:
     return _Candidate(planned, True, products=4, accumulator=sums)
 
 
-def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
+def _recompute_by_vocabulary(p: Problem) -> _Candidate:
     """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX.
 
     On one rank this is preferred if the sum of dX takes no more than the budget: an fp32 dW is then read and written
@@ -319,70 +330,22 @@ def _recompute_by_vocabulary(p: _Problem) -> _Candidate:
     return _Candidate(planned, True, products=4, accumulator=dx_sum, preferred=affordable)
 
 
-def plan(
-    tokens: int,
-    shard_rows: int,
-    hidden_size: int,
-    itemsize: int,
-    *,
-    budget: int | None = None,
-    sp_size: int = 1,
-    ranks: int = 1,
-    gradients: GradientTraits | None = None,
-    savable: bool = True,
-    accumulable: bool = False,
-    smallest_accumulated: int = 1,
-    reuses_saved: bool = False,
-    dense_flops: float = 0,
-) -> Plan:
+def plan(problem: Problem) -> Plan:
     """Split N tokens into blocks.
 
     Takes the possible candidate of least cost. Candidates are: save fp32 logits; save every exponential; accumulate
     gradients in forward; recompute by vocabulary; recompute by rows. The functions above have the condition of each.
     The cost is the number of matrix products. Among equals a preferred candidate is taken (saving all; recomputing by
     vocabulary if its fp32 dX fits the budget), then the smallest fp32 accumulator, then the first in the list.
-
-    Args:
-        tokens: N, the tokens of the whole sequence.
-        shard_rows: ceil(V / P).
-        hidden_size: D.
-        itemsize: bytes of an input element, and of a saved exponential.
-        sp_size: P under sequence parallelism, else 1.
-        ranks: P.
-        gradients: None means evaluation.
-        savable: saved exponentials suffice for the backward.
-        accumulable: the loss is a sum with weights known in forward.
-        smallest_accumulated: fewest tokens of a block for which accumulating is faster than recomputing. Adding to an
-            fp32 dW takes the same time for few tokens as for many.
-        reuses_saved: the backend recomputes into the memory of the saved exponentials.
-        dense_flops: most flops of the three products for which fp32 logits are saved.
     """
-    problem = _Problem(
-        tokens,
-        shard_rows,
-        hidden_size,
-        itemsize,
-        DEFAULT_BUDGET if budget is None else budget,
-        sp_size,
-        ranks,
-        gradients or GradientTraits(),
-        savable,
-        accumulable,
-        smallest_accumulated,
-        reuses_saved,
-        dense_flops,
-    )
-    if gradients is None:
+    if problem.gradients is None:
         return problem.plan(first_rows=0, block_rows=0, saved=0)
     # On several ranks blocks of rows come first: dX of one block is reduced while the next is computed.
     recomputations = _recompute_by_vocabulary(problem), _recompute_by_rows(problem)
-    if ranks > 1:
+    if problem.ranks > 1:
         recomputations = recomputations[::-1]
-    best, *others = [c for c in (_dense(problem), _save(problem), _accumulate(problem), *recomputations) if c.possible]
-    for candidate in others:
-        if candidate.cost < best.cost:
-            best = candidate
-    return best.plan
+    candidates = _dense(problem), _save(problem), _accumulate(problem), *recomputations
+    return min((c for c in candidates if c.possible), key=lambda c: c.cost).plan
 
 
 def balanced(rows: int, most: int) -> int:

@@ -34,6 +34,7 @@ from parallel_lce.backends.interface import (
 )
 from parallel_lce.call.call import Call, Gradients, Needs, flattened, token_count
 from parallel_lce.call.selection import BesidePartials, Selected
+from parallel_lce.core import plan
 from parallel_lce.core.collectives import IncomingHidden, Layout, PartialsGather, gather_hidden
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast
@@ -76,9 +77,9 @@ def forward(
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
     one all-gather of the partials.
     """
-    layout, plan, blocks, backend = call.layout, call.plan, call.plan.forward_blocks, call.backend
+    layout, blocks, backend = call.layout, call.plan.forward_blocks, call.backend
     # Window partials are kept only for a filtered backward of one block without a gradient of the bias.
-    keep_windows = save and call.options.gradient_filter is not None and len(blocks) == 1 and plan.blocks == blocks
+    keep_windows = save and call.options.gradient_filter is not None and len(blocks) == 1 and call.plan.blocks == blocks
     keep_windows = keep_windows and (bias is None or not bias.requires_grad)
     with device_without_autocast(weight):
         hidden, projection = flattened(hidden), call.projection(weight, bias)
@@ -111,7 +112,7 @@ def forward(
             saved = saved or of_this
             if beside is not None:
                 beside.find_top(backend, of_block, x.tensor, block)
-            if save and plan.saves_hidden:
+            if save and call.plan.saves_hidden:
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
                 gathered = x.tensor
@@ -191,7 +192,7 @@ class _GradientSums:
             partial,
             coefficients,
             saved,
-            GradBuffers(dx, self._dweight, self._dbias, reduction is not None and reduction.ranks > 1),
+            GradBuffers(dx, self._dweight, self._dbias),
             self.scratch,
             selected,
             call.options.gradient_filter,
@@ -236,7 +237,7 @@ def backward(
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a block ahead, unless
     they were saved; then the reduction of dX (:class:`parallel_lce.core.collectives.HiddenReduction`).
     """
-    layout, blocks, plan = call.layout, call.plan.blocks, call.plan
+    layout, blocks = call.layout, call.plan.blocks
     with device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
         # Autograd, which saved these tensors, must not see that they are overwritten.
@@ -244,7 +245,7 @@ def backward(
         kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
         # Windows alone may have been kept, without exponentials.
         exponentials = kept.exponentials if kept else None
-        scratch_bytes = plan.scratch_bytes_unsaved if exponentials is None else plan.scratch_bytes
+        scratch_bytes = plan.SMALLEST_BLOCK if exponentials is None else call.plan.scratch_bytes
         selected = None
         if of_selected is not None and call.selected is not None:
             coefficients, selected = _selected_apart(call, call.selected, coefficients, *of_selected)

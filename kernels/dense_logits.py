@@ -2,10 +2,13 @@
 
 They are either those that a user has (:func:`parallel_lce.vocab_parallel_cross_entropy`), or the fp32 products of a
 small problem (:mod:`parallel_lce.backends.triton_dense`), to which bias, scales and soft-cap are applied as they are
-read. The plain torch of the former is :mod:`parallel_lce.backends.dense_logits`.
+read. The plain torch of the former is :mod:`parallel_lce.backends.torch_logits`.
 
 One program reads a token's row. Rows are addressed in int64: N * V passes 2^31 in ordinary use. Both kernels take
 tensors first, then numbers, so that :class:`parallel_lce.kernels.relaunch.Bound` can launch them.
+
+:func:`divergence` compares two distributions over the same entries, from fp32 logits; its formulas are in
+:mod:`parallel_lce.run.divergence`.
 """
 
 from __future__ import annotations
@@ -218,3 +221,104 @@ def logits_gradient(logits: torch.Tensor, target: torch.Tensor, partial: torch.T
         numbers = rows, entries, logits.stride(0), gradient.stride(0), 0, 1.0, 0.0
         options = dict(SHIFTED=True, SCALED=False, CAPPED=False, IN_PLACE=False, SPAN=BLOCK, BLOCK=BLOCK)
         lce_backward_dense.launch((rows, -(-entries // BLOCK)), *tensors, *numbers, **options, num_warps=WARPS)
+
+
+_BLOCK = tl.constexpr(4096)
+
+
+@triton.jit
+def _log_probs(of, column, valid, row, rows):
+    logits, stride, normalizer = of
+    z = tl.load(logits + row * stride + column, mask=valid, other=-float("inf"))
+    return z - tl.load(normalizer + row) - tl.load(normalizer + rows + row)
+
+
+@Relaunched
+@triton.jit
+def lce_backward_divergence(
+    student,
+    teacher,
+    sums,
+    gradient,
+    factor,
+    student_mean,
+    rows,
+    entries,
+    gradient_stride,
+    beta,
+    rest,
+    TEACHER: tl.constexpr,
+    STUDENT: tl.constexpr,
+):
+    """``student`` and ``teacher``: logits, their row's stride, and normalizer. ``TEACHER`` and ``STUDENT``: whose sum
+    counts in the divergence. ``sums``, ``gradient``: None if not wanted."""
+    row = tl.program_id(0).to(tl.int64)
+    of_teacher = 0.0
+    of_student = 0.0
+    for first in range(0, entries, _BLOCK):
+        column = first + tl.arange(0, _BLOCK)
+        valid = column < entries
+        log_p = _log_probs(student, column, valid, row, rows)
+        log_q = _log_probs(teacher, column, valid, row, rows)
+        p = tl.exp(log_p)
+        q = tl.exp(log_q)
+        # log(q / r) and log(p / r), without the large logarithm of r.
+        log_ratio = log_p - log_q
+        of_q = -log_ratio
+        of_p = log_ratio
+        if TEACHER and STUDENT:
+            smaller = tl.exp(-tl.abs(log_ratio))
+            up = log_ratio > 0
+            log_sum = tl.log(tl.where(up, rest + beta * smaller, beta + rest * smaller))
+            of_q = tl.where(up, -log_ratio, 0.0) - log_sum
+            of_p = tl.where(up, 0.0, log_ratio) - log_sum
+        if sums is not None:
+            if TEACHER:
+                of_teacher += tl.sum(tl.where(valid & (q != 0.0), q * of_q, 0.0), 0)
+            if STUDENT:
+                of_student += tl.sum(tl.where(valid & (p != 0.0), p * of_p, 0.0), 0)
+        if gradient is not None:
+            times = tl.load(factor + row)
+            if STUDENT:
+                g = tl.where(p != 0.0, p * (of_p - tl.load(student_mean + row)), 0.0)
+            else:
+                g = p - q
+            # A token that does not count has gradient 0, whatever its logits are.
+            g = tl.where(times != 0.0, g * times, 0.0)
+            tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
+    if sums is not None:
+        tl.store(sums + row, of_teacher)
+        tl.store(sums + rows + row, of_student)
+
+
+def divergence(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    student_normalizer: torch.Tensor,
+    teacher_normalizer: torch.Tensor,
+    beta: float,
+    sums: torch.Tensor | None,
+    gradient: torch.Tensor | None,
+    factor: torch.Tensor | None,
+    student_mean: torch.Tensor | None,
+) -> None:
+    """:func:`parallel_lce.backends.torch_logits.divergence`"""
+    rows, entries = student.shape
+    if rows:
+        lce_backward_divergence.launch(
+            (rows,),
+            (student, student.stride(0), student_normalizer),
+            (teacher, teacher.stride(0), teacher_normalizer),
+            sums,
+            gradient,
+            factor,
+            student_mean,
+            rows,
+            entries,
+            0 if gradient is None else gradient.stride(0),
+            beta,
+            1 - beta,
+            TEACHER=beta < 1,
+            STUDENT=beta > 0,
+            num_warps=8,
+        )

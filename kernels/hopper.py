@@ -30,8 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from parallel_lce.kernels.epilogues import finish_tile, tile_count, tile_rows, tile_start
-from parallel_lce.kernels.projection import CHANGING, projection_name
+from parallel_lce.kernels.projection import CHANGING, finish_tile, projection_name, tile_count, tile_rows, tile_start
 from parallel_lce.kernels.relaunch import Relaunched
 
 # Warps of the consumers, and registers of a thread of the producer.

@@ -66,7 +66,7 @@ class WindowPartials(NamedTuple):
 def store_partials(z, place, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr):
     """Store the partials of the logits ``z [BLOCK_M, BLOCK_N]``; returns their exponentials.
 
-    ``partials [windows, rows]``. ``place``: of :func:`parallel_lce.kernels.epilogues.finish_tile`. ``shift``: the
+    ``partials [windows, rows]``. ``place``: of :func:`parallel_lce.kernels.projection.finish_tile`. ``shift``: the
     softmax shift of the tile's tokens, if ``HAS_SHIFT``. ``MASKED``: the tile may have columns beyond the last
     vocabulary entry.
     """

@@ -1,7 +1,7 @@
 """What a backward needs of each token beside the products: :func:`token_gradients`.
 
 It forms the gradient of the target's logit, prepares the token's row of G, the gradient of the logits, and places the
-target's entry in it (:mod:`parallel_lce.kernels.targets` says what becomes of the rest).
+target's entry in it.
 
 A row of G is either recomputed, and then complete but for the target, or consists of saved exponentials. The
 backward's products need ``p_ij (alpha_i + delta_i (z_ij - M_i) + epsilon_i p_ij) - gamma_i``. What is saved is
@@ -9,7 +9,7 @@ backward's products need ``p_ij (alpha_i + delta_i (z_ij - M_i) + epsilon_i p_ij
 coefficient per token, ``c_i = alpha_i exp(r_i - M_i) / s_i``. So ``c_i`` is left to the products: it scales the rows of
 the result of ``G @ weight``, and the rows of ``x`` in ``G.T @ x``.
 
-Only these tokens' saved rows are rewritten (:mod:`parallel_lce.kernels.rewrite`), and have ``c_i = 1``:
+Only these tokens' saved rows are rewritten, and have ``c_i = 1``:
 - tokens with a window that was saved relative to its maximum, and tokens whose ``r_i`` lies more than ``REACH`` from
   their maximum over all ranks;
 - tokens whose ``c_i`` is so small (< 2^-60) that ``c_i x_i`` would lose precision, unless both ``c_i`` and the target's
@@ -18,34 +18,344 @@ Only these tokens' saved rows are rewritten (:mod:`parallel_lce.kernels.rewrite`
   is almost 1;
 - all tokens, where a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, where the bias's gradient is
   wanted, or in fp16.
+
+A row is rewritten as the gradient of the logits but for the target. With the maximum M and the sum s of a token,
+
+    p = e exp(r - M) / s        z - M = log e + r - M
+
+Where e underflowed, p is 0, and the gradient is -gamma. The rounding of e is an error of z, relative to 1, and of p,
+relative to p.
+
+``t_i`` is the gradient of the logit of token i's target y. It is formed in fp32 from that logit. It is large, so
+rounding it in G, which has low precision, would dominate the error of dX and dW.
+
+dX: the product takes G's entry of the target as it is, and what the entry leaves of ``t_i`` is added in fp32:
+
+    dX_i = c_i sum_j G_ij W_j + r_i W_y                r_i = t_i - c_i G_iy
+
+dW, if no other token of G's rows has the target: G's entry is 0, and ``t_i x_i`` is added in fp32. A low-precision
+dW_y is then rounded once more, which is better than a rounded entry in the product:
+
+    dW_y = sum_k G_ky (c_k x_k) + t_i x_i
+
+dW, if several tokens share the target: their terms may cancel, so all go through one product, with G's entry ``t_i /
+c_i``, rounded. If rows of G have factors, ``x_i`` is multiplied by ``t_i / G_iy`` instead of ``c_i``: the target's
+term then has no rounding of ``G_iy``, and the row's other terms change by about one such rounding. If no row of G has
+a factor (it was recomputed, or every row was rewritten), the rounding stays.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from parallel_lce.core.partials import ALONE, NEAR
+from parallel_lce.core.partials import ALONE, NEAR, Coefficients
 from parallel_lce.kernels.arithmetic import (
     REACH,
+    SAVED_FP16_SCALE,
+    Scaling,
     exponential_from,
     finite_base,
+    gradient_of,
     gradient_of_entry,
+    loaded,
+    logit_above,
     scales_of,
     softcap_slope,
+    window_shift,
 )
-from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.rewrite import GradientTerms, Saved, rewrite_row, rewrite_rows
-from parallel_lce.kernels.targets import place
+from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
 _REACH, _ALONE, _NEAR = tl.constexpr(REACH), tl.constexpr(ALONE), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16.
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
 # Tokens of a program, which rewrites some of their rows one by one; tokens that it compares with them at a time.
 _TOKENS, _COMPARED = tl.constexpr(16), tl.constexpr(512)
+# Entries of a program, and those that it rewrites at a time.
+_SPAN, _BLOCK = tl.constexpr(16384), tl.constexpr(2048)
+# Tokens of a program with one token per thread, and of a program that adds to dW.
+_PLACED, _ADDED = tl.constexpr(128), tl.constexpr(4)
+# Hidden elements of a program that adds to dW, and of one that finishes dX.
+_WIDTH, _HIDDEN = 2048, 4096
+
+
+class Targets(NamedTuple):
+    """The targets of some tokens, and what :func:`token_gradients` found of them,
+    ``[R]`` each."""
+
+    # int64, relative to the shard
+    target: torch.Tensor
+    residual: torch.Tensor
+    unshared: torch.Tensor
+
+
+@triton.jit
+def place(gradient, row, column, stride, here, t, factor, unshared):
+    """Write the entries of the targets that are ``here``; returns them, and what they leave of ``t``."""
+    entry = tl.where(unshared | (factor == 0.0), 0.0, t / factor).to(gradient.dtype.element_ty)
+    tl.store(gradient + row.to(tl.int64) * stride + column, entry, mask=here)
+    entry = entry.to(tl.float32)
+    return entry, tl.where(here, t - factor * entry, t)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "first"])
+def lce_backward_place_targets(gradient, targets, fp16_scale, rows, slice_entries, stride, first):
+    row = tl.program_id(0) * _PLACED + tl.arange(0, _PLACED)
+    wanted = tl.load(targets.target + row, mask=row < rows, other=-1)
+    hit = (wanted >= first) & (wanted < first + slice_entries)
+    t = tl.load(targets.residual + row, mask=hit, other=0.0)
+    factor = tl.full((_PLACED,), 1.0, tl.float32)
+    if fp16_scale is not None:
+        factor /= tl.load(fp16_scale)
+    is_unshared = tl.load(targets.unshared + row, mask=hit, other=1) != 0
+    _, left = place(gradient, row, wanted - first, stride, hit, t, factor, is_unshared)
+    tl.store(targets.residual + row, left, mask=hit)
+
+
+def place_targets(gradient: torch.Tensor, first: int, targets: Targets, fp16_scale: torch.Tensor | None) -> None:
+    """Write the targets' entries of a later slice ``gradient [R, C]``, whose columns are the entries from ``first`` on.
+
+    The rows of ``gradient`` are still to be divided by ``fp16_scale``. Entries of targets that are ``unshared`` become
+    0. ``residual`` is reduced to what the entries leave of it.
+    """
+    (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
+    grid = (-(-rows // _PLACED.value),)
+    lce_backward_place_targets.launch(grid, gradient, targets, fp16_scale, rows, slice_entries, stride, first)
+
+
+@Relaunched
+@triton.jit
+def lce_backward_scale_and_add_targets(
+    source,
+    factor,
+    targets,
+    result,
+    hidden_size,
+    entries,
+    source_stride,
+    factor_stride,
+    weight_stride,
+    result_stride,
+    BLOCK: tl.constexpr,
+):
+    target, residual, weight = targets
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < hidden_size
+    value = tl.load(source + row * source_stride + c, mask=inside, other=0.0).to(tl.float32)
+    if factor is not None:
+        value *= tl.load(factor + row * factor_stride)
+    if target is not None:
+        wanted = tl.load(target + row)
+        hit = (wanted >= 0) & (wanted < entries)
+        weight_row = weight + tl.where(hit, wanted, 0) * weight_stride + c
+        value += tl.load(residual + row) * tl.load(weight_row, mask=inside & hit, other=0.0).to(tl.float32)
+    tl.store(result + row * result_stride + c, value.to(result.dtype.element_ty), mask=inside)
+
+
+def scale_and_add_targets(
+    source: torch.Tensor,
+    factor: torch.Tensor | None,
+    targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
+    result: torch.Tensor,
+) -> torch.Tensor:
+    """Write ``factor * source + residual * weight[target]`` into ``result [R, D]``, rounded once.
+
+    ``result`` may be ``source [R, D]``. ``factor``: ``[R]`` or 0-dimensional, None for 1. ``targets``: ``target [R]``
+    int64, ``residual [R]`` and ``weight [V, D]``, or None. A target outside ``[0, V)`` adds nothing.
+    """
+    rows, hidden_size = source.shape
+    _, _, weight = targets = targets or (None, None, None)
+    block = min(next_power_of_2(hidden_size), _HIDDEN)
+    lce_backward_scale_and_add_targets.launch(
+        (rows, -(-hidden_size // block)),
+        source,
+        factor,
+        targets,
+        result,
+        hidden_size,
+        0 if weight is None else weight.shape[0],
+        source.stride(0),
+        0 if factor is None or factor.dim() == 0 else 1,
+        0 if weight is None else weight.stride(0),
+        result.stride(0),
+        BLOCK=block,
+    )
+    return result
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows", "first"])
+def lce_backward_add_targets(
+    total, targets, x, rows, first, slice_entries, hidden_size, row_stride, column_stride, x_stride, BLOCK: tl.constexpr
+):
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < hidden_size
+    for number in tl.static_range(_ADDED):
+        row = tl.program_id(0) * _ADDED + number
+        wanted = tl.load(targets.target + row, mask=row < rows, other=-1)
+        is_unshared = tl.load(targets.unshared + row, mask=row < rows, other=0) != 0
+        if (wanted >= first) & (wanted < first + slice_entries) & is_unshared:
+            here = total + (wanted - first) * row_stride + c.to(tl.int64) * column_stride
+            x_row = tl.load(x + row.to(tl.int64) * x_stride + c, mask=inside, other=0.0)
+            value = tl.load(targets.residual + row) * x_row.to(tl.float32)
+            value += tl.load(here, mask=inside, other=0.0).to(tl.float32)
+            tl.store(here, value.to(total.dtype.element_ty), mask=inside)
+
+
+def add_targets(total: torch.Tensor, first: int, targets: Targets, x: torch.Tensor) -> None:
+    """``total[y_i - first] += residual_i x_i`` for the tokens whose target is ``unshared``, in fp32.
+
+    ``total [C, D]``: dW of the entries from ``first`` on. ``x [R, D]``.
+    """
+    (rows, hidden_size), entries = x.shape, len(total)
+    block = min(next_power_of_2(hidden_size), _WIDTH)
+    grid = -(-rows // _ADDED.value), -(-hidden_size // block)
+    strides = *total.stride(), x.stride(0)
+    lce_backward_add_targets.launch(grid, total, targets, x, rows, first, entries, hidden_size, *strides, BLOCK=block)
+
+
+class Saved(NamedTuple):
+    """What a block saves of its first C vocabulary entries from forward to backward."""
+
+    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE. None: windows alone are kept.
+    exponentials: torch.Tensor | None
+    # [windows, R] fp32, of all windows of the forward
+    maxima: torch.Tensor
+    # [R] fp32, or None where each window is relative to its maximum
+    softmax_shift: torch.Tensor | None = None
+    # [R] uint8: whether all of a token's windows are relative to its softmax shift
+    on_shift: torch.Tensor | None = None
+    # [windows, R] fp32: each window's sum of exponentials, if a filtered backward can do without some entries
+    sums: torch.Tensor | None = None
+
+
+class GradientTerms(NamedTuple):
+    """What the gradient of the logits of R tokens is formed from, beside the logits or their exponentials."""
+
+    # [>= 3, R] fp32, contiguous: the merged partial
+    partial: torch.Tensor
+    # fp32, contiguous
+    coefficients: Coefficients
+    # Elements from one token's factor to the next one's. Triton specializes the integers of a tuple.
+    factor_stride: int
+    # 0-dimensional: the gradient is stored times this; None: 1
+    fp16_scale: torch.Tensor | None
+    scaling: Scaling
+
+    @classmethod
+    def of(
+        cls, partial: torch.Tensor, coefficients: Coefficients, fp16_scale: torch.Tensor | None, operands: Any
+    ) -> GradientTerms:
+        """``operands``: of :meth:`Scaling.of`."""
+        factor = coefficients.factor
+        stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
+        return cls(partial, coefficients, stride, fp16_scale, Scaling.of(operands))
+
+
+@triton.jit
+def rewrite_row(
+    saved,
+    maxima,
+    token,
+    values,
+    terms,
+    rows,
+    first,
+    stop,
+    HAS_SHIFT: tl.constexpr,
+    SAVED_SCALE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
+    times the soft-cap's slope. ``token``: its maximum, softmax shift and sum of exponentials. ``values``: of
+    :func:`gradient_of` an exponential relative to the maximum."""
+    base, shift, sum_exp = token
+    # Some windows at a time: what is the same in a window is computed once.
+    WINDOWS: tl.constexpr = _BLOCK // WINDOW
+    # The largest entry of a token that is sure, whose terms nearly cancel, is known exactly. The others are below 1/2.
+    least = tl.where(sum_exp < _ALONE, 0.75, float("inf"))
+    for start in range(first, stop, _BLOCK):
+        c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
+        inside = c < stop
+        e = tl.load(saved + c, mask=inside, other=0.0).to(tl.float32) * (1.0 / SAVED_SCALE)
+        window = start // WINDOW + tl.arange(0, WINDOWS)
+        top = tl.load(maxima + window.to(tl.int64) * rows, mask=window * WINDOW < stop, other=0.0)
+        reference = finite_base(top)
+        if HAS_SHIFT:
+            reference = window_shift(top, shift)
+        rebase = exponential_from(reference, base)
+        # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
+        empty = (top == -float("inf"))[:, None] & (e == 0.0)
+        of_max = tl.where(empty, 0.0, e * rebase[:, None])
+        alone = of_max > least
+        of_max = tl.where(alone, 1.0, of_max)
+        moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
+        g = gradient_of(of_max, moved, values, terms.coefficients)
+        cap = terms.scaling.cap
+        if cap is not None:
+            z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
+            g *= 1.0 - (z / cap) * (z / cap)
+        tl.store(saved + c, g.to(saved.dtype.element_ty), mask=inside)
+
+
+@Relaunched
+@triton.jit(do_not_specialize=["rows"])
+def lce_backward_rewrite(
+    gradient, maxima, softmax_shift, terms, rows, slice_entries, stride, SAVED_SCALE: tl.constexpr, WINDOW: tl.constexpr
+):
+    row = tl.program_id(0)
+    first = tl.program_id(1) * _SPAN
+    coefficients = terms.coefficients
+    grad_scale = scales_of(terms.scaling, row, True)
+    if terms.fp16_scale is not None:
+        grad_scale *= tl.load(terms.fp16_scale)
+    if coefficients.factor is not None:
+        grad_scale *= tl.load(coefficients.factor + row * terms.factor_stride)
+    base = finite_base(tl.load(terms.partial + row))
+    sum_exp = tl.load(terms.partial + rows + row)
+    over_sum = grad_scale / sum_exp
+    rewrite_row(
+        gradient + row.to(tl.int64) * stride,
+        maxima + row,
+        (base, loaded(softmax_shift, row, True, 1.0), sum_exp),
+        (
+            tl.load(coefficients.alpha + row) * over_sum,
+            loaded(coefficients.gamma, row, True, grad_scale),
+            loaded(coefficients.delta, row, True, over_sum),
+            loaded(coefficients.epsilon, row, True, over_sum / sum_exp),
+        ),
+        terms,
+        rows,
+        first,
+        tl.minimum(first + _SPAN, slice_entries),
+        softmax_shift is not None,
+        SAVED_SCALE,
+        WINDOW,
+    )
+
+
+def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, window: int) -> None:
+    """Rewrite every row of ``gradient [R, C]``, which holds the exponentials of ``saved``, of a forward with windows of
+    ``window`` entries. Nothing is saved under caps of each token."""
+    assert terms.scaling.token_cap is None
+    rows, entries = gradient.shape
+    lce_backward_rewrite.launch(
+        (rows, -(-entries // _SPAN.value)),
+        gradient,
+        saved.maxima,
+        saved.softmax_shift,
+        terms,
+        rows,
+        entries,
+        gradient.stride(0),
+        SAVED_SCALE=SAVED_FP16_SCALE if gradient.dtype == torch.float16 else 1.0,
+        WINDOW=window,
+    )
 
 
 class TokenGradients(NamedTuple):

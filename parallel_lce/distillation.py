@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.backends import valueless
-from parallel_lce.backends.divergence import of_classes
+from parallel_lce.backends.torch_logits import of_classes
 from parallel_lce.call import debug
 from parallel_lce.call.call import Call, Inputs
 from parallel_lce.call.checks import (

@@ -74,7 +74,7 @@ from parallel_lce.backends.interface import (
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.options import Options
 from parallel_lce.core.partials import Columns, packed_size
-from parallel_lce.kernels import divergence, losses, partials, projection, set_log_probs, tuning
+from parallel_lce.kernels import dense_logits, losses, partials, projection, selected, tuning
 from parallel_lce.kernels.filter import windows
 
 tuning._capability = lambda device: CAPABILITY
@@ -142,9 +142,9 @@ for ranks, tokens in ((2, 1), (8, 300))[FEW:]:
 for tokens in (1, 5)[FEW:]:
     packed, offsets = torch.ones(2, 3 * tokens), torch.arange(tokens + 1) * 3
     ids = torch.zeros(3 * tokens, dtype=torch.int64)
-    log_probs, _ = set_log_probs.set_log_probs(packed, ids, offsets, None, 7)
-    set_log_probs.set_log_probs(packed, ids, offsets, offsets[0] > 0, offsets[0])
-    set_log_probs.set_gradient(log_probs, packed[0], offsets)
+    log_probs, _ = selected.set_log_probs(packed, ids, offsets, None, 7)
+    selected.set_log_probs(packed, ids, offsets, offsets[0] > 0, offsets[0])
+    selected.set_gradient(log_probs, packed[0], offsets)
 logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
 ones = torch.ones(5)
 for some in (1, 5)[FEW:]:
@@ -167,7 +167,7 @@ for some in (1, 5)[FEW:]:
     both = torch.ones(2, some, 300), torch.ones(2, 2, some)
     for beta in (0.0, 0.5, 1.0):
         found, wanted = torch.empty(2, some), (torch.empty(some, 300).bfloat16(), ones[:some], ones[:some])
-        divergence.divergence(*both[0], *both[1], beta, found, *wanted)
-        divergence.divergence(*both[0], *both[1], beta, found, None, None, None)
-        divergence.divergence(*both[0], *both[1], beta, None, *wanted)
+        dense_logits.divergence(*both[0], *both[1], beta, found, *wanted)
+        dense_logits.divergence(*both[0], *both[1], beta, found, None, None, None)
+        dense_logits.divergence(*both[0], *both[1], beta, None, *wanted)
 json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)

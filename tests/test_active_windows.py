@@ -17,7 +17,7 @@ from world import Member
 pytest.importorskip("triton", reason="needs triton")
 
 
-from parallel_lce.backends import triton_backward, triton_filter, triton_windows
+from parallel_lce.backends import triton_backward, triton_filter
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.kernels.filter import windows
 from parallel_lce.kernels.filter.tiles import TILE, entry_shares, list_tiles
@@ -42,7 +42,7 @@ def small_slices(monkeypatch):
 def listed():
     """The lists of windows that were projected since, ``[1 + n]`` each."""
     prepare.KNOWN.clear()
-    with results_of(triton_windows, "list_active_windows") as found:
+    with results_of(triton_filter, "list_active_windows") as found:
         yield found
 
 
@@ -199,8 +199,8 @@ def test_tokens_of_the_sample_count_where_their_window_is_skipped(device, monkey
     t = problem(device=device, slope=4.0, **more)
     with (
         shrunk(60_000),
-        arguments_to(triton_windows, "entry_shares") as shared,
-        results_of(triton_windows, "window_masses") as masses,
+        arguments_to(triton_filter, "entry_shares") as shared,
+        results_of(triton_filter, "window_masses") as masses,
     ):
         gradients(*t, gradient_filter=EPS)
     assert len(shared) == 2
@@ -251,7 +251,7 @@ def _on_ranks(member: Member, sequence_parallel: bool):
     t = part(Tensors(x, weight, None, target, None, x), member, sequence_parallel)
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=EPS)
     try:
-        with chosen_backend("triton"), results_of(triton_windows, "list_active_windows") as lists:
+        with chosen_backend("triton"), results_of(triton_filter, "list_active_windows") as lists:
             found = [g.cpu() for g in gradients(t.x, t.weight, target, **options)]
     finally:
         windows.FEWEST_SAMPLED = 4

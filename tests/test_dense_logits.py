@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="needs triton")
 
 from cases import normal
 from measures import assert_no_worse, size
-from parallel_lce.backends import dense_logits as plain
+from parallel_lce.backends import torch_logits as plain
 from parallel_lce.backends import triton as kernels
 
 pytestmark = pytest.mark.usefixtures("kernels")

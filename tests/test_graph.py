@@ -107,11 +107,11 @@ def test_a_captured_step_replays_on_other_data(call, worlds, device):
 
 @pytest.mark.parametrize("name", ["filtered", "filtered, recomputed"])
 def test_filtered_steps_are_captured_and_never_wait(name, device):
-    from parallel_lce.backends import triton_windows
+    from parallel_lce.backends import triton_filter
 
     prepare.KNOWN.clear()
     call = Call(name, backend="triton")
-    with chosen_backend("triton"), results_of(triton_windows, "list_active_windows") as listed:
+    with chosen_backend("triton"), results_of(triton_filter, "list_active_windows") as listed:
         _captured(alone(device), call)
         assert bool(listed) == (name != "filtered")
         step = Step(alone(device), call, SIZE)

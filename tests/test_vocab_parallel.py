@@ -133,7 +133,7 @@ def test_against_float64(ranks, offset, worlds, device):
 def test_row_blocks_change_nothing(monkeypatch):
     logits, target, _ = _inputs(1, torch.float32)
     whole = vocab_parallel_cross_entropy(logits, target, 0.1)
-    monkeypatch.setattr("parallel_lce.backends.dense_logits._CPU_BLOCK", 4 * ENTRIES * 4)
+    monkeypatch.setattr("parallel_lce.backends.torch_logits._CPU_BLOCK", 4 * ENTRIES * 4)
     assert torch.equal(vocab_parallel_cross_entropy(logits, target, 0.1), whole)
 
 

@@ -2,9 +2,9 @@
 
 A trained softmax is mostly empty: nearly all of it lies in few tiles of 128 tokens by 128 vocabulary entries. A tile of
 the gradient G is *active* if one of its entries exceeds its token's limit, or is the gradient of a target that several
-tokens share. (Of other targets G has 0: :mod:`parallel_lce.kernels.targets`.) The limit is what the token's row of G
-holds where the probability is that of the filter. The backward's products take the active tiles alone. In each of the
-others G is replaced by a product of a number per token and one per entry:
+tokens share. (Of other targets G has 0: :mod:`parallel_lce.kernels.token_gradients`.) The limit is what the token's row
+of G holds where the probability is that of the filter. The backward's products take the active tiles alone. In each of
+the others G is replaced by a product of a number per token and one per entry:
 
     G_ij ~ m_it q_j        m_it = sum_j G_ij over tile t        q_j = sum_i |G_ij| u_i / sum_j sum_i |G_ij| u_i
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
-from parallel_lce.kernels.targets import Targets
+from parallel_lce.kernels.token_gradients import Targets
 
 TILE = 128
 """Tokens and entries of a tile."""

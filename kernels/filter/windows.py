@@ -21,7 +21,7 @@ from parallel_lce.kernels.arithmetic import exponential_from, finite_base, windo
 from parallel_lce.kernels.filter.tiles import TILE, new_masses
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.targets import Targets
+from parallel_lce.kernels.token_gradients import Targets
 
 FEWEST_SAMPLED = 4
 """A sample has as many tokens as so many row blocks at least."""

@@ -275,3 +275,14 @@ class BackwardTask(NamedTuple):
     # Tiles of 128 tokens by 128 entries without a larger probability may be replaced by rank-one estimates
     # (:mod:`parallel_lce.kernels.filter`). Only without gamma, delta, epsilon and ``selected``.
     gradient_filter: float | None = None
+
+    def of_rows(self, rows: slice) -> BackwardTask:
+        """The task of some of the tokens, without their part of ``grads`` and ``saved``."""
+        return self._replace(
+            projection=self.projection.of_rows(rows),
+            x=self.x[rows],
+            target=None if self.target is None else self.target[rows],
+            partial=self.partial[:, rows],
+            coefficients=self.coefficients.of_rows(rows),
+            selected=None if self.selected is None else self.selected.of_rows(rows),
+        )

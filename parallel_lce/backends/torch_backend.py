@@ -23,8 +23,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from parallel_lce.backends.dense_logits import logits_gradient, logits_partial
-from parallel_lce.backends.divergence import divergence
 from parallel_lce.backends.gemm import accumulate_nt, operand, put
 from parallel_lce.backends.interface import (
     BackwardTask,
@@ -36,12 +34,16 @@ from parallel_lce.backends.interface import (
     softcap_slope,
 )
 from parallel_lce.backends.loss import mean_loss, token_losses
-from parallel_lce.backends.set_log_probs import set_gradient, set_log_probs
 from parallel_lce.backends.torch_logits import (
     block_logits,
+    divergence,
+    logits_gradient,
+    logits_partial,
     selected_hidden_gradient,
     selected_logits,
     selected_weight_gradient,
+    set_gradient,
+    set_log_probs,
     top_k,
 )
 from parallel_lce.backends.torch_tiles import (

@@ -1,20 +1,37 @@
-"""Logits of a block in the torch backend: all of them, or those of selected entries. The largest logits, for both
-backends."""
+"""Results from logits in plain torch: logits of a block, or of selected entries, with their gradients; the largest
+logits, for both backends; log-probabilities within sets; partials and gradient of the user's logits; divergences.
+
+In kernels: parallel_lce.kernels.selected and parallel_lce.kernels.dense_logits. The formulas of the divergence are in
+:mod:`parallel_lce.run.divergence`.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt, matmul_nt, operand
-from parallel_lce.backends.interface import Projection, SelectedGradient, Selection
+from parallel_lce.backends.interface import LogitsGradient, Pair, Projection, SelectedGradient, Selection
 from parallel_lce.backends.torch_tiles import finished, logits
-from parallel_lce.core.partials import MAX, NOBODY, SUM_EXP, Columns, empty_partial
+from parallel_lce.core.partials import (
+    MAX,
+    NOBODY,
+    SUM_EXP,
+    TARGET,
+    Columns,
+    accumulation_dtype,
+    empty_partial,
+    tile_partial,
+)
 
 # Bytes of the rows that are gathered or exponentiated at a time. Up to eight further tensors have their shape.
 _BYTES = 32 << 20
 # Tokens and entries of a tile of logits in top_k.
 _TOP_K_TILE = 2048, 8192
+# Bytes of the fp32 copy of a range of rows. Torch computes in such ranges, so no second [N, V/P] tensor exists.
+_CPU_BLOCK, _CUDA_BLOCK = 32 << 20, 256 << 20
 # Rows begin at multiples of this many elements: cuBLAS wants 16 bytes, in half precision too.
 _ALIGNED = 8
 
@@ -140,3 +157,123 @@ def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
     bits = keys >> 32
     bits = (bits ^ (bits >> 63 & 0x7FFFFFFF)).int()
     return bits.view(torch.float32), NOBODY - (keys & 0xFFFFFFFF)
+
+
+def _row_blocks(logits: Tensor) -> list[slice]:
+    row_bytes = logits.shape[1] * accumulation_dtype(logits.dtype).itemsize
+    rows = max(1, (_CUDA_BLOCK if logits.is_cuda else _CPU_BLOCK) // row_bytes)
+    return [slice(a, a + rows) for a in range(0, logits.shape[0], rows)]
+
+
+def _target_positions(column: Tensor, entries: int) -> tuple[Tensor, Tensor]:
+    """Positions of the targets in the flattened range of rows, and which targets lie in this shard ``[rows]``."""
+    inside = column.clamp(0, entries - 1)
+    return torch.arange(len(column), device=column.device) * entries + inside, inside == column
+
+
+def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tensor) -> None:
+    """Write the ``partial [3, N]``, or with ``shifted`` ``[4, N]``, of the user's ``logits [N, V/P]``. ``target [N]``:
+    relative to the shard."""
+    for block in _row_blocks(logits):
+        z = logits[block].to(partial.dtype, copy=True, memory_format=torch.contiguous_format)
+        position, hit = _target_positions(target[block], logits.shape[1])
+        partial[TARGET, block] = z.view(-1).index_select(0, position).masked_fill_(~hit, 0.0)
+        tile_partial(z.t(), 0, Columns(shifted), partial[:, block])
+
+
+def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
+    """The gradient of :func:`logits_partial`'s logits, in their dtype: ``p alpha - beta [j = target] - gamma``.
+    ``partial``: merged over all ranks. ``coefficients [3, N]``."""
+    gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    alpha, beta, gamma = coefficients
+    for block in _row_blocks(logits):
+        z = logits[block].contiguous().to(partial.dtype) - partial[MAX, block].unsqueeze(1)
+        z.exp_().mul_((alpha[block] / partial[SUM_EXP, block]).unsqueeze(1)).sub_(gamma[block].unsqueeze(1))
+        position, hit = _target_positions(target[block], logits.shape[1])
+        z.view(-1).scatter_add_(0, position, beta[block] * -hit.to(z.dtype))
+        gradient[block] = z
+    return gradient
+
+
+def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
+    """Write this shard's ``sums [2, R]``, and the gradient; neither is written if it is None.
+
+    The two sums over the shard's entries are those of q log(q / r) and of p log(p / r). A sum that is no term of the
+    divergence is 0.
+    """
+    for rows in tiles_of_rows(*pair.student.shape, pair.student.element_size()):
+        log_p = _log_probs(pair.student, pair.student_normalizer, rows)
+        log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)
+        p, q = log_p.exp(), log_q.exp()
+        of_p, of_q = log_ratios(log_p - log_q, pair.beta)
+        if sums is not None:
+            sums[0, rows] = (q * of_q).masked_fill_(q == 0, 0.0).sum(1) if pair.beta < 1 else 0.0
+            sums[1, rows] = (p * of_p).masked_fill_(p == 0, 0.0).sum(1) if pair.beta > 0 else 0.0
+        if gradient is not None:
+            if gradient.student_mean is None:
+                g = p - q
+            else:
+                g = (p * (of_p - gradient.student_mean[rows, None])).masked_fill_(p == 0, 0.0)
+            factor = gradient.factor[rows, None]
+            gradient.out[rows] = g.mul_(factor).masked_fill_(factor == 0, 0.0)
+
+
+def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """log(p / r) and log(q / r) from log(p / q), without the large logarithm of r. Differentiable."""
+    if beta in (0, 1):
+        return log_ratio, -log_ratio
+    up, rest = log_ratio > 0, 1 - beta
+    smaller = torch.where(up, -log_ratio, log_ratio).exp()
+    log_sum = torch.where(up, rest + beta * smaller, beta + rest * smaller).log()
+    return log_ratio.where(~up, 0.0) - log_sum, -log_ratio.where(up, 0.0) - log_sum
+
+
+def of_classes(log_p: Tensor, log_q: Tensor, there: Tensor, beta: float) -> Tensor:
+    """The divergence of ``[..., C]`` log-probabilities, over the classes marked in ``there``; differentiable. There the
+    teacher's, q, are finite."""
+    # Masked first: if they were masked at the end, their gradients would be 0 * inf.
+    log_p, log_q = log_p.masked_fill(~there, 0.0), log_q.masked_fill(~there, 0.0)
+    p, q = (torch.where(there, v.exp(), 0.0) for v in (log_p, log_q))
+    excluded = log_p == -torch.inf
+    _, of_q = log_ratios(log_p - log_q, beta)
+    of_p, _ = log_ratios(log_p.masked_fill(excluded, 0.0) - log_q, beta)
+    if beta in (0, 1):
+        return (q * of_q).sum(-1) if beta == 0 else (p * of_p).sum(-1)
+    return (beta * q * of_q + (1 - beta) * p * of_p).sum(-1)
+
+
+def _log_probs(logits: Tensor, normalizer: Tensor, rows: slice) -> Tensor:
+    return logits[rows] - normalizer[0, rows, None] - normalizer[1, rows, None]
+
+
+def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
+    """Log-probabilities ``[E]`` of each token's entries among each other, and their logits ``[E]``; -inf and 0 for
+    ids outside ``[0, vocab_size)``.
+
+    ``packed [P, >= E]``: each rank's logits, 0 for ids of others. ``sets``: the selected entries
+    (:class:`parallel_lce.call.selection.Selected`). ``broken``, 0-dimensional bool: all log-probabilities are NaN.
+    """
+    logits = packed[:, : len(sets.ids)].sum(0)
+    outside = (sets.ids < 0) | (sets.ids >= vocab_size)
+    logits.masked_fill_(outside, -torch.inf)
+    maxima = sets.maxima(logits)
+    shifted = logits - sets.spread(maxima.masked_fill(maxima == -torch.inf, 0.0))
+    # Sum of all exponentials but the largest. With the largest, 1, the sum would round away a confident token's 1 - p.
+    largest = shifted == 0
+    others = sets.sums(shifted.exp().masked_fill(largest, 0.0))
+    others += (sets.sums(largest.to(shifted.dtype)) - 1).clamp(min=0)
+    log_probs = shifted - sets.spread(others.log1p())
+    # For a token without a finite logit this replaces -inf - -inf.
+    log_probs.masked_fill_(logits == -torch.inf, -torch.inf)
+    if broken is not None:
+        log_probs.masked_fill_(broken, torch.nan)
+    return log_probs, logits.masked_fill_(outside, 0.0)
+
+
+def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
+    """The gradient ``[E]`` of the logits of :func:`set_log_probs`."""
+    # A probability of 0 has no gradient, even if its log-probability has an upstream gradient.
+    upstream = upstream.where(log_probs != -torch.inf, 0.0)
+    # u - p sum(u), without the difference where p is near 1.
+    others = sets.spread(sets.sums(upstream)) - upstream
+    return -upstream * log_probs.expm1() - log_probs.exp() * others

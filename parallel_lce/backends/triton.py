@@ -29,19 +29,16 @@ from parallel_lce.backends.interface import (
 from parallel_lce.backends.torch_logits import top_k
 from parallel_lce.backends.triton_backward import BlockBackward
 from parallel_lce.backends.triton_dense import Dense
+from parallel_lce.backends.triton_filter import keeps_windows
 from parallel_lce.backends.triton_operands import ALIGNED, dense, product_of, stride_of
-from parallel_lce.backends.triton_windows import keeps_windows
 from parallel_lce.core.partials import TARGET, Columns, empty_partial
 from parallel_lce.kernels import dense_logits
 from parallel_lce.kernels import selected as kernels
-from parallel_lce.kernels import set_log_probs as kernels_of_sets
-from parallel_lce.kernels.divergence import divergence as divergence_of
-from parallel_lce.kernels.epilogues import ForwardEpilogue
+from parallel_lce.kernels.dense_logits import divergence as divergence_of
 from parallel_lce.kernels.losses import mean_loss, token_losses
 from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_ranks, merge_windows
-from parallel_lce.kernels.projection import Product, new_window_partials
-from parallel_lce.kernels.rewrite import Saved
-from parallel_lce.kernels.targets import scale_and_add_targets
+from parallel_lce.kernels.projection import ForwardEpilogue, Product, new_window_partials
+from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.token_logits import token_logits
 from parallel_lce.kernels.tuning import MEASURED, rows_beside_gather
 
@@ -87,12 +84,12 @@ def selected_weight_gradient(
 
 
 def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: Tensor | int) -> tuple[Tensor, Tensor]:
-    return kernels_of_sets.set_log_probs(packed, sets.ids, sets.offsets, broken, vocab_size)
+    return kernels.set_log_probs(packed, sets.ids, sets.offsets, broken, vocab_size)
 
 
 def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
     # Hooks for saved tensors may have changed strides.
-    return kernels_of_sets.set_gradient(log_probs.contiguous(), upstream.contiguous(), sets.offsets)
+    return kernels.set_gradient(log_probs.contiguous(), upstream.contiguous(), sets.offsets)
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

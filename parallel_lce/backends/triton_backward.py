@@ -1,13 +1,13 @@
 """The backward of the triton backend: the two products of each slice of the gradient of the logits.
 
 With one coefficient c per token (1 where G was recomputed or rewritten), a slice G ``[R, C]``
-(:mod:`parallel_lce.backends.triton_slices`) gives
+(:mod:`parallel_lce.backends.triton_gradient`) gives
 
     dX = c (G @ weight)        dW = G.T @ (c x)        G with the targets' entries replaced
 
 A target's gradient t is formed in fp32. G holds t rounded, and the rounding error is added to dX in fp32. If no other
-token of the piece has the target, G holds 0 and dW gets t in fp32 (:mod:`parallel_lce.kernels.targets`). The formula of
-the gradient is in :mod:`parallel_lce.backends.torch_backend`.
+token of the piece has the target, G holds 0 and dW gets t in fp32 (:mod:`parallel_lce.kernels.token_gradients`). The
+formula of the gradient is in :mod:`parallel_lce.backends.torch_backend`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import put
 from parallel_lce.backends.interface import BackwardTask
+from parallel_lce.backends.triton_filter import WINDOWED_BYTES, fills_sample, kept_windows
+from parallel_lce.backends.triton_gradient import Piece, Slice, tiling
 from parallel_lce.backends.triton_operands import dense, product_of
-from parallel_lce.backends.triton_slices import Piece, Slice, tiling
-from parallel_lce.backends.triton_windows import WINDOWED_BYTES, fills_sample, kept_windows
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.partials import WindowPartials
-from parallel_lce.kernels.targets import scale_and_add_targets
+from parallel_lce.kernels.token_gradients import scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
 # Rows of a product are a multiple of this.
@@ -41,9 +41,8 @@ class BlockBackward:
     """
 
     def __init__(self, task: BackwardTask) -> None:
-        projection, x, target, partial, coefficients, saved, grads, scratch, selected, gradient_filter = task
-        self._projection, self._grads, self._selected = projection, grads, selected
-        self._gradient_filter = gradient_filter
+        projection, saved = task.projection, task.saved
+        self._task, self._projection, self._grads, self._saved = task, projection, task.grads, saved
         # The last slice, whose dW is formed by weight_grad.
         self._last: tuple[Piece, Slice] | None = None
         self._dx_written = False
@@ -52,45 +51,29 @@ class BlockBackward:
         # Set by hidden_grad.
         self._ranges: list[tuple[int, int]] = []
         self._pieces: list[Piece] = []
-        self._given = x, target, partial, coefficients
-        self._saved, self._scratch = saved, scratch
         # Saved rows may be padded.
         exponentials = saved.exponentials if saved else None
         self._saved_entries = 0 if exponentials is None else min(exponentials.shape[1], projection.real_rows)
-        self._empty = x.shape[0] == 0 or projection.real_rows == 0
+        self._empty = len(task.x) == 0 or projection.real_rows == 0
         self.reads_hidden_first = not self._empty and self._saved_entries < projection.real_rows
 
     def _cut(self) -> tuple[list[tuple[int, int]], list[Piece]]:
         """The ranges of vocabulary entries and the pieces of rows. Every piece goes through all ranges."""
-        x, target, partial, coefficients = self._given
-        x, projection, grads, saved = dense(x), self._projection, self._grads, self._saved
+        x, saved = dense(self._task.x), self._saved
+        task = self._task._replace(x=x)
         held = 0 if not saved or saved.exponentials is None else saved.exponentials.numel()
-        capacity = max(held, self._scratch.capacity(x.dtype))
+        capacity = max(held, task.scratch.capacity(x.dtype))
         windows = self._active_windows(x)
         if windows is not None:
             capacity = max(capacity, WINDOWED_BYTES // x.element_size())
         widest = max(1, PRODUCT_BYTES // (4 * x.shape[1]))
-        ranges, cut = tiling(projection, x, self._saved_entries, capacity, widest)
+        ranges, cut = tiling(self._projection, x, self._saved_entries, capacity, widest)
         pieces = []
         for rows in cut:
-            given = x, target, partial, coefficients
-            if len(cut) > 1:
-                some = None if target is None else target[rows]
-                given = dense(x[rows]), some, partial[:, rows], coefficients.of_rows(rows)
-            piece = Piece(
-                projection.of_rows(rows),
-                rows,
-                *given,
-                saved,
-                self._scratch,
-                # The bias's gradient is a sum over rows of G, so these must have no factors.
-                rewrite=grads.dbias is not None,
-                find_shared=grads.dweight is not None or grads.dbias is not None,
-                selected=None if self._selected is None else self._selected.of_rows(rows),
-                gradient_filter=self._gradient_filter,
-                windows=None if windows is None or not fills_sample(len(given[0])) else windows.of_rows(rows),
-            )
-            pieces.append(piece)
+            some = task if len(cut) == 1 else task.of_rows(rows)
+            some = some._replace(x=dense(some.x))
+            of_rows = None if windows is None or not fills_sample(len(some.x)) else windows.of_rows(rows)
+            pieces.append(Piece(some, rows, of_rows))
         return [(0, self._saved_entries), *ranges] if self._saved_entries else ranges, pieces
 
     def _active_windows(self, x: Tensor) -> WindowPartials | None:
@@ -98,7 +81,7 @@ class BlockBackward:
         gradient needs all windows, and saved-tensor hooks may have changed the operands' alignment, and so their
         tile."""
         windows, projection = kept_windows(self._saved), self._projection
-        if windows is None or self._gradient_filter is None or self._grads.dbias is not None:
+        if windows is None or self._task.gradient_filter is None or self._grads.dbias is not None:
             return None
         same = len(windows.max) == product_of(projection, x, 0, projection.real_rows).windows
         return windows if same and fills_sample(len(x)) else None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from parallel_lce.backends.interface import Projection
+from parallel_lce.backends.interface import Coefficients, Projection
 from parallel_lce.core.memory import some_rows
-from parallel_lce.kernels.projection import Product
+from parallel_lce.kernels.projection import Product, logits_gradient
+from parallel_lce.kernels.token_gradients import Targets, place_targets
 
 # Row strides of saved exponentials are multiples of this many elements: cuBLAS and TMA want 16 bytes.
 ALIGNED = 64
@@ -28,3 +31,27 @@ def dense(x: Tensor) -> Tensor:
     """``x`` contiguous and aligned to 16 bytes, a copy if it is not. A copy of this size costs little."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+class Rows(NamedTuple):
+    """Some tokens, and the tensors from which their rows of G are formed."""
+
+    # [R, D]
+    x: Tensor
+    projection: Projection
+    # [>= 3, R], contiguous
+    partial: Tensor
+    # without a factor
+    coefficients: Coefficients
+    # 0-dimensional, or None
+    fp16_scale: Tensor | None
+    # None: their entries are not placed
+    targets: Targets | None
+
+    def form(self, start: int, stop: int, gradient: Tensor, listed: Tensor | None = None) -> None:
+        """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``: all tiles, or those
+        ``listed``."""
+        product = product_of(self.projection, self.x, start, stop)
+        logits_gradient(product, self.partial, self.coefficients, self.fp16_scale, gradient, listed)
+        if self.targets is not None:
+            place_targets(gradient, start, self.targets, self.fp16_scale)

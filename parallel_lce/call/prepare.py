@@ -63,7 +63,7 @@ def prepare(
     ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which gradients a backward must
     produce; None: those of the tensors that require one. ``planned``: whether the call has a plan.
     """
-    layout = _ALONE if group is None else _layout(options, group)
+    tensors, layout = autocasted(tensors), _ALONE if group is None else _layout(options, group)
     key = _signature(options, tensors, layout, main_grad, (needs, planned))
     known = None if key is None else KNOWN.get(key)
     if known is None:

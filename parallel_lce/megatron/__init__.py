@@ -1,7 +1,7 @@
 """Megatron-core with this package's loss, switched on by its own configuration."""
 
 from parallel_lce.megatron.install import install, uninstall
+from parallel_lce.megatron.lazy_logits import LogitsWarning
 from parallel_lce.megatron.log_probs import TokenLogProbs, token_log_probs
-from parallel_lce.megatron.logits_warning import LogitsWarning
 
 __all__ = ["LogitsWarning", "TokenLogProbs", "install", "token_log_probs", "uninstall"]

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from parallel_lce.core.options import as_float
 from parallel_lce.megatron import choices
-from parallel_lce.megatron.lazy_logits import LazyLogits
-from parallel_lce.megatron.logits_warning import warn_of_logits
+from parallel_lce.megatron.lazy_logits import LazyLogits, warn_of_logits
 from parallel_lce.megatron.output_layer import is_lazy, make_lazy, token_losses
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 

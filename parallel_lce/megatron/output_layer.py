@@ -16,8 +16,7 @@ from parallel_lce.core.budget import default_budget
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors, apart
 from parallel_lce.megatron import choices
-from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient
-from parallel_lce.megatron.logits_warning import warn_of_logits
+from parallel_lce.megatron.lazy_logits import LazyLogits, keep_autograd_gradient, warn_of_logits
 from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy

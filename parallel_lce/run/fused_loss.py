@@ -45,8 +45,9 @@ def fused_statistics(
 def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None, main_grad: MainGrad | None):
     """The call's results, for flattened tokens, and the tokens' shape. In a compiled graph, and for tensors without
     values, an operator runs the function of the call."""
-    tensors, weight = autocasted(tensors), tensors.linear_weight
+    weight = tensors.linear_weight
     if torch.compiler.is_compiling() or (isinstance(weight, Tensor) and valueless(weight)):
+        tensors = autocasted(tensors)
         options, layout, shape = check(options, tensors, group, None, main_grad)
         return ops.call(options, tensors, layout, main_grad), shape
     call, inputs = prepare(options, tensors, group, main_grad=main_grad)

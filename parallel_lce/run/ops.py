@@ -19,8 +19,7 @@ from parallel_lce.core.collectives import Layout
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Options, Tensors
 from parallel_lce.core.partials import accumulation_dtype
-from parallel_lce.run.autograd import FIRST_ORDER, AccumulatedLoss, Fused
-from parallel_lce.run.dense import DenseLoss
+from parallel_lce.run.autograd import FIRST_ORDER, AccumulatedLoss, DenseLoss, Fused
 from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, present
 
 # Attribute of a handle's storage that holds the forward.

@@ -13,18 +13,24 @@ import torch
 from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
-from parallel_lce.backends.interface import Coefficients, Projection, Scratch, SelectedGradient, power_of_two_scale
-from parallel_lce.backends.triton_filter import FilteredGradient, inverse_of, limits_of, worth_filtering
-from parallel_lce.backends.triton_operands import product_of, stride_of
-from parallel_lce.backends.triton_windows import ActiveWindows, Rows
+from parallel_lce.backends.interface import BackwardTask, Projection, power_of_two_scale
+from parallel_lce.backends.triton_filter import ActiveWindows, FilteredGradient, inverse_of, limits_of, worth_filtering
+from parallel_lce.backends.triton_operands import Rows, product_of, stride_of
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.filter.tiles import find_active_tiles
 from parallel_lce.kernels.partials import WindowPartials
 from parallel_lce.kernels.relaunch import next_power_of_2
-from parallel_lce.kernels.rewrite import GradientTerms, Saved
 from parallel_lce.kernels.selected import place_selected
-from parallel_lce.kernels.targets import Targets, add_targets, place_targets, scale_and_add_targets
-from parallel_lce.kernels.token_gradients import TokenGradients, token_gradients
+from parallel_lce.kernels.token_gradients import (
+    GradientTerms,
+    Saved,
+    Targets,
+    TokenGradients,
+    add_targets,
+    place_targets,
+    scale_and_add_targets,
+    token_gradients,
+)
 from parallel_lce.kernels.tuning import MEASURED
 
 # Rows of a piece are a multiple of this, as matrix products come in such tiles.
@@ -99,63 +105,46 @@ class Piece:
     All slices of a block use the same memory: one must be consumed before the next is formed.
     """
 
-    def __init__(
-        self,
-        projection: Projection,
-        rows: slice,
-        x: Tensor,
-        target: Tensor | None,
-        partial: Tensor,
-        coefficients: Coefficients,
-        saved: Saved | tuple[()],
-        scratch: Scratch,
-        rewrite: bool,
-        find_shared: bool,
-        selected: SelectedGradient | None = None,
-        gradient_filter: float | None = None,
-        windows: WindowPartials | None = None,
-    ) -> None:
-        self.rows, self.x, self._gradient_filter = rows, x, gradient_filter
-        self._projection, self._target, self._scratch = projection, target, scratch
-        self._partial = partial.contiguous()
+    def __init__(self, task: BackwardTask, rows: slice, windows: WindowPartials | None) -> None:
+        """``task``: of the piece's ``rows`` of a block. ``windows``: their window partials, if only the active windows
+        are projected again."""
+        projection, coefficients, saved, grads = task.projection, task.coefficients, task.saved, task.grads
+        self.rows, self.x, self._task, self._windows = rows, task.x, task, windows
+        self._projection, self._partial = projection, task.partial.contiguous()
         self._saved = saved if saved and saved.exponentials is not None else None
-        # Window partials, if only the active windows are projected again; None: all windows are.
-        self._windows = windows
         # Projects the active windows. None before the first slice.
         self._active: ActiveWindows | None = None
-        # Rewrite every row of saved exponentials, so that there are no row factors. Selected entries can be added only
-        # to rewritten rows.
-        self._rewrite, self._find_shared = rewrite or selected is not None, find_shared
-        self._selected = selected
+        # Rewrite every row of saved exponentials, so that there are no row factors: the bias's gradient is a sum over
+        # rows of G, and selected entries can be added only to rewritten rows.
+        self._rewrite = grads.dbias is not None or task.selected is not None
+        self._find_shared = grads.dweight is not None or grads.dbias is not None
         self._fp16_scale: Tensor | None = None
         # 1 / fp16_scale, 0-dimensional: every sum over G is multiplied by it. None except in fp16.
         self.fp16_unscale: Tensor | None = None
         # Per-token factors and target gradients, computed with the first slice. None before.
         self._tokens: TokenGradients | None = None
-        self.has_targets = target is not None and coefficients.beta is not None
+        self.has_targets = task.target is not None and coefficients.beta is not None
         saved_entries = 0 if self._saved is None else self._saved.exponentials.shape[1]
         # The projection and the fp16 scale take coefficients without a factor.
         if saved_entries < projection.real_rows or projection.weight.dtype == torch.float16:
             coefficients = coefficients.folded()
         if projection.weight.dtype == torch.float16:
-            self._fp16_scale = power_of_two_scale(coefficients, projection, selected)
+            self._fp16_scale = power_of_two_scale(coefficients, projection, task.selected)
             self.fp16_unscale = 1 / self._fp16_scale
         contiguous = [c.contiguous() for c in coefficients.present]
         self._coefficients = coefficients.replaced(contiguous, coefficients.factor)
         self._terms = GradientTerms.of(self._partial, self._coefficients, self._fp16_scale, projection)
 
     def form(self, start: int, stop: int) -> Slice:
-        gradient_filter = self._gradient_filter
+        gradient_filter, selected = self._task.gradient_filter, self._task.selected
         if not worth_filtering(self.x.numel() * (stop - start)):
             gradient_filter = None
         if gradient_filter is not None and self._windows is not None and self._is_recomputed(start):
             return self._form_active(self._windows, gradient_filter, start, stop)
         part = self._formed(start, stop)
-        if self._selected is not None:
-            selection, values, logits = self._selected
-            assert logits is not None
-            target = self._target if self.has_targets else None
-            place_selected(part.gradient, start, selection, values, logits, target, self._terms)
+        if selected is not None:
+            target = self._task.target if self.has_targets else None
+            place_selected(part.gradient, start, *selected, target, self._terms)
         if gradient_filter is not None:
             limits = limits_of(self._coefficients, self._projection, self._fp16_scale)
             inverse = inverse_of(limits, part.dx_factor)
@@ -203,7 +192,7 @@ class Piece:
         return token_gradients(
             gradient,
             saved,
-            self._target,
+            self._task.target,
             self._terms,
             entries=projection.real_rows,
             first=start,
@@ -224,7 +213,7 @@ class Piece:
         # The saved slice comes first. Recomputed slices overwrite its memory.
         memory = None if self._saved is None else self._saved.exponentials.view(-1)[:elements]
         if memory is None or memory.numel() < elements:
-            memory = self._scratch.borrow(elements, self.x.dtype)
+            memory = self._task.scratch.borrow(elements, self.x.dtype)
         return memory.view(shape)[:, : stop - start]
 
     @property
@@ -233,8 +222,8 @@ class Piece:
         found = self._tokens
         if found is None or found.residual is None or found.unshared is None:
             return None
-        assert self._target is not None
-        return Targets(self._target, found.residual, found.unshared)
+        assert self._task.target is not None
+        return Targets(self._task.target, found.residual, found.unshared)
 
     def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: tuple[int, int], dx: Tensor) -> None:
         """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: their sum over all slices, not yet multiplied

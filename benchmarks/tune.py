@@ -7,14 +7,16 @@ a forward and three for forward + backward, in the same round. `tile_of` in `ker
 
 import argparse
 import itertools
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from unittest import mock
 
 import torch
 
 from parallel_lce import token_statistics
-from parallel_lce.kernels.tuning import Tile, forced
+from parallel_lce.kernels import projection
+from parallel_lce.kernels.tuning import Tile
 
 from .options import SUITES
 from .passes import calls_of
@@ -33,6 +35,14 @@ _SIZES = [(128, 256), (128, 128), (64, 128)]
 PORTABLE = [Tile(*size, *rest) for size, *rest in itertools.product(_SIZES, (32, 64), (4, 8), (3, 4))]
 BLOCKS = (8, 16, 32)  # row blocks of a launch
 SHOWN = 8  # best rows of each use
+
+
+@contextmanager
+def forced(tile: Tile, blocks: int) -> Iterator[None]:
+    """Use this tile and so many row blocks per launch for every product."""
+    of_launch = mock.patch.object(projection, "blocks_per_launch", lambda count, *_: max(1, min(count, blocks)))
+    with of_launch, mock.patch.object(projection, "tile_of", lambda *_: tile):
+        yield
 
 
 def uses_of(problem: Problem) -> dict[str, tuple[str, Callable]]:

@@ -329,7 +329,7 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
     block_r = max(16, min(_RANKS_ROWS, _RANKS_TILE // block_w))
     # Pointers to the first rank's columns. The kernel adds rank * stride.
     own = packed[0, : columns.count * rows].view(columns.count, rows)
-    bounds = packed.view(torch.int32)[0, columns.count * rows :]
+    bounds = packed.view(torch.int32)[0, -2:]
     with on_device_of(packed):
         # At least one program, which writes V.
         _merge_kernel.launch(

@@ -10,8 +10,6 @@ import functools
 import importlib
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -80,7 +78,6 @@ _MODEST = {2: Tile(128, 128, 32, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
 # Oldest and newest Triton whose Gluon kernels.hopper is for.
 _GLUON = (3, 6), (3, 9)
 _MOST_DESCRIPTORS = 1024
-_forced: tuple[Tile, int] | None = None
 
 
 def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
@@ -88,8 +85,6 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
 
     The tile does not depend on the epilogue: the backward reads partials by the forward's windows.
     """
-    if _forced is not None:
-        return _forced[0]
     if tma and runs_gluon(weight):
         return MEASURED.hopper_tile
     if tma and _capability(weight.device) // 10 in (9, 10) and weight.element_size() == 2:
@@ -100,20 +95,6 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
 def runs_gluon(operand: torch.Tensor) -> bool:
     """Whether products of operands like this one, if TMA can address them, run a mainloop for Hopper."""
     return _capability(operand.device) // 10 == 9 and operand.element_size() == 2 and _has_gluon()
-
-
-@contextmanager
-def forced(tile: Tile, blocks: int) -> Iterator[None]:
-    """Use this tile and these row blocks per launch for every product, to measure them."""
-    global _forced
-    before = _forced
-    _forced = tile, blocks
-    blocks_per_launch.cache_clear()
-    try:
-        yield
-    finally:
-        _forced = before
-        blocks_per_launch.cache_clear()
 
 
 @functools.cache
@@ -186,8 +167,6 @@ def blocks_per_launch(row_blocks: int, windows: int, programs: int, block_bytes:
     Programs drift apart in a long launch until they no longer share what they load. The next launch starts them in
     step again. A launch over few windows is short and may have more row blocks, which saves host time.
     """
-    if _forced is not None:
-        return max(1, min(row_blocks, _forced[1]))
     waves = MEASURED.most_waves * programs // windows
     more = min(MEASURED.most_row_blocks, waves, MEASURED.most_hidden_bytes // block_bytes)
     usual = MEASURED.row_blocks

@@ -60,7 +60,8 @@ def _filter_small_products(stack: ExitStack) -> None:
 
 def _narrow_windows(stack: ExitStack) -> None:
     """An interpreter's vocabulary has few of any other width."""
-    from parallel_lce.kernels.tuning import Tile, forced
+    from benchmarks.tune import forced
+    from parallel_lce.kernels.tuning import Tile
 
     stack.enter_context(forced(Tile(64, 64, 32, 4, 2), 16))
 

@@ -39,7 +39,8 @@ def windows(backend: str):
     """Windows of so few entries, in either backend, and tokens in several tiles."""
     tile = nullcontext()
     if backend == "triton" and not torch.cuda.is_available():
-        from parallel_lce.kernels.tuning import Tile, forced
+        from benchmarks.tune import forced
+        from parallel_lce.kernels.tuning import Tile
 
         tile = forced(Tile(64, WINDOW, 32, 4, 2), 16)
     with tile, shrunk(4096, (16, WINDOW)):

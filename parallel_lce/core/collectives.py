@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel_lce.core.memory import some_rows
-from parallel_lce.core.partials import Columns, accumulation_dtype, bounds_of, covered, integer_view, packed_size
+from parallel_lce.core.partials import Columns, accumulation_dtype, bounds_of, covered
 from parallel_lce.core.plan import Block
 
 # torch 2.13 renamed these two.
@@ -51,11 +51,7 @@ class Layout:
     def sequence_parallel(self) -> bool:
         return self.sp_size > 1
 
-    @overload
-    def take(self, tokens: Tensor, block: Block) -> Tensor: ...
-    @overload
-    def take(self, tokens: None, block: Block) -> None: ...
-    def take(self, tokens: Tensor | None, block: Block) -> Tensor | None:
+    def take(self, tokens: Any, block: Block) -> Any:
         """The block's tokens of ``[..., N]``, those of all parts: ``[..., R]``, contiguous in R. None for None."""
         if tokens is None:
             return None
@@ -190,12 +186,11 @@ class Shard:
             return self.rows
         return min(max(self.vocab_size - self.start, 0), self.rows)
 
-
-def _write_bounds(bounds: Tensor, shard: Shard) -> None:
-    """Write the shard's first id and its rows to ``bounds [2]``, integers."""
-    start, rows = bounds.unbind()
-    start.fill_(shard.start)
-    rows.fill_(shard.rows)
+    def write_bounds(self, packed: Tensor) -> None:
+        """Write the first id and the rows to the last two elements of this rank's ``packed [n]``."""
+        start, rows = bounds_of(packed).unbind()
+        start.fill_(self.start)
+        rows.fill_(self.rows)
 
 
 def gather_with_bounds(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Tensor | int, Tensor | None]:
@@ -208,9 +203,9 @@ def gather_with_bounds(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Te
     if layout.ranks == 1:
         return shard.real_rows, None
     own = packed[layout.rank]
-    _write_bounds(integer_view(own[-2:]), shard)
+    shard.write_bounds(own)
     gather_whole(packed, own, layout)
-    starts, sizes = integer_view(packed[:, -2:]).long().unbind(1)
+    starts, sizes = bounds_of(packed).long().unbind(1)
     vocab_size = sizes.sum() if shard.vocab_size is None else shard.vocab_size
     return vocab_size, ~covered(starts, sizes, shard.vocab_size)
 
@@ -219,7 +214,7 @@ class PartialsGather:
     """Merges partials ``[C, R]`` over the ranks.
 
     This rank's partials are written to :attr:`local`; :meth:`start` sends them, :meth:`finish` merges all. One
-    all-gather of ``partials.packed_size`` elements per rank (fp32, or fp64 for fp64 input), in place; none for a
+    all-gather of C * R + 2 elements per rank (fp32, or fp64 for fp64 input), in place; none for a
     single rank. The merge runs in rank order, so all ranks hold the same bits. ``extra`` elements travel with them:
     each rank writes :attr:`extra`, and reads all ranks' :attr:`extras` after :meth:`finish`.
     """
@@ -235,18 +230,18 @@ class PartialsGather:
             self.extras = None if extra is None else like.new_empty(1, extra, dtype=dtype)
             self.extra = self.extras
             return
-        size = packed_size(columns, rows)
-        self._packed = like.new_empty(layout.ranks, size + (extra or 0), dtype=dtype)
+        size = columns.count * rows
+        self._packed = like.new_empty(layout.ranks, size + (extra or 0) + 2, dtype=dtype)
         self._own = self._packed[layout.rank]
         # [P, extra], and this rank's [1, extra]; None without extra elements
-        self.extras = None if extra is None else self._packed[:, size:]
-        self.extra = None if extra is None else self._own[size:].unsqueeze(0)
-        self.local = self._own[: columns.count * rows].view(columns.count, rows)
+        self.extras = None if extra is None else self._packed[:, size:-2]
+        self.extra = None if extra is None else self._own[size:-2].unsqueeze(0)
+        self.local = self._own[:size].view(columns.count, rows)
 
     def start(self) -> None:
         if self._layout.ranks == 1:
             return
-        _write_bounds(bounds_of(self._own, self._columns, self._rows), self._shard)
+        self._shard.write_bounds(self._own)
         self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
     def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor | int]:

@@ -226,25 +226,20 @@ def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
     return merged
 
 
-def packed_size(columns: Columns, rows: int) -> int:
-    """Elements of a rank's packed partial: the partial ``[C, R]`` and, bit-cast, its shard's first id and its rows."""
-    return columns.count * rows + 2
-
-
-def bounds_of(packed: Tensor, columns: Columns, rows: int) -> Tensor:
-    """The shards' bounds (first id, rows) ``[..., 2]`` in ``packed [..., packed_size]``, as integers."""
-    end = columns.count * rows
-    return integer_view(packed[..., end : end + 2])
+def bounds_of(packed: Tensor) -> Tensor:
+    """The shards' bounds (first id, rows) ``[..., 2]`` in packed partials, as integers."""
+    return integer_view(packed[..., -2:])
 
 
 def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
-    """Merge the ranks' packed partials ``[P, packed_size]``, in rank order.
+    """Merge the ranks' packed partials ``[P, >= C * R + 2]``, in rank order. Each begins with a partial ``[C, R]`` and
+    ends with the bounds of the shard, bit-cast.
 
     Returns the merged partial ``[C, R]`` and V, the number of real entries, 0-dimensional int64. Entries from
     ``vocab_size`` on are padding. Where the shards leave a gap or overlap, the columns are NaN and the argmax is the
     largest integer.
     """
-    starts, sizes = bounds_of(packed, columns, rows).long().unbind(1)
+    starts, sizes = bounds_of(packed).long().unbind(1)
     real = sizes
     if vocab_size is not None:
         real = (vocab_size - starts).clamp(min=0).minimum(sizes)

@@ -30,12 +30,11 @@ from parallel_lce.backends.torch_logits import aligned
 from parallel_lce.call.call import Call, Gradients, Inputs, Needs, flattened, token_count
 from parallel_lce.core import plan
 from parallel_lce.core.collectives import Layout, Shard, gather_whole, gather_with_bounds
-from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import device_without_autocast, in_memory
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.core.plan import Block, balanced, shared_shard_rows
 from parallel_lce.run.autograd import first_order_only
-from parallel_lce.run.schedule import Gathers
+from parallel_lce.run.schedule import Gathers, GradientSums
 
 # Numbers per token: the student's normalizer (two), the teacher's (two), and the student's sum.
 _NUMBERS = 5
@@ -160,50 +159,35 @@ def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Te
     return numbers if broken is None else numbers.masked_fill_(broken, torch.nan)
 
 
-class _StudentGradients:
-    """The student's dX, dW and dbias, formed block by block from gradients of its output times ``unscale``.
+class _StudentGradients(GradientSums):
+    """The student's dX, dW and dbias, formed block by block from gradients of its output times ``unscale``."""
 
-    ``sum_dtype``: of dW and dbias, by default the parameters'."""
-
-    def __init__(self, work: _Pass, needs: Needs, unscale: Tensor | None, sum_dtype: torch.dtype | None) -> None:
-        call, hidden, projection = work.task.student, work.hidden, work.projection
-        self._unscale, self._weight = unscale, projection.weight[: projection.real_rows]
-        blocks = len(work.task.blocks)
-        self._reduction = self._dweight = self._dbias = None
-        if needs.hidden:
-            self._reduction = call.hidden_reduction(hidden)
-        if needs.weight:
-            self._dweight = GradBuffer(projection.weight, projection.real_rows, blocks, dtype=sum_dtype)
-        if needs.bias and projection.bias is not None:
-            self._dbias = GradBuffer(projection.bias, projection.real_rows, blocks, dtype=sum_dtype)
+    def __init__(self, work: _Pass, needs: Needs, unscale: Tensor | None, dtype: torch.dtype | None) -> None:
+        super().__init__(work.task.student, work.hidden, work.projection, needs, len(work.task.blocks), dtype)
+        self._unscale = unscale
 
     def add(self, block: Block, x: Tensor, gradient: Tensor) -> None:
         """Add the gradients of a block with ``x [R, D]``, from the ``gradient [R, V/P]`` of its output."""
-        real = len(self._weight)
-        if self._reduction is not None:
-            dx = self._reduction.open_block(block)
-            self._product(dx, gradient, self._weight.t(), True)
-            self._reduction.start(block, dx)
-        if self._dweight is not None:
-            total, empty = self._dweight.open(0, real, whole=True)
+        real = self.projection.real_rows
+        if self.reduction is not None:
+            dx = self.reduction.open_block(block)
+            self._product(dx, gradient, self.projection.weight[:real].t(), True)
+            self.reduction.start(block, dx)
+        if self.dweight is not None:
+            total, empty = self.dweight.open(0, real, whole=True)
             self._product(total, gradient.t(), x.t(), empty)
-            self._dweight.close(0, real, total)
-        if self._dbias is not None:
-            total, empty = self._dbias.open(0, real, whole=True)
+            self.dweight.close(0, real, total)
+        if self.dbias is not None:
+            total, empty = self.dbias.open(0, real, whole=True)
             column_sum = gradient.sum(0, dtype=torch.promote_types(gradient.dtype, torch.float32))
             put(total, column_sum if self._unscale is None else column_sum.mul_(self._unscale), empty)
-            self._dbias.close(0, real, total)
+            self.dbias.close(0, real, total)
 
     def _product(self, total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
         if self._unscale is None:
             accumulate_nt(total, a, b, overwrite=overwrite)
         else:
             put(total, matmul_nt(a, b).mul_(self._unscale), overwrite)
-
-    def deliver(self, shape: torch.Size) -> Gradients:
-        """The gradients, dX in this ``shape [..., D]``."""
-        dx = self._reduction and self._reduction.wait().view(shape)
-        return dx, self._dweight and self._dweight.deliver(), self._dbias and self._dbias.deliver()
 
 
 def _output_factor(task: Divergence, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

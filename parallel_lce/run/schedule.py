@@ -142,11 +142,38 @@ def _project(work: Any, x: IncomingHidden, gathers: Gathers, first: bool) -> Sav
     return work.project_rest()
 
 
-class _GradientSums:
-    """dX, dW and dbias of one call, formed block by block.
+class GradientSums:
+    """Sums of dX, dW and dbias over ``blocks`` blocks of a call. None for one that is not needed.
 
-    ``dtype``: of dW and dbias, by default the parameters'. ``scratch_bytes``: size of the blocks' working memory.
+    ``dtype``: of dW and dbias, by default the parameters'.
     """
+
+    def __init__(
+        self,
+        call: Call,
+        hidden: Tensor,
+        projection: Projection,
+        needs: Needs,
+        blocks: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        self.projection, real = projection, projection.real_rows
+        self.reduction = self.dweight = self.dbias = None
+        if needs.hidden:
+            self.reduction = call.hidden_reduction(hidden)
+        if needs.weight:
+            self.dweight = GradBuffer(projection.weight, real, blocks, dtype=dtype, main_grad=call.main_grad)
+        if needs.bias and projection.bias is not None:
+            self.dbias = GradBuffer(projection.bias, real, blocks, dtype=dtype)
+
+    def deliver(self, shape: torch.Size) -> Gradients:
+        """The gradients, dX in this ``shape [..., D]``."""
+        dx = self.reduction and self.reduction.wait().view(shape)
+        return dx, self.dweight and self.dweight.deliver(), self.dbias and self.dbias.deliver()
+
+
+class _BlockGradients(GradientSums):
+    """dX, dW and dbias of one call, formed by the backend. ``scratch_bytes``: size of the blocks' working memory."""
 
     def __init__(
         self,
@@ -158,20 +185,13 @@ class _GradientSums:
         dtype: torch.dtype | None = None,
         selected: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        self._call, self._projection, self._targets = call, projection, call.target
+        super().__init__(call, hidden, projection, needs, len(call.plan.blocks), dtype)
+        self._call, self._targets = call, call.target
         if call.target is not None and projection.start:
             self._targets = call.target - projection.start
         # [E] each: the selected entries' terms of the gradient of the projection's output, and their logits.
         self._selected = selected
         self.scratch = Scratch(scratch_bytes, hidden.device)
-        number, real = len(call.plan.blocks), projection.real_rows
-        self._reduction = self._dweight = self._dbias = None
-        if needs.hidden:
-            self._reduction = call.hidden_reduction(hidden)
-        if needs.weight:
-            self._dweight = GradBuffer(projection.weight, real, number, dtype=dtype, main_grad=call.main_grad)
-        if needs.bias and projection.bias is not None:
-            self._dbias = GradBuffer(projection.bias, real, number, dtype=dtype)
 
     def add_block(
         self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved | tuple[()]
@@ -180,19 +200,19 @@ class _GradientSums:
 
         The reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW.
         """
-        call, reduction, selected = self._call, self._reduction, None
+        call, reduction, selected = self._call, self.reduction, None
         if self._selected is not None and call.selected is not None:
             of_block = call.selected.of_block(call.layout, block, call.shard.start)
             selected = SelectedGradient(of_block, *self._selected)
         dx = None if reduction is None else reduction.open_block(block)
         task = BackwardTask(
-            call.of_block(self._projection, block),
+            call.of_block(self.projection, block),
             x.tensor,
             call.layout.take(self._targets, block),
             partial,
             coefficients,
             saved,
-            GradBuffers(dx, self._dweight, self._dbias),
+            GradBuffers(dx, self.dweight, self.dbias),
             self.scratch,
             selected,
             call.options.gradient_filter,
@@ -207,12 +227,6 @@ class _GradientSums:
             # Even if this block did not read x: the gather must end before its buffer is freed.
             x.wait()
         work.weight_grad()
-
-    def deliver(self, shape: torch.Size) -> Gradients:
-        """The gradients, dX in this ``shape [..., D]``."""
-        dweight = self._dweight and self._dweight.deliver()
-        dbias = self._dbias and self._dbias.deliver()
-        return self._reduction and self._reduction.wait().view(shape), dweight, dbias
 
 
 def backward(
@@ -249,7 +263,7 @@ def backward(
         selected = None
         if of_selected is not None and call.selected is not None:
             coefficients, selected = _selected_apart(call, call.selected, coefficients, *of_selected)
-        sums = _GradientSums(call, hidden, projection, needs, scratch_bytes, selected=selected)
+        sums = _BlockGradients(call, hidden, projection, needs, scratch_bytes, selected=selected)
         if exponentials is not None and (consumed or not (coefficients.delta is None or recovers_logits(weight.dtype))):
             sums.scratch.adopt(exponentials)
             kept = ()
@@ -319,7 +333,7 @@ def accumulate(
     dtype = call.dtype
     with device_without_autocast(weight):
         shape, hidden, projection = hidden.shape, flattened(hidden), call.projection(weight, bias)
-        sums = _GradientSums(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
+        sums = _BlockGradients(call, hidden, projection, needs, call.plan.scratch_bytes, dtype)
         per_token = hidden.new_empty(token_count(hidden, layout), dtype=dtype)
         targets = call.local_targets()
         divisor = losses.divisor_of(call)

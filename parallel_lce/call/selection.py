@@ -60,24 +60,17 @@ class Selected:
         """E, the selected entries of all tokens."""
         return self.given_ids.numel()
 
-    @property
-    def per_token(self) -> int | None:
-        """K; None where tokens have sets of their own."""
-        return None if self.given_offsets is not None else self.given_ids.shape[1]
-
     @cached_property
     def offsets(self) -> Tensor:
         """``[N + 1]``: the given offsets, forced to lie between 0 and E and not to decrease."""
         if self.given_offsets is not None:
             return self.given_offsets.clamp(0, self.count).cummax(0).values
-        return torch.arange(self.tokens + 1, device=self.ids.device) * (self.per_token or 0)
+        return torch.arange(self.tokens + 1, device=self.ids.device) * self.given_ids.shape[1]
 
     @cached_property
     def owner(self) -> Tensor:
         """The token of each entry, ``[E]`` int64."""
         entries = torch.arange(self.count, device=self.ids.device)
-        if self.given_offsets is None:
-            return entries // max(1, self.per_token or 0)
         return torch.searchsorted(self.offsets[1:], entries, right=True).clamp_(max=max(0, self.tokens - 1))
 
     @property
@@ -102,16 +95,10 @@ class Selected:
 
     def sums(self, values: Tensor) -> Tensor:
         """``[N]``: the sum of each token's entries of ``values [E]``, in a fixed order."""
-        if self.given_offsets is None:
-            return values.view(self.tokens, self.per_token or 0).sum(1)
         return torch.segment_reduce(values, "sum", offsets=self.offsets, unsafe=True)
 
     def maxima(self, values: Tensor) -> Tensor:
         """``[N]``: the largest of each token's entries of ``values [E]``; -inf for a token without any."""
-        if self.given_offsets is None:
-            if not self.per_token:
-                return values.new_full((self.tokens,), -torch.inf)
-            return values.view(self.tokens, self.per_token).amax(1)
         return torch.segment_reduce(values, "max", offsets=self.offsets, unsafe=True, initial=-torch.inf)
 
 

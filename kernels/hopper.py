@@ -45,14 +45,14 @@ _async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_cop
 def _produce(x, weight, ring, listed, sizes):
     x_slots, weight_slots, full, empty = ring
     STAGES: gl.constexpr = x_slots.shape[0]
-    rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
+    rows, entries, k_size, first_block, num_blocks = sizes
     BLOCK_M: gl.constexpr = x.block_type.shape[0]
     BLOCK_K: gl.constexpr = x.block_type.shape[1]
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     count = 0
     tiles = tile_count(listed, num_blocks, gl.cdiv(entries, BLOCK_N))
     for place in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, window = tile_start(listed, place, first_block, num_blocks, all_blocks, BLOCK_M)
+        row, window = tile_start(listed, place, first_block, num_blocks, BLOCK_M)
         for k in range(0, k_size, BLOCK_K):
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
@@ -120,12 +120,12 @@ def _consume(
     BLOCK_N: gl.constexpr = ring[1].shape[1]
     BLOCK_K: gl.constexpr = ring[0].shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [_WARPS, 1], [16, BLOCK_N, 16])
-    rows, entries, k_size, first_block, num_blocks, all_blocks = sizes
+    rows, entries, k_size, first_block, num_blocks = sizes
     steps = gl.cdiv(k_size, BLOCK_K)
     count = 0
     tiles = tile_count(listed, num_blocks, gl.cdiv(entries, BLOCK_N))
     for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, window = tile_start(listed, number, first_block, num_blocks, all_blocks, BLOCK_M)
+        row, window = tile_start(listed, number, first_block, num_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
         c = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, layout))
@@ -159,7 +159,6 @@ def projection(
     k_size,
     first_block,
     num_blocks,
-    all_blocks,
     GRADIENT: gl.constexpr,
     SCALED: gl.constexpr,
     MASKED: gl.constexpr,
@@ -171,7 +170,7 @@ def projection(
     staged = ring[0].index(0)
     if out is not None:
         staged = gl.allocate_shared_memory(x.dtype, [x.block_type.shape[0], weight.block_type.shape[0]], out.layout)
-    sizes = (rows, entries, k_size, first_block, num_blocks, all_blocks)
+    sizes = (rows, entries, k_size, first_block, num_blocks)
     gl.warp_specialize(
         [
             (

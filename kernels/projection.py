@@ -45,15 +45,7 @@ from parallel_lce.kernels.arithmetic import (
 )
 from parallel_lce.kernels.partials import PartialColumns, store_partials
 from parallel_lce.kernels.relaunch import Relaunched
-from parallel_lce.kernels.tuning import (
-    Tile,
-    addressable,
-    beside_collective,
-    blocks_per_launch,
-    descriptor,
-    num_sms,
-    tile_of,
-)
+from parallel_lce.kernels.tuning import Tile, addressable, blocks_per_launch, descriptor, num_sms, tile_of
 
 
 class ForwardEpilogue(NamedTuple):
@@ -94,12 +86,12 @@ def tile_count(listed, num_blocks, windows):
 
 
 @triton.jit
-def tile_start(listed, number, first_block, num_blocks, all_blocks, BLOCK_M: tl.constexpr):
-    """First row of a tile, and its window. Row blocks vary fastest, start at ``first_block`` and wrap around."""
+def tile_start(listed, number, first_block, num_blocks, BLOCK_M: tl.constexpr):
+    """First row of a tile, and its window. Row blocks vary fastest, from ``first_block`` on."""
     tile = number
     if listed is not None:
         tile = tl.load(listed + 1 + number)
-    return (first_block + tile % num_blocks) % all_blocks * BLOCK_M, tile // num_blocks
+    return (first_block + tile % num_blocks) * BLOCK_M, tile // num_blocks
 
 
 @triton.jit
@@ -222,7 +214,7 @@ def projection_name(specialization) -> str:
 
 
 # Arguments that vary between launches. They are not specialized, so no value compiles a new kernel.
-CHANGING = ["rows", "first_block", "num_blocks", "all_blocks"]
+CHANGING = ["rows", "first_block", "num_blocks"]
 
 
 @Relaunched
@@ -240,7 +232,6 @@ def _projection(
     k_size,
     first_block,
     num_blocks,
-    all_blocks,
     x_stride,
     weight_stride,
     out_stride,
@@ -255,14 +246,14 @@ def _projection(
     TMA: tl.constexpr,
     OUT_TMA: tl.constexpr,
 ):
-    """Persistent GEMM over ``num_blocks`` row blocks from ``first_block`` on, modulo ``all_blocks``.
+    """Persistent GEMM over ``num_blocks`` row blocks from ``first_block`` on.
 
     ``GRADIENT`` selects the epilogue. ``x``, ``weight`` and ``out`` are TMA descriptors or pointers. ``listed``: form
     these tiles alone; None: all.
     """
     tiles = tile_count(listed, num_blocks, tl.cdiv(entries, BLOCK_N))
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        row, window = tile_start(listed, number, first_block, num_blocks, all_blocks, BLOCK_M)
+        row, window = tile_start(listed, number, first_block, num_blocks, BLOCK_M)
         first = window * BLOCK_N
         r = row + tl.arange(0, BLOCK_M)
         c = first + tl.arange(0, BLOCK_N)
@@ -325,19 +316,10 @@ class Product:
         return -(-self.x.shape[0] // self.tile.rows)
 
     def launch(
-        self,
-        out: torch.Tensor | None,
-        epilogue: ForwardEpilogue | BackwardEpilogue,
-        blocks: range | None = None,
-        overlaps_collective: bool = False,
-        listed: torch.Tensor | None = None,
+        self, out: torch.Tensor | None, epilogue: ForwardEpilogue | BackwardEpilogue, listed: torch.Tensor | None = None
     ) -> None:
-        """Start the product of some row blocks with an epilogue.
-
-        ``blocks``: consecutive row blocks, modulo :attr:`row_blocks`; all by default. A launch that
-        ``overlaps_collective`` leaves it some SMs. ``listed [1 + n]`` int32: how many tiles of all row blocks to form,
-        and their numbers ``window * row_blocks + row block``; None: all.
-        """
+        """Start the product with an epilogue. ``listed [1 + n]`` int32: how many tiles to form, and their numbers
+        ``window * row_blocks + row block``; None: all."""
         tile, tma, x, weight = self.tile, self.tma, self.x, self.weight
         (rows, k_size), entries = x.shape, weight.shape[0]
         gradient = isinstance(epilogue, BackwardEpilogue)
@@ -372,13 +354,11 @@ class Product:
                 "num_stages": tile.stages,
             }
         row_blocks, windows = self.row_blocks, self.windows
-        blocks = range(row_blocks) if blocks is None else blocks
         programs = num_sms(self.x.device)
-        programs = beside_collective(programs) if overlaps_collective else programs
-        step = blocks_per_launch(len(blocks), windows, programs, tile.rows * k_size * self.x.element_size())
-        step = step if listed is None else len(blocks)
-        for first in blocks[::step]:
-            number = min(step, blocks.stop - first)
+        step = blocks_per_launch(row_blocks, windows, programs, tile.rows * k_size * self.x.element_size())
+        step = step if listed is None else max(1, row_blocks)
+        for first in range(0, row_blocks, step):
+            number = min(step, row_blocks - first)
             kernel.launch(
                 (min(number * windows, programs),),
                 x,
@@ -393,7 +373,6 @@ class Product:
                 k_size,
                 first,
                 number,
-                row_blocks,
                 *strides,
                 **options,
             )

@@ -46,10 +46,6 @@ class Measured:
     most_row_blocks: int = 33
     most_waves: int = 32
     most_hidden_bytes: int = 36 << 20
-    # SMs that NCCL takes for a collective of large tensors.
-    collective_sms: int = 24
-    # Flops of a product while one byte is received: about 700e12 flops and 340e9 bytes a second.
-    flops_per_byte: int = 2048
     # From about so many tokens on, adding to an fp32 dW, which moves 8 D bytes per vocabulary row, costs less than
     # projecting again.
     smallest_accumulated: int = 1024
@@ -144,19 +140,6 @@ def num_sms(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def beside_collective(programs: int) -> int:
-    """Programs of a launch that overlaps a collective, out of ``programs``.
-
-    A program without an SM would start only when the collective or another program ends.
-    """
-    return max(programs // 2, programs - MEASURED.collective_sms)
-
-
-def rows_beside_gather(rows: int, itemsize: int, entries: int) -> int:
-    """Rows whose product with ``entries`` vocabulary entries takes about as long as receiving ``rows`` rows."""
-    return max(1, rows * itemsize * MEASURED.flops_per_byte // (2 * entries))
 
 
 @functools.cache

@@ -10,14 +10,9 @@ from unittest import mock
 from parallel_lce.backends.interface import BackwardTask, ForwardTask
 
 
-def block_forward(backend, projection, x, target, columns, save, local=None, arrive=None, **others):
-    """The block's partial and what it saves. ``local``: rows of x that are there before ``arrive()``."""
-    work = backend.block_forward(ForwardTask(projection, x, target, columns, save, **others))
-    if local is not None:
-        work.project_local(local)
-        arrive()
-    saved = work.project_rest()
-    return work.partial, saved
+def block_forward(backend, projection, x, target, columns, save, **others):
+    """The block's partial and what it saves."""
+    return backend.block_forward(ForwardTask(projection, x, target, columns, save, **others))
 
 
 def block_backward(backend, *given, announce=lambda: None, **others):

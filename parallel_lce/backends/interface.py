@@ -237,7 +237,7 @@ class ForwardTask(NamedTuple):
     """The arguments of a block's forward: R tokens against the real rows of a vocabulary shard."""
 
     projection: Projection
-    # [R, D]. Hidden states of other ranks may arrive until ``project_rest``.
+    # [R, D]
     x: Tensor
     # [R] int64 ids relative to the shard; an id outside ``[0, real_rows)`` has no logit here. None: no targets.
     target: Tensor | None

@@ -105,62 +105,52 @@ def allocate_saved(projection: Projection, rows: int, entries: int) -> Tensor:
     return projection.weight.new_empty(min(entries, projection.real_rows) * rows)
 
 
-class BlockForward:
-    """Partials of a block over the shard, and the exponentials of its first vocabulary rows."""
-
-    def __init__(self, task: ForwardTask) -> None:
-        self._task, self._save = task, min(task.save, task.projection.real_rows)
-        # [C, R], complete after project_rest
-        self.partial = empty_partial(task.columns, len(task.x), task.projection.dtype, task.x.device, task.out)
-
-    def project_local(self, local: range) -> None:
-        """Project the ``local`` rows of x while the others arrive. Here nothing: on a CPU a product would only slow
-        down the collective beside it."""
-
-    def project_rest(self) -> Saved | tuple[()]:
-        """Project the other rows and complete :attr:`partial`. Returns the saved tensors, or ``()``."""
-        projection, given, target, columns, *_, selected = task = self._task
-        save, rows, dtype = self._save, given.shape[0], self.partial.dtype
-        if rows == 0 or projection.real_rows == 0:
-            return ()
-        x, tiles, memory = operand(given), row_tiles(rows), Scratch(0, given.device)
-        width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
-        saved_windows = even_slices(0, save, width)
-        windows = saved_windows
-        if save < projection.real_rows:
-            windows = windows + even_slices(save, projection.real_rows, width)
-        saved: Saved | None = None
-        if save:
-            buffer = allocate_saved(projection, rows, save) if task.buffer is None else task.buffer
-            saved = Saved(buffer[: save * rows], self.partial.new_empty(len(saved_windows), rows))
-        for tile in tiles:
-            of_tile = projection if len(tiles) == 1 else projection.of_rows(tile)
-            merged = self.partial[:, tile]
-            # [W, C, rows]
-            partials = None if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
-            for number, window in enumerate(windows):
-                partial = merged if partials is None else partials[number]
-                weight = operand(some_rows(projection.weight, window.start, window.stop))
-                store = None
-                if saved is not None and window.start < save:
-                    store = saved_tile(saved.exponentials, save, tile, window)
-                in_place = store is not None and store.dtype == dtype
-                z = store if store is not None and in_place else borrowed(memory, tile, window, dtype)
-                logits(of_tile, some_rows(x, tile.start, tile.stop), weight, window, z)
-                if target is not None:
-                    take_targets(z, target[tile], window, partial[TARGET])
-                if selected is not None:
-                    take_selected(z, selected, tile, window)
-                # z becomes exponentials.
-                tile_partial(z, projection.start + window.start, columns, partial)
-                if saved is not None and store is not None:
-                    saved.maxima[number, tile] = partial[MAX]
-                    if not in_place:
-                        store.copy_(z.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
-            if partials is not None:
-                counts = torch.stack([merged.new_full((), w.stop - w.start) for w in windows])
-                merged.copy_(merge(partials, counts, columns))
-        return () if saved is None else saved
+def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
+    """A block's partial over the shard, ``[C, R]``, and the tensors that it saves: the exponentials of its first
+    vocabulary rows."""
+    projection, given, target, columns, save, buffer, out, _, selected = task
+    rows, dtype, save = given.shape[0], projection.dtype, min(save, projection.real_rows)
+    partial = empty_partial(columns, rows, dtype, given.device, out)
+    if rows == 0 or projection.real_rows == 0:
+        return partial, ()
+    x, tiles, memory = operand(given), row_tiles(rows), Scratch(0, given.device)
+    width = window_size(projection, tiles[0].stop, columns.weighted or columns.squared)
+    saved_windows = even_slices(0, save, width)
+    windows = saved_windows
+    if save < projection.real_rows:
+        windows = windows + even_slices(save, projection.real_rows, width)
+    saved: Saved | None = None
+    if save:
+        buffer = allocate_saved(projection, rows, save) if buffer is None else buffer
+        saved = Saved(buffer[: save * rows], partial.new_empty(len(saved_windows), rows))
+    for tile in tiles:
+        of_tile = projection if len(tiles) == 1 else projection.of_rows(tile)
+        merged = partial[:, tile]
+        # [W, C, rows]
+        partials = None if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
+        for number, window in enumerate(windows):
+            found = merged if partials is None else partials[number]
+            weight = operand(some_rows(projection.weight, window.start, window.stop))
+            store = None
+            if saved is not None and window.start < save:
+                store = saved_tile(saved.exponentials, save, tile, window)
+            in_place = store is not None and store.dtype == dtype
+            z = store if store is not None and in_place else borrowed(memory, tile, window, dtype)
+            logits(of_tile, some_rows(x, tile.start, tile.stop), weight, window, z)
+            if target is not None:
+                take_targets(z, target[tile], window, found[TARGET])
+            if selected is not None:
+                take_selected(z, selected, tile, window)
+            # z becomes exponentials.
+            tile_partial(z, projection.start + window.start, columns, found)
+            if saved is not None and store is not None:
+                saved.maxima[number, tile] = found[MAX]
+                if not in_place:
+                    store.copy_(z.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
+        if partials is not None:
+            counts = torch.stack([merged.new_full((), w.stop - w.start) for w in windows])
+            merged.copy_(merge(partials, counts, columns))
+    return partial, () if saved is None else saved
 
 
 # For dW and for dbias: the sum of a window's rows, and whether it must be overwritten; None if not wanted.
@@ -342,7 +332,7 @@ class BlockBackward:
         return e.mul_(factor)
 
 
-block_forward, block_backward = BlockForward, BlockBackward
+block_backward = BlockBackward
 
 
 def scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

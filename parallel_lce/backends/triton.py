@@ -40,7 +40,7 @@ from parallel_lce.kernels.partials import PartialColumns, WindowPartials, merge_
 from parallel_lce.kernels.projection import ForwardEpilogue, Product, new_window_partials
 from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.token_logits import token_logits
-from parallel_lce.kernels.tuning import MEASURED, rows_beside_gather
+from parallel_lce.kernels.tuning import MEASURED
 
 NAME: str = "triton"
 DENSE_FLOPS: float = MEASURED.dense_flops
@@ -120,129 +120,60 @@ def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None)
     divergence_of(*pair, sums, *(gradient or (None, None, None)))
 
 
-class BlockForward:
-    """Partials of a block over the shard, and the exponentials of its first vocabulary rows.
-
-    The number of saved vocabulary rows is rounded down to whole windows. With ``keep_windows`` the windows' sums of
+def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
+    """The number of saved vocabulary rows is rounded down to whole windows. With ``keep_windows`` the windows' sums of
     exponentials are saved, too, if a filtered backward can recompute fewer than all windows. fp16 has no softmax shift:
-    its exponentials are relative to each window's maximum.
-    """
-
-    def __init__(self, task: ForwardTask) -> None:
-        projection, x, target, columns, save, buffer, out, keep_windows, selected = task
-        rows, real = x.shape[0], projection.real_rows
-        self._selected = selected
-        self._projection, self._target, self._columns = projection, target, columns
-        self._local = range(0)
-        self._product: Product | None = None
-        # Partials of all windows and rows; None if the rows are projected in several ranges.
-        self._partials: PartialColumns | None = None
-        if rows == 0 or real == 0:
-            self.partial = empty_partial(columns, rows, projection.dtype, x.device, out)
-            return
-        self.partial = x.new_empty(columns.count, rows, dtype=projection.dtype) if out is None else out
-        # ``dense`` does not copy x while its gather runs: gathered tensors are contiguous and aligned.
-        self._product = product = product_of(projection, dense(x), 0, real)
-        width = product.tile.entries
-        assert width % ALIGNED == 0
-        save = real if save >= real else save // width * width
-        self._keeps_windows = keep_windows and keeps_windows(projection, product, real - save)
-        self._stored: Tensor | None = None
-        self._exponentials: Tensor | None = None
-        self._shift: Tensor | None = None
-        if save:
-            stride = stride_of(save)
-            if buffer is None:
-                self._stored = x.new_empty(rows, stride)
-            else:
-                self._stored = buffer[: rows * stride].view(rows, stride)
-            self._exponentials = self._stored if stride == save else self._stored[:, :save]
-            self._shift = _new_softmax_shift(product)
-        # Rows per range: whole tiles; all rows if exponentials or windows are saved.
-        row_bytes = 4 * product.windows * (columns.count - 1)
-        fitting = rows if save or self._keeps_windows else max(1, _PARTIAL_BYTES // row_bytes)
-        pieces, height = -(-rows // fitting), product.tile.rows
-        self._piece_rows = -(-rows // (pieces * height)) * height
-        if rows <= self._piece_rows:
-            self._partials = new_window_partials(product, columns)
-
-    def project_local(self, local: range) -> None:
-        """Project full tiles of the ``local`` rows of x, at most as many as take the time of the gather. Does nothing
-        if the rows are projected in several ranges."""
-        product = self._product
-        if product is None or self._partials is None:
-            return
-        rows, height = product.x.shape[0], product.tile.rows
-        first = -(-local.start // height)
-        last = product.row_blocks if local.stop == rows else local.stop // height
-        in_time = rows_beside_gather(rows - len(local), product.x.element_size(), product.weight.shape[0])
-        last = min(last, first - (-in_time // height))
-        if last <= first:
-            return
-        self._local = range(first, last)
-        shift = self._sampled_shift
-        if shift is not None:
-            some = slice(height * first, min(height * last, rows))
-            token_logits(product.of_rows(some), None, None, shift[some])
-        product.launch(
-            self._exponentials, ForwardEpilogue(self._partials, self._shift), self._local, overlaps_collective=True
+    its exponentials are relative to each window's maximum."""
+    projection, x, target, columns, save, buffer, out, keep_windows, selected = task
+    rows, real = x.shape[0], projection.real_rows
+    if rows == 0 or real == 0:
+        return empty_partial(columns, rows, projection.dtype, x.device, out), ()
+    partial = x.new_empty(columns.count, rows, dtype=projection.dtype) if out is None else out
+    product = product_of(projection, dense(x), 0, real)
+    width, height = product.tile.entries, product.tile.rows
+    assert width % ALIGNED == 0
+    save = real if save >= real else save // width * width
+    keep_windows = keep_windows and keeps_windows(projection, product, real - save)
+    stored = exponentials = shift = sampled = None
+    if save:
+        stride = stride_of(save)
+        stored = x.new_empty(rows, stride) if buffer is None else buffer[: rows * stride].view(rows, stride)
+        exponentials = stored if stride == save else stored[:, :save]
+        shift = _new_softmax_shift(product)
+        # Under a soft-cap the shift is 0.
+        sampled = shift if projection.softcap is None else None
+    if target is None:
+        partial[TARGET].zero_()
+    if target is not None or sampled is not None:
+        token_logits(product, target, partial[TARGET], sampled)
+    # Without saved tensors the rows are projected in ranges of whole tiles whose window partials fit _PARTIAL_BYTES.
+    row_bytes = 4 * product.windows * (columns.count - 1)
+    fitting = rows if save or keep_windows else max(1, _PARTIAL_BYTES // row_bytes)
+    size = -(-rows // (-(-rows // fitting) * height)) * height
+    saved: Saved | tuple[()] = ()
+    for first in range(0, rows, size):
+        some = slice(first, first + size)
+        of_rows = product if size >= rows else product.of_rows(some)
+        windows = new_window_partials(of_rows, columns)
+        of_rows.launch(exponentials, ForwardEpilogue(windows, shift))
+        if selected is not None:
+            selection, logits = selected
+            known = WindowPartials(windows.max, windows.sum_exp, shift)
+            kernels.selected_logits(of_rows, selection.of_rows(some), logits, known)
+        on_shift = merge_windows(
+            windows,
+            partial[:, some],
+            shift,
+            columns,
+            target=None if target is None else target[some],
+            window=width,
+            entries=real,
+            start=projection.start,
         )
-
-    def project_rest(self) -> Saved | tuple[()]:
-        """Project the remaining rows, and merge the partials of all windows. Returns the saved tensors."""
-        if self._product is None:
-            return ()
-        product, done = self._product, self._local
-        saved = ()
-        if self._target is None:
-            self.partial[TARGET].zero_()
-        # One launch samples all rows. It recomputes the local rows, to the same values, which costs less than a second
-        # launch.
-        if self._target is not None or self._sampled_shift is not None:
-            token_logits(product, self._target, self.partial[TARGET], self._sampled_shift)
-        if self._partials is not None:
-            # Row blocks after the local ones, wrapping around to those before them.
-            left = range(done.stop, product.row_blocks + done.start)
-            product.launch(self._exponentials, ForwardEpilogue(self._partials, self._shift), left)
-            on_shift = self._merge(product, self._partials, slice(0, len(product.x)))
-            if self._stored is not None or self._keeps_windows:
-                sums = self._partials.sum_exp if self._keeps_windows else None
-                saved = Saved(self._stored, self._partials.max, self._shift, on_shift, sums)
-        else:
-            self._project_in_pieces(product)
-        return saved
-
-    def _project_in_pieces(self, product: Product) -> None:
-        for first in range(0, product.x.shape[0], self._piece_rows):
-            rows = slice(first, first + self._piece_rows)
-            piece = product.of_rows(rows)
-            partials = new_window_partials(piece, self._columns)
-            piece.launch(None, ForwardEpilogue(partials, None))
-            self._merge(piece, partials, rows)
-            del partials  # before the next ones are allocated
-
-    def _merge(self, product: Product, partials: PartialColumns, rows: slice) -> Tensor | None:
-        """Merge the windows of some rows, and compute the rows' selected logits."""
-        if self._selected is not None:
-            selection, logits = self._selected
-            windows = WindowPartials(partials.max, partials.sum_exp, self._shift)
-            kernels.selected_logits(product, selection.of_rows(rows), logits, windows)
-        target = None if self._target is None else self._target[rows]
-        return merge_windows(
-            partials,
-            self.partial[:, rows],
-            self._shift,
-            self._columns,
-            target=target,
-            window=product.tile.entries,
-            entries=self._projection.real_rows,
-            start=self._projection.start,
-        )
-
-    @property
-    def _sampled_shift(self) -> Tensor | None:
-        """The softmax shift, or None if it is not sampled: under a soft-cap it is 0."""
-        return self._shift if self._projection.softcap is None else None
+        if stored is not None or keep_windows:
+            saved = Saved(stored, windows.max, shift, on_shift, windows.sum_exp if keep_windows else None)
+        del windows  # before the next ones are allocated
+    return partial, saved
 
 
 def _new_softmax_shift(product: Product) -> Tensor | None:
@@ -254,4 +185,4 @@ def _new_softmax_shift(product: Product) -> Tensor | None:
     return new(x.shape[0], dtype=torch.float32)
 
 
-block_forward, block_backward = BlockForward, BlockBackward
+block_backward = BlockBackward

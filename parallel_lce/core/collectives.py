@@ -71,14 +71,10 @@ class Layout:
 
 
 class IncomingHidden:
-    """A block's hidden states ``[R, D]``. Other ranks' rows may still be arriving.
+    """A block's hidden states ``[R, D]``, complete after :meth:`wait`: other ranks' rows may still be arriving."""
 
-    The rows :attr:`local` are complete at once, all rows after :meth:`wait`.
-    """
-
-    def __init__(self, tensor: Tensor, work: dist.Work | None = None, local: range | None = None) -> None:
-        self.tensor, self.local = tensor, range(tensor.shape[0]) if local is None else local
-        self._work, self.arrived = work, work is None
+    def __init__(self, tensor: Tensor, work: dist.Work | None = None) -> None:
+        self.tensor, self._work, self.arrived = tensor, work, work is None
 
     def wait(self) -> Tensor:
         if self._work is not None:
@@ -100,7 +96,7 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
     start = layout.rank * rows
     own = gathered[start : start + rows].copy_(chunk)
     work = all_gather(gathered, own, group=layout.group, async_op=True)
-    return IncomingHidden(gathered, work, range(start, start + rows))
+    return IncomingHidden(gathered, work)
 
 
 class _Reduction(NamedTuple):

@@ -92,10 +92,7 @@ class _Pass:
         blocks, layout = self.task.blocks, self.layout
         gathers = Gathers(self.hidden, blocks, layout), Gathers(self.teacher_hidden, blocks, layout)
         for block in blocks:
-            x, y = [each.next().wait() for each in gathers]
-            for each in gathers:
-                if each.sequence_parallel:
-                    each.start()
+            x, y = [each.ready().tensor for each in gathers]
             gradient = self._block(block, x, y, factor)
             if gradients is not None and gradient is not None:
                 gradients.add(block, x, gradient)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,6 +67,14 @@ class Gathers:
         whole = block.start == 0 and block.stop == hidden.shape[0]
         return IncomingHidden(hidden if whole else hidden[block.start : block.stop])
 
+    def ready(self) -> IncomingHidden:
+        """:meth:`next`, complete. Starts the gather of the block after it."""
+        incoming = self.next()
+        incoming.wait()
+        if self.sequence_parallel:
+            self.start()
+        return incoming
+
 
 def forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
@@ -94,12 +102,12 @@ def forward(
         saved: Saved | tuple[()] = ()
         gathers = Gathers(hidden, blocks, layout)
         for block in blocks:
-            x, of_block = gathers.next(), call.of_block(projection, block)
+            x, of_block = gathers.ready().tensor, call.of_block(projection, block)
             # With one block the backend writes straight into the buffer that is gathered.
             out = partials.local if len(blocks) == 1 else None
             task = ForwardTask(
                 of_block,
-                x.tensor,
+                x,
                 layout.take(targets, block),
                 call.columns,
                 block.saved if save else 0,
@@ -107,17 +115,16 @@ def forward(
                 keep_windows=keep_windows,
                 selected=beside and beside.selected_of(block),
             )
-            work = backend.block_forward(task)
-            of_this = _project(work, x, gathers, first=block.start == 0)
+            partial, of_this = backend.block_forward(task)
             saved = saved or of_this
             if beside is not None:
-                beside.find_top(backend, of_block, x.tensor, block)
+                beside.find_top(backend, of_block, x, block)
             if save and call.plan.saves_hidden:
                 # Saved on every rank, even one with an empty shard: a rank that saved nothing would gather again in
                 # backward, and the collectives would no longer match.
-                gathered = x.tensor
+                gathered = x
             if out is None:
-                layout.put(partials.local, block, work.partial)
+                layout.put(partials.local, block, partial)
         merged = Merged(partials.local, projection.real_rows)
         if layout.ranks > 1:
             partials.start()
@@ -125,21 +132,6 @@ def forward(
         if beside is not None:
             merged = Merged(*merged[:2], *beside.merged(partials.extras))
         return merged, gathered, saved
-
-
-def _project(work: Any, x: IncomingHidden, gathers: Gathers, first: bool) -> Saved | tuple[()]:
-    """Project a block, and start the next block's gather once this one's hidden states are there.
-
-    This rank's own rows of the first block are projected during its gather: no earlier block overlaps that. The
-    second gather is started after it: with CUDA_DEVICE_MAX_CONNECTIONS=1 the local rows' kernels would otherwise
-    queue behind the second gather.
-    """
-    if gathers.sequence_parallel:
-        if first and len(x.local) < len(x.tensor):
-            work.project_local(x.local)
-        x.wait()
-        gathers.start()
-    return work.project_rest()
 
 
 class GradientSums:
@@ -356,7 +348,7 @@ def accumulate(
         waiting: deque[_Waiting] = deque()
         gathers = Gathers(hidden, blocks, layout)
         for block in blocks:
-            x = gathers.next()
+            x = gathers.ready()
             buffers.rotate(1)
             partials = PartialsGather(x.tensor, len(x.tensor), call.shard, columns, layout)
             task = ForwardTask(
@@ -368,8 +360,7 @@ def accumulate(
                 buffer=buffers[0],
                 out=partials.local,
             )
-            work = backend.block_forward(task)
-            saved = _project(work, x, gathers, first=block.start == 0)
+            _, saved = backend.block_forward(task)
             partials.start()
             waiting.append(_Waiting(block, x, partials, saved))
             if len(waiting) > ahead:

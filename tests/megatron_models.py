@@ -1,17 +1,40 @@
-"""Small Megatron-core models of every kind that the switch must serve, built from one description."""
+"""Small Megatron-core models of every kind that the switch must serve, built from one description; and the releases of
+megatron-core that they run on."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from dataclasses import dataclass, fields
+from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+import releases
 from world import Member
 
 VOCAB, HIDDEN, SEQUENCE, BATCH = 96, 32, 16, 2
+
+SUPPORTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+# These are for Python 3.12 and newer. What the tests import of them also runs on 3.11.
+_PYTHON_312 = ("0.17.1", "0.18.2", "0.19.2")
+
+# Folders that hold megatron/core, such as checkouts of Megatron-LM, to run the same tests on.
+CHECKOUTS = [Path(p) for p in os.environ.get("PARALLEL_LCE_TEST_MEGATRON", "").split(os.pathsep) if p]
+OTHERS = [v for v in SUPPORTED if v != releases.installed("megatron-core")] + [p.name for p in CHECKOUTS]
+# As parameters of a test. Whoever names a checkout asks for it.
+OTHER_RELEASES = [pytest.param(v, marks=pytest.mark.slow if v in SUPPORTED else ()) for v in OTHERS]
+
+
+def path_of(release: str) -> str:
+    """A folder to import that release from: a checkout, or what pip installs."""
+    for checkout in CHECKOUTS:
+        if checkout.name == release:
+            return str(checkout)
+    return str(releases.folder_of("megatron-core", release, (3, 12) if release in _PYTHON_312 else (3, 11)))
 
 
 @dataclass(frozen=True)
@@ -34,6 +57,7 @@ class Model:
     per_token: bool = False  # calculate_per_token_loss
     deterministic: bool = False
     frozen: bool = False
+    mup: bool = False  # from 0.17 on
     dtype: torch.dtype = torch.float32
     budget: int | None = None
     steps: int = 2
@@ -43,9 +67,18 @@ class Model:
     def tensor(self) -> int:
         return self.ranks // (self.pipeline * self.context * self.data)
 
+    @property
+    def parallel(self) -> dict[str, int | None]:
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_model_parallel_size": self.chunks if self.chunks > 1 else None,
+            "context_parallel_size": self.context,
+        }
+
     def __str__(self) -> str:
-        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return "-".join(f"{k}={v}" for k, v in changed.items()) or "plain"
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return "-".join(changed) or "plain"
 
 
 def specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
@@ -75,6 +108,9 @@ def specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
     ]
 
 
+_started: list[dict] = []
+
+
 def start(member: Member, spec: Model) -> None:
     """Megatron's process groups and random numbers, as a training script sets them up."""
     from megatron.core import parallel_state
@@ -86,27 +122,15 @@ def start(member: Member, spec: Model) -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     if member.device.type == "cpu":
         adapt_megatron_to_cpu()
-    sizes = {
-        "tensor_model_parallel_size": spec.tensor,
-        "pipeline_model_parallel_size": spec.pipeline,
-        "virtual_pipeline_model_parallel_size": spec.chunks if spec.chunks > 1 else None,
-        "context_parallel_size": spec.context,
-    }
-    if not _stands(sizes):
+    group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    # The groups of an earlier model in the same test may stand.
+    if group not in distributed_c10d._world.pg_map or _started != [spec.parallel]:
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=2)
+        parallel_state.initialize_model_parallel(**spec.parallel, distributed_timeout_minutes=2)
+        _started[:] = [spec.parallel]
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
     MTPLossLoggingHelper.tracker = {}  # of the process, and as long as one model has depths
-
-
-def _stands(sizes: dict[str, int]) -> bool:
-    """Whether these process groups exist, of an earlier model in the same test."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-    known = {name: getattr(parallel_state, f"get_{name.removesuffix('_size')}_world_size") for name in sizes}
-    return group in distributed_c10d._world.pg_map and sizes == {name: size() for name, size in known.items()}
 
 
 def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
@@ -123,7 +147,9 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
     from training.model import WITHOUT_EXTENSIONS
 
     start(member, spec)
-    options = {**WITHOUT_EXTENSIONS, "gradient_accumulation_fusion": spec.fusion}
+    options = {**WITHOUT_EXTENSIONS, "gradient_accumulation_fusion": spec.fusion, **loss_options, **spec.parallel}
+    if spec.mup:
+        options |= dict(use_mup=True, mup_output_mult=0.4)
     if spec.fusion:
         layers._grad_accum_fusion_available = True
         layers.fused_weight_gradient_mlp_cuda = _Apex
@@ -135,12 +161,8 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=spec.tensor,
-        pipeline_model_parallel_size=spec.pipeline,
-        virtual_pipeline_model_parallel_size=spec.chunks if spec.chunks > 1 else None,
         pipeline_dtype=spec.dtype,
         batch_p2p_sync=member.device.type == "cuda",
-        context_parallel_size=spec.context,
         sequence_parallel=spec.sequence_parallel,
         params_dtype=spec.dtype,
         bf16=spec.dtype == torch.bfloat16,
@@ -150,7 +172,6 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
         mtp_num_layers=spec.mtp,
         mtp_loss_scaling_factor=0.3,
         **options,
-        **loss_options,
     )
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)

@@ -1,10 +1,10 @@
-"""Training a small Megatron-core model by Megatron's own schedule, and comparing two trainings."""
+"""Training a small Megatron-core model by Megatron's own schedule, and comparing a stock model with ours."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -31,13 +31,13 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
 
     ``forward_step(spec, device, done, numbers, model)``: the schedule's, by default of the model's own loss.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.distributed import finalize_model_grads
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     models = build_chunks(member, spec, loss_options)
     config, trained = models[0].config, models
     if spec.ddp:
-        ddp_config = DistributedDataParallelConfig(
+        options = dict(
             grad_reduce_in_fp32=spec.ddp == "fp32",
             overlap_grad_reduce=spec.overlap,
             use_distributed_optimizer=spec.optimizer == "distributed",
@@ -45,9 +45,7 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
             overlap_param_gather=_gathers_late(spec),
             bucket_size=1 if _gathers_late(spec) else None,
         )
-        trained = [
-            DistributedDataParallel(config, ddp_config, m, disable_bucketing=i > 0) for i, m in enumerate(models)
-        ]
+        trained = [in_ddp(config, m, disable_bucketing=i > 0, **options) for i, m in enumerate(models)]
         config.finalize_model_grads_func = finalize_model_grads
         if spec.overlap:
             functions = [m.no_sync for m in trained]
@@ -78,6 +76,16 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
             _step_downhill(models, spec)
     done.parameters = {n: _copy(p) for n, p in _parameters(models)}
     return done
+
+
+def in_ddp(config, model: torch.nn.Module, disable_bucketing: bool = False, **options) -> torch.nn.Module:
+    """In Megatron's DDP, by default with main_grad in fp32 of zeros."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    settings = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **options})
+    ddp = DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
+    ddp.zero_grad_buffer()
+    return ddp
 
 
 def _parameters(models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -176,11 +184,23 @@ def train_quietly(
         return train(member, spec, switched(spec) if options is None else options, forward_step)
 
 
+def compare(
+    member: Member, spec: Model, cross_entropy: str | None = "output_layer", forward_steps: tuple = (None, None)
+) -> None:
+    """Training with the switch, or without where ``cross_entropy`` is None, equals stock's. ``forward_steps``: stock's
+    and ours."""
+    # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
+    drops = spec.fusion and spec.tied and spec.mtp and spec.pipeline > 1
+    stock = train(member, replace(spec, fusion=False) if drops else spec, {}, forward_steps[0])
+    options = switched(spec, cross_entropy) if cross_entropy else {}
+    _assert_equal(train_quietly(member, spec, options, forward_steps[1]), stock, tolerance_of(spec))
+
+
 def tolerance_of(spec: Model) -> float:
     return 1e-5 if spec.dtype == torch.float32 and spec.ddp != "bf16" else 2e-2
 
 
-def assert_equal(ours: Trained, stock: Trained, tolerance: float) -> None:
+def _assert_equal(ours: Trained, stock: Trained, tolerance: float) -> None:
     """Losses, absolutely, and gradients and parameters, each in relation to its norm, within ``tolerance``."""
     assert ours.keys == stock.keys
     assert ours.sharded == stock.sharded
@@ -213,6 +233,11 @@ def side_by_side(
     for number, (truth, mine) in enumerate(zip(*found, strict=True)):
         assert_close(mine, truth, tolerance, name=number)
     return found
+
+
+def never(*arguments, **options):
+    """In place of what must not be called."""
+    raise AssertionError("it was called")
 
 
 def output_layers(member: Member, spec: Model) -> tuple:

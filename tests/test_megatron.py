@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_models import Model, specs
-from megatron_releases import OTHER_RELEASES, path_of
-from megatron_training import assert_equal, switched, tolerance_of, train, train_quietly
+from megatron_models import OTHER_RELEASES, Model, path_of, specs
+from megatron_training import compare, train_quietly
 from on_ranks import on_ranks
 from world import Member
-
-
-def _compare(member: Member, spec: Model) -> None:
-    # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
-    drops = spec.fusion and spec.tied and spec.mtp and spec.pipeline > 1
-    stock = train(member, replace(spec, fusion=False) if drops else spec, {})
-    assert_equal(train_quietly(member, spec), stock, tolerance_of(spec))
-
 
 SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in specs(4))]
 
@@ -29,13 +18,13 @@ SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.thinned
 def test_training_equals_stock(spec, worlds):
-    worlds(spec.ranks).run(_compare, spec)
+    worlds(spec.ranks).run(compare, spec)
 
 
 @pytest.mark.parametrize("spec", specs(2, tp_of_pairs=1), ids=str)
 @pytest.mark.parametrize("release", OTHER_RELEASES)
 def test_other_releases(release, spec, worlds):
-    worlds(spec.ranks, path_of(release)).run(_compare, spec)
+    worlds(spec.ranks, path_of(release)).run(compare, spec)
 
 
 def _release(member: Member) -> str:
@@ -46,8 +35,7 @@ def _release(member: Member) -> str:
 
 @pytest.mark.parametrize("release", OTHER_RELEASES)
 def test_other_releases_are_what_is_imported(release, worlds):
-    path = path_of(release)
-    (found,) = set(worlds(2, path).run(_release))
+    (found,) = set(worlds(2, path_of(release)).run(_release))
     # From 0.18 on it adds the commit of the repository that it lies in.
     assert not release[0].isdigit() or found.partition("+")[0] == release
 
@@ -59,8 +47,7 @@ def test_other_releases_are_what_is_imported(release, worlds):
 )
 @on_ranks()
 def test_training_on_logits_equals_stock(member, spec):
-    stock = train(member, spec, {})
-    assert_equal(train_quietly(member, spec, switched(spec, "logits")), stock, tolerance_of(spec))
+    compare(member, spec, "logits")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

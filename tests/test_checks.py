@@ -75,29 +75,20 @@ TENSORS = [
     ("input", r"must be \[..., D\], got \[\]", torch.tensor(1.0)),
     ("input", "must be bfloat16, float16, float32 or float64, got torch.int64", torch.ones(N, D).long()),
     ("input", r"has 5 features and linear_weight \[10, 4\] has 4", torch.zeros(N, 5)),
-    ("input", "must be a dense tensor, got one of layout torch.sparse_coo", torch.zeros(N, D).to_sparse()),
-    ("input", WRAPPED, _Wrapper(torch.zeros(N, D))),
     ("linear_weight", "must be a tensor, got NoneType", None),
     ("linear_weight", r"must be \[V, D\] with two dimensions, got \[10, 1, 4\]", torch.zeros(V, 1, D)),
     ("linear_weight", OTHER_DTYPE % "bfloat16", torch.zeros(V, D).bfloat16()),
-    ("linear_weight", "is on meta and input is on cpu", torch.zeros(V, D, device="meta")),
     ("linear_weight", r"is a DTensor; pass linear_weight.to_local\(\)", torch.zeros(V, D).as_subclass(FAKE)),
     ("linear_weight", r"\[0, 4\] has no rows: the vocabulary is empty", torch.zeros(0, D)),
-    ("linear_weight", WRAPPED, _Wrapper(torch.zeros(V, D))),
     ("target", "must be a tensor.*, got (list|NoneType)", [1, 2], None),
     ("target", r"must have shape \[6\] for input \[6, 4\], got \[(7|6, 1)\]", torch.zeros(7).long(), IDS[:, None]),
     ("target", r"must hold .* integer dtype, got .*probabilities are not", ZEROS, torch.zeros(N, V), ZEROS > 0),
-    ("target", "is on meta and input is on cpu", IDS.to("meta")),
     ("linear_bias", r"must have shape \[10\].* linear_weight \[10, 4\], got", torch.zeros(9), torch.zeros(V, 1)),
     ("linear_bias", OTHER_DTYPE % "float64", torch.zeros(V).double()),
     ("linear_bias", "must be a tensor or None, got float", 0.0),
-    ("linear_bias", "is on meta and input is on cpu", torch.zeros(V, device="meta")),
-    ("linear_bias", WRAPPED, _Wrapper(torch.zeros(V))),
     ("token_weight", r"must have target's shape \[6\], got \[5\]", ZEROS[1:]),
     ("token_weight", "must be a tensor or None, got list", [1.0] * N),
     ("token_weight", "must be real, got torch.complex64", torch.zeros(N, dtype=torch.complex64)),
-    ("token_weight", "is on meta and input is on cpu", ZEROS.to("meta")),
-    ("token_weight", WRAPPED, _Wrapper(ZEROS)),
     ("logit_scale", "must be floating-point, got torch.int64", IDS),
     ("logit_scale", r"requires a gradient, and none flows to it: pass logit_scale.detach\(\)", LEAF),
     ("logit_scale", r"must be .* target's shape \[6\], got one of shape \[5?\]", ZEROS[1:], ZEROS[0]),
@@ -111,6 +102,11 @@ TENSORS = [
     ("sequence_parallel", "must be .*, got tensor", torch.tensor(False)),
     ("z_loss", "must be .*, got tensor", torch.tensor(1.0)),
 ]
+for name, value in (good() | dict(linear_bias=torch.zeros(V), token_weight=ZEROS)).items():
+    TENSORS.append((name, "must be a dense tensor, got one of layout torch.sparse_coo", value.to_sparse()))
+    TENSORS.append((name, WRAPPED, _Wrapper(value)))
+    if name != "input":
+        TENSORS.append((name, "is on meta and input is on cpu", value.to("meta")))
 # What is said of these options together.
 BESIDE = {
     "^logit_scale=.* and logit_softcap=.* divided by temperature=.* are beyond fp32": [

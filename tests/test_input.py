@@ -14,7 +14,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 
@@ -91,23 +90,6 @@ def test_targets_of_any_integer_dtype(bits, device):
     assert torch.equal(call(arguments | dict(target=target.to(dtype))), want) and want.isfinite()
     with debug_mode():
         assert torch.equal(call(arguments | dict(target=target.to(dtype))), want)
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64], ids=str)
-def test_token_weight_of_any_real_dtype(dtype, device):
-    arguments = good(device)
-    mask = torch.tensor([1, 0, 1, 1, 0, 1], device=device)
-    expected = call(arguments | dict(token_weight=mask.float()))
-    assert torch.equal(call(arguments | dict(token_weight=mask.to(dtype))), expected)
-
-
-@on_ranks(2)
-def test_one_rank_is_no_parallelism(member):
-    alone_group = [dist.new_group([r]) for r in range(member.ranks)][member.rank]
-    arguments = good(member.device)
-    groups = itertools.product((None, alone_group), (False, True))
-    first, *others = [call(arguments | dict(process_group=group, sequence_parallel=sp)) for group, sp in groups]
-    assert all(torch.equal(first, other) for other in others)
 
 
 # --- memory that is not what it looks like ----------------------------------------------------------

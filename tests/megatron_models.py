@@ -11,9 +11,31 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.mamba.mamba_model import MambaModel
+from megatron.core.models.T5 import t5_spec
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.ssm import mamba_block
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.distributed import distributed_c10d
 
 import releases
+from training.attention import CausalAttention
+from training.megatron_cpu import adapt_megatron_to_cpu
+from training.model import WITHOUT_EXTENSIONS, RMSNorm
 from world import Member
 
 VOCAB, HIDDEN, SEQUENCE, BATCH = 96, 32, 16, 2
@@ -113,12 +135,6 @@ _started: list[dict] = []
 
 def start(member: Member, spec: Model) -> None:
     """Megatron's process groups and random numbers, as a training script sets them up."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    from training.megatron_cpu import adapt_megatron_to_cpu
-
     warnings.filterwarnings("ignore", category=FutureWarning)
     if member.device.type == "cpu":
         adapt_megatron_to_cpu()
@@ -140,12 +156,6 @@ def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
 
 def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.nn.Module]:
     """This rank's parts of the model, one unless the schedule is interleaved."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import layers
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from training.model import WITHOUT_EXTENSIONS
-
     start(member, spec)
     options = {**WITHOUT_EXTENSIONS, "gradient_accumulation_fusion": spec.fusion, **loss_options, **spec.parallel}
     if spec.mup:
@@ -177,11 +187,11 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     models = []
     for chunk in range(spec.chunks):
-        stage = {"pre_process": first and chunk == 0, "post_process": last and chunk == spec.chunks - 1}
+        common = dict(vocab_size=VOCAB, max_sequence_length=SEQUENCE, share_embeddings_and_output_weights=spec.tied)
+        common |= dict(pre_process=first and chunk == 0, post_process=last and chunk == spec.chunks - 1)
         if spec.chunks > 1:
-            stage["vp_stage"] = chunk
-        sizes = dict(vocab_size=VOCAB, max_sequence_length=SEQUENCE, share_embeddings_and_output_weights=spec.tied)
-        model = _FAMILIES[spec.family](config, spec, stage, sizes | stage)
+            common["vp_stage"] = chunk
+        model = _FAMILIES[spec.family](config, spec, common)
         layer = getattr(model, "output_layer", None)
         if layer is not None and layer.bias is not None:
             torch.nn.init.uniform_(layer.bias, -1, 1)  # not zero
@@ -202,11 +212,6 @@ class _Apex:
 
 
 def _layer(spec: Model):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from training.attention import CausalAttention
-    from training.model import RMSNorm
-
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if spec.context > 1:  # over this rank's part of the sequence, since Megatron's own refuses the rest
@@ -214,78 +219,50 @@ def _layer(spec: Model):
     return layer
 
 
-def _gpt(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from training.model import RMSNorm
-
+def _gpt(config, spec: Model, common: dict) -> torch.nn.Module:
     block = TransformerBlockSubmodules([_layer(spec)], layer_norm=RMSNorm)
     mtp = None
-    if spec.mtp and stage["post_process"]:
-        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, vp_stage=stage.get("vp_stage"))
+    if spec.mtp and common["post_process"]:
+        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, vp_stage=common.get("vp_stage"))
         for depth in mtp.layer_specs:
             depth.submodules.enorm = depth.submodules.hnorm = RMSNorm
             depth.submodules.layer_norm = RMSNorm
-    return GPTModel(
-        config=config, transformer_layer_spec=block, position_embedding_type="rope", mtp_block_spec=mtp, **common
-    )
+    blocks = dict(transformer_layer_spec=block, mtp_block_spec=mtp, position_embedding_type="rope")
+    return GPTModel(config=config, **blocks, **common)
 
 
-def _mamba(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
+def _mamba(config, spec: Model, common: dict) -> torch.nn.Module:
     """Megatron's Mamba model of an attention and an MLP layer: its mixers need packages that compile kernels."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.mamba.mamba_model import MambaModel
-    from megatron.core.ssm import mamba_block
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    from training.model import RMSNorm
-
-    parts = _layer(spec).submodules
+    parts, bda = _layer(spec).submodules, get_bias_dropout_add
     attention = TransformerLayerSubmodules(
-        input_layernorm=RMSNorm, self_attention=parts.self_attention, self_attn_bda=get_bias_dropout_add
+        input_layernorm=RMSNorm, self_attention=parts.self_attention, self_attn_bda=bda
     )
-    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=RMSNorm, mlp=parts.mlp, mlp_bda=get_bias_dropout_add)
-    stack = ModuleSpec(
-        mamba_block.MambaStack,
-        submodules=mamba_block.MambaStackSubmodules(
-            attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
-            mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
-        ),
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=RMSNorm, mlp=parts.mlp, mlp_bda=bda)
+    submodules = mamba_block.MambaStackSubmodules(
+        attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
     )
+    stack = ModuleSpec(mamba_block.MambaStack, submodules=submodules)
     sys.modules[mamba_block.MambaStack.__module__].TENorm = RMSNorm  # from 0.18 on mamba_block names another module's
-    return MambaModel(
-        config=config, mamba_stack_spec=stack, hybrid_override_pattern="*-", position_embedding_type="rope", **common
-    )
+    blocks = dict(mamba_stack_spec=stack, hybrid_override_pattern="*-", position_embedding_type="rope")
+    return MambaModel(config=config, **blocks, **common)
 
 
-def _bert(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
-    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-    from megatron.core.models.bert.bert_model import BertModel
-
+def _bert(config, spec: Model, common: dict) -> torch.nn.Module:
     config.normalization = "LayerNorm"
     layers = dict(num_tokentypes=0, transformer_layer_spec=bert_layer_local_spec)
     return BertModel(config=config, add_binary_head=False, **layers, **common)
 
 
-def _t5(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
-    from megatron.core.models.T5 import t5_spec
-    from megatron.core.models.T5.t5_model import T5Model
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
+def _t5(config, spec: Model, common: dict) -> torch.nn.Module:
     config.normalization = "LayerNorm"
     if not hasattr(t5_spec, "TENorm"):  # 0.14's local spec names it
         t5_spec.TENorm = WrappedTorchNorm
-    return T5Model(
-        config=config,
-        encoder_config=config,
+    blocks = dict(
         transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(1),
         transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(1),
-        **common,
     )
+    return T5Model(config=config, encoder_config=config, **blocks, **common)
 
 
 _FAMILIES = {"gpt": _gpt, "mamba": _mamba, "bert": _bert, "t5": _t5}
@@ -315,8 +292,6 @@ class Batch:
 
 def batch(number: int, spec: Model, device: torch.device) -> Batch:
     """One microbatch: another on each data-parallel rank, under context parallelism its part."""
-    from megatron.core import parallel_state
-
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
     generator = torch.Generator().manual_seed(1000 * replica + number)
     text = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)

@@ -8,9 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from measures import assert_close, error, largest_error, size
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, build_chunks, losses_of
+from parallel_lce.megatron import install
+from training.megatron_cpu import pass_as_cuda
 from world import Member
 
 
@@ -31,9 +36,6 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
 
     ``forward_step(spec, device, done, numbers, model)``: the schedule's, by default of the model's own loss.
     """
-    from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     models = build_chunks(member, spec, loss_options)
     config, trained = models[0].config, models
     if spec.ddp:
@@ -51,7 +53,6 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
             functions = [m.no_sync for m in trained]
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
     optimizer = _optimizer(spec, config, trained)
-    schedule = get_forward_backward_func()
     done = Trained(keys=[name for m in models for name in m.state_dict()], sharded=[_described(m) for m in models])
     for step in range(spec.steps):
         if spec.ddp:
@@ -59,7 +60,7 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
                 m.zero_grad_buffer()
         numbers = range(step * spec.microbatches, (step + 1) * spec.microbatches)
         iterators = [iter(numbers) for _ in models]
-        schedule(
+        get_forward_backward_func()(
             forward_step_func=partial(forward_step or _forward_step, spec, member.device, done),
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=trained,
@@ -80,8 +81,6 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
 
 def in_ddp(config, model: torch.nn.Module, disable_bucketing: bool = False, **options) -> torch.nn.Module:
     """In Megatron's DDP, by default with main_grad in fp32 of zeros."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
     settings = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **options})
     ddp = DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
     ddp.zero_grad_buffer()
@@ -114,10 +113,6 @@ def _gathers_late(spec: Model) -> bool:
 def _optimizer(spec: Model, config, models: list):
     if spec.optimizer is None:
         return None
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    from training.megatron_cpu import pass_as_cuda
-
     for model in models:
         if not next(model.parameters()).is_cuda:
             pass_as_cuda(model.parameters())
@@ -169,9 +164,7 @@ def _described(model: torch.nn.Module) -> list[tuple]:
 
 def switched(spec: Model, cross_entropy: str = "output_layer") -> dict:
     """Install the switch; the options of a TransformerConfig that ask for it."""
-    import parallel_lce.megatron
-
-    parallel_lce.megatron.install(logits_budget=spec.budget, cross_entropy=cross_entropy)
+    install(logits_budget=spec.budget, cross_entropy=cross_entropy)
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
 
 
@@ -207,8 +200,7 @@ def _assert_equal(ours: Trained, stock: Trained, tolerance: float) -> None:
     assert len(ours.losses) == len(stock.losses)
     for a, b in zip(ours.losses, stock.losses):
         assert largest_error(a, b) <= tolerance, ("losses", largest_error(a, b))
-    pairs = [*zip(ours.gradients, stock.gradients, strict=True), (ours.parameters, stock.parameters)]
-    for found, truth in pairs:
+    for found, truth in zip([*ours.gradients, ours.parameters], [*stock.gradients, stock.parameters], strict=True):
         assert found.keys() == truth.keys()
         for name, tensor in found.items():
             if truth[name] is None:
@@ -233,11 +225,6 @@ def side_by_side(
     for number, (truth, mine) in enumerate(zip(*found, strict=True)):
         assert_close(mine, truth, tolerance, name=number)
     return found
-
-
-def never(*arguments, **options):
-    """In place of what must not be called."""
-    raise AssertionError("it was called")
 
 
 def output_layers(member: Member, spec: Model) -> tuple:

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 from megatron_models import OTHER_RELEASES, VOCAB, Batch, Model, batch, build, losses_of, path_of, specs
-from megatron_training import Trained, compare, in_ddp, never, side_by_side, switched, tolerance_of
+from megatron_training import Trained, compare, in_ddp, side_by_side, switched, tolerance_of
 from on_ranks import on_ranks
 from parallel_lce.megatron import TokenLogProbs, log_probs, output_layer, token_log_probs
 from world import Member
@@ -222,7 +222,7 @@ def test_refusals(member):
             token_log_probs(**{**given, "labels": data.labels, **changed})
         assert before == (type(layer), {*vars(layer)}, {*vars(model)})
 
-    guard = model.register_forward_pre_hook(never)
+    guard = model.register_forward_pre_hook(mock.Mock(side_effect=AssertionError("the model was called")))
     for changes, message in REFUSED:
         refused(message, **changes(data.labels))
     bert = build(member, Model(ranks=member.ranks, family="bert"), {})

@@ -17,23 +17,22 @@ from on_ranks import on_ranks
 from tools import words_of_error
 
 
-class _Resharded:
+def _reshard(layer: torch.nn.Module) -> None:
     """Has a weight exist within its layer's forward alone, as fully sharded data parallelism does."""
+    weight, whole = layer.weight, layer.weight.data.clone()
 
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self.whole = layer.weight.data.clone()
-        layer.weight.__fsdp_param__ = True
-        layer.register_forward_pre_hook(lambda module, inputs: self.fill(module))
-        layer.register_forward_hook(lambda module, inputs, outputs: self.empty(module))
-        layer.register_full_backward_pre_hook(lambda module, upstream: self.fill(module))
-        self.empty(layer)
+    def fill(*given) -> None:
+        weight.untyped_storage().resize_(whole.untyped_storage().nbytes())
+        weight.data.copy_(whole)  # unseen by version counters
 
-    def fill(self, layer) -> None:
-        layer.weight.untyped_storage().resize_(self.whole.untyped_storage().nbytes())
-        layer.weight.data.copy_(self.whole)  # unseen by version counters
+    def empty(*given) -> None:
+        weight.untyped_storage().resize_(0)
 
-    def empty(self, layer) -> None:
-        layer.weight.untyped_storage().resize_(0)
+    weight.__fsdp_param__ = True
+    layer.register_forward_pre_hook(fill)
+    layer.register_forward_hook(empty)
+    layer.register_full_backward_pre_hook(fill)
+    empty()
 
 
 @pytest.mark.parametrize("by", ["a hook", "the model", "the output layer"])
@@ -44,7 +43,7 @@ def test_fully_sharded_weights(member, by):
 
     def gradients(model, data, ours):
         if by == "a hook" and ours:
-            _Resharded(model.output_layer)
+            _reshard(model.output_layer)
         if by != "a hook":
             mesh = DeviceMesh.from_group(member.group, member.device.type)
             for module in (model.output_layer, model) if by == "the output layer" else (model,):
@@ -68,7 +67,7 @@ def test_detached_weights(member, sharded):
         layer.weight.main_grad = torch.zeros_like(layer.weight)
         layer.weight.grad_added_to_main_grad = False
         if ours and sharded:
-            _Resharded(layer)
+            _reshard(layer)
         hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(2))
         hidden = hidden.to(member.device).requires_grad_()
         logits, _ = layer(hidden, weight=layer.weight.detach())

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from megatron.core import tensor_parallel
+
 from measures import error, largest_error, relative_error, size
 from megatron_models import VOCAB, Batch, Model, batch, build, losses_of
 from megatron_training import output_layers, side_by_side, switched, train
@@ -353,8 +355,6 @@ def _with_gradients(z):
 @on_ranks(2)
 def test_autograd_functions_get_no_lazy_logits(member):
     """A torch.autograd.Function that gets no tensor returns none with a gradient: refused, or a tensor's."""
-    from megatron.core import tensor_parallel
-
     spec = Model(ranks=member.ranks)
     _, ours, hidden, _ = output_layers(member, spec)
     ours.output_layer.training = False  # no warnings
@@ -393,16 +393,10 @@ def test_autograd_functions_get_no_lazy_logits(member):
     side_by_side(member, spec, of_tensors)
 
 
-def _megatrons(run, x):
-    from megatron.core import tensor_parallel
-
-    return tensor_parallel.random.checkpoint(run, False, x)
-
-
 CHECKPOINTS = {
     "reentrant": lambda run, x: checkpoint(run, x, use_reentrant=True),
     "not reentrant": lambda run, x: checkpoint(run, x, use_reentrant=False),
-    "Megatron's": _megatrons,
+    "Megatron's": lambda run, x: tensor_parallel.random.checkpoint(run, False, x),
 }
 
 

@@ -7,6 +7,8 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+import megatron.core
+
 from megatron_models import OTHER_RELEASES, Model, path_of, specs
 from megatron_training import compare, train_quietly
 from on_ranks import on_ranks
@@ -22,8 +24,6 @@ def test_training_equals_stock(spec, worlds):
 
 
 def _compare_on(member: Member, release: str, spec: Model) -> None:
-    import megatron.core
-
     # From 0.18 on it adds the commit of the repository that it lies in.
     assert not release[0].isdigit() or megatron.core.__version__.partition("+")[0] == release
     compare(member, spec)

@@ -15,6 +15,10 @@ import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from megatron.core import tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import cross_entropy
+
 import parallel_lce.megatron
 from megatron_models import HIDDEN, OTHERS, Model, batch, build, losses_of, path_of
 from megatron_training import switched
@@ -36,10 +40,6 @@ def _uninstalled():
 
 
 def _methods() -> tuple:
-    from megatron.core import tensor_parallel
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.tensor_parallel import cross_entropy
-
     return (
         LanguageModule.compute_language_model_loss,
         LanguageModule.setup_embeddings_and_output_layer,
@@ -69,8 +69,6 @@ def test_install_is_idempotent_and_undone():
 
 def test_others_may_wrap_it_too(monkeypatch):
     """What somebody put around the switch is not taken away with it."""
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
     original = LanguageModule.compute_language_model_loss
     monkeypatch.setattr(LanguageModule, "compute_language_model_loss", original)  # what it is in the end
     install()
@@ -130,8 +128,6 @@ def test_settings_of_each_call(member, mtp):
 
 @on_ranks(1)
 def test_unsupported_settings(member):
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
     spec = Model(ranks=member.ranks)
     model = build(member, spec, switched(spec))
     model.config.defer_embedding_wgrad_compute = True
@@ -139,7 +135,7 @@ def test_unsupported_settings(member):
         model.setup_embeddings_and_output_layer()
     model.config.defer_embedding_wgrad_compute = False
 
-    class Quantized(ColumnParallelLinear):
+    class Quantized(tensor_parallel.ColumnParallelLinear):
         def forward(self, input_, weight=None, runtime_gather_output=None):
             return super().forward(input_, weight, runtime_gather_output)
 

@@ -14,6 +14,9 @@ from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.module import Float16Module
+
 from megatron_models import OTHER_RELEASES, VOCAB, Batch, Model, batch, build, losses_of, path_of, specs
 from megatron_training import Trained, compare, in_ddp, side_by_side, switched, tolerance_of
 from on_ranks import on_ranks
@@ -37,8 +40,6 @@ class Scoring:
 
 def scored(ours: bool, model: torch.nn.Module, data: Batch, scoring: Scoring, **arguments):
     """By token_log_probs, or of the model's own gathered logits in float64; of another pipeline stage its output."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
     inner, temperature, caught = model, scoring.temperatures(data.labels), []
     while hasattr(inner, "module"):
         inner = inner.module
@@ -142,8 +143,6 @@ def test_without_gradients(member):
 
 
 def _half(member: Member, model):
-    from megatron.core.transformer.module import Float16Module
-
     return in_ddp(model.config, Float16Module(model.config, model))
 
 

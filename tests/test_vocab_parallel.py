@@ -18,6 +18,9 @@ from world import Member
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
+
 from megatron_models import Model, start
 
 ENTRIES, ROWS = 37, (5, 3)
@@ -42,8 +45,6 @@ def _inputs(member: Member, dtype: torch.dtype, offset: float = 0.0):
 @on_ranks()
 def test_equals_stock(member, dtype, smoothing, offset):
     """At any common offset of the logits. Without smoothing every rank has the same bits."""
-    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
-
     start(member, Model(ranks=member.ranks))
     logits, target, upstream = _inputs(member, dtype, offset)
     before = logits.clone()
@@ -69,8 +70,6 @@ def test_equals_stock(member, dtype, smoothing, offset):
 @on_ranks(2)
 def test_the_given_group_is_used(member):
     """With a group given, Megatron's own is not asked for; with none, it is the one."""
-    from megatron.core import parallel_state
-
     start(member, Model(ranks=member.ranks))
     logits, target, _ = _inputs(member, torch.float32)
     own = vocab_parallel_cross_entropy(logits, target)

@@ -228,9 +228,8 @@ def side_by_side(
 
 
 def output_layers(member: Member, spec: Model) -> tuple:
-    """Stock's and our model of the same weights, hidden states ``[s/P, b, h]``, and the shared weight."""
-    stock = build(member, spec, {})
-    ours = build(member, spec, switched(spec))
+    """Stock's and our model of the same weights, hidden states ``[s/P, b, h]`` and a batch."""
+    stock, ours = build(member, spec, {}), build(member, spec, switched(spec))
     parts = spec.tensor if spec.sequence_parallel else 1
     hidden = torch.randn(SEQUENCE // parts, BATCH, HIDDEN).to(member.device)
-    return stock, ours, hidden, ours.shared_embedding_or_output_weight() if spec.tied else None
+    return stock, ours, hidden, batch(0, spec, member.device)

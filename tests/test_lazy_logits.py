@@ -190,8 +190,8 @@ def _same(a: object, b: object, rtol: float = 0.0) -> bool:
 @on_ranks()
 def test_every_use_is_as_in_stock(member, tied, sequence_parallel, dtype):
     spec = Model(ranks=member.ranks, tied=tied, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, _ = output_layers(member, spec)
-    labels = batch(0, spec, member.device).labels
+    stock, ours, hidden, data = output_layers(member, spec)
+    labels = data.labels
     models, kept, wrong = (stock.to(dtype), ours.to(dtype)), {}, []
     weights = [m.shared_embedding_or_output_weight() if tied else None for m in models]
     with torch.no_grad():  # logits large enough that each change shows
@@ -253,8 +253,8 @@ def test_modes_are_those_of_the_layers_call(member):
 def test_changed_hidden_states_and_weights_are_refused(member, sequence_parallel):
     """What logits are made of may not change between the layer and its loss, nor before backward, as in stock."""
     spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, _ = output_layers(member, spec)
-    labels = batch(0, spec, member.device).labels
+    stock, ours, hidden, data = output_layers(member, spec)
+    labels = data.labels
     for model in (stock, ours):
         model.output_layer.training = False  # no warnings
         model.output_layer.bias = torch.nn.Parameter(torch.zeros_like(model.output_layer.weight[:, 0]))
@@ -287,7 +287,7 @@ def test_changed_hidden_states_and_weights_are_refused(member, sequence_parallel
 @on_ranks(2)
 def test_logits_are_those_of_the_call(member):
     """What the layer has or was asked for at its call holds for logits that are made later."""
-    _, ours, hidden, _ = output_layers(member, Model(ranks=member.ranks))
+    _, ours, hidden, data = output_layers(member, Model(ranks=member.ranks))
 
     def later(model, data, ours):
         layer, loss_of = model.output_layer, model.compute_language_model_loss
@@ -308,7 +308,7 @@ def test_logits_are_those_of_the_call(member):
     # A hook after the loss would never be called, a gradient never kept.
     for name, arguments in {"register_hook": (print,), "retain_grad": ()}.items():
         z = layer(hidden.requires_grad_())[0]
-        ours.compute_language_model_loss(batch(0, Model(), member.device).labels, z)
+        ours.compute_language_model_loss(data.labels, z)
         assert f"{name} comes after the loss" in words_of_error(lambda: getattr(z, name)(*arguments))
     hidden = hidden.detach().clone()
     hidden[1] = torch.nan
@@ -320,30 +320,17 @@ def test_logits_are_those_of_the_call(member):
 # --- autograd's Functions and checkpoints ---------------------------------------------------------------
 
 
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, z):
-        return z * z
+def _function(forward, **others):
+    """A torch.autograd.Function, as it is applied."""
+    methods = {name: staticmethod(method) for name, method in dict(forward=forward, **others).items()}
+    return type("Function", (torch.autograd.Function,), methods).apply
 
 
-class _SetUp(torch.autograd.Function):
-    """Its forward has no context."""
-
-    @staticmethod
-    def forward(z):
-        return z * z
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-
-class _Calling(torch.autograd.Function):
-    """Its forward uses what it is not given."""
-
-    @staticmethod
-    def forward(ctx, function):
-        return function()
+_square = _function(lambda ctx, z: z * z)
+# Its forward has no context.
+_set_up = _function(lambda z: z * z, setup_context=lambda ctx, inputs, output: None)
+# Its forward uses what it is not given.
+_calling = _function(lambda ctx, function: function())
 
 
 def _with_gradients(z):
@@ -356,19 +343,19 @@ def _with_gradients(z):
 def test_autograd_functions_get_no_lazy_logits(member):
     """A torch.autograd.Function that gets no tensor returns none with a gradient: refused, or a tensor's."""
     spec = Model(ranks=member.ranks)
-    _, ours, hidden, _ = output_layers(member, spec)
+    _, ours, hidden, data = output_layers(member, spec)
     ours.output_layer.training = False  # no warnings
-    labels = batch(0, spec, member.device).labels
+    labels = data.labels
     target, leaf = labels.transpose(0, 1).contiguous(), hidden.clone().requires_grad_()
     uses = [
-        _Square.apply,
-        _SetUp.apply,
-        lambda z: _Calling.apply(lambda: (2 * z)[...]),
-        lambda z: _Calling.apply(lambda: _with_gradients(z)),
+        _square,
+        _set_up,
+        lambda z: _calling(lambda: (2 * z)[...]),
+        lambda z: _calling(lambda: _with_gradients(z)),
         lambda z: tensor_parallel.vocab_parallel_cross_entropy(z, target),
         lambda z: checkpoint(torch.square, z, use_reentrant=True),
         lambda z: checkpoint(ours.compute_language_model_loss, labels, z, use_reentrant=True),
-        lambda z: (z.add_(0), _Square.apply(z))[1],  # with real logits, too
+        lambda z: (z.add_(0), _square(z))[1],  # with real logits, too
     ]
     for number, use in enumerate(uses):
         z = ours.output_layer(leaf)[0]
@@ -440,9 +427,9 @@ def test_the_output_layer_within_a_checkpoint(member, sequence_parallel, kind, w
 def test_logits_without_a_loss(member, tied, sequence_parallel):
     """Without labels, in evaluation, and of the layer alone, they are the stock ones, and nobody is told."""
     spec = Model(ranks=member.ranks, tied=tied, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, weight = output_layers(member, spec)
-    data = batch(0, spec, member.device)
+    stock, ours, hidden, data = output_layers(member, spec)
     given = data.tokens, data.positions, data.mask
+    weight = ours.shared_embedding_or_output_weight() if tied else None
     real, lazy = (model.eval().output_layer(hidden, weight=weight)[0] for model in (stock, ours))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="parallel_lce")
@@ -499,19 +486,22 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize(("family", "reason"), [*(("gpt", name) for name in REASONS), ("mamba", "attribute 'float'")])
 @on_ranks(2)
-def test_says_once_that_logits_are_made(member, reason):
-    """Whatever makes real logits in training is named once, and the loss is stock's."""
-    spec = Model(ranks=member.ranks)
+def test_says_once_that_logits_are_made(member, family, reason):
+    """Whatever makes real logits in training is named once, and the loss is stock's. A call without labels asks for
+    logits."""
+    spec = Model(ranks=member.ranks, family=family)
     options = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
     if not reason.startswith("built before"):
         switched(spec)
     ours, stock = build(member, spec, options), build(member, spec, {})
     switched(spec)
     data = batch(0, spec, member.device)
+    unlabelled = replace(data, labels=None)
     REASONS[reason](ours.output_layer)
     options = {"runtime_gather_output": True} if reason == "parallel_output=True" else {}
+    assert _said(ours, unlabelled) == _said(ours, unlabelled, runtime_gather_output=True) == []
     first, second = _said(ours, data, **options), _said(ours, data, **options)
     # One rank speaks for those that shard the vocabulary.
     assert len(first) == (member.rank == 0) and all(reason in text for text in first), first
@@ -519,18 +509,6 @@ def test_says_once_that_logits_are_made(member, reason):
     ours.eval()
     assert _said(ours, data) == []
     assert largest_error(losses_of(ours.train(), spec, data), losses_of(stock, spec, data)) <= 1e-5
-
-
-@pytest.mark.parametrize("family", ["gpt", "mamba"])
-@on_ranks(2)
-def test_says_nothing_of_logits_that_were_asked_for(member, family):
-    """In training too: by a call without labels. Those with labels are still told of."""
-    spec = Model(ranks=member.ranks, family=family)
-    ours, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
-    _hooked(ours.output_layer, lambda z: z.float())
-    unlabelled = replace(data, labels=None)
-    assert _said(ours, unlabelled) == _said(ours, unlabelled, runtime_gather_output=True) == []
-    assert len(_said(ours, data)) == (member.rank == 0)
 
 
 def _speak(member: Member, spec: Model) -> int:
@@ -562,8 +540,8 @@ def test_one_rank_speaks_for_all(spec, told, worlds):
 def test_protocol_of_the_development_branch(member, sequence_parallel):
     """``output_layer(output_cross_entropy_loss=True, labels=[b, s])``."""
     spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, _ = output_layers(member, spec)
-    labels, layer = batch(0, spec, member.device).labels, ours.output_layer
+    stock, ours, hidden, data = output_layers(member, spec)
+    labels, layer = data.labels, ours.output_layer
     counts = labels != -100
     want = stock.compute_language_model_loss(labels, stock.output_layer(hidden)[0]).masked_fill(~counts, 0.0)
     ask = dict(input_=hidden, weight=None, runtime_gather_output=None, output_cross_entropy_loss=True, labels=labels)

@@ -251,20 +251,19 @@ LOCAL = r"pass linear_weight.to_local\(\) and process_group=linear_weight.device
 OTHER = rf"different tokens .*{WHOLE}"
 EITHER = rf"{OTHER}.*; if they have the same tokens .*{LOCAL % 0}"
 ROWS, NONE = Shard(0), Replicate()
-# Shape and names of the mesh, placements of the weight, whether a group is given, what is said, what must not be.
-MESHES = [
-    ((2,), None, [ROWS], False, rf"ranks \[0, 1\]: if these ranks have {EITHER}", None),
-    ((2,), None, [ROWS], True, EITHER, None),
-    ((2,), ("tp",), [ROWS], True, rf"mesh dimension 'tp' of ranks \[0, 1\]: {LOCAL % 0}", WHOLE),
-    ((2,), ("dp_shard",), [ROWS], True, rf"mesh dimension 'dp_shard' of .*{WHOLE}", "to_local"),
-    ((2, 1), ("a", "b"), [NONE, ROWS], True, rf"not the ranks \[0, 1\] of process_group.*{WHOLE}", "to_local"),
-    ((1, 2), ("dp", "tp"), [NONE, ROWS], True, rf"'tp' of ranks \[0, 1\]: {LOCAL % 1}", WHOLE),
-    ((1, 2), ("dp", "tp"), [ROWS, ROWS], True, rf"no single process group shards it.*{WHOLE}", "to_local"),
-    ((2,), ("output",), [ROWS], True, OTHER, None),  # no word of tp
-    ((2,), ("endpoints",), [ROWS], True, OTHER, None),  # no word of dp
-    ((2,), ("Tensor_Parallel",), [ROWS], True, LOCAL % 0, WHOLE),
-    ((2,), ("tp",), [Shard(1)], True, r"only dimension 0.*full_tensor\(\)", "to_local"),
-    ((2,), None, [NONE], True, r"linear_weight is a DTensor; pass linear_weight.to_local\(\)$", None),
+# Shape and names of the mesh, placements of the weight, what is said, what must not be.
+WEIGHTS = [
+    ((2,), None, [ROWS], EITHER, None),
+    ((2,), ("tp",), [ROWS], rf"mesh dimension 'tp' of ranks \[0, 1\]: {LOCAL % 0}", WHOLE),
+    ((2,), ("dp_shard",), [ROWS], rf"mesh dimension 'dp_shard' of .*{WHOLE}", "to_local"),
+    ((2, 1), ("a", "b"), [NONE, ROWS], rf"not the ranks \[0, 1\] of process_group.*{WHOLE}", "to_local"),
+    ((1, 2), ("dp", "tp"), [NONE, ROWS], rf"'tp' of ranks \[0, 1\]: {LOCAL % 1}", WHOLE),
+    ((1, 2), ("dp", "tp"), [ROWS, ROWS], rf"no single process group shards it.*{WHOLE}", "to_local"),
+    ((2,), ("output",), [ROWS], OTHER, None),  # no word of tp
+    ((2,), ("endpoints",), [ROWS], OTHER, None),  # no word of dp
+    ((2,), ("Tensor_Parallel",), [ROWS], LOCAL % 0, WHOLE),
+    ((2,), ("tp",), [Shard(1)], r"only dimension 0.*full_tensor\(\)", "to_local"),
+    ((2,), None, [NONE], r"linear_weight is a DTensor; pass linear_weight.to_local\(\)$", None),
 ]
 
 
@@ -274,19 +273,19 @@ def _said_of_dtensors(arguments: dict) -> str:
 
 @on_ranks(2)
 def test_refusals_tell_dtensors_apart(member):
-    for shape, names, placements, grouped, message, never in MESHES:
-        mesh = init_device_mesh(member.device.type, shape, mesh_dim_names=names)
-        arguments = good(member.device)
-        arguments["linear_weight"] = distribute_tensor(arguments["linear_weight"], mesh, placements)
-        said = _said_of_dtensors(arguments | (dict(process_group=member.group) if grouped else {}))
+    def said_of(name: str, shape, names, placements, group=member.group) -> str:
+        mesh, arguments = init_device_mesh(member.device.type, shape, mesh_dim_names=names), good(member.device)
+        arguments[name] = DTensor.from_local(arguments[name], mesh, placements)
+        return _said_of_dtensors(arguments | dict(process_group=group))
+
+    for *sharding, message, never in WEIGHTS:
+        said = said_of("linear_weight", *sharding)
         assert re.search(message, said) and not (never and re.search(never, said)), said
-    mesh = init_device_mesh(member.device.type, (2,))
+    said = said_of("linear_weight", (2,), None, [ROWS], None)
+    assert re.search(rf"ranks \[0, 1\]: if these ranks have {EITHER}", said), said
     for name, kinds in dict(input=(ROWS, Shard(1), Partial()), target=(ROWS, Partial())).items():
         for placement in kinds:
-            arguments = good(member.device) | dict(process_group=member.group)
-            whole = distribute_tensor(arguments[name], mesh, [NONE if placement.is_partial() else placement])
-            arguments[name] = DTensor.from_local(whole.to_local(), mesh, [placement])
-            said = _said_of_dtensors(arguments)
+            said = said_of(name, (2,), None, [placement])
             assert said.startswith(f"{name} is a DTensor, {placement} over ranks [0, 1]: ")
             assert said.endswith(f"pass {name}.full_tensor()")
             # Parts of tokens may be passed as they are; features or summands may not.

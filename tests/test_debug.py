@@ -87,29 +87,22 @@ REFUSALS = {
     "statistics: keyword": (lambda t: dict(reduction="sum"), r"token_statistics\(\) got an unexpected keyword"),
     "logits: sparse": (lambda t: dict(vocab_parallel_logits=t.x.to_sparse()), "must be a dense .* torch.sparse_coo"),
 }
+# What every rank changes, and what all say.
 MESSAGES = {
     "hidden states": (
-        lambda t: dict(input=torch.cat([t.x[:3], -t.x[3:]])),
+        lambda t: dict(input=torch.cat([t.x[:3], -t.x[3:]]) if t.rank == 2 else t.x),
         r"disagree about input: token 3 has norm (\S+) on rank 0 and \1 on rank 2, along a random",
     ),
-    "target everywhere": (lambda t: {}, r"target 30 at position 4 is outside \[0, 30\)"),
-    "no rows everywhere": (lambda t: {}, "has no rows"),
-    "no vocabulary": (lambda t: {}, "none of the 3 shards has a row"),
-    "rows": (lambda t: dict(linear_weight=t.w.new_zeros(V + 1, D)), "a gap: one ends at 20, the next starts at 22"),
-    "gap": (lambda t: dict(vocab_start=21), "leave a gap: one ends at 20, the next starts at 21"),
-    "overlap": (lambda t: dict(vocab_start=19), "leave an overlap: one ends at 20, the next starts at 19"),
+    "target everywhere": (lambda t: dict(target=_with(t.y, 4, 3 * V)), r"target 30 at position 4 is outside \[0, 30\)"),
+    "no rows everywhere": (lambda t: dict(linear_weight=t.w[:0]), "has no rows"),
+    "no vocabulary": (lambda t: dict(linear_weight=t.w[:0], vocab_start=0), "none of the 3 shards has a row"),
+    "rows": (lambda t: dict(linear_weight=t.w.new_zeros(V + t.rank // 2, D)), "a gap: .* 20, the next starts at 22"),
+    "gap": (lambda t: dict(vocab_start=(0, 10, 21)[t.rank]), "leave a gap: one ends at 20, the next starts at 21"),
+    "overlap": (lambda t: dict(vocab_start=(0, 10, 19)[t.rank]), "an overlap: one ends at 20, the next starts at 19"),
 }
 CASES = DISAGREEMENTS | REFUSALS | MESSAGES
-# Further arguments of every rank.
-EVERYWHERE = {
-    "a weight": lambda t: dict(token_weight=t.y.float()),
-    "dweight": lambda t: dict(token_weight=t.x[:, 0]),
-    "target everywhere": lambda t: dict(target=_with(t.y, 4, 3 * V)),
-    "no rows everywhere": lambda t: dict(linear_weight=t.w[:0]),
-    "no vocabulary": lambda t: dict(linear_weight=t.w[:0], vocab_start=0),
-    "gap": lambda t: dict(vocab_start=V * t.rank),
-    "overlap": lambda t: dict(vocab_start=V * t.rank),
-}
+# Of the other ranks.
+WEIGHTS = {"a weight": lambda t: dict(token_weight=t.y.float()), "dweight": lambda t: dict(token_weight=t.x[:, 0])}
 
 
 def _said(member: Member, name: str) -> str:
@@ -119,9 +112,10 @@ def _said(member: Member, name: str) -> str:
     x, w, y = (arguments[name] for name in ("input", "linear_weight", "target"))
     tensors = SimpleNamespace(x=x, w=w, y=y, rank=member.rank)
     with forward_ad.dual_level():
-        arguments |= EVERYWHERE.get(name, lambda t: {})(tensors)
-        if member.rank == 2:
+        if member.rank == 2 or name in MESSAGES:
             arguments |= CASES[name][0](tensors)
+        elif name in WEIGHTS:
+            arguments |= WEIGHTS[name](tensors)
         function, backend = arguments.pop("function"), arguments.pop("backend")
         with debug_mode(), chosen_backend(backend):
             try:

@@ -249,33 +249,27 @@ def test_backends_tell_ids_beyond_2_to_the_24_apart(backend, device):
 
 # --- numbers of other libraries; copies and pickles -------------------------------------------------
 
-NUMBERS = {
-    "ignore_index": (np.int64(3), 3),
-    "label_smoothing": (np.float32(0.125), 0.125),
-    "z_loss": (fractions.Fraction(1, 8), 0.125),
-    "logit_scale": (np.float16(0.5), 0.5),
-    "logit_softcap": (np.float64(5.0), 5.0),
-    "temperature": (np.int32(2), 2.0),
-    "reduce_hidden_grad": (np.bool_(False), False),
-    "logits_budget": (np.int32(0), 0),
-    "vocab_size": (np.uint8(9), 9),
-    "vocab_start": (np.int16(0), 0),
-}
-# Of more digits than a number of 64 bits.
-LONG = [(name, (10**20, 1e20)) for name in ("z_loss", "logit_scale", "logit_softcap", "temperature")]
+NUMBERS = [
+    ("ignore_index", np.int64(3), 3),
+    ("label_smoothing", np.float32(0.125), 0.125),
+    ("z_loss", fractions.Fraction(1, 8), 0.125),
+    ("logit_scale", np.float16(0.5), 0.5),
+    ("logit_softcap", np.float64(5.0), 5.0),
+    ("temperature", np.int32(2), 2.0),
+    ("reduce_hidden_grad", np.bool_(False), False),
+    ("logits_budget", np.int32(0), 0),
+    ("vocab_size", np.uint8(9), 9),
+    ("vocab_start", np.int16(0), 0),
+    # Of more digits than a number of 64 bits.
+    *((name, 10**20, 1e20) for name in ("z_loss", "logit_scale", "logit_softcap", "temperature")),
+]
 
 
-def problem(device) -> dict:
+@pytest.mark.parametrize(("name", "theirs", "plain"), NUMBERS)
+def test_numbers_of_other_libraries(name, theirs, plain, backend, device):
     arguments = good(device)
     arguments["target"] %= 9
     arguments["linear_weight"] *= 1e-20
-    return arguments
-
-
-@pytest.mark.parametrize(("name", "numbers"), [*NUMBERS.items(), *LONG], ids=str)
-def test_numbers_of_other_libraries(name, numbers, backend, device):
-    arguments = problem(device)
-    theirs, plain = numbers
     want = call(arguments | {name: plain})
     for number in [theirs, *[np.float64(plain)] * isinstance(plain, float)]:  # one that compares to no bool
         assert torch.equal(call(arguments | {name: number}), want)

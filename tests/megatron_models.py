@@ -1,17 +1,62 @@
-"""Small Megatron-core models of every kind that the switch must serve, built from one description."""
+"""Small Megatron-core models of every kind that the switch must serve, built from one description; and the releases of
+megatron-core that they run on."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from dataclasses import dataclass, fields
+from pathlib import Path
 
+import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+from megatron.core.models.bert.bert_model import BertModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.mamba.mamba_model import MambaModel
+from megatron.core.models.T5 import t5_spec
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.ssm import mamba_block
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel import layers
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch.distributed import distributed_c10d
 
+import releases
+from training.attention import CausalAttention
+from training.megatron_cpu import adapt_megatron_to_cpu
+from training.model import WITHOUT_EXTENSIONS, RMSNorm
 from world import Member
 
 VOCAB, HIDDEN, SEQUENCE, BATCH = 96, 32, 16, 2
+
+SUPPORTED = ("0.14.0", "0.15.3", "0.16.1", "0.17.1", "0.18.2", "0.19.2")
+# These are for Python 3.12 and newer. What the tests import of them also runs on 3.11.
+_PYTHON_312 = ("0.17.1", "0.18.2", "0.19.2")
+
+# Folders that hold megatron/core, such as checkouts of Megatron-LM, to run the same tests on.
+CHECKOUTS = [Path(p) for p in os.environ.get("PARALLEL_LCE_TEST_MEGATRON", "").split(os.pathsep) if p]
+OTHERS = [v for v in SUPPORTED if v != releases.installed("megatron-core")] + [p.name for p in CHECKOUTS]
+# As parameters of a test. Whoever names a checkout asks for it.
+OTHER_RELEASES = [pytest.param(v, marks=pytest.mark.slow if v in SUPPORTED else ()) for v in OTHERS]
+
+
+def path_of(release: str) -> str:
+    """A folder to import that release from: a checkout, or what pip installs."""
+    for checkout in CHECKOUTS:
+        if checkout.name == release:
+            return str(checkout)
+    return str(releases.folder_of("megatron-core", release, (3, 12) if release in _PYTHON_312 else (3, 11)))
 
 
 @dataclass(frozen=True)
@@ -34,6 +79,7 @@ class Model:
     per_token: bool = False  # calculate_per_token_loss
     deterministic: bool = False
     frozen: bool = False
+    mup: bool = False  # from 0.17 on
     dtype: torch.dtype = torch.float32
     budget: int | None = None
     steps: int = 2
@@ -43,9 +89,18 @@ class Model:
     def tensor(self) -> int:
         return self.ranks // (self.pipeline * self.context * self.data)
 
+    @property
+    def parallel(self) -> dict[str, int | None]:
+        return {
+            "tensor_model_parallel_size": self.tensor,
+            "pipeline_model_parallel_size": self.pipeline,
+            "virtual_pipeline_model_parallel_size": self.chunks if self.chunks > 1 else None,
+            "context_parallel_size": self.context,
+        }
+
     def __str__(self) -> str:
-        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return "-".join(f"{k}={v}" for k, v in changed.items()) or "plain"
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return "-".join(changed) or "plain"
 
 
 def specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
@@ -75,38 +130,23 @@ def specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
     ]
 
 
+_started: list[dict] = []
+
+
 def start(member: Member, spec: Model) -> None:
     """Megatron's process groups and random numbers, as a training script sets them up."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
-
-    from training.megatron_cpu import adapt_megatron_to_cpu
-
     warnings.filterwarnings("ignore", category=FutureWarning)
     if member.device.type == "cpu":
         adapt_megatron_to_cpu()
-    sizes = {
-        "tensor_model_parallel_size": spec.tensor,
-        "pipeline_model_parallel_size": spec.pipeline,
-        "virtual_pipeline_model_parallel_size": spec.chunks if spec.chunks > 1 else None,
-        "context_parallel_size": spec.context,
-    }
-    if not _stands(sizes):
+    group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    # The groups of an earlier model in the same test may stand.
+    if group not in distributed_c10d._world.pg_map or _started != [spec.parallel]:
         parallel_state.destroy_model_parallel()
-        parallel_state.initialize_model_parallel(**sizes, distributed_timeout_minutes=2)
+        parallel_state.initialize_model_parallel(**spec.parallel, distributed_timeout_minutes=2)
+        _started[:] = [spec.parallel]
     torch.manual_seed(1)
     model_parallel_cuda_manual_seed(1)
     MTPLossLoggingHelper.tracker = {}  # of the process, and as long as one model has depths
-
-
-def _stands(sizes: dict[str, int]) -> bool:
-    """Whether these process groups exist, of an earlier model in the same test."""
-    from megatron.core import parallel_state
-
-    group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
-    known = {name: getattr(parallel_state, f"get_{name.removesuffix('_size')}_world_size") for name in sizes}
-    return group in distributed_c10d._world.pg_map and sizes == {name: size() for name, size in known.items()}
 
 
 def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
@@ -116,14 +156,10 @@ def build(member: Member, spec: Model, loss_options: dict) -> torch.nn.Module:
 
 def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.nn.Module]:
     """This rank's parts of the model, one unless the schedule is interleaved."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel import layers
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from training.model import WITHOUT_EXTENSIONS
-
     start(member, spec)
-    options = {**WITHOUT_EXTENSIONS, "gradient_accumulation_fusion": spec.fusion}
+    options = {**WITHOUT_EXTENSIONS, "gradient_accumulation_fusion": spec.fusion, **loss_options, **spec.parallel}
+    if spec.mup:
+        options |= dict(use_mup=True, mup_output_mult=0.4)
     if spec.fusion:
         layers._grad_accum_fusion_available = True
         layers.fused_weight_gradient_mlp_cuda = _Apex
@@ -135,12 +171,8 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        tensor_model_parallel_size=spec.tensor,
-        pipeline_model_parallel_size=spec.pipeline,
-        virtual_pipeline_model_parallel_size=spec.chunks if spec.chunks > 1 else None,
         pipeline_dtype=spec.dtype,
         batch_p2p_sync=member.device.type == "cuda",
-        context_parallel_size=spec.context,
         sequence_parallel=spec.sequence_parallel,
         params_dtype=spec.dtype,
         bf16=spec.dtype == torch.bfloat16,
@@ -150,17 +182,16 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
         mtp_num_layers=spec.mtp,
         mtp_loss_scaling_factor=0.3,
         **options,
-        **loss_options,
     )
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=True)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
     models = []
     for chunk in range(spec.chunks):
-        stage = {"pre_process": first and chunk == 0, "post_process": last and chunk == spec.chunks - 1}
+        common = dict(vocab_size=VOCAB, max_sequence_length=SEQUENCE, share_embeddings_and_output_weights=spec.tied)
+        common |= dict(pre_process=first and chunk == 0, post_process=last and chunk == spec.chunks - 1)
         if spec.chunks > 1:
-            stage["vp_stage"] = chunk
-        sizes = dict(vocab_size=VOCAB, max_sequence_length=SEQUENCE, share_embeddings_and_output_weights=spec.tied)
-        model = _FAMILIES[spec.family](config, spec, stage, sizes | stage)
+            common["vp_stage"] = chunk
+        model = _FAMILIES[spec.family](config, spec, common)
         layer = getattr(model, "output_layer", None)
         if layer is not None and layer.bias is not None:
             torch.nn.init.uniform_(layer.bias, -1, 1)  # not zero
@@ -181,11 +212,6 @@ class _Apex:
 
 
 def _layer(spec: Model):
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-
-    from training.attention import CausalAttention
-    from training.model import RMSNorm
-
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
     if spec.context > 1:  # over this rank's part of the sequence, since Megatron's own refuses the rest
@@ -193,78 +219,50 @@ def _layer(spec: Model):
     return layer
 
 
-def _gpt(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-
-    from training.model import RMSNorm
-
+def _gpt(config, spec: Model, common: dict) -> torch.nn.Module:
     block = TransformerBlockSubmodules([_layer(spec)], layer_norm=RMSNorm)
     mtp = None
-    if spec.mtp and stage["post_process"]:
-        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, vp_stage=stage.get("vp_stage"))
+    if spec.mtp and common["post_process"]:
+        mtp = get_gpt_mtp_block_spec(config, block, use_transformer_engine=False, vp_stage=common.get("vp_stage"))
         for depth in mtp.layer_specs:
             depth.submodules.enorm = depth.submodules.hnorm = RMSNorm
             depth.submodules.layer_norm = RMSNorm
-    return GPTModel(
-        config=config, transformer_layer_spec=block, position_embedding_type="rope", mtp_block_spec=mtp, **common
-    )
+    blocks = dict(transformer_layer_spec=block, mtp_block_spec=mtp, position_embedding_type="rope")
+    return GPTModel(config=config, **blocks, **common)
 
 
-def _mamba(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
+def _mamba(config, spec: Model, common: dict) -> torch.nn.Module:
     """Megatron's Mamba model of an attention and an MLP layer: its mixers need packages that compile kernels."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.mamba.mamba_model import MambaModel
-    from megatron.core.ssm import mamba_block
-    from megatron.core.ssm.mlp_layer import MLPLayer
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
-
-    from training.model import RMSNorm
-
-    parts = _layer(spec).submodules
+    parts, bda = _layer(spec).submodules, get_bias_dropout_add
     attention = TransformerLayerSubmodules(
-        input_layernorm=RMSNorm, self_attention=parts.self_attention, self_attn_bda=get_bias_dropout_add
+        input_layernorm=RMSNorm, self_attention=parts.self_attention, self_attn_bda=bda
     )
-    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=RMSNorm, mlp=parts.mlp, mlp_bda=get_bias_dropout_add)
-    stack = ModuleSpec(
-        mamba_block.MambaStack,
-        submodules=mamba_block.MambaStackSubmodules(
-            attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
-            mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
-        ),
+    mlp = TransformerLayerSubmodules(pre_mlp_layernorm=RMSNorm, mlp=parts.mlp, mlp_bda=bda)
+    submodules = mamba_block.MambaStackSubmodules(
+        attention_layer=ModuleSpec(TransformerLayer, submodules=attention),
+        mlp_layer=ModuleSpec(MLPLayer, submodules=mlp),
     )
+    stack = ModuleSpec(mamba_block.MambaStack, submodules=submodules)
     sys.modules[mamba_block.MambaStack.__module__].TENorm = RMSNorm  # from 0.18 on mamba_block names another module's
-    return MambaModel(
-        config=config, mamba_stack_spec=stack, hybrid_override_pattern="*-", position_embedding_type="rope", **common
-    )
+    blocks = dict(mamba_stack_spec=stack, hybrid_override_pattern="*-", position_embedding_type="rope")
+    return MambaModel(config=config, **blocks, **common)
 
 
-def _bert(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
-    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-    from megatron.core.models.bert.bert_model import BertModel
-
+def _bert(config, spec: Model, common: dict) -> torch.nn.Module:
     config.normalization = "LayerNorm"
     layers = dict(num_tokentypes=0, transformer_layer_spec=bert_layer_local_spec)
     return BertModel(config=config, add_binary_head=False, **layers, **common)
 
 
-def _t5(config, spec: Model, stage: dict, common: dict) -> torch.nn.Module:
-    from megatron.core.models.T5 import t5_spec
-    from megatron.core.models.T5.t5_model import T5Model
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
-
+def _t5(config, spec: Model, common: dict) -> torch.nn.Module:
     config.normalization = "LayerNorm"
     if not hasattr(t5_spec, "TENorm"):  # 0.14's local spec names it
         t5_spec.TENorm = WrappedTorchNorm
-    return T5Model(
-        config=config,
-        encoder_config=config,
+    blocks = dict(
         transformer_encoder_layer_spec=t5_spec.get_t5_encoder_with_local_block_spec(1),
         transformer_decoder_layer_spec=t5_spec.get_t5_decoder_with_local_block_spec(1),
-        **common,
     )
+    return T5Model(config=config, encoder_config=config, **blocks, **common)
 
 
 _FAMILIES = {"gpt": _gpt, "mamba": _mamba, "bert": _bert, "t5": _t5}
@@ -294,8 +292,6 @@ class Batch:
 
 def batch(number: int, spec: Model, device: torch.device) -> Batch:
     """One microbatch: another on each data-parallel rank, under context parallelism its part."""
-    from megatron.core import parallel_state
-
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=False)
     generator = torch.Generator().manual_seed(1000 * replica + number)
     text = torch.randint(VOCAB, (BATCH, SEQUENCE + 1), generator=generator)

@@ -1,16 +1,21 @@
-"""Training a small Megatron-core model by Megatron's own schedule, and comparing two trainings."""
+"""Training a small Megatron-core model by Megatron's own schedule, and comparing a stock model with ours."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from measures import assert_close, error, largest_error, size
 from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, build_chunks, losses_of
+from parallel_lce.megatron import install
+from training.megatron_cpu import pass_as_cuda
 from world import Member
 
 
@@ -31,13 +36,10 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
 
     ``forward_step(spec, device, done, numbers, model)``: the schedule's, by default of the model's own loss.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
-
     models = build_chunks(member, spec, loss_options)
     config, trained = models[0].config, models
     if spec.ddp:
-        ddp_config = DistributedDataParallelConfig(
+        options = dict(
             grad_reduce_in_fp32=spec.ddp == "fp32",
             overlap_grad_reduce=spec.overlap,
             use_distributed_optimizer=spec.optimizer == "distributed",
@@ -45,15 +47,12 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
             overlap_param_gather=_gathers_late(spec),
             bucket_size=1 if _gathers_late(spec) else None,
         )
-        trained = [
-            DistributedDataParallel(config, ddp_config, m, disable_bucketing=i > 0) for i, m in enumerate(models)
-        ]
+        trained = [in_ddp(config, m, disable_bucketing=i > 0, **options) for i, m in enumerate(models)]
         config.finalize_model_grads_func = finalize_model_grads
         if spec.overlap:
             functions = [m.no_sync for m in trained]
             config.no_sync_func = functions if len(functions) > 1 else functions[0]
     optimizer = _optimizer(spec, config, trained)
-    schedule = get_forward_backward_func()
     done = Trained(keys=[name for m in models for name in m.state_dict()], sharded=[_described(m) for m in models])
     for step in range(spec.steps):
         if spec.ddp:
@@ -61,7 +60,7 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
                 m.zero_grad_buffer()
         numbers = range(step * spec.microbatches, (step + 1) * spec.microbatches)
         iterators = [iter(numbers) for _ in models]
-        schedule(
+        get_forward_backward_func()(
             forward_step_func=partial(forward_step or _forward_step, spec, member.device, done),
             data_iterator=iterators if len(models) > 1 else iterators[0],
             model=trained,
@@ -78,6 +77,14 @@ def train(member: Member, spec: Model, loss_options: dict, forward_step: Callabl
             _step_downhill(models, spec)
     done.parameters = {n: _copy(p) for n, p in _parameters(models)}
     return done
+
+
+def in_ddp(config, model: torch.nn.Module, disable_bucketing: bool = False, **options) -> torch.nn.Module:
+    """In Megatron's DDP, by default with main_grad in fp32 of zeros."""
+    settings = DistributedDataParallelConfig(**{"grad_reduce_in_fp32": True, **options})
+    ddp = DistributedDataParallel(config, settings, model, disable_bucketing=disable_bucketing)
+    ddp.zero_grad_buffer()
+    return ddp
 
 
 def _parameters(models: list[torch.nn.Module]) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -106,10 +113,6 @@ def _gathers_late(spec: Model) -> bool:
 def _optimizer(spec: Model, config, models: list):
     if spec.optimizer is None:
         return None
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    from training.megatron_cpu import pass_as_cuda
-
     for model in models:
         if not next(model.parameters()).is_cuda:
             pass_as_cuda(model.parameters())
@@ -161,9 +164,7 @@ def _described(model: torch.nn.Module) -> list[tuple]:
 
 def switched(spec: Model, cross_entropy: str = "output_layer") -> dict:
     """Install the switch; the options of a TransformerConfig that ask for it."""
-    import parallel_lce.megatron
-
-    parallel_lce.megatron.install(logits_budget=spec.budget, cross_entropy=cross_entropy)
+    install(logits_budget=spec.budget, cross_entropy=cross_entropy)
     return {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
 
 
@@ -176,19 +177,30 @@ def train_quietly(
         return train(member, spec, switched(spec) if options is None else options, forward_step)
 
 
+def compare(
+    member: Member, spec: Model, cross_entropy: str | None = "output_layer", forward_steps: tuple = (None, None)
+) -> None:
+    """Training with the switch, or without where ``cross_entropy`` is None, equals stock's. ``forward_steps``: stock's
+    and ours."""
+    # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
+    drops = spec.fusion and spec.tied and spec.mtp and spec.pipeline > 1
+    stock = train(member, replace(spec, fusion=False) if drops else spec, {}, forward_steps[0])
+    options = switched(spec, cross_entropy) if cross_entropy else {}
+    _assert_equal(train_quietly(member, spec, options, forward_steps[1]), stock, tolerance_of(spec))
+
+
 def tolerance_of(spec: Model) -> float:
     return 1e-5 if spec.dtype == torch.float32 and spec.ddp != "bf16" else 2e-2
 
 
-def assert_equal(ours: Trained, stock: Trained, tolerance: float) -> None:
+def _assert_equal(ours: Trained, stock: Trained, tolerance: float) -> None:
     """Losses, absolutely, and gradients and parameters, each in relation to its norm, within ``tolerance``."""
     assert ours.keys == stock.keys
     assert ours.sharded == stock.sharded
     assert len(ours.losses) == len(stock.losses)
     for a, b in zip(ours.losses, stock.losses):
         assert largest_error(a, b) <= tolerance, ("losses", largest_error(a, b))
-    pairs = [*zip(ours.gradients, stock.gradients, strict=True), (ours.parameters, stock.parameters)]
-    for found, truth in pairs:
+    for found, truth in zip([*ours.gradients, ours.parameters], [*stock.gradients, stock.parameters], strict=True):
         assert found.keys() == truth.keys()
         for name, tensor in found.items():
             if truth[name] is None:
@@ -216,9 +228,8 @@ def side_by_side(
 
 
 def output_layers(member: Member, spec: Model) -> tuple:
-    """Stock's and our model of the same weights, hidden states ``[s/P, b, h]``, and the shared weight."""
-    stock = build(member, spec, {})
-    ours = build(member, spec, switched(spec))
+    """Stock's and our model of the same weights, hidden states ``[s/P, b, h]`` and a batch."""
+    stock, ours = build(member, spec, {}), build(member, spec, switched(spec))
     parts = spec.tensor if spec.sequence_parallel else 1
     hidden = torch.randn(SEQUENCE // parts, BATCH, HIDDEN).to(member.device)
-    return stock, ours, hidden, ours.shared_embedding_or_output_weight() if spec.tied else None
+    return stock, ours, hidden, batch(0, spec, member.device)

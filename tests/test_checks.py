@@ -1,4 +1,5 @@
-"""Bad input is refused before any kernel or collective, with both sizes named."""
+"""Bad input is refused before any kernel or collective, with both sizes named. DTensors are refused with what to pass
+instead, which gives the right loss."""
 
 from __future__ import annotations
 
@@ -9,142 +10,21 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import tree_map
 
 import parallel_lce
 from blocks import counted_forwards
+from cases import Case, make
+from on_ranks import on_ranks
 from parallel_lce.backends import backend_of
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.fused_loss import fused_loss
-from tools import D, N, V, call, everywhere, given, good, recorded
-from world import Member
-
-
-class _FakeDTensor(torch.Tensor):
-    def to_local(self):
-        return self
-
-
-def _dtensor():
-    return torch.zeros(V, D).as_subclass(_FakeDTensor)
-
-
-def meta(*shape, dtype=torch.float32):
-    return torch.zeros(shape, dtype=dtype, device="meta")
-
-
-NAN, INF, HUGE = float("nan"), float("inf"), 10**400
-MESH = type("DeviceMesh", (), {"get_group": None})()
-# What is said of each of these changes.
-BAD_OPTIONS = {
-    "reduction must be 'none', 'mean' or 'sum', got ('average'|None)": [
-        dict(reduction="average"),
-        dict(reduction=None),
-    ],
-    "ignore_index must be an integer of 64 bits or None, got": [dict(ignore_index=i) for i in (2**70, True, 0.5)],
-    r"label_smoothing must be a Python number in \[0, 1\], got": [dict(label_smoothing=e) for e in (1.5, -0.1, NAN)],
-    "z_loss must be a finite Python number, got": [
-        dict(z_loss=z) for z in (INF, np.float32("nan"), np.bool_(True), fractions.Fraction(HUGE), "0.1", [0.1])
-    ],
-    r"must be a finite Python number, got -?1000.*\(40[12] characters\)": [dict(z_loss=-HUGE), dict(logit_scale=HUGE)],
-    "logit_scale must be a finite Python number, got": [dict(logit_scale=v) for v in (1e39, NAN, "x")],
-    "logit_softcap must be None or a positive Python number, got": [
-        dict(logit_softcap=cap) for cap in (1e-60, 1e300, 0.0, -3.0, INF)
-    ],
-    "temperature must be a number > 0, .* got": [dict(temperature=t) for t in (0.0, -1, NAN, None)],
-    "logit_scale=.* and logit_softcap=.* divided by temperature=.* are beyond fp32": [
-        dict(logit_scale=1e30, temperature=1e-30),
-        dict(logit_softcap=1e-30, temperature=1e30),
-    ],
-    "logits_budget must be None or a number of bytes >= 0, got": [dict(logits_budget=b) for b in (-1, 1e9)],
-    "vocab_start must be None or an id >= 0 and < 2.31, got": [dict(vocab_start=s) for s in (-1, 2**31)],
-    "vocab_size must be None or a number of entries >= 1 and < 2.31, got": [dict(vocab_size=v) for v in (0, 2**31)],
-    "process_group must be a torch.distributed.ProcessGroup or None, got str": [dict(process_group="tp")],
-    r"process_group must be .* got DeviceMesh: pass its get_group\(\)": [dict(process_group=MESH)],
-    "sequence_parallel must be True or False, got": [dict(sequence_parallel=yes) for yes in ("no", None, 2, 1.0)],
-    "reduce_hidden_grad must be .* got 'no'": [dict(reduce_hidden_grad="no")],
-    "reduce_hidden_grad=False cannot be combined with sequence_parallel=True: .* with sequence_parallel=False": [
-        dict(reduce_hidden_grad=False, sequence_parallel=True)
-    ],
-    "reduce_dtype must be None, torch.float32 or the input's (dtype|torch.float32), got": [
-        dict(reduce_dtype=dtype) for dtype in (torch.int32, "float32")
-    ],
-}
-BAD_TENSORS = {
-    "input must be a tensor, got list": [dict(input=[1.0])],
-    r"input must be \[..., D\], got \[\]": [dict(input=torch.tensor(1.0))],
-    "input must be bfloat16, float16, float32 or float64, got torch.int64": [dict(input=torch.ones(N, D).long())],
-    r"input has 5 features and linear_weight \[10, 4\] has 4": [dict(input=torch.zeros(N, 5))],
-    "input must be a dense tensor, got one of layout torch.sparse_coo": [dict(input=torch.zeros(N, D).to_sparse())],
-    "linear_weight must be a tensor, got NoneType": [dict(linear_weight=None)],
-    r"linear_weight must be \[V, D\] with two dimensions, got \[10, 1, 4\]": [dict(linear_weight=torch.zeros(V, 1, D))],
-    "linear_weight is torch.bfloat16 and input is torch.float32": [dict(linear_weight=torch.zeros(V, D).bfloat16())],
-    "linear_weight is on meta and input is on cpu": [dict(linear_weight=meta(V, D))],
-    r"linear_weight is a DTensor; pass linear_weight.to_local\(\)": [dict(linear_weight=_dtensor())],
-    r"linear_weight \[0, 4\] has no rows: the vocabulary is empty": [dict(linear_weight=torch.zeros(0, D))],
-    "target must be a tensor.*, got (list|NoneType)": [dict(target=[1, 2]), dict(target=None)],
-    r"target must have shape \[6\] for input \[6, 4\], got \[(7|6, 1)\]": [
-        dict(target=torch.zeros(7).long()),
-        dict(target=torch.zeros(N, 1).long()),
-    ],
-    "target must hold class indices of an integer dtype, got torch.(float32|bool) .*probabilities are not": [
-        dict(target=torch.zeros(N)),
-        dict(target=torch.zeros(N, V)),
-        dict(target=torch.zeros(N).bool()),
-    ],
-    "target is on meta and input is on cpu": [dict(target=meta(N, dtype=torch.int64))],
-    r"linear_bias must have shape \[10\].* linear_weight \[10, 4\], got \[(9|10, 1)\]": [
-        dict(linear_bias=torch.zeros(9)),
-        dict(linear_bias=torch.zeros(V, 1)),
-    ],
-    "linear_bias is torch.float64 and input is torch.float32": [dict(linear_bias=torch.zeros(V).double())],
-    "linear_bias must be a tensor or None, got float": [dict(linear_bias=0.0)],
-    "linear_bias is on meta and input is on cpu": [dict(linear_bias=meta(V))],
-    r"token_weight must have target's shape \[6\], got \[5\]": [dict(token_weight=torch.zeros(5))],
-    "token_weight must be a tensor or None, got list": [dict(token_weight=[1.0] * N)],
-    "token_weight must be real, got torch.complex64": [dict(token_weight=torch.zeros(N, dtype=torch.complex64))],
-    "token_weight is on meta and input is on cpu": [dict(token_weight=meta(N))],
-    "logit_scale must be floating-point, got torch.int64": [dict(logit_scale=torch.ones(N).long())],
-    r"logit_scale requires a gradient, and none flows to it: pass logit_scale.detach\(\)": [
-        dict(logit_scale=torch.zeros(N, requires_grad=True))
-    ],
-    r"logit_scale must be .* a tensor of target's shape \[6\], got one of shape \[5?\]": [
-        dict(logit_scale=torch.zeros(5)),
-        dict(logit_scale=torch.ones(())),
-    ],
-    r"temperature must be .* target's shape \[6\], got one of shape \[7\]": [dict(temperature=torch.ones(N + 1))],
-    "temperature must be floating-point": [dict(temperature=torch.ones(N).int())],
-    "pass temperature.detach()": [dict(temperature=torch.ones(N).requires_grad_())],
-    r"vocab_start=3 without a process group .* \[0, 3\)": [dict(vocab_start=3)],
-    "vocab_size=11 exceeds the 10 rows of linear_weight on 1 rank": [
-        dict(vocab_size=11),
-        dict(vocab_size=11, vocab_start=0),
-    ],
-    "weight=.* is not supported: use token_weight": [dict(weight=torch.ones(V))],
-    "options=.* is not supported: .*logits_budget": [dict(options=object())],
-    "reduce_dtype must be .*the input's torch.float32, got torch": [
-        dict(reduce_dtype=dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)
-    ],
-    "(sequence_parallel|z_loss) must be .*, got tensor": [
-        dict(sequence_parallel=torch.tensor(False)),
-        dict(z_loss=torch.tensor(1.0)),
-    ],
-}
-_LOSS_ONLY = {"reduction", "ignore_index", "label_smoothing", "z_loss", "token_weight", "weight", "options"}
-
-
-@pytest.mark.parametrize("message", [*BAD_OPTIONS, *BAD_TENSORS])
-def test_refused(message):
-    for changes in (BAD_OPTIONS | BAD_TENSORS)[message]:
-        with pytest.raises(ValueError, match=message):
-            call(good() | changes)
-        if not _LOSS_ONLY & set(changes) and changes.get("target", 0) is not None:
-            with pytest.raises(ValueError, match=message):
-                call(good() | changes, parallel_lce.token_statistics)
-        if message in BAD_OPTIONS:  # when it is made
-            with pytest.raises(ValueError, match=message):
-                parallel_lce.LinearCrossEntropy(**changes)
+from tools import D, N, V, call, given, good, recorded
 
 
 class _Wrapper(torch.Tensor):
@@ -166,16 +46,112 @@ class _Wrapper(torch.Tensor):
         return tree_map(lambda t: cls(t) if isinstance(t, torch.Tensor) else t, result)
 
 
-@pytest.mark.parametrize("name", ["input", "linear_weight", "linear_bias", "token_weight"])
-def test_tensors_that_are_none_in_memory_are_refused(name, backend, device):
-    tensors = good(device) | {n: torch.zeros(s, device=device) for n, s in (("linear_bias", V), ("token_weight", N))}
-    said = f"{name} is a _Wrapper.*__torch_dispatch__.*plain tensor"
-    with pytest.raises(ValueError, match=said):
-        call(tensors | {name: _Wrapper(tensors[name])})
-    if name == "input":
-        logits = _Wrapper(torch.zeros(N, V, device=device))
-        with pytest.raises(ValueError, match=said.replace(name, "vocab_parallel_logits")):
-            parallel_lce.vocab_parallel_cross_entropy(logits, tensors["target"])
+NAN, INF, HUGE = float("nan"), float("inf"), 10**400
+MESH, FAKE = type("DeviceMesh", (), {"get_group": None})(), type("DTensor", (torch.Tensor,), {"to_local": None})
+ZEROS, LEAF, IDS = torch.zeros(N), torch.ones(N, requires_grad=True), torch.zeros(N).long()
+OTHER_DTYPE, WRAPPED = "is torch.%s and input is torch.float32", "is a _Wrapper.*__torch_dispatch__.*plain tensor"
+SCALED, CAPPED = dict(logit_scale=1e30, temperature=1e-30), dict(logit_softcap=1e-30, temperature=1e30)
+TWO_SUMS = dict(reduce_hidden_grad=False, sequence_parallel=True)
+# An argument, with which the refusal begins; how that goes on; values of which this is said, or several arguments.
+OPTIONS = [
+    ("reduction", "must be 'none', 'mean' or 'sum', got ('average'|None)", "average", None),
+    ("ignore_index", "must be an integer of 64 bits or None, got", 2**70, True, 0.5),
+    ("label_smoothing", r"must be a Python number in \[0, 1\], got", 1.5, -0.1, NAN),
+    ("z_loss", "must be a finite Python number, got", INF, np.float32("nan"), np.bool_(True), "0.1", [0.1]),
+    ("z_loss", r"must be a finite Python number, got -1000.*\(402 characters\)", -HUGE),
+    ("z_loss", "must be a finite Python number, got Fraction", fractions.Fraction(HUGE)),
+    ("logit_scale", "must be a finite Python number, got", 1e39, NAN, "x", HUGE),
+    ("logit_scale", "=.* and logit_softcap=.* divided by temperature=.* are beyond fp32", SCALED, CAPPED),
+    ("logit_softcap", "must be None or a positive Python number, got", 1e-60, 1e300, 0.0, -3.0, INF),
+    ("temperature", "must be a number > 0, .* got", 0.0, -1, NAN, None),
+    ("logits_budget", "must be None or a number of bytes >= 0, got", -1, 1e9),
+    ("vocab_start", "must be None or an id >= 0 and < 2.31, got", -1, 2**31),
+    ("vocab_size", "must be None or a number of entries >= 1 and < 2.31, got", 0, 2**31),
+    ("process_group", "must be a torch.distributed.ProcessGroup or None, got str", "tp"),
+    ("process_group", r"must be .* got DeviceMesh: pass its get_group\(\)", MESH),
+    ("sequence_parallel", "must be True or False, got", "no", None, 2, 1.0),
+    ("reduce_hidden_grad", "must be .* got 'no'", "no"),
+    ("reduce_hidden_grad", "=False cannot be combined .*=True: .* with sequence_parallel=False", TWO_SUMS),
+    ("reduce_dtype", "must be None, torch.float32 or the input's (dtype|torch.float32), got", torch.int32, "float32"),
+]
+TENSORS = [
+    ("input", "must be a tensor, got list", [1.0]),
+    ("input", r"must be \[..., D\], got \[\]", torch.tensor(1.0)),
+    ("input", "must be bfloat16, float16, float32 or float64, got torch.int64", torch.ones(N, D).long()),
+    ("input", r"has 5 features and linear_weight \[10, 4\] has 4", torch.zeros(N, 5)),
+    ("linear_weight", "must be a tensor, got NoneType", None),
+    ("linear_weight", r"must be \[V, D\] with two dimensions, got \[10, 1, 4\]", torch.zeros(V, 1, D)),
+    ("linear_weight", OTHER_DTYPE % "bfloat16", torch.zeros(V, D).bfloat16()),
+    ("linear_weight", r"is a DTensor; pass linear_weight.to_local\(\)", torch.zeros(V, D).as_subclass(FAKE)),
+    ("linear_weight", r"\[0, 4\] has no rows: the vocabulary is empty", torch.zeros(0, D)),
+    ("target", "must be a tensor.*, got (list|NoneType)", [1, 2], None),
+    ("target", r"must have shape \[6\] for input \[6, 4\], got \[(7|6, 1)\]", torch.zeros(7).long(), IDS[:, None]),
+    ("target", r"must hold .* integer dtype, got .*probabilities are not", ZEROS, torch.zeros(N, V), ZEROS > 0),
+    ("linear_bias", r"must have shape \[10\].* linear_weight \[10, 4\], got", torch.zeros(9), torch.zeros(V, 1)),
+    ("linear_bias", OTHER_DTYPE % "float64", torch.zeros(V).double()),
+    ("linear_bias", "must be a tensor or None, got float", 0.0),
+    ("token_weight", r"must have target's shape \[6\], got \[5\]", ZEROS[1:]),
+    ("token_weight", "must be a tensor or None, got list", [1.0] * N),
+    ("token_weight", "must be real, got torch.complex64", torch.zeros(N, dtype=torch.complex64)),
+    ("logit_scale", "must be floating-point, got torch.int64", IDS),
+    ("logit_scale", r"requires a gradient, and none flows to it: pass logit_scale.detach\(\)", LEAF),
+    ("logit_scale", r"must be .* target's shape \[6\], got one of shape \[5?\]", ZEROS[1:], ZEROS[0]),
+    ("temperature", r"must be .* target's shape \[6\], got one of shape \[7\]", torch.ones(N + 1)),
+    ("temperature", "must be floating-point", IDS),
+    ("temperature", r"pass temperature.detach\(\)", LEAF),
+    ("vocab_start", r"=3 without a process group .* \[0, 3\)", 3),
+    ("vocab_size", "=11 exceeds the 10 rows of .* 1 rank", 11, dict(vocab_size=11, vocab_start=0)),
+    ("weight", "=.* is not supported: use token_weight", torch.ones(V)),
+    ("options", "=.* is not supported: .*logits_budget", object()),
+    ("reduce_dtype", "must be .*the input's torch.float32, got torch", torch.bfloat16, torch.float16, torch.float64),
+    ("sequence_parallel", "must be .*, got tensor", torch.tensor(False)),
+    ("z_loss", "must be .*, got tensor", torch.tensor(1.0)),
+]
+for name, value in (good() | dict(linear_bias=torch.zeros(V), token_weight=ZEROS)).items():
+    TENSORS.append((name, "must be a dense tensor, got one of layout torch.sparse_coo", value.to_sparse()))
+    TENSORS.append((name, WRAPPED, _Wrapper(value)))
+    if name != "input":
+        TENSORS.append((name, "is on meta and input is on cpu", value.to("meta")))
+OF_LOGITS = [
+    ("target", r"must have shape \[6\] for vocab_parallel_logits \[6, 10\], got \[6, 1\]", IDS[:, None]),
+    ("target", "must hold class indices, got torch.float32", ZEROS),
+    ("label_smoothing", r"must be in \[0, 1\), got 1.0", 1.0),
+    ("label_smoothing", "=0.1 needs at least 2 entries per rank, got 1", 0.1),
+    ("vocab_parallel_logits", "must be floating point, got torch.int64", torch.zeros(N, V).long()),
+    ("vocab_parallel_logits", WRAPPED, _Wrapper(torch.zeros(N, V))),
+]
+_LOSS_ONLY = {"reduction", "ignore_index", "label_smoothing", "z_loss", "token_weight", "weight", "options"}
+
+
+def _rows(table: list[tuple]) -> list[tuple[str, list[dict]]]:
+    """A regular expression of what is said, and the changes of a call of which it is said."""
+    changes = lambda name, value: value if isinstance(value, dict) else {name: value}  # noqa: E731
+    return [(rf"^{name}\b.*{said}", [changes(name, value) for value in values]) for name, said, *values in table]
+
+
+@pytest.mark.parametrize(("said", "changes"), _rows(OPTIONS + TENSORS))
+def test_refused(said, changes):
+    for changed in changes:
+        without_loss = not _LOSS_ONLY & {*changed} and changed.get("target", 0) is not None
+        for function in [parallel_lce.linear_cross_entropy, *[parallel_lce.token_statistics] * without_loss]:
+            with pytest.raises(ValueError, match=said):
+                call(good() | changed, function)
+
+
+@pytest.mark.parametrize(("said", "changes"), _rows(OPTIONS))
+def test_refused_when_a_module_is_made(said, changes):
+    for changed in changes:
+        with pytest.raises(ValueError, match=said):
+            parallel_lce.LinearCrossEntropy(**changed)
+
+
+@pytest.mark.parametrize(("said", "changes"), _rows(OF_LOGITS))
+def test_refused_of_logits(said, changes):
+    for changed in changes:
+        entries = 1 if "needs at least 2 entries" in said else V
+        with pytest.raises(ValueError, match=said):
+            arguments = dict(vocab_parallel_logits=torch.zeros(N, entries), target=IDS) | changed
+            parallel_lce.vocab_parallel_cross_entropy(**arguments)
 
 
 def test_an_upstream_gradient_that_is_none_in_memory(backend, device):
@@ -193,89 +169,189 @@ def test_an_upstream_gradient_that_is_none_in_memory(backend, device):
             assert torch.equal(getattr(a, "held", a), b)
 
 
-def test_a_typo_is_a_type_error():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'label_smothing'"):
-        call(good() | dict(label_smothing=0.1))
-    with pytest.raises(TypeError, match="label_smothing"):  # before anything is said of the tensors
-        call(good() | dict(input=None, label_smothing=0.1))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'reduction'$"):
-        call(good() | dict(reduction="mean"), parallel_lce.token_statistics)
-
-
 @pytest.mark.parametrize(
     ("function", "given", "meant"),
     [
-        (parallel_lce.linear_cross_entropy, "bias", "linear_bias"),
-        (parallel_lce.linear_cross_entropy, "label_smothing", "label_smoothing"),
-        (parallel_lce.token_statistics, "softcap", "logit_softcap"),
-        (parallel_lce.token_statistics, "weight", "linear_weight"),
-        (parallel_lce.selected_log_probs, "group", "process_group"),
-        (parallel_lce.LinearCrossEntropy, "tp_group", "process_group"),
-        (divergence, "bias", "student_bias or teacher_bias"),
-        (top_k_divergence, "temprature", "temperature"),
+        (parallel_lce.linear_cross_entropy, "bias", ": did you mean linear_bias?"),
+        (parallel_lce.linear_cross_entropy, "label_smothing", ": did you mean label_smoothing?"),
+        (parallel_lce.token_statistics, "softcap", ": did you mean logit_softcap?"),
+        (parallel_lce.token_statistics, "weight", ": did you mean linear_weight?"),
+        (parallel_lce.token_statistics, "reduction", ""),
+        (parallel_lce.selected_log_probs, "group", ": did you mean process_group?"),
+        (parallel_lce.LinearCrossEntropy, "tp_group", ": did you mean process_group?"),
+        (divergence, "bias", ": did you mean student_bias or teacher_bias?"),
+        (top_k_divergence, "temprature", ": did you mean temperature?"),
     ],
 )
 def test_a_keyword_that_may_be_meant(function, given, meant):
-    positional = [] if function is parallel_lce.LinearCrossEntropy else [*good().values()]
+    """It is a TypeError, before anything is said of the tensors."""
+    positional = [] if function is parallel_lce.LinearCrossEntropy else [None] * 3
     positional += [None] * ("divergence" in function.__name__)
-    words = rf"^{function.__name__}\(\) got an unexpected keyword argument '{given}': did you mean {meant}\?$"
-    with pytest.raises(TypeError, match=words):
+    words = re.escape(f"{function.__name__}() got an unexpected keyword argument '{given}'{meant}")
+    with pytest.raises(TypeError, match=f"^{words}$"):
         function(*positional, **{given: None})
 
 
 def _said(arguments: dict) -> str:
     try:
         call(arguments)
-    except Exception as refusal:
-        return f"{type(refusal).__name__}: {refusal}"
+    except ValueError as refusal:
+        return str(refusal)
     return "not refused"
 
 
-def _refused_over_ranks(member: Member):
-    """What is said of arguments that are wrong on every rank; nobody reaches a collective."""
-    P = member.ranks
-    whole = torch.zeros(N * P, dtype=torch.int64, device=member.device)
+@on_ranks(2)
+def test_refused_over_ranks(member):
+    """Arguments that are wrong on every rank: nobody reaches a collective. Of one rank alone, others may wait."""
+    whole = torch.zeros(12, dtype=torch.int64, device=member.device)
     scalar = torch.zeros(D, device=member.device), whole[0]
-    arguments = good(member.device) | dict(process_group=member.group)
-    cases = {
-        rf"target must have shape \[{N * P}\] for input \[6, 4\] of each of {P} sequence-parallel ranks, got \[6\]": {},
-        rf"token_weight must have target's shape \[{N * P}\], got \[6\]": dict(target=whole, token_weight=whole[:N]),
+    arguments = good(member.device) | dict(process_group=member.group, sequence_parallel=True)
+    for message, changes in {
+        r"target must have shape \[12\] for input \[6, 4\] of each of 2 sequence-parallel ranks, got \[6\]": {},
+        r"token_weight must have target's shape \[12\], got \[6\]": dict(target=whole, token_weight=whole[:N]),
         "sequence_parallel must be True or False, got 'no'": dict(sequence_parallel="no"),
-        rf"vocab_size={10 * P + 1} exceeds the {10 * P} rows .* {P} rank": dict(target=whole, vocab_size=10 * P + 1),
+        "vocab_size=21 exceeds the 20 rows .* 2 rank": dict(target=whole, vocab_size=21),
         r"sequence_parallel.*\[4\]|input.*\[4\]": dict(zip(("input", "target"), scalar)),
-    }
-    found = {message: _said(arguments | dict(sequence_parallel=True) | changes) for message, changes in cases.items()}
+    }.items():
+        said = _said(arguments | changes)
+        assert re.search(f"^.*{message}.*PARALLEL_LCE_DEBUG=1", said, re.DOTALL), said
     outside = dist.new_group([0])
-    return found, _said(arguments | dict(process_group=outside)) if member.rank else "ValueError: process_group"
-
-
-def test_refused_over_ranks(worlds, device):
-    for found, of_no_member in worlds(2).run(_refused_over_ranks):
-        for message, said in found.items():
-            assert re.search(f"^ValueError: .*{message}.*PARALLEL_LCE_DEBUG=1", said, re.DOTALL), said
-        assert re.search("^ValueError: .*process_group", of_no_member), of_no_member
-
-
-def _main_grad_of_another_shape(member: Member, shape: tuple[int, ...]):
-    """What is said, and what has been started by then."""
-    tensors = good(member.device)
-    tensors["linear_weight"].requires_grad_()
-    options, inputs = given(**tensors, reduction="none")
-    main_grad = MainGrad(torch.zeros(shape, device=member.device), lambda: None)
-    said = ""
-    with recorded(member.group) as events, counted_forwards(backend_of(tensors["linear_weight"])) as blocks:
-        try:
-            fused_loss(options, inputs, member.group, main_grad=main_grad)
-        except ValueError as refusal:
-            said = str(refusal)
-    return said, events, blocks
+    if member.rank:
+        assert "process_group" in _said(arguments | dict(process_group=outside))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("shape", [(V, D + 1), (V + 1, D), (D, V), (V * D,)], ids=str)
-def test_a_main_grad_of_another_shape_is_refused(shape, ranks, worlds, device):
-    """Of the weight that it is the gradient of: before any kernel and any collective."""
-    message = f"main_grad must have linear_weight's shape {[V, D]}, got {[*shape]}"
-    for said, events, blocks in everywhere(worlds, device, ranks, _main_grad_of_another_shape, shape):
-        assert said.startswith(message)
-        assert events == [] and blocks == []
+@on_ranks()
+def test_a_main_grad_of_another_shape_is_refused(member):
+    """Than the weight's: before any kernel and any collective."""
+    tensors = good(member.device)
+    tensors["linear_weight"].requires_grad_()
+    options, inputs = given(**tensors, reduction="none")
+    for shape in ([V, D + 1], [V + 1, D], [D, V], [V * D]):
+        main_grad = MainGrad(torch.zeros(shape, device=member.device), lambda: None)
+        with recorded(member.group) as events, counted_forwards(backend_of(tensors["linear_weight"])) as blocks:
+            with pytest.raises(ValueError) as refusal:
+                fused_loss(options, inputs, member.group, main_grad=main_grad)
+        said = f"main_grad must have linear_weight's shape {[V, D]}, got {shape}"
+        assert str(refusal.value).startswith(said) and events == blocks == []
+
+
+# --- DTensors -----------------------------------------------------------------------------------------
+
+WHOLE = r"call the loss inside the forward of the module that fully_shard wraps"
+LOCAL = r"pass linear_weight.to_local\(\) and process_group=linear_weight.device_mesh.get_group\(%d\)"
+OTHER = rf"different tokens .*{WHOLE}"
+EITHER = rf"{OTHER}.*; if they have the same tokens .*{LOCAL % 0}"
+ROWS, NONE = Shard(0), Replicate()
+# Shape and names of the mesh, placements of the weight, what is said, what must not be.
+WEIGHTS = [
+    ((2,), None, [ROWS], EITHER, None),
+    ((2,), ("tp",), [ROWS], rf"mesh dimension 'tp' of ranks \[0, 1\]: {LOCAL % 0}", WHOLE),
+    ((2,), ("dp_shard",), [ROWS], rf"mesh dimension 'dp_shard' of .*{WHOLE}", "to_local"),
+    ((2, 1), ("a", "b"), [NONE, ROWS], rf"not the ranks \[0, 1\] of process_group.*{WHOLE}", "to_local"),
+    ((1, 2), ("dp", "tp"), [NONE, ROWS], rf"'tp' of ranks \[0, 1\]: {LOCAL % 1}", WHOLE),
+    ((1, 2), ("dp", "tp"), [ROWS, ROWS], rf"no single process group shards it.*{WHOLE}", "to_local"),
+    ((2,), ("output",), [ROWS], OTHER, None),  # no word of tp
+    ((2,), ("endpoints",), [ROWS], OTHER, None),  # no word of dp
+    ((2,), ("Tensor_Parallel",), [ROWS], LOCAL % 0, WHOLE),
+    ((2,), ("tp",), [Shard(1)], r"only dimension 0.*full_tensor\(\)", "to_local"),
+    ((2,), None, [NONE], r"linear_weight is a DTensor; pass linear_weight.to_local\(\)$", None),
+]
+
+
+def _said_of_dtensors(arguments: dict) -> str:
+    return _said(arguments).partition(" (if only this rank")[0]
+
+
+@on_ranks(2)
+def test_refusals_tell_dtensors_apart(member):
+    def said_of(name: str, shape, names, placements, group=member.group) -> str:
+        mesh, arguments = init_device_mesh(member.device.type, shape, mesh_dim_names=names), good(member.device)
+        arguments[name] = DTensor.from_local(arguments[name], mesh, placements)
+        return _said_of_dtensors(arguments | dict(process_group=group))
+
+    for *sharding, message, never in WEIGHTS:
+        said = said_of("linear_weight", *sharding)
+        assert re.search(message, said) and not (never and re.search(never, said)), said
+    said = said_of("linear_weight", (2,), None, [ROWS], None)
+    assert re.search(rf"ranks \[0, 1\]: if these ranks have {EITHER}", said), said
+    for name, kinds in dict(input=(ROWS, Shard(1), Partial()), target=(ROWS, Partial())).items():
+        for placement in kinds:
+            said = said_of(name, (2,), None, [placement])
+            assert said.startswith(f"{name} is a DTensor, {placement} over ranks [0, 1]: ")
+            assert said.endswith(f"pass {name}.full_tensor()")
+            # Parts of tokens may be passed as they are; features or summands may not.
+            assert (f"pass {name}.to_local() if these ranks have different tokens" in said) == (placement == ROWS)
+            assert ("to_local" in said) == (placement == ROWS)
+            assert ("sequence_parallel" in said) == (placement == ROWS and name == "input")
+
+
+class _Head(torch.nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight.clone())
+
+    def forward(self, hidden, target):
+        return parallel_lce.linear_cross_entropy(hidden, self.weight, target)
+
+
+@on_ranks(2)
+def test_a_fully_sharded_weight(member):
+    """What the refusal says to do, inside the wrapped forward or with the module unsharded, gives the loss of each
+    rank's own tokens, and the gradients' mean over the ranks."""
+    weight = make(Case(N, V, D), member.device).weight.requires_grad_()
+    batches = [make(Case(N, V, D, ignored="none", seed=1 + rank), member.device) for rank in range(member.ranks)]
+    wants = [F.cross_entropy(t.x @ weight.t(), t.target) for t in batches]
+    (gradient,) = torch.autograd.grad(sum(wants) / member.ranks, weight)
+    own, head = batches[member.rank], _Head(weight.detach())
+    fully_shard(head, mesh=init_device_mesh(member.device.type, (member.ranks,)))
+    refusal = _said(dict(input=own.x, linear_weight=head.weight, target=own.target))
+    assert re.search(f"linear_weight is a DTensor.*{WHOLE}", refusal)
+    inside = head(own.x, own.target)
+    inside.backward()
+    torch.testing.assert_close(head.weight.grad.full_tensor(), gradient)
+    head.unshard()
+    outside = parallel_lce.linear_cross_entropy(own.x, head.weight, own.target)
+    for found in (inside, outside):
+        torch.testing.assert_close(found, wants[member.rank])
+
+
+@pytest.mark.parametrize(("ranks", "entries"), [(2, V - V % 2), (2, V - V % 2 - 1), (4, 5), (4, 9)])
+@on_ranks()
+def test_a_tensor_parallel_weight(member, entries):
+    """What the refusal says to pass, word by word."""
+    arguments = good(member.device)
+    arguments["linear_weight"] = arguments["linear_weight"][:entries]
+    arguments["target"] %= entries
+    mesh = init_device_mesh(member.device.type, (member.ranks,), mesh_dim_names=("tp",))
+    whole = call(arguments)
+    weight = distribute_tensor(arguments["linear_weight"], mesh, [ROWS])
+    said = re.sub(r" \(.*?uneven\)", "", _said_of_dtensors(arguments | dict(linear_weight=weight)))
+    local, start, group = re.search(
+        r"pass (linear_weight\.to_local\(\))(?:, vocab_start=(\d+))? and process_group=(\S+)$", said
+    ).groups()
+    names = {"linear_weight": weight}
+    arguments |= dict(linear_weight=eval(local, names), process_group=eval(group, names))
+    assert (start is not None) == bool(entries % member.ranks)
+    if start:
+        arguments["vocab_start"] = int(start)
+    assert call(arguments).item() == pytest.approx(whole.item(), rel=1e-6)
+
+
+@on_ranks(2)
+def test_logits_that_are_dtensors(member):
+    """The right advice is followed; of the others, what is said."""
+    arguments = good(member.device)
+    logits, target = arguments["input"] @ arguments["linear_weight"].t(), arguments["target"]
+    mesh = init_device_mesh(member.device.type, (member.ranks,), mesh_dim_names=("tp",))
+    loss = parallel_lce.vocab_parallel_cross_entropy
+    equal = "^vocab_parallel_logits is a DTensor: pass each rank's equal shard of the last dimension"
+    for width, placement in ((V - 1, Shard(1)), (V, ROWS), (V, NONE)):
+        with pytest.raises(ValueError, match=equal):
+            loss(distribute_tensor(logits[:, :width], mesh, [placement]), target, tp_group=member.group)
+    names = {"vocab_parallel_logits": distribute_tensor(logits, mesh, [Shard(1)])}
+    with pytest.raises(ValueError) as refusal:
+        loss(*names.values(), target, tp_group=member.group)
+    passed = re.search(r"pass (\S+\.to_local\(\)) and tp_group=(\S+\))", str(refusal.value))
+    local, group = (eval(text, names) for text in passed.groups())
+    torch.testing.assert_close(loss(local, target, tp_group=group), F.cross_entropy(logits, target, reduction="none"))

@@ -1,46 +1,51 @@
-"""Input that is not refused: bad ids and shards give NaN, and odd but legal input just works."""
+"""Input that is not refused: bad ids and shards give NaN, and odd but legal input just works. So do numbers of other
+libraries, and copies and pickles of the module."""
 
 from __future__ import annotations
 
+import copy
+import fractions
+import io
 import itertools
 import math
+import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed import _functional_collectives as collectives
 
 import parallel_lce
 import reference
 from cases import Case, make, normal
+from on_ranks import on_ranks
 from parallel_lce.backends import named
 from parallel_lce.core import options
 from parallel_lce.core.partials import Columns, bounds_of, merge_ranks
 from tools import REDUCED, D, N, V, call, debug_mode, everywhere, good, shrunk
 from world import Member
 
-# --- without debug mode ----------------------------------------------------------------------------
-
-
-def _uncovered(member: Member, changed: dict, budget):
-    """``changed``: what rank 1 says of its shard, or every rank."""
-    call_ = good(member.device) | dict(process_group=member.group, vocab_start=10 * member.rank, logits_budget=budget)
-    call_ |= changed if member.rank or "vocab_size" in changed else {}
-    found = call(call_ | dict(reduction="none")), call(call_), call(call_, parallel_lce.token_statistics).lse
-    return [value.isnan().all().item() for value in found]
+# --- ids and shards --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "changed", [dict(vocab_start=9), dict(vocab_start=11), dict(vocab_start=0), dict(vocab_size=25)], ids=str
 )
-def test_a_gap_or_an_overlap_gives_nan(changed, worlds, device):
+@on_ranks(2)
+def test_a_gap_or_an_overlap_gives_nan(member, changed):
+    """``changed``: what rank 1 says of its shard, or every rank."""
     for budget in (None, 0):
-        assert worlds(2).run(_uncovered, changed, budget) == [[True] * 3] * 2
+        call_ = good(member.device) | dict(process_group=member.group, vocab_start=V * member.rank)
+        call_ |= dict(logits_budget=budget) | (changed if member.rank or "vocab_size" in changed else {})
+        for found in call(call_ | dict(reduction="none")), call(call_), call(call_, parallel_lce.token_statistics).lse:
+            assert found.isnan().all()
 
 
-def _empty_anywhere(member: Member, start: int):
+@pytest.mark.parametrize("start", [0, 7, 1000])
+@on_ranks(3)
+def test_an_empty_shard_may_start_anywhere(member, start):
     """Rank 1 of 3 has no rows; where it says they start means nothing."""
     arguments = good(member.device) | dict(process_group=member.group)
     weight = make(Case(N, 20, D, seed=1), member.device).weight
@@ -48,87 +53,51 @@ def _empty_anywhere(member: Member, start: int):
     arguments |= dict(linear_weight=weight[shard], vocab_start=(0, start, 10)[member.rank])
     plain = call(arguments)
     with debug_mode():
-        checked = call(arguments)
-    z = reference.logits(arguments["input"].double(), weight.double())
-    return plain.item(), checked.item(), reference.loss(z, arguments["target"]).item()
-
-
-@pytest.mark.parametrize("start", [0, 7, 1000])
-def test_an_empty_shard_may_start_anywhere(start, worlds, device):
-    for plain, checked, exact in worlds(3).run(_empty_anywhere, start):
-        assert plain == checked and abs(plain - exact) < 1e-6
-
-
-def _out_of_range(member: Member, budget):
-    call_ = good(member.device) | dict(process_group=member.group, logits_budget=budget)
-    call_["input"].requires_grad_()
-    call_["target"] = torch.tensor([1, 10 * member.ranks, -1, 2**62, -(2**63), 3], device=member.device)
-    with shrunk(1, (2, 3)):
-        found = [call(call_ | dict(reduction="none", ignore_index=ignored)) for ignored in (-100, -1)]
-        mean = call(call_)
-        (dx,) = torch.autograd.grad(found[0].sum(), call_["input"])
-    return [v.isnan().tolist() for v in (*found, mean, dx.sum(1))]
+        assert torch.equal(call(arguments), plain)
+    exact = reference.loss(reference.logits(arguments["input"].double(), weight.double()), arguments["target"])
+    assert abs(plain.item() - exact.item()) < 1e-6
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("budget", [None, 0])
-def test_a_target_out_of_range_has_loss_and_gradient_nan(ranks, budget, worlds, device):
-    outside = [False, True, True, True, True, False]
-    ignoring = [False, True, False, True, True, False]
-    for found in everywhere(worlds, device, ranks, _out_of_range, budget):
-        assert found == [outside, ignoring, True, outside]
+@on_ranks()
+def test_a_target_out_of_range_has_loss_and_gradient_nan(member, budget):
+    call_ = good(member.device) | dict(process_group=member.group, logits_budget=budget)
+    call_["input"].requires_grad_()
+    call_["target"] = torch.tensor([1, V * member.ranks, -1, 2**62, -(2**63), 3], device=member.device)
+    with shrunk(1, (2, 3)):
+        found = [call(call_ | dict(reduction="none", ignore_index=ignored)) for ignored in (-100, -1)]
+        assert call(call_).isnan()
+        (dx,) = torch.autograd.grad(found[0].sum(), call_["input"])
+    outside, ignoring = [False, True, True, True, True, False], [False, True, False, True, True, False]
+    assert [v.isnan().tolist() for v in (*found, dx.sum(1))] == [outside, ignoring, outside]
 
 
-# --- dtypes and weights of tokens -------------------------------------------------------------------
+@pytest.mark.parametrize("bits", ["int8", "int16", "int32", "uint8", "uint16", "uint32", "uint64"])
+def test_targets_of_any_integer_dtype(bits, device):
+    """Of one that cannot hold V, too; in debug mode, too."""
+    dtype, entries = getattr(torch, bits), 40000 if bits == "int16" else 300
+    arguments = good(device) | dict(linear_weight=make(Case(N, entries, D), device).weight)
+    most, ignored = min(torch.iinfo(dtype).max, entries - 1), 3 if bits.startswith("u") else -100
+    target = torch.tensor([0, 1, most - 1, most, most // 2, ignored], device=device)
+    arguments |= dict(target=target, ignore_index=ignored)
+    want = call(arguments)
+    assert torch.equal(call(arguments | dict(target=target.to(dtype))), want) and want.isfinite()
+    with debug_mode():
+        assert torch.equal(call(arguments | dict(target=target.to(dtype))), want)
 
 
-SIGNED = [torch.int8, torch.int16, torch.int32]
-UNSIGNED = [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
-
-
-@pytest.mark.parametrize("dtype", [*SIGNED, *UNSIGNED], ids=str)
-def test_targets_of_any_integer_dtype(dtype, device):
-    arguments = good(device) | dict(linear_weight=make(Case(N, 300, D), device).weight)
-    most = min(torch.iinfo(dtype).max, 299)
-    arguments["target"] = torch.tensor([0, 1, most - 1, most, most // 2, 3], device=device)
-    ignored = 3 if dtype in UNSIGNED else -100
-    arguments["target"][5] = ignored
-    found, want = (
-        call(arguments | dict(target=arguments["target"].to(kind), ignore_index=ignored))
-        for kind in (dtype, torch.int64)
-    )
-    assert torch.equal(found, want) and found.isfinite()
-
-
-@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float64], ids=str)
-def test_token_weight_of_any_real_dtype(dtype, device):
-    arguments = good(device)
-    mask = torch.tensor([1, 0, 1, 1, 0, 1], device=device)
-    expected = call(arguments | dict(token_weight=mask.float()))
-    assert torch.equal(call(arguments | dict(token_weight=mask.to(dtype))), expected)
-
-
-def _group_of_one(member: Member):
-    alone_group = [dist.new_group([r]) for r in range(member.ranks)][member.rank]
-    arguments = good(member.device)
-    groups = itertools.product((None, alone_group), (False, True))
-    found = [call(arguments | dict(process_group=group, sequence_parallel=sp)) for group, sp in groups]
-    return all(torch.equal(found[0], f) for f in found)
-
-
-def test_one_rank_is_no_parallelism(worlds, device):
-    assert all(worlds(2).run(_group_of_one))
+# --- memory that is not what it looks like ----------------------------------------------------------
 
 
 def more(device) -> dict:
-    """A bias and weights of tokens for the arguments of :func:`tools.good`."""
-    return dict(
-        linear_bias=normal(V, seed=1).float().to(device), token_weight=normal(N, seed=2).abs().float().to(device)
-    )
+    """The arguments of :func:`tools.good` with a bias and weights of tokens."""
+    bias, weights = normal(V, seed=1).float(), normal(N, seed=2).abs().float()
+    return good(device) | dict(linear_bias=bias.to(device), token_weight=weights.to(device))
 
 
 def test_inputs_are_left_alone(backend, device):
-    arguments = good(device) | more(device)
+    arguments = more(device)
     for name in ("input", "linear_weight", "linear_bias"):
         arguments[name].requires_grad_()
     arguments["target"][0] = -100
@@ -140,12 +109,9 @@ def test_inputs_are_left_alone(backend, device):
             assert torch.equal(arguments[name], value), name
 
 
-# --- memory that is not what it looks like ----------------------------------------------------------
-
-
-def _functional_collectives(member: Member, name: str, grad: bool) -> list[torch.Tensor]:
+def _functional_collectives(member: Member, name: str, grad: bool) -> None:
     """Hidden states, or the whole weight, by a functional all-gather, which nobody has waited for."""
-    arguments = good(member.device) | more(member.device)
+    arguments = more(member.device)
     # The first of the ranks' parts: the other ranks' are the same.
     part = arguments[name].chunk(member.ranks)[member.rank].clone().requires_grad_(grad)
     gather = collectives.all_gather_tensor_autograd if grad else collectives.all_gather_tensor
@@ -156,11 +122,11 @@ def _functional_collectives(member: Member, name: str, grad: bool) -> list[torch
     loss = call(arguments | {name: gathered})
     whole = arguments[name].clone().requires_grad_(grad)
     want = call(arguments | {name: whole})
-    if not grad:
-        return [loss, want]
-    loss.backward()
-    want.backward()
-    return [loss.detach(), want.detach(), part.grad, member.ranks * whole.grad.chunk(member.ranks)[member.rank]]
+    torch.testing.assert_close(loss, want)
+    if grad:
+        loss.backward()
+        want.backward()
+        torch.testing.assert_close(part.grad, member.ranks * whole.grad.chunk(member.ranks)[member.rank])
 
 
 TENSORS = ("input", "linear_weight", "linear_bias", "token_weight", "target")
@@ -169,14 +135,12 @@ TENSORS = ("input", "linear_weight", "linear_bias", "token_weight", "target")
 @pytest.mark.parametrize(("name", "grad"), [*itertools.product(TENSORS[:4], (False, True)), ("target", False)])
 @pytest.mark.thinned
 def test_results_of_functional_collectives(name, grad, backend, worlds, device):
-    for found in everywhere(worlds, device, 2, _functional_collectives, name, grad):
-        for mine, truth in zip(found[::2], found[1::2]):
-            torch.testing.assert_close(mine, truth)
+    everywhere(worlds, device, 2, _functional_collectives, name, grad)
 
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_negative_views(name, backend, device):
-    arguments = good(device) | more(device)
+    arguments = more(device)
     plain = call(arguments)
     for _ in range(2):  # whether or not the signature is known
         assert torch.equal(call(arguments | {name: torch._neg_view(-arguments[name])}), plain)
@@ -241,36 +205,29 @@ def test_tensors_without_values_give_shapes(options, dtype, kind, device):
 LARGE = 2**24 + 3
 
 
-def _of_a_large_vocabulary(member: Member, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Uneven shards of ids that fp32 cannot tell apart."""
-    device = member.device
-    first = 2**24 - 5 if member.ranks > 1 else LARGE
-    start, stop = ((0, first), (first, LARGE))[member.rank]
-    weight = (torch.arange(LARGE, device=device)[:, None] % 7 - 3)[start:stop].to(dtype)
-    x = torch.tensor([[0.5], [1.0], [-1.0], [2.0], [0.25]], dtype=dtype, device=device)
-    target = torch.tensor([LARGE - 1, LARGE - 2, 2**24, 2**24 - 1, LARGE], device=device)
-    options = dict(process_group=member.group, vocab_start=start) if member.ranks > 1 else {}
-    loss = parallel_lce.linear_cross_entropy(x, weight, target, reduction="none", **options)
-    found = parallel_lce.token_statistics(x, weight, target, argmax=True, mean_logit=True, **options)
-    return [v.cpu() for v in (loss, found.target_logit, found.vocab_size, found.argmax, found.mean_logit)]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_vocabulary_beyond_2_to_the_24(ranks, dtype, worlds, device):
-    z = (torch.arange(LARGE) % 7 - 3).double() * torch.tensor([[0.5], [1.0], [-1.0], [2.0], [0.25]])
-    target = torch.tensor([LARGE - 1, LARGE - 2, 2**24, 2**24 - 1])
-    expected = -torch.log_softmax(z[:4], -1).gather(1, target[:, None])[:, 0]
-    for loss, target_logit, vocab_size, argmax, mean in everywhere(
-        worlds, device, ranks, _of_a_large_vocabulary, dtype
-    ):
-        torch.testing.assert_close(loss[:4].double(), expected, rtol=1e-5, atol=1e-5)
-        assert loss[4].isnan() and target_logit[4] == 0
-        torch.testing.assert_close(target_logit[:4].double(), z[:4].gather(1, target[:, None])[:, 0])
-        assert vocab_size == LARGE and vocab_size.dtype == torch.int64
-        assert torch.equal(argmax, z.argmax(1))
-        torch.testing.assert_close(mean.double(), z.mean(1), rtol=1e-3, atol=1e-5)
+@on_ranks()
+def test_a_vocabulary_beyond_2_to_the_24(member, dtype):
+    """Uneven shards of ids that fp32 cannot tell apart."""
+    first = 2**24 - 5 if member.ranks > 1 else LARGE
+    start, stop = ((0, first), (first, LARGE))[member.rank]
+    whole = torch.arange(LARGE, device=member.device) % 7 - 3
+    x = torch.tensor([[0.5], [1.0], [-1.0], [2.0], [0.25]], dtype=dtype, device=member.device)
+    target = torch.tensor([LARGE - 1, LARGE - 2, 2**24, 2**24 - 1, LARGE], device=member.device)
+    given = x, whole[start:stop, None].to(dtype), target
+    options = dict(process_group=member.group, vocab_start=start) if member.ranks > 1 else {}
+    loss = parallel_lce.linear_cross_entropy(*given, reduction="none", **options)
+    found = parallel_lce.token_statistics(*given, argmax=True, mean_logit=True, **options)
+    z = whole.double() * x.double()
+    expected = -torch.log_softmax(z[:4], -1).gather(1, target[:4, None])[:, 0]
+    torch.testing.assert_close(loss[:4].double(), expected, rtol=1e-5, atol=1e-5)
+    assert loss[4].isnan() and found.target_logit[4] == 0
+    torch.testing.assert_close(found.target_logit[:4].double(), z[:4].gather(1, target[:4, None])[:, 0])
+    assert found.vocab_size == LARGE and found.vocab_size.dtype == torch.int64
+    assert torch.equal(found.argmax, z.argmax(1))
+    torch.testing.assert_close(found.mean_logit.double(), z.mean(1), rtol=1e-3, atol=1e-5)
 
 
 def test_backends_tell_ids_beyond_2_to_the_24_apart(backend, device):
@@ -288,3 +245,82 @@ def test_backends_tell_ids_beyond_2_to_the_24_apart(backend, device):
         for vocab in (None, LARGE - 1):
             _, total = merge(messages, Columns(), 3, vocab)
             assert total.dtype == torch.int64 and total == (vocab or LARGE)
+
+
+# --- numbers of other libraries; copies and pickles -------------------------------------------------
+
+NUMBERS = [
+    ("ignore_index", np.int64(3), 3),
+    ("label_smoothing", np.float32(0.125), 0.125),
+    ("z_loss", fractions.Fraction(1, 8), 0.125),
+    ("logit_scale", np.float16(0.5), 0.5),
+    ("logit_softcap", np.float64(5.0), 5.0),
+    ("temperature", np.int32(2), 2.0),
+    ("reduce_hidden_grad", np.bool_(False), False),
+    ("logits_budget", np.int32(0), 0),
+    ("vocab_size", np.uint8(9), 9),
+    ("vocab_start", np.int16(0), 0),
+    # Of more digits than a number of 64 bits.
+    *((name, 10**20, 1e20) for name in ("z_loss", "logit_scale", "logit_softcap", "temperature")),
+]
+
+
+@pytest.mark.parametrize(("name", "theirs", "plain"), NUMBERS)
+def test_numbers_of_other_libraries(name, theirs, plain, backend, device):
+    arguments = good(device)
+    arguments["target"] %= 9
+    arguments["linear_weight"] *= 1e-20
+    want = call(arguments | {name: plain})
+    for number in [theirs, *[np.float64(plain)] * isinstance(plain, float)]:  # one that compares to no bool
+        assert torch.equal(call(arguments | {name: number}), want)
+        module = parallel_lce.LinearCrossEntropy(**{name: number})
+        assert torch.equal(module(*arguments.values()), want)
+        # Triton's kernels have a case for numbers of Python alone, and torch.compile makes tensors of NumPy's.
+        assert type(module.options[name]) in (int, float, bool)
+
+
+@on_ranks(2)
+def test_truth_values_of_other_libraries(member):
+    same = good(member.device) | dict(process_group=member.group)
+    split = same | dict(target=same["target"].repeat(member.ranks))
+    for arguments, values in (
+        (split, (True, np.bool_(True), 1, np.int8(1))),
+        (same, (False, np.bool_(False), 0, np.uint8(0))),
+    ):
+        first, *others = [call(arguments | dict(sequence_parallel=value)) for value in values]
+        assert all(torch.equal(other, first) for other in others)
+
+
+@on_ranks(2)
+def test_a_module_with_a_group_can_be_copied_and_pickled(member):
+    positional = good(member.device).values()
+    module = torch.nn.Sequential(parallel_lce.LinearCrossEntropy(process_group=member.group, z_loss=0.1))[0]
+    want = module(*positional)
+    duplicate = copy.deepcopy(torch.nn.ModuleList([module, module]))
+    assert duplicate[0] is duplicate[1] and duplicate[0] is not module
+    shallow = copy.copy(module)
+    assert duplicate[0].options is not module.options and shallow.options is module.options
+    for other in (duplicate[0], shallow):
+        assert other is not module and other.process_group is member.group and torch.equal(other(*positional), want)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    for restored in (pickle.loads(pickle.dumps(module)), torch.load(file, weights_only=False)):
+        again = pickle.loads(pickle.dumps(copy.deepcopy(restored)))
+        for lost in (restored, again):
+            with pytest.raises(ValueError, match=rf"pickled with a process_group of {member.ranks} rank"):
+                lost(*positional)
+            lost.process_group = member.group
+            assert torch.equal(lost(*positional), want)
+    with pytest.raises(ValueError, match="process_group must be a torch.distributed.ProcessGroup"):
+        module.process_group = "tp"
+
+
+def test_a_module_without_a_group(device):
+    """It is pickled whole, owns no parameters, and shows its options."""
+    positional = good(device).values()
+    module = parallel_lce.LinearCrossEntropy(label_smoothing=0.1, reduce_dtype=torch.float32)
+    restored = pickle.loads(pickle.dumps(module))
+    assert torch.equal(restored(*positional), module(*positional))
+    assert not list(module.parameters())
+    assert "label_smoothing=0.1" in repr(module) and "reduce_dtype=torch.float32" in repr(module)

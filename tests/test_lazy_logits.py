@@ -1,24 +1,423 @@
-"""Lazy logits: what they answer without logits, what makes real ones, and who is told."""
+"""Lazy logits: they do whatever logits do in stock, make real ones only where a use needs them, and say so."""
 
 from __future__ import annotations
 
+import ast
+import copy
+import pickle
+import re
+import tempfile
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest import mock
 
+import numpy
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-import parallel_lce.megatron
-from measures import largest_error
-from megatron_models import BATCH, HIDDEN, SEQUENCE, VOCAB, Batch, Model, batch, build, losses_of
+from megatron.core import tensor_parallel
+
+from measures import error, largest_error, relative_error, size
+from megatron_models import VOCAB, Batch, Model, batch, build, losses_of
 from megatron_training import output_layers, side_by_side, switched, train
 from on_ranks import on_ranks
 from parallel_lce.megatron import output_layer
 from parallel_lce.megatron.lazy_logits import LazyLogits
+from tools import words_of_error
 from world import Member
+
+# --- every use ----------------------------------------------------------------------------------------
+
+# What a program may do with the logits ``z`` before it gives them, or its ``out``, to the loss; an ``extra`` is added
+# to it. The last expression's value, or the kind of error, is compared, too. ``ramp`` is a row of the vocabulary,
+# ``places`` are integers of the logits' shape.
+USES = """
+z[..., 20:].fill_(-1e4)
+z.view(-1, z.shape[-1])[:, 20:].fill_(-1e4)
+z.data.div_(2)
+z.data = 2 * z.data
+z.unsqueeze_(0); z.mul_(ramp); z.squeeze_(0)
+z.requires_grad_().mul_(ramp)
+with torch.inference_mode(): z.add_(ramp)
+with torch.no_grad(): [row.mul_(2) for row in z]
+with torch.no_grad(): copy.copy(z).mul_(2)
+torch.from_dlpack(z.detach()).mul_(2)
+F.relu(z, inplace=True)
+F.threshold(input=z, threshold=0.0, value=-5.0, inplace=True)
+torch._foreach_addcmul_([z], (ramp,), [z])
+with torch.no_grad(): torch.add(input=z, other=ramp, out=z)
+with torch.no_grad(): torch.max(z.expand(2, *z.shape), 0, out=(z, places))
+numpy.asarray(z.detach())[...] *= 2
+z += ramp
+y = z; y += ramp; y.neg_(); out = y; y is z
+with torch.no_grad(): z //= 0.3
+z @= torch.eye(z.shape[-1], device=z.device, dtype=z.dtype).roll(1, 0)
+z[..., 20:] = -5.0
+y = 2 * z; z.mul_(ramp); out = y
+y = 2 * z; y.mul_(ramp)
+y = 2 * z; y.mul_(ramp); out = y
+y = z * 0.5; y *= ramp; z.neg_(); out = y
+z.mul_(ramp); out = 2 * z
+y = z.clone(); z.mul_(ramp); out = y
+out = z.transpose(0, 1).mul_(ramp).transpose(0, 1)
+hook = z.register_hook(lambda gradient: 2 * gradient)
+extra = z.max(-1).values.square().mean()
+extra = (2 * z).float().logsumexp(-1).square().mean()
+z.float().mean(); z.sum(); z[0]; z.max(); 2 + z; torch.softmax(z, -1); z.tolist(); list(z); repr(z); z.argmax(-1)
+with torch.no_grad(): z.float().mean(); z.max(-1); z.mul(2)
+with torch.no_grad(): out = 2 * z
+z.stride(); z.is_contiguous(); z.is_leaf; z.layout; z.grad_fn is None; z.grad
+bool(z)
+z == None
+-z, +z, abs(z)
+z + 1, 1 + z, z - 1, 1 - z, z / 2, 2 / z, z // 0.3, 2 // z, z % 0.3, 2 % z, z ** 2, 2 ** z
+z @ z.mT, z.detach().numpy() @ z.mT.detach()
+1 | z, ~z
+divmod(2, z)
+float(z), int(z)
+z[1], z[..., 2], z[z > 0], z[None], z[:, [0, 1]]
+del z[0]
+z.no_such_thing
+numpy.asarray(z)
+(numpy.float64(2) * z)[...], z * numpy.float32(2) + 0
+numpy.asarray(z.detach()), numpy.exp(z.detach()), numpy.float64(2) * z.detach()
+copy.deepcopy(z)
+copy.deepcopy([z.detach()])[0]
+pickle.loads(pickle.dumps(z)), pickle.loads(pickle.dumps(z)).requires_grad
+f"{z.sum():.3f}", format(z[0, 0, 0], ".2f")
+torch.stack([z, z]), torch.cat(tensors=(z, z), dim=0), torch.einsum("abc,abc->a", z, z)
+checkpoint(torch.sum, z[...], use_reentrant=True)
+y = z[...]; torch.autograd.grad((2 * z).square().sum(), z), torch.autograd.grad(y.square().sum(), z)
+z.retain_grad(); z.square().sum().backward(); z.grad
+torch.empty(z.shape).copy_(z), torch.zeros(z.shape).add_(z), torch.zeros(z.shape).__iadd__(z)
+torch.zeros_like(z), z.new_ones(2), torch.ops.aten.add(z, 1), torch.where(z > 0, z, 0.0)
+x = torch.zeros(z.shape); x[...] = z; x
+torch.nn.utils.clip_grad_norm_([z], 1.0)
+torch.max(z, z + 1), torch.max(z), torch.max(z, 0), z.max(-1, keepdim=True), torch.max(input=z, dim=-1)
+z.max(axis=-1), torch.max(z, axis=0), torch.argmax(z)
+z.unsqueeze_(0); v = z.max(-1), z.argmax(-1), torch.max(z, -1), torch.argmax(z, dim=-1); z.squeeze_(0); v
+z.detach_()
+z.data = z.data[1:]; z.argmax(-1)
+z.detach_().resize_(3, 2, 5)
+with torch.no_grad(): z[..., 7] = 9.0
+""".strip().splitlines()
+
+# These make no logits: sizes, which are compared after each use; products; and in fp32, where logits have no equals,
+# the largest logit of this rank's shard and its place, as Megatron's MTP acceptance asks.
+WITHOUT_LOGITS = """
+pass
+hasattr(z, "no_attribute_of_tensors")
+out = 2.0 * (z * 0.25)
+""".strip().splitlines()
+LARGEST = """
+z.argmax(-1), torch.argmax(z, dim=-1), (z * -0.25).argmax(-1)
+torch.no_grad()(z.max)(dim=-1), torch.no_grad()(z.max)(2), torch.no_grad()(torch.max)(z, -1)
+torch.no_grad()((z * -0.25).max)(-1)
+""".strip().splitlines()
+
+
+def _value(use: str, names: dict) -> object:
+    """Of the last expression, None where there is none; or the kind of error."""
+    tree = ast.parse(use)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else ast.Expr(ast.Constant(None))
+    try:
+        exec(compile(tree, use, "exec"), names)
+        return eval(compile(ast.fix_missing_locations(ast.Expression(last.value)), use, "eval"), names)
+    except Exception as error:
+        return type(error)
+
+
+def _sizes(z) -> tuple:
+    sizes = (z.shape, z.size(), z.size(-1), z.dim(), z.ndim, len(z), z.numel())
+    return *sizes, z.dtype, z.device, z.is_cuda, z.requires_grad, z.is_floating_point()
+
+
+def _after(model, use: str, hidden: torch.Tensor, weight, labels: torch.Tensor) -> tuple[object, list | None]:
+    """The value of the use with the sizes of the logits afterwards; and the losses with the gradients of hidden states
+    and output weight, or None if the loss or its backward fails."""
+    model.zero_grad()
+    leaf = hidden.clone().requires_grad_()
+    z, runs = model.output_layer(leaf, weight=weight)[0], []
+    if lazy := isinstance(z, LazyLogits):
+        stock_forward = z.stock_forward
+        z.stock_forward = lambda *a, **k: (runs.append(a), stock_forward(*a, **k))[1]
+    ramp = torch.linspace(0.5, 2.0, z.shape[-1], device=z.device, dtype=z.dtype)
+    places = torch.empty(z.shape, dtype=torch.long, device=z.device)
+    modules = dict(torch=torch, F=torch.nn.functional, copy=copy, numpy=numpy, pickle=pickle, checkpoint=checkpoint)
+    names = {"z": z, "ramp": ramp, "places": places} | modules
+    value = _value(use, names), _sizes(z) if z.dim() else None
+    try:
+        logits = names.get("out", z)
+        # Stock's loss overwrites fp32 logits, which other uses may have saved.
+        losses = model.compute_language_model_loss(labels, logits if lazy else logits.clone())
+        (losses.square().mean() + names.get("extra", 0.0)).backward()
+    except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
+        return value, None
+    # Products are lazy logits of their own.
+    known = use in WITHOUT_LOGITS + LARGEST
+    assert len(runs) <= (not known) or (not known and re.search(r"\* z|z \* |y = ", use)), (use, "projected again")
+    used = model.output_layer.weight if weight is None else weight
+    return value, [losses.detach(), leaf.grad, used.grad.clone()]
+
+
+def _same(a: object, b: object, rtol: float = 0.0) -> bool:
+    b = b[...] if isinstance(b, LazyLogits) else b
+    if isinstance(a, (tuple, list)) and not isinstance(a, torch.Size):
+        return isinstance(b, type(a)) and len(a) == len(b) and all(_same(x, y, rtol) for x, y in zip(a, b))
+    if isinstance(a, torch.Tensor):
+        equal = isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
+        return equal and (torch.equal(a, b) or (a.is_floating_point() and error(b, a) <= rtol * size(a)))
+    if isinstance(a, numpy.ndarray):
+        return numpy.array_equal(a, b)
+    return a is b or a == b
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sequence_parallel", "tied", "dtype"),
+    [
+        (1, False, False, torch.float32),
+        (1, False, True, torch.bfloat16),
+        (2, False, True, torch.float32),
+        (2, True, False, torch.bfloat16),
+        (2, True, True, torch.float32),
+    ],
+)
+@pytest.mark.thinned
+@on_ranks()
+def test_every_use_is_as_in_stock(member, tied, sequence_parallel, dtype):
+    spec = Model(ranks=member.ranks, tied=tied, sequence_parallel=sequence_parallel)
+    stock, ours, hidden, data = output_layers(member, spec)
+    labels = data.labels
+    models, kept, wrong = (stock.to(dtype), ours.to(dtype)), {}, []
+    weights = [m.shared_embedding_or_output_weight() if tied else None for m in models]
+    with torch.no_grad():  # logits large enough that each change shows
+        for model, weight in zip(models, weights):
+            (model.output_layer.weight if weight is None else weight).mul_(20)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    for enabled in (False, True):
+        for use in (*WITHOUT_LOGITS, *(LARGEST if dtype == torch.float32 else []), *USES):
+            with warnings.catch_warnings(), torch.set_grad_enabled(enabled):
+                warnings.simplefilter("ignore")
+                pairs = [_after(m, use, hidden.to(dtype), w, labels) for m, w in zip(models, weights)]
+                (value, truth), (other, mine) = pairs
+                if not _same(value, other, 1e-5 if use in LARGEST else 0.0):
+                    wrong.append((use, enabled, *(str(v)[:100] for v in (value, other))))
+            if (truth is None) != (mine is None):
+                wrong.append((use, enabled, "fails" if truth is None else "does not fail"))
+            elif truth is not None:
+                kept[use] = truth
+                for name, a, b in zip(("losses", "hidden", "weight"), truth, mine):
+                    if not error(b, a) <= tolerance * size(a):
+                        wrong.append((use, name, relative_error(b, a)))
+    assert not wrong, wrong
+    changes = [use for use, found in kept.items() if max(map(relative_error, found, kept["pass"])) > 0.1]
+    assert len(changes) >= 25, changes  # the others read
+
+
+# --- the layer's call ----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_modes_are_those_of_the_layers_call(member):
+    """No gradient from the start, or from the multiplication on; and autocast."""
+    _, _, hidden, _ = output_layers(member, Model(ranks=member.ranks))
+    autocast = lambda: torch.autocast(member.device.type, torch.bfloat16)  # noqa: E731
+    modes = ((torch.no_grad, nullcontext), (nullcontext, torch.no_grad), (torch.inference_mode, nullcontext))
+
+    def modes_of(model, data, ours):
+        loss_of = model.compute_language_model_loss
+        for before, after in modes:
+            with before():
+                z = model.output_layer(hidden)[0]
+            with after():
+                z = z * 0.5
+            losses = loss_of(data.labels, z)
+            assert not (z.requires_grad or losses.requires_grad or z.float().requires_grad)
+        with autocast():
+            z, again, third = (model.output_layer(hidden)[0] for _ in range(3))
+            losses = loss_of(data.labels, again)
+        assert torch.equal(loss_of(data.labels, z), losses)
+        assert third.dtype == third.clone().dtype == torch.bfloat16
+        return [third.float()]
+
+    truth, mine = side_by_side(member, Model(ranks=member.ranks), modes_of)
+    assert torch.equal(truth[0], mine[0])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_changed_hidden_states_and_weights_are_refused(member, sequence_parallel):
+    """What logits are made of may not change between the layer and its loss, nor before backward, as in stock."""
+    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
+    stock, ours, hidden, data = output_layers(member, spec)
+    labels = data.labels
+    for model in (stock, ours):
+        model.output_layer.training = False  # no warnings
+        model.output_layer.bias = torch.nn.Parameter(torch.zeros_like(model.output_layer.weight[:, 0]))
+
+    def said(model, name: str, before, behind) -> str:
+        """Of a use ``before`` the operand changes, and of one ``behind`` that."""
+        input_ = hidden.clone().requires_grad_() * 1.0
+        found = before(model.output_layer(input_)[0])
+        part = input_ if name == "hidden states" else getattr(model.output_layer, name)
+        with torch.no_grad():
+            part.view(-1)[:1].add_(1.0)
+        return words_of_error(lambda: behind(found))
+
+    loss_of = lambda z: ours.compute_language_model_loss(labels, z).sum()  # noqa: E731
+    for name in ("hidden states", "weight"):  # a sum's gradient does not need the bias
+        for model, before in ((stock, torch.sum), (ours, loss_of)):
+            assert "modified by an inplace operation" in said(model, name, before, torch.Tensor.backward), name
+    for name in ("hidden states", "weight", "bias"):
+        for behind in (loss_of, lambda z: z.float(), lambda z: z.argmax(-1), lambda z: loss_of(2 * z)):
+            assert f"output layer's {name} changed in place" in said(ours, name, lambda z: z, behind), name
+    with torch.inference_mode():  # whose tensors do not count their changes
+        input_ = hidden.clone()
+        assert torch.isfinite(loss_of(ours.output_layer(input_)[0]))
+        z = ours.output_layer(input_)[0]
+        before = z.clone()
+        input_.zero_()
+        assert torch.equal(z, before)
+
+
+@on_ranks(2)
+def test_logits_are_those_of_the_call(member):
+    """What the layer has or was asked for at its call holds for logits that are made later."""
+    _, ours, hidden, data = output_layers(member, Model(ranks=member.ranks))
+
+    def later(model, data, ours):
+        layer, loss_of = model.output_layer, model.compute_language_model_loss
+        layer.training, layer.gather_output = False, True
+        z = layer(hidden, runtime_gather_output=False)[0]
+        shape = z.shape
+        layer.weight = torch.nn.Parameter(torch.zeros_like(layer.weight))
+        losses = loss_of(data.labels, z * 1.0)
+        assert z.clone().shape == shape
+        return z.clone(), losses, loss_of(data.labels, z)
+
+    side_by_side(member, Model(ranks=member.ranks), later)
+    layer = ours.output_layer
+    z = layer(hidden)[0]
+    layer.bias = torch.nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
+    assert "output layer's bias changed" in words_of_error(lambda: z.float())
+    layer.bias = None
+    # A hook after the loss would never be called, a gradient never kept.
+    for name, arguments in {"register_hook": (print,), "retain_grad": ()}.items():
+        z = layer(hidden.requires_grad_())[0]
+        ours.compute_language_model_loss(data.labels, z)
+        assert f"{name} comes after the loss" in words_of_error(lambda: getattr(z, name)(*arguments))
+    hidden = hidden.detach().clone()
+    hidden[1] = torch.nan
+    z = layer(hidden)[0]
+    with torch.no_grad():  # places that something may be gathered by
+        assert z.argmax(-1).min() == 0 and z.max(-1).indices.min() == 0 and z.max(-1).values[1].isnan().all()
+
+
+# --- autograd's Functions and checkpoints ---------------------------------------------------------------
+
+
+def _function(forward, **others):
+    """A torch.autograd.Function, as it is applied."""
+    methods = {name: staticmethod(method) for name, method in dict(forward=forward, **others).items()}
+    return type("Function", (torch.autograd.Function,), methods).apply
+
+
+_square = _function(lambda ctx, z: z * z)
+# Its forward has no context.
+_set_up = _function(lambda z: z * z, setup_context=lambda ctx, inputs, output: None)
+# Its forward uses what it is not given.
+_calling = _function(lambda ctx, function: function())
+
+
+def _with_gradients(z):
+    """As a loss in tiles does, it differentiates by itself."""
+    with torch.enable_grad():
+        return z.square().sum().detach()
+
+
+@on_ranks(2)
+def test_autograd_functions_get_no_lazy_logits(member):
+    """A torch.autograd.Function that gets no tensor returns none with a gradient: refused, or a tensor's."""
+    spec = Model(ranks=member.ranks)
+    _, ours, hidden, data = output_layers(member, spec)
+    ours.output_layer.training = False  # no warnings
+    labels = data.labels
+    target, leaf = labels.transpose(0, 1).contiguous(), hidden.clone().requires_grad_()
+    uses = [
+        _square,
+        _set_up,
+        lambda z: _calling(lambda: (2 * z)[...]),
+        lambda z: _calling(lambda: _with_gradients(z)),
+        lambda z: tensor_parallel.vocab_parallel_cross_entropy(z, target),
+        lambda z: checkpoint(torch.square, z, use_reentrant=True),
+        lambda z: checkpoint(ours.compute_language_model_loss, labels, z, use_reentrant=True),
+        lambda z: (z.add_(0), _square(z))[1],  # with real logits, too
+    ]
+    for number, use in enumerate(uses):
+        z = ours.output_layer(leaf)[0]
+        assert "give it `logits[...]`" in words_of_error(lambda: use(z)), number
+        with torch.no_grad():  # where stock's has no gradient either
+            assert not use(ours.output_layer(leaf)[0]).requires_grad
+    # A checkpoint within which logits are made for the first time.
+    squares = checkpoint(torch.square, ours.output_layer(leaf)[0], use_reentrant=False)
+    assert "different number of tensors was saved" in words_of_error(squares.sum().backward)
+
+    def of_tensors(model, data, ours):
+        """The remedy, and a loss that is recomputed in backward."""
+        leaf, found = hidden.clone().requires_grad_(), []
+        # Stock's loss changes fp32 logits.
+        loss = lambda z: model.compute_language_model_loss(data.labels, z if ours else z.clone())  # noqa: E731
+        recomputed = lambda z: checkpoint(loss, z, use_reentrant=False)  # noqa: E731
+        for function in (lambda z: tensor_parallel.vocab_parallel_cross_entropy(z[...], target), recomputed):
+            losses = function(model.output_layer(leaf)[0])
+            found += [losses, torch.autograd.grad(losses.mean(), leaf)[0]]
+        return found
+
+    side_by_side(member, spec, of_tensors)
+
+
+CHECKPOINTS = {
+    "reentrant": lambda run, x: checkpoint(run, x, use_reentrant=True),
+    "not reentrant": lambda run, x: checkpoint(run, x, use_reentrant=False),
+    "Megatron's": lambda run, x: tensor_parallel.random.checkpoint(run, False, x),
+}
+
+
+@pytest.mark.parametrize("with_loss", [False, True])
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@on_ranks(2)
+def test_the_output_layer_within_a_checkpoint(member, sequence_parallel, kind, with_loss):
+    """Alone or with its loss, and a loss of something else."""
+    spec, checkpointed = Model(ranks=member.ranks, sequence_parallel=sequence_parallel), CHECKPOINTS[kind]
+    _, _, hidden, _ = output_layers(member, spec)
+
+    def gradients(model, data, ours):
+        leaf, labels = hidden.clone().requires_grad_(), data.labels
+        layer = lambda x: model.output_layer(x)[0]  # noqa: E731
+        loss_of = model.compute_language_model_loss
+        if with_loss:
+            losses = checkpointed(lambda x: loss_of(labels, layer(x)), leaf)
+        elif ours and kind != "not reentrant":
+            z = checkpointed(layer, leaf)
+            for use in (lambda: loss_of(labels, z), lambda: z.float()):
+                assert "let it return `logits[...]`" in words_of_error(use)
+            with torch.no_grad():  # where stock's has no gradient either
+                assert torch.equal(checkpointed(layer, leaf)[...], layer(leaf)[...])
+            losses = loss_of(labels, checkpointed(lambda x: layer(x)[...], leaf))
+        else:
+            losses = loss_of(labels, checkpointed(layer, leaf))
+        (losses.mean() + leaf.square().mean() + model.output_layer.weight.square().mean()).backward()
+        return losses, leaf.grad, model.output_layer.weight.grad
+
+    side_by_side(member, spec, gradients)
+
+
+# --- who makes logits, and who is told ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -28,74 +427,23 @@ from world import Member
 def test_logits_without_a_loss(member, tied, sequence_parallel):
     """Without labels, in evaluation, and of the layer alone, they are the stock ones, and nobody is told."""
     spec = Model(ranks=member.ranks, tied=tied, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, weight = output_layers(member, spec)
-    data = batch(0, spec, member.device)
+    stock, ours, hidden, data = output_layers(member, spec)
     given = data.tokens, data.positions, data.mask
-    for model in (stock, ours):
-        model.eval()
+    weight = ours.shared_embedding_or_output_weight() if tied else None
+    real, lazy = (model.eval().output_layer(hidden, weight=weight)[0] for model in (stock, ours))
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="parallel_lce")
         assert torch.equal(stock(*given), ours(*given))
         assert largest_error(*(m(*given, labels=data.labels) for m in (stock, ours))) <= 1e-5
         gathered = [m(*given, runtime_gather_output=True) for m in (stock, ours)]
         assert gathered[0].shape[-1] == VOCAB and torch.equal(*gathered)
-    real, lazy = (model.output_layer(hidden, weight=weight)[0] for model in (stock, ours))
-    assert isinstance(lazy, LazyLogits) and torch.equal(lazy[2], real[2]) and all(map(torch.equal, lazy, real))
-    assert torch.equal((2 * lazy).float(), 2 * real) and torch.equal(1 - lazy / 2, 1 - real / 2)
+        if member.ranks == 1:  # of its vocabulary there is nothing to gather
+            ours.train()(*given, labels=data.labels, runtime_gather_output=True)
+    assert repr(lazy) == f"LazyLogits({list(real.shape)}, {real.dtype}, {real.device})"
+    assert torch.equal(lazy[2], real[2]) and all(map(torch.equal, lazy, real))
     # Stock models built while the switch is installed stay stock.
     assert type(build(member, spec, {}).output_layer) is type(stock.output_layer)
     assert type(ours.output_layer).__name__ == type(stock.output_layer).__name__
-
-
-def _never(*arguments, **options):
-    raise AssertionError("the logits were made")
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("scale", [1.0, -0.25])
-@on_ranks(2)
-def test_known_without_logits(member, sequence_parallel, scale):
-    """Sizes, and the largest logit of this rank's shard and its place, as Megatron's MTP acceptance asks."""
-    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, _ = output_layers(member, spec)
-    real = stock.output_layer(hidden)[0].detach() * scale
-    lazy = ours.output_layer(hidden)[0] * scale
-    lazy.stock_forward = _never
-    assert lazy.shape == real.shape and lazy.size() == real.size() and lazy.size(-1) == real.size(-1)
-    assert (lazy.dim(), lazy.ndim, len(lazy)) == (real.dim(), real.ndim, len(real))
-    assert (lazy.dtype, lazy.device, lazy.is_cuda) == (real.dtype, real.device, real.is_cuda)
-    assert lazy.requires_grad and lazy.is_floating_point() and lazy.numel() == real.numel()
-    assert not hasattr(lazy, "no_attribute_of_tensors")
-    assert repr(lazy) == f"LazyLogits({list(real.shape)}, {real.dtype}, {real.device})"
-    values, places = real.max(dim=-1)
-    with torch.no_grad():
-        for found in (lazy.max(dim=-1), lazy.max(2), torch.max(lazy, -1)):
-            assert largest_error(found.values, values) <= 1e-5 and torch.equal(found.indices, places)
-            assert found.values.dtype == values.dtype and found.indices.dtype == places.dtype
-    for found in (lazy.argmax(-1), torch.argmax(lazy, dim=-1)):
-        assert torch.equal(found, places)
-    for use in (lambda: lazy.max(dim=-1), lambda: lazy.max(), lambda: lazy.argmax(0), lambda: lazy + 1):
-        with pytest.raises(AssertionError, match="the logits were made"):
-            use()
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@on_ranks(2)
-def test_scaled_logits(member, sequence_parallel):
-    """Logits that the model scales before the loss, as MuP does from 0.17 on, are not made."""
-    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
-    _, _, hidden, _ = output_layers(member, spec)
-
-    def gradients(model, data, ours):
-        leaf = hidden.clone().requires_grad_()
-        logits = model.output_layer(leaf)[0]
-        if ours:
-            logits.stock_forward = _never
-        losses = model.compute_language_model_loss(data.labels, 2.0 * (logits * 0.25))
-        losses.square().mean().backward()
-        return losses, leaf.grad, model.output_layer.weight.grad
-
-    side_by_side(member, spec, gradients)
 
 
 def _said(model, data: Batch, **options) -> list[str]:
@@ -106,7 +454,7 @@ def _said(model, data: Batch, **options) -> list[str]:
         warnings.filterwarnings("ignore", category=FutureWarning)
         model(data.tokens, data.positions, data.mask, labels=data.labels, **options)
     ours = [w for w in caught if "parallel_lce" in str(w.message)]
-    assert all(w.filename == __file__ for w in ours if "of the output layer's result" in str(w.message))
+    assert all(w.filename == __file__ for w in ours if re.search("'(float|softmax)' of the output", str(w.message)))
     return [str(w.message) for w in ours]
 
 
@@ -116,6 +464,12 @@ def _hooked(layer, use) -> None:
 
 def _with_a_bias(layer) -> None:
     layer.skip_bias_add, layer.bias = True, torch.nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
+
+
+def _with_a_log(layer) -> None:
+    """Megatron writes the logits of each forward to a file there."""
+    layer.folder = tempfile.TemporaryDirectory()
+    layer.config.config_logger_dir = layer.folder.name
 
 
 # What makes real logits in training, by what is said of it.
@@ -128,22 +482,26 @@ REASONS = {
     "attribute 'float'": lambda layer: _hooked(layer, lambda z: (z.float(), z.sum())),
     "torch function 'softmax'": lambda layer: _hooked(layer, lambda z: torch.softmax(z, -1)),
     "backward hooks": lambda layer: layer.register_full_backward_hook(lambda *given: None),
+    "pickling": _with_a_log,
 }
 
 
-@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize(("family", "reason"), [*(("gpt", name) for name in REASONS), ("mamba", "attribute 'float'")])
 @on_ranks(2)
-def test_says_once_that_logits_are_made(member, reason):
-    """Whatever makes real logits in training is named once, and the loss is stock's."""
-    spec = Model(ranks=member.ranks)
+def test_says_once_that_logits_are_made(member, family, reason):
+    """Whatever makes real logits in training is named once, and the loss is stock's. A call without labels asks for
+    logits."""
+    spec = Model(ranks=member.ranks, family=family)
     options = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
     if not reason.startswith("built before"):
         switched(spec)
     ours, stock = build(member, spec, options), build(member, spec, {})
     switched(spec)
     data = batch(0, spec, member.device)
+    unlabelled = replace(data, labels=None)
     REASONS[reason](ours.output_layer)
     options = {"runtime_gather_output": True} if reason == "parallel_output=True" else {}
+    assert _said(ours, unlabelled) == _said(ours, unlabelled, runtime_gather_output=True) == []
     first, second = _said(ours, data, **options), _said(ours, data, **options)
     # One rank speaks for those that shard the vocabulary.
     assert len(first) == (member.rank == 0) and all(reason in text for text in first), first
@@ -151,18 +509,6 @@ def test_says_once_that_logits_are_made(member, reason):
     ours.eval()
     assert _said(ours, data) == []
     assert largest_error(losses_of(ours.train(), spec, data), losses_of(stock, spec, data)) <= 1e-5
-
-
-@pytest.mark.parametrize("family", ["gpt", "mamba"])
-@on_ranks(2)
-def test_says_nothing_of_logits_that_were_asked_for(member, family):
-    """In training too: by a call without labels. Those with labels are still told of."""
-    spec = Model(ranks=member.ranks, family=family)
-    ours, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
-    _hooked(ours.output_layer, lambda z: z.float())
-    unlabelled = replace(data, labels=None)
-    assert _said(ours, unlabelled) == _said(ours, unlabelled, runtime_gather_output=True) == []
-    assert len(_said(ours, data)) == (member.rank == 0)
 
 
 def _speak(member: Member, spec: Model) -> int:
@@ -189,36 +535,13 @@ def test_one_rank_speaks_for_all(spec, told, worlds):
     assert worlds(2).run(_speak, spec) == told
 
 
-@on_ranks(1)
-def test_one_rank_gathers_nothing(member):
-    """Of its vocabulary there is nothing to gather."""
-    spec = Model(ranks=1)
-    ours, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
-    assert _said(ours, data, runtime_gather_output=True) == []
-    assert isinstance(ours.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN).to(member.device))[0], LazyLogits)
-
-
-@on_ranks(1)
-def test_config_logger(member, tmp_path):
-    """With config_logger_dir Megatron writes the logits of each forward to a file."""
-    spec = Model(ranks=member.ranks)
-    model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
-    model.config.config_logger_dir = str(tmp_path)
-    with pytest.warns(parallel_lce.megatron.LogitsWarning, match="pickling"):
-        losses_of(model, spec, data).mean().backward()
-    model.config.config_logger_dir = ""
-    (path,) = tmp_path.rglob("*input_and_logits*.pth")
-    written = torch.load(path, weights_only=True)["logits"]
-    assert torch.equal(written.transpose(0, 1), model.eval()(data.tokens, data.positions, data.mask))
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2)
 def test_protocol_of_the_development_branch(member, sequence_parallel):
     """``output_layer(output_cross_entropy_loss=True, labels=[b, s])``."""
     spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, _ = output_layers(member, spec)
-    labels, layer = batch(0, spec, member.device).labels, ours.output_layer
+    stock, ours, hidden, data = output_layers(member, spec)
+    labels, layer = data.labels, ours.output_layer
     counts = labels != -100
     want = stock.compute_language_model_loss(labels, stock.output_layer(hidden)[0]).masked_fill(~counts, 0.0)
     ask = dict(input_=hidden, weight=None, runtime_gather_output=None, output_cross_entropy_loss=True, labels=labels)

@@ -1,27 +1,24 @@
-"""Training stock Megatron-core models with the switch equals training them without."""
+"""Training stock Megatron-core models with the switch equals training them without: also where the output weight is
+fully sharded, detached, or used elsewhere, and where its main_grad is replaced."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import warnings
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-from megatron_models import Model, specs
-from megatron_releases import OTHER_RELEASES, path_of
-from megatron_training import assert_equal, switched, tolerance_of, train, train_quietly
+import megatron.core
+
+from megatron_models import BATCH, HIDDEN, OTHER_RELEASES, SEQUENCE, Model, losses_of, path_of, specs
+from megatron_training import compare, in_ddp, side_by_side, train_quietly
 from on_ranks import on_ranks
+from tools import words_of_error
 from world import Member
-
-
-def _compare(member: Member, spec: Model) -> None:
-    # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
-    drops = spec.fusion and spec.tied and spec.mtp and spec.pipeline > 1
-    stock = train(member, replace(spec, fusion=False) if drops else spec, {})
-    assert_equal(train_quietly(member, spec), stock, tolerance_of(spec))
-
 
 SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in specs(4))]
 
@@ -29,27 +26,19 @@ SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for 
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 @pytest.mark.thinned
 def test_training_equals_stock(spec, worlds):
-    worlds(spec.ranks).run(_compare, spec)
+    worlds(spec.ranks).run(compare, spec)
+
+
+def _compare_on(member: Member, release: str, spec: Model) -> None:
+    # From 0.18 on it adds the commit of the repository that it lies in.
+    assert not release[0].isdigit() or megatron.core.__version__.partition("+")[0] == release
+    compare(member, spec)
 
 
 @pytest.mark.parametrize("spec", specs(2, tp_of_pairs=1), ids=str)
 @pytest.mark.parametrize("release", OTHER_RELEASES)
 def test_other_releases(release, spec, worlds):
-    worlds(spec.ranks, path_of(release)).run(_compare, spec)
-
-
-def _release(member: Member) -> str:
-    import megatron.core
-
-    return megatron.core.__version__
-
-
-@pytest.mark.parametrize("release", OTHER_RELEASES)
-def test_other_releases_are_what_is_imported(release, worlds):
-    path = path_of(release)
-    (found,) = set(worlds(2, path).run(_release))
-    # From 0.18 on it adds the commit of the repository that it lies in.
-    assert not release[0].isdigit() or found.partition("+")[0] == release
+    worlds(spec.ranks, path_of(release)).run(_compare_on, release, spec)
 
 
 @pytest.mark.parametrize(
@@ -59,8 +48,7 @@ def test_other_releases_are_what_is_imported(release, worlds):
 )
 @on_ranks()
 def test_training_on_logits_equals_stock(member, spec):
-    stock = train(member, spec, {})
-    assert_equal(train_quietly(member, spec, switched(spec, "logits")), stock, tolerance_of(spec))
+    compare(member, spec, "logits")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -73,3 +61,110 @@ def test_deterministic_mode_repeats_every_bit(member):
         assert torch.equal(a, b)
     for name, value in first.parameters.items():
         assert torch.equal(value, second.parameters[name]), name
+
+
+def _reshard(layer: torch.nn.Module) -> None:
+    """Has a weight exist within its layer's forward alone, as fully sharded data parallelism does."""
+    weight, whole = layer.weight, layer.weight.data.clone()
+
+    def fill(*given) -> None:
+        weight.untyped_storage().resize_(whole.untyped_storage().nbytes())
+        weight.data.copy_(whole)  # unseen by version counters
+
+    def empty(*given) -> None:
+        weight.untyped_storage().resize_(0)
+
+    weight.__fsdp_param__ = True
+    layer.register_forward_pre_hook(fill)
+    layer.register_forward_hook(empty)
+    layer.register_full_backward_pre_hook(fill)
+    empty()
+
+
+@pytest.mark.parametrize("by", ["a hook", "the model", "the output layer"])
+@on_ranks(2)
+def test_fully_sharded_weights(member, by):
+    """The loss of a weight that may be gone when it is due."""
+    spec = Model(ranks=member.ranks, data=1 if by == "a hook" else member.ranks)
+
+    def gradients(model, data, ours):
+        if by == "a hook" and ours:
+            _reshard(model.output_layer)
+        if by != "a hook":
+            mesh = DeviceMesh.from_group(member.group, member.device.type)
+            for module in (model.output_layer, model) if by == "the output layer" else (model,):
+                fully_shard(module, mesh=mesh)
+        if by == "the model":  # the weight is whole when the loss is due
+            warnings.filterwarnings("error", message="parallel_lce")
+        losses_of(model, spec, data).mean().backward()
+        found = [p.grad for p in model.parameters()]
+        return found if by == "a hook" else [g.full_tensor() for g in found]
+
+    side_by_side(member, spec, gradients)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@on_ranks(2)
+def test_detached_weights(member, sharded):
+    """As of mtp_detach_heads from 0.18 on: no dW, and none in main_grad."""
+
+    def gradients(model, data, ours):
+        layer = model.output_layer
+        layer.weight.main_grad = torch.zeros_like(layer.weight)
+        layer.weight.grad_added_to_main_grad = False
+        if ours and sharded:
+            _reshard(layer)
+        hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(2))
+        hidden = hidden.to(member.device).requires_grad_()
+        logits, _ = layer(hidden, weight=layer.weight.detach())
+        model.compute_language_model_loss(data.labels, logits).mean().backward()
+        assert not layer.weight.main_grad.any() and layer.weight.grad is None
+        return [hidden.grad]
+
+    side_by_side(member, Model(ranks=member.ranks), gradients)
+
+
+@pytest.mark.parametrize("use", ["weight", "logits"])
+@on_ranks(2)
+def test_other_uses_of_the_weight(member, use):
+    """Beside the fused loss they lose no gradient under DDP."""
+    spec = Model(ranks=member.ranks)
+
+    def gradient(model, data, ours):
+        ddp, layer = in_ddp(model.config, model), model.output_layer
+        hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(1)).to(member.device)
+        # With fused accumulation, which stock has through Apex alone, only real logits mark the weight.
+        model.config.gradient_accumulation_fusion = ours and use == "logits"
+        loss = losses_of(model, spec, data).mean()
+        model.config.gradient_accumulation_fusion = False
+        other = layer.weight.square().sum() if use == "weight" else layer(hidden)[0][0].square().mean()
+        (loss + other).backward()
+        ddp.finish_grad_sync()
+        return [layer.weight.main_grad]
+
+    side_by_side(member, spec, gradient)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("fusion", [False, True])
+@on_ranks(2)
+def test_a_main_grad_that_was_replaced_since_forward(member, fusion, tied):
+    """As stock does: with gradient_accumulation_fusion the weight gets back the one of the forward."""
+    spec = Model(ranks=member.ranks, fusion=fusion, tied=tied)
+
+    def gradients(model, data, ours):
+        in_ddp(model.config, model)
+        weight = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+        loss = losses_of(model, spec, data).mean()
+        before, after = weight.main_grad, torch.full_like(weight.main_grad, 0.5)
+        weight.main_grad = after
+        loss.backward()
+        assert weight.main_grad is (before if fusion else after)
+        found = before.clone(), after.clone()
+        if ours and not fusion:
+            loss = losses_of(model, spec, data).mean()
+            weight.main_grad = after.bfloat16()
+            assert "main_grad was torch.float32 [" in words_of_error(loss.backward)
+        return found
+
+    side_by_side(member, spec, gradients)

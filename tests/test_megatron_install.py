@@ -1,39 +1,46 @@
-"""install() and uninstall(), and what the switch refuses."""
+"""install() and uninstall(), what the switch refuses, and ``python -m parallel_lce.megatron SCRIPT``, by which unedited
+scripts get the loss by their own arguments."""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
+from megatron.core import tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import cross_entropy
+
 import parallel_lce.megatron
-from megatron_models import BATCH, HIDDEN, SEQUENCE, Model, batch, build, losses_of
-from megatron_releases import OTHERS, path_of
+from megatron_models import HIDDEN, OTHERS, Model, batch, build, losses_of, path_of
 from megatron_training import switched
 from on_ranks import on_ranks
-from parallel_lce.megatron import choices
-from tools import arguments_to, recorded
+from parallel_lce.core.budget import default_budget
+from parallel_lce.megatron import __main__ as launcher
+from parallel_lce.megatron import choices, install, output_layer, token_log_probs, uninstall
+from tools import arguments_to
 from world import Member
 
+ROOT = Path(__file__).resolve().parent.parent
 ASKED_FOR = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
 
 
 @pytest.fixture(autouse=True)
 def _uninstalled():
-    yield
-    parallel_lce.megatron.uninstall()
+    with mock.patch.dict(os.environ):  # which the launcher's options set
+        yield
+    uninstall()
 
 
 def _methods() -> tuple:
-    from megatron.core import tensor_parallel
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.tensor_parallel import cross_entropy
-
     return (
         LanguageModule.compute_language_model_loss,
         LanguageModule.setup_embeddings_and_output_layer,
@@ -44,42 +51,34 @@ def _methods() -> tuple:
 
 def test_install_is_idempotent_and_undone():
     before = _methods()
-    parallel_lce.megatron.install()
+    install()
     once = _methods()
     assert once[0] is not before[0] and once[2:] == before[2:]
-    parallel_lce.megatron.install(logits_budget=5, reduce_dtype=torch.float32)
+    install(logits_budget=5, reduce_dtype=torch.float32)
     assert _methods() == once
-    parallel_lce.megatron.install(cross_entropy="logits")
+    install(cross_entropy="logits")
     assert _methods()[2] is _methods()[3] is parallel_lce.vocab_parallel_cross_entropy
-    parallel_lce.megatron.install()  # keeps what was chosen
+    install()  # keeps what was chosen
     assert _methods()[2] is parallel_lce.vocab_parallel_cross_entropy
-    assert choices.installed.logits_budget == 5
-    assert choices.installed.reduce_dtype == torch.float32
-    parallel_lce.megatron.install(cross_entropy="output_layer")
+    assert choices.installed == ("logits", 5, None, torch.float32)
+    install(cross_entropy="output_layer")
     assert _methods() == once
-    parallel_lce.megatron.uninstall()
-    parallel_lce.megatron.uninstall()
+    uninstall()
+    uninstall()
     assert _methods() == before
 
 
-def test_others_may_wrap_it_too():
+def test_others_may_wrap_it_too(monkeypatch):
     """What somebody put around the switch is not taken away with it."""
-    from megatron.core.models.common.language_module.language_module import LanguageModule
-
-    before = _methods()
-    parallel_lce.megatron.install()
-    ours = LanguageModule.compute_language_model_loss
-    around = lambda self, labels, logits: ours(self, labels, logits)  # noqa: E731
-    LanguageModule.compute_language_model_loss = around
-    try:
-        parallel_lce.megatron.install(cross_entropy="logits")
-        assert LanguageModule.compute_language_model_loss is around
-        with pytest.warns(RuntimeWarning, match="compute_language_model_loss has been replaced"):
-            parallel_lce.megatron.uninstall()
-        assert LanguageModule.compute_language_model_loss is around
-    finally:
-        LanguageModule.compute_language_model_loss = before[0]
-    assert _methods() == before
+    original = LanguageModule.compute_language_model_loss
+    monkeypatch.setattr(LanguageModule, "compute_language_model_loss", original)  # what it is in the end
+    install()
+    around = LanguageModule.compute_language_model_loss = lambda self, labels, logits: None
+    install(cross_entropy="logits")
+    assert LanguageModule.compute_language_model_loss is around
+    with pytest.warns(RuntimeWarning, match="compute_language_model_loss has been replaced"):
+        uninstall()
+    assert LanguageModule.compute_language_model_loss is around
 
 
 @pytest.mark.parametrize(
@@ -87,51 +86,48 @@ def test_others_may_wrap_it_too():
     [
         *((dict(logits_budget=budget), {}, "logits_budget") for budget in (-1, 1.5, "1GiB", True)),
         *((dict(reduce_dtype=dtype), {}, "None or torch.float32") for dtype in (torch.float16, "float32")),
-        (
-            dict(gradient_filter=0.5, cross_entropy="logits"),
-            {},
-            "gradient_filter=0.5 needs cross_entropy='output_layer'",
-        ),
+        (dict(gradient_filter=0.5, cross_entropy="logits"), {}, "=0.5 needs cross_entropy='output_layer'"),
         ({}, {"PARALLEL_LCE_LOGITS_BUDGET": "1GiB"}, "1GiB"),
         ({}, {"PARALLEL_LCE_CROSS_ENTROPY": "fused"}, "fused"),
     ],
 )
-def test_install_refuses(options, environment, message, monkeypatch):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_install_refuses(options, environment, message):
+    os.environ.update(environment)
     with pytest.raises(ValueError, match=message):
-        parallel_lce.megatron.install(**options)
+        install(**options)
 
 
+@pytest.mark.parametrize("mtp", [None, 1])
 @on_ranks(2)
-def test_hidden_gradients_are_summed_in_the_dtype_asked_for(member):
-    spec = Model(ranks=member.ranks)
-    for dtype in (None, torch.float32):
-        model = build(member, spec, switched(spec)).bfloat16()
-        parallel_lce.megatron.install(reduce_dtype=dtype)
-        losses = losses_of(model, spec, batch(0, spec, member.device))
-        with recorded(None) as events:
-            losses.sum().backward()
-        sums = [e[2] for e in events if e[0] == "all_reduce" and e[1] == BATCH * SEQUENCE * HIDDEN]
-        assert sums.count("float32") == (dtype is not None)
+def test_settings_of_each_call(member, mtp):
+    """Of the environment, by default and as installed last. The filter is not for entropies."""
+    spec = Model(ranks=member.ranks, mtp=mtp)
+    heads = 1 + (mtp or 0)
+    model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
+    given = data.tokens, data.positions, data.mask, data.labels
 
+    def settings(entry: str, call) -> list[tuple]:
+        with arguments_to(output_layer, entry) as found:
+            call()
+        return [(o.logits_budget, o.reduce_dtype, o.gradient_filter) for o, *_ in found]
 
-@on_ranks(1)
-def test_a_filter_may_begin_later(member):
-    """Of a loss before, and of one after a second install."""
-    spec = Model()
-    model = build(member, spec, switched(spec))
-    with arguments_to(sys.modules["parallel_lce.megatron.output_layer"], "fused_loss") as given:
-        losses_of(model, spec, batch(0, spec, member.device))
-        parallel_lce.megatron.install(gradient_filter=2**-13)
-        losses_of(model, spec, batch(0, spec, member.device))
-    assert [options.gradient_filter for options, *_ in given] == [None, 2**-13]
+    def of_statistics(entropy: bool) -> list[tuple]:
+        return settings("fused_statistics", lambda: token_log_probs(model, *given, entropy=entropy))
+
+    default = None if mtp is None else default_budget(member.device) // heads
+    for installed in ({}, dict(logits_budget=12345, reduce_dtype=torch.float32, gradient_filter=0.25)):
+        install(**installed)
+        exact = installed.get("logits_budget", default), installed.get("reduce_dtype")
+        filtered = *exact, installed.get("gradient_filter")
+        assert settings("fused_loss", lambda: losses_of(model, spec, data)) == [filtered] * heads
+        assert of_statistics(False) == [filtered] and of_statistics(True) == [(*exact, None)]
+    uninstall()
+    with mock.patch.dict(os.environ, PARALLEL_LCE_LOGITS_BUDGET="345"):
+        assert of_statistics(True) == [(345, None, None)]
 
 
 @on_ranks(1)
 def test_unsupported_settings(member):
-    from megatron.core.tensor_parallel import ColumnParallelLinear
-
     spec = Model(ranks=member.ranks)
     model = build(member, spec, switched(spec))
     model.config.defer_embedding_wgrad_compute = True
@@ -139,7 +135,7 @@ def test_unsupported_settings(member):
         model.setup_embeddings_and_output_layer()
     model.config.defer_embedding_wgrad_compute = False
 
-    class Quantized(ColumnParallelLinear):
+    class Quantized(tensor_parallel.ColumnParallelLinear):
         def forward(self, input_, weight=None, runtime_gather_output=None):
             return super().forward(input_, weight, runtime_gather_output)
 
@@ -151,19 +147,13 @@ def test_unsupported_settings(member):
     tied = build(member, Model(ranks=member.ranks, tied=True), ASKED_FOR)
     for weight, message in ((None, "no weight of its own and none"), (torch.zeros(95, HIDDEN), r"\[95, 32\]")):
         with pytest.raises(ValueError, match=rf"needs a weight \[96, 32\], got {message}"):
-            tied.output_layer(torch.randn(SEQUENCE, BATCH, HIDDEN, device=member.device), weight=weight)
-
-
-@pytest.mark.parametrize("fused", [False, True])
-@on_ranks(1)
-def test_misspelt_names_of_the_loss_are_refused(member, fused):
-    spec = Model(ranks=member.ranks)
-    switched(spec)
-    for name in ("paralel_lce", "parallel-lce", "Parallel_LCE", "parallel lce", "parallel_lce "):
-        with pytest.raises(ValueError, match=f"cross_entropy_fusion_impl='{name}': did you mean 'parallel_lce'"):
-            build(member, spec, {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": name})
-    for name in ("native", "te", "linear", "vocab_parallel", None):
-        build(member, spec, {"cross_entropy_loss_fusion": fused, "cross_entropy_fusion_impl": name})
+            tied.output_layer(torch.randn(16, 2, HIDDEN, device=member.device), weight=weight)
+    for options in ({"cross_entropy_loss_fusion": fused} for fused in (False, True)):
+        for name in ("paralel_lce", "parallel-lce", "Parallel_LCE", "parallel lce", "parallel_lce "):
+            with pytest.raises(ValueError, match=f"cross_entropy_fusion_impl='{name}': did you mean 'parallel_lce'"):
+                build(member, spec, options | {"cross_entropy_fusion_impl": name})
+        for name in ("native", "te", "linear", "vocab_parallel", None):
+            build(member, spec, options | {"cross_entropy_fusion_impl": name})
 
 
 def _forgotten(member: Member, family: str) -> str:
@@ -185,5 +175,77 @@ def _forgotten(member: Member, family: str) -> str:
 )
 def test_a_forgotten_install_ends_as_documented(family, release, worlds):
     (line,) = worlds(1, release and path_of(release)).run(_forgotten, family)
-    document = (Path(__file__).parent.parent / "docs" / "megatron.md").read_text()
+    document = (ROOT / "docs" / "megatron.md").read_text()
     assert line.startswith("UnboundLocalError: ") and line in document.splitlines()
+
+
+# --- the launcher -------------------------------------------------------------------------------------
+
+# A script that knows nothing of this package, with Megatron's argument for the loss. Before it imports Megatron, it may
+# choose which one that is, and set its environment.
+SCRIPT = """
+import argparse, beside, os, sys
+assert "megatron.core" not in sys.modules
+from megatron.core.models.gpt.gpt_model import GPTModel
+print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__"))
+parser = argparse.ArgumentParser()
+group = parser.add_argument_group("training")
+group.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
+group.add_argument("--attention", choices=["flash"])
+print(parser.parse_args().cross_entropy_fusion_impl)
+for choices in (("native",), None):
+    group = argparse.ArgumentParser().add_argument_group("training")
+    print(group.add_argument("--cross_entropy_fusion_impl", choices=choices).choices)
+print(parser._actions[-1].choices, sys.argv, os.environ.get("PARALLEL_LCE_LOGITS_BUDGET"), sep="\\n")
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    (tmp_path / "beside.py").touch()  # imported as scripts import what lies beside them
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path / "train.py"
+
+
+def test_an_unedited_script(script):
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    options = ["--parallel-lce-logits-budget", "7", str(script), "--cross-entropy-fusion-impl", "parallel_lce"]
+    done = subprocess.run(
+        [sys.executable, "-m", "parallel_lce.megatron", *options],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rest = "['flash']", str([str(script), *options[3:]]), "7"
+    assert done.stdout.splitlines()[-7:] == ["True", "parallel_lce", "('native', 'parallel_lce')", "None", *rest]
+
+
+def test_options_may_stand_anywhere(script):
+    ours = ["--parallel-lce-debug=1", "--parallel-lce-logits-budget 7", "--parallel-lce-cross-entropy logits"]
+    text = f"{ours[0]} {script} --lr -1 {ours[1]} -- -x {ours[2]} --help"
+    assert launcher._parse(text.split()) == (False, str(script), ["--lr", "-1", "--", "-x", "--help"])
+    found = [os.environ[f"PARALLEL_LCE_{name}"] for name in ("DEBUG", "LOGITS_BUDGET", "CROSS_ENTROPY")]
+    assert found == ["1", "7", "logits"]
+    assert launcher._parse(["-m", "a.b", "-m", "c"]) == (True, "a.b", ["-m", "c"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["no_such.py"], 2, "no such script: no_such.py"),
+        (["--lr", "1"], 2, "expected a script or -m MODULE, got '--lr 1'"),
+        (["-m"], 2, "expected a script or -m MODULE"),
+        (["--parallel-lce-budget", "1", "a.py"], 2, "unrecognized arguments: --parallel-lce-budget"),
+        (["--parallel-lce-cross-entropy", "fused", "a.py"], 2, "invalid choice: 'fused'"),
+        ([], 0, "sets PARALLEL_LCE_LOGITS_BUDGET"),
+        (["a.py", "--parallel-lce-debug"], 2, "expected one argument"),
+        *(([], 0, f"--parallel-lce-{name}") for name in launcher._OPTIONS),  # help
+    ],
+)
+def test_refuses_in_words(arguments, code, message, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        launcher._parse(arguments)
+    said = capsys.readouterr()
+    assert refusal.value.code == code and message in (said.err if code else said.out)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -15,14 +14,13 @@ from torch.distributed.fsdp import fully_shard
 
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
-import parallel_lce.megatron
-from megatron_models import BATCH, SEQUENCE, VOCAB, Batch, Model, batch, build, losses_of, specs
-from megatron_releases import OTHER_RELEASES, path_of
-from megatron_training import Trained, assert_equal, side_by_side, switched, tolerance_of, train, train_quietly
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+from megatron.core.transformer.module import Float16Module
+
+from megatron_models import OTHER_RELEASES, VOCAB, Batch, Model, batch, build, losses_of, path_of, specs
+from megatron_training import Trained, compare, in_ddp, side_by_side, switched, tolerance_of
 from on_ranks import on_ranks
-from parallel_lce.core.budget import default_budget
 from parallel_lce.megatron import TokenLogProbs, log_probs, output_layer, token_log_probs
-from tools import arguments_to
 from world import Member
 
 
@@ -40,56 +38,36 @@ class Scoring:
         return 0.5 + torch.rand(labels.shape, generator=torch.Generator().manual_seed(3)).to(labels.device)
 
 
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    while hasattr(model, "module"):
-        model = model.module
-    return model
-
-
 def scored(ours: bool, model: torch.nn.Module, data: Batch, scoring: Scoring, **arguments):
-    """By token_log_probs, or from the model's own logits; of another pipeline stage its output."""
-    if not ours:
-        return of_stock(model, data, scoring.temperatures(data.labels), **arguments)
-    return token_log_probs(
-        model,
-        data.tokens,
-        data.positions,
-        data.mask,
-        data.labels if getattr(unwrapped(model), "post_process", True) else None,
-        temperature=scoring.temperatures(data.labels),
-        entropy=scoring.entropy,
-        **arguments,
-    )
-
-
-def of_stock(model: torch.nn.Module, data: Batch, temperature: float | torch.Tensor, **arguments):
-    """Of the gathered logits, in float64."""
-    from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-
-    inner, caught = unwrapped(model), []
-    layer = inner.output_layer if inner.post_process else None
+    """By token_log_probs, or of the model's own gathered logits in float64; of another pipeline stage its output."""
+    inner, temperature, caught = model, scoring.temperatures(data.labels), []
+    while hasattr(inner, "module"):
+        inner = inner.module
+    last, given = getattr(inner, "post_process", True), (data.tokens, data.positions, data.mask)
+    if ours:
+        arguments |= dict(temperature=temperature, entropy=scoring.entropy)
+        return token_log_probs(model, *given, data.labels if last else None, **arguments)
+    if not last:
+        return model(*given, labels=data.labels, **arguments)
     # Stock's loss changes its logits in place. The main head's call comes last.
-    hook = layer and layer.register_forward_hook(lambda module, inputs, output: caught.append(output[0].clone()))
-    output = model(data.tokens, data.positions, data.mask, labels=data.labels, **arguments)
-    if hook is None:
-        return output
+    hook = inner.output_layer.register_forward_hook(lambda module, inputs, output: caught.append(output[0].clone()))
+    output = model(*given, labels=data.labels, **arguments)
     hook.remove()
     logits = getattr(inner, "_scale_logits", lambda z: z)(caught[-1])
     logits = gather_from_tensor_model_parallel_region(logits).transpose(0, 1).double()
-    temperature = temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature
-    log_p = (logits / temperature).log_softmax(-1)
-    inside = (data.labels >= 0) & (data.labels < VOCAB)
-    picked = log_p.gather(-1, data.labels.clamp(0, VOCAB - 1)[..., None]).squeeze(-1)
-    minus_lse = -(logits / temperature).logsumexp(-1)
+    z = logits / (temperature[..., None] if isinstance(temperature, torch.Tensor) else temperature)
+    log_p, labels = z.log_softmax(-1), data.labels
+    picked = log_p.gather(-1, labels.clamp(0, VOCAB - 1)[..., None]).squeeze(-1)
+    of_labels = torch.where((labels >= 0) & (labels < VOCAB), picked, -z.logsumexp(-1))
     # Wrappers put hooks on the model's own output.
-    log_p_of_labels = torch.where(inside, picked, minus_lse) + 0.0 * output
-    return TokenLogProbs(log_p_of_labels, -(log_p.exp() * log_p).sum(-1))
+    return TokenLogProbs(of_labels + 0.0 * output, -(log_p.exp() * log_p).sum(-1))
 
 
-def policy_loss(found: TokenLogProbs, labels: torch.Tensor, entropy: bool) -> torch.Tensor:
+def policy_loss(found: TokenLogProbs, entropy: bool = True) -> torch.Tensor:
     """Of both, with another factor for each token. One outside counts, too."""
-    factors = torch.randn(2, *labels.shape, generator=torch.Generator().manual_seed(4)).to(labels.device)
-    loss = (factors[0] * found.log_probs.exp() + 0.1 * found.log_probs).sum()
+    log_probs = found.log_probs
+    factors = torch.randn(2, *log_probs.shape, generator=torch.Generator().manual_seed(4)).to(log_probs.device)
+    loss = (factors[0] * log_probs.exp() + 0.1 * log_probs).sum()
     return loss - 0.3 * (factors[1] * found.entropy).sum() if entropy else loss
 
 
@@ -103,32 +81,24 @@ def forward_step(ours: bool, scoring: Scoring, spec: Model, device, done: Traine
         if ours:
             assert all(v is None or v.dtype is torch.float32 for v in found)
             assert (found.entropy is not None) == scoring.entropy
-        done.losses += [v.detach().float().cpu() for v in (found[:2] if scoring.entropy else found[:1])]
-        total = policy_loss(found, data.labels, scoring.entropy).float()
+        done.losses += [v.detach().float().cpu() for v in found[: 1 + scoring.entropy]]
+        total = policy_loss(found, scoring.entropy).float()
         return total, torch.tensor(data.labels.numel(), dtype=torch.int32, device=device), {"loss": total.detach()}
 
     return output, loss_function
 
 
-def _compare(member: Member, spec: Model, scoring: Scoring, options: dict | None = None) -> None:
-    options = options or {}
-    stock = train(member, spec, options, partial(forward_step, False, scoring))
-    asked_for = options | (switched(spec) if scoring.switched else {})
-    assert_equal(
-        train_quietly(member, spec, asked_for, partial(forward_step, True, scoring)), stock, tolerance_of(spec)
-    )
+def _compare(member: Member, spec: Model, scoring: Scoring) -> None:
+    steps = tuple(partial(forward_step, ours, scoring) for ours in (False, True))
+    compare(member, spec, "output_layer" if scoring.switched else None, steps)
 
 
 SCORINGS = Scoring(), Scoring(0.7, switched=True), Scoring("tensor"), Scoring("tensor", entropy=False), Scoring(2)
 
 
 def _cases(models: list[Model]) -> list[tuple]:
-    # With fused accumulation stock drops the MTP embedding's gradient where PP > 1 and weights are tied.
-    models = [m for m in models if m.family in ("gpt", "mamba") and not (m.fusion and m.pipeline > 1)]
-    return [
-        (model if model.optimizer else replace(model, steps=1), scoring)
-        for model, scoring in zip(models, cycle(SCORINGS))
-    ]
+    models = [m if m.optimizer else replace(m, steps=1) for m in models if m.family in ("gpt", "mamba")]
+    return [*zip(models, cycle(SCORINGS))]
 
 
 @pytest.mark.parametrize(("spec", "scoring"), _cases([*specs(1), *specs(2)]), ids=str)
@@ -147,9 +117,8 @@ def test_other_releases(release, spec, scoring, worlds):
 @pytest.mark.parametrize("release", ["0.17.1", "0.18.2", "0.19.2"])
 def test_width_scaled_logits(release, worlds):
     """MuP multiplies the logits after the output layer."""
-    options = dict(use_mup=True, mup_output_mult=0.4)
-    spec = Model(ranks=2, sequence_parallel=True, mtp=1, steps=1)
-    worlds(2, path_of(release)).run(_compare, spec, Scoring("tensor"), options)
+    spec = Model(ranks=2, sequence_parallel=True, mtp=1, steps=1, mup=True)
+    worlds(2, path_of(release)).run(_compare, spec, Scoring("tensor"))
 
 
 @on_ranks(2)
@@ -167,20 +136,14 @@ def test_without_gradients(member):
             assert not any(value.requires_grad for value in output)
             found += output
         # In evaluation mode with gradients.
-        policy_loss(scored(ours, model, data, Scoring(0.7)), data.labels, True).backward()
+        policy_loss(scored(ours, model, data, Scoring(0.7))).backward()
         return *found, *(p.grad for p in model.parameters())
 
     side_by_side(member, spec, values, options={})
 
 
 def _half(member: Member, model):
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.transformer.module import Float16Module
-
-    half = Float16Module(model.config, model)
-    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), half)
-    ddp.zero_grad_buffer()
-    return ddp
+    return in_ddp(model.config, Float16Module(model.config, model))
 
 
 def _sharded(member: Member, model):
@@ -215,7 +178,7 @@ def test_models_in_wrappers(member, how):
         for _ in range(2):
             model.zero_grad()
             output = scored(ours, wrapped, data, Scoring(0.7))
-            policy_loss(output, data.labels, True).backward()
+            policy_loss(output).backward()
         assert not ours or all(value.dtype is torch.float32 for value in output)
         found = [p.main_grad if hasattr(p, "main_grad") else p.grad for p in model.parameters()]
         return *output, *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in found)
@@ -225,47 +188,15 @@ def test_models_in_wrappers(member, how):
         torch._dynamo.reset()
 
 
-@on_ranks(2)
-def test_hooks_of_the_output_layer_run(member):
-    model, data = build(member, Model(ranks=member.ranks), {}), batch(0, Model(ranks=member.ranks), member.device)
-    calls = []
-    model.output_layer.register_forward_pre_hook(lambda module, inputs: calls.append("before"))
-    model.output_layer.register_forward_hook(lambda module, inputs, output: calls.append(list(output[0].shape)))
-    scored(True, model, data, Scoring())
-    assert calls == ["before", [SEQUENCE, BATCH, VOCAB // member.ranks]]
-
-
-@pytest.mark.parametrize("mtp", [None, 1])
-@on_ranks(2)
-def test_budgets(member, mtp):
-    """The budget of each call, by default and as installed; and the filter, which is not for entropies."""
-    spec = Model(ranks=member.ranks, mtp=mtp)
-    model, data = build(member, spec, {}), batch(0, spec, member.device)
-    with arguments_to(output_layer, "fused_statistics") as given:
-        scored(True, model, data, Scoring())
-        with mock.patch.dict(os.environ, PARALLEL_LCE_LOGITS_BUDGET="345"):
-            scored(True, model, data, Scoring())
-        parallel_lce.megatron.install(logits_budget=12345, reduce_dtype=torch.float32, gradient_filter=0.25)
-        scored(True, model, data, Scoring())
-        scored(True, model, data, Scoring(entropy=False))
-    default = None if mtp is None else default_budget(member.device) // (1 + mtp)
-    installed = 12345, torch.float32
-    found = [(options.logits_budget, options.reduce_dtype, options.gradient_filter) for options, *_ in given]
-    assert found == [(default, None, None), (345, None, None), (*installed, None), (*installed, 0.25)]
-
-
-SHAPE = rf"\[{BATCH}, {SEQUENCE}\]"
+SHAPE = r"\[2, 16\]"
 # What changes of a call with labels [b, s], and what its refusal says.
 REFUSED = [
     (lambda y: dict(labels=None), "of an integer dtype, got NoneType$"),
     (lambda y: dict(labels=y.float()), f"got {SHAPE} of torch.float32$"),
-    (lambda y: dict(labels=y[0]), rf"got \[{SEQUENCE}\] of torch.int64$"),
-    (lambda y: dict(labels=y[:, :3]), rf"input_ids' shape {SHAPE}, got \[{BATCH}, 3\]"),
-    *(
-        (lambda y, t=t: dict(temperature=t), "temperature must be a number > 0")
-        for t in (0, -1.0, torch.nan, "1", True)
-    ),
-    (lambda y: dict(temperature=torch.ones(SEQUENCE)), rf"of labels' shape {SHAPE}, got \[{SEQUENCE}\]"),
+    (lambda y: dict(labels=y[0]), r"got \[16\] of torch.int64$"),
+    (lambda y: dict(labels=y[:, :3]), rf"input_ids' shape {SHAPE}, got \[2, 3\]"),
+    *((lambda y, t=t: dict(temperature=t), "temperature must be a number > 0") for t in (0, -1.0, torch.nan, "1")),
+    (lambda y: dict(temperature=torch.ones(16)), rf"of labels' shape {SHAPE}, got \[16\]"),
     (lambda y: dict(temperature=torch.ones(y.shape, requires_grad=True)), "none flows to it"),
     (lambda y: dict(temperature=torch.ones(y.shape, device="meta")), "is on meta"),
     (lambda y: dict(temperature=torch.ones(y.shape, dtype=torch.complex64, device=y.device)), "real ones"),
@@ -290,10 +221,7 @@ def test_refusals(member):
             token_log_probs(**{**given, "labels": data.labels, **changed})
         assert before == (type(layer), {*vars(layer)}, {*vars(model)})
 
-    def never(*arguments):
-        raise AssertionError("the model was called")
-
-    guard = model.register_forward_pre_hook(never)
+    guard = model.register_forward_pre_hook(mock.Mock(side_effect=AssertionError("the model was called")))
     for changes, message in REFUSED:
         refused(message, **changes(data.labels))
     bert = build(member, Model(ranks=member.ranks, family="bert"), {})
@@ -323,12 +251,13 @@ def test_what_would_make_logits_is_refused(member):
     spec = Model(ranks=member.ranks)
     model, data = build(member, spec, {}), batch(0, spec, member.device)
     layer = model.output_layer
+    forward = type(layer).forward
 
-    def refused(message: str) -> None:
+    def refused(message: str, handle=None) -> None:
         with pytest.raises(RuntimeError, match=message):
             scored(True, model, data, Scoring())
-
-    forward = type(layer).forward
+        if handle is not None:
+            handle.remove()
 
     def watched(self, *arguments, **options):
         assert self is not layer, "the logits were made"
@@ -338,12 +267,9 @@ def test_what_would_make_logits_is_refused(member):
         for training in (True, False):
             model.train(training)
             for message, hook in HOOKS.items():
-                handle = layer.register_forward_hook(hook)
-                refused(message)
-                handle.remove()
-        handle = layer.register_full_backward_hook(lambda *arguments: None)
-        refused("makes no logits: the output layer has backward hooks")
-        handle.remove()
+                refused(message, layer.register_forward_hook(hook))
+        hooked = layer.register_full_backward_hook(lambda *arguments: None)
+        refused("makes no logits: the output layer has backward hooks", hooked)
         layer.weight.__fsdp_param__ = True
         refused("makes no logits: the output weight is fully sharded")
         del layer.weight.__fsdp_param__
@@ -352,12 +278,19 @@ def test_what_would_make_logits_is_refused(member):
 
 @on_ranks(2)
 def test_the_model_is_as_before(member):
-    """It computes its own loss, and logits."""
-    spec = Model(ranks=member.ranks)
+    """It computes its own loss, and logits. Hooks of its output layer have run."""
+    spec, calls = Model(ranks=member.ranks), []
     for options in ({}, switched(spec)):
         model, data = build(member, spec, options), batch(0, spec, member.device)
-        before = losses_of(model, spec, data)
+        before, layer = losses_of(model, spec, data), model.output_layer
+        hooks = [
+            layer.register_forward_pre_hook(lambda module, inputs: calls.append("before")),
+            layer.register_forward_hook(lambda module, inputs, output: calls.append(list(output[0].shape))),
+        ]
         scored(True, model, data, Scoring())
+        for hook in hooks:
+            hook.remove()
         assert torch.equal(losses_of(model, spec, data), before)
         logits = model(data.tokens, data.positions, data.mask)
-        assert logits.shape == (BATCH, SEQUENCE, VOCAB // member.ranks)
+        assert logits.shape == (2, 16, VOCAB // member.ranks)
+    assert calls == ["before", [16, 2, VOCAB // member.ranks]] * 2

@@ -12,33 +12,18 @@ import torch
 import parallel_lce
 from parallel_lce.call import prepare
 from parallel_lce.core.budget import default_budget
+from tools import arguments_to
 from world import Member
 
-GIB, MIB = 1 << 30, 1 << 20
+GIB = 1 << 30
 
 
-def on(total: int):
-    """A machine whose GPUs have ``total`` bytes."""
-    properties = SimpleNamespace(total_memory=total)
-    return mock.patch.multiple(torch.cuda, is_available=lambda: True, get_device_properties=lambda device: properties)
-
-
-@pytest.mark.parametrize(
-    ("total", "budget"),
-    [
-        (int(139.8 * GIB), 4352 * MIB),
-        (int(79.1 * GIB), 2304 * MIB),
-        (int(79.4 * GIB), 2304 * MIB),
-        (int(23.6 * GIB), 512 * MIB),
-        (2 * GIB, 256 * MIB),
-    ],
-)
-def test_a_gpu_s_is_a_thirty_second_of_its_memory(total, budget):
-    with on(total):
-        assert default_budget(torch.device("cuda")) == budget
-
-
-def test_a_cpu_s_is_1_gib():
+@pytest.mark.parametrize(("total", "budget"), [(139.8, 4352), (79.1, 2304), (79.4, 2304), (23.6, 512), (2, 256)])
+def test_a_gpu_s_is_a_thirty_second_of_its_memory_and_a_cpu_s_is_1_gib(total, budget, monkeypatch):
+    properties = SimpleNamespace(total_memory=int(total * GIB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert default_budget(torch.device("cuda")) == budget << 20
     assert default_budget(torch.device("cpu")) == GIB == default_budget(torch.device("meta"))
 
 
@@ -63,30 +48,30 @@ def test_a_call_is_planned_with_it(device, monkeypatch):
     call(logits_budget=46)
 
 
-def _of_a_head(member: Member, further_heads: int | None, given: int | None) -> int | None:
-    """The budget of one head's loss, in a model with so many further heads for multi-token prediction."""
+# Further heads of multi-token prediction, the budget that is installed, and that of each head: None for the default,
+# or the number of heads that share the default.
+HEADS = [(None, None, None), (0, None, None), (1, None, 2), (3, None, 4), (3, 5000, 5000), (3, 0, 0)]
+
+
+def _budgets_of_heads(member: Member) -> list[int | None]:
     import parallel_lce.megatron
     from megatron_models import Model, batch
     from megatron_training import output_layers
     from parallel_lce.megatron import output_layer
 
     spec = Model(ranks=member.ranks)
-    _, ours, hidden, _ = output_layers(member, spec)
+    _, model, hidden, _ = output_layers(member, spec)
     labels = batch(0, spec, member.device).labels
-    parallel_lce.megatron.install(given)
-    ours.output_layer.config.mtp_num_layers = further_heads
-    with mock.patch.object(output_layer, "fused_loss", wraps=output_layer.fused_loss) as loss:
-        ours.compute_language_model_loss(labels, ours.output_layer(hidden)[0])
-    parallel_lce.megatron.uninstall()
-    return loss.call_args.args[0].logits_budget
+    with arguments_to(output_layer, "fused_loss") as given:
+        for model.output_layer.config.mtp_num_layers, budget, _ in HEADS:
+            parallel_lce.megatron.install(budget)
+            model.compute_language_model_loss(labels, model.output_layer(hidden)[0])
+            parallel_lce.megatron.uninstall()
+    return [options.logits_budget for options, *_ in given]
 
 
-@pytest.mark.parametrize(
-    ("further_heads", "given", "expected"),
-    [(None, None, None), (0, None, None), (1, None, 2), (3, None, 4), (3, 5000, 5000), (3, 0, 0)],
-)
-def test_heads_of_multi_token_prediction_share_it(further_heads, given, expected, worlds, device):
+def test_heads_of_multi_token_prediction_share_it(worlds, device):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
-    if given is None and expected is not None:
-        expected = default_budget(torch.device(device)) // expected
-    assert worlds(1).run(_of_a_head, further_heads, given) == [expected]
+    whole = default_budget(torch.device(device))
+    expected = [whole // share if budget is None and share else share for _, budget, share in HEADS]
+    assert worlds(1).run(_budgets_of_heads) == [expected]

@@ -209,9 +209,12 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-@pytest.mark.parametrize(("dtype", "budget"), [("fp32", 0), ("bf16", None), ("bf16", 0), ("fp16", None)])
-def test_upstream_of_any_form(dtype, budget, reduction, backend, device):
+@pytest.mark.parametrize(
+    ("reduction", "budget", "dtype"),
+    [("none", None, "fp32"), ("none", None, "bf16"), ("none", 0, "bf16"), ("none", 0, "fp16")]
+    + [("mean", None, "bf16"), ("sum", None, "fp32")],
+)
+def test_upstream_of_any_form(reduction, budget, dtype, backend, device):
     """The same bits as a contiguous copy gives."""
     t = small(device, dtype=dtype)
     x, target = t.x.detach().view(4, 6, -1).requires_grad_(), t.target.view(4, 6)

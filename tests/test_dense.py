@@ -69,29 +69,22 @@ def test_a_step_has_few_launches(device):
     assert [each.kernel for each in found] == ["lce_forward_dense", "lce_backward_dense"]
 
 
-def test_a_second_backward_has_the_bits_of_the_first(device):
-    """It projects again what the first has overwritten; and so does one whose saved tensors were lost."""
-    t = small(device, **SHAPE)
-    loss = linear_cross_entropy(t.x, t.weight, t.target)
-    walks = [torch.autograd.grad(loss, [t.x, t.weight], retain_graph=True) for _ in range(3)]
-    assert all(torch.equal(a, b) for walk in walks[1:] for a, b in zip(walk, walks[0]))
-
-
-def test_saved_tensors_in_other_memory(device):
+def test_later_backwards_have_the_bits_of_the_first_and_so_have_saved_tensors_in_other_memory(device):
+    """A later one projects again what the first has overwritten."""
     t = small(device, **SHAPE | dict(bias=True))
     options = dict(linear_bias=t.bias.detach(), temperature=torch.linspace(0.5, 2.0, 40, device=device))
-    expected = torch.autograd.grad(linear_cross_entropy(t.x, t.weight, t.target, **options), [t.x, t.weight])
     sizes = []
 
     def pack(value: torch.Tensor) -> torch.Tensor:
         sizes.append(value.numel() * value.element_size())
         return torch.stack([value, value], -1)[..., 0]
 
+    plain = linear_cross_entropy(t.x, t.weight, t.target, **options)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
-        loss = linear_cross_entropy(t.x, t.weight, t.target, **options)
+        moved = linear_cross_entropy(t.x, t.weight, t.target, **options)
     assert saved_logits()
-    found = torch.autograd.grad(loss, [t.x, t.weight])
-    assert all(torch.equal(a, b) for a, b in zip(found, expected))
+    walks = [torch.autograd.grad(loss, [t.x, t.weight], retain_graph=True) for loss in [plain] * 3 + [moved] * 2]
+    assert all(torch.equal(a, b) for walk in walks[1:] for a, b in zip(walk, walks[0]))
     # fp32, rows of a multiple of 64 entries; nothing else has the logits' shape.
     assert max(sizes) == 40 * 208 * 4 and sum(size >= 40 * 208 for size in sizes) == 2  # and the weight
 
@@ -108,77 +101,67 @@ def test_a_main_grad_is_added_to(dtype, device):
     torch.testing.assert_close(total.double(), 1 + 2 * expected.double(), rtol=2e-2, atol=2e-2)
 
 
+FLOPS = 6 * 40 * 208 * (32 + LOGIT_COLUMNS)
+# What changes of the problem, its logits' bytes beyond the budget, and the most flops of a small problem.
 OTHERS = {
-    "fp16": dict(dtype="fp16"),
-    "the bias's gradient": dict(bias=True),
-    "odd": dict(V=207),
-    "large": dict(),
-    "no memory": dict(),
+    "none": ({}, 0, FLOPS, True),
+    "fp16": (dict(dtype="fp16"), 0, FLOPS, False),
+    "the bias's gradient": (dict(bias=True), 0, FLOPS, False),
+    "odd": (dict(V=207), 0, FLOPS, False),
+    "large": ({}, 0, FLOPS - 1, False),
+    "no memory": ({}, 1, FLOPS, False),
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_calls_save_exponentials(name, device, monkeypatch):
-    t = small(device, **SHAPE | OTHERS[name])
-    if name == "large":
-        monkeypatch.setattr(triton, "DENSE_FLOPS", 6 * 40 * 208 * (32 + LOGIT_COLUMNS) - 1)
-    if name == "no memory":
-        linear_cross_entropy(t.x, t.weight, t.target, logits_budget=40 * 208 * 4)
-        assert saved_logits()
-    linear_cross_entropy(
-        t.x, t.weight, t.target, linear_bias=t.bias, logits_budget=40 * 208 * 4 - 1 if name == "no memory" else None
-    )
-    assert not saved_logits()
+@pytest.mark.parametrize(("changes", "beyond", "flops", "saved"), OTHERS.values(), ids=OTHERS)
+def test_other_calls_save_exponentials(changes, beyond, flops, saved, device, monkeypatch):
+    monkeypatch.setattr(triton, "DENSE_FLOPS", flops)
+    t = small(device, **SHAPE | changes)
+    budget = 40 * 208 * 4 - beyond
+    linear_cross_entropy(t.x, t.weight, t.target, linear_bias=t.bias, logits_budget=budget)
+    assert saved_logits() == saved
 
 
 def _without_a_bias(member: Member) -> tuple[torch.Tensor, bool]:
     t = small(member.device, **SHAPE | dict(bias=True))
     rows = 208 if member.rank == 0 else 0
-    bias = t.bias if rows else None
     options = dict(process_group=member.group, sequence_parallel=True, logit_softcap=0.5)
-    options |= dict(vocab_start=208 * member.rank, vocab_size=208)
+    options |= dict(vocab_start=208 * member.rank, vocab_size=208, linear_bias=t.bias if rows else None)
     x = t.x.detach().chunk(2)[member.rank].clone().requires_grad_()
-    loss = linear_cross_entropy(x, t.weight[:rows], t.target, linear_bias=bias, **options)
+    loss = linear_cross_entropy(x, t.weight[:rows], t.target, **options)
     return torch.autograd.grad(loss, [x])[0].float().cpu(), saved_logits()
 
 
 def test_ranks_whose_biases_differ_run_the_same_collectives(worlds, device):
     """An empty shard without a bias saves nothing, whatever the other rank saves for its bias's gradient."""
     t = small(device, **SHAPE | dict(bias=True))
-    whole = torch.autograd.grad(
-        linear_cross_entropy(t.x, t.weight, t.target, linear_bias=t.bias, logit_softcap=0.5), [t.x]
-    )[0]
+    loss = linear_cross_entropy(t.x, t.weight, t.target, linear_bias=t.bias, logit_softcap=0.5)
+    [whole] = torch.autograd.grad(loss, [t.x])
     found, dense = zip(*everywhere(worlds, device, 2, _without_a_bias))
     assert dense == (False, False)
     torch.testing.assert_close(torch.cat(found), whole.float().cpu(), rtol=2e-2, atol=1e-4)
 
 
-def _with_unlike_gpus(member: Member) -> str:
+def _with_unlike_gpus(member: Member) -> None:
     t = small(member.device, **SHAPE)
-    given = dict(process_group=member.group, reduction="none")
+    words = "disagree about dense logits: rank 0 has True, rank 1 has False"
     with debug_mode(), mock.patch.object(triton, "DENSE_FLOPS", 0 if member.rank else 1e30):
-        try:
-            linear_cross_entropy(t.x, t.weight[:104], t.target, **given)
-        except ValueError as refusal:
-            return str(refusal)
-    return "not refused"
+        with pytest.raises(ValueError, match=words):
+            linear_cross_entropy(t.x, t.weight[:104], t.target, process_group=member.group, reduction="none")
 
 
 def test_debug_mode_tells_that_only_some_ranks_have_a_small_problem(worlds, device):
     """The most flops of one depend on the GPU."""
-    for said in everywhere(worlds, device, 2, _with_unlike_gpus):
-        assert "disagree about dense logits: rank 0 has True, rank 1 has False" in said
+    everywhere(worlds, device, 2, _with_unlike_gpus)
 
 
-def _unreduced(member: Member) -> torch.Tensor:
-    t = part(small(member.device, **SHAPE | dict(V=256)), member)
-    options = dict(reduction="none", process_group=member.group, reduce_hidden_grad=False)
+def _unreduced(member: Member, reduce_hidden_grad: bool) -> torch.Tensor:
+    t = part(small(member.device, **SHAPE), member)
+    options = dict(reduction="none", process_group=member.group, reduce_hidden_grad=reduce_hidden_grad)
     loss = linear_cross_entropy(t.x, t.weight, t.target, **options)
     return torch.autograd.grad(loss.sum(), [t.x])[0].float().cpu()
 
 
 def test_dx_may_stay_this_rank_s_part(worlds, device):
-    parts = everywhere(worlds, device, 2, _unreduced)
-    t = small(device, **SHAPE | dict(V=256))
-    [whole] = torch.autograd.grad(linear_cross_entropy(t.x, t.weight, t.target, reduction="none").sum(), [t.x])
-    torch.testing.assert_close(parts[0] + parts[1], whole.float().cpu(), rtol=2e-2, atol=2e-2)
+    parts, wholes = (everywhere(worlds, device, 2, _unreduced, reduced) for reduced in (False, True))
+    torch.testing.assert_close(parts[0] + parts[1], wholes[0], rtol=2e-2, atol=2e-2)

@@ -78,23 +78,22 @@ def logits(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.nn.functional.linear(x, weight, bias).float().double()
 
 
-def scale_of(pattern: str, token_scales: bool) -> Tensor | float:
+def scale_of(pattern: str, of_each_token: torch.device | None = None) -> Tensor | float:
     """Of the logits. A product of huge numbers is rounded by as much as matters."""
     scale = 0.7 if pattern in ("huge rows", "all, scaled") else 1.0
-    return torch.full((N,), scale) if token_scales else scale
+    return scale if of_each_token is None else torch.full((N,), scale, device=of_each_token)
 
 
 def truth(pattern: str, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> tuple[dict, dict, dict]:
     """Statistics; by their names also how much roundings may move each; and the gradients ``[N, V]`` of the
     projection."""
-    scale = scale_of(pattern, False)
+    scale = scale_of(pattern)
     z = (logits(x, weight, bias).float() * scale).double().requires_grad_()
     top = z.detach().amax(1)
     found = reference.statistics(z - top[:, None], target)
     del found["argmax"], found["max_logit"]
-    gradients = {
-        name: scale * torch.autograd.grad(found[name].sum(), z, retain_graph=True)[0] for name in DIFFERENTIABLE
-    }
+    grad = lambda name: torch.autograd.grad(found[name].sum(), z, retain_graph=True)[0]  # noqa: E731
+    gradients = {name: scale * grad(name) for name in DIFFERENTIABLE}
     for name in ("lse", "mean_logit", "expected_logit"):
         found[name] = found[name] + top
     found["target_logit"] = z.gather(1, target[:, None])[:, 0]
@@ -120,10 +119,6 @@ def assert_statistics(found: dict[str, Tensor], expected: dict, magnitude: dict,
         assert (off <= allowed).all(), f"{of}: {name} is off by {off.tolist()}"
 
 
-BEYOND = {"fp16": 3e4}
-"""Sums of larger terms may overflow."""
-
-
 def assert_gradients(found, x, weight, signed: Tensor, terms: Tensor, dtype: str, of: str) -> None:
     """Of each row of dX and dW and each number of dbias; ``signed``, ``terms [N, V]``: the gradient of the logits, and
     the magnitudes of what is summed to it."""
@@ -132,10 +127,10 @@ def assert_gradients(found, x, weight, signed: Tensor, terms: Tensor, dtype: str
     ones = torch.ones(len(x), 1).double()
     sides = ((signed, weight), (signed.T, x), (signed.T, ones))
     for name, value, (g, other), t in zip(("dx", "dweight", "dbias"), found, sides, (terms, terms.T, terms.T)):
-        exact = g @ other
-        size = t @ other.abs()
+        exact, size = g @ other, t @ other.abs()
         off = value.double().cpu().view(exact.shape) - exact
-        off = off.masked_fill(size > BEYOND.get(dtype, 1e38), 0.0).norm(dim=1)
+        # Sums of larger terms may overflow.
+        off = off.masked_fill(size > (3e4 if dtype == "fp16" else 1e38), 0.0).norm(dim=1)
         # Entries of fp16 below its smallest number.
         least = 2.0**-24 * (1 + other.norm(dim=0).norm()) if dtype == "fp16" else 1e-30
         allowed = step * size.norm(dim=1) + least
@@ -143,28 +138,23 @@ def assert_gradients(found, x, weight, signed: Tensor, terms: Tensor, dtype: str
         assert worst <= 1, f"{of}: {name} is off by {worst:.3g} of what it may be"
 
 
-def _found(member: Member, backend: str, pattern: str, mask: float, dtype: str) -> dict[str, dict[str, list[Tensor]]]:
+def _found(member: Member, backend: str, pattern: str, mask: float, dtype: str) -> dict[str, dict[str, Tensor]]:
     """By strategy: the statistics, and gradients of the sum of all of them and of a mean loss."""
     x, weight, bias, target = (v.to(member.device) for v in operands(pattern, mask, dtype))
-    shard = slice(None)
-    if member.ranks > 1:
-        shard = slice(V // 2 * member.rank, V // 2 * (member.rank + 1))
-    results = {}
+    rows, results = V // member.ranks, {}
+    shard = slice(rows * member.rank, rows * (member.rank + 1))
     for strategy, how in REDUCED.items():
         leaves = [v.clone().requires_grad_() for v in (x, weight[shard], bias[shard])]
-        scale = scale_of(pattern, strategy == "recompute")
-        scale = scale.to(member.device) if isinstance(scale, Tensor) else scale
-        options = dict(linear_bias=leaves[2], process_group=member.group, logit_scale=scale)
-        options["logits_budget"] = how["logits_budget"]
+        options = dict(linear_bias=leaves[2], process_group=member.group, logits_budget=how["logits_budget"])
+        options["logit_scale"] = scale_of(pattern, member.device if strategy == "recompute" else None)
         with windows(backend):
-            loss = linear_cross_entropy(*leaves[:2], target, **{**options, **how})
-            of_loss = torch.autograd.grad(loss.sum(), leaves)
-            found = {}
+            loss = linear_cross_entropy(*leaves[:2], target, reduction=how["reduction"], **options)
+            found = dict(zip(("loss dx", "loss dweight", "loss dbias"), torch.autograd.grad(loss.sum(), leaves)))
+            found["loss"] = loss
             if strategy != "accumulate":
-                found = fields(statistics(*leaves[:2], target, **options))
+                found |= fields(statistics(*leaves[:2], target, **options))
                 of_sum = torch.autograd.grad(sum(found[name].sum() for name in DIFFERENTIABLE), leaves)
                 found |= dict(zip(("dx", "dweight", "dbias"), of_sum))
-            found |= dict(zip(("loss", "loss dx", "loss dweight", "loss dbias"), (loss, *of_loss)))
         results[strategy] = {name: value.detach().cpu() for name, value in found.items()}
     return results
 
@@ -253,7 +243,7 @@ def test_filtered_gradients(mask, logits_budget, backend, device, monkeypatch):
         assert ours.isfinite().all() and (ours - exact).norm() <= 0.02 * exact.norm()
 
 
-def _with_nan(member: Member, backend: str, where: str) -> tuple[dict, dict, torch.Tensor]:
+def _with_nan(member: Member, backend: str, where: str) -> None:
     """Results of tokens of which some have a logit that is NaN, and of the same tokens without."""
     x, weight, bias, target = (v.to(member.device) for v in operands("none", 0.0, "fp32"))
     x[:, 0] = 0
@@ -265,33 +255,32 @@ def _with_nan(member: Member, backend: str, where: str) -> tuple[dict, dict, tor
     else:
         x[3::5, 1] = torch.nan
         broken = x[:, 1].isnan()
-    shard = slice(V // 2 * member.rank, V // 2 * (member.rank + 1)) if member.ranks > 1 else slice(None)
-    results = []
+    rows = V // member.ranks
+    shard = slice(rows * member.rank, rows * (member.rank + 1))
     options = dict(linear_bias=bias[shard], process_group=member.group)
-    for hidden, whole in ((x, weight), clean):
+
+    def results(hidden: Tensor, whole: Tensor) -> dict[str, Tensor]:
         leaf = hidden.requires_grad_()
         with windows(backend):
             found = fields(statistics(leaf, whole[shard], target, top_k=4, selected=target[:, None], **options))
             losses = linear_cross_entropy(leaf, whole[shard], target, reduction="none", **options)
-            found |= {"loss": losses, "dx": torch.autograd.grad(losses.sum(), leaf)[0]}
-        results.append({name: value.detach().cpu() for name, value in found.items()})
-    return *results, broken.cpu()
+            return found | {"loss": losses, "dx": torch.autograd.grad(losses.sum(), leaf)[0]}
+
+    found, expected = results(x, weight), results(*clean)
+    assert broken.any() and not broken.all() and found.pop("vocab_size") == V
+    del found["target_logit"]
+    if where == "an entry":
+        del found["dx"]  # 0 times infinity, for every token
+    for name, value in found.items():
+        nothing = value.isnan() if value.is_floating_point() else value == -1
+        assert torch.equal(nothing, broken.view(-1, *[1] * (value.dim() - 1)).expand_as(value)), name
+        assert where == "an entry" or torch.equal(value[~broken], expected[name][~broken]), name
 
 
 @pytest.mark.parametrize("where", ["an entry", "a token"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_nan_is_of_the_whole_token(ranks, where, backend, worlds, device):
-    for found, clean, broken in everywhere(worlds, device, ranks, _with_nan, backend, where):
-        assert broken.any() and not broken.all() and found.pop("vocab_size") == V
-        del found["target_logit"]
-        for name, value in found.items():
-            nothing = value.isnan() if value.is_floating_point() else value == -1
-            expected = broken.view(-1, *[1] * (value.dim() - 1)).expand_as(value)
-            if where == "an entry" and name == "dx":
-                continue  # 0 times infinity, for every token
-            assert torch.equal(nothing, expected), name
-            if where == "a token":
-                assert torch.equal(value[~broken], clean[name][~broken]), name
+    everywhere(worlds, device, ranks, _with_nan, backend, where)
 
 
 def test_sets_of_which_nothing_remains(backend, device):

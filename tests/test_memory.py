@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -22,39 +23,43 @@ from world import Member
 KiB, MiB = 1 << 10, 1 << 20
 BLOCK = MiB  # SMALLEST_BLOCK of these tests
 
-# (reduction, logits_budget): a part of the rows saved and the rest recomputed; all recomputed; accumulated.
-STRATEGIES = {"save": ("none", 3 * MiB // 2), "recompute": ("none", 0), "accumulate": ("sum", 0)}
+# A part of the rows saved and the rest recomputed; all recomputed; accumulated.
+STRATEGIES = {
+    "save": dict(reduction="none", budget=3 * MiB // 2),
+    "recompute": dict(reduction="none", budget=0),
+    "accumulate": dict(reduction="sum", budget=0),
+}
 
 
 def measured(
     member: Member,
-    N,
-    V,
-    D,
+    N: int,
+    V: int,
+    D: int,
+    *,
     dtype="fp32",
     reduction="none",
     budget=0,
     sequence_parallel=False,
-    *,
     shards=None,
     frozen="",
     tile=(64, 2048),
     backward=True,
     block=BLOCK,
-):
+) -> tuple[int, int]:
     """(peak, alive) of a forward and backward after what a device's first use takes for good; N and V of the whole
     group."""
     t = part(make(Case(N, V, D, dtype, ignored="none"), member.device), member, sequence_parallel, shards)
-    leaves = [leaf.requires_grad_(name not in frozen) for name, leaf in (("input", t.x), ("weight", t.weight))]
+    wanted = [leaf for name, leaf in (("x", t.x), ("weight", t.weight)) if name not in frozen]
+    for leaf in (t.x, t.weight):
+        leaf.requires_grad_(any(leaf is one for one in wanted))
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel)
+    options |= dict(reduction=reduction, logits_budget=budget)
     if shards is not None:
         options |= dict(vocab_start=sum(shards[: member.rank]), vocab_size=V)
 
     def step():
-        loss = parallel_lce.linear_cross_entropy(
-            t.x, t.weight, t.target, reduction=reduction, logits_budget=budget, **options
-        )
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options)
         return torch.autograd.grad(loss, wanted, torch.ones_like(loss)) if backward else loss
 
     with shrunk(block, tile):
@@ -70,18 +75,20 @@ def measured(
 )
 @pytest.mark.thinned
 def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequence_parallel, worlds, device):
-    """Twice the tokens cost some more numbers per token, and no more logits."""
-    reduction, budget = STRATEGIES[strategy]
-    V, D = 8192 * ranks, 4
+    """Twice the tokens cost some more numbers per token, and no more logits. Of a step the gradients remain."""
+    V, D, itemsize = 8192 * ranks, 4, DTYPES[dtype].itemsize
     # In N rows blocks of the same size as in 2 N; what is kept by rows comes on top of them.
     N = 272 if strategy == "save" else 256
 
     def peak(n):
-        options = (n, V, D, dtype, reduction, budget, sequence_parallel)
-        return max(p for p, _ in everywhere(worlds, device, ranks, measured, *options))
+        step = partial(measured, dtype=dtype, sequence_parallel=sequence_parallel, **STRATEGIES[strategy])
+        peaks, alive = zip(*everywhere(worlds, device, ranks, step, n, V, D))
+        assert ranks > 1 or max(alive) <= (n + V) * D * itemsize + 64 * KiB
+        assert max(peaks) < 6 * MiB
+        return max(peaks)
 
     growth = peak(2 * N) - peak(N)
-    logits = N * V // ranks * DTYPES[dtype].itemsize
+    logits = N * V // ranks * itemsize
     by_torch = backend_of(torch.empty(1, 1, dtype=DTYPES[dtype], device=device)) is torch_backend
     # Numbers per token and window of 2048 columns, or 128.
     partials = V // ranks * 3 // 2048 if by_torch else V // ranks * 2 // 128
@@ -109,40 +116,25 @@ def test_the_tracker_sees_logits(device):
     assert mixed >= 2 * N * V * 4
 
 
-@pytest.mark.parametrize("strategy", ["recompute", "accumulate"])
-def test_no_n_by_v_buffer_with_budget_zero(strategy, device):
-    N, V, D = 2048, 8192, 4
-    reduction, budget = STRATEGIES[strategy]
-    peak, alive = measured(alone(device), N, V, D, "fp32", reduction, budget)
-    assert peak - alive < 6 * MiB < N * V * 4 / 10, f"{peak - alive} bytes beyond the gradients"
-    assert alive <= (N + V) * D * 4 + 64 * KiB
-
-
 @pytest.mark.parametrize(
     ("dtype", "budget"), [("fp32", None), ("bf16", None), *(("fp32", n * MiB) for n in (0, 1, 2, 5))], ids=str
 )
 def test_saved_bytes_are_within_the_budget(dtype, budget, device):
     """Without one they are those of the exponentials, and no more."""
     N, V = 512, 4096
-    _, alive = measured(alone(device), N, V, 4, dtype, budget=budget, backward=False)
-    if budget is None:
-        whole = N * V * DTYPES[dtype].itemsize
-        assert whole <= alive <= 1.02 * whole + 64 * KiB
-    else:
-        assert alive <= max(0, budget - BLOCK) + 64 * KiB
+    _, alive = measured(alone(device), N, V, 4, dtype=dtype, budget=budget, backward=False)
+    whole = N * V * DTYPES[dtype].itemsize
+    assert alive <= (1.02 * whole if budget is None else max(0, budget - BLOCK)) + 64 * KiB
+    assert budget is not None or alive >= whole
 
 
 @pytest.mark.parametrize("budget", [MiB, 256 * 2000 * 4])
 def test_the_larger_of_uneven_shards_stays_within_the_budget(budget, worlds, device):
     """Of 1000 and 3000 rows, planned as 2000 each."""
-    options = dict(shards=(1000, 3000), tile=(64, 256), backward=False, block=128 * KiB)
-    for _, alive in worlds(2).run(_measured, (256, 4000, 4, "fp32", "none", budget), options):
+    options = dict(shards=(1000, 3000), tile=(64, 256), backward=False, block=128 * KiB, budget=budget)
+    for _, alive in everywhere(worlds, device, 2, partial(measured, **options), 256, 4000, 4):
         # Partials of 12 windows of 256 columns, and the maxima kept of them, come on top.
         assert alive <= budget + 256 * KiB
-
-
-def _measured(member: Member, given: tuple, options: dict) -> tuple[int, int]:
-    return measured(member, *given, **options)
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -151,34 +143,32 @@ def _measured(member: Member, given: tuple, options: dict) -> tuple[int, int]:
 @pytest.mark.thinned
 def test_evaluation_keeps_nothing(mode, reduction, budget, device):
     """Parameters that need gradients, but nobody will ask for them; or that need none."""
-    N, V, frozen = 512, 4096, "input weight" if mode is nullcontext else ""
+    N, V, frozen = 512, 4096, "x weight" if mode is nullcontext else ""
+    options = dict(budget=budget, reduction=reduction, frozen=frozen, backward=False)
     with mode():
-        peak, alive = measured(
-            alone(device), N, V, 4, budget=budget, reduction=reduction, frozen=frozen, backward=False
-        )
+        peak, alive = measured(alone(device), N, V, 4, **options)
     assert alive <= 16 * N * 4
     assert peak < N * V * 4 / 4
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("frozen", "sizes"), [("weight", (128, 4096, 256)), ("input", (2048, 64, 512))])
+@pytest.mark.parametrize(("frozen", "sizes"), [("weight", (128, 4096, 256)), ("x", (2048, 64, 512))])
 @pytest.mark.thinned("strategy", "frozen")
 def test_a_frozen_operand_allocates_no_gradient_of_its_size(frozen, sizes, strategy, device):
-    reduction, budget = STRATEGIES[strategy]
     (N, V, D), block = sizes, 256 * KiB if frozen == "weight" else 64 * KiB
-    options = dict(reduction=reduction, budget=budget, tile=(64, min(V, 256)), block=block)
+    options = dict(tile=(64, min(V, 256)), block=block, **STRATEGIES[strategy])
     peak, _ = measured(alone(device), *sizes, frozen=frozen, **options)
     free, _ = measured(alone(device), *sizes, **options)
     own, other = (V, N) if frozen == "weight" else (N, V)
     assert free >= own * D * 4
     # The other gradient, the budget or block and a few tiles.
-    assert peak < other * D * 4 + max(budget, block) + MiB < own * D * 4
+    assert peak < other * D * 4 + max(options["budget"], block) + MiB < own * D * 4
 
 
 def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     """All rows in one block: windows of dW are summed in fp32 one at a time (Liger #1323, #1391)."""
     N, V, D = 32, 4096, 256
-    peak, alive = measured(alone(device), N, V, D, "bf16", tile=(64, 128), block=64 * KiB)
+    peak, alive = measured(alone(device), N, V, D, dtype="bf16", tile=(64, 128), block=64 * KiB)
     assert alive >= V * D * 2
     assert peak - alive < V * D * 4 / 4
 
@@ -188,8 +178,8 @@ def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
     """Hidden states are gathered, and local dX reduced, a few of 32 blocks of 128 rows at a time: neither the whole
     sequence's ``[N, D]`` hidden states nor its local dX ever exist on a rank, as the plan assumes."""
     whole = 4096 * 256 * 4
-    options = dict(tile=(128, 64), block=128 * 64 * 4, backward=backward)
-    for peak, alive in worlds(2).run(_measured, (4096, 128, 256, "fp32", "none", 0, True), options):
+    options = dict(sequence_parallel=True, tile=(128, 64), block=128 * 64 * 4, backward=backward)
+    for peak, alive in everywhere(worlds, device, 2, partial(measured, **options), 4096, 128, 256):
         assert alive >= whole // 2 or not backward
         assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"
 
@@ -216,10 +206,10 @@ def test_a_reduction_waits_for_no_more_than_a_tile(device):
     def backward():
         dweight, dx = GradBuffer(projection.weight, V, 1), torch.empty_like(t.x)
         grads = GradBuffers(dx, dweight, None, reduces_dx=True)
-        block_backward(torch_backend, projection, t.x, t.target, partial, coefficients, (), grads, Scratch(0, device))
+        block_backward(torch_backend, projection, t.x, t.target, partial_, coefficients, (), grads, Scratch(0, device))
         return dx, dweight.deliver()
 
     with shrunk(tile=(16, columns)):
-        partial, _ = block_forward(torch_backend, projection, t.x, t.target, Columns(), 0)
+        partial_, _ = block_forward(torch_backend, projection, t.x, t.target, Columns(), 0)
         peak = peak_memory(backward, torch.device(device))[0]
     assert peak <= V * D * 4 + rows * D * 8 + rows * columns * 4 // 4

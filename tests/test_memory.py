@@ -1,9 +1,12 @@
-"""Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows."""
+"""Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows. The default of the
+budget; and the buffers in which gradients are summed."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +18,14 @@ from cases import DTYPES, Case, make, normal, part
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
-from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.call import prepare
+from parallel_lce.core.budget import default_budget
+from parallel_lce.core.grad_buffers import GradBuffer, MainGrad
 from parallel_lce.core.partials import Columns
-from tools import alone, everywhere, shrunk, small
+from tools import alone, arguments_to, everywhere, shrunk, small
 from world import Member
 
-KiB, MiB = 1 << 10, 1 << 20
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 BLOCK = MiB  # SMALLEST_BLOCK of these tests
 
 # A part of the rows saved and the rest recomputed; all recomputed; accumulated.
@@ -213,3 +218,92 @@ def test_a_reduction_waits_for_no_more_than_a_tile(device):
         partial_, _ = block_forward(torch_backend, projection, t.x, t.target, Columns(), 0)
         peak = peak_memory(backward, torch.device(device))[0]
     assert peak <= V * D * 4 + rows * D * 8 + rows * columns * 4 // 4
+
+
+CUTS = [0, 4, 10], [0, 7, 10], [0, 10]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("main_dtype", [None, torch.bfloat16, torch.float32])
+def test_every_block_may_cut_the_rows_in_its_own_way(main_dtype, dtype, whole, device):
+    """Each of its visits adds 1 to 10 of 12 rows. A main_grad is added to, whatever the caller promises."""
+    weight = torch.empty(12, 3, dtype=dtype, device=device)
+    for visits in (0, 1, 3):
+        main = None if main_dtype is None else torch.full((12, 3), 5.0, dtype=main_dtype, device=device)
+        main_grad = None if main is None else MainGrad(main, lambda: None)
+        gradient = GradBuffer(weight, 10, visits, main_grad=main_grad)
+        for visit in range(visits):
+            cuts = CUTS[-1 if main_grad else visit]
+            for start, stop in zip(cuts, cuts[1:]):
+                rows, overwrite = gradient.open(start, stop, whole)
+                if dtype == torch.bfloat16:  # one product writes a new gradient itself; sums are in fp32
+                    assert (rows.dtype == dtype) == (whole and visits == 1 and main is None)
+                rows.copy_(torch.ones_like(rows) if overwrite else rows + 1)
+                gradient.close(start, stop, rows)
+        found, before = (gradient.deliver(), 0) if main is None else (main, 5)
+        assert main is None or gradient.deliver() is None
+        assert found.dtype == (main_dtype or dtype)
+        assert (found[:10] == before + visits).all() and (found[10:] == before).all()
+
+
+# --- the default of ``logits_budget`` --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("total", "budget"), [(139.8, 4352), (79.1, 2304), (79.4, 2304), (23.6, 512), (2, 256)])
+def test_a_gpu_s_is_a_thirty_second_of_its_memory_and_a_cpu_s_is_1_gib(total, budget, monkeypatch):
+    properties = SimpleNamespace(total_memory=int(total * GiB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert default_budget(torch.device("cuda")) == budget << 20
+    assert default_budget(torch.device("cpu")) == GiB == default_budget(torch.device("meta"))
+
+
+def test_a_call_is_planned_with_it(device, monkeypatch):
+    """Or with the environment's, or with the one that is given, whatever is remembered of earlier calls."""
+    prepare.KNOWN.clear()
+    x, weight = torch.ones(3, 4, device=device, requires_grad=True), torch.ones(5, 4, device=device)
+    call = partial(parallel_lce.linear_cross_entropy, x, weight, torch.zeros(3, dtype=torch.int64, device=device))
+
+    def planned(**options) -> int:
+        with mock.patch.object(prepare, "plan", wraps=prepare.plan) as plan:
+            call(**options)
+        return plan.call_args.kwargs["budget"]
+
+    assert planned() == default_budget(x.device)
+    monkeypatch.setenv("PARALLEL_LCE_LOGITS_BUDGET", "123")
+    assert planned() == 123 and planned(logits_budget=45) == 45
+    monkeypatch.setenv("PARALLEL_LCE_LOGITS_BUDGET", "-1")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got '-1'"):
+            call()
+    call(logits_budget=46)
+
+
+# Further heads of multi-token prediction, the budget that is installed, and that of each head: None for the default,
+# or the number of heads that share the default.
+HEADS = [(None, None, None), (0, None, None), (1, None, 2), (3, None, 4), (3, 5000, 5000), (3, 0, 0)]
+
+
+def _budgets_of_heads(member: Member) -> list[int | None]:
+    import parallel_lce.megatron
+    from megatron_models import Model, batch
+    from megatron_training import output_layers
+    from parallel_lce.megatron import output_layer
+
+    spec = Model(ranks=member.ranks)
+    _, model, hidden, _ = output_layers(member, spec)
+    labels = batch(0, spec, member.device).labels
+    with arguments_to(output_layer, "fused_loss") as given:
+        for model.output_layer.config.mtp_num_layers, budget, _ in HEADS:
+            parallel_lce.megatron.install(budget)
+            model.compute_language_model_loss(labels, model.output_layer(hidden)[0])
+            parallel_lce.megatron.uninstall()
+    return [options.logits_budget for options, *_ in given]
+
+
+def test_heads_of_multi_token_prediction_share_it(worlds, device):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    whole = default_budget(torch.device(device))
+    expected = [whole // share if budget is None and share else share for _, budget, share in HEADS]
+    assert worlds(1).run(_budgets_of_heads) == [expected]

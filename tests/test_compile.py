@@ -23,7 +23,6 @@ from parallel_lce.call.call import Needs
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.core.options import Tensors
 from parallel_lce.megatron.output_layer import _called
-from parallel_lce.run.fused_loss import fused_loss
 from parallel_lce.run.ops import Arguments
 from tools import DIFFERENTIABLE, chosen_backend, debug_mode, everywhere, fields, given, shrunk, small
 from world import Member
@@ -220,25 +219,6 @@ def test_statistics(names, budget, device):
         torch._dynamo.reset()  # which compiles only so many variants of a function
         found, expected = (f(t.x, t.weight, target, asked=asked) for f in (compiled(statistics)[0], statistics))
         assert fields(found).keys() == fields(expected).keys()
-
-
-@pytest.mark.parametrize("outside_is_nan", [True, False])
-@pytest.mark.parametrize("name", ["saved", "accumulated"])
-def test_a_target_outside_has_the_loss_that_was_asked_for(name, outside_is_nan, device):
-    """NaN, or lse - max as in Megatron. No public function has the option: they all want NaN."""
-    reduction, budget = ("mean", 0) if name == "accumulated" else ("none", None)
-    options = dict(reduction=reduction, ignore_index=-100, outside_is_nan=outside_is_nan, logits_budget=budget)
-    loss = lambda x, w, y: fused_loss(*given(x, w, y, **options), None)  # noqa: E731
-    t = operands(24, device)
-    t.target[[1, 5]] = torch.tensor([V, -7], device=device)
-    with shrunk(4000, (16, 32)):
-        found, expected = (results(f, t) for f in (compiled(loss)[0], loss))
-    assert_same(*([v.nan_to_num(7.0) for v in each] for each in (found, expected)), device)
-    outside = found[0][[1, 5]] if name == "saved" else found[0]
-    assert outside.isnan().all() == outside_is_nan
-    if name == "saved" and not outside_is_nan:
-        z = (t.x @ t.weight.t())[[1, 5]]
-        torch.testing.assert_close(outside, z.logsumexp(1) - z.amax(1))
 
 
 @pytest.mark.parametrize("name", ["saved", "some saved", "recomputed", "accumulated"])

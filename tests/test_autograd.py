@@ -45,13 +45,16 @@ CHECKPOINTS = {
 }
 
 
-@pytest.mark.parametrize("how", CHECKPOINTS)
-@pytest.mark.parametrize("name", [*REDUCED, "statistics", "selected", "divergence"])
-@pytest.mark.thinned
-def test_checkpoints_compute_twice_and_no_more(name, how, backend, device):
+CHECKPOINTED = [(name, "selective") for name in (*REDUCED, "statistics", "selected", "divergence")]
+CHECKPOINTED += [(name, how) for name in ("recompute", "accumulate") for how in ("reentrant", "not reentrant")]
+
+
+@pytest.mark.parametrize("case", CHECKPOINTED, ids=", ".join)
+@pytest.mark.thinned("case", "backend")
+def test_checkpoints_compute_twice_and_no_more(case, backend, device):
     """Selective ones keep what ``aten.mm`` gives, and refuse it if it is changed in place. So no such result is: a
     product that is to be changed is written by ``out=``."""
-    t = small(device, N=40, V=150, D=16, dtype="bf16")
+    t, (name, how) = small(device, N=40, V=150, D=16, dtype="bf16"), case
     ids = t.target[:, None]
 
     def values(x, w):
@@ -122,7 +125,7 @@ def _walked(member: Member, name: str, dtype: str):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", WALKED)
 @pytest.mark.thinned
 def test_second_backward(name, dtype, ranks, worlds, backend, device):

@@ -276,85 +276,74 @@ def assert_statistics(found: dict[str, Tensor], expected: dict, magnitude: dict,
         assert (off <= allowed).all(), f"{of}: {name} is off by {off.tolist()}"
 
 
-def assert_gradients(found, x, weight, signed: Tensor, terms: Tensor, dtype: str, of: str) -> None:
-    """Of each row of dX and dW and each number of dbias; ``signed``, ``terms [N, V]``: the gradient of the logits, and
-    the magnitudes of what is summed to it."""
+def assert_gradients(found, x, weight, shard: slice, signed: Tensor, terms: Tensor, dtype: str, of: str) -> None:
+    """Of each row of dX and, in a shard, of dW and each number of dbias; ``signed``, ``terms [N, V]``: the gradient of
+    the logits, and the magnitudes of what is summed to it."""
     # Four roundings.
     step = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}[dtype]
-    ones = torch.ones(len(x), 1).double()
-    sides = ((signed, weight), (signed.T, x), (signed.T, ones))
-    for name, value, (g, other), t in zip(("dx", "dweight", "dbias"), found, sides, (terms, terms.T, terms.T)):
+    of_shard, ones = (signed.T[shard], terms.T[shard]), torch.ones(len(x), 1).double()
+    sides = ((signed, terms), weight), (of_shard, x), (of_shard, ones)
+    for name, value, ((g, t), other) in zip(("dx", "dweight", "dbias"), found, sides):
         exact, size = g @ other, t @ other.abs()
         off = value.double().cpu().view(exact.shape) - exact
         # Sums of larger terms may overflow.
         off = off.masked_fill(size > (3e4 if dtype == "fp16" else 1e38), 0.0).norm(dim=1)
         # Entries of fp16 below its smallest number.
         least = 2.0**-24 * (1 + other.norm(dim=0).norm()) if dtype == "fp16" else 1e-30
-        allowed = step * size.norm(dim=1) + least
-        worst = (off / allowed).nan_to_num(torch.inf).max().item()
+        worst = (off / (step * size.norm(dim=1) + least)).nan_to_num(torch.inf).max().item()
         assert worst <= 1, f"{of}: {name} is off by {worst:.3g} of what it may be"
 
 
-def _found(member: Member, backend: str, pattern: str, mask: float, dtype: str) -> dict[str, dict[str, Tensor]]:
-    """By strategy: the statistics, and gradients of the sum of all of them and of a mean loss."""
-    x, weight, bias, target = (v.to(member.device) for v in operands(pattern, mask, dtype))
-    rows, results = V // member.ranks, {}
+def _hold(member: Member, backend: str, pattern: str, mask: float, dtype: str) -> None:
+    """By strategy: a loss and its gradients; all statistics, and gradients of their sum."""
+    made = operands(pattern, mask, dtype)
+    x, weight, bias, target = (v.double() if v.is_floating_point() else v for v in made)
+    expected, magnitude, gradients = truth(pattern, x, weight, bias, target)
+    rows, z = V // member.ranks, logits(x, weight, bias)
     shard = slice(rows * member.rank, rows * (member.rank + 1))
     for strategy, how in REDUCED.items():
-        leaves = [v.clone().requires_grad_() for v in (x, weight[shard], bias[shard])]
+        of = f"{pattern} of {mask}, {strategy}"
+        leaves = [v.to(member.device).clone().requires_grad_() for v in (made[0], made[1][shard], made[2][shard])]
+        given = *leaves[:2], target.to(member.device)
         options = dict(linear_bias=leaves[2], process_group=member.group, logits_budget=how["logits_budget"])
         options["logit_scale"] = scale_of(pattern, member.device if strategy == "recompute" else None)
         with windows(backend):
-            loss = linear_cross_entropy(*leaves[:2], target, reduction=how["reduction"], **options)
-            found = dict(zip(("loss dx", "loss dweight", "loss dbias"), torch.autograd.grad(loss.sum(), leaves)))
-            found["loss"] = loss
-            if strategy != "accumulate":
-                found |= fields(statistics(*leaves[:2], target, **options))
-                of_sum = torch.autograd.grad(sum(found[name].sum() for name in DIFFERENTIABLE), leaves)
-                found |= dict(zip(("dx", "dweight", "dbias"), of_sum))
-        results[strategy] = {name: value.detach().cpu() for name, value in found.items()}
-    return results
-
-
-def check(results: list[dict], pattern: str, mask: float, dtype: str) -> None:
-    x, weight, bias, target = (v.double() if v.is_floating_point() else v for v in operands(pattern, mask, dtype))
-    expected, magnitude, gradients = truth(pattern, x, weight, bias, target)
-    signed, terms = sum(gradients.values()), sum(g.abs() for g in gradients.values())
-    for strategy, first in results[0].items():
-        of = f"{pattern} of {mask}, {strategy}"
-        whole = {
-            name: torch.cat([r[strategy][name] for r in results]) if "dweight" in name or "dbias" in name else value
-            for name, value in first.items()
-        }
-        of_tokens = REDUCED[strategy]["reduction"] == "none"
+            loss = linear_cross_entropy(*given, reduction=how["reduction"], **options)
+            of_loss = torch.autograd.grad(loss.sum(), leaves)
         losses = -expected["target_log_prob"], magnitude["target_log_prob"]
-        losses, share = (losses, 1) if of_tokens else ([v.mean() for v in losses], N)
-        assert_statistics(whole, {"loss": losses[0]}, {"loss": losses[1]}, of)
+        losses, share = (losses, 1) if loss.dim() else ([v.mean() for v in losses], N)
+        assert_statistics({"loss": loss}, {"loss": losses[0]}, {"loss": losses[1]}, of)
         g = -gradients["target_log_prob"] / share
-        names = "dx", "dweight", "dbias"
-        assert_gradients([whole[f"loss {n}"] for n in names], x, weight, g, g.abs(), dtype, f"{of}, loss")
-        if strategy != "accumulate":
-            assert_statistics(whole, expected, magnitude, of)
-            assert_gradients([whole[n] for n in names], x, weight, signed, terms, dtype, of)
-            z = logits(x, weight, bias)
-            picked = z.gather(1, whole["argmax"][:, None])[:, 0]
-            assert (z.amax(1) - picked <= 1e-6 * z.abs().amax(1)).all()
+        assert_gradients(of_loss, x, weight, shard, g, g.abs(), dtype, f"{of}, loss")
+        if strategy == "accumulate":
+            continue
+        with windows(backend):
+            found = fields(statistics(*given, **options))
+            of_sum = torch.autograd.grad(sum(found[name].sum() for name in DIFFERENTIABLE), leaves)
+        assert_statistics(found, expected, magnitude, of)
+        signed, terms = sum(gradients.values()), sum(g.abs() for g in gradients.values())
+        assert_gradients(of_sum, x, weight, shard, signed, terms, dtype, of)
+        picked = z.gather(1, found["argmax"].cpu()[:, None])[:, 0]
+        assert (z.amax(1) - picked <= 1e-6 * z.abs().amax(1)).all()
 
 
-@pytest.mark.parametrize("pattern", [*PATTERNS, "some tokens", "huge rows", "one of all"])
+ALL_PATTERNS = [*PATTERNS, "some tokens", "huge rows", "one of all"]
+
+
+@pytest.mark.parametrize("pattern", ALL_PATTERNS)
 @pytest.mark.parametrize("dtype", MASKS)
 @pytest.mark.thinned
 def test_statistics_and_gradients(pattern, dtype, backend, worlds, device):
     for mask in MASKS[dtype]:
-        check(everywhere(worlds, device, 1, _found, backend, pattern, mask, dtype), pattern, mask, dtype)
+        everywhere(worlds, device, 1, _hold, backend, pattern, mask, dtype)
 
 
 @pytest.mark.parametrize("pattern", ["a rank", "all", "some tokens", "huge rows"])
 def test_over_ranks(pattern, backend, worlds, device):
-    check(everywhere(worlds, device, 2, _found, backend, pattern, -1e30, "fp32"), pattern, -1e30, "fp32")
+    everywhere(worlds, device, 2, _hold, backend, pattern, -1e30, "fp32")
 
 
-@pytest.mark.parametrize("pattern", [*PATTERNS, "some tokens", "huge rows", "one of all"])
+@pytest.mark.parametrize("pattern", ALL_PATTERNS)
 @pytest.mark.parametrize("dtype", MASKS)
 @pytest.mark.thinned
 def test_logits_that_exist(pattern, dtype, backend, device):

@@ -74,14 +74,13 @@ def results(function, t, *given) -> list[torch.Tensor]:
 
 
 def assert_same(found, expected, device: str, rtol: float = 0.0) -> None:
-    """To the bit where the same kernels run; a GPU's may be chosen by a tensor's address."""
+    """Without ``rtol`` to the bit where the same kernels run; a GPU's may be chosen by a tensor's address."""
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
         if device == "cpu" and not rtol:
             assert torch.equal(a, b)
         else:
-            rounded = next((r for name, r in ROUNDED.items() if DTYPES[name] == a.dtype), 1e-5)
-            assert_close(a, b, rtol if device == "cpu" else max(rtol, rounded))
+            assert_close(a, b, rtol or next((r for name, r in ROUNDED.items() if DTYPES[name] == a.dtype), 1e-5))
 
 
 @contextmanager

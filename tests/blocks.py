@@ -24,14 +24,6 @@ def block_backward(backend, *given, announce=lambda: None, **others):
 
 
 @contextmanager
-def _noted(backend, name: str, note: Callable):
-    """Calls ``note(task)`` whenever the backend begins a block."""
-    original = getattr(backend, name)
-    with mock.patch.object(backend, name, lambda task: note(task) or original(task)):
-        yield
-
-
-@contextmanager
 def watched_backwards(backend, before: Callable, after: Callable = lambda task: None):
     """Calls ``before(task)``, which returns nothing, before each block's backward, and ``after(task)`` behind it."""
     original = backend.block_backward
@@ -50,8 +42,8 @@ def watched_backwards(backend, before: Callable, after: Callable = lambda task: 
 @contextmanager
 def counted_forwards(backend):
     """Yields a list of the number of rows of each block that the backend projects."""
-    rows: list[int] = []
-    with _noted(backend, "block_forward", lambda task: rows.append(len(task.x))):
+    original, rows = backend.block_forward, []
+    with mock.patch.object(backend, "block_forward", lambda task: rows.append(len(task.x)) or original(task)):
         yield rows
 
 

@@ -20,9 +20,12 @@ import subprocess
 import sys
 import tempfile
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import triton
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -59,24 +62,17 @@ def _compile_alone(self, *arguments, grid, warmup, **options):
 
 JITFunction.run = _compile_alone
 
-from blocks import block_backward, block_forward
+import parallel_lce
+from parallel_lce import backends
 from parallel_lce.backends import triton as backend
 from parallel_lce.backends import triton_filter
-from parallel_lce.backends.interface import (
-    Coefficients,
-    GradBuffers,
-    Projection,
-    Scratch,
-    SelectedGradient,
-    SelectedLogits,
-    Selection,
-)
-from parallel_lce.core.grad_buffers import GradBuffer
-from parallel_lce.core.options import Options
-from parallel_lce.core.partials import Columns, packed_size
-from parallel_lce.kernels import dense_logits, losses, partials, projection, selected, tuning
+from parallel_lce.core.partials import Columns
+from parallel_lce.distillation import divergence
+from parallel_lce.kernels import partials, projection, tuning
 from parallel_lce.kernels.filter import windows
+from tools import shrunk
 
+backends._name = lambda *given: "triton"
 tuning._capability = lambda device: CAPABILITY
 projection.num_sms = lambda device: 132
 triton_filter.SMALLEST_FILTERED = 0
@@ -97,77 +93,66 @@ CALLS = [
 ]
 
 
-def call(rows, entries, depth, saved, everything, dtype):
+def operands(tokens: int, entries: int, depth: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Hidden states and weight, of a call's random values."""
+    return [torch.randn(rows, depth).to(dtype).requires_grad_() for rows in (tokens, entries)]
+
+
+def call(tokens, entries, depth, saved, everything, dtype):
+    """Losses, filtered and not, or all statistics; log-probabilities of selected entries and of sets; divergences."""
     global plain
-    plain = not everything
-    x, weight = torch.randn(rows, depth).to(dtype), torch.randn(entries, depth).to(dtype)
-    bias = torch.zeros(entries, dtype=dtype) if everything else None
-    softcap, token_scale = (5.0, torch.ones(rows)) if everything else (None, None)
-    softcap = token_scale if everything == "each" else softcap
-    shape = Projection(weight, bias, 0, entries, 0.7 if everything else 1.0, softcap, token_scale)
-    target = torch.zeros(rows, dtype=torch.int64)
-    columns = Columns(*[bool(everything)] * len(dataclasses.fields(Columns)))
-    ids, begin = torch.zeros(3 * rows, dtype=torch.int64), torch.arange(rows) * 3
-    selection, logits = Selection(ids, begin, begin + 3), torch.ones(3 * rows)
-    wanted = SelectedLogits(selection, logits) if everything else None
-    given = shape, x, target, columns, saved
-    partial, exponentials = block_forward(backend, *given, keep_windows=not everything, selected=wanted)
-    ones = torch.ones(rows)
-    more = ones if everything else None
-    coefficients = Coefficients(ones, ones, more, more, more)
-    backend.selected_logits(shape, x, selection, logits)
+    plain, given = not everything, operands(tokens, entries, depth, dtype)
+    target, each = torch.zeros(tokens, dtype=torch.int64), torch.ones(tokens)
+    ids, sets = target[:, None].repeat(1, 3), (target.repeat(3), torch.arange(tokens + 1) * 3)
+    budget = None if saved == entries else 2 * tokens * (saved + 256) * (saved > 0)
+    options = {}
+    if everything:
+        options |= dict(linear_bias=torch.zeros(entries, dtype=dtype, requires_grad=True), logit_softcap=5.0)
+        options |= dict(temperature=each) if everything == "each" else dict(logit_scale=each)
+        asked = dict(mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True, selected=ids)
+        found = parallel_lce.token_statistics(*given, target, logits_budget=budget, **asked, **options)
+        total = found.entropy + found.mean_logit + found.sum_p_squared + found.target_logit
+        (total + found.selected_log_prob.sum(1)).sum().backward()
+    else:
+        for gradient_filter in (None, 0.001):
+            filtered = dict(reduction="none", logits_budget=budget, gradient_filter=gradient_filter)
+            parallel_lce.linear_cross_entropy(*given, target, **filtered).sum().backward()
+    for selected in (ids, sets):
+        parallel_lce.selected_log_probs(*given, selected, **options).sum().backward()
     plain = False
-    backend.block_logits(shape, x)
-    plain = not everything
-    gradient = SelectedGradient(selection, logits, logits)
-    backend.selected_hidden_gradient(weight, gradient, torch.empty_like(x))
-    backend.selected_weight_gradient(x, begin.repeat_interleave(3) // 3, gradient, torch.empty_like(weight), bias)
-    of_bias = None if bias is None else GradBuffer(bias, entries, 1)
-    grads = GradBuffers(torch.empty_like(x), GradBuffer(weight, entries, 1), of_bias)
-    others = shape, x, target, torch.ones_like(partial), coefficients
-    for gradient_filter in (None,) if everything else (None, 0.001):
-        selected = gradient if everything else None
-        options = dict(selected=selected, gradient_filter=gradient_filter)
-        block_backward(backend, *others, exponentials, grads, Scratch(1 << 20), **options)
+    for beta in (0.0, 0.5, 1.0):
+        divergence(*given, *(v.detach() for v in given), beta=beta).backward()
+
+
+def small(tokens: int, every_option: bool, group: dist.ProcessGroup | None) -> None:
+    """Losses of dense logits, and of logits that exist; log-probabilities of sets."""
+    target, options = torch.zeros(tokens, dtype=torch.int64), {}
+    x, weight = operands(tokens, 304, 64, torch.bfloat16)
+    if every_option:
+        options |= dict(label_smoothing=0.1, logit_softcap=5.0, logit_scale=torch.ones(tokens))
+    with mock.patch.object(backend, "DENSE_FLOPS", 1e30):
+        for reduction in ("none", "mean"):
+            options |= dict(reduction=reduction, process_group=group)
+            parallel_lce.linear_cross_entropy(x, weight, target, **options).sum().backward()
+    logits = torch.randn(tokens, 300).bfloat16().requires_grad_()
+    parallel_lce.vocab_parallel_cross_entropy(logits, target, 0.1 * every_option, tp_group=group).sum().backward()
+    sets = target.repeat(3), torch.arange(tokens + 1) * 3
+    parallel_lce.selected_log_probs(x, weight, sets, process_group=group).sum().backward()
 
 
 for arguments in CALLS[2:4] if FEW else CALLS:
-    call(*arguments, torch.bfloat16)
+    with shrunk(2 * arguments[0] * 256):
+        call(*arguments, torch.bfloat16)
 for arguments in () if FEW else CALLS[1:3]:
     call(*arguments, torch.float16)
 for ranks, tokens in ((2, 1), (8, 300))[FEW:]:
     for columns in (Columns(), Columns(*[True] * len(dataclasses.fields(Columns)))):
-        plain, size = columns == Columns(), packed_size(columns, tokens)
+        plain, size = columns == Columns(), columns.count * tokens + 2
         partials.merge_ranks(torch.ones(ranks, size), columns, tokens, None if plain else 77)
+plain = False
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
 for tokens in (1, 5)[FEW:]:
-    packed, offsets = torch.ones(2, 3 * tokens), torch.arange(tokens + 1) * 3
-    ids = torch.zeros(3 * tokens, dtype=torch.int64)
-    log_probs, _ = selected.set_log_probs(packed, ids, offsets, None, 7)
-    selected.set_log_probs(packed, ids, offsets, offsets[0] > 0, offsets[0])
-    selected.set_gradient(log_probs, packed[0], offsets)
-logits, target = torch.randn(5, 300).bfloat16(), torch.zeros(5, dtype=torch.int64)
-ones = torch.ones(5)
-for some in (1, 5)[FEW:]:
-    for vocab_size in (ones[0].long(), 300):
-        partial = ones[:some].expand(3, -1).contiguous()
-        losses.token_losses(partial, vocab_size, target[:some], None, Options("", ignore_index=-100))
-    losses.mean_loss(ones[:some], target[:some], None, -100)
-    backend.logits_partial(logits[:some], target[:some], True, torch.ones(4, some))
-    backend.logits_gradient(logits[:some], target[:some], torch.ones(3, some), torch.ones(3, some))
-    for all_options in (False, True):
-        options = Options("", reduction="none", ignore_index=-100, label_smoothing=0.1 * all_options)
-        dense = backend.Dense(some, 304, options, 1.0, 5.0 if all_options else None, all_options, False)
-        products, scales = torch.ones(some, 304), ones[:some] if all_options else None
-        dense.partial(products, torch.ones(4, some), (target[:some], None, None, scales, None))
-        _, found = dense.losses(products, (target[:some], scales, None, scales, None))
-        for factor in (ones[0], ones[:some]):
-            dense.gradient(
-                products, found, factor, ones[0] if all_options else None, (target[:some], None, scales, None)
-            )
-    both = torch.ones(2, some, 300), torch.ones(2, 2, some)
-    for beta in (0.0, 0.5, 1.0):
-        found, wanted = torch.empty(2, some), (torch.empty(some, 300).bfloat16(), ones[:some], ones[:some])
-        dense_logits.divergence(*both[0], *both[1], beta, found, *wanted)
-        dense_logits.divergence(*both[0], *both[1], beta, found, None, None, None)
-        dense_logits.divergence(*both[0], *both[1], beta, None, *wanted)
+    for group in (dist.new_group([0]), dist.group.WORLD):
+        for every_option in (False, True):
+            small(tokens, every_option, group)
 json.dump({"triton": triton.__version__, "kernels": compiled}, sys.stdout)

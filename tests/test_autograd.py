@@ -1,4 +1,4 @@
-"""The operator among autograd's tools: checkpointing, hooks, loss scaling, second derivatives."""
+"""The operator among autograd's tools: checkpointing, hooks, loss scaling, changes in place, second backwards."""
 
 from __future__ import annotations
 
@@ -20,28 +20,11 @@ from parallel_lce.run import statistics as statistics_module
 from tools import REDUCED, everywhere, fields, shrunk, small, statistics
 from world import Member
 
-SIZE = dict(N=64, V=300, D=8)
-WALKED_SIZE = dict(N=48, V=200, D=8)
+SIZE = dict(N=48, V=200, D=8)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.thinned
-def test_checkpointed_loss_is_computed_twice_and_no_more(reduction, reentrant, backend, device):
-    t = small(device, N=64, V=300, D=8)
-    x, w = t.x, t.weight
-
-    def loss(x, w):
-        return parallel_lce.linear_cross_entropy(x, w, t.target, reduction=reduction, logits_budget=0).sum()
-
-    with shrunk(8000), counted_forwards(backend_of(w)) as blocks:
-        want = torch.autograd.grad(loss(x, w), (x, w))
-        once = len(blocks)
-        assert once > 1 or reduction == "none", "several blocks accumulate"
-        checkpoint(loss, x, w, use_reentrant=reentrant).backward()
-    # The plain call, the checkpoint's forward (without gradients if reentrant) and its recomputation.
-    assert len(blocks) == 2 * once + (1 if reentrant else once)
-    assert torch.equal(x.grad, want[0]) and torch.equal(w.grad, want[1])
+def assert_equal(found, expected, name: object = "") -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), name
 
 
 _aten = torch.ops.aten
@@ -53,12 +36,25 @@ def _save_products(context, operation, *arguments, **options) -> CheckpointPolic
     return CheckpointPolicy.MUST_SAVE if operation in PRODUCTS else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("name", [*REDUCED, "statistics", "selected", "divergence"])
-@pytest.mark.thinned
-def test_selective_checkpoints_may_keep_products(name, backend, device):
-    """They keep what ``aten.mm`` gives, and refuse it if it is changed in place. So no such result is: a product that
-    is to be changed is written by ``out=``."""
-    t = small(device, N=40, V=150, D=16, dtype="bf16")
+CHECKPOINTS = {
+    "reentrant": dict(use_reentrant=True),
+    "not reentrant": dict(use_reentrant=False),
+    "selective": dict(
+        use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, _save_products)
+    ),
+}
+
+
+CHECKPOINTED = [(name, "selective") for name in (*REDUCED, "statistics", "selected", "divergence")]
+CHECKPOINTED += [(name, how) for name in ("recompute", "accumulate") for how in ("reentrant", "not reentrant")]
+
+
+@pytest.mark.parametrize("case", CHECKPOINTED, ids=", ".join)
+@pytest.mark.thinned("case", "backend")
+def test_checkpoints_compute_twice_and_no_more(case, backend, device):
+    """Selective ones keep what ``aten.mm`` gives, and refuse it if it is changed in place. So no such result is: a
+    product that is to be changed is written by ``out=``."""
+    t, (name, how) = small(device, N=40, V=150, D=16, dtype="bf16"), case
     ids = t.target[:, None]
 
     def values(x, w):
@@ -74,12 +70,14 @@ def test_selective_checkpoints_may_keep_products(name, backend, device):
     def block(x, w):
         return values(torch.nn.functional.linear(x, torch.eye(16, dtype=x.dtype, device=device)).relu(), w).sum()
 
-    with shrunk(8000, (16, 32)):
+    with shrunk(8000, (16, 32)), counted_forwards(backend_of(t.weight)) as blocks:
         want = torch.autograd.grad(block(t.x, t.weight), (t.x, t.weight))
-        contexts = functools.partial(create_selective_checkpoint_contexts, _save_products)
-        kept = checkpoint(block, t.x, t.weight, use_reentrant=False, context_fn=contexts)
-        found = torch.autograd.grad(kept, (t.x, t.weight))
-    assert all(torch.equal(a, b) for a, b in zip(found, want))
+        once = len(blocks)
+        assert once > 1 or name != "accumulate", "several blocks accumulate"
+        checkpoint(block, t.x, t.weight, **CHECKPOINTS[how]).backward()
+    # The plain call, the checkpoint's forward (without gradients if reentrant) and its recomputation.
+    assert len(blocks) == 2 * once + (min(1, once) if how == "reentrant" else once)
+    assert_equal((t.x.grad, t.weight.grad), want)
 
 
 # --- the graph walked again ------------------------------------------------------------------------
@@ -91,7 +89,7 @@ STORED_ERROR = {"fp32": 1e-6, "bf16": 1e-2, "fp16": 1e-3}
 
 def _walked(member: Member, name: str, dtype: str):
     """Four backwards through one graph: one with a zero upstream and one with it doubled."""
-    t = part(small(member.device, **WALKED_SIZE, dtype=dtype), member)
+    t = part(small(member.device, **SIZE, dtype=dtype), member)
     bias = t.weight.new_zeros(len(t.weight)).requires_grad_()
     leaves = [t.x, t.weight, bias]
 
@@ -104,46 +102,36 @@ def _walked(member: Member, name: str, dtype: str):
 
     with shrunk(8192, (16, 32)):
         loss = total()
-        accumulates = "AccumulatedLoss" in type(_parent(loss)).__name__
+        node = loss.grad_fn
+        while not hasattr(node, "call"):  # plain operations behind the package's node
+            node = node.next_functions[0][0]
         # dX of fp16 waits for the upstream gradient, which may be a loss scale.
-        assert accumulates == (name == "accumulate" and dtype != "fp16")
+        assert ("AccumulatedLoss" in type(node).__name__) == (name == "accumulate" and dtype != "fp16")
         first = grad(loss)
         copies = [g.clone() for g in first]
         nothing, double, again = grad(loss, 0.0), grad(loss, 2.0), grad(loss, retain=False)
         # Sums that were accumulated are scaled in place by the first backward: by 0.
         loss = total()
         grad(loss, 0.0)
-        after_zero = grad(loss)
-    assert all(torch.equal(a, b) for a, b in zip(after_zero, again))
-    for one, copy, zero, two, last in zip(first, copies, nothing, double, again):
-        assert torch.count_nonzero(copy), "a gradient to compare with"
-        assert torch.equal(one, copy), "a later backward wrote into the first one's result"
+        assert_equal(grad(loss), again)
+    assert_equal(first, copies, "a later backward wrote into the first one's result")
+    for one, zero, two, last in zip(first, nothing, double, again):
+        assert torch.count_nonzero(one), "a gradient to compare with"
         assert torch.count_nonzero(zero) == 0
-        if name.startswith("save"):
-            assert_close(last, one, STORED_ERROR[dtype])
-        else:
-            assert torch.equal(last, one)
+        assert_close(last, one, STORED_ERROR[dtype] if name.startswith("save") else 0.0)
         # Powers of two scale exactly, but in the subnormal numbers of fp16.
         assert torch.equal(two, 2 * last) or dtype == "fp16"
     return [g.cpu() for g in first]
 
 
-def _parent(loss):
-    """The package's node behind a chain of plain operations."""
-    node = loss.grad_fn
-    while not hasattr(node, "call"):
-        node = node.next_functions[0][0]
-    return node
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 @pytest.mark.parametrize("name", WALKED)
 @pytest.mark.thinned
 def test_second_backward(name, dtype, ranks, worlds, backend, device):
     parts = everywhere(worlds, device, ranks, _walked, name, dtype)
     reduction = "sum" if WALKED[name]["reduction"] == "none" else "mean"
-    truth = dense_loss(small(**WALKED_SIZE, dtype=dtype), reduction=reduction)
+    truth = dense_loss(small(**SIZE, dtype=dtype), reduction=reduction)
     assert_near(parts[0][0], truth["dx"], ROUNDED[dtype])
     assert_near(torch.cat([p[1] for p in parts]), truth["dweight"], ROUNDED[dtype])
 
@@ -158,7 +146,7 @@ def test_second_backward(name, dtype, ranks, worlds, backend, device):
 def test_a_backend_may_overwrite_what_is_saved(budget, blocks, names, dtype, backend, device):
     """Its memory is scratch afterwards: for the blocks that follow, and for a second backward."""
     t = small(device, N=160, V=100, D=600, dtype=dtype)
-    module, handed = backend_of(t.weight), []
+    leaves, handed = [t.x, t.weight], []
 
     def note(task):
         handed.append((len(task.saved) > 0, task.scratch.capacity(torch.uint8)))
@@ -169,8 +157,7 @@ def test_a_backend_may_overwrite_what_is_saved(budget, blocks, names, dtype, bac
         scratch = task.scratch
         scratch.borrow(scratch.capacity(torch.uint8), torch.uint8).fill_(255)
 
-    leaves = [t.x, t.weight]
-    with shrunk(4000, (16, 32)), watched_backwards(module, note, spoil):
+    with shrunk(4000, (16, 32)), watched_backwards(backend_of(t.weight), note, spoil):
         found = statistics(*leaves, t.target, logits_budget=budget)
         total = sum(getattr(found, name).sum() for name in names)
         walks = [torch.autograd.grad(total, leaves, retain_graph=True) for _ in range(2)]
@@ -194,7 +181,7 @@ def test_a_backend_may_overwrite_what_is_saved(budget, blocks, names, dtype, bac
 @pytest.mark.parametrize("budget", [None, 0])
 def test_targets_that_were_written_to_since_forward_are_refused(budget, reduction, backend, device):
     """As ``F.cross_entropy`` refuses them: the gradient would be that of other targets."""
-    t = small(device, **WALKED_SIZE)
+    t = small(device, **SIZE)
     with shrunk(8192):
         if reduction == "statistics":
             loss = statistics(t.x, t.weight, t.target, logits_budget=budget).target_log_prob
@@ -205,71 +192,73 @@ def test_targets_that_were_written_to_since_forward_are_refused(budget, reductio
             loss.sum().backward()
 
 
-# --- upstream gradients -----------------------------------------------------------------------------
+# --- upstream gradients, and what users do with a loss and its gradient ----------------------------
 
 
-@pytest.mark.parametrize("budget", [None, 0])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-@pytest.mark.thinned
-def test_upstream_of_any_layout(dtype, budget, backend, device):
-    """Zeros in places, expanded, strided, transposed: the same bits as a contiguous copy gives."""
+class _Subclass(torch.Tensor):
+    pass
+
+
+FORMS = {
+    "a negative view": lambda u: torch._neg_view(-u),
+    "still on its way": lambda u: AsyncCollectiveTensor(u.clone()),
+    "a subclass": lambda u: u.clone().as_subclass(_Subclass),
+    "all one": lambda u: u.flatten()[0].expand(u.shape),
+    # Of losses [4, 6] alone.
+    "rows expanded": lambda u: u[0].expand(4, 6),
+    "strided": lambda u: u.repeat_interleave(2, -1)[:, ::2],
+    "transposed": lambda u: u.t().contiguous().t(),
+    "zeros in places": lambda u: u.index_fill(0, torch.ones(1, dtype=torch.long, device=u.device), 0.0),
+}
+
+
+@pytest.mark.parametrize(
+    ("reduction", "budget", "dtype"),
+    [("none", None, "fp32"), ("none", None, "bf16"), ("none", 0, "bf16"), ("none", 0, "fp16")]
+    + [("mean", None, "bf16"), ("sum", None, "fp32"), ("mean", 0, "bf16"), ("sum", 0, "fp32")],
+)
+def test_upstream_of_any_form(reduction, budget, dtype, backend, device):
+    """The same bits as a contiguous copy gives."""
     t = small(device, dtype=dtype)
-    x = t.x.detach().view(4, 6, -1).requires_grad_()
-    target = t.target.view(4, 6)
+    x, target = t.x.detach().view(4, 6, -1).requires_grad_(), t.target.view(4, 6)
+    options = dict(reduction=reduction, logits_budget=budget)
 
     def gradients(upstream, reduced=lambda loss: loss):
         with shrunk(4096, (16, 32)):
-            loss = parallel_lce.linear_cross_entropy(x, t.weight, target, reduction="none", logits_budget=budget)
+            loss = parallel_lce.linear_cross_entropy(x, t.weight, target, **options)
             return torch.autograd.grad(reduced(loss), [x, t.weight], upstream)
 
-    sparse = torch.randn(4, 6, device=device)
-    sparse[1] = 0
-    layouts = {
-        "expanded": torch.tensor(0.25, device=device).expand(4, 6),
-        "rows expanded": torch.randn(6, device=device).expand(4, 6),
-        "strided": torch.randn(4, 12, device=device)[:, ::2],
-        "transposed": torch.randn(6, 4, device=device).t(),
-        "zeros in places": sparse,
-    }
-    for name, upstream in layouts.items():
-        found, expected = gradients(upstream), gradients(upstream.contiguous())
-        assert all(torch.equal(a, b) for a, b in zip(found, expected)), name
-        truth = dense_loss(t, upstream=upstream.flatten(), reduction="none")
+    shape = (4, 6) if reduction == "none" else ()
+    numbers = torch.randn(shape, device=device)
+    for name, form in [*FORMS.items()][: None if shape else 4]:
+        upstream = form(numbers)
+        plain = torch.empty(shape, device=device).copy_(upstream)
+        found = gradients(upstream)
+        assert_equal(found, gradients(plain), name)
+        truth = dense_loss(t, upstream=plain.flatten() if shape else plain, reduction=reduction)
         assert_near(found[0], truth["dx"].view(x.shape), ROUNDED[dtype])
         assert_near(found[1], truth["dweight"], ROUNDED[dtype])
-    by_sum = gradients(None, torch.sum)
-    assert all(torch.equal(a, b) for a, b in zip(by_sum, gradients(torch.ones(4, 6, device=device))))
+    assert_equal(gradients(None, torch.sum), gradients(torch.ones(shape, device=device)))
 
 
-# --- what users do with a loss and its gradient ----------------------------------------------------
-
-
-REDUCTIONS = pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-
-
-def _loss_and_leaves(device: str, reduction: str):
-    t = small(device)
-    return parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction), [t.x, t.weight]
-
-
-@REDUCTIONS
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 def test_a_loss_may_be_changed_in_place(reduction, backend, device):
     """So may a detached one, before the backward."""
-    loss, leaves = _loss_and_leaves(device, reduction)
-    expected = torch.autograd.grad(loss.sum(), leaves)
-    loss, leaves = _loss_and_leaves(device, reduction)
-    logged = loss.detach()
-    logged *= 3
-    found = torch.autograd.grad(loss, leaves, torch.ones_like(loss))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected))
-    loss, leaves = _loss_and_leaves(device, reduction)
-    loss /= 4
-    found = torch.autograd.grad(loss.sum(), leaves)
-    for one, other in zip(found, expected):
+    t = small(device)
+
+    def gradients(change):
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction)
+        change(loss)
+        found = torch.autograd.grad(loss.sum(), [t.x, t.weight])
+        if reduction != "none":  # a view, of the tokens' shape
+            loss.detach_()
+            assert not loss.requires_grad
+        return found
+
+    expected = gradients(lambda loss: None)
+    assert_equal(gradients(lambda loss: loss.detach().mul_(3)), expected)
+    for one, other in zip(gradients(lambda loss: loss.div_(4)), expected):
         torch.testing.assert_close(4 * one, other)
-    if reduction != "none":  # a view, of the tokens' shape
-        loss.detach_()
-        assert not loss.requires_grad
 
 
 @pytest.mark.parametrize(("shape", "sets"), [((24,), False), ((4, 6), False), ((4, 6), True)])
@@ -292,35 +281,7 @@ def test_every_statistic_may_be_changed_in_place(shape, sets, backend, device):
 
     want = gradients(lambda v: (v * 0.5).masked_fill(v > 0, 0.0))
     for _ in range(2):
-        assert all(torch.equal(a, b) for a, b in zip(gradients(halved), want))
-
-
-def _negated(upstream: torch.Tensor) -> torch.Tensor:
-    """``-upstream`` as a view whose sign is a bit of the tensor."""
-    negated = torch.complex(torch.zeros_like(upstream), upstream).conj().imag
-    assert negated.is_neg()
-    return negated
-
-
-def _waiting(upstream: torch.Tensor) -> torch.Tensor:
-    return AsyncCollectiveTensor(-upstream)
-
-
-class _Subclass(torch.Tensor):
-    pass
-
-
-@REDUCTIONS
-@pytest.mark.parametrize(
-    "form", [_negated, _waiting, lambda u: (-u).as_subclass(_Subclass)], ids=["bit", "async", "subclass"]
-)
-def test_an_upstream_gradient_of_another_form(form, reduction, backend, device):
-    loss, leaves = _loss_and_leaves(device, reduction)
-    expected = torch.autograd.grad(loss, leaves, torch.full_like(loss, -2.0))
-    loss, leaves = _loss_and_leaves(device, reduction)
-    found = torch.autograd.grad(loss, leaves, form(torch.full_like(loss, 2.0)))
-    for one, other in zip(found, expected):
-        assert torch.equal(one, other)
+        assert_equal(gradients(halved), want)
 
 
 class _Weight(torch.nn.Parameter):

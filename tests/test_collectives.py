@@ -12,6 +12,7 @@ import torch.distributed as dist
 import parallel_lce
 from cases import DTYPES, Case, dense_loss, make, part
 from measures import assert_close
+from on_ranks import on_ranks
 from parallel_lce.core import collectives
 from tools import recorded, shrunk, started
 from world import Member
@@ -22,8 +23,8 @@ REDUCTIONS = ("all_reduce", "reduce_scatter")
 
 @dataclass(frozen=True)
 class Call:
-    """``blocks``: how many blocks the budget makes of the rows. "save alone": the budget holds every
-    logit, and no hidden states beside them."""
+    """``strategy``: "save alone": the budget holds every logit, and no hidden states beside them; "evaluation": under
+    no_grad; "by vocabulary": of 8 tokens. ``blocks``: how many blocks the budget makes of the rows."""
 
     strategy: str
     ranks: int
@@ -37,30 +38,35 @@ class Call:
     def __str__(self) -> str:
         return "-".join(str(v) if n in ("strategy", "dtype") else f"{n}={v}" for n, v in vars(self).items() if v)
 
+    @property
+    def tokens(self) -> int:
+        return 8 if self.strategy == "by vocabulary" else N
+
+    @property
+    def block_bytes(self) -> int:
+        rows = 2 if self.strategy == "by vocabulary" else self.tokens // self.blocks
+        return rows * ROWS * DTYPES[self.dtype].itemsize * (2 if self.strategy == "accumulate" else 1)
+
 
 def _events(member: Member, call: Call):
-    """What a rank starts in forward and in backward."""
-    dtype = DTYPES[call.dtype]
-    t = make(Case(N, ROWS * member.ranks, D, call.dtype, ignored="none"), member.device)
+    """The collectives that a rank starts in forward and in backward, and windows of dW that it finishes."""
+    t = make(Case(call.tokens, ROWS * member.ranks, D, call.dtype, ignored="none"), member.device)
     t = part(t, member, call.sequence_parallel)
     # A view with gaps, which NCCL does not send.
     x = t.x.detach().repeat(1, 2)[:, :D].requires_grad_("input" not in call.frozen)
     t.weight.requires_grad_("weight" not in call.frozen)
-    budget = {"save": None, "save alone": N * ROWS * dtype.itemsize}.get(call.strategy, 0)
-    in_flight = 2 if call.strategy == "accumulate" else 1
-    block_bytes = in_flight * N // call.blocks * ROWS * dtype.itemsize
-    with shrunk(block_bytes, (8, 16)), recorded(member.group) as events, started() as everything:
-        loss = parallel_lce.linear_cross_entropy(
-            x,
-            t.weight,
-            t.target,
-            reduction="mean" if call.strategy == "accumulate" else "none",
-            label_smoothing=call.smoothing,
-            process_group=member.group,
-            sequence_parallel=call.sequence_parallel,
-            logits_budget=budget,
-            reduce_dtype=getattr(torch, call.reduce_dtype) if call.reduce_dtype else None,
-        )
+    budgets = {"save": None, "evaluation": None, "save alone": N * ROWS * x.dtype.itemsize}
+    options = dict(
+        reduction="mean" if call.strategy == "accumulate" else "none",
+        label_smoothing=call.smoothing,
+        process_group=member.group,
+        sequence_parallel=call.sequence_parallel,
+        logits_budget=budgets.get(call.strategy, 0),
+        reduce_dtype=getattr(torch, call.reduce_dtype) if call.reduce_dtype else None,
+    )
+    with shrunk(call.block_bytes, (8, 16)), recorded(member.group) as events, started() as everything:
+        with torch.set_grad_enabled(call.strategy != "evaluation"):
+            loss = parallel_lce.linear_cross_entropy(x, t.weight, t.target, **options)
         forward, events[:] = list(events), []
         if loss.requires_grad:
             loss.sum().backward()
@@ -71,21 +77,21 @@ def _events(member: Member, call: Call):
 
 def expected(call: Call) -> tuple[list, list]:
     """Forward's and backward's collectives, from the docstring of ``linear_cross_entropy``."""
-    B, P = call.blocks, call.ranks
+    tokens, B, P = call.tokens, call.blocks, call.ranks
     low = str(DTYPES[call.dtype]).removeprefix("torch.")
     wide = "float64" if call.dtype == "fp64" else "float32"
     columns = 4 if call.smoothing else 3
-    hidden = [("all_gather", N // P // B * D, low, True)] * (B if call.sequence_parallel else 0)
-    reduce = [(REDUCTIONS[call.sequence_parallel], N // B * D, call.reduce_dtype or low, True)] * (
+    hidden = [("all_gather", tokens // P // B * D, low, True)] * (B if call.sequence_parallel else 0)
+    reduce = [(REDUCTIONS[call.sequence_parallel], tokens // B * D, call.reduce_dtype or low, True)] * (
         B if "input" not in call.frozen else 0
     )
     if call.strategy == "accumulate":
-        partials = [("all_gather", columns * (N // B) + 2, wide, True)] * B
+        partials = [("all_gather", columns * (tokens // B) + 2, wide, True)] * B
         return hidden + partials + reduce, []
-    needs = call.frozen != "input weight"
+    needs = call.frozen != "input weight" and call.strategy != "evaluation"
     # Where nothing is kept, all hidden states of so few tokens are gathered at once.
-    whole = [("all_gather", N // P * D, low, True)] * call.sequence_parallel
-    forward = whole + [("all_gather", columns * N + 2, wide, True)]
+    whole = [("all_gather", tokens // P * D, low, True)] * call.sequence_parallel
+    forward = whole + [("all_gather", columns * tokens + 2, wide, True)]
     again = [] if call.strategy == "save" else hidden
     return forward, (again + reduce if needs else [])
 
@@ -107,6 +113,8 @@ CALLS = [
     Call("save", 2, 1, frozen="input weight"),
     Call("save alone", 2, 1, True, dtype="bf16"),
     Call("save alone", 3, 1, True, frozen="input"),
+    Call("evaluation", 2, 1),
+    Call("by vocabulary", 2, 1, dtype="bf16"),  # dX [N, D] is the smaller accumulator: one block, one reduction
     Call("recompute", 3, 2, smoothing=0.1),
     Call("recompute", 2, 4, True, dtype="bf16", reduce_dtype="float32"),
     Call("recompute", 4, 3, True, smoothing=0.2, dtype="fp64"),
@@ -126,7 +134,7 @@ def test_collectives_of_a_call(call, worlds, device):
     everyone = worlds(call.ranks).run(_events, call)
     for rank, events in enumerate(everyone):
         assert [of_collectives(e) for e in events] == [of_collectives(e) for e in everyone[0]], f"rank {rank}"
-        if not call.frozen:
+        if not call.frozen and call.strategy != "evaluation":
             assert_dx_is_on_its_way_while_dw_is_computed(call, events[0] + events[1])
     found_forward, found_backward = map(of_collectives, everyone[0])
     # Gathers run ahead, so that blocks interleave: the docstring states numbers and sizes, and the
@@ -149,120 +157,71 @@ def assert_dx_is_on_its_way_while_dw_is_computed(call: Call, events: list) -> No
         assert "dW" in order[start + 1 : following]
 
 
-def _evaluation(member: Member):
-    """A forward under no_grad of a call that could have kept something."""
-    with torch.no_grad():
-        return _events(member, Call("save", member.ranks, 1))
-
-
-def test_evaluation(worlds, device):
-    assert worlds(2).run(_evaluation) == [([("all_gather", 3 * N + 2, "float32", True)], [])] * 2
-
-
-def _gathers_and_waits(member: Member):
-    """The order in which a forward of several blocks starts gathers of hidden states and waits for them."""
-    wait, blocks, waited = collectives.IncomingHidden.wait, 4, []
+@on_ranks(2)
+def test_the_second_gather_starts_once_the_first_is_waited_for(member):
+    """With one queue to the device, what runs beside the first would stand behind it; later ones are a block ahead."""
+    wait, blocks, order = collectives.IncomingHidden.wait, 4, []
+    hidden = N // member.ranks // blocks * D
 
     def watched_wait(self):
         if not self.arrived and self.tensor.shape[-1] == D:
-            waited.append(len(found))
+            order.extend(gathers())
+            order.append("wait")
         return wait(self)
+
+    def gathers() -> list[str]:
+        """Of those that were started, the ones that are not in ``order`` yet."""
+        count = [(each.kind, each.size) for each in found].count(("all_gather", hidden))
+        return ["gather"] * (count - order.count("gather"))
 
     with started() as found, mock.patch.object(collectives.IncomingHidden, "wait", watched_wait):
         _events(member, Call("accumulate", member.ranks, blocks, True))
-    hidden = N // member.ranks // blocks * D
-    gathers = [place for place, each in enumerate(found) if (each.kind, each.size) == ("all_gather", hidden)]
-    # A wait comes before what was started next.
-    return [what for _, what in sorted([(g, "gather") for g in gathers] + [(w - 0.5, "wait") for w in waited])]
+    assert order == ["gather", "wait"] * 4
 
 
-def test_the_second_gather_starts_once_the_first_is_waited_for(worlds, device):
-    """With one queue to the device, what runs beside the first would stand behind it; later ones are a block ahead."""
-    for order in worlds(2).run(_gathers_and_waits):
-        assert order == ["gather", "wait"] * 4
-
-
-def _events_by_vocabulary(member: Member):
-    t = part(make(Case(8, ROWS * member.ranks, D, "bf16", ignored="none"), member.device), member)
-    with shrunk(2 * ROWS * 2, (2, 16)), recorded(member.group) as events:
-        loss = parallel_lce.linear_cross_entropy(
-            t.x, t.weight, t.target, reduction="none", process_group=member.group, logits_budget=0
-        )
-        loss.sum().backward()
-    return events
-
-
-def test_recomputation_by_vocabulary_reduces_once(worlds, device):
-    """dX [N, D] is the smaller accumulator: one block and one reduction, though the budget is 0."""
-    for events in worlds(2).run(_events_by_vocabulary):
-        assert of_collectives(events) == [
-            ("all_gather", 3 * 8 + 2, "float32", True),
-            ("all_reduce", 8 * D, "bfloat16", True),
-        ]
-        assert events[-1][0] == "dW", "something of dW runs beside the reduction"
-
-
-def _statistics_events(member: Member):
+@on_ranks(2)
+def test_statistics_gather_what_was_asked_for(member):
     t = part(make(Case(N, ROWS * member.ranks, D, ignored="none"), member.device), member)
-    sizes = []
     for number in range(8):
         asked = dict(mean_logit=bool(number & 1), expected_logit=bool(number & 2), argmax=bool(number & 4))
         with recorded(member.group) as events:
             parallel_lce.token_statistics(t.x, t.weight, t.target, process_group=member.group, **asked)
-        sizes.append(events)
-    return sizes
+        columns = 3 + number.bit_count() + (number & 1)
+        assert events == [("all_gather", columns * N + 2, "float32", True)]
 
 
-def test_statistics_gather_what_was_asked_for(worlds, device):
-    for found in worlds(2).run(_statistics_events):
-        for number, events in enumerate(found):
-            columns = 3 + number.bit_count() + (number & 1)
-            assert events == [("all_gather", columns * N + 2, "float32", True)]
-
-
-def _one_rank(member: Member):
+@on_ranks(2)
+def test_one_rank_needs_none(member):
     groups = [dist.new_group([r]) for r in range(member.ranks)]
     t = part(make(Case(N, ROWS, D), member.device), Member(0, 1, member.device, None))
-    with recorded(member.group) as events:
+    with started() as found:
         for group in (None, groups[member.rank]):
             options = dict(process_group=group, sequence_parallel=True)
             parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).backward()
-    return of_collectives(events)
-
-
-def test_one_rank_needs_none(worlds, device):
-    assert worlds(2).run(_one_rank) == [[], []]
-
-
-def _subgroups(member: Member, budget, sequence_parallel: bool, reduction: str):
-    """Two tensor-parallel pairs side by side, [1, 3] and [0, 2], of different problems."""
-    groups = {(1, 3): dist.new_group([1, 3]), (0, 2): dist.new_group([0, 2])}
-    pair = (1, 3) if member.rank % 2 else (0, 2)
-    group, place = groups[pair], pair.index(member.rank)
-    t = make(Case(N, 2 * ROWS, D, seed=member.rank % 2), member.device)
-    t = part(t, Member(place, 2, member.device, group), sequence_parallel)
-    options = dict(process_group=group, sequence_parallel=sequence_parallel)
-    with shrunk(N // 2 * ROWS * 4, (8, 16)), recorded(group) as events:
-        loss = parallel_lce.linear_cross_entropy(
-            t.x, t.weight, t.target, logits_budget=budget, reduction=reduction, **options
-        )
-        loss.sum().backward()
-    assert len(of_collectives(events)) >= 2 and all(e[3] for e in of_collectives(events))
-    return loss.detach().cpu(), t.x.grad.cpu(), t.weight.grad.cpu()
+    assert found == []
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(("budget", "reduction"), [(None, "mean"), (0, "none"), (0, "sum")])
 @pytest.mark.thinned
-def test_only_the_given_group_is_used(budget, reduction, sequence_parallel, worlds, device):
-    found = worlds(4).run(_subgroups, budget, sequence_parallel, reduction)
-    for pair in ((0, 2), (1, 3)):
-        truth = dense_loss(make(Case(N, 2 * ROWS, D, seed=pair[0] % 2)), reduction=reduction)
-        a, b = (found[r] for r in pair)
-        assert torch.equal(a[0], b[0])
-        dx = torch.cat([a[1], b[1]]) if sequence_parallel else a[1]
-        for name, value in (("loss", a[0]), ("dx", dx), ("dweight", torch.cat([a[2], b[2]]))):
-            assert_close(value, truth[name], 2e-6, name=name)
+@on_ranks(4)
+def test_only_the_given_group_is_used(member, budget, reduction, sequence_parallel):
+    """Two tensor-parallel pairs side by side, [1, 3] and [0, 2], of different problems."""
+    groups = {(1, 3): dist.new_group([1, 3]), (0, 2): dist.new_group([0, 2])}
+    pair = (1, 3) if member.rank % 2 else (0, 2)
+    me = Member(pair.index(member.rank), 2, member.device, groups[pair])
+    whole = make(Case(N, 2 * ROWS, D, seed=member.rank % 2), member.device)
+    t = part(whole, me, sequence_parallel)
+    options = dict(process_group=me.group, sequence_parallel=sequence_parallel, logits_budget=budget)
+    with shrunk(N // 2 * ROWS * 4, (8, 16)), recorded(me.group) as events:
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, **options)
+        loss.sum().backward()
+    assert len(of_collectives(events)) >= 2 and all(e[3] for e in of_collectives(events))
+    truth = dense_loss(whole, reduction=reduction)
+    own = {"dx": truth["dx"].chunk(2)[me.rank] if sequence_parallel else truth["dx"]}
+    own |= {"loss": truth["loss"], "dweight": truth["dweight"].chunk(2)[me.rank]}
+    for name, value in (("loss", loss), ("dx", t.x.grad), ("dweight", t.weight.grad)):
+        assert_close(value, own[name], 2e-6, name=name)
 
 
 def _ranks_whose_local_rows_differ(member: Member, sizes: tuple, vocab_size):
@@ -272,10 +231,9 @@ def _ranks_whose_local_rows_differ(member: Member, sizes: tuple, vocab_size):
     found = []
     for reduction in ("mean", "none"):
         for budget in (0, 3000, 12000, None):
+            options = dict(reduction=reduction, logits_budget=budget, **where)
             with shrunk(2000, (8, 16)), recorded(member.group) as events:
-                parallel_lce.linear_cross_entropy(
-                    t.x, t.weight, t.target, reduction=reduction, logits_budget=budget, **where
-                ).sum().backward()
+                parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).sum().backward()
             found.append(of_collectives(events))
     return found
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -21,109 +23,89 @@ LOSSES = {
 }
 
 
-def _loss(member: Member, name: str, sequence_parallel: bool, counted: bool):
+def _loss(member: Member, name: str, sequence_parallel: bool) -> None:
     """Loss, dX and dW, with the number of tokens that count and without."""
     t = part(make(Case(N, V, D, ignored="some"), member.device), member, sequence_parallel)
-    scale = normal(N, seed=7).abs().to(member.device) + 0.5
-    leaves = [t.x.detach().requires_grad_(), t.weight.detach().requires_grad_()]
-    options = dict(LOSSES[name], process_group=member.group, sequence_parallel=sequence_parallel, logit_scale=scale)
-    options["token_weight"] = normal(N, seed=8).abs().to(member.device)
-    if counted:
-        options["counted_tokens"] = int((t.target != -100).sum())
-        assert 0 < options["counted_tokens"] < N
-    with counted_forwards(backend_of(t.weight)) as rows:
-        loss = parallel_lce.linear_cross_entropy(*leaves, t.target, **options)
-    assert sum(rows) == options.get("counted_tokens", N)
-    upstream = normal(N, seed=9).to(loss)[: loss.numel()].view(loss.shape)
-    return [v.detach().cpu() for v in (loss, *torch.autograd.grad(loss, leaves, upstream))]
+    scale, weight, upstream = (normal(N, seed=seed).abs().to(member.device) + 0.5 for seed in (7, 8, 9))
+    options = dict(LOSSES[name], process_group=member.group, sequence_parallel=sequence_parallel)
+    options |= dict(logit_scale=scale, token_weight=weight)
+    count, results = int((t.target != -100).sum()), []
+    assert 0 < count < N
+    for counted in (dict(counted_tokens=count), {}):
+        with counted_forwards(backend_of(t.weight)) as rows:
+            loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options, **counted)
+        assert sum(rows) == counted.get("counted_tokens", N)
+        grown = upstream.to(loss)[: loss.numel()].view(loss.shape)
+        results.append([loss, *torch.autograd.grad(loss, [t.x, t.weight], grown)])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True)])
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.thinned
 def test_a_loss(name, ranks, sequence_parallel, worlds, backend, device):
-    found, expected = (
-        everywhere(worlds, device, ranks, _loss, name, sequence_parallel, counted) for counted in (True, False)
-    )
-    for ours, other in zip(found, expected):
-        for a, b in zip(ours, other, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    everywhere(worlds, device, ranks, _loss, name, sequence_parallel)
 
 
-def test_statistics(backend, device):
-    t = small(device, N=N)
-    mask = torch.arange(N, device=device).view(6, 8) % 3 == 1
-    ids = torch.randint(0, 150, (6, 8, 4), device=device)
+@pytest.mark.parametrize("shape", [(6, 8), ()], ids=str)
+def test_statistics(shape, backend, device):
+    """Of the other tokens they are 0, and ids are -1."""
+    t = small(device, N=math.prod(shape))
+    mask = torch.arange(len(t.x), device=device).view(shape) % 3 == 0
+    ids = torch.randint(0, 150, (*shape, 4), device=device)
     everything = dict(mean_logit=True, expected_logit=True, argmax=True, sum_p_squared=True, selected=ids, top_k=3)
-    arguments = t.x.view(6, 8, -1), t.weight, t.target.view(6, 8)
+    arguments = t.x.view(*shape, -1), t.weight, t.target.view(shape)
     plain = parallel_lce.token_statistics(*arguments, **everything)
-    found = parallel_lce.token_statistics(*arguments, **everything, mask=mask, counted_tokens=16)
+    found = parallel_lce.token_statistics(*arguments, **everything, mask=mask, counted_tokens=int(mask.sum()))
     assert found.vocab_size == 150
     for name, value in fields(found).items():
-        if name == "vocab_size":
-            continue
-        expected = getattr(plain, name)
-        assert value.shape == expected.shape, name
-        nothing = 0 if value.is_floating_point() else -1
-        assert (value[~mask] == nothing).all(), name
-        torch.testing.assert_close(value[mask], expected[mask], msg=name)
-    total = lambda s: s.entropy[mask].sum() + s.selected_log_prob[mask].sum()  # noqa: E731
-    gradients = (torch.autograd.grad(total(s), [t.x, t.weight]) for s in (found, plain))
-    for a, b in zip(*gradients):
+        if name != "vocab_size":
+            expected = getattr(plain, name)
+            assert value.shape == expected.shape, name
+            assert (value[~mask] == (0 if value.is_floating_point() else -1)).all(), name
+            torch.testing.assert_close(value[mask], expected[mask], msg=name)
+    totals = [s.entropy[mask].sum() + s.selected_log_prob[mask].sum() for s in (found, plain)]
+    for a, b in zip(*(torch.autograd.grad(total, [t.x, t.weight]) for total in totals)):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("wrong", [-1, 1])
 def test_a_wrong_number_gives_nan(wrong, device):
     t = small(device, N=N, ignored="some")
-    count = int((t.target != -100).sum()) + wrong
-    for reduction in ("mean", "none"):
-        assert (
-            parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, counted_tokens=count)
-            .isnan()
-            .all()
-        )
     mask = t.target != -100
+    count = int(mask.sum()) + wrong
+    for reduction in ("mean", "none"):
+        options = dict(reduction=reduction, counted_tokens=count)
+        assert parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).isnan().all()
     found = parallel_lce.token_statistics(t.x, t.weight, None, argmax=True, mask=mask, counted_tokens=count)
     assert found.lse.isnan().all() and (found.argmax == -1).all()
     for gradient in torch.autograd.grad(found.lse.sum(), [t.x, t.weight]):
         assert gradient.isnan().any(), "a step of no gradient would be taken"
 
 
-def _cases(t):
-    """Tensors and options of calls in which all, none, some or one of the tokens count, and their number."""
+@pytest.mark.parametrize("autocast", [False, True])
+def test_numbers_of_tokens(autocast, device):
+    """All, none, some or one of the tokens count."""
+    t = small(device, N=N)
+    some = t.target.masked_fill(torch.arange(N, device=device) % 3 == 0, -100)
     narrow = t.target.clamp(max=100).to(torch.int8)
     narrow[::5] = 0  # 2^40 in 8 bits
-    some = t.target.masked_fill(torch.arange(N, device=t.x.device) % 3 == 0, -100)
-    yield t.x, t.target, {}, N
-    yield t.x, torch.full_like(t.target, -100), {}, 0
-    yield t.x, some, {}, N - N // 3
-    yield t.x[0], t.target[0], dict(reduction="none"), 1
-    # An ignore_index that the target's dtype does not hold.
-    yield t.x, narrow, dict(ignore_index=2**40), N
-
-
-def test_numbers_of_tokens(device):
-    t = small(device, N=N)
-    for x, target, options, count in _cases(t):
-        for autocast in (False, True):
+    for x, target, count, options in (
+        (t.x, t.target, N, {}),
+        (t.x, torch.full_like(t.target, -100), 0, {}),
+        (t.x, some, N - N // 3, {}),
+        (t.x[0], t.target[0], 1, dict(reduction="none")),
+        # An ignore_index that the target's dtype does not hold.
+        (t.x, narrow, N, dict(ignore_index=2**40)),
+    ):
+        results = []
+        for counted in (dict(counted_tokens=count), {}):
             with torch.autocast(torch.device(device).type, torch.bfloat16, enabled=autocast):
-                found, expected = (
-                    parallel_lce.linear_cross_entropy(x, t.weight, target, **options, **counted)
-                    for counted in (dict(counted_tokens=count), {})
-                )
-            torch.testing.assert_close(found, expected)
-            for a, b in zip(*(torch.autograd.grad(value, [t.x, t.weight]) for value in (found, expected))):
-                torch.testing.assert_close(a, b)
-
-
-def test_statistics_of_a_single_token(device):
-    t = small(device, N=1)
-    one = torch.ones((), dtype=torch.bool, device=device)
-    found = parallel_lce.token_statistics(
-        t.x[0], t.weight, t.target[0], mask=one, counted_tokens=1, selected=t.target, top_k=2
-    )
-    assert found.lse.shape == () and found.top_ids.shape == (2,)
+                loss = parallel_lce.linear_cross_entropy(x, t.weight, target, **options, **counted)
+            results.append([loss, *torch.autograd.grad(loss, [t.x, t.weight])])
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(
@@ -164,16 +146,3 @@ def test_refused(function, arguments, message):
     t = small(N=N)
     with pytest.raises(ValueError, match=message):
         function(**(dict(input=t.x, linear_weight=t.weight, target=t.target) | arguments))
-
-
-@pytest.mark.gpu
-def test_nobody_waits_for_the_device():
-    t = small("cuda", N=N, ignored="some")
-    count = int((t.target != -100).sum())
-    call = lambda: parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, counted_tokens=count)  # noqa: E731
-    call().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        call().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -13,7 +13,7 @@ from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
 from steps import Call, Step
-from tools import alone, chosen_backend, everywhere, recorded, results_of
+from tools import alone, chosen_backend, everywhere, recorded, results_of, small
 from world import Member
 
 SIZE = 2048, 3000, 256
@@ -168,6 +168,15 @@ def test_graphs_of_the_compiler(call, device):
             torch.compiler.cudagraph_mark_step_begin()
             found = [tensor.clone() for tensor in step.backward(step.forward(compiled))]
             assert_same(found, step(), call.dtype)
+
+
+def test_a_number_of_counted_tokens_spares_the_wait(device):
+    t = small(device, N=48, ignored="some")
+    options = dict(counted_tokens=int((t.target != -100).sum()))
+    step = lambda: parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).backward()  # noqa: E731
+    step()
+    with never_waiting():
+        step()
 
 
 def test_the_check_sees_a_step_that_waits(device):

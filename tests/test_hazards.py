@@ -1,19 +1,27 @@
-"""The hazards of design.md, in either backend: underflow, -inf, soft-caps, cancellation, NaN, fp16."""
+"""Hazards of numbers, in either backend: underflow, -inf, finite masks, soft-caps, cancellation, NaN, fp16.
+
+What lies far below a token's largest logit has probability 0, however far it lies, and whichever windows, shards and
+tokens have nothing else.
+"""
 
 from __future__ import annotations
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
-import parallel_lce
 import reference
-from cases import dense_loss, part
+from cases import DTYPES, dense_loss, normal, part
 from measures import assert_close, assert_near, assert_no_worse, error, size, smallest_steps
+from parallel_lce import linear_cross_entropy, selected_log_probs
 from parallel_lce.call.prepare import prepare
-from tools import DIFFERENTIABLE, REDUCED, everywhere, field_gradients, given, shrunk, small, statistics
+from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
+from tools import DIFFERENTIABLE, REDUCED, everywhere, field_gradients, fields, given, shrunk, small, statistics
 from world import Member
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -39,30 +47,27 @@ def dense_path(t, names, dtype, softcap):
 
 
 def _one_shard_gone(member: Member, budget):
-    """All logits of one rank are -inf, padding elsewhere; the others' answer stands."""
     t = part(small(member.device, V=120), member)
     bias = torch.full((40,), -torch.inf if member.rank == 1 else 0.0, device=member.device)
-    t.target[:] = 3
+    options = dict(linear_bias=bias, process_group=member.group, logits_budget=budget)
     with shrunk(4096, (16, 32)):
-        loss = parallel_lce.linear_cross_entropy(
-            t.x, t.weight, t.target, linear_bias=bias, process_group=member.group, logits_budget=budget
-        )
-        loss.backward()
-    return loss.detach().cpu(), t.x.grad.cpu(), t.weight.grad.cpu()
+        loss = linear_cross_entropy(t.x, t.weight, torch.full_like(t.target, 3), **options)
+        return [v.detach().cpu() for v in (loss, *torch.autograd.grad(loss, [t.x, t.weight]))]
 
 
 @pytest.mark.parametrize("budget", [None, 0])
 def test_a_shard_of_minus_infinity(budget, worlds, device):
+    """All logits of one rank are -inf, padding elsewhere; the others' answer stands."""
     t = small(V=120)
-    t.target[:] = 3
-    truth = dense_loss(replace(t, weight=torch.cat([t.weight[:40], t.weight[80:]])))
-    whole = []
-    for loss, dx, dw in everywhere(worlds, device, 3, _one_shard_gone, budget):
+    weight = torch.cat([t.weight[:40], t.weight[80:]])
+    truth = dense_loss(replace(t, weight=weight, target=torch.full_like(t.target, 3)))
+    found = everywhere(worlds, device, 3, _one_shard_gone, budget)
+    for loss, dx, _ in found:
         assert_near(loss, truth["loss"], 1e-6)
         assert_near(dx, truth["dx"], 1e-5)
-        whole.append(dw)
-    assert torch.count_nonzero(whole.pop(1)) == 0
-    assert_near(torch.cat(whole), truth["dweight"], 1e-5)
+    (_, _, first), (_, _, gone), (_, _, last) = found
+    assert torch.count_nonzero(gone) == 0
+    assert_near(torch.cat([first, last]), truth["dweight"], 1e-5)
 
 
 CAPS = {1e-30: 3.0, 0.01: 0.03, 0.3: 3.0, 3.0: 3.0, 9.0: 9.0, 20.0: 20.0, 60.0: 60.0, 1e3: 3.0, 1e6: 3.0, 1e30: 3.0}
@@ -90,73 +95,43 @@ def test_softcaps(strategy, softcap, dtype, all_fields, device):
 
 @pytest.mark.parametrize(
     ("dtype", "softcap", "saved"),
-    [
-        # Exponentials tell the logits to one rounding of 1, which is more than fp32's logits are off.
-        ("fp32", 4.0, False),
-        ("bf16", 40.0, True),
-        ("bf16", 41.0, False),
-        ("fp16", 10.0, True),
-        ("fp16", 11.0, False),
-        # It is much of a small cap.
-        ("bf16", 1.0, True),
-        ("bf16", 0.9, False),
-    ],
+    [("fp32", 4.0, False), ("bf16", 0.9, False), ("bf16", 1.0, True), ("bf16", 40.0, True), ("bf16", 41.0, False)]
+    + [("fp16", 10.0, True), ("fp16", 11.0, False)],
 )
 def test_softcap_beyond_the_exponentials_range_saves_nothing(dtype, softcap, saved, device):
+    """Exponentials tell logits to one rounding of 1. fp32's logits are off by less, and of a small cap that is much."""
     t = small(device, dtype=dtype)
     columns = dict(mean_logit=True, expected_logit=True, argmax=True)
     plan = prepare(*given(t.x, t.weight, t.target, logit_softcap=softcap, **columns))[0].plan
     assert [b.saved for b in plan.blocks] == [150 if saved else 0]
 
 
-def exact_logits(device):
-    """Logits around 300 that fp32 holds exactly, and whose distances are small: all error of a
-    statistic is then its own."""
+def test_no_cancellation_at_large_logits(strategy, device):
+    """Logits around 300 that fp32 holds exactly, and whose distances are small: all error of a statistic is then its
+    own."""
     generator = torch.Generator().manual_seed(3)
-    x = torch.randint(-4, 5, (64, 4), generator=generator) / 4
-    w = torch.randint(-4, 5, (96, 4), generator=generator) / 4
-    bias = torch.full((96,), 300.0)
-    target = torch.randint(96, (64,), generator=generator)
-    return [v.to(device) for v in (x, w, bias, target)]
-
-
-def test_no_cancellation_at_large_logits(device):
-    x, w, bias, target = exact_logits(device)
-    with shrunk(tile=(16, 32)):
-        found = statistics(x, w, target, linear_bias=bias)
-        loss = parallel_lce.linear_cross_entropy(x, w, target, linear_bias=bias, reduction="none")
-        smooth = parallel_lce.linear_cross_entropy(
-            x, w, target, linear_bias=bias, reduction="none", label_smoothing=0.3
-        )
-    z = x.double() @ w.double().t()  # the offset changes neither loss nor entropy
-    exact = reference.statistics(z, target)
-    exact_loss = torch.nn.functional.cross_entropy(z, target, reduction="none")
-    exact_smooth = torch.nn.functional.cross_entropy(z, target, reduction="none", label_smoothing=0.3)
-    pairs = {
-        "loss": (loss, found.lse - found.target_logit, exact_loss),
-        "smoothing": (
-            smooth,
-            0.7 * (found.lse - found.target_logit) + 0.3 * (found.lse - found.mean_logit),
-            exact_smooth,
-        ),
-        "entropy": (found.entropy, found.lse - found.expected_logit, exact["entropy"]),
-    }
-    for name, (ours_, naive, truth) in pairs.items():
-        assert_close(ours_, truth, 4 * torch.finfo(torch.float32).eps, name=name)
-        assert error(ours_, truth) < error(naive, truth) / 8, f"{name}: no better than the difference"
-
-
-def test_gradients_at_large_logits(strategy, device):
-    x, w, bias, target = exact_logits(device)
-    x.requires_grad_()
-    w.requires_grad_()
-    found = statistics(x, w, target, linear_bias=bias, logits_budget=strategy)
+    x, w = (torch.randint(-4, 5, (rows, 4), generator=generator).to(device) / 4 for rows in (64, 96))
+    target = torch.randint(96, (64,), generator=generator).to(device)
+    leaves = [v.requires_grad_() for v in (x, w)]
+    options = dict(linear_bias=torch.full((96,), 300.0, device=device), logits_budget=strategy)
+    found = statistics(x, w, target, **options)
+    options["reduction"] = "none"
+    loss = linear_cross_entropy(x, w, target, **options)
+    smooth = linear_cross_entropy(x, w, target, label_smoothing=0.3, **options)
+    doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    z = doubles[0] @ doubles[1].t()  # the offset changes neither loss nor entropy
+    exact, naive = reference.statistics(z, target), found.lse - found.target_logit
+    smoothed = reference.loss(z, target, label_smoothing=0.3, reduction="none")
+    for name, ours, difference, truth in (
+        ("loss", loss, naive, -exact["target_log_prob"]),
+        ("smoothing", smooth, 0.7 * naive + 0.3 * (found.lse - found.mean_logit), smoothed),
+        ("entropy", found.entropy, found.lse - found.expected_logit, exact["entropy"]),
+    ):
+        assert_close(ours, truth, 4 * torch.finfo(torch.float32).eps, name=name)
+        assert error(ours, truth) < error(difference, truth) / 8, f"{name}: no better than the difference"
     names = ["target_log_prob", "mean_log_prob", "entropy"]
-    ours_ = field_gradients(found, names, [x, w])
-    a, b = x.detach().double().requires_grad_(), w.detach().double().requires_grad_()
-    exact = reference.statistics(a @ b.t(), target)
-    total = sum(exact[n].sum() * (i + 1) for i, n in enumerate(names))
-    for g, truth in zip(ours_, torch.autograd.grad(total, [a, b])):
+    wanted = field_gradients(SimpleNamespace(**exact), names, doubles)
+    for g, truth in zip(field_gradients(found, names, leaves), wanted):
         assert_near(g, truth, 2e-6)
 
 
@@ -170,7 +145,7 @@ def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, device):
     x = (t.x.detach() * 2**-10).requires_grad_()
     upstream = 2.0**-14
     with shrunk(16384, (64, 32)):
-        loss = parallel_lce.linear_cross_entropy(x, big, t.target, **REDUCED[name])
+        loss = linear_cross_entropy(x, big, t.target, **REDUCED[name])
         if loss.dim():
             loss = loss.sum() / 512
         dx, dw = torch.autograd.grad(loss, [x, big], torch.full_like(loss, upstream))
@@ -191,8 +166,282 @@ def test_sharp_logits_in_bf16(name, device):
     assert 22 < (t.x.double() @ t.weight.double().t()).abs().max() < 34
     truth, its = dense_loss(t), dense_loss(t, torch.bfloat16)
     with shrunk(32768, (32, 128)):
-        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **REDUCED[name])
+        loss = linear_cross_entropy(t.x, t.weight, t.target, **REDUCED[name])
         loss = loss if loss.dim() == 0 else loss.mean()
         found = torch.autograd.grad(loss, [t.x, t.weight])
     for name, g in zip(("dx", "dweight"), found):
         assert_no_worse(g, truth[name], its[name], 0.5, name=name)
+
+
+# --- finite masks, and logits as large as fp32 has them ---------------------------------------------
+
+# The truth is in float64, of logits that are rounded to fp32.
+
+# Of a GPU's tiles, or of smaller ones for the interpreter.
+WINDOW = 256 if torch.cuda.is_available() else 64
+N, V, D = 20, 4 * WINDOW + 44, 16
+LOWEST = torch.finfo(torch.bfloat16).min
+MASKS = {"bf16": (-1e10, LOWEST), "fp32": (-1e30,), "fp16": (-65504.0,)}
+# Masks of a range of entries are in test_random.py.
+PATTERNS = {
+    "some windows": [slice(0, WINDOW), slice(2 * WINDOW, 3 * WINDOW), slice(4 * WINDOW, V)],
+    "a rank": [slice(0, V // 2)],
+    "all": [slice(0, V)],
+    "all, scaled": [slice(0, V)],
+}
+
+
+@contextmanager
+def windows(backend: str):
+    """Windows of so few entries, in either backend, and tokens in several tiles."""
+    tile = nullcontext()
+    if backend == "triton" and not torch.cuda.is_available():
+        from benchmarks.tune import forced
+        from parallel_lce.kernels.tuning import Tile
+
+        tile = forced(Tile(64, WINDOW, 32, 4, 2), 16)
+    with tile, shrunk(4096, (16, WINDOW)):
+        yield
+
+
+def operands(pattern: str, mask: float, dtype: str) -> tuple[Tensor, ...]:
+    """``x [N, D]``, ``weight [V, D]``, ``bias [V]`` and ``target [N]``; some targets are masked."""
+    x, weight, bias = normal(N, D), normal(V, D, seed=1) / 2, normal(V, seed=2) / 2
+    if pattern == "some tokens":
+        # Each token of the first half has a window of its own masked, or all.
+        x[:, :6] = 0
+        for window in range(5):
+            x[window : N // 2 : 6, window] = 1
+            weight[:, window] = 0
+            weight[WINDOW * window : WINDOW * (window + 1), window] = mask
+        # Without other terms, whose sum's order would show.
+        x[5 : N // 2 : 6] = torch.eye(D)[5]
+        weight[:, 5] = mask
+    elif pattern == "huge rows":
+        # The logits of two windows are huge, of either sign. fp16 holds them as products of two numbers.
+        x *= 1e4 if dtype == "fp16" else 1.0
+        weight[WINDOW - 24 : 2 * WINDOW - 24] *= -mask / 4 if dtype == "fp16" else 1e30
+    elif pattern == "one of all":
+        bias[V // 2] = -mask
+    else:
+        for some in PATTERNS.get(pattern, []):
+            bias[some] += mask
+    target = torch.arange(N) * 17 % V
+    made = (v.to(DTYPES[dtype]) for v in (x, weight, bias.clamp(-abs(LOWEST), abs(LOWEST))))
+    return *made, target
+
+
+def logits(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """In float64, rounded to fp32."""
+    return torch.nn.functional.linear(x, weight, bias).float().double()
+
+
+def scale_of(pattern: str, of_each_token: torch.device | None = None) -> Tensor | float:
+    """Of the logits. A product of huge numbers is rounded by as much as matters."""
+    scale = 0.7 if pattern in ("huge rows", "all, scaled") else 1.0
+    return scale if of_each_token is None else torch.full((N,), scale, device=of_each_token)
+
+
+def truth(pattern: str, x: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> tuple[dict, dict, dict]:
+    """Statistics; by their names also how much roundings may move each; and the gradients ``[N, V]`` of the
+    projection."""
+    scale = scale_of(pattern)
+    z = (logits(x, weight, bias).float() * scale).double().requires_grad_()
+    top = z.detach().amax(1)
+    found = reference.statistics(z - top[:, None], target)
+    del found["argmax"], found["max_logit"]
+    grad = lambda name: torch.autograd.grad(found[name].sum(), z, retain_graph=True)[0]  # noqa: E731
+    gradients = {name: scale * grad(name) for name in DIFFERENTIABLE}
+    for name in ("lse", "mean_logit", "expected_logit"):
+        found[name] = found[name] + top
+    found["target_logit"] = z.gather(1, target[:, None])[:, 0]
+    own = found["target_logit"].abs()
+    magnitude = {
+        "lse": top.abs(),
+        "expected_logit": top.abs(),
+        "target_logit": own,
+        "target_log_prob": top.abs() + own,
+        "mean_logit": z.abs().mean(1),
+        "mean_log_prob": top.abs() + z.abs().mean(1),
+    }
+    return found, magnitude, gradients
+
+
+def assert_statistics(found: dict[str, Tensor], expected: dict, magnitude: dict, of: str) -> None:
+    for name, exact in expected.items():
+        exact, value = exact.detach(), found[name].double().cpu()
+        # A sum beyond fp32 is infinite, as torch's.
+        beyond = (exact.abs() * V > 3.4e38) & value.isinf() & (value.sign() == exact.sign())
+        allowed = 1e-5 * (1 + exact.abs()) + 1e-6 * magnitude.get(name, torch.zeros(())).detach()
+        off = (value - exact).abs().masked_fill(beyond, 0.0)
+        assert (off <= allowed).all(), f"{of}: {name} is off by {off.tolist()}"
+
+
+def assert_gradients(found, x, weight, shard: slice, signed: Tensor, terms: Tensor, dtype: str, of: str) -> None:
+    """Of each row of dX and, in a shard, of dW and each number of dbias; ``signed``, ``terms [N, V]``: the gradient of
+    the logits, and the magnitudes of what is summed to it."""
+    # Four roundings.
+    step = {"fp32": 1e-5, "bf16": 2.0**-6, "fp16": 2.0**-9}[dtype]
+    of_shard, ones = (signed.T[shard], terms.T[shard]), torch.ones(len(x), 1).double()
+    sides = ((signed, terms), weight), (of_shard, x), (of_shard, ones)
+    for name, value, ((g, t), other) in zip(("dx", "dweight", "dbias"), found, sides):
+        exact, size = g @ other, t @ other.abs()
+        off = value.double().cpu().view(exact.shape) - exact
+        # Sums of larger terms may overflow.
+        off = off.masked_fill(size > (3e4 if dtype == "fp16" else 1e38), 0.0).norm(dim=1)
+        # Entries of fp16 below its smallest number.
+        least = 2.0**-24 * (1 + other.norm(dim=0).norm()) if dtype == "fp16" else 1e-30
+        worst = (off / (step * size.norm(dim=1) + least)).nan_to_num(torch.inf).max().item()
+        assert worst <= 1, f"{of}: {name} is off by {worst:.3g} of what it may be"
+
+
+def _hold(member: Member, backend: str, pattern: str, mask: float, dtype: str) -> None:
+    """By strategy: a loss and its gradients; all statistics, and gradients of their sum."""
+    made = operands(pattern, mask, dtype)
+    x, weight, bias, target = (v.double() if v.is_floating_point() else v for v in made)
+    expected, magnitude, gradients = truth(pattern, x, weight, bias, target)
+    rows, z = V // member.ranks, logits(x, weight, bias)
+    shard = slice(rows * member.rank, rows * (member.rank + 1))
+    for strategy, how in REDUCED.items():
+        of = f"{pattern} of {mask}, {strategy}"
+        leaves = [v.to(member.device).clone().requires_grad_() for v in (made[0], made[1][shard], made[2][shard])]
+        given = *leaves[:2], target.to(member.device)
+        options = dict(linear_bias=leaves[2], process_group=member.group, logits_budget=how["logits_budget"])
+        options["logit_scale"] = scale_of(pattern, member.device if strategy == "recompute" else None)
+        with windows(backend):
+            loss = linear_cross_entropy(*given, reduction=how["reduction"], **options)
+            of_loss = torch.autograd.grad(loss.sum(), leaves)
+        losses = -expected["target_log_prob"], magnitude["target_log_prob"]
+        losses, share = (losses, 1) if loss.dim() else ([v.mean() for v in losses], N)
+        assert_statistics({"loss": loss}, {"loss": losses[0]}, {"loss": losses[1]}, of)
+        g = -gradients["target_log_prob"] / share
+        assert_gradients(of_loss, x, weight, shard, g, g.abs(), dtype, f"{of}, loss")
+        if strategy == "accumulate":
+            continue
+        with windows(backend):
+            found = fields(statistics(*given, **options))
+            of_sum = torch.autograd.grad(sum(found[name].sum() for name in DIFFERENTIABLE), leaves)
+        assert_statistics(found, expected, magnitude, of)
+        signed, terms = sum(gradients.values()), sum(g.abs() for g in gradients.values())
+        assert_gradients(of_sum, x, weight, shard, signed, terms, dtype, of)
+        picked = z.gather(1, found["argmax"].cpu()[:, None])[:, 0]
+        assert (z.amax(1) - picked <= 1e-6 * z.abs().amax(1)).all()
+
+
+ALL_PATTERNS = [*PATTERNS, "some tokens", "huge rows", "one of all"]
+
+
+@pytest.mark.parametrize("pattern", ALL_PATTERNS)
+@pytest.mark.parametrize("dtype", MASKS)
+@pytest.mark.thinned
+def test_statistics_and_gradients(pattern, dtype, backend, worlds, device):
+    for mask in MASKS[dtype]:
+        everywhere(worlds, device, 1, _hold, backend, pattern, mask, dtype)
+
+
+@pytest.mark.parametrize("pattern", ["a rank", "all", "some tokens", "huge rows"])
+def test_over_ranks(pattern, backend, worlds, device):
+    everywhere(worlds, device, 2, _hold, backend, pattern, -1e30, "fp32")
+
+
+@pytest.mark.parametrize("pattern", ALL_PATTERNS)
+@pytest.mark.parametrize("dtype", MASKS)
+@pytest.mark.thinned
+def test_logits_that_exist(pattern, dtype, backend, device):
+    for mask in MASKS[dtype]:
+        x, weight, bias, target = operands(pattern, mask, dtype)
+        z = torch.nn.functional.linear(*(v.double() for v in (x, weight, bias)))
+        z = z.clamp(torch.finfo(x.dtype).min, torch.finfo(x.dtype).max).to(x.dtype)
+        leaf = z.clone().to(device).requires_grad_()
+        exact = z.double().requires_grad_()
+        losses = vocab_parallel_cross_entropy(leaf, target.to(device)), cross_entropy(exact, target, reduction="none")
+        assert_statistics({"loss": losses[0]}, {"loss": losses[1]}, {"loss": 2 * exact.abs().amax(1)}, pattern)
+        found, g = (torch.autograd.grad(loss.sum(), leaf)[0] for loss, leaf in zip(losses, (leaf, exact)))
+        step = {"fp32": 1e-5, "bf16": 2.0**-7, "fp16": 2.0**-10}[dtype]
+        assert ((found.double().cpu() - g).abs() <= step * g.abs() + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("mask", [-1e10, LOWEST])
+@pytest.mark.parametrize("logits_budget", [None, 0])
+@pytest.mark.thinned
+def test_filtered_gradients(mask, logits_budget, backend, device, monkeypatch):
+    """Whole windows, and whole tiles of tokens, that are masked are as if their entries were not there."""
+    monkeypatch.setattr("parallel_lce.backends.triton_filter.SMALLEST_FILTERED", 0)
+    x, weight, target = 0.3 * normal(300, D), normal(700, D, seed=1), torch.arange(300) * 17 % 512
+    x[:140, 0], x[140:, 0] = 0, 1
+    bias = torch.zeros(700)
+    bias[512:] = mask
+    t = [v.bfloat16().to(device) for v in (x, weight, bias)]
+    t[1][:256, 0] = 0
+    t[1][256:512, 0] = mask  # for the tokens from 140 on
+    target[140:] %= 256
+    found = []
+    for masked in (True, False):
+        x, weight, bias = (v.clone() for v in t)
+        if not masked:
+            weight[:, 0], bias[512:] = 0, -torch.inf
+            weight[256:512, 0] = -1e4
+        leaves = [v.requires_grad_() for v in (x, weight, bias)]
+        loss = linear_cross_entropy(
+            x, weight, target.to(device), linear_bias=bias, gradient_filter=2**-7, logits_budget=logits_budget
+        )
+        found.append([g.double()[..., 1:] for g in torch.autograd.grad(loss, leaves)])
+    for ours, exact in zip(*found):
+        assert ours.isfinite().all() and (ours - exact).norm() <= 0.02 * exact.norm()
+
+
+def _with_nan(member: Member, backend: str, where: str) -> None:
+    """Results of tokens of which some have a logit that is NaN, and of the same tokens without."""
+    x, weight, bias, target = (v.to(member.device) for v in operands("none", 0.0, "fp32"))
+    x[:, 0] = 0
+    x[3::5, 0] = -1
+    clean = x.clone(), weight.clone()
+    if where == "an entry":  # 0 times infinity: of all tokens but each fifth, whose logit is -inf
+        weight[70, 0] = torch.inf
+        broken = x[:, 0] == 0
+    else:
+        x[3::5, 1] = torch.nan
+        broken = x[:, 1].isnan()
+    rows = V // member.ranks
+    shard = slice(rows * member.rank, rows * (member.rank + 1))
+    options = dict(linear_bias=bias[shard], process_group=member.group)
+
+    def results(hidden: Tensor, whole: Tensor) -> dict[str, Tensor]:
+        leaf = hidden.requires_grad_()
+        with windows(backend):
+            found = fields(statistics(leaf, whole[shard], target, top_k=4, selected=target[:, None], **options))
+            losses = linear_cross_entropy(leaf, whole[shard], target, reduction="none", **options)
+            return found | {"loss": losses, "dx": torch.autograd.grad(losses.sum(), leaf)[0]}
+
+    found, expected = results(x, weight), results(*clean)
+    assert broken.any() and not broken.all() and found.pop("vocab_size") == V
+    del found["target_logit"]
+    if where == "an entry":
+        del found["dx"]  # 0 times infinity, for every token
+    for name, value in found.items():
+        nothing = value.isnan() if value.is_floating_point() else value == -1
+        assert torch.equal(nothing, broken.view(-1, *[1] * (value.dim() - 1)).expand_as(value)), name
+        assert where == "an entry" or torch.equal(value[~broken], expected[name][~broken]), name
+
+
+@pytest.mark.parametrize("where", ["an entry", "a token"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nan_is_of_the_whole_token(ranks, where, backend, worlds, device):
+    everywhere(worlds, device, ranks, _with_nan, backend, where)
+
+
+def test_sets_of_which_nothing_remains(backend, device):
+    """Every log-probability is -inf and has no gradient, whether entries are excluded or outside the vocabulary. One
+    that is NaN makes the token's others NaN, but those that are -inf."""
+    x, weight, bias, _ = (v.to(device) for v in operands("none", 0.0, "fp32"))
+    bias[:10] = -torch.inf
+    bias[20] = torch.nan
+    ids = torch.tensor([[0, 1, 2], [3, -1, V], [V, -1, -2], [4, 30, 31], [5, 30, 20]], device=device)
+    leaves = [v.requires_grad_() for v in (x[:5].clone(), weight, bias)]
+    found = selected_log_probs(*leaves[:2], ids, linear_bias=leaves[2])
+    expected = torch.nn.functional.linear(*(v.detach() for v in leaves)).gather(1, ids.clamp(0, V - 1)).log_softmax(1)
+    assert (found[:3] == -torch.inf).all() and found[3, 0] == -torch.inf
+    torch.testing.assert_close(found[3], expected[3])
+    assert found[4].tolist()[0] == -torch.inf and found[4, 1:].isnan().all()
+    dx, dw, db = torch.autograd.grad(found[:4].where(found[:4].isfinite(), 0.0).sum() + found[:3].sum(), leaves)
+    assert (dx[:3] == 0).all() and (db[:10] == 0).all() and dx[3].isfinite().all()

@@ -1,8 +1,12 @@
-"""Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows."""
+"""Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows. The default of the
+budget; and the buffers in which gradients are summed."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,47 +18,53 @@ from cases import DTYPES, Case, make, normal, part
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
-from parallel_lce.core.grad_buffers import GradBuffer
+from parallel_lce.call import prepare
+from parallel_lce.core.budget import default_budget
+from parallel_lce.core.grad_buffers import GradBuffer, MainGrad
 from parallel_lce.core.partials import Columns
-from tools import alone, everywhere, shrunk, small
+from tools import alone, arguments_to, everywhere, shrunk, small
 from world import Member
 
-KiB, MiB = 1 << 10, 1 << 20
+KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
 BLOCK = MiB  # SMALLEST_BLOCK of these tests
 
-# (reduction, logits_budget): a part of the rows saved and the rest recomputed; all recomputed; accumulated.
-STRATEGIES = {"save": ("none", 3 * MiB // 2), "recompute": ("none", 0), "accumulate": ("sum", 0)}
+# A part of the rows saved and the rest recomputed; all recomputed; accumulated.
+STRATEGIES = {
+    "save": dict(reduction="none", budget=3 * MiB // 2),
+    "recompute": dict(reduction="none", budget=0),
+    "accumulate": dict(reduction="sum", budget=0),
+}
 
 
 def measured(
     member: Member,
-    N,
-    V,
-    D,
+    N: int,
+    V: int,
+    D: int,
+    *,
     dtype="fp32",
     reduction="none",
     budget=0,
     sequence_parallel=False,
-    *,
     shards=None,
     frozen="",
     tile=(64, 2048),
     backward=True,
     block=BLOCK,
-):
+) -> tuple[int, int]:
     """(peak, alive) of a forward and backward after what a device's first use takes for good; N and V of the whole
     group."""
     t = part(make(Case(N, V, D, dtype, ignored="none"), member.device), member, sequence_parallel, shards)
-    leaves = [leaf.requires_grad_(name not in frozen) for name, leaf in (("input", t.x), ("weight", t.weight))]
+    wanted = [leaf for name, leaf in (("x", t.x), ("weight", t.weight)) if name not in frozen]
+    for leaf in (t.x, t.weight):
+        leaf.requires_grad_(any(leaf is one for one in wanted))
     options = dict(process_group=member.group, sequence_parallel=sequence_parallel)
+    options |= dict(reduction=reduction, logits_budget=budget)
     if shards is not None:
         options |= dict(vocab_start=sum(shards[: member.rank]), vocab_size=V)
 
     def step():
-        loss = parallel_lce.linear_cross_entropy(
-            t.x, t.weight, t.target, reduction=reduction, logits_budget=budget, **options
-        )
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options)
         return torch.autograd.grad(loss, wanted, torch.ones_like(loss)) if backward else loss
 
     with shrunk(block, tile):
@@ -70,18 +80,20 @@ def measured(
 )
 @pytest.mark.thinned
 def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequence_parallel, worlds, device):
-    """Twice the tokens cost some more numbers per token, and no more logits."""
-    reduction, budget = STRATEGIES[strategy]
-    V, D = 8192 * ranks, 4
+    """Twice the tokens cost some more numbers per token, and no more logits. Of a step the gradients remain."""
+    V, D, itemsize = 8192 * ranks, 4, DTYPES[dtype].itemsize
     # In N rows blocks of the same size as in 2 N; what is kept by rows comes on top of them.
     N = 272 if strategy == "save" else 256
 
     def peak(n):
-        options = (n, V, D, dtype, reduction, budget, sequence_parallel)
-        return max(p for p, _ in everywhere(worlds, device, ranks, measured, *options))
+        step = partial(measured, dtype=dtype, sequence_parallel=sequence_parallel, **STRATEGIES[strategy])
+        peaks, alive = zip(*everywhere(worlds, device, ranks, step, n, V, D))
+        assert ranks > 1 or max(alive) <= (n + V) * D * itemsize + 64 * KiB
+        assert max(peaks) < 6 * MiB
+        return max(peaks)
 
     growth = peak(2 * N) - peak(N)
-    logits = N * V // ranks * DTYPES[dtype].itemsize
+    logits = N * V // ranks * itemsize
     by_torch = backend_of(torch.empty(1, 1, dtype=DTYPES[dtype], device=device)) is torch_backend
     # Numbers per token and window of 2048 columns, or 128.
     partials = V // ranks * 3 // 2048 if by_torch else V // ranks * 2 // 128
@@ -109,40 +121,25 @@ def test_the_tracker_sees_logits(device):
     assert mixed >= 2 * N * V * 4
 
 
-@pytest.mark.parametrize("strategy", ["recompute", "accumulate"])
-def test_no_n_by_v_buffer_with_budget_zero(strategy, device):
-    N, V, D = 2048, 8192, 4
-    reduction, budget = STRATEGIES[strategy]
-    peak, alive = measured(alone(device), N, V, D, "fp32", reduction, budget)
-    assert peak - alive < 6 * MiB < N * V * 4 / 10, f"{peak - alive} bytes beyond the gradients"
-    assert alive <= (N + V) * D * 4 + 64 * KiB
-
-
 @pytest.mark.parametrize(
     ("dtype", "budget"), [("fp32", None), ("bf16", None), *(("fp32", n * MiB) for n in (0, 1, 2, 5))], ids=str
 )
 def test_saved_bytes_are_within_the_budget(dtype, budget, device):
     """Without one they are those of the exponentials, and no more."""
     N, V = 512, 4096
-    _, alive = measured(alone(device), N, V, 4, dtype, budget=budget, backward=False)
-    if budget is None:
-        whole = N * V * DTYPES[dtype].itemsize
-        assert whole <= alive <= 1.02 * whole + 64 * KiB
-    else:
-        assert alive <= max(0, budget - BLOCK) + 64 * KiB
+    _, alive = measured(alone(device), N, V, 4, dtype=dtype, budget=budget, backward=False)
+    whole = N * V * DTYPES[dtype].itemsize
+    assert alive <= (1.02 * whole if budget is None else max(0, budget - BLOCK)) + 64 * KiB
+    assert budget is not None or alive >= whole
 
 
 @pytest.mark.parametrize("budget", [MiB, 256 * 2000 * 4])
 def test_the_larger_of_uneven_shards_stays_within_the_budget(budget, worlds, device):
     """Of 1000 and 3000 rows, planned as 2000 each."""
-    options = dict(shards=(1000, 3000), tile=(64, 256), backward=False, block=128 * KiB)
-    for _, alive in worlds(2).run(_measured, (256, 4000, 4, "fp32", "none", budget), options):
+    options = dict(shards=(1000, 3000), tile=(64, 256), backward=False, block=128 * KiB, budget=budget)
+    for _, alive in everywhere(worlds, device, 2, partial(measured, **options), 256, 4000, 4):
         # Partials of 12 windows of 256 columns, and the maxima kept of them, come on top.
         assert alive <= budget + 256 * KiB
-
-
-def _measured(member: Member, given: tuple, options: dict) -> tuple[int, int]:
-    return measured(member, *given, **options)
 
 
 @pytest.mark.parametrize("budget", [None, 0])
@@ -151,34 +148,32 @@ def _measured(member: Member, given: tuple, options: dict) -> tuple[int, int]:
 @pytest.mark.thinned
 def test_evaluation_keeps_nothing(mode, reduction, budget, device):
     """Parameters that need gradients, but nobody will ask for them; or that need none."""
-    N, V, frozen = 512, 4096, "input weight" if mode is nullcontext else ""
+    N, V, frozen = 512, 4096, "x weight" if mode is nullcontext else ""
+    options = dict(budget=budget, reduction=reduction, frozen=frozen, backward=False)
     with mode():
-        peak, alive = measured(
-            alone(device), N, V, 4, budget=budget, reduction=reduction, frozen=frozen, backward=False
-        )
+        peak, alive = measured(alone(device), N, V, 4, **options)
     assert alive <= 16 * N * 4
     assert peak < N * V * 4 / 4
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize(("frozen", "sizes"), [("weight", (128, 4096, 256)), ("input", (2048, 64, 512))])
+@pytest.mark.parametrize(("frozen", "sizes"), [("weight", (128, 4096, 256)), ("x", (2048, 64, 512))])
 @pytest.mark.thinned("strategy", "frozen")
 def test_a_frozen_operand_allocates_no_gradient_of_its_size(frozen, sizes, strategy, device):
-    reduction, budget = STRATEGIES[strategy]
     (N, V, D), block = sizes, 256 * KiB if frozen == "weight" else 64 * KiB
-    options = dict(reduction=reduction, budget=budget, tile=(64, min(V, 256)), block=block)
+    options = dict(tile=(64, min(V, 256)), block=block, **STRATEGIES[strategy])
     peak, _ = measured(alone(device), *sizes, frozen=frozen, **options)
     free, _ = measured(alone(device), *sizes, **options)
     own, other = (V, N) if frozen == "weight" else (N, V)
     assert free >= own * D * 4
     # The other gradient, the budget or block and a few tiles.
-    assert peak < other * D * 4 + max(budget, block) + MiB < own * D * 4
+    assert peak < other * D * 4 + max(options["budget"], block) + MiB < own * D * 4
 
 
 def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     """All rows in one block: windows of dW are summed in fp32 one at a time (Liger #1323, #1391)."""
     N, V, D = 32, 4096, 256
-    peak, alive = measured(alone(device), N, V, D, "bf16", tile=(64, 128), block=64 * KiB)
+    peak, alive = measured(alone(device), N, V, D, dtype="bf16", tile=(64, 128), block=64 * KiB)
     assert alive >= V * D * 2
     assert peak - alive < V * D * 4 / 4
 
@@ -188,8 +183,8 @@ def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
     """Hidden states are gathered, and local dX reduced, a few of 32 blocks of 128 rows at a time: neither the whole
     sequence's ``[N, D]`` hidden states nor its local dX ever exist on a rank, as the plan assumes."""
     whole = 4096 * 256 * 4
-    options = dict(tile=(128, 64), block=128 * 64 * 4, backward=backward)
-    for peak, alive in worlds(2).run(_measured, (4096, 128, 256, "fp32", "none", 0, True), options):
+    options = dict(sequence_parallel=True, tile=(128, 64), block=128 * 64 * 4, backward=backward)
+    for peak, alive in everywhere(worlds, device, 2, partial(measured, **options), 4096, 128, 256):
         assert alive >= whole // 2 or not backward
         assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"
 
@@ -216,10 +211,99 @@ def test_a_reduction_waits_for_no_more_than_a_tile(device):
     def backward():
         dweight, dx = GradBuffer(projection.weight, V, 1), torch.empty_like(t.x)
         grads = GradBuffers(dx, dweight, None)
-        block_backward(torch_backend, projection, t.x, t.target, partial, coefficients, (), grads, Scratch(0, device))
+        block_backward(torch_backend, projection, t.x, t.target, partial_, coefficients, (), grads, Scratch(0, device))
         return dx, dweight.deliver()
 
     with shrunk(tile=(16, columns)):
-        partial, _ = block_forward(torch_backend, projection, t.x, t.target, Columns(), 0)
+        partial_, _ = block_forward(torch_backend, projection, t.x, t.target, Columns(), 0)
         peak = peak_memory(backward, torch.device(device))[0]
     assert peak <= V * D * 4 + rows * D * 8 + rows * columns * 4 // 4
+
+
+CUTS = [0, 4, 10], [0, 7, 10], [0, 10]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("main_dtype", [None, torch.bfloat16, torch.float32])
+def test_every_block_may_cut_the_rows_in_its_own_way(main_dtype, dtype, whole, device):
+    """Each of its visits adds 1 to 10 of 12 rows. A main_grad is added to, whatever the caller promises."""
+    weight = torch.empty(12, 3, dtype=dtype, device=device)
+    for visits in (0, 1, 3):
+        main = None if main_dtype is None else torch.full((12, 3), 5.0, dtype=main_dtype, device=device)
+        main_grad = None if main is None else MainGrad(main, lambda: None)
+        gradient = GradBuffer(weight, 10, visits, main_grad=main_grad)
+        for visit in range(visits):
+            cuts = CUTS[-1 if main_grad else visit]
+            for start, stop in zip(cuts, cuts[1:]):
+                rows, overwrite = gradient.open(start, stop, whole)
+                if dtype == torch.bfloat16:  # one product writes a new gradient itself; sums are in fp32
+                    assert (rows.dtype == dtype) == (whole and visits == 1 and main is None)
+                rows.copy_(torch.ones_like(rows) if overwrite else rows + 1)
+                gradient.close(start, stop, rows)
+        found, before = (gradient.deliver(), 0) if main is None else (main, 5)
+        assert main is None or gradient.deliver() is None
+        assert found.dtype == (main_dtype or dtype)
+        assert (found[:10] == before + visits).all() and (found[10:] == before).all()
+
+
+# --- the default of ``logits_budget`` --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("total", "budget"), [(139.8, 4352), (79.1, 2304), (79.4, 2304), (23.6, 512), (2, 256)])
+def test_a_gpu_s_is_a_thirty_second_of_its_memory_and_a_cpu_s_is_1_gib(total, budget, monkeypatch):
+    properties = SimpleNamespace(total_memory=int(total * GiB))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert default_budget(torch.device("cuda")) == budget << 20
+    assert default_budget(torch.device("cpu")) == GiB == default_budget(torch.device("meta"))
+
+
+def test_a_call_is_planned_with_it(device, monkeypatch):
+    """Or with the environment's, or with the one that is given, whatever is remembered of earlier calls."""
+    prepare.KNOWN.clear()
+    x, weight = torch.ones(3, 4, device=device, requires_grad=True), torch.ones(5, 4, device=device)
+    call = partial(parallel_lce.linear_cross_entropy, x, weight, torch.zeros(3, dtype=torch.int64, device=device))
+
+    def planned(**options) -> int:
+        with mock.patch.object(prepare, "plan", wraps=prepare.plan) as plan:
+            call(**options)
+        return plan.call_args.kwargs["budget"]
+
+    assert planned() == default_budget(x.device)
+    monkeypatch.setenv("PARALLEL_LCE_LOGITS_BUDGET", "123")
+    assert planned() == 123 and planned(logits_budget=45) == 45
+    monkeypatch.setenv("PARALLEL_LCE_LOGITS_BUDGET", "-1")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got '-1'"):
+            call()
+    call(logits_budget=46)
+
+
+# Further heads of multi-token prediction, the budget that is installed, and that of each head: None for the default,
+# or the number of heads that share the default.
+HEADS = [(None, None, None), (0, None, None), (1, None, 2), (3, None, 4), (3, 5000, 5000), (3, 0, 0)]
+
+
+def _budgets_of_heads(member: Member) -> list[int | None]:
+    import parallel_lce.megatron
+    from megatron_models import Model, batch
+    from megatron_training import output_layers
+    from parallel_lce.megatron import output_layer
+
+    spec = Model(ranks=member.ranks)
+    _, model, hidden, _ = output_layers(member, spec)
+    labels = batch(0, spec, member.device).labels
+    with arguments_to(output_layer, "fused_loss") as given:
+        for model.output_layer.config.mtp_num_layers, budget, _ in HEADS:
+            parallel_lce.megatron.install(budget)
+            model.compute_language_model_loss(labels, model.output_layer(hidden)[0])
+            parallel_lce.megatron.uninstall()
+    return [options.logits_budget for options, *_ in given]
+
+
+def test_heads_of_multi_token_prediction_share_it(worlds, device):
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
+    whole = default_budget(torch.device(device))
+    expected = [whole // share if budget is None and share else share for _, budget, share in HEADS]
+    assert worlds(1).run(_budgets_of_heads) == [expected]

@@ -156,6 +156,7 @@ class AccumulatedLoss(torch.autograd.Function):
             _, gradients = accumulate(call.with_tensors(per_token), *inputs, call.needs)
         with on_device_of(inputs[1]):
             scaled = call.backend.scaled
+            upstream = in_memory(upstream)
             return *[g if g is None else scaled(g, upstream, t.dtype) for g, t in zip(gradients, inputs)], None
 
 

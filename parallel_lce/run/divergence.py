@@ -235,8 +235,9 @@ class _Divergences(torch.autograd.Function):
         *inputs, factor, numbers = saved
         # The first backward scales gradients of a sum in place. A later one through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
+        upstream = in_memory(upstream)
         if gradients is None:
-            each, needs = in_memory(upstream) if factor is None else factor, Needs(*ctx.needs_input_grad[:3])
+            each, needs = upstream if factor is None else factor, Needs(*ctx.needs_input_grad[:3])
             gradients = _evaluated(ctx.task, inputs, needs, each, factor is not None, numbers)[2]
         if factor is not None:
             scaled = ctx.task.student.backend.scaled

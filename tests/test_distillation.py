@@ -24,7 +24,7 @@ from world import Member
 
 N, V, D, E, K = 12, 90, 24, 16, 6
 REAL = V - 10
-IGNORED = 3, 7
+IGNORED = 3, 7, 10
 SHARDS = {1: (90,), 2: (60, 30), 3: (0, 50, 40)}
 TEMPERATURE = 1.7
 TAILS = "class", "renormalize"
@@ -58,7 +58,7 @@ def teacher(kind, dtype=torch.float32, device="cpu"):
     else:
         stored = (2 * (y @ u.t() + c)).log_softmax(-1).topk(K, -1)
         ids, log_probs = stored.indices.int(), stored.values.to(torch.promote_types(dtype, torch.float32))
-        ids[1, 4:] = -1  # fewer entries
+        ids[1, 4:] = ids[5] = -1  # fewer entries, and none
         log_probs[2, 5] = -torch.inf
         found = dict(teacher_ids=ids, teacher_log_probs=log_probs)
     return {name: value.to(device) for name, value in found.items()}
@@ -127,9 +127,12 @@ def dense(kind, name, dtype, beta, reduction):
     return [found.detach(), *torch.autograd.grad(found, leaves, upstream.to(wide))]
 
 
-def _found(member: Member, kind, name, beta, reduction, backend, sequence_parallel, more):
+def _found(member: Member, kind, name, beta, reduction, backend, sequence_parallel=False, more=None):
     leaves, given = student(DTYPES[name], member.device), teacher(kind, DTYPES[name], member.device)
-    options = dict(beta=beta, temperature=TEMPERATURE, reduction=reduction, target=targets(member.device), **more)
+    # The teacher of ignored tokens may say anything.
+    theirs = given["teacher_hidden" if kind == "layer" else "teacher_log_probs"]
+    theirs[list(IGNORED)] = torch.tensor([torch.nan, torch.inf, 1000.0]).to(theirs)[:, None]
+    options = dict(beta=beta, temperature=TEMPERATURE, reduction=reduction, target=targets(member.device), **more or {})
     if member.ranks > 1:
         start = sum(SHARDS[member.ranks][: member.rank])
         shard = slice(start, start + SHARDS[member.ranks][member.rank])
@@ -174,7 +177,7 @@ def test_on_one_rank(of, beta, reduction, backend, device):
     kind, name = of.split()
     if backend == "triton" and name == "fp64":
         pytest.skip("float64 is always torch's")
-    parts = [_found(alone(device), kind, name, beta, reduction, backend, False, {})]
+    parts = [_found(alone(device), kind, name, beta, reduction, backend)]
     check(parts, kind, name, beta, reduction, False, 1.3)
 
 
@@ -200,18 +203,6 @@ def test_over_ranks(ranks, kind, name, beta, reduction, sequence_parallel, backe
     check(parts, kind, name, beta, reduction, sequence_parallel, 2.0)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck(kind, beta):
-    leaves, given = student(torch.float64), teacher(kind, torch.float64)
-    for reduction in ("none", "mean"):
-        options = dict(beta=beta, temperature=0.6, reduction=reduction, target=targets())
-        few = [leaf.detach()[:, :5].clone() if leaf.dim() > 1 else leaf.detach().clone() for leaf in leaves]
-        assert torch.autograd.gradcheck(
-            lambda *student: loss(kind, student, given, **options), [v.requires_grad_() for v in few], fast_mode=True
-        )
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_equal_distributions_have_none(beta, backend, device):
     x, w, _ = student(device=device)
@@ -234,26 +225,6 @@ def test_entries_that_both_exclude(beta, backend, device):
     for ours, others in zip(found, expected):
         ours = ours if ours.shape == others.shape else ours[kept]
         torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("tail", TAILS)
-def test_all_entries_are_the_whole_divergence(tail, beta):
-    (x, w, _), (y, u, _) = student(torch.float64), teacher("layer", torch.float64).values()
-    options = dict(beta=beta, reduction="none")
-    expected = loss("layer", (x, w), dict(teacher_hidden=y, teacher_weight=u), **options)
-    stored = dict(teacher_ids=torch.arange(V).expand(N, V), teacher_log_probs=(y @ u.T).log_softmax(-1))
-    torch.testing.assert_close(loss(tail, (x, w), stored, **options), expected, rtol=1e-9, atol=1e-9)
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_a_token_without_an_entry(tail):
-    given = teacher(tail)
-    given["teacher_ids"][5] = -1
-    for beta in (0.0, 0.5, 1.0):
-        found, dx, *others = with_gradients(tail, student(), given, beta=beta, reduction="none")
-        assert abs(found[5].item()) < 1e-6 and dx[5].abs().max() < 1e-5
-        assert all(value.isfinite().all() for value in (found, dx, *others))
 
 
 @pytest.mark.parametrize("beta", [0.3, 1.0])
@@ -285,22 +256,9 @@ def test_no_token_counts(kind, backend, device):
 def test_other_target_dtypes_and_no_ignore_index(kind):
     leaves, given = student(), teacher(kind)
     target = torch.full((N,), 156, dtype=torch.uint8)  # -100 in eight bits
-    assert loss(kind, leaves, given, reduction="none", target=target).all()
+    assert torch.equal(loss(kind, leaves, given, target=target), loss(kind, leaves, given))
     target = torch.full((N,), -100)
     assert not loss(kind, leaves, given, reduction="none", target=target, ignore_index=None).any()
-
-
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1000.0])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.thinned
-def test_the_teacher_of_ignored_tokens_may_be_anything(kind, beta, value, backend, device):
-    leaves, given = student(device=device), teacher(kind, device=device)
-    name = "teacher_hidden" if kind == "layer" else "teacher_log_probs"
-    other = given | {name: given[name].index_fill(0, torch.tensor(IGNORED, device=device), value)}
-    for reduction in ("none", "mean"):
-        options = dict(beta=beta, reduction=reduction, target=targets(device))
-        assert all(map(torch.equal, *(with_gradients(kind, leaves, each, **options) for each in (given, other))))
 
 
 def test_numbers_of_numpy():
@@ -312,26 +270,24 @@ def test_numbers_of_numpy():
     torch.testing.assert_close(found, expected)
 
 
-def test_frozen_tensors_and_no_gradient(backend, device):
-    (x, w, _), given = student(device=device), teacher("layer", device=device)
-    expected, *gradients = with_gradients("layer", (x, w), given)
-    for i, leaf in enumerate((x, w)):
-        x.requires_grad_(leaf is x), w.requires_grad_(leaf is w)
-        given["teacher_hidden"].requires_grad_()
-        found, gradient = with_gradients("layer", (x, w), given)
-        torch.testing.assert_close(gradient, gradients[i])
-        assert torch.equal(found, expected)
-    with torch.no_grad():
-        assert torch.equal(loss("layer", (x, w), given), expected)
-
-
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_second_derivatives_are_refused(reduction):
-    x, w, _ = student()
-    found = loss("layer", (x, w), teacher("layer"), reduction=reduction)
-    (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        gradient.sum().backward()
+def test_frozen_tensors(reduction, backend, device):
+    """No gradient flows to the teacher."""
+    leaves, given, walked = student(device=device), teacher("layer", device=device), []
+    hidden = given["teacher_hidden"].requires_grad_() * 1
+    hidden.register_hook(walked.append)
+    given |= dict(teacher_hidden=hidden)
+    expected, *gradients = with_gradients("layer", leaves, given, reduction=reduction)
+    for leaf, gradient in zip(leaves, gradients):
+        some = [each if each is leaf else each.detach() for each in leaves]
+        found, alone = with_gradients("layer", some, given, reduction=reduction)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(alone, gradient)
+    frozen = loss("layer", [leaf.detach() for leaf in leaves], given, reduction=reduction)
+    with torch.no_grad():
+        evaluated = loss("layer", leaves, given, reduction=reduction)
+    assert not walked and not frozen.requires_grad
+    assert torch.equal(frozen, expected) and torch.equal(evaluated, expected)
 
 
 def test_leading_dimensions_autocast_and_meta(backend, device):
@@ -365,17 +321,6 @@ def test_what_surrounds_the_call_changes_no_gradient(reduction, backend, device)
     with torch.inference_mode():
         copies = {name: value.clone() for name, value in given.items()}
     assert all(map(torch.equal, gradients(copies), expected))
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_no_gradient_flows_to_the_teacher(reduction):
-    x, w, b = student()
-    given, walked = teacher("layer"), []
-    hidden = given["teacher_hidden"].requires_grad_() * 1
-    hidden.register_hook(walked.append)
-    loss("layer", (x, w, b), given | dict(teacher_hidden=hidden), reduction=reduction).sum().backward()
-    frozen = loss("layer", [v.detach() for v in (x, w, b)], given, reduction=reduction)
-    assert x.grad.any() and not walked and not frozen.requires_grad
 
 
 def test_the_upstream_gradient_is_not_rounded(backend, device):

@@ -294,7 +294,8 @@ def test_limited_keeps_the_blocks_and_what_fits_this_rank(call, shard_rows):
 def test_a_larger_shard_than_the_plan_s_accumulates_what_fits_and_recomputes_the_rest():
     found = plan(4096, 10000, 8, 4, budget=80 * MiB, ranks=2, gradients=FP32, accumulable=True)
     assert found.accumulate
-    assert all(0 < block.saved < 18000 for block in found.limited(18000, 4, 1).blocks)
+    assert {b.stop - b.start for b in found.blocks} == {1024}
+    assert {b.saved for b in found.limited(18000, 4, 1).blocks} == {40 * MiB // (1024 * 4)}
 
 
 # --- hidden states under sequence parallelism ------------------------------------------------------
@@ -337,15 +338,6 @@ def test_a_forward_that_keeps_nothing_gathers_few_hidden_states_at_once(call):
     assert all((b.stop - b.start) * row <= max(GATHERED_BYTES, row) for b in forward)
     most = max(1, GATHERED_BYTES // row)
     assert len(forward) == -(-sum(b.stop - b.start for b in forward) // most)
-
-
-def test_a_rank_that_keeps_nothing_of_the_saved_block_gathers_as_the_others():
-    """Its shard is larger than was counted, and what fits beside the scratch is not one column."""
-    found = plan(8192, 500, 32768, 2, budget=8 * MiB, sp_size=2, ranks=2, gradients=BF16)
-    limited = found.limited(900, 2, 2)
-    assert (found.saved, limited.saved) == (500, 0)
-    assert GATHERED_BYTES < 8192 * 32768 * 2, "gathered at once"
-    assert bounds(found.forward_blocks) == bounds(limited.forward_blocks) == [(0, 4096)]
 
 
 @pytest.mark.parametrize("shard", [16384, 16896, 17408])

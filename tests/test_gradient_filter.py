@@ -20,8 +20,8 @@ from parallel_lce.backends import triton_backward, triton_filter, triton_windows
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.kernels.filter import windows
 from parallel_lce.kernels.filter.tiles import TILE, entry_shares
-from parallel_lce.kernels.filter.windows import TokenSample, mean_shares, sample_tokens
-from tools import chosen_backend, everywhere, results_of, shrunk, small
+from parallel_lce.kernels.filter.windows import mean_shares, sample_tokens
+from tools import arguments_to, chosen_backend, everywhere, results_of, shrunk, small
 from world import Member
 
 EPS = 2**-7
@@ -196,7 +196,7 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(name, cause, device, r
         x, weight, target = wide_problem(device=device)
         options = dict(logits_budget=0)
     with torch.no_grad():
-        (target if cause == "target" else x)[5] = 10_000 if cause == "target" else torch.nan
+        (target if cause == "target" else x)[20] = 10_000 if cause == "target" else torch.nan
     exact, found = (gradients(x, weight, target, reduction="none", gradient_filter=f, **options) for f in (None, EPS))
     for a, b in zip(found, exact):
         assert torch.equal(a.isnan(), b.isnan())
@@ -456,6 +456,22 @@ def test_a_window_of_no_probability_is_not_projected(listed, device):
     assert projected(listed).any(1).tolist() == [True, False, True]
 
 
+def test_tokens_of_the_sample_count_where_their_window_is_skipped(listed, device, monkeypatch):
+    """The sample is projected once for each slice."""
+    N = 788
+    monkeypatch.setattr(windows, "FEWEST_SAMPLED", 2)
+    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * N * 2)
+    given, found = arguments_to(triton_windows, "entry_shares"), results_of(triton_windows, "window_masses")
+    with shrunk(60_000), given as shared, found as masses:
+        recomputed(*problem(device=device, N=N, V=1000, slope=4.0, noise=0.3), gradient_filter=WIDE_EPS)
+    assert len(shared) == 2
+    sample = sample_tokens(N)
+    blocks = [(sample.first + k * sample.step) * 16 // TILE for k in range(sample.count)]
+    for (sums, *_), (bounds, _) in zip(shared, masses, strict=True):
+        skipped = (bounds[blocks] <= WIDE_EPS).repeat_interleave(WINDOW, 1)[:, : sums.shape[1]]
+        assert torch.equal(sums != 0, skipped) and 0 < skipped.sum() < skipped.numel()
+
+
 @pytest.mark.parametrize("name", ["none", pytest.param("partly saved", marks=pytest.mark.slow)])
 def test_a_second_backward(name, listed, device):
     """What the first one has overwritten is formed anew; what is known of windows stays."""
@@ -526,18 +542,6 @@ def test_shares_of_sums_and_of_mean_logits(device):
     torch.testing.assert_close(entry_shares(sums.to(device), WINDOW).cpu(), expected)
     expected[WINDOW : 2 * WINDOW] = 1 / WINDOW
     torch.testing.assert_close(entry_shares(sums.to(device), WINDOW, shares).cpu(), expected)
-
-
-def test_the_sums_of_a_sample(device):
-    """Of those of its groups whose windows are skipped."""
-    gradient = normal(96, 304, seed=2).bfloat16().to(device)[:, :300]
-    gradient[40, 70] = torch.nan
-    bounds = torch.tensor([[0.1, 0.9], [0.9, 0.1], [0.1, 0.1]], device=device)
-    found = TokenSample(1, 4, 6).sums(gradient, bounds, WINDOW, 0.5)
-    expected = gradient.double().abs().view(6, 16, 300).sum(1)
-    # The groups 1, 5, ... 21 of 24.
-    expected[:2, WINDOW:], expected[2:4, :WINDOW] = 0.0, 0.0
-    assert_close(found, expected, 1e-6)
 
 
 def test_a_sample_has_groups_of_tokens_at_equal_distances(monkeypatch):

@@ -9,12 +9,17 @@ import torch
 
 pytest.importorskip("triton", reason="needs triton")
 
-from blocks import launches
+from blocks import block_forward, launches
 from cases import DTYPES, Case, assemble, check, dense, dense_loss, make, ours, part
 from measures import assert_close, assert_no_worse
 from parallel_lce import linear_cross_entropy
-from parallel_lce.backends.interface import Scratch
+from parallel_lce.backends import triton as module
+from parallel_lce.backends.interface import Projection, Scratch
 from parallel_lce.call.prepare import prepare
+from parallel_lce.core.partials import Columns
+from parallel_lce.kernels import projection as mainloop
+from parallel_lce.kernels import tuning
+from parallel_lce.kernels.projection import Product
 from tools import chosen_backend, everywhere, given, shrunk, small
 from world import Member
 
@@ -73,16 +78,34 @@ def test_strategies(strategy, everything, dtype, worlds, device):
     check(case, found, factor=1.5 if strategy == "accumulated" else 1.0, device=device)
 
 
-@pytest.mark.parametrize("N", [64, pytest.param(1024, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    ("reduction", "budget"), [("none", None), ("none", 0), ("mean", 0)], ids=["saved", "recomputed", "accumulated"]
-)
-def test_gradients_as_exact_as_torchs_where_its_targets_are(reduction, budget, N, worlds, device):
-    """Where the upstream gradient is a power of two, and logits are flat, so is the target's entry of
-    dlogits to the precision of bf16. It is most of a gradient: torch's error is little more than the
-    rounding of the result. Ours is where a token has a target of its own, as most of a few have."""
-    case = Case(N, 700, 64, "bf16", reduction=reduction, budget=budget, ignored="none", upstream=2.0**-6)
-    check(case, run(case, worlds, device)[0], factor=1.5 if N > 700 else 1.1, device=device)
+# Where the upstream gradient is a power of two, and logits are flat, so is the target's entry of dlogits to the
+# precision of bf16. It is most of a gradient: torch's error is little more than the rounding of the result. Ours is
+# where a token has a target of its own, as most of a few have.
+FLAT = Case(64, 700, 64, "bf16", reduction="none", ignored="none", upstream=2.0**-6)
+FLATS = FLAT, replace(FLAT, budget=0), replace(FLAT, reduction="mean", budget=0)
+OVER_RANKS = Case(64, 700, 24, "bf16", ranks=2, reduction="none")
+# A block's targets and weights lie N/P apart in those of the sequence.
+ONE_ROW = Case(10, 700, 4, ranks=2, sequence_parallel=True, budget=0, ignored="none", token_weight=True)
+CASES = [
+    *((case, BLOCK, 1.1) for case in FLATS),
+    *(pytest.param(replace(case, N=1024), BLOCK, 1.5, marks=pytest.mark.slow) for case in FLATS),
+    (replace(OVER_RANKS, shards=(500, 200), bias=True), 20_000, 1.1),
+    (replace(OVER_RANKS, shards=(700, 0), sequence_parallel=True, label_smoothing=0.1), 20_000, 1.1),
+    (replace(OVER_RANKS, shards=(100, 600), budget=0, sequence_parallel=True), 20_000, 1.1),
+    (replace(OVER_RANKS, reduction="mean", budget=0, V=699, shards=None, z_loss=1e-2), 20_000, 1.1),
+    (replace(OVER_RANKS, dtype="fp16", shards=(300, 400), budget=BLOCK + 30_000, logit_softcap=8.0), 20_000, 1.1),
+    (Case(33, 300, 16, "bf16", ignored="all"), 20_000, 1.1),
+    *((Case(40, 300, 16, "bf16", bias=True, frozen=f), 20_000, 1.1) for f in ("x bias", "x weight")),
+    *((replace(ONE_ROW, reduction=reduction), 1, 1.5) for reduction in ("none", "mean")),
+]
+
+
+@pytest.mark.parametrize(("case", "block", "factor"), CASES, ids=str)
+def test_loss_and_gradients(case, block, factor, worlds, device):
+    found, counts = run(case, worlds, device, block)
+    if case.N == ONE_ROW.N:  # recomputed window by window, or accumulated
+        assert counts == [(0, 30) if case.reduction == "none" else (5, 0)] * 2
+    check(case, found, factor=factor, device=device)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -99,38 +122,6 @@ def test_rows_of_dw_in_which_targets_and_other_tokens_cancel(budget, dtype, devi
     [found] = torch.autograd.grad(loss.sum(), t.weight)
     truth, its = dense_loss(t, reduction="sum"), dense_loss(t, DTYPES[dtype], reduction="sum")
     assert_no_worse(found, truth["dweight"], its["dweight"], 1.5)
-
-
-OVER_RANKS = Case(64, 700, 24, "bf16", ranks=2, reduction="none")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        replace(OVER_RANKS, shards=(500, 200), bias=True),
-        replace(OVER_RANKS, shards=(700, 0), sequence_parallel=True, label_smoothing=0.1),
-        replace(OVER_RANKS, shards=(100, 600), budget=0, sequence_parallel=True),
-        replace(OVER_RANKS, reduction="mean", budget=0, V=699, shards=None, z_loss=1e-2),
-        replace(OVER_RANKS, dtype="fp16", shards=(300, 400), budget=BLOCK + 30_000, logit_softcap=8.0),
-        Case(33, 300, 16, "bf16", ignored="all"),
-        *(Case(40, 300, 16, "bf16", bias=True, frozen=f) for f in ("x bias", "x weight")),
-    ],
-    ids=str,
-)
-def test_shards_and_what_is_frozen(case, worlds, device):
-    found, _ = run(case, worlds, device, block=20_000)
-    check(case, found, factor=1.1, device=device)
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_blocks_of_one_row_of_each_part(reduction, worlds, device):
-    """Such a block's targets and weights lie N/P apart in those of the sequence."""
-    traits = dict(ranks=2, sequence_parallel=True, budget=0, ignored="none", token_weight=True)
-    case = Case(10, 700, 4, reduction=reduction, **traits)
-    found, counts = run(case, worlds, device, block=1)
-    blocks = {"none": (0, 30), "mean": (5, 0)}  # recomputed window by window, or accumulated
-    assert counts == [blocks[reduction]] * 2
-    check(case, found, factor=1.5, device=device)
 
 
 @pytest.mark.parametrize("strategy", ["saved", "recomputed", "accumulated"])
@@ -242,3 +233,63 @@ def _uneven(member: Member):
 def test_accumulation_where_the_larger_shard_saves_a_part(worlds, device):
     """A block's consumed exponentials must not serve a block whose buffer is already another's."""
     everywhere(worlds, device, 2, _uneven)
+
+
+# --- what is launched beside collectives, and in what order -----------------------------------------
+
+# Rows, those that are there, and the first row block and the number of each launch.
+ORDERS = [
+    (300, None, [(0, 3)]),
+    (300, (0, 128), [(0, 1), (1, 2)]),
+    (300, (128, 256), [(1, 1), (2, 2)]),
+    (300, (100, 300), [(1, 2), (3, 1)]),
+    (300, (100, 290), [(1, 1), (2, 2)]),
+    (300, (100, 200), [(0, 3)]),
+    # 512 rows of two bytes come, and take as long as 512 * 2 * 512 / (2 * 1280) = 204 rows of the product.
+    (1024, (512, 1024), [(4, 2), (6, 6)]),
+]
+
+
+@pytest.mark.parametrize(("rows", "own", "parts"), ORDERS, ids=str)
+def test_the_order_of_row_blocks_begins_with_whole_tiles_that_are_there(rows, own, parts, device, monkeypatch):
+    """For no longer than a gather takes, to which they leave SMs."""
+    measured = replace(tuning.MEASURED, flops_per_byte=512, collective_sms=4)
+    monkeypatch.setattr(tuning, "MEASURED", measured)
+    monkeypatch.setattr(mainloop, "num_sms", lambda device: 10)
+    V = 1280 if rows > 300 else 8
+    t = make(Case(rows, V, 16, "fp16", ignored="none"), device)
+    if Product(t.x, t.weight).tile.rows != 128:
+        pytest.skip("the orders are those of tiles of 128 tokens")
+    before = []
+    with launches() as found:
+        given = dict(local=range(*own), arrive=lambda: before.extend(found)) if own else {}
+        block_forward(module, Projection(t.weight, None, 0, V), t.x, t.target, Columns(), V, **given)
+    projections = [each for each in found if each.projects]
+    assert [(each.given["first_block"], each.given["num_blocks"]) for each in projections] == parts
+    assert len([each for each in before if each.projects]) == len(parts) - 1
+    if rows > 300:
+        assert [each.grid for each in projections] == [(6,), (10,)]
+
+
+RANKS, OWN, SHARD = 2, 256, 96  # two tiles of tokens, and a part of a window of the vocabulary, of each rank
+
+
+def _sharded(member: Member, sequence_parallel: bool):
+    whole = make(Case(RANKS * OWN, RANKS * SHARD, 16, "bf16", ignored="none"), member.device)
+    t = part(whole, member, sequence_parallel)
+    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, reduction="none")
+    with launches() as found:
+        loss = linear_cross_entropy(t.x, t.weight, t.target, **options)
+    dx, dw = torch.autograd.grad(loss.sum(), [t.x, t.weight])
+    firsts = [each.given["first_block"] for each in found if each.projects]
+    return loss.detach().cpu(), dx.cpu(), dw.cpu(), firsts
+
+
+def test_each_rank_projects_its_own_rows_first(worlds, device):
+    """And finds the same as without sequence parallelism: losses to the bit."""
+    plain, parts = (everywhere(worlds, device, RANKS, _sharded, parallel) for parallel in (False, True))
+    for rank, ((expected, whole, dweight, _), (loss, dx, dw, firsts)) in enumerate(zip(plain, parts)):
+        assert len(firsts) == 2 and (firsts[0] > 0) == (rank > 0)
+        assert torch.equal(loss, expected)
+        for gradient, exact in ((dx, whole.chunk(RANKS)[rank]), (dw, dweight)):
+            assert_close(gradient, exact.double(), 8e-3)

@@ -15,12 +15,11 @@ from measures import assert_close, assert_no_worse
 from parallel_lce import linear_cross_entropy
 from parallel_lce.backends import triton as module
 from parallel_lce.backends.interface import Projection, Scratch
-from parallel_lce.call.prepare import prepare
 from parallel_lce.core.partials import Columns
 from parallel_lce.kernels import projection as mainloop
 from parallel_lce.kernels import tuning
 from parallel_lce.kernels.projection import Product
-from tools import chosen_backend, everywhere, given, shrunk, small
+from tools import chosen_backend, everywhere, shrunk, small
 from world import Member
 
 BLOCK = 33_000  # bytes: a window of 256 vocabulary rows, 64 tokens of it
@@ -86,6 +85,9 @@ FLATS = FLAT, replace(FLAT, budget=0), replace(FLAT, reduction="mean", budget=0)
 OVER_RANKS = Case(64, 700, 24, "bf16", ranks=2, reduction="none")
 # A block's targets and weights lie N/P apart in those of the sequence.
 ONE_ROW = Case(10, 700, 4, ranks=2, sequence_parallel=True, budget=0, ignored="none", token_weight=True)
+# Three blocks and more, of which the larger shard saves a part alone. A block's consumed exponentials must not serve a
+# block whose buffer is already another's.
+UNEVEN = Case(512, 1280, 64, "bf16", ranks=2, shards=(1024, 256), budget=327680, ignored="none", sharpness=2.0)
 CASES = [
     *((case, BLOCK, 1.1) for case in FLATS),
     *(pytest.param(replace(case, N=1024), BLOCK, 1.5, marks=pytest.mark.slow) for case in FLATS),
@@ -97,6 +99,7 @@ CASES = [
     (Case(33, 300, 16, "bf16", ignored="all"), 20_000, 1.1),
     *((Case(40, 300, 16, "bf16", bias=True, frozen=f), 20_000, 1.1) for f in ("x bias", "x weight")),
     *((replace(ONE_ROW, reduction=reduction), 1, 1.5) for reduction in ("none", "mean")),
+    (UNEVEN, 16_384, 1.5),
 ]
 
 
@@ -105,6 +108,9 @@ def test_loss_and_gradients(case, block, factor, worlds, device):
     found, counts = run(case, worlds, device, block)
     if case.N == ONE_ROW.N:  # recomputed window by window, or accumulated
         assert counts == [(0, 30) if case.reduction == "none" else (5, 0)] * 2
+    if case is UNEVEN:
+        (saved, recomputed), (_, of_smaller) = counts
+        assert saved >= 3 and recomputed > 0 and of_smaller == 0
     check(case, found, factor=factor, device=device)
 
 
@@ -209,30 +215,6 @@ def test_what_is_recomputed_takes_the_memory_of_what_was_saved(device, monkeypat
     truth = dense_loss(t, reduction="none")
     assert_close(dx, truth["dx"], 1e-2)
     assert_close(dw, truth["dweight"], 1e-2)
-
-
-SHARDS = (1024, 256)
-
-
-def _uneven(member: Member):
-    """Three blocks and more, of which the larger shard saves a part alone."""
-    whole = small(member.device, N=512, V=sum(SHARDS), D=64, dtype="bf16", sharpness=2.0)
-    t, start = part(whole, member, shards=SHARDS), sum(SHARDS[: member.rank])
-    options = dict(vocab_start=start, vocab_size=sum(SHARDS), logits_budget=327680)
-    with shrunk(16384):
-        plan = prepare(*given(t.x, t.weight, t.target, reduction="mean", **options), member.group)[0].plan
-        loss = linear_cross_entropy(t.x, t.weight, t.target, process_group=member.group, **options)
-    assert plan.accumulate and len(plan.blocks) >= 3
-    assert member.rank or 0 < plan.blocks[0].saved < SHARDS[0]
-    dx, dw = torch.autograd.grad(loss, [t.x, t.weight])
-    truth = dense_loss(whole)
-    assert_close(dx, truth["dx"], 1e-2)
-    assert_close(dw, truth["dweight"][start : start + SHARDS[member.rank]], 1e-2)
-
-
-def test_accumulation_where_the_larger_shard_saves_a_part(worlds, device):
-    """A block's consumed exponentials must not serve a block whose buffer is already another's."""
-    everywhere(worlds, device, 2, _uneven)
 
 
 # --- what is launched beside collectives, and in what order -----------------------------------------

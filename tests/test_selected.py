@@ -56,13 +56,12 @@ def test_offsets_that_are_invalid_give_nan(offsets, backend, device, monkeypatch
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("pair", [False, True])
 def test_nothing_selected(pair, backend, device):
-    t = small(device, N=4)
-    ids, nowhere = torch.zeros(4, 0, dtype=torch.int64, device=device), torch.zeros(5, dtype=torch.int64, device=device)
-    found = parallel_lce.token_statistics(t.x, t.weight, t.target, selected=(ids.view(-1), nowhere) if pair else ids)
-    plain = parallel_lce.token_statistics(t.x, t.weight, t.target)
+    x, w, ids = problem(device)
+    nothing = (ids[0, :0], torch.zeros(N + 1, dtype=torch.int64, device=device)) if pair else ids[:, :0]
+    found, plain = (parallel_lce.token_statistics(x, w, ids[:, 0], selected=given) for given in (nothing, None))
     assert found.selected_log_prob.numel() == 0 and torch.equal(found.target_log_prob, plain.target_log_prob)
-    loss = found.selected_log_prob.sum() + found.lse.sum()
-    for a, b in zip(torch.autograd.grad(loss, [t.x, t.weight]), torch.autograd.grad(plain.lse.sum(), [t.x, t.weight])):
+    values = found.selected_log_prob.sum() + found.lse.sum(), plain.lse.sum()
+    for a, b in zip(*(torch.autograd.grad(value, [x, w]) for value in values)):
         torch.testing.assert_close(a, b)
 
 
@@ -105,21 +104,19 @@ def test_refused(arguments, message):
 
 
 def test_in_a_compiled_graph(device):
-    t = small(device, N=12)
-    ids = torch.randint(0, 150, (12, 3), device=device)
-    offsets = torch.arange(13, device=device) * 3
+    x, w, ids = problem(device)
+    pair = ids.view(-1), torch.arange(N + 1, device=device) * K
 
     def both(x, w):
-        one = parallel_lce.token_statistics(x, w, t.target, selected=ids, top_k=2)
-        other = parallel_lce.token_statistics(x, w, t.target, selected=(ids.view(-1), offsets))
+        one = parallel_lce.token_statistics(x, w, ids[:, 0], selected=ids, top_k=2)
+        other = parallel_lce.token_statistics(x, w, ids[:, 0], selected=pair)
         return one.selected_log_prob.sum() - other.selected_log_prob.square().sum(), one.top_ids
 
-    loss, top = both(t.x, t.weight)
-    compiled_loss, compiled_top = torch.compile(both, fullgraph=True, backend="aot_eager")(t.x, t.weight)
+    loss, top = both(x, w)
+    compiled_loss, compiled_top = torch.compile(both, fullgraph=True, backend="aot_eager")(x, w)
     torch.testing.assert_close(compiled_loss, loss)
     assert torch.equal(compiled_top, top)
-    found, expected = (torch.autograd.grad(value, [t.x, t.weight]) for value in (compiled_loss, loss))
-    for a, b in zip(found, expected):
+    for a, b in zip(*(torch.autograd.grad(value, [x, w]) for value in (compiled_loss, loss))):
         torch.testing.assert_close(a, b)
 
 

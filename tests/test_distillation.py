@@ -410,28 +410,23 @@ def test_bad_input_is_refused(kind, message, changes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "what", "message"),
+    ("kind", "changes", "message"),
     [
-        ("layer", "beta", "beta"),
-        ("layer", "teacher_hidden", "tokens"),
-        ("class", "beta", "beta"),
-        ("class", "teacher_log_probs", "teacher_log_probs"),
-        ("class", "student_hidden", "student_hidden"),
+        ("layer", dict(beta=0.1), "beta"),
+        ("layer", dict(teacher_hidden=torch.zeros(N - 1, E)), "tokens"),
+        ("class", dict(beta=0.1), "beta"),
+        ("class", dict(teacher_log_probs=torch.full((N, K), -3.0)), "teacher_log_probs"),
+        ("class", dict(student_hidden=None), "student_hidden"),
     ],
 )
 @on_ranks(2)
-def test_debug_mode_tells_all_ranks(member, kind, what, message):
+def test_debug_mode_tells_all_ranks(member, kind, changes, message):
     x, w, _ = student(member.device)
-    given = teacher(kind, member.device) | dict(student_hidden=x, student_weight=w.chunk(2)[member.rank], beta=0.0)
+    given = dict(student_hidden=x, student_weight=w.chunk(2)[member.rank], beta=0.0) | teacher(kind, member.device)
     if kind == "layer":
         given |= {name: given[name].chunk(2)[member.rank] for name in ("teacher_weight", "teacher_bias")}
     if member.rank == 1:
-        given[what] = {
-            "beta": 0.1,
-            "teacher_hidden": given.get("teacher_hidden", x)[:-1],
-            "teacher_log_probs": given.get("teacher_log_probs", x) - 1,
-            "student_hidden": None,
-        }[what]
+        given |= {name: v.to(member.device) if torch.is_tensor(v) else v for name, v in changes.items()}
     prepare.KNOWN.clear()
     with debug_mode(), pytest.raises((ValueError, RuntimeError), match=message):
         (divergence if kind == "layer" else top_k_divergence)(**given, process_group=member.group)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from torch.testing._internal.two_tensor import TwoTensor
 
 from parallel_lce.kernels.relaunch import Bound, Relaunched
 
@@ -92,28 +93,13 @@ def test_a_launch_for_which_triton_compiles_anew_is_not_taken_for_the_same(first
     assert (recorder.compiled, recorder.again) == (2, [])
 
 
-class Wrapper(torch.Tensor):
-    """No values, but others' ``data_ptr``."""
-
-    @staticmethod
-    def __new__(cls, of):
-        return torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype)
-
-    def data_ptr(self):
-        return 64
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, given=(), options=None):
-        return cls(given[0])
-
-
 def test_bound_launches_pass_plain_tensors_alone_as_addresses():
     recorder = Recorder()
     bound = Bound(Relaunched(recorder), (4,), (7, 1.5, None), BLOCK=128, num_warps=4)
     bound(X)
     bound(torch.nn.Parameter(torch.ones(8)))
     assert (recorder.compiled, len(recorder.again)) == (1, 1)
-    with pytest.raises(ValueError, match="no kernel can read a Wrapper"):
-        bound(Wrapper(X))
+    with pytest.raises(ValueError, match="no kernel can read a TwoTensor"):
+        bound(TwoTensor(X, X))
     with pytest.raises(TypeError, match="a str is no argument of a kernel"):
         launched(Relaunched(recorder), bias="text")

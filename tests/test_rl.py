@@ -33,7 +33,7 @@ def _verl(member: Member, shape, temperature, reduction, vocab_size):
     shard = slice(V // member.ranks * member.rank, V // member.ranks * (member.rank + 1))
     leaves = [value.clone().requires_grad_() for value in (x.view(*shape, D), w[shard], b[shard])]
     # Labels and temperatures are flattened, whatever their shapes.
-    given = labels.view(6, 5), of_token[:, None] if temperature == "tensor" else temperature, reduction, member.group
+    given = labels.view(6, 5), of_token.view(3, 10) if temperature == "tensor" else temperature, reduction, member.group
     more = {} if vocab_size is None else dict(vocab_size=vocab_size, logits_budget=0)
     found = rl.linear_cross_entropy(*leaves[:2], *given, bias=leaves[2], **more)
     return [v.detach().cpu() for v in (*found, *torch.autograd.grad(found, leaves, upstream(found)))]

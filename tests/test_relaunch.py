@@ -76,7 +76,7 @@ def test_a_launch_of_the_same_kind_is_not_described_to_triton_again(first, secon
         ({}, dict(number=1)),
         ({}, dict(number=16)),
         ({}, dict(number=2**31 + 1)),
-        ({}, dict(number=2**63 + 1)),
+        (dict(number=2**31 + 1), dict(number=2**63 + 1)),
         ({}, dict(bias=torch.zeros(8))),
         (dict(bias=(X, None)), dict(bias=(None, X))),
         ({}, dict(BLOCK=64, num_warps=4)),

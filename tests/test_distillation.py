@@ -69,6 +69,7 @@ def teacher(kind, device="cpu", dtype="fp32"):
     z = torch.nn.functional.linear(t.x.double(), t.weight.double(), t.bias.double())
     log_probs, ids = (2 * z).log_softmax(-1).topk(K, -1)
     ids[1, 4:] = ids[5] = -1  # fewer entries, and none
+    ids[4, 1], ids[7, 0] = V, V + 9  # beyond the vocabulary
     log_probs[2, 5] = -torch.inf
     return dict(teacher_ids=ids.int(), teacher_log_probs=log_probs.to(accumulation_dtype(DTYPES[dtype])))
 
@@ -99,7 +100,7 @@ def of_logits(z, y, beta):
 def classes(log_p, ids, log_q, tail):
     """``[N, K]`` or, with the tail, ``[N, K + 1]`` log-probabilities of student and teacher; -1e4 for none, instead of
     -inf, whose gradients are NaN."""
-    there = (ids >= 0) & (log_q != -torch.inf)
+    there = (ids >= 0) & (ids < V) & (log_q != -torch.inf)
     ids = ids.long().where(there, V)
     log_p = torch.nn.functional.pad(log_p, (0, 1), value=-torch.inf)  # an entry that there is not
     found = [log_p.gather(1, ids), log_q.to(log_p.dtype).masked_fill(~there, -torch.inf)]
@@ -229,6 +230,17 @@ def test_entries_of_logit_minus_infinity(kind, beta, backend, device):
     else:
         for ours, others in zip(found, lowest):
             torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("tail", TAILS)
+def test_all_entries_are_the_whole_divergence(tail, beta):
+    """Nothing is left for the tail, whose rounded probability may be less than 0."""
+    (x, w, _), (y, u, _) = student(dtype="fp64"), teacher("layer", dtype="fp64").values()
+    options = dict(beta=beta, reduction="none")
+    expected = loss("layer", (x, w), dict(teacher_hidden=y, teacher_weight=u), **options)
+    stored = dict(teacher_ids=torch.arange(V).expand(N, V), teacher_log_probs=(y @ u.T).log_softmax(-1))
+    torch.testing.assert_close(loss(tail, (x, w), stored, **options), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -104,6 +104,20 @@ def test_the_gradients_are_those_of_the_definition(options, dtype, rtol, device)
     assert not torch.equal(found[0], exact[0])
 
 
+@pytest.mark.thinned
+@pytest.mark.parametrize("logits_budget", [1 << 30, 0])
+def test_gradients_of_a_likely_target_of_several_tokens_are_exact(logits_budget, device):
+    """The gradient that a model has learned nearly by heart is not smeared."""
+    x, weight, eps = 0.02 * normal(128, 16), 0.02 * normal(512, 16, seed=1), 2.0**-6
+    x[:, 0], weight[7, 0] = 13.0, 1.0
+    t = [x.bfloat16().to(device).requires_grad_(), weight.bfloat16().to(device).requires_grad_()]
+    t.append(torch.full((128,), 7, device=device))
+    assert (1 - (t[0].double() @ t[1].double().T).softmax(1)[:, 7]).max() < eps
+    exact, found = (gradients(*t, gradient_filter=f, logits_budget=logits_budget) for f in (None, eps))
+    assert_close(found[0], exact[0].double(), 0.05)
+    assert_close(found[1][7], exact[1][7].double(), 0.05)
+
+
 def test_the_gradient_of_the_bias_is_not_filtered(device):
     """Nor where tokens have other coefficients, so that what stands for a tile has other sums over tokens."""
     t, bias = problem(device=device), torch.zeros(400, dtype=torch.bfloat16, device=device)

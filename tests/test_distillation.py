@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import numpy as np
@@ -12,24 +13,34 @@ import pytest
 import torch
 
 from benchmarks.peak_memory import peak_memory
-from cases import DTYPES, normal
+from cases import DTYPES, Case, assemble, make, normal, operands, unpadded
 from measures import assert_no_worse, size, smallest_steps
 from on_ranks import on_ranks
 from parallel_lce.backends import torch_logits
 from parallel_lce.call import prepare
+from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run import divergence as schedule
-from tools import alone, chosen_backend, debug_mode, everywhere, shrunk, started
+from tools import chosen_backend, debug_mode, everywhere, shrunk, started
 from world import Member
 
-N, V, D, E, K = 12, 90, 24, 16, 6
-REAL = V - 10
-IGNORED = 3, 7
-SHARDS = {1: (90,), 2: (60, 30), 3: (0, 50, 40)}
+N, V, D, E, K = 12, 80, 24, 16, 6
 TEMPERATURE = 1.7
 TAILS = "class", "renormalize"
 KINDS = "layer", *TAILS
 """Of a teacher: its output layer, or stored log-probabilities with either tail."""
+
+
+@dataclass(frozen=True)
+class Call(Case):
+    """``backend`` and ``reduce_dtype``: as the environment's variable and the argument."""
+
+    bias: bool = True
+    sharpness: float = 2.5
+    kind: str = "layer"
+    beta: float = 0.0
+    backend: str = "torch"
+    reduce_dtype: torch.dtype | None = None
 
 
 @contextmanager
@@ -44,30 +55,23 @@ def _many_blocks():
         yield
 
 
-def student(dtype=torch.float32, device="cpu"):
+def student(device="cpu", dtype="fp32"):
     """Leaves ``x [N, D]``, ``w [V, D]`` and ``b [V]``."""
-    x, w, b = normal(N, D), normal(V, D, seed=1) / 2, normal(V, seed=2) / 2
-    return [v.to(device, dtype).requires_grad_() for v in (x, w, b)]
+    t = make(Call(N, V, D, dtype), device)
+    return [v.requires_grad_() for v in (t.x, t.weight, t.bias)]
 
 
-def teacher(kind, dtype=torch.float32, device="cpu"):
+def teacher(kind, device="cpu", dtype="fp32"):
     """Its arguments."""
-    y, u, c = normal(N, E, seed=3), normal(V, E, seed=4) / 2, normal(V, seed=5) / 2
+    t = make(Call(N, V, E, dtype, seed=1), device)
     if kind == "layer":
-        found = dict(teacher_hidden=y.to(dtype), teacher_weight=u.to(dtype), teacher_bias=c.to(dtype))
-    else:
-        stored = (2 * (y @ u.t() + c)).log_softmax(-1).topk(K, -1)
-        ids, log_probs = stored.indices.int(), stored.values.to(torch.promote_types(dtype, torch.float32))
-        ids[1, 4:] = -1  # fewer entries
-        log_probs[2, 5] = -torch.inf
-        found = dict(teacher_ids=ids, teacher_log_probs=log_probs)
-    return {name: value.to(device) for name, value in found.items()}
-
-
-def targets(device="cpu"):
-    found = torch.zeros(N, dtype=torch.int32, device=device)
-    found[list(IGNORED)] = -100
-    return found
+        return dict(teacher_hidden=t.x, teacher_weight=t.weight, teacher_bias=t.bias)
+    z = torch.nn.functional.linear(t.x.double(), t.weight.double(), t.bias.double())
+    log_probs, ids = (2 * z).log_softmax(-1).topk(K, -1)
+    ids[1, 4:] = ids[5] = -1  # fewer entries, and none
+    ids[4, 1], ids[7, 0] = V, V + 9  # beyond the vocabulary
+    log_probs[2, 5] = -torch.inf
+    return dict(teacher_ids=ids.int(), teacher_log_probs=log_probs.to(accumulation_dtype(DTYPES[dtype])))
 
 
 def loss(kind, leaves, given, **options):
@@ -96,8 +100,8 @@ def of_logits(z, y, beta):
 def classes(log_p, ids, log_q, tail):
     """``[N, K]`` or, with the tail, ``[N, K + 1]`` log-probabilities of student and teacher; -1e4 for none, instead of
     -inf, whose gradients are NaN."""
-    there = (ids >= 0) & (ids < REAL) & (log_q != -torch.inf)
-    ids = ids.long().where(there, REAL)
+    there = (ids >= 0) & (ids < V) & (log_q != -torch.inf)
+    ids = ids.long().where(there, V)
     log_p = torch.nn.functional.pad(log_p, (0, 1), value=-torch.inf)  # an entry that there is not
     found = [log_p.gather(1, ids), log_q.to(log_p.dtype).masked_fill(~there, -torch.inf)]
     if tail == "class":
@@ -107,174 +111,144 @@ def classes(log_p, ids, log_q, tail):
     return [v.masked_fill(v == -torch.inf, -1e4) for v in found]
 
 
-UPSTREAM = normal(N, seed=9)
-
-
-def dense(kind, name, dtype, beta, reduction):
-    """Of operands that are rounded to the dtype of that name, computed in ``dtype``."""
-    leaves = [v.detach().to(dtype).requires_grad_() for v in student(DTYPES[name])]
-    wide = torch.promote_types(dtype, torch.float32)
-    z = torch.nn.functional.linear(*leaves).to(wide)[:, :REAL] / TEMPERATURE
-    given = [*teacher(kind, DTYPES[name]).values()]
-    if kind == "layer":
-        y = torch.nn.functional.linear(*(v.to(dtype) for v in given)).to(wide)[:, :REAL] / TEMPERATURE
+def dense(call: Call, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Of operands that are rounded to the call's dtype, computed in ``dtype``."""
+    t, wide = make(call), accumulation_dtype(dtype)
+    leaves = [v.to(dtype).requires_grad_() for v in (t.x, t.weight, t.bias)]
+    z = torch.nn.functional.linear(*leaves).to(wide) / TEMPERATURE
+    given = [*teacher(call.kind, dtype=call.dtype).values()]
+    if call.kind == "layer":
+        y = torch.nn.functional.linear(*(v.to(dtype) for v in given)).to(wide) / TEMPERATURE
     else:
-        z, y = classes(z.log_softmax(-1), *given, kind)
-    found = of_logits(z, y, beta) * (targets() != -100)
-    if reduction != "none":
-        found = found.sum() / (N - len(IGNORED) if reduction == "mean" else 1)
-    upstream = UPSTREAM if reduction == "none" else UPSTREAM[0]
-    return [found.detach(), *torch.autograd.grad(found, leaves, upstream.to(wide))]
+        z, y = classes(z.log_softmax(-1), *given, call.kind)
+    counted = t.target != -100
+    found = of_logits(z, y, call.beta) * counted
+    if call.reduction != "none":
+        found = found.sum() / (counted.sum() if call.reduction == "mean" else 1)
+    gradients = torch.autograd.grad(found, leaves, t.upstream.to(wide))
+    return dict(zip(("loss", "dx", "dweight", "dbias"), (found.detach(), *gradients)))
 
 
-def _found(member: Member, kind, name, beta, reduction, backend, sequence_parallel, more):
-    leaves, given = student(DTYPES[name], member.device), teacher(kind, DTYPES[name], member.device)
-    options = dict(beta=beta, temperature=TEMPERATURE, reduction=reduction, target=targets(member.device), **more)
-    if member.ranks > 1:
-        start = sum(SHARDS[member.ranks][: member.rank])
-        shard = slice(start, start + SHARDS[member.ranks][member.rank])
-        part = [lambda v: v, lambda v: v[shard], lambda v: v[shard]]
-        if sequence_parallel:
-            part[0] = lambda v: v.chunk(member.ranks)[member.rank]
-        leaves = [cut(v).detach().clone().requires_grad_() for cut, v in zip(part, leaves)]
-        if kind == "layer":
-            given = {each: cut(v) for cut, (each, v) in zip(part, given.items())}
-        options |= dict(process_group=member.group, vocab_start=start, sequence_parallel=sequence_parallel)
-    with chosen_backend(backend), many_blocks():
-        found = loss(kind, leaves, given, vocab_size=REAL, logits_budget=0, **options)
-        upstream = (UPSTREAM if reduction == "none" else UPSTREAM[0]).to(found)
-        gradients, again = (torch.autograd.grad(found, leaves, upstream, retain_graph=True) for _ in range(2))
-    assert all(map(torch.equal, gradients, again))
-    return [v.detach().cpu() for v in (found, *gradients)]
-
-
-def check(parts, kind, name, beta, reduction, sequence_parallel, factor):
-    truth, yardstick = (dense(kind, name, dtype, beta, reduction) for dtype in (torch.float64, DTYPES[name]))
-    assert all(torch.equal(part[0], parts[0][0]) for part in parts)
-    dx = torch.cat([p[1] for p in parts]) if sequence_parallel else parts[0][1]
-    found = [parts[0][0], dx, *(torch.cat([p[i] for p in parts]) for i in (2, 3))]
-    assert found[0].dtype == (torch.float64 if name == "fp64" else torch.float32)
-    assert torch.count_nonzero(found[1][list(IGNORED)]) == 0
-    assert torch.count_nonzero(found[2][REAL:]) == torch.count_nonzero(found[3][REAL:]) == 0
-    for label, ours, exact, other in zip(("loss", "dx", "dweight", "dbias"), found, truth, yardstick):
-        # Torch may be right by luck in a single number. A tail is a difference from 1.
-        steps = 32 if name == "fp64" else 16 if kind in TAILS else 4 if ours.dim() == 0 else 1
-        floor = steps * torch.finfo(ours.dtype).eps * size(exact) + smallest_steps(ours)
-        assert_no_worse(ours, exact, other, factor, floor, label)
+def ours(member: Member, call: Call) -> dict[str, torch.Tensor]:
+    """On one rank, of tokens ``[N / 2, 2]``."""
+    folded = lambda v: v.view(-1, 2, *v.shape[1:])  # noqa: E731
+    t = make(call, member.device)
+    leaves, where, real = operands(member, call, t)
+    # The teacher of ignored tokens may say anything.
+    ignored, anything = t.target == -100, torch.tensor([torch.nan, torch.inf, 1000.0, -torch.inf], device=member.device)
+    if call.kind == "layer":
+        of_teacher = replace(call, D=E, seed=1, frozen="x weight bias")
+        y = make(of_teacher, member.device)
+        y.x[ignored] = anything[:, None].to(y.x)
+        y, *_ = operands(member, of_teacher, y)
+        given = dict(teacher_hidden=folded(y["x"]), teacher_weight=y["weight"], teacher_bias=y["bias"])
+    else:
+        given = teacher(call.kind, member.device, call.dtype)
+        given["teacher_log_probs"][ignored] = anything[:, None].to(given["teacher_log_probs"])
+        given = {name: folded(value) for name, value in given.items()}
+    options = dict(beta=call.beta, temperature=TEMPERATURE, reduction=call.reduction, target=folded(t.target).int())
+    options |= where | dict(reduce_dtype=call.reduce_dtype, logits_budget=0)
+    with chosen_backend(call.backend), many_blocks():
+        found = loss(call.kind, (folded(leaves["x"]), leaves["weight"], leaves["bias"]), given, **options)
+        assert found.shape == ((len(t.x) // 2, 2) if call.reduction == "none" else ())
+        upstream = t.upstream.to(found).view(found.shape)
+        first, again = (torch.autograd.grad(found, [*leaves.values()], upstream, retain_graph=True) for _ in range(2))
+    assert all(map(torch.equal, first, again))
+    gradients = {f"d{name}": unpadded(name, gradient, real) for name, gradient in zip(leaves, first)}
+    return {"loss": found.detach().cpu().view(t.upstream.shape)} | gradients
 
 
 DTYPE_NAMES = {"layer": ("fp64", "fp32", "bf16", "fp16")} | dict.fromkeys(TAILS, ("fp64", "fp32", "bf16"))
+PARTS = dict(ranks=2, sequence_parallel=True, shards=(60, 30))
+WHOLE = dict(ranks=2, shards=(60, 30))
+OVER_RANKS = [
+    Call(N, V, D, "fp64", **PARTS),
+    Call(N, V, D, "fp64", ranks=3, shards=(0, 50, 40), beta=0.3, reduction="none"),
+    Call(N, V, D, **WHOLE, beta=1.0, reduction="sum"),
+    Call(N, V, D, "bf16", **PARTS, beta=0.5, backend="triton", reduce_dtype=torch.float32),
+    Call(N, V, D, "bf16", **WHOLE, reduction="none", backend="triton"),
+    Call(N, V, D, "fp16", **PARTS, beta=1.0),
+    Call(N, V, D, **PARTS, kind="class"),
+    Call(N, V, D, **WHOLE, kind="class", beta=0.5, reduction="sum"),
+    Call(N, V, D, "fp64", **PARTS, kind="renormalize", beta=1.0),
+]
+
+
+def check(call: Call, worlds, device) -> None:
+    found = assemble(call, everywhere(worlds, device, call.ranks, ours, call))
+    truth, yardstick = (dense(call, dtype) for dtype in (torch.float64, DTYPES[call.dtype]))
+    assert found["loss"].dtype == accumulation_dtype(DTYPES[call.dtype])
+    assert not found["dx"][make(call).target == -100].any()
+    for name, value in found.items():
+        # Torch may be right by luck in a single number. A tail is a difference from 1.
+        steps = 32 if call.dtype == "fp64" else 16 if call.kind in TAILS else 4 if value.dim() == 0 else 1
+        floor = steps * torch.finfo(value.dtype).eps * size(truth[name]) + smallest_steps(value)
+        assert_no_worse(value, truth[name], yardstick[name], 1.3 if call.ranks == 1 else 2.0, floor, name)
 
 
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("of", [f"{kind} {name}" for kind, names in DTYPE_NAMES.items() for name in names])
 @pytest.mark.thinned
-def test_on_one_rank(of, beta, reduction, backend, device):
+def test_on_one_rank(of, beta, reduction, backend, worlds, device):
     kind, name = of.split()
     if backend == "triton" and name == "fp64":
         pytest.skip("float64 is always torch's")
-    parts = [_found(alone(device), kind, name, beta, reduction, backend, False, {})]
-    check(parts, kind, name, beta, reduction, False, 1.3)
+    call = Call(N, V, D, name, kind=kind, beta=beta, reduction=reduction, backend=backend, shards=(V + 10,))
+    check(call, worlds, device)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "kind", "name", "beta", "reduction", "sequence_parallel", "backend", "more"),
-    [
-        (2, "layer", "fp64", 0.0, "mean", True, "torch", {}),
-        (3, "layer", "fp64", 0.3, "none", False, "torch", {}),
-        (2, "layer", "fp32", 1.0, "sum", False, "torch", {}),
-        (2, "layer", "bf16", 0.5, "mean", True, "triton", {"reduce_dtype": torch.float32}),
-        (2, "layer", "bf16", 0.0, "none", False, "triton", {}),
-        (2, "layer", "fp16", 1.0, "mean", True, "torch", {}),
-        (2, "class", "fp32", 0.0, "mean", True, "torch", {}),
-        (2, "class", "fp32", 0.5, "sum", False, "torch", {}),
-        (2, "renormalize", "fp64", 1.0, "mean", True, "torch", {}),
-    ],
-)
-def test_over_ranks(ranks, kind, name, beta, reduction, sequence_parallel, backend, more, worlds, device, request):
-    if backend == "triton":
+@pytest.mark.parametrize("call", OVER_RANKS, ids=str)
+def test_over_ranks(call, worlds, device, request):
+    if call.backend == "triton":
         request.getfixturevalue("kernels")
-    given = kind, name, beta, reduction, backend, sequence_parallel, more
-    parts = everywhere(worlds, device, ranks, _found, *given)
-    check(parts, kind, name, beta, reduction, sequence_parallel, 2.0)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.4, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradcheck(kind, beta):
-    leaves, given = student(torch.float64), teacher(kind, torch.float64)
-    for reduction in ("none", "mean"):
-        options = dict(beta=beta, temperature=0.6, reduction=reduction, target=targets())
-        few = [leaf.detach()[:, :5].clone() if leaf.dim() > 1 else leaf.detach().clone() for leaf in leaves]
-        assert torch.autograd.gradcheck(
-            lambda *student: loss(kind, student, given, **options), [v.requires_grad_() for v in few], fast_mode=True
-        )
+    check(call, worlds, device)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
 def test_equal_distributions_have_none(beta, backend, device):
-    x, w, _ = student(device=device)
+    x, w, _ = student(device)
     same = dict(teacher_hidden=x, teacher_weight=w)
     assert all(value.abs().max() < 1e-6 for value in with_gradients("layer", (x, w), same, beta=beta))
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
-def test_entries_that_both_exclude(beta, backend, device):
-    """Of logit -inf for student and teacher."""
-    (x, w, b), (y, u, c) = student(device=device), teacher("layer", device=device).values()
-    kept = torch.arange(V, device=device) % 3 != 0
-    b, c = (v.detach().masked_fill(~kept, -torch.inf) for v in (b, c))
-    given = dict(teacher_hidden=y, teacher_weight=u, teacher_bias=c)
-    found = with_gradients("layer", (x, w, b.requires_grad_()), given, beta=beta)
-    leaves = [v.detach().requires_grad_() for v in (x, w[kept], b[kept])]
-    expected = with_gradients(
-        "layer", leaves, dict(teacher_hidden=y, teacher_weight=u[kept], teacher_bias=c[kept]), beta=beta
-    )
-    for ours, others in zip(found, expected):
-        ours = ours if ours.shape == others.shape else ours[kept]
-        torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-6)
+@pytest.mark.parametrize("kind", KINDS)
+def test_entries_of_logit_minus_infinity(kind, beta, backend, device):
+    """Their probability is 0, as at the lowest logits, and no divergence is NaN."""
+    (x, w, b), given = student(device), teacher(kind, device)
+    excluded = torch.arange(V, device=device) % 3 == 0
+
+    def results(lowest):
+        leaves = x, w, b.detach().masked_fill(excluded, lowest).requires_grad_()
+        if kind == "layer":
+            given["teacher_bias"] = given["teacher_bias"].masked_fill(excluded, lowest)
+        return with_gradients(kind, leaves, given, beta=beta, reduction="none")
+
+    lowest, found = results(-1e4), results(-torch.inf)
+    if kind in TAILS and beta == 0:
+        assert found[0].isinf().any() and not found[0].isnan().any()
+    else:
+        for ours, others in zip(found, lowest):
+            torch.testing.assert_close(ours, others, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 @pytest.mark.parametrize("tail", TAILS)
 def test_all_entries_are_the_whole_divergence(tail, beta):
-    (x, w, _), (y, u, _) = student(torch.float64), teacher("layer", torch.float64).values()
+    """Nothing is left for the tail, whose rounded probability may be less than 0."""
+    (x, w, _), (y, u, _) = student(dtype="fp64"), teacher("layer", dtype="fp64").values()
     options = dict(beta=beta, reduction="none")
     expected = loss("layer", (x, w), dict(teacher_hidden=y, teacher_weight=u), **options)
     stored = dict(teacher_ids=torch.arange(V).expand(N, V), teacher_log_probs=(y @ u.T).log_softmax(-1))
     torch.testing.assert_close(loss(tail, (x, w), stored, **options), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("tail", TAILS)
-def test_a_token_without_an_entry(tail):
-    given = teacher(tail)
-    given["teacher_ids"][5] = -1
-    for beta in (0.0, 0.5, 1.0):
-        found, dx, *others = with_gradients(tail, student(), given, beta=beta, reduction="none")
-        assert abs(found[5].item()) < 1e-6 and dx[5].abs().max() < 1e-5
-        assert all(value.isfinite().all() for value in (found, dx, *others))
-
-
-@pytest.mark.parametrize("beta", [0.3, 1.0])
-@pytest.mark.parametrize("tail", TAILS)
-def test_an_entry_that_the_student_excludes(tail, beta):
-    """Its probability is 0, not its divergence NaN."""
-    x, w, _ = student(torch.float64)
-    given = {name: value[:1] for name, value in teacher(tail, torch.float64).items()}
-    excluded = torch.zeros(V, dtype=torch.float64)
-    excluded[given["teacher_ids"][0, 0].long()] = -torch.inf
-    leaves = x.detach()[:1].requires_grad_(), w
-    ours, lowest = (with_gradients(tail, (*leaves, b), given, beta=beta) for b in (excluded, excluded.clamp(min=-700)))
-    torch.testing.assert_close(ours[:2], lowest[:2])
-    assert loss(tail, (*leaves, excluded), given).item() == torch.inf
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_token_counts(kind, backend, device):
-    x, w, b = student(device=device)
+    x, w, b = student(device)
     for tokens in (N, 0):
-        given = {n: v[:tokens] if len(v) == N else v for n, v in teacher(kind, device=device).items()}
+        given = {n: v[:tokens] if len(v) == N else v for n, v in teacher(kind, device).items()}
         target = torch.full((tokens,), -100, device=device)
         found = loss(kind, (x[:tokens], w, b), given, target=target)
         assert found.item() == 0
@@ -285,71 +259,53 @@ def test_no_token_counts(kind, backend, device):
 def test_other_target_dtypes_and_no_ignore_index(kind):
     leaves, given = student(), teacher(kind)
     target = torch.full((N,), 156, dtype=torch.uint8)  # -100 in eight bits
-    assert loss(kind, leaves, given, reduction="none", target=target).all()
+    assert torch.equal(loss(kind, leaves, given, target=target), loss(kind, leaves, given))
     target = torch.full((N,), -100)
     assert not loss(kind, leaves, given, reduction="none", target=target, ignore_index=None).any()
 
 
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 1000.0])
-@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.thinned
-def test_the_teacher_of_ignored_tokens_may_be_anything(kind, beta, value, backend, device):
-    leaves, given = student(device=device), teacher(kind, device=device)
-    name = "teacher_hidden" if kind == "layer" else "teacher_log_probs"
-    other = given | {name: given[name].index_fill(0, torch.tensor(IGNORED, device=device), value)}
-    for reduction in ("none", "mean"):
-        options = dict(beta=beta, reduction=reduction, target=targets(device))
-        assert all(map(torch.equal, *(with_gradients(kind, leaves, each, **options) for each in (given, other))))
-
-
 def test_numbers_of_numpy():
     leaves, given = student(), teacher("layer")
-    options = dict(target=targets(), beta=0.5, temperature=2, vocab_size=V - 2)
     # NumPy refuses a difference of its int32 and a number of bytes beyond 2^31.
-    others = dict(beta=np.float32(0.5), temperature=np.int64(2), vocab_size=np.int32(V - 2), logits_budget=1 << 33)
-    expected, found = (loss("layer", leaves, given, **(options | more)) for more in ({}, others))
-    torch.testing.assert_close(found, expected)
-
-
-def test_frozen_tensors_and_no_gradient(backend, device):
-    (x, w, _), given = student(device=device), teacher("layer", device=device)
-    expected, *gradients = with_gradients("layer", (x, w), given)
-    for i, leaf in enumerate((x, w)):
-        x.requires_grad_(leaf is x), w.requires_grad_(leaf is w)
-        given["teacher_hidden"].requires_grad_()
-        found, gradient = with_gradients("layer", (x, w), given)
-        torch.testing.assert_close(gradient, gradients[i])
-        assert torch.equal(found, expected)
-    with torch.no_grad():
-        assert torch.equal(loss("layer", (x, w), given), expected)
+    options = dict(beta=np.float32(0.5), temperature=np.int64(2), vocab_size=np.int32(V - 2), logits_budget=1 << 33)
+    expected = loss("layer", leaves, given, beta=0.5, temperature=2, vocab_size=V - 2)
+    torch.testing.assert_close(loss("layer", leaves, given, **options), expected)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_second_derivatives_are_refused(reduction):
-    x, w, _ = student()
-    found = loss("layer", (x, w), teacher("layer"), reduction=reduction)
-    (gradient,) = torch.autograd.grad(found.sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="twice"):
-        gradient.sum().backward()
+def test_frozen_tensors(reduction, backend, device):
+    """No gradient flows to the teacher."""
+    leaves, given, walked = student(device), teacher("layer", device), []
+    hidden = given["teacher_hidden"].requires_grad_() * 1
+    hidden.register_hook(walked.append)
+    given |= dict(teacher_hidden=hidden)
+    expected, *gradients = with_gradients("layer", leaves, given, reduction=reduction)
+    for leaf, gradient in zip(leaves, gradients):
+        some = [each if each is leaf else each.detach() for each in leaves]
+        found, alone = with_gradients("layer", some, given, reduction=reduction)
+        assert torch.equal(found, expected)
+        torch.testing.assert_close(alone, gradient)
+    frozen = loss("layer", [leaf.detach() for leaf in leaves], given, reduction=reduction)
+    with torch.no_grad():
+        evaluated = loss("layer", leaves, given, reduction=reduction)
+    assert not walked and not frozen.requires_grad
+    assert torch.equal(frozen, expected) and torch.equal(evaluated, expected)
 
 
-def test_leading_dimensions_autocast_and_meta(backend, device):
-    (x, w, b), given = student(device=device), teacher("layer", device=device)
-    half = [v.bfloat16() for v in (x, w, b)]
-    expected = loss("layer", half, {n: v.bfloat16() for n, v in given.items()}, reduction="none")
-    view = given | dict(teacher_hidden=given["teacher_hidden"].view(3, 4, E))
+def test_autocast_and_meta(backend, device):
+    leaves, given = student(device), teacher("layer", device)
+    half = [v.bfloat16() for v in leaves], {n: v.bfloat16() for n, v in given.items()}
     with torch.autocast(device, torch.bfloat16):
-        found = loss("layer", (x.view(3, 4, D), w, b), view, reduction="none")
-    assert torch.equal(found, expected.view(3, 4))
-    leaves, given = student(device="meta"), teacher("layer", device="meta")
+        found = loss("layer", leaves, given)
+    assert torch.equal(found, loss("layer", *half))
+    leaves, given = student("meta"), teacher("layer", "meta")
     assert loss("layer", leaves, given, reduction="none").shape == (N,) and loss("layer", leaves, given).shape == ()
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
 def test_what_surrounds_the_call_changes_no_gradient(reduction, backend, device):
     """Autocast, where backward runs too; hooks that save at other strides; a teacher of inference mode."""
-    leaves, given = student(torch.bfloat16, device), teacher("layer", torch.bfloat16, device)
+    leaves, given = student(device, "bf16"), teacher("layer", device, "bf16")
 
     def gradients(given=given):
         found = loss("layer", leaves, given, beta=0.5, reduction=reduction).sum()
@@ -367,20 +323,9 @@ def test_what_surrounds_the_call_changes_no_gradient(reduction, backend, device)
     assert all(map(torch.equal, gradients(copies), expected))
 
 
-@pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_no_gradient_flows_to_the_teacher(reduction):
-    x, w, b = student()
-    given, walked = teacher("layer"), []
-    hidden = given["teacher_hidden"].requires_grad_() * 1
-    hidden.register_hook(walked.append)
-    loss("layer", (x, w, b), given | dict(teacher_hidden=hidden), reduction=reduction).sum().backward()
-    frozen = loss("layer", [v.detach() for v in (x, w, b)], given, reduction=reduction)
-    assert x.grad.any() and not walked and not frozen.requires_grad
-
-
 def test_the_upstream_gradient_is_not_rounded(backend, device):
     """To the gradients' dtype."""
-    leaves, given = student(torch.bfloat16, device), teacher("layer", torch.bfloat16, device)
+    leaves, given = student(device, "bf16"), teacher("layer", device, "bf16")
     upstream = torch.tensor(1 + 2**-9, device=device)
     ones, scaled = (
         torch.autograd.grad(loss("layer", leaves, given), leaves[1], v)[0]
@@ -410,7 +355,7 @@ def test_memory_is_that_of_one_block(reduction):
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 @on_ranks(2)
 def test_collectives_are_those_of_the_docstring(member, sequence_parallel):
-    (x, w, _), (y, u, _) = student(device=member.device), teacher("layer", device=member.device).values()
+    (x, w, _), (y, u, _) = student(member.device), teacher("layer", member.device).values()
     w, u = (v.chunk(2)[member.rank].detach() for v in (w, u))
     if sequence_parallel:
         x, y = (v.chunk(2)[member.rank].detach() for v in (x, y))
@@ -432,7 +377,7 @@ def test_collectives_are_those_of_the_docstring(member, sequence_parallel):
 @on_ranks(2)
 def test_padding_of_the_teacher_and_gaps(member):
     """Student and teacher have other padding, of which rank 1 has nothing else."""
-    (x, w, _), (y, u, _) = student(device=member.device), teacher("layer", device=member.device).values()
+    (x, w, _), (y, u, _) = student(member.device), teacher("layer", member.device).values()
     entries, w, options = 20, w.detach(), dict(reduction="none", process_group=member.group)
     whole = divergence(x, w[:entries], y, u[:entries], reduction="none")
     torch.testing.assert_close(divergence(x, w, y, u[: entries + 3], reduction="none", vocab_size=entries), whole)
@@ -440,23 +385,21 @@ def test_padding_of_the_teacher_and_gaps(member):
     w_, u_ = (torch.cat([v[:entries], v.new_full((2 * rows - entries, v.shape[1]), torch.nan)]) for v, rows in padded)
     w_, u_ = (v.chunk(2)[member.rank].clone() for v in (w_, u_))
     torch.testing.assert_close(divergence(x, w_, y, u_, vocab_size=entries, **options), whole)
-    assert divergence(x, w[:45], y, u[:45], vocab_start=46 * member.rank, **options).isnan().all()  # a gap of one
+    assert divergence(x, w[:40], y, u[:40], vocab_start=41 * member.rank, **options).isnan().all()  # a gap of one
 
 
 BAD = [
     ("layer", "teacher_hidden .* other tokens", dict(teacher_hidden=normal(N - 1, E).float())),
-    ("layer", r"\[0, 89\).*\[0, 90\)", dict(teacher_weight=normal(V - 1, E).float(), teacher_bias=None)),
+    ("layer", r"\[0, 79\).*\[0, 80\)", dict(teacher_weight=normal(V - 1, E).float(), teacher_bias=None)),
     ("layer", "teacher_hidden has 15 features", dict(teacher_hidden=normal(N, 15).float())),
     ("layer", "student_weight is torch.bfloat16", dict(student_weight=normal(V, D).bfloat16())),
-    ("layer", "both or none must be float64", teacher("layer", torch.float64)),
+    ("layer", "both or none must be float64", teacher("layer", dtype="fp64")),
     ("layer", "teacher_bias must have shape", dict(teacher_bias=normal(V - 1).float())),
-    ("layer", "beta must be", dict(beta=1.5)),
     ("layer", "beta must be 0, 1", dict(beta=1e-9)),
     ("layer", "reduction must be", dict(reduction="batchmean")),
     ("layer", "student_hidden must be a tensor", dict(student_hidden=None)),
     ("layer", "teacher_weight must be a tensor", dict(teacher_weight=None)),
     ("class", "tail must be", dict(tail="none")),
-    ("class", "student_hidden must be a tensor", dict(student_hidden=None)),
     ("class", "teacher_ids must be ids of shape", dict(student_hidden=torch.zeros(N - 1, D))),
     ("class", "logits_budget must be", dict(logits_budget="x")),
     ("class", "process_group must be", dict(process_group=5)),
@@ -480,30 +423,23 @@ def test_bad_input_is_refused(kind, message, changes):
 
 
 @pytest.mark.parametrize(
-    ("kind", "what", "message"),
+    ("kind", "changes", "message"),
     [
-        ("layer", "beta", "beta"),
-        ("layer", "teacher_hidden", "tokens"),
-        ("class", "beta", "beta"),
-        ("class", "teacher_log_probs", "teacher_log_probs"),
-        ("class", "student_hidden", "student_hidden"),
+        ("layer", dict(beta=0.1), "beta"),
+        ("layer", dict(teacher_hidden=torch.zeros(N - 1, E)), "tokens"),
+        ("class", dict(beta=0.1), "beta"),
+        ("class", dict(teacher_log_probs=torch.full((N, K), -3.0)), "teacher_log_probs"),
+        ("class", dict(student_hidden=None), "student_hidden"),
     ],
 )
 @on_ranks(2)
-def test_debug_mode_tells_all_ranks(member, kind, what, message):
-    x, w, _ = student(device=member.device)
-    given = teacher(kind, device=member.device) | dict(
-        student_hidden=x, student_weight=w.chunk(2)[member.rank], beta=0.0
-    )
+def test_debug_mode_tells_all_ranks(member, kind, changes, message):
+    x, w, _ = student(member.device)
+    given = dict(student_hidden=x, student_weight=w.chunk(2)[member.rank], beta=0.0) | teacher(kind, member.device)
     if kind == "layer":
         given |= {name: given[name].chunk(2)[member.rank] for name in ("teacher_weight", "teacher_bias")}
     if member.rank == 1:
-        given[what] = {
-            "beta": 0.1,
-            "teacher_hidden": given.get("teacher_hidden", x)[:-1],
-            "teacher_log_probs": given.get("teacher_log_probs", x) - 1,
-            "student_hidden": None,
-        }[what]
+        given |= {name: v.to(member.device) if torch.is_tensor(v) else v for name, v in changes.items()}
     prepare.KNOWN.clear()
     with debug_mode(), pytest.raises((ValueError, RuntimeError), match=message):
         (divergence if kind == "layer" else top_k_divergence)(**given, process_group=member.group)

@@ -1,21 +1,30 @@
-"""Gradients of which only tiles of large probabilities are exact, beside their definition in float64. Those of the
-torch backend are all exact."""
+"""Gradients of which only tiles of large probabilities are exact, beside their definition in float64. Recomputed ones
+project only the windows with a large probability again. Those of the torch backend are all exact."""
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import one_hot
 
+pytest.importorskip("triton", reason="needs triton")
+
 import parallel_lce
-from cases import normal
-from filtering import gradients, problem
+from cases import DTYPES, Tensors, normal, part
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
-from tools import chosen_backend, shrunk, small
+from parallel_lce.backends import triton_backward, triton_filter
+from parallel_lce.backends.interface import Scratch
+from parallel_lce.kernels.filter import windows
+from parallel_lce.kernels.filter.tiles import TILE, entry_shares
+from parallel_lce.kernels.filter.windows import mean_shares, sample_tokens
+from tools import arguments_to, chosen_backend, everywhere, results_of, shrunk, small
+from world import Member
 
 EPS = 2**-7
-TILE = 128
 REFUSED = r"gradient_filter must be None or a number between 0 and 1, such as 2\*\*-13, got "
 
 
@@ -23,6 +32,27 @@ REFUSED = r"gradient_filter must be None or a number between 0 and 1, such as 2\
 def _chosen(kernels):
     with chosen_backend("triton"):
         yield
+
+
+def problem(dtype="bf16", device="cpu", N=150, V=400, slope=2.5, noise=0.4) -> list[Tensor]:
+    """Hidden states, a weight whose first rows are the likely ones, and targets: drawn from the softmax, but for some
+    ignored ones, and shared and unshared ones where nothing is likely."""
+    x, weight = normal(N, 16), noise * normal(V, 16, seed=1)
+    x[:, 0] = 3.0
+    weight[:, 0] = torch.linspace(slope, -slope, V)
+    x, weight = x.to(DTYPES[dtype]), weight.to(DTYPES[dtype])
+    p = (x.double() @ weight.double().T).softmax(1)
+    target = p.multinomial(1, generator=torch.Generator().manual_seed(2)).squeeze(1)
+    target[::9], target[1 :: max(17, N // 3)], target[3:4] = -100, max(0, V - 60), max(0, V - 70)
+    return [x.to(device).requires_grad_(), weight.to(device).requires_grad_(), target.to(device)]
+
+
+def gradients(x, weight, target, upstream=1.0, **options) -> tuple[Tensor, ...]:
+    """dX and dW, and dbias if the bias needs one."""
+    loss = linear_cross_entropy(x, weight, target, **options)
+    bias = options.get("linear_bias")
+    leaves = [x, weight] if bias is None or not bias.requires_grad else [x, weight, bias]
+    return torch.autograd.grad(loss.sum() * upstream, leaves)
 
 
 def filtered(g: torch.Tensor, p: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,16 +86,18 @@ def expected(x, weight, target, eps=EPS):
 
 
 @pytest.mark.parametrize(("dtype", "rtol"), [("fp32", 3e-6), ("bf16", 8e-3), ("fp16", 8e-3)])
-@pytest.mark.thinned("dtype")
-def test_the_gradients_are_those_of_the_definition(dtype, rtol, device):
+@pytest.mark.parametrize("options", [{}, dict(logits_budget=0, reduction="none")], ids=["saved", "recomputed"])
+@pytest.mark.thinned
+def test_the_gradients_are_those_of_the_definition(options, dtype, rtol, device):
     """And losses are those without a filter, bit for bit."""
     if device == "cuda" and dtype == "fp32":
         pytest.skip("fp32 is the torch backend's on a GPU, unless it is asked not to be")
     t = problem(dtype=dtype, device=device)
     dx, dw, active = expected(*t)
     assert 0.2 < active < 0.8
-    losses = [linear_cross_entropy(*t, gradient_filter=eps) for eps in (EPS, None)]
-    found, exact = (torch.autograd.grad(loss, t[:2]) for loss in losses)
+    losses = [linear_cross_entropy(*t, gradient_filter=eps, **options) for eps in (EPS, None)]
+    scale = (t[2] >= 0).sum() if "reduction" in options else 1
+    found, exact = (torch.autograd.grad(loss.sum() / scale, t[:2]) for loss in losses)
     assert torch.equal(*losses)
     assert_close(found[0].cpu(), dx, rtol)
     assert_close(found[1].cpu(), dw, rtol)
@@ -74,33 +106,16 @@ def test_the_gradients_are_those_of_the_definition(dtype, rtol, device):
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("logits_budget", [1 << 30, 0])
-def test_gradients_of_likely_targets_are_exact(logits_budget, device):
-    """Whether tokens share a target or not: what a model has learned nearly by heart is not smeared."""
-    N, V, D = 256, 512, 16
-    x, weight = 0.02 * normal(N, D), 0.02 * normal(V, D, seed=1)
-    target = torch.cat([torch.full((128,), 7), torch.arange(200, 328)])
-    x[:128, 0], weight[7, 0] = 13.0, 1.0
-    weight[200:328, 1:8] = torch.eye(7).repeat(19, 1)[:128] * 3 + 0.2 * normal(128, 7, seed=2)
-    x[128:, 1:8] = 1.5 * weight[200:328, 1:8]
-    t = [x.bfloat16().to(device).requires_grad_(), weight.bfloat16().to(device).requires_grad_(), target.to(device)]
-    eps = 2.0**-6
-    p = (t[0].double() @ t[1].double().T).softmax(1).gather(1, t[2][:, None])
-    assert 0.5 * eps < 1 - p[:128].mean().item() + 1e-2 and (1 - p[:128]).max() < eps
-    exact = [g.double() for g in gradients(*t, logits_budget=logits_budget)]
-    found = gradients(*t, gradient_filter=eps, logits_budget=logits_budget)
-    assert_close(found[0][:128], exact[0][:128], 0.05)
-    assert_close(found[1][7:8], exact[1][7:8], 0.05)
-
-
-def test_sums_over_tokens_are_kept(device):
-    """With hidden states of one number 1, and a weight of 0, dW is the sums over tokens. Those have the same
-    coefficient."""
-    x, weight, target = problem(device=device)
-    bias = (x.detach() @ weight.detach().T).float().mean(0).to(x.dtype)
-    one, zero = torch.ones_like(x[:, :8]).requires_grad_(), (0 * weight[:, :8]).detach().requires_grad_()
-    options = dict(linear_bias=bias.requires_grad_())
-    exact, found = (gradients(one, zero, target.clamp(min=0), gradient_filter=eps, **options) for eps in (None, EPS))
-    assert_close(found[1], exact[1].double(), 1e-2)
+def test_gradients_of_a_likely_target_of_several_tokens_are_exact(logits_budget, device):
+    """The gradient that a model has learned nearly by heart is not smeared."""
+    x, weight, eps = 0.02 * normal(128, 16), 0.02 * normal(512, 16, seed=1), 2.0**-6
+    x[:, 0], weight[7, 0] = 13.0, 1.0
+    t = [x.bfloat16().to(device).requires_grad_(), weight.bfloat16().to(device).requires_grad_()]
+    t.append(torch.full((128,), 7, device=device))
+    assert (1 - (t[0].double() @ t[1].double().T).softmax(1)[:, 7]).max() < eps
+    exact, found = (gradients(*t, gradient_filter=f, logits_budget=logits_budget) for f in (None, eps))
+    assert_close(found[0], exact[0].double(), 0.05)
+    assert_close(found[1][7], exact[1][7].double(), 0.05)
 
 
 def test_the_gradient_of_the_bias_is_not_filtered(device):
@@ -156,10 +171,17 @@ def test_tokens_of_weight_zero_activate_no_tile(device):
         assert_close(a, b.double(), 1e-2)
 
 
-@pytest.mark.parametrize("options", [{}, {"logit_softcap": 30.0}], ids=["", "softcap"])
-def test_nan_reaches_what_it_would_reach_without_a_filter(options, device):
+@pytest.mark.parametrize("cause", ["target", "hidden states"])
+@pytest.mark.parametrize("name", ["", "softcap", "windows"])
+def test_nan_reaches_what_it_would_reach_without_a_filter(name, cause, device, request):
+    options = dict(logit_softcap=30.0 if name == "softcap" else None)
     x, weight, target = problem(device=device)
-    target[5] = 10_000
+    if name == "windows":
+        request.getfixturevalue("listed")
+        x, weight, target = wide_problem(device=device)
+        options = dict(logits_budget=0)
+    with torch.no_grad():
+        (target if cause == "target" else x)[20] = 10_000 if cause == "target" else torch.nan
     exact, found = (gradients(x, weight, target, reduction="none", gradient_filter=f, **options) for f in (None, EPS))
     for a, b in zip(found, exact):
         assert torch.equal(a.isnan(), b.isnan())
@@ -247,7 +269,6 @@ def test_megatron_takes_it_from_install_or_the_environment(monkeypatch):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from parallel_lce.megatron import choices
 
-    assert choices.choose().gradient_filter is None
     monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "0.001")
     assert choices.choose().gradient_filter == 0.001
     monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "auto")
@@ -255,15 +276,264 @@ def test_megatron_takes_it_from_install_or_the_environment(monkeypatch):
     with pytest.raises(ValueError, match=f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}"):
         choices.choose()
     monkeypatch.delenv("PARALLEL_LCE_GRADIENT_FILTER")
+    assert choices.choose().gradient_filter is None
     try:
-        parallel_lce.megatron.install(gradient_filter=0.01)
-        assert choices.choose().gradient_filter == 0.01
         parallel_lce.megatron.install(gradient_filter=torch.tensor(0.25).numpy()[()])
-        assert type(choices.choose().gradient_filter) is float
+        assert choices.choose().gradient_filter == 0.25 and type(choices.choose().gradient_filter) is float
         with pytest.raises(ValueError, match="gradient_filter=0.25 needs cross_entropy='output_layer'.* earlier"):
             parallel_lce.megatron.install(cross_entropy="logits")
-        for value in (3, "auto"):
-            with pytest.raises(ValueError, match=REFUSED + repr(value)):
-                parallel_lce.megatron.install(gradient_filter=value)
+        with pytest.raises(ValueError, match=REFUSED + "3"):
+            parallel_lce.megatron.install(gradient_filter=3)
     finally:
         parallel_lce.megatron.uninstall()
+
+
+# --- recomputation of active windows ---------------------------------------------------------------
+
+# Tokens, entries, and those of a window in the tests' dtypes. A slice has two windows.
+N, V, WINDOW = 404, 700, 256
+BLOCKS = 4  # of tokens
+WIDE_EPS = 2**-6
+
+
+@pytest.fixture
+def listed(monkeypatch):
+    """The lists of windows that were projected since, ``[1 + n]`` each. A third of the tokens are a sample, and a slice
+    has two windows."""
+    monkeypatch.setattr(windows, "FEWEST_SAMPLED", 1)
+    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * N * 2)
+    with shrunk(40_000), results_of(triton_filter, "list_active_windows") as found:
+        yield found
+
+
+def wide_problem(dtype="bf16", device="cpu", N=N, V=V):
+    return problem(dtype, device, N, V, slope=1.5, noise=0.3)
+
+
+def recomputed(*t, budget=0, **options):
+    return gradients(*t, logits_budget=budget, **{"reduction": "none", **options})
+
+
+WIDE_OPTIONS = {
+    "none": {},
+    "partly saved": {"budget": N * WINDOW * 2 + 50_000, "z_loss": 1e-3},
+    "bias": {"linear_bias": 0.1 * normal(V, seed=5), "logit_scale": 0.9, "vocab_size": V - 50},
+}
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", WIDE_OPTIONS)
+def test_the_error_is_near_that_of_the_definition(name, dtype, listed, device, monkeypatch):
+    """By which whole G is formed and scanned; here the shares are those of a sample. A filter below every probability
+    changes nothing, and whoever scales the loss scales its gradient."""
+    t, options = wide_problem(dtype, device), dict(WIDE_OPTIONS[name])
+    if "linear_bias" in options:
+        options["linear_bias"] = options["linear_bias"].to(t[0])
+    exact = recomputed(*t, **options)
+    all_active = recomputed(*t, gradient_filter=1e-30, **options)
+    slices = 1 if name == "partly saved" else 2
+    assert len(listed) == slices and all(n[0] > 0 for n in listed)
+    factor = -(2.0**-12)
+    found, scaled = (recomputed(*t, upstream, gradient_filter=WIDE_EPS, **options) for upstream in (1.0, factor))
+    assert 0 < sum(n[0].item() for n in listed[slices : 2 * slices]) < 3 * BLOCKS
+    monkeypatch.setattr(triton_backward, "fills_sample", lambda rows: False)
+    whole = recomputed(*t, gradient_filter=WIDE_EPS, **options)
+    for a, b, c, d, e in zip(found, exact, whole, all_active, scaled):
+        assert 0.004 < relative_error(c, b.double())
+        assert relative_error(a, b.double()) <= 1.5 * relative_error(c, b.double())
+        assert_close(d, b.double(), 6e-3)
+        assert torch.equal(a * factor, e) or dtype == "fp16"
+
+
+def test_what_is_not_projected_is_not_read(listed, device, monkeypatch):
+    """Windows with a large probability, or a target of several tokens, are projected."""
+    x, weight, target = t = wide_problem(device=device)
+    borrow = Scratch.borrow
+
+    def filled(number):
+        monkeypatch.setattr(Scratch, "borrow", lambda *given: borrow(*given).fill_(number))
+        return recomputed(*t, gradient_filter=WIDE_EPS)
+
+    for a, b in zip(filled(torch.nan), filled(1.0)):
+        assert torch.equal(a, b) and a.isfinite().all()
+    p = (x.detach().double() @ weight.detach().double().T).softmax(1).cpu()
+    p[target.cpu() < 0] = 0.0
+    ids, counts = target.cpu().unique(return_counts=True)
+    for y in ids[(counts > 1) & (ids >= 0)]:
+        p[target.cpu() == y, y] = 1.0
+    tiles = [p[a : a + 128, b : b + WINDOW].max() for b in range(0, V, WINDOW) for a in range(0, N, 128)]
+    tiles, found = torch.stack(tiles).view(3, BLOCKS), projected(listed[:2])
+    # Probabilities from bf16 operands are exact here; sums are rounded.
+    assert found[tiles > 1.01 * WIDE_EPS].all() and not found[tiles < 0.99 * WIDE_EPS].any()
+
+
+def projected(listed) -> torch.Tensor:
+    """Which tiles ``[windows, row blocks]`` were."""
+    found = torch.zeros(3, BLOCKS, dtype=torch.bool)
+    for number, n in enumerate(listed):
+        for tile in n[1 : 1 + n[0]].tolist():
+            found[2 * number + tile // BLOCKS, tile % BLOCKS] = True
+    return found
+
+
+def test_masses_of_tokens_are_kept(listed, device):
+    """With a weight of equal rows, dX is the sum of the gradient of the token's logits: 1 for the log-sum-exp, and 0
+    for the log-probability of a target, whose own probability is no part of the mass of its window."""
+    x, weight, target = wide_problem(device=device)
+    bias = (x.detach() @ weight.detach().T).float().mean(0).to(x.dtype)
+    bias[300] += 3.9
+    p = bias.double().softmax(0)[300]
+    assert 0.7 * WIDE_EPS < p < WIDE_EPS
+    target[:], target[10] = -100, 300
+    x, ones = (0 * x.detach()).requires_grad_(), torch.ones_like(weight).requires_grad_()
+    found = token_statistics(x, ones, target, linear_bias=bias, logits_budget=0, gradient_filter=WIDE_EPS)
+    dx, _ = torch.autograd.grad(found.lse.sum(), (x, ones), retain_graph=True)
+    assert_close(dx, torch.ones_like(dx).double(), 4e-3)
+    dx, _ = torch.autograd.grad(found.target_log_prob[10], (x, ones))
+    assert dx.abs().max() < 0.3 * p
+    assert len(listed) == 4 and not projected(listed[:2])[1].any()
+
+
+@pytest.mark.parametrize("gradient_filter", [pytest.param(1e-30, marks=pytest.mark.slow), WIDE_EPS])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_targets_and_scales_of_tokens(scaled, gradient_filter, listed, device):
+    """The gradient of a target's logit is formed exactly, shared or not, where nothing else has a gradient."""
+    x, weight, target = wide_problem(device=device)
+    target = target.clamp(min=0)
+    scale = torch.linspace(0.5, 1.5, N, device=device) if scaled else 1.0
+    first = torch.arange(N, device=device) < 200
+
+    def gradient(**options):
+        found = token_statistics(x, weight, target, logit_scale=scale, **options)
+        return torch.autograd.grad(torch.where(first, found.target_logit, found.target_log_prob).sum(), (x, weight))
+
+    found, exact = gradient(logits_budget=0, gradient_filter=gradient_filter), gradient()
+    assert listed
+    limit = 0.2 if scaled else 0.03
+    for a, b in zip(found, exact):
+        assert relative_error(a, b.double()) < (6e-3 if gradient_filter < WIDE_EPS else limit)
+    assert_close(found[0][:200], exact[0][:200].double(), 6e-3)
+
+
+def test_a_bias_beside_scales_of_tokens(listed, device, monkeypatch):
+    """A token's scale multiplies its bias, too."""
+    x, weight, _ = wide_problem(device=device)
+    bias, scale = 2.0 * normal(V, seed=5).to(x.dtype).to(device), torch.full((N,), 0.1, device=device)
+
+    def gradient():
+        options = dict(logit_scale=scale, linear_bias=bias, logits_budget=0, gradient_filter=2**-5)
+        return torch.autograd.grad(token_statistics(x, weight, None, **options).lse.sum(), (x, weight))
+
+    found = gradient()
+    assert sum(n[0] for n in listed) == 0
+    monkeypatch.setattr(triton_backward, "fills_sample", lambda rows: False)
+    for a, b in zip(found, gradient()):
+        assert relative_error(a, b.double()) < 0.02
+
+
+def test_a_window_of_no_probability_is_not_projected(listed, device):
+    x, weight, target = wide_problem(device=device)
+    bias = torch.full((V,), -200.0, dtype=x.dtype, device=device)
+    bias[WINDOW : 2 * WINDOW] = -torch.inf
+    target[:] = 3
+    recomputed(x, weight, target, gradient_filter=1e-30, linear_bias=bias)
+    assert projected(listed).any(1).tolist() == [True, False, True]
+
+
+def test_tokens_of_the_sample_count_where_their_window_is_skipped(listed, device, monkeypatch):
+    """The sample is projected once for each slice."""
+    N = 788
+    monkeypatch.setattr(windows, "FEWEST_SAMPLED", 2)
+    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * N * 2)
+    given, found = arguments_to(triton_filter, "entry_shares"), results_of(triton_filter, "window_masses")
+    with shrunk(60_000), given as shared, found as masses:
+        recomputed(*problem(device=device, N=N, V=1000, slope=4.0, noise=0.3), gradient_filter=WIDE_EPS)
+    assert len(shared) == 2
+    sample = sample_tokens(N)
+    blocks = [(sample.first + k * sample.step) * 16 // TILE for k in range(sample.count)]
+    for (sums, *_), (bounds, _) in zip(shared, masses, strict=True):
+        skipped = (bounds[blocks] <= WIDE_EPS).repeat_interleave(WINDOW, 1)[:, : sums.shape[1]]
+        assert torch.equal(sums != 0, skipped) and 0 < skipped.sum() < skipped.numel()
+
+
+@pytest.mark.parametrize("name", ["none", pytest.param("partly saved", marks=pytest.mark.slow)])
+def test_a_second_backward(name, listed, device):
+    """What the first one has overwritten is formed anew; what is known of windows stays."""
+    t, budget = wide_problem(device=device), WIDE_OPTIONS[name].get("budget", 0)
+    loss = linear_cross_entropy(*t, reduction="none", logits_budget=budget, gradient_filter=WIDE_EPS).sum()
+    first = torch.autograd.grad(loss, t[:2], retain_graph=True)
+    number = len(listed)
+    second = torch.autograd.grad(loss, t[:2])
+    assert (len(listed) == 2 * number) == (name == "none")
+    for a, b in zip(first, second):
+        assert_close(b, a.double(), 0.2)
+        assert name != "none" or torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    "reason", ["no filter", "softcap", "gradient of the bias", "few tokens", "small products", None]
+)
+def test_windows_are_kept_only_where_they_are_of_use(reason, listed, device, monkeypatch):
+    options = dict(gradient_filter=None if reason == "no filter" else WIDE_EPS)
+    options["logit_softcap"] = 20.0 if reason == "softcap" else None
+    if reason == "gradient of the bias":
+        options["linear_bias"] = torch.zeros(V, dtype=torch.bfloat16, device=device, requires_grad=True)
+    if reason == "few tokens":
+        monkeypatch.setattr(windows, "FEWEST_SAMPLED", 4)
+    if reason == "small products":
+        monkeypatch.setattr(triton_filter, "SMALLEST_FILTERED", 1e9)
+    shapes, t = [], wide_problem(device=device)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
+        linear_cross_entropy(*t, reduction="none", logits_budget=0, **options)
+    # Maxima and sums of exponentials, but no exponentials.
+    assert (shapes[-2:] == [(3, N)] * 2 and (N, V) not in shapes) == (reason is None)
+
+
+def _on_ranks(member: Member, sequence_parallel: bool):
+    x, weight, target = wide_problem(N=512, V=1024, device=member.device)
+    t = part(Tensors(x, weight, None, target, None, x), member, sequence_parallel)
+    options = dict(process_group=member.group, sequence_parallel=sequence_parallel, gradient_filter=WIDE_EPS)
+    with mock.patch.object(windows, "FEWEST_SAMPLED", 1), results_of(triton_filter, "list_active_windows") as lists:
+        found = [g.cpu() for g in recomputed(t.x, t.weight, target, **options)]
+    assert sum(n[0].item() for n in lists) > 0
+    return found
+
+
+@pytest.mark.parametrize("sequence_parallel", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_ranks(sequence_parallel, listed, device, worlds):
+    """Shards of whole windows have the windows of the whole."""
+    found = everywhere(worlds, device, 2, _on_ranks, sequence_parallel)
+    dx, dw = recomputed(*wide_problem(N=512, V=1024, device=device), gradient_filter=WIDE_EPS)
+    assert_close(torch.cat([weight for _, weight in found]), dw.cpu().double(), 1e-2)
+    parts = torch.cat([x for x, _ in found]) if sequence_parallel else found[0][0]
+    assert_close(parts, dx.cpu().double(), 1e-2)
+
+
+# --- one function at a time ------------------------------------------------------------------------
+
+
+def test_shares_of_sums_and_of_mean_logits(device):
+    """Or others, of the windows that have none. Of windows of which the last is cut, and of one without a number."""
+    sums, logits = normal(3, 600).abs().float(), normal(600, seed=2).float().to(device)
+    sums[:, WINDOW : 2 * WINDOW] = 0.0
+    logits[300] = torch.nan
+    shares = mean_shares(logits, WINDOW)
+    expected = torch.zeros(768)
+    for some in (slice(0, WINDOW), slice(2 * WINDOW, 600)):
+        torch.testing.assert_close(shares[some], logits[some].softmax(0))
+        expected[some] = sums[:, some].sum(0) / sums[:, some].sum()
+    assert shares[WINDOW : 2 * WINDOW].tolist() == [1 / WINDOW] * WINDOW and not shares[600:].any()
+    torch.testing.assert_close(entry_shares(sums.to(device), WINDOW).cpu(), expected)
+    expected[WINDOW : 2 * WINDOW] = 1 / WINDOW
+    torch.testing.assert_close(entry_shares(sums.to(device), WINDOW, shares).cpu(), expected)
+
+
+def test_a_sample_has_groups_of_tokens_at_equal_distances(monkeypatch):
+    monkeypatch.undo()
+    for rows, step, count in [(1536, 3, 32), (2560, 5, 32), (6655, 11, 38), (6656, 13, 32), (8192, 13, 39)]:
+        sample = sample_tokens(rows)
+        assert sample is not None and (sample.first, sample.step, sample.count) == (step // 2, step, count)
+        groups = range(step // 2, rows // 16, step)
+        assert sample.of(torch.arange(rows)).tolist() == [16 * g + i for g in groups for i in range(16)]
+    assert sample_tokens(1535) is None, "too few"

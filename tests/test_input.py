@@ -240,7 +240,7 @@ def test_backends_tell_ids_beyond_2_to_the_24_apart(backend, device):
     assert losses.isnan().tolist() == [False, True, False]
     assert torch.allclose(gamma[::2], torch.full_like(gamma[::2], 0.1 / LARGE), rtol=1e-6)
     messages = torch.zeros(2, 3 * 3 + 2, device=device)
-    bounds_of(messages, Columns(), 3).copy_(torch.tensor([[0, 2**24], [2**24, 3]]))
+    bounds_of(messages).copy_(torch.tensor([[0, 2**24], [2**24, 3]]))
     for merge in (module.merge_ranks, merge_ranks):
         for vocab in (None, LARGE - 1):
             _, total = merge(messages, Columns(), 3, vocab)

@@ -268,7 +268,7 @@ def test_a_call_is_planned_with_it(device, monkeypatch):
     def planned(**options) -> int:
         with mock.patch.object(prepare, "plan", wraps=prepare.plan) as plan:
             call(**options)
-        return plan.call_args.kwargs["budget"]
+        return plan.call_args.args[0].budget
 
     assert planned() == default_budget(x.device)
     monkeypatch.setenv("PARALLEL_LCE_LOGITS_BUDGET", "123")

@@ -85,29 +85,28 @@ class Delays:
 
 
 @contextmanager
-def replaced(places, wrap):
-    """``wrap(name, original)`` in place of each function."""
-    with ExitStack() as stack:
-        for owner, name in places:
-            stack.enter_context(mock.patch.object(owner, name, wrap(name, getattr(owner, name))))
-        yield
-
-
-def around(weight: torch.Tensor, before, after):
-    """``before()`` and ``after(name, result)`` of each collective, and each of the backend's block functions."""
+def around(places, before, after):
+    """``before()`` and ``after(name, result)`` of each of these functions; what ``after`` returns is the result."""
 
     def within(name, original):
         def call(*arguments, **options):
             before()
             result = original(*arguments, **options)
-            after(name, result)
-            return result
+            other = after(name, result)
+            return result if other is None else other
 
         return call
 
-    backend = backend_of(weight)
-    blocks = [(backend, name) for name in ("block_forward", "block_backward", "merge_ranks")]
-    return replaced([*COLLECTIVES, *blocks], within)
+    with ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(mock.patch.object(owner, name, within(name, getattr(owner, name))))
+        yield
+
+
+def steps_of(weight: torch.Tensor) -> list:
+    """The collectives, and the backend's functions of a block."""
+    blocks = "block_forward", "block_backward", "merge_ranks"
+    return [*COLLECTIVES, *((backend_of(weight), name) for name in blocks)]
 
 
 @torch.no_grad()
@@ -138,9 +137,8 @@ def undisturbed(step: Step, tensors) -> list[torch.Tensor]:
             torch.cuda.synchronize()
 
     step.load(tensors)
-    backend = backend_of(step.weight)
-    with watched_backwards(backend, lambda task: handed.add(len(task.saved) > 0)):
-        with around(step.weight, complete, complete):
+    with watched_backwards(backend_of(step.weight), lambda task: handed.add(len(task.saved) > 0)):
+        with around(steps_of(step.weight), complete, complete):
             found = [tensor.clone() for tensor in step()]
     complete()
     assert (seen.count("block_backward") > 1) == (step.strategy.blocks > 1), "the case must be what it is called"
@@ -159,37 +157,36 @@ def _disturbed(member: Member, call: Call, repetitions: int, seed: int):
             sets = [step.data(number) for number in range(DATA)]
             expected = [undisturbed(step, tensors) for tensors in sets]
             assert all(e.isfinite().all() and e.count_nonzero() for r in expected for e in r if e.numel())
-            differs = _torn(
-                step, sets, expected, repetitions, call.streams, Delays(seed * 64 + member.rank, member.device)
-            )
+            delay = Delays(seed * 64 + member.rank, member.device)
+            with around(steps_of(step.weight), delay, delay):
+                differs = _torn(step, sets, expected, repetitions, delay)
     finally:
         torch.use_deterministic_algorithms(True)
     same = expected[0][: 1 if call.sequence_parallel else 2]
     return [[d.item() for d in each] for each in differs], [tensor.cpu() for tensor in same]
 
 
-def _torn(step: Step, sets, expected, repetitions: int, streams: int, delay: Delays) -> list[list[torch.Tensor]]:
-    first, second = (torch.cuda.Stream() for _ in range(2)) if streams == 2 else (None, None)
+def _torn(step: Step, sets, expected, repetitions: int, delay: Delays) -> list[list[torch.Tensor]]:
+    first, second = (torch.cuda.Stream() for _ in range(2)) if step.call.streams == 2 else (None, None)
     differs = []
-    with around(step.weight, delay, delay):
-        for repetition in range(repetitions):
-            forward, backward = (first, second) if repetition % 2 else (second, first)
-            number = repetition % DATA
+    for repetition in range(repetitions):
+        forward, backward = (first, second) if repetition % 2 else (second, first)
+        number = repetition % DATA
+        with after_it(forward, backward):
+            step.load(sets[number])
+            delay()
+            loss = step.forward()
+            delay()
+        with after_it(backward, forward):
+            found = step.backward(loss)
+            results = [tensor.clone() for tensor in found]
+            del loss, found
+            spoil(step)
+            differs.append([(bits(a) != bits(b)).any() for a, b in zip(results, expected[number])])
+            delay()
+        if first is not None:
             with after_it(forward, backward):
-                step.load(sets[number])
-                delay()
-                loss = step.forward()
-                delay()
-            with after_it(backward, forward):
-                found = step.backward(loss)
-                results = [tensor.clone() for tensor in found]
-                del loss, found
                 spoil(step)
-                differs.append([(bits(a) != bits(b)).any() for a, b in zip(results, expected[number])])
-                delay()
-            if streams == 2:
-                with after_it(forward, backward):
-                    spoil(step)
     # Hosts have run ahead of their GPUs until here.
     if step.x.is_cuda:
         torch.cuda.synchronize()
@@ -239,20 +236,16 @@ def _in_flight(member: Member, call: Call):
     waited for when they had returned."""
     step, works = step_of(member, call), []
 
-    def watched(name, original):
-        def start(*arguments, **options):
-            work = original(*arguments, **options)
-            works.append((name, mock.Mock(wraps=work)))
-            return works[-1][1]
-
-        return start
+    def watched(name, work):
+        works.append((name, mock.Mock(wraps=work)))
+        return works[-1][1]
 
     def left() -> tuple[int, list[str]]:
         found = len(works), [name for name, work in works if not work.wait.called]
         works.clear()
         return found
 
-    with chosen_backend(call.backend), step.small_blocks(), replaced(COLLECTIVES, watched):
+    with chosen_backend(call.backend), step.small_blocks(), around(COLLECTIVES, lambda: None, watched):
         loss = step.forward()
         forward = left()
         step.backward(loss)

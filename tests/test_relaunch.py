@@ -1,4 +1,4 @@
-"""What ``kernels.relaunch`` takes for a launch of the same compiled kernel, without a GPU."""
+"""Which launches ``kernels.relaunch`` takes for one of the same compiled kernel, without a GPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from torch.testing._internal.two_tensor import TwoTensor
 
 from parallel_lce.kernels.relaunch import Bound, Relaunched
 
@@ -43,87 +44,62 @@ def driver(monkeypatch):
     monkeypatch.setattr(type(triton.runtime.driver), "active", fake)
 
 
-def launched(kernel, x, number=7, scale=1.5, bias=None, BLOCK=128, num_warps=4):
-    kernel.launch((4,), x, number, scale, bias, BLOCK=BLOCK, num_warps=num_warps)
+X, OTHER = torch.zeros(8), torch.ones(24)
 
 
-def test_a_launch_of_the_same_kind_is_not_described_to_triton_again():
-    recorder, x, other = Recorder(), torch.zeros(8), torch.ones(24)
-    kernel = Relaunched(recorder)
-    launched(kernel, x)
-    assert (recorder.compiled, recorder.again) == (1, [])
-    launched(kernel, other, number=9, scale=2.5)
-    [(grid, arguments)] = recorder.again
-    assert recorder.compiled == 1 and grid == (4, 1, 1)
-    assert arguments == (other.data_ptr(), 9, 2.5, None, 128), "addresses and constants, but no options"
-
-
-def test_constants_in_another_order_are_the_same_kernel_or_another():
-    recorder, x = Recorder(), torch.zeros(8)
-    kernel = Relaunched(recorder)
-    kernel.launch((4,), x, 7, 1.5, None, BLOCK=4, num_warps=8)
-    kernel.launch((4,), x, 7, 1.5, None, num_warps=4, BLOCK=8)
-    assert recorder.compiled == 2
-
-
-def test_tensors_in_a_tuple_are_passed_as_their_addresses():
-    recorder, x, pair = Recorder(), torch.zeros(8), (torch.zeros(3), None)
-    kernel = Relaunched(recorder)
-    launched(kernel, x, bias=pair)
-    launched(kernel, x, bias=pair)
-    launched(kernel, x, bias=(None, pair[0]))
-    [(_, arguments)] = recorder.again
-    assert recorder.compiled == 2 and arguments[3] == (pair[0].data_ptr(), None)
+def launched(kernel, x=X, number=7, scale=1.5, bias=None, **constants):
+    kernel.launch((4,), x, number, scale, bias, **constants or dict(BLOCK=128, num_warps=4))
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("first", "second", "arguments"),
     [
-        dict(x=torch.zeros(9)[1:]),
-        dict(x=torch.zeros(8, dtype=torch.bfloat16)),
-        dict(number=1),
-        dict(number=16),
-        dict(number=2**31 + 1),
-        dict(number=2**63 + 1),
-        dict(bias=torch.zeros(8)),
-        dict(BLOCK=64),
-        dict(num_warps=8),
+        ({}, dict(x=OTHER, number=9, scale=2.5), (OTHER.data_ptr(), 9, 2.5, None)),
+        (dict(bias=(X, None)), dict(bias=(OTHER, None)), (X.data_ptr(), 7, 1.5, (OTHER.data_ptr(), None))),
+    ],
+)
+def test_a_launch_of_the_same_kind_is_not_described_to_triton_again(first, second, arguments):
+    """Addresses and constants are passed, but no options."""
+    recorder = Recorder()
+    kernel = Relaunched(recorder)
+    launched(kernel, **first)
+    assert (recorder.compiled, recorder.again) == (1, [])
+    launched(kernel, **second)
+    assert (recorder.compiled, recorder.again) == (1, [((4, 1, 1), (*arguments, 128))])
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, dict(x=torch.zeros(9)[1:])),
+        ({}, dict(x=torch.zeros(8, dtype=torch.bfloat16))),
+        ({}, dict(number=1)),
+        ({}, dict(number=16)),
+        ({}, dict(number=2**31 + 1)),
+        (dict(number=2**31 + 1), dict(number=2**63 + 1)),
+        ({}, dict(bias=torch.zeros(8))),
+        (dict(bias=(X, None)), dict(bias=(None, X))),
+        ({}, dict(BLOCK=64, num_warps=4)),
+        ({}, dict(BLOCK=128, num_warps=8)),
+        (dict(BLOCK=4, num_warps=8), dict(num_warps=4, BLOCK=8)),
     ],
     ids=str,
 )
-def test_what_triton_compiles_anew_for_is_not_taken_for_the_same(change):
-    recorder, x = Recorder(), torch.zeros(8)
+def test_a_launch_for_which_triton_compiles_anew_is_not_taken_for_the_same(first, second):
+    recorder = Recorder()
     kernel = Relaunched(recorder)
-    launched(kernel, x)
-    launched(kernel, **{"x": x} | change)
+    launched(kernel, **first)
+    launched(kernel, **second)
     assert (recorder.compiled, recorder.again) == (2, [])
 
 
-class Wrapper(torch.Tensor):
-    """No values, but others' ``data_ptr``."""
-
-    @staticmethod
-    def __new__(cls, of):
-        return torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype)
-
-    def data_ptr(self):
-        return 64
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, given=(), options=None):
-        return cls(given[0])
-
-
 def test_bound_launches_pass_plain_tensors_alone_as_addresses():
-    recorder, x = Recorder(), torch.zeros(8)
+    recorder = Recorder()
     bound = Bound(Relaunched(recorder), (4,), (7, 1.5, None), BLOCK=128, num_warps=4)
-    bound(x)
+    bound(X)
     bound(torch.nn.Parameter(torch.ones(8)))
     assert (recorder.compiled, len(recorder.again)) == (1, 1)
-    with pytest.raises(ValueError, match="no kernel can read a Wrapper"):
-        bound(Wrapper(x))
-
-
-def test_arguments_that_no_kernel_takes_are_refused():
+    with pytest.raises(ValueError, match="no kernel can read a TwoTensor"):
+        bound(TwoTensor(X, X))
     with pytest.raises(TypeError, match="a str is no argument of a kernel"):
-        launched(Relaunched(Recorder()), torch.zeros(8), bias="text")
+        launched(Relaunched(recorder), bias="text")

@@ -7,6 +7,7 @@ import torch
 from torch.autograd import forward_ad
 
 import parallel_lce
+from parallel_lce.distillation import divergence
 from tools import shrunk, small
 
 WAYS = {
@@ -17,6 +18,9 @@ WAYS = {
     "token_weight": dict(token_weight=torch.ones(48)),
     "statistics": None,
     "real logits": None,
+    "selected": None,
+    "divergence": dict(reduction="none"),
+    "mean divergence": dict(reduction="mean"),
 }
 
 
@@ -29,6 +33,10 @@ def _loss(way: str, x, weight, target):
             x, weight, target, mean_logit=True, expected_logit=True, sum_p_squared=True
         )
         return (found.lse + found.entropy + found.mean_logit).sum()
+    if way == "selected":
+        return parallel_lce.selected_log_probs(x, weight, torch.stack([target, 0 * target], 1)).square().sum()
+    if "divergence" in way:
+        return divergence(x, weight, x.detach() + 1, weight.detach(), **WAYS[way]).sum()
     options = {k: v.to(x.device) if isinstance(v, torch.Tensor) else v for k, v in WAYS[way].items()}
     return parallel_lce.linear_cross_entropy(x, weight, target, **options).sum()
 
@@ -81,64 +89,47 @@ def test_refused(asked, problem):
         ASKED[asked](*problem)
 
 
-def test_a_recorded_gradient_is_the_gradient(problem):
-    """``create_graph=True`` alone changes nothing, and a gradient with a graph may be used as a number."""
+def test_a_recorded_gradient_is_the_gradient_and_may_change_in_place(problem):
+    """``create_graph=True`` alone changes nothing. A clipped gradient, or one of a hook, is changed in place."""
     loss, x, weight = problem
     plain = torch.autograd.grad(loss(x, weight), [x, weight])
-    recorded = torch.autograd.grad(loss(x, weight), [x, weight], create_graph=True)
-    for a, b in zip(plain, recorded):
-        assert torch.equal(a, b) and b.requires_grad and not a.requires_grad
-
-
-def test_a_recorded_gradient_may_change_in_place(problem):
-    """As a clipped gradient or one of a hook does."""
-    loss, x, weight = problem
     for change in (
         torch.Tensor.detach_,
         lambda g: torch.nn.utils.clip_grad_norm_([x], 0.1),
         lambda g: g.detach().mul_(0.5),
     ):
-        x.grad = None
-        value = loss(x * 1.0, weight)
-        plain, *_ = torch.autograd.grad(value, [x, weight], create_graph=True)
-        x.grad = plain
+        recorded = torch.autograd.grad(loss(x * 1.0, weight), [x, weight], create_graph=True)
+        for a, b in zip(plain, recorded):
+            assert torch.equal(a, b) and b.requires_grad and not a.requires_grad
+        x.grad, _ = recorded
         with torch.no_grad():
-            change(plain)
-            assert (2 * plain.mul_(2) - 1).norm().isfinite()
+            change(x.grad)
+            assert (2 * x.grad.mul_(2) - 1).norm().isfinite()
     hidden = x * 1.0
     hidden.register_hook(lambda g: g.mul_(2))
     twice, *_ = torch.autograd.grad(loss(hidden, weight), [x], create_graph=True)
-    assert torch.allclose(twice, 2 * torch.autograd.grad(loss(x, weight), x)[0])
+    assert torch.allclose(twice, 2 * plain[0])
+
+
+DUALS = {
+    parallel_lce.linear_cross_entropy: ("input", "linear_weight", "linear_bias", "token_weight"),
+    parallel_lce.token_statistics: ("input", "linear_weight", "linear_bias"),
+    parallel_lce.vocab_parallel_cross_entropy: ("vocab_parallel_logits",),
+}
 
 
 @pytest.mark.parametrize("needs_gradient", [False, True])
-@pytest.mark.parametrize("dual", ["x", "weight", "bias", "token_weight"])
-@pytest.mark.parametrize("way", ["mean", "accumulate", "statistics", "real logits"])
-def test_forward_mode_is_refused(way, dual, needs_gradient, backend, device):
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f, names in DUALS.items() for name in names])
+def test_forward_mode_is_refused(function, name, needs_gradient, device):
     """Kernels do not see tangents: the derivative would be 0."""
-    t = small(device, N=12, V=40, D=8)
-    x, weight, bias = t.x.detach(), t.weight.detach(), torch.zeros(40, device=device)
-    weights = torch.ones(12, device=device)
+    t = small(device, N=12, V=40, D=8, bias=True, token_weight=True)
+    given = dict(input=t.x, linear_weight=t.weight, linear_bias=t.bias, token_weight=t.token_weight)
+    given["vocab_parallel_logits"] = t.x @ t.weight.t()
+    given = {each: given[each].detach() for each in DUALS[function]}
     with forward_ad.dual_level():
-        tensors = dict(x=x, weight=weight, bias=bias, token_weight=weights)
-        tensors[dual] = forward_ad.make_dual(tensors[dual], torch.ones_like(tensors[dual])).requires_grad_(
-            needs_gradient
-        )
-        x, weight, bias, weights = tensors.values()
-        with pytest.raises((NotImplementedError, RuntimeError), match="has a tangent|forward"):
-            if way == "real logits":
-                parallel_lce.vocab_parallel_cross_entropy((x @ weight.t() + bias) * weights[:, None], t.target)
-            elif way == "statistics":
-                parallel_lce.token_statistics(x * weights[:, None], weight, t.target, linear_bias=bias)
-            else:
-                parallel_lce.linear_cross_entropy(
-                    x,
-                    weight,
-                    t.target,
-                    linear_bias=bias,
-                    token_weight=weights,
-                    logits_budget=None if way == "mean" else 0,
-                )
+        dual = forward_ad.make_dual(given[name], torch.ones_like(given[name])).requires_grad_(needs_gradient)
+        with pytest.raises(NotImplementedError, match=f"{name} has a tangent"):
+            function(**given | {name: dual}, target=t.target)
 
 
 @pytest.mark.parametrize("compiler", ["eager", "aot_eager"])

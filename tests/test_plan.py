@@ -343,6 +343,6 @@ def test_small_problems_save_logits_that_fit_the_budget(changed, dense):
     assert found.dense == dense
     if dense:
         # A rank whose shard cannot have dense logits runs the same collectives, and may use no more memory.
-        other = plan(**FEW | changed | dict(dense_flops=0, budget=None))
+        other = plan(**FEW | changed | dict(dense_flops=0, budget=DEFAULT_BUDGET))
         assert len(found.blocks) == 1 and found.saves_hidden == other.saves_hidden
         assert found.saved == (0 if changed.get("savable") is False else 32768)

@@ -51,7 +51,7 @@ _VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
 def prepare(
     options: Options,
     tensors: Tensors,
-    group: dist.ProcessGroup | None,
+    group: dist.ProcessGroup | None = None,
     needs: Needs | None = None,
     *,
     extra_check: Callable[[torch.Size], None] | None = None,

@@ -116,8 +116,8 @@ def linear_cross_entropy(
     ===========  ========================  ==============================  ===========================================
     when         operation                 elements per rank, in all       overlaps
     ===========  ========================  ==============================  ===========================================
-    forward, SP  all-gather of hidden      N/P * D                         projection of local rows, then of the
-                 states                                                    previous block
+    forward, SP  all-gather of hidden      N/P * D                         projection of the previous block
+                 states
     forward      all-gather of partials    C * N + 2, fp32                 nothing
     backward,    B all-gathers of hidden   N/P * D; none where the budget  dX of the first block, then the previous
     SP           states                    also holds N * D of them        block

@@ -7,7 +7,6 @@ import gzip
 import json
 import math
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -31,7 +30,7 @@ from benchmarks.problem import IGNORE_INDEX, Problem, Shape, make_problem
 from benchmarks.report import NONE, speaker
 from benchmarks.tables import cell_table, overview
 from benchmarks.team import NotMeasured, Team
-from tools import chosen_backend, everywhere
+from tools import chosen_backend, everywhere, ran
 from world import Member
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -341,15 +340,7 @@ def test_a_run_of_two_processes(tmp_path):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')")
     arguments = "--standalone --nproc-per-node 2 -- --device cpu --rounds 3 --shape 64,256,16 --json new/r.json "
     arguments += "--plot new/r.png --trace traces"
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")}
-    done = subprocess.run(
-        ["bash", str(ROOT / "launch" / "bench.sh"), *arguments.split()],
-        env=inherited | {"PARALLEL_LCE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = ran("bash", ROOT / "launch" / "bench.sh", *arguments.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     # each line once, not once per rank
     assert done.stderr.count("TP 2, N=64, V=256, D=16, SP: round 1 of 3") == 1

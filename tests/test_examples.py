@@ -6,7 +6,6 @@ import functools
 import importlib
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 import reference
+from tools import ran
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -67,10 +67,8 @@ for name in {[*CASES]}:
 @functools.cache
 def _printed(device: str, *command: str) -> str:
     paths = os.pathsep.join([str(ROOT), str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
-    if device == "cpu":
-        environment["CUDA_VISIBLE_DEVICES"] = ""
-    done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1") if device == "cuda" else ""
+    done = ran(sys.executable, *command, env={"PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": visible})
     assert done.returncode == 0, done.stderr[-3000:]
     assert "gloo" not in done.stdout, "threads of the group outlive it"
     return done.stdout

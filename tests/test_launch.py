@@ -22,6 +22,7 @@ import yaml
 import program  # of launch/
 from benchmarks import peers
 from benchmarks.peers import ANY, CPU_AND_CUDA, RANKS, Peer
+from tools import ran
 from training.config import DEFAULT_CONFIG, ROOT, load_config, save_config
 
 LAUNCH = ROOT / "launch"
@@ -30,9 +31,7 @@ TIMEOUT = 120
 
 
 def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
-    inherited = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "CDPATH", "PYTHON")}
-    environment = inherited | {"PARALLEL_LCE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""} | environment
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    return ran(*command, cwd=cwd, env=environment, timeout=TIMEOUT)
 
 
 # --- the scripts -----------------------------------------------------------------------------------
@@ -144,14 +143,6 @@ def test_of_first_starts_at_once_one_installs_and_the_next_after_a_change_a_fail
     (line,) = refused.communicate()[1].splitlines()
     assert line.startswith("error: cannot write /proc/no-such-folder/.venv.lock: No such file or directory")
     assert refused.returncode == 2
-
-
-def test_git_ignores_an_environment_that_is_a_link(tmp_path):
-    run("git", "init", "-q", cwd=tmp_path)
-    shutil.copy(ROOT / ".gitignore", tmp_path)
-    (tmp_path / ".venv").symlink_to(tmp_path.parent)
-    (tmp_path / ".venv.lock").touch()
-    assert run("git", "status", "--porcelain", "-uall", cwd=tmp_path).stdout == "?? .gitignore\n"
 
 
 # --- mistakes --------------------------------------------------------------------------------------

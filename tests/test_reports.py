@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,7 +27,7 @@ from benchmarks.team import NotMeasured, Team
 from cases import normal
 from measures import relative_error
 from parallel_lce import linear_cross_entropy
-from tools import chosen_backend, everywhere
+from tools import chosen_backend, everywhere, ran
 from world import Member
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -206,9 +204,8 @@ def test_the_whole_command_on_a_trained_model(large, tmp_path):
     (tmp_path / "worse").write_bytes(b"no header")
     report = ["worse", written(tmp_path / "bad [x]", weight=None), "--device", "cpu", "--random", "64,512,32"]
     command = ["bash", str(ROOT / "launch" / "parity.sh"), *config, *folders, "--", *report, "--json", "figures.json"]
-    environment = os.environ | {"PARALLEL_LCE_PYTHON": sys.executable}
     for trains in (True, False):
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+        done = ran(*command, cwd=tmp_path)
         assert done.returncode == 2, done.stdout + done.stderr
         assert "bad [x] has no tensor weight" in done.stderr and "error: worse cannot be read" in done.stderr
         assert ("stand for text" in done.stdout) is trains
@@ -392,10 +389,7 @@ def test_the_report_over_ranks(tmp_path):
     figures = tmp_path / "figures.json"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
     command += ["benchmarks.gradient_filter", bad, good, "--device", "cpu", "--rounds", "1", "--json", str(figures)]
-    unset = ("RANK", "WORLD_SIZE", "TRITON_INTERPRET")
-    environment = {k: v for k, v in os.environ.items() if k not in unset} | {"PYTHONPATH": str(ROOT)}
-    environment |= {"OMP_NUM_THREADS": "1", "PARALLEL_LCE_BACKEND": "torch"}
-    run = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    run = ran(*command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PARALLEL_LCE_BACKEND": "torch"})
     assert run.stderr.count(f"error: {bad} has no tensor weight") == 1, run.stderr
     assert run.stdout.count(f"{good}: TP 2, N=40, V=60, D=16, bfloat16") == 1
     (case,) = json.loads(figures.read_text())["cases"]

@@ -16,15 +16,14 @@ from pathlib import Path
 
 import pytest
 
+from tools import ran
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def python(*arguments: str, path: Path | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     """A Python of this environment that sees ``path`` and nothing else of ours."""
-    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    environment |= {} if path is None else {"PYTHONPATH": str(path)}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    return ran(sys.executable, *arguments, cwd=cwd, env={} if path is None else {"PYTHONPATH": str(path)})
 
 
 # --- pages -----------------------------------------------------------------------------------------

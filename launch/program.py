@@ -45,7 +45,7 @@ def run(name: str, argv: list[str]) -> int:
     if name == "bench":
         return _bench(first, last)
     from training.config import DEFAULT_CONFIG, parse_command_line
-    from training.start import Training, started_by_torchrun
+    from training.start import Training
 
     default, torchrun, arguments = DEFAULT_CONFIG, first or [], last
     if reports := name in ("parity", "gradient_filter"):
@@ -59,7 +59,7 @@ def run(name: str, argv: list[str]) -> int:
     config = parse_command_line(DESCRIPTIONS[name], arguments, default)
     if name == "compare":
         return _compare(config, argv)
-    if name == "train" and started_by_torchrun():
+    if name == "train" and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process
         from training.worker import run_rank
 
         run_rank(config)

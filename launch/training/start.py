@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+from unittest import mock
 
 from training.refusal import Refusal, check_folder
 
@@ -15,11 +16,6 @@ if TYPE_CHECKING:
     from training.config import Config
 
 PROGRAM = str(Path(__file__).resolve().parents[1] / "program.py")
-TORCHRUN_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def started_by_torchrun() -> bool:
-    return all(os.environ.get(name) for name in TORCHRUN_SETS)
 
 
 def processes_of(torchrun: list[str]) -> tuple[int, int]:
@@ -27,26 +23,24 @@ def processes_of(torchrun: list[str]) -> tuple[int, int]:
     arguments. Raises a Refusal for those that torchrun refuses, or that name a program: the caller adds its own."""
     from torch.distributed import run
 
-    said, before = io.StringIO(), os.environ.copy()
+    said = io.StringIO()
     logging.disable(logging.WARNING)
     try:
-        with contextlib.redirect_stderr(said):
+        with contextlib.redirect_stderr(said), mock.patch.dict(os.environ):  # which torchrun's parser changes
             arguments = run.get_args_parser().parse_args([*torchrun, PROGRAM])
-        if (arguments.training_script, arguments.training_script_args) != (PROGRAM, []):
-            raise ValueError(f"{arguments.training_script!r} in front of -- is none of torchrun's own arguments")
-        if arguments.module or arguments.no_python or arguments.run_path:
-            raise ValueError("--module, --no-python and --run-path say how to start another program")
-        config, *_ = run.config_from_args(arguments)
-        return config.max_nodes, config.nproc_per_node
+            if (arguments.training_script, arguments.training_script_args) != (PROGRAM, []):
+                raise ValueError(f"{arguments.training_script!r} in front of -- is none of torchrun's own arguments")
+            if arguments.module or arguments.no_python or arguments.run_path:
+                raise ValueError("--module, --no-python and --run-path say how to start another program")
+            config, *_ = run.config_from_args(arguments)
+            return config.max_nodes, config.nproc_per_node
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit) and not error.code:  # --help
             raise
         message = said.getvalue() if isinstance(error, SystemExit) else str(error) or type(error).__name__
         raise Refusal(f"torchrun: {message.splitlines()[-1]}") from None
-    finally:  # config_from_args changes the environment
+    finally:
         logging.disable(logging.NOTSET)
-        os.environ.clear()
-        os.environ.update(before)
 
 
 class Training:

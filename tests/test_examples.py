@@ -1,14 +1,14 @@
-"""The scripts under examples/, on one and two processes: they print the numbers of float64 without shards."""
+"""The scripts under examples/, on one and two processes: what they print is what float64 computes without shards."""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import re
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,39 +20,51 @@ ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
 
 
-def _statistics(hidden, weight, target, temperature=1.0, mask=None, **_) -> SimpleNamespace:
-    found = reference.statistics(hidden @ weight.t() / temperature, target)
-    found["target_log_prob"] = found["target_log_prob"] * (1 if mask is None else mask)
-    return SimpleNamespace(**found)
+def _of_tokens(hidden, weight, tokens, temperature=1.0):
+    """Log-probabilities and entropies."""
+    found = reference.statistics(hidden @ weight.t() / temperature, tokens)
+    return found["target_log_prob"], found["entropy"]
 
 
-def _rl(hidden, weight, target, temperature, **_):
-    found = _statistics(hidden, weight, target, temperature)
-    return found.target_log_prob, found.entropy
+# The numbers that an example prints of a step. ``first``: what it keeps of the first step.
 
 
-def _divergence(hidden, weight, teacher_hidden, teacher, beta, temperature, **_):
-    log_p, log_q = ((x @ w.t() / temperature).log_softmax(-1) for x, w in ((hidden, weight), (teacher_hidden, teacher)))
-    log_m = (beta * log_q.exp() + (1 - beta) * log_p.exp()).log()
+def policy_gradient(module, first, step, hidden, weight, tokens, advantage):
+    log_prob, entropy = _of_tokens(hidden, weight, tokens)
+    old = first.setdefault("old", log_prob.detach())
+    return module.policy_loss(log_prob, old, advantage, entropy), log_prob.mean(), entropy.mean()
+
+
+def grpo(module, first, step, hidden, weight, tokens, rewards):
+    log_prob, entropy = _of_tokens(hidden, weight, tokens, module.TEMPERATURE)
+    return module.grpo_loss(log_prob, first.setdefault("old", log_prob.detach()), rewards), entropy.mean()
+
+
+def dpo(module, first, step, hidden, tokens, mask, weight):
+    log_prob = (_of_tokens(hidden, weight, tokens)[0] * mask).sum(-1)
+    return [module.dpo_loss(log_prob, first.setdefault("old", log_prob.detach()))]
+
+
+def distillation(module, first, step, hidden, weight, teacher_hidden, teacher):
+    pairs = (hidden, weight), (teacher_hidden, teacher)
+    log_p, log_q = ((x @ w.t() / module.TEMPERATURE).log_softmax(-1) for x, w in pairs)
+    log_m = (module.BETA * log_q.exp() + (1 - module.BETA) * log_p.exp()).log()
     of_student, of_teacher = ((v.exp() * (v - log_m)).sum(-1).mean() for v in (log_p, log_q))
-    return beta * of_teacher + (1 - beta) * of_student
+    return [module.BETA * of_teacher + (1 - module.BETA) * of_student]
 
 
-DENSE = {  # in place of what the examples import
-    "linear_cross_entropy": lambda hidden, weight, target, **_: reference.loss(hidden @ weight.t(), target),
-    "token_statistics": _statistics,
-    "log_prob": lambda statistics: statistics.target_log_prob,
-    "entropy": lambda statistics: statistics.entropy,
-    "rl": SimpleNamespace(linear_cross_entropy=_rl),
-    "divergence": _divergence,
-}
-# Of each example the names of the numbers that it prints, and how far its loss falls.
-CASES = {
-    "sequence_parallel": (["loss"], lambda loss: loss / 4),
-    "policy_gradient": (["loss", "log-probability", "entropy"], lambda loss: loss - 0.01),
-    "grpo": (["loss", "entropy"], lambda loss: loss - 0.01),
-    "dpo": (["loss"], lambda loss: loss - 0.01),
-    "distillation": (["loss"], lambda loss: 0.9 * loss),
+def sequence_parallel(module, first, step, body, weight):
+    tokens, target = module.batch(step)
+    return [reference.loss(body(tokens) @ weight.t(), target)]
+
+
+SGD = torch.optim.SGD
+CASES = {  # the numbers, their names, the optimizer, and how far the loss falls
+    "sequence_parallel": (sequence_parallel, ["loss"], (torch.optim.AdamW, 1e-2), lambda loss: loss / 4),
+    "policy_gradient": (policy_gradient, ["loss", "log-probability", "entropy"], (SGD, 5.0), lambda loss: loss - 0.01),
+    "grpo": (grpo, ["loss", "entropy"], (SGD, 5.0), lambda loss: loss - 0.01),
+    "dpo": (dpo, ["loss"], (SGD, 5.0), lambda loss: loss - 0.01),
+    "distillation": (distillation, ["loss"], (SGD, 1000.0), lambda loss: 0.9 * loss),
 }
 # Prints the threads that are left, which may abort the process while Python ends.
 ALL_IN_ONE_PROCESS = f"""
@@ -88,30 +100,27 @@ MORE = [pytest.param(2, name, marks=pytest.mark.slow) for name in CASES if name 
 
 
 @pytest.mark.parametrize(("ranks", "name"), [*((1, name) for name in CASES), (2, "sequence_parallel"), *MORE])
-def test_example(name, ranks, device, monkeypatch, capsys):
-    (names, improved), number = CASES[name], r"(-?\d+\.\d+)"
+def test_example(name, ranks, device, monkeypatch):
+    (numbers, names, (optimizer, rate), improved), printed = CASES[name], _example(name, ranks, device)
+    number = r"(-?\d+\.\d+)"
     pattern = r"^step \d+: " + ", ".join(f"{each} {number}" for each in names) + "$"
-
-    def numbers(printed: str) -> list[list[float]]:
-        return [list(map(float, re.findall(number, line[0]))) for line in re.finditer(pattern, printed, re.MULTILINE)]
-
-    printed = _example(name, ranks, device)
+    found = [list(map(float, re.findall(number, line[0]))) for line in re.finditer(pattern, printed, re.MULTILINE)]
     compared = re.findall(rf"^first loss, .*: {number}, unsharded: {number}$", printed, re.MULTILINE)
     assert len(compared) == (name == "sequence_parallel")
     for sharded, unsharded in compared:
         assert float(sharded) == pytest.approx(float(unsharded), abs=1e-5)
 
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     module = importlib.import_module(name)
-    for each in DENSE.keys() & vars(module):
-        monkeypatch.setattr(module, each, DENSE[each])
-    made = module.build()
-    made = [each if getattr(each, "dtype", None) in (torch.int64, torch.bool) else each.double() for each in made]
-    monkeypatch.setattr(module, "build", lambda: made)
-    module.main()
-    found, expected = numbers(printed), numbers(capsys.readouterr().out)
-    assert len(found) == len(expected) == module.STEPS
-    for step, truth in zip(found, expected):
-        assert step == pytest.approx(truth, abs=1e-4 if name == "sequence_parallel" else 1e-5)
+    made = zip(list(inspect.signature(numbers).parameters)[3:], module.build())
+    built = {each: t if getattr(t, "dtype", None) in (torch.int64, torch.bool) else t.double() for each, t in made}
+    leaves = [built["weight"].requires_grad_(), *(built["body"].parameters() if "body" in built else ())]
+    steps, first = optimizer(leaves, lr=rate), {}
+    assert len(found) == module.STEPS
+    for step, printed in enumerate(found):
+        expected = numbers(module, first, step, **built)
+        steps.zero_grad()
+        expected[0].backward()
+        steps.step()
+        assert printed == pytest.approx([each.item() for each in expected], abs=1e-4 if len(leaves) > 1 else 1e-5)
     assert found[-1][0] < improved(found[0][0]), "it improves"

@@ -135,7 +135,7 @@ def start(work):
 
     def run(command: str, *arguments: str, nodes: tuple[list[str], ...] = ([],)) -> str:
         own = [f"--text={work / 'text.txt'}", f"text.cache={work / 'cache'}", *SMALL, *arguments]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": work, "env": environment}
         program = [sys.executable, *f"{ROOT / 'launch'}/{command}".split()]
         processes = [subprocess.Popen([*program, *node, *own], **pipes) for node in nodes]
@@ -253,10 +253,10 @@ def trained(start, work):
     """``trained(*overrides)``: the configuration of a training that launch/snapshots.py has done, and its arguments."""
     own = ["train.steps=30", "train.sequence=24", "train.micro_batch=8", "snapshots.steps=[4,8,40]"]
     own += ["snapshots.tokens=120", f"output={work / 'snapshots'}"]
-    said = start("snapshots.py", "--config", str(CPU), *own)
+    said = start("snapshots.py", *own)
     assert "300 of the 300 entries of the vocabulary stand for text" in said
     own = [*SMALL, f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *own]
-    return lambda *overrides: (load_config(CPU, [*own, *overrides]), ["--config", str(CPU), *own, *overrides])
+    return lambda *overrides: (load_config(CPU, [*own, *overrides]), [*own, *overrides])
 
 
 def test_snapshots_are_what_the_output_layer_sees(trained):
@@ -295,6 +295,7 @@ def test_a_training_is_known_again(trained):
 @pytest.mark.parametrize("name", ["parity", "gradient_filter"])
 def test_a_report_is_given_the_snapshots(name, trained, monkeypatch):
     started, (config, arguments) = [], trained()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(os, "execve", lambda path, command, environment: started.append(command))
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing is to be trained"))
     program.run(name, [*arguments, "--", "--device", "cpu"])

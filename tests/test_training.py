@@ -293,7 +293,7 @@ def test_a_training_is_known_again(trained):
 
 
 @pytest.mark.parametrize("name", ["parity", "gradient_filter"])
-def test_a_report_is_given_the_snapshots(name, trained, monkeypatch):
+def test_a_report_is_given_the_snapshots(name, trained, tmp_path, monkeypatch):
     started, (config, arguments) = [], trained()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(os, "execve", lambda path, command, environment: started.append(command))
@@ -301,9 +301,13 @@ def test_a_report_is_given_the_snapshots(name, trained, monkeypatch):
     program.run(name, [*arguments, "--", "--device", "cpu"])
     files = map(str, snapshots_in(config.output))
     assert started == [[sys.executable, "-P", "-m", f"benchmarks.{name}", *files, "--device", "cpu"]]
-    _, arguments = trained("snapshots.tokens=96000", "output=elsewhere")
+    _, arguments = trained("snapshots.tokens=96000", f"output={tmp_path}")
     with pytest.raises(Refusal, match=r"text.txt has \d+ tokens, fewer than the 100025 of the samples"):
         program.run(name, [*arguments, "--"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # configs/snapshots.yaml is for GPUs
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(Refusal, match="parallel.device=cuda needs a GPU"):
+        program.run("snapshots", [f"output={tmp_path}"])
 
 
 # --- the comparison -----------------------------------------------------------------------------------

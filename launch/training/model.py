@@ -40,10 +40,11 @@ def build_model(config: Config, device: torch.device) -> GPTModel:
     norm: Any = RMSNorm
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
     layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    layers = [layer] * (config.model.layers // config.parallel.pipeline)
+    number = config.model.layers // config.parallel.pipeline
+    layers: Any = TransformerBlockSubmodules([layer] * number, layer_norm=norm)
     model = GPTModel(
         config=_transformer_config(config, device),
-        transformer_layer_spec=TransformerBlockSubmodules(layers, layer_norm=norm),
+        transformer_layer_spec=layers,
         vocab_size=padded_vocab_size(config),
         max_sequence_length=config.train.sequence,
         pre_process=parallel_state.is_pipeline_first_stage(),

@@ -9,4 +9,4 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/env.sh" # a link t
 export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS-1} # Megatron's order of collectives and GEMMs
 export OMP_NUM_THREADS=${OMP_NUM_THREADS-1}                         # ranks on one CPU share its cores
 export TORCHINDUCTOR_COMPILE_THREADS=${TORCHINDUCTOR_COMPILE_THREADS-4} # of each rank; by default up to 32
-exec "$python" "$root/launch/bench.py" "$@"
+exec "$python" "$root/launch/program.py" bench "$@"

@@ -8,8 +8,7 @@
 # pip's own settings apply. For a CPU build of PyTorch where the default index serves CUDA ones, for example:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu ./launch/demo.sh
 
-# -P: launch may be reached through a link. With CDPATH set, cd might find another folder and print its name.
-root=$(CDPATH= cd -P -- "$(dirname -- "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)
+root=$(dirname -- "$(dirname -- "${BASH_SOURCE[0]}")") # absolute, without links: the scripts source it so
 
 _is_new_enough() { # PYTHON [MINOR]: 3.11 or newer, but not newer than 3.MINOR
     "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, int(sys.argv[1])))' "${2:-99}" \

@@ -1,6 +1,5 @@
-"""Makes the repository's .venv, unless it exists and is up to date. env.sh runs this.
-
-    BASE launch/make_venv.py BASE        BASE: the Python that .venv is made with
+"""Makes the repository's .venv, unless it exists and is up to date: BASE launch/make_venv.py BASE, where BASE is the
+Python that .venv is made with. env.sh runs this.
 
 Needs the standard library alone. Exits with 2 if .venv cannot be made here, with 1 if the installation fails.
 """
@@ -21,17 +20,15 @@ STAMP = VENV / "stamp"
 INSTALL = ["-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", "constraints.txt", "-e", ".[test]"]
 
 
-def stamp() -> str:
+def stamp() -> bytes:
     """Identifies the requirements and the Python version. When either changes, .venv is made again."""
     files = b"\0".join((ROOT / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))
-    return f"{hashlib.sha256(files).hexdigest()} {sys.version_info.major}.{sys.version_info.minor}"
+    version = "{}.{}".format(*sys.version_info)
+    return f"{hashlib.sha256(files).hexdigest()} {version}\n".encode()
 
 
 def is_made() -> bool:
-    try:
-        return STAMP.read_text().strip() == stamp() and os.access(PYTHON, os.X_OK)
-    except (OSError, UnicodeDecodeError):
-        return False
+    return STAMP.exists() and STAMP.read_bytes() == stamp() and os.access(PYTHON, os.X_OK)
 
 
 def main(base: str) -> None:
@@ -48,11 +45,8 @@ def main(base: str) -> None:
 
 
 def make(base: str) -> None:
-    version = platform.python_version()
-    print(
-        f"parallel_lce: installing into {VENV} with Python {version}, once; this takes a minute or more",
-        file=sys.stderr,
-    )
+    told = f"parallel_lce: installing into {VENV} with Python {platform.python_version()}, once"
+    print(f"{told}; this takes a minute or more", file=sys.stderr)
     STAMP.unlink(missing_ok=True)
     if run(base, "-m", "venv", "--clear", str(VENV)) is not None:
         # Some systems ship Python and pip without ensurepip: their pip then installs one.
@@ -62,7 +56,7 @@ def make(base: str) -> None:
             fail(2, f"cannot make {VENV}: {failure}")
     if subprocess.run([PYTHON, *INSTALL], cwd=ROOT).returncode:
         fail(1, f"the installation into {VENV} failed; the next start tries again")
-    STAMP.write_text(stamp() + "\n")  # last: an interrupted installation has no stamp
+    STAMP.write_bytes(stamp())  # last: an interrupted installation has no stamp
 
 
 def run(*command: str) -> str | None:

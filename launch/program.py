@@ -1,24 +1,28 @@
-"""The programs around a training: python launch/program.py COMMAND [TORCHRUN'S ARGUMENTS --] [ARGUMENTS]."""
+"""The programs behind the scripts: python launch/program.py COMMAND [TORCHRUN'S ARGUMENTS --] [ARGUMENTS]."""
 
 import importlib
 import os
 import shlex
 import sys
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from training.packages import require
-from training.refusal import Refusal, check_file, check_folder, fail
+from training.refusal import Refusal, check_file, check_folder, check_packages, fail
 
 if TYPE_CHECKING:
     from training.config import Config
     from training.start import Training
 
-BENCHMARKS = "benchmarks"  # the package of the reports on snapshots
-PACKAGES = ("yaml", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core", "matplotlib", "safetensors")
-
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = {  # that a command needs, by the extra of pyproject.toml that lists them; all others need those of the demo
+    "test": ("torch", "pytest", "xdist"),
+    "bench": ("torch", "rich"),
+    "demo": ("yaml", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core", "matplotlib", "safetensors"),
+}
 ARGUMENTS = "torchrun's own arguments may come first, ended by `--`; without them all processes run on this host."
-TRAINED = "Arguments of the training, as of snapshots.py, may come first, ended by `--`; the others go to the report."
+REPORT = "Trains a small GPT, unless its snapshots are in the output folder, and reports {} on it. Arguments of the "
+REPORT += "training, as of snapshots.py, may come first, ended by `--`; the others go to the report."
 DESCRIPTIONS = {
     "train": f"Trains stock Megatron-core's GPTModel with either loss. {ARGUMENTS}",
     "demo": "Trains the same model from one seed with Megatron's stock loss and with parallel_lce, and compares the "
@@ -27,42 +31,70 @@ DESCRIPTIONS = {
     "arguments. Exits with 1 if the loss curves part.",
     "snapshots": "Trains a small GPT on one GPU or CPU, and writes what its output layer sees at chosen steps. Without "
     "--config: configs/snapshots.yaml where there is a GPU, else configs/snapshots-cpu.yaml.",
-    "parity": "Trains a small GPT, unless its snapshots are in the output folder, and reports how exact "
-    f"log-probabilities are on it. {TRAINED}",
-    "gradient_filter": "Trains a small GPT, unless its snapshots are in the output folder, and reports what "
-    f"gradient_filter does on it. {TRAINED}",
+    "parity": REPORT.format("how exact log-probabilities are"),
+    "gradient_filter": REPORT.format("what gradient_filter does"),
 }
 
 
 def run(name: str, argv: list[str]) -> int:
     """Runs a command; its exit status. Raises a Refusal for a user's mistake."""
+    if name == "test":
+        os.chdir(ROOT)
+        _become([sys.executable, "-m", "pytest", "-n", "auto", "--dist", "worksteal", *argv], {})
+    first, last = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (None, argv)
+    if name == "bench":
+        return _bench(first, last)
     from training.config import DEFAULT_CONFIG, parse_command_line
     from training.start import Training
-    from training.torchrun import split_arguments, started_by_torchrun
 
-    torchrun, arguments = split_arguments(argv)
-    report, default = [], DEFAULT_CONFIG
-    if name in ("parity", "gradient_filter"):
-        torchrun, arguments, report = [], torchrun, _checked_report(name, arguments)
-    if name in ("snapshots", "parity", "gradient_filter"):
+    default, torchrun, arguments = DEFAULT_CONFIG, first or [], last
+    if reports := name in ("parity", "gradient_filter"):
+        torchrun, arguments = [], first or []
+        report = f"benchmarks.{name}"
+        _check_written(importlib.import_module(report).parse_arguments(last, f"./launch/{name}.sh"))
+    if reports or name == "snapshots":
         import torch
 
-        default = DEFAULT_CONFIG.with_name("snapshots.yaml" if torch.cuda.is_available() else "snapshots-cpu.yaml")
+        default = default.with_name("snapshots.yaml" if torch.cuda.is_available() else "snapshots-cpu.yaml")
     config = parse_command_line(DESCRIPTIONS[name], arguments, default)
+    if name == "compare":
+        return _compare(config, argv)
+    if name == "train" and "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun has started this process
+        from training.worker import run_rank
+
+        run_rank(config)
+        return 0
     training = Training(config, torchrun, ["--config", str(default), *arguments])
     if name == "demo":
         return _demo(training) or _compare(config, argv)
-    if name == "compare":
-        return _compare(config, argv)
-    if report:
-        return _report_on_snapshots(training, report)
-    if not started_by_torchrun():
-        training.prepare()
-        _become(training.command(), training.environment())
-    from training.worker import run_rank
+    if reports:
+        return _report(training, report, last)
+    training.prepare()
+    _become(training.command(), training.environment())
 
-    run_rank(config)
-    return 0
+
+def _bench(torchrun: list[str] | None, arguments: list[str]) -> NoReturn:
+    """Checks the command line once, so that no rank has to, and becomes the benchmark over ranks: by default one for
+    each GPU of this host, or two where there is none."""
+    import torch
+
+    from benchmarks.options import parse_arguments
+    from training.start import processes_of
+
+    if torchrun is None:
+        torchrun = ["--standalone", "--nproc-per-node", str(torch.cuda.device_count() or 2)]
+    nodes, here = processes_of(torchrun)
+    _check_written(parse_arguments(arguments, nodes * here, here))
+    _become_module("torch.distributed.run", *torchrun, "-m", "benchmarks", *arguments)
+
+
+def _check_written(options: Namespace) -> None:
+    """Raises a Refusal for a report's files that cannot be written."""
+    for name in ("json", "plot"):
+        if path := getattr(options, name, None):
+            check_file(f"--{name}", path)
+    if folder := getattr(options, "trace", None):
+        check_folder("--trace", folder)
 
 
 def _demo(training: "Training") -> int:
@@ -73,7 +105,7 @@ def _demo(training: "Training") -> int:
     training.prepare()
     folders = folders_of(training.config)
     for folder in folders.values():  # all before the first run: if it fails, the others' earlier results must not stay
-        remove_results(str(folder))
+        remove_results(folder)
     for name, folder in folders.items():
         if code := training.run(*RUNS[name], f"output={folder}"):
             print(f"FAILED: the run {name!r} ended with exit code {code}", file=sys.stderr)
@@ -86,47 +118,39 @@ def _demo(training: "Training") -> int:
 
 def _compare(config: "Config", argv: list[str]) -> int:
     """Prints and writes the report of finished runs; 0 if their curves agree, else 1."""
-    from training.comparison import compare
-    from training.report import description, step_table, summary_table, write_report
+    from training.comparison import compare, write_report
 
     comparison, folder = compare(config), Path(config.compare.report or config.output)
-    check_folder("compare.report", str(folder))
-    write_report(comparison, folder, config.compare.tolerance, shlex.join(["./launch/demo.sh", *argv]))
-    print("", step_table(comparison), description(comparison.runs["stock"]), summary_table(comparison), sep="\n\n")
+    check_folder("compare.report", folder)
+    print(f"\n{write_report(comparison, folder, config.compare.tolerance, shlex.join(['./launch/demo.sh', *argv]))}")
     print(f"\nreport: {folder / 'report.md'}\n{comparison.verdict}")
     return 0 if comparison.agree else 1
 
 
-def _checked_report(name: str, arguments: list[str]) -> list[str]:
-    """The report's command line without its files, checked before a training starts."""
-    options = importlib.import_module(f"{BENCHMARKS}.{name}").parse_arguments(arguments, f"./launch/{name}.sh")
-    for written in ("json", "plot"):
-        if path := getattr(options, written, None):
-            check_file(f"--{written}", path)
-    return [f"{BENCHMARKS}.{name}", *arguments]
-
-
-def _report_on_snapshots(training: "Training", report: list[str]) -> int:
-    """Trains unless that is done, then becomes the report."""
+def _report(training: "Training", module: str, options: list[str]) -> int:
+    """Trains unless that is done, then becomes the report on the snapshots."""
     from training.results import is_trained, snapshots_in
 
     if not is_trained(training.config):
         training.prepare()
         if code := training.run():
             return code
-    module, *options = report
-    # No file in the user's folder stands in for a module of the report.
-    command = [sys.executable, "-P", "-m", module, *map(str, snapshots_in(training.config.output)), *options]
-    _become(command, os.environ | {"PYTHONSAFEPATH": "1"})
+    _become_module(module, *map(str, snapshots_in(training.config.output)), *options)
+
+
+def _become_module(name: str, *arguments: str) -> NoReturn:
+    # No file in the user's folder stands in for a module: neither here nor in what is started from here.
+    _become([sys.executable, "-P", "-m", name, *arguments], {"PYTHONSAFEPATH": "1"})
 
 
 def _become(command: list[str], environment: dict[str, str]) -> NoReturn:
-    os.execve(command[0], command, environment)
+    os.execve(command[0], command, os.environ | environment)
 
 
 def main(name: str, argv: list[str]) -> NoReturn:
-    require(*PACKAGES)
     try:
+        extra = name if name in PACKAGES else "demo"
+        check_packages(extra, PACKAGES[extra])
         sys.exit(run(name, argv))
     except Refusal as refusal:
         fail(str(refusal))

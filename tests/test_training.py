@@ -1,30 +1,40 @@
-"""The training program under launch/: its batches, its layouts, its verdict."""
+"""The training program under launch/: its batches, its layouts, its snapshots, its verdict."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import os
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("megatron.core", reason="needs the training program's packages")
 pytest.importorskip("tokenizers", reason="needs the training program's packages")
 
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from safetensors.torch import load_file
+
 import program  # of launch/
+import training
+from parallel_lce.megatron import LogitsWarning
+from training.attention import CausalAttention
 from training.batches import Batches, split
 from training.comparison import compare
 from training.config import DEFAULT_CONFIG, ROOT, Config, TrainConfig, load_config
 from training.refusal import Refusal
-from training.results import remove_results
+from training.results import is_trained, read_metrics, remove_results, snapshots_in
 from training.step import learning_rate
-from training.text import Text, by_frequency
+from training.text import Text, by_frequency, load_text
 from training.worker import run_rank, share_done
 
 TIMEOUT = 300
@@ -69,15 +79,12 @@ def test_a_text_by_frequency():
     assert (found.tokens[text.tokens == 4] == found.end_of_document).all()
 
 
-def test_the_nearer_limit_ends_the_training():
+def test_the_nearer_limit_ends_the_training_and_the_learning_rate_rises_then_falls():
     def done(step: int, seconds: float, **limits) -> float:
         return share_done(TrainConfig.model_construct(**({"steps": None, "minutes": None} | limits)), step, seconds)
 
     assert done(5, 12.0, steps=10, minutes=2) == 0.5 and done(1, 90.0, steps=10, minutes=2) == 0.75
     assert done(10**6, 15.0, minutes=0.5) == 0.5 and done(6, 1e9, steps=12) == 0.5
-
-
-def test_the_learning_rate_rises_then_falls():
     train = TrainConfig.model_construct(learning_rate=3.0, warmup_steps=3, last_rate=0.1)
     assert [learning_rate(train, step, 0.0) for step in range(5)] == [0.75, 1.5, 2.25, 3.0, 3.0]
     assert learning_rate(train, 99, 0.5) == pytest.approx(1.65) and learning_rate(train, 99, 1.0) == pytest.approx(0.3)
@@ -85,11 +92,6 @@ def test_the_learning_rate_rises_then_falls():
 
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
 def test_attention_is_causal_softmax(kv_heads):
-    from megatron.core.transformer.enums import AttnMaskType
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from training.attention import CausalAttention
-
     config = TransformerConfig(num_layers=1, hidden_size=48, num_attention_heads=6, attention_dropout=0.0)
     attention = CausalAttention(config, 1, AttnMaskType.causal, "self")
     torch.manual_seed(0)
@@ -102,69 +104,80 @@ def test_attention_is_causal_softmax(kv_heads):
 
 
 def test_the_program_silences_megatrons_remarks_alone():
-    code = """
-import warnings, training.worker
-from parallel_lce.megatron import LogitsWarning
-for category in (UserWarning, LogitsWarning):
-    warnings.warn_explicit(category.__name__, category, 'file', 1, module='megatron.core.models')
-"""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "launch")))}
-    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert "file:1: LogitsWarning: LogitsWarning" in said.stderr and "UserWarning" not in said.stderr
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        importlib.reload(training)  # its filters are those of the program
+        for category in (UserWarning, LogitsWarning):
+            warnings.warn_explicit(category.__name__, category, "file", 1, module="megatron.core.models")
+    assert [each.category for each in said] == [LogitsWarning]
 
 
 # --- trainings ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def train(tmp_path_factory):
-    """``train(folder, *overrides, nodes=1)``: the metrics of a tiny training on CPUs through torchrun."""
-    work = tmp_path_factory.mktemp("training")
-    (work / "signal.py").write_text("raise SystemExit('Python has another one')")
-    (work / "text.txt").write_text(" ".join(f"{i} times {i % 7} is {i * (i % 7)}," for i in range(4000)))
-    settings = """--text text.txt train.steps=4 train.sequence=16 train.micro_batch=2 train.learning_rate=0.01
-        train.warmup_steps=1 model.hidden=32 model.tie_embeddings=true text.vocab_size=300 parallel.tensor=1
-        parallel.device=cpu memory.micro_batch=null save_weights=false""".split()
+SMALL = """train.sequence=16 train.micro_batch=2 train.learning_rate=0.01 train.warmup_steps=1 model.hidden=32
+    text.vocab_size=300 parallel.tensor=1 parallel.device=cpu memory.micro_batch=null""".split()
 
-    def run(folder: str | Path, *overrides: str, nodes: int = 1) -> dict:
-        arguments = [*settings, f"text.cache={work / 'cache'}", f"output={work / folder}", *overrides]
-        starts = [[]]
-        if nodes > 1:
-            with socket.socket() as listener:
-                listener.bind(("localhost", 0))
-                port = listener.getsockname()[1]
-            torchrun = [f"--nnodes={nodes}", "--master-addr=localhost", f"--master-port={port}", "--nproc-per-node=1"]
-            starts = [[*torchrun, f"--node-rank={node}", "--"] for node in range(nodes)]
-        command = [sys.executable, str(ROOT / "launch" / "program.py"), "train"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory) -> Path:
+    """A folder with a text, and the user's own file, called like a module of Python's."""
+    folder = tmp_path_factory.mktemp("training")
+    (folder / "signal.py").write_text("raise SystemExit('Python has another one')")
+    (folder / "text.txt").write_text(" ".join(f"{i} times {i % 7} is {i * (i % 7)}," for i in range(4000)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def start(work):
+    """``start(command, *arguments)``: runs a program of launch/, on each of several hosts where torchrun's arguments
+    are lists. What it says."""
+
+    def run(command: str, *arguments: str, nodes: tuple[list[str], ...] = ([],)) -> str:
+        own = [f"--text={work / 'text.txt'}", f"text.cache={work / 'cache'}", *SMALL, *arguments]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": work, "env": environment}
-        processes = [subprocess.Popen([*command, *start, *arguments], **pipes) for start in starts]
+        program = [sys.executable, *f"{ROOT / 'launch'}/{command}".split()]
+        processes = [subprocess.Popen([*program, *node, *own], **pipes) for node in nodes]
         try:
             outputs = [process.communicate(timeout=TIMEOUT)[0] for process in processes]
         finally:
             for process in processes:
                 process.kill()
-        assert [process.returncode for process in processes] == [0] * nodes, "\n".join(outputs)
-        return json.loads((work / folder / "metrics.json").read_text())
+        assert [process.returncode for process in processes] == [0] * len(nodes), "\n".join(outputs)
+        return outputs[0]
 
     return run
 
 
-def test_losses_are_those_of_one_process_with_the_stock_loss(train, tmp_path):
-    for name in ("weights-1.pt", "metrics.json"):  # of an earlier run of more ranks
-        (tmp_path / name).touch()
-    alone = train(tmp_path, "train.micro_batches=4", "loss.impl=stock", "save_weights=true")["losses"]
+@pytest.fixture
+def train(start, tmp_path):
+    """``train(*overrides, nodes=1)``: the metrics of a training on CPUs."""
+
+    def run(*overrides: str, nodes: int = 1) -> dict:
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            port = listener.getsockname()[1]
+        torchrun = [f"--nnodes={nodes}", "--master-addr=localhost", f"--master-port={port}", "--nproc-per-node=1"]
+        starts = [[*torchrun, f"--node-rank={node}", "--"] for node in range(nodes)] if nodes > 1 else [[]]
+        settings = ["train.steps=4", "model.tie_embeddings=true", f"output={tmp_path / 'out'}", *overrides]
+        start("program.py train", *settings, nodes=tuple(starts))
+        return json.loads((tmp_path / "out" / "metrics.json").read_text())
+
+    return run
+
+
+def test_losses_are_those_of_one_process_with_the_stock_loss(train):
+    alone = train("train.micro_batches=4", "loss.impl=stock")["losses"]
     assert alone[-1] < alone[0] - 0.1  # it learns
-    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "metrics.json", "weights-0.pt"}
     layout = ["parallel.data=2", "train.micro_batches=2", "parallel.distributed_optimizer=true"]
-    assert train("two", *layout, nodes=2)["losses"] == pytest.approx(alone, abs=1e-5)
+    assert train(*layout, nodes=2)["losses"] == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.slow
 def test_losses_on_two_pipeline_stages_are_those_of_stock(train):
     layout = ["parallel.pipeline=2", "train.micro_batches=4", "model.recompute=true"]
-    stock, ours = (train(impl, *layout, f"loss.impl={impl}")["losses"] for impl in ("stock", "parallel_lce"))
+    stock, ours = (train(*layout, f"loss.impl={impl}")["losses"] for impl in ("stock", "parallel_lce"))
     assert stock[-1] < stock[0] - 0.1 and ours == pytest.approx(stock, abs=1e-5)
 
 
@@ -172,7 +185,7 @@ def test_losses_on_two_pipeline_stages_are_those_of_stock(train):
 def test_an_ordered_vocabulary_with_filtered_gradients_learns(train):
     overrides = ["train.micro_batches=4", "train.held_out_samples=4", "memory.micro_batch=2"]
     overrides += ["model.order_vocabulary=true", "parallel.tensor=2", "loss.gradient_filter=0.0001"]
-    metrics = train("ordered", *overrides)
+    metrics = train(*overrides)
     assert metrics["losses"][-1] < metrics["losses"][0] - 0.5 and metrics["loss_peak_bytes"] > 0
     assert metrics["held_out_loss"] < metrics["losses"][0] - 0.5
 
@@ -183,15 +196,128 @@ def test_another_number_of_processes_is_refused(monkeypatch):
         run_rank(load_config(DEFAULT_CONFIG, ["parallel.data=2"]))
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.args")), ids=lambda path: path.stem)
+def test_megatrons_arguments_describe_the_configuration_beside_them(path):
+    """One flag on a line, and whole lines of comments, which `grep -v '^#'` takes away."""
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    assert all(line.startswith("--") and line.count(" ") <= 1 for line in lines), lines
+    flags = dict((*line.split(" "), None)[:2] for line in lines)
+    assert len(flags) == len(lines), "a flag is given twice"
+    config = load_config(path.with_suffix(".yaml"), [])
+    model, train, parallel = config.model, config.train, config.parallel
+    own_head_dim = model.head_dim * model.heads != model.hidden
+    numbers = {
+        "--num-layers": model.layers,
+        "--hidden-size": model.hidden,
+        "--ffn-hidden-size": model.ffn_hidden,
+        "--num-attention-heads": model.heads,
+        "--num-query-groups": model.kv_heads,
+        "--vocab-size": model.vocab_size - 1,  # NullTokenizer adds one
+        "--rotary-base": model.rotary_base,
+        "--seq-length": train.sequence,
+        "--max-position-embeddings": train.sequence,
+        "--micro-batch-size": train.micro_batch,
+        "--global-batch-size": train.micro_batch * train.micro_batches * parallel.data,
+        "--train-iters": train.steps,
+        "--lr": train.learning_rate,
+        "--lr-warmup-iters": train.warmup_steps,
+        "--weight-decay": train.weight_decay,
+        "--clip-grad": train.clip_grad,
+        "--seed": train.seed,
+        "--tensor-model-parallel-size": parallel.tensor,
+        "--pipeline-model-parallel-size": parallel.pipeline,
+        **({"--kv-channels": model.head_dim} if own_head_dim else {}),
+    }
+    assert {name: float(flags[name]) for name in numbers} == numbers
+    switches = {
+        "--untie-embeddings-and-output-weights": not model.tie_embeddings,
+        "--kv-channels": own_head_dim,
+        "--sequence-parallel": parallel.sequence,
+        "--use-distributed-optimizer": parallel.distributed_optimizer,
+        "--overlap-grad-reduce": parallel.overlap_grad_reduce,
+        "--recompute-granularity": model.recompute,
+        "--cross-entropy-loss-fusion": True,
+        "--mock-data": True,
+    }
+    assert {name: name in flags for name in switches} == switches
+    assert flags["--cross-entropy-fusion-impl"] == "parallel_lce"
+
+
+# --- snapshots ----------------------------------------------------------------------------------------
+
+CPU = ROOT / "configs" / "snapshots-cpu.yaml"
+
+
+@pytest.fixture(scope="module")
+def trained(start, work):
+    """``trained(*overrides)``: the configuration of a training that launch/snapshots.py has done, and its arguments."""
+    own = ["train.steps=30", "train.sequence=24", "train.micro_batch=8", "snapshots.steps=[4,8,40]"]
+    own += ["snapshots.tokens=120", f"output={work / 'snapshots'}"]
+    said = start("snapshots.py", *own)
+    assert "300 of the 300 entries of the vocabulary stand for text" in said
+    own = [*SMALL, f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *own]
+    return lambda *overrides: (load_config(CPU, [*own, *overrides]), [*own, *overrides])
+
+
+def test_snapshots_are_what_the_output_layer_sees(trained):
+    config, _ = trained()
+    metrics, files = read_metrics(Path(config.output)), snapshots_in(config.output)
+    assert [path.stem for path in files] == ["step-4", "step-8", "step-30"] and len(metrics.losses) == 30
+    held_out, _ = split(load_text(config.text), 24, 5)
+    losses = []
+    for path in files:
+        tensors = load_file(path)
+        hidden, weight, target = (tensors.pop(name) for name in ("hidden", "weight", "target"))
+        assert not tensors and (hidden.dtype, weight.dtype, target.dtype) == (torch.bfloat16,) * 2 + (torch.int64,)
+        assert hidden.shape == (120, 32) and weight.shape == (384, 32)  # rows are padded
+        assert torch.equal(target, held_out[:, 1:].flatten())
+        losses.append(F.cross_entropy(hidden.double() @ weight.double().T, target).item())
+    assert math.log(384) > losses[0] > losses[1] > losses[2]  # it learns
+    assert metrics.held_out_loss == pytest.approx(losses[2], rel=2e-3)  # there without rounding to bf16
+
+
+def test_a_training_is_known_again(trained):
+    config, _ = trained()
+    assert is_trained(config) and is_trained(trained("text.cache=elsewhere")[0])
+    assert not is_trained(trained("output=elsewhere")[0])
+    with pytest.raises(Refusal, match="has snapshots of another configuration: give another output="):
+        is_trained(trained("train.seed=7")[0])
+    with pytest.raises(Refusal, match="snapshots=None: the report needs some"):
+        is_trained(trained("snapshots=null")[0])
+    folder = Path(config.output)
+    for name in ("step-8.safetensors", "metrics.json"):  # the latter is missing after a training that was interrupted
+        (folder / name).rename(folder / "away")
+        assert not is_trained(config)
+        (folder / "away").rename(folder / name)
+    assert is_trained(config)
+
+
+@pytest.mark.parametrize("name", ["parity", "gradient_filter"])
+def test_a_report_is_given_the_snapshots(name, trained, tmp_path, monkeypatch):
+    started, (config, arguments) = [], trained()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "execve", lambda path, command, environment: started.append(command))
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("nothing is to be trained"))
+    program.run(name, [*arguments, "--", "--device", "cpu"])
+    files = map(str, snapshots_in(config.output))
+    assert started == [[sys.executable, "-P", "-m", f"benchmarks.{name}", *files, "--device", "cpu"]]
+    _, arguments = trained("snapshots.tokens=96000", f"output={tmp_path}")
+    with pytest.raises(Refusal, match=r"text.txt has \d+ tokens, fewer than the 100025 of the samples"):
+        program.run(name, [*arguments, "--"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # configs/snapshots.yaml is for GPUs
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(Refusal, match="parallel.device=cuda needs a GPU"):
+        program.run("snapshots", [f"output={tmp_path}"])
+
+
 # --- the comparison -----------------------------------------------------------------------------------
 
 METRICS = {
-    **load_config(DEFAULT_CONFIG, []).model_dump(mode="json", include={"model", "train", "loss", "parallel", "memory"}),
+    "config": load_config(DEFAULT_CONFIG, []).model_dump(mode="json"),
     "device": "a device",
     "hosts": 1,
     "backend": "gloo",
     "versions": {"torch": "2"},
-    "padded_vocab_size": 16384,
     "text": "a text",
     "median_step_seconds": 2,
     "step_peak_bytes": None,
@@ -201,22 +327,13 @@ METRICS = {
 
 
 def _finished(folder: Path, **losses: list[float]) -> Config:
-    """A configuration whose runs left these losses, and the same weights."""
+    """A configuration whose runs left these losses."""
     for name, values in losses.items():
         run = folder / name.replace("_reversed", "-reversed")
         run.mkdir()
         (run / "metrics.json").write_text(json.dumps({**METRICS, "losses": values, "step_seconds": values}))
-        for rank in range(2):
-            torch.save({"a": torch.ones(2, 3), "b": torch.zeros(4)}, run / f"weights-{rank}.pt")
     yardstick = "stock_reversed" in losses
     return load_config(DEFAULT_CONFIG, [f"output={folder}", f"compare.yardstick={yardstick}"])
-
-
-def _refusal(config: Config) -> str:
-    with pytest.raises(Refusal) as refused:
-        compare(config)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 REVERSED = [3.1, 2.05]  # 0.1 at most, 0.075 in the mean
@@ -258,14 +375,11 @@ def test_the_report(last, status, tmp_path, capsys):
     ("changed", "words"),
     [
         ({"losses": [3.0]}, "the runs have 2 steps (stock) and 1 (parallel_lce)"),
-        (
-            {"losses": [], "versions": None},
-            "results of a run: versions=None: input should be an object; losses=[]: list",
-        ),
-        ({"parallel": {"tensor": 1}}, "the runs differ in parallel.tensor: 2 (stock) and 1 (parallel_lce)"),
-        ({"model": {"layers": 2, "hidden": 512, "heads": 4}}, "the runs differ in model.hidden: 256 (stock) and 512"),
-        ({"memory": {}}, "the runs differ in memory.micro_batch: 32 (stock) and None (parallel_lce)"),
-        (b"\xff", "holds no results of a run: invalid JSON: "),
+        ({"losses": [], "versions": None}, "results of a run: versions=None: input should be an object; losses=[]: li"),
+        ({"parallel.tensor": 1}, "the runs differ in parallel.tensor: 2 (stock) and 1 (parallel_lce)"),
+        ({"model.hidden": 512}, "the runs differ in model.hidden: 256 (stock) and 512"),
+        ({"memory.micro_batch": None}, "the runs differ in memory.micro_batch: 32 (stock) and None (parallel_lce)"),
+        (b"\xff", "holds no results of a run: Invalid JSON: "),
         (None, "no results of a run at "),
     ],
     ids=str,
@@ -273,84 +387,60 @@ def test_the_report(last, status, tmp_path, capsys):
 def test_runs_that_do_not_fit_are_refused(changed, words, tmp_path):
     config = _finished(tmp_path, stock=[3.0, 2.0], parallel_lce=[3.0, 2.0])
     path = tmp_path / "parallel_lce" / "metrics.json"
-    run = json.loads(path.read_text())
-    run["train"]["reverse_samples"], run["parallel"]["timeout_seconds"], run["hosts"] = True, 7, 2
+    run = json.loads(path.read_text()) | {"hosts": 2}
+    run["config"]["train"]["reverse_samples"], run["config"]["parallel"]["timeout_seconds"] = True, 7
     path.write_text(json.dumps(run))
     assert compare(config).agree  # in these the runs may differ
-    if isinstance(changed, dict):
-        path.write_text(json.dumps(run | changed))
-    elif changed is None:
-        path.unlink()
-    else:
+    path.unlink()
+    for key, value in changed.items() if isinstance(changed, dict) else ():
+        section, _, name = key.rpartition(".")
+        (run["config"][section] if section else run)[name] = value
+        path.write_text(json.dumps(run))
+    if isinstance(changed, bytes):
         path.write_bytes(changed)
-    assert words in _refusal(config)
-
-
-def test_the_weights_that_differ_most_are_named(tmp_path):
-    config = _finished(tmp_path, stock=[3.0], parallel_lce=[3.0])
-    torch.save({"a": torch.ones(2, 3), "b": torch.full((4,), 0.25)}, tmp_path / "parallel_lce" / "weights-1.pt")
-    assert compare(config).weights == ("b (weights-1)", 0.25)
-    torch.save({"a": torch.full((2, 3), math.nan), "b": torch.ones(4)}, tmp_path / "parallel_lce" / "weights-0.pt")
-    assert compare(config).weights[0] == "a (weights-0)"
-    (tmp_path / "parallel_lce" / "weights-1.pt").write_bytes(b"some text")
-    assert "weights-1.pt cannot be read as weights" in _refusal(config)
-    for rank in range(2):
-        (tmp_path / "stock" / f"weights-{rank}.pt").unlink()
-    assert "no weights in" in _refusal(config)
+    with pytest.raises(Refusal) as refused:
+        compare(config)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_results_of_an_earlier_run_are_removed(tmp_path):
-    kept = ["config.yaml", "weights-best.pt", "weights-0.txt", "step-last.safetensors"]
-    for name in [*kept, "metrics.json", "weights-0.pt", "weights-11.pt", "step-5.safetensors"]:
+    kept = ["config.yaml", "step-last.safetensors"]
+    for name in [*kept, "metrics.json", "step-5.safetensors", "step-11.safetensors"]:
         (tmp_path / name).touch()
-    remove_results(str(tmp_path))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+    remove_results(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
     (tmp_path / "metrics.json").mkdir()
     with pytest.raises(Refusal, match=r"metrics\.json cannot be removed: "):
-        remove_results(str(tmp_path))
+        remove_results(tmp_path)
     other = tmp_path / "other" / "step-5.safetensors"  # without a configuration beside it
     other.parent.mkdir()
     other.touch()
     with pytest.raises(Refusal, match=r"step-5.safetensors is of no training that this program knows of"):
-        remove_results(str(other.parent))
+        remove_results(other.parent)
     assert other.exists()
 
 
 # --- the demo -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def demo(tmp_path, monkeypatch):
-    """``demo(code, *arguments)``: runs the demo, whose trainings end with this code. Its exit status, and the
-    commands of the trainings."""
-    (tmp_path / "text").write_text("a few words " * 500)
-    given = ["--text", str(tmp_path / "text"), f"text.cache={tmp_path / 'cache'}", "text.vocab_size=300"]
-    given += ["parallel.device=cpu", "train.sequence=16", f"output={tmp_path}/o #1"]
-
-    def start(code: int, *arguments: str) -> tuple[int, list[list[str]]]:
-        commands = []
-        ended = subprocess.CompletedProcess([], code)
+def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys):
+    for name in ("stock", "parallel_lce"):  # results of an earlier one, which must not stay
+        (tmp_path / "o #1" / name).mkdir(parents=True)
+        (tmp_path / "o #1" / name / "metrics.json").touch()
+    given = ["--text", str(work / "text.txt"), f"text.cache={work / 'cache'}", *SMALL, "parallel.tensor=2"]
+    hosts = ["--nnodes=2", "--nproc-per-node=1"]
+    for code, torchrun, status, words in (
+        (3, [], 1, "FAILED: the run 'stock' ended with exit code 3"),
+        (0, [], 2, "error: no results of a run at "),
+        (0, [*hosts, "--"], 0, "another host has the results"),
+    ):
+        commands, ended = [], subprocess.CompletedProcess([], code)
         monkeypatch.setattr(subprocess, "run", lambda command, env: commands.append(command) or ended)
         with pytest.raises(SystemExit) as exit:
-            program.main("demo", [*arguments, *given])
-        return exit.value.code, commands
-
-    return start
-
-
-def test_the_demo_without_results(demo, capsys):
-    assert demo(0)[0] == 2 and "error: no results of a run at " in capsys.readouterr().err
-    status, commands = demo(0, "--nnodes=2", "--nproc-per-node=1", "--")
-    assert status == 0 and "another host has the results" in capsys.readouterr().out
-    assert [command[4:6] for command in commands] == [["--nnodes=2", "--nproc-per-node=1"]] * 2
-
-
-def test_a_demo_that_fails_leaves_no_results_of_an_earlier_one(demo, tmp_path, capsys):
-    for name in ("stock", "parallel_lce"):
-        (tmp_path / "o #1" / name).mkdir(parents=True)
-        (tmp_path / "o #1" / name / "weights-7.pt").touch()
-    status, (command,) = demo(3)
-    assert status == 1 and "FAILED: the run 'stock' ended with exit code 3" in capsys.readouterr().err
-    assert not [*tmp_path.glob("o #1/*/*")]
-    assert command[1:4] == ["-P", "-m", "torch.distributed.run"]
-    assert command[-3:] == ["loss.impl=stock", "train.reverse_samples=false", f"output={tmp_path / 'o #1' / 'stock'}"]
+            program.main("demo", [*torchrun, *given, f"output={tmp_path}/o #1"])
+        assert exit.value.code == status and words in "".join(capsys.readouterr())
+        assert not [*tmp_path.glob("o #1/*/*")]
+        assert len(commands) == (1 if code else 2) and commands[0][1:4] == ["-P", "-m", "torch.distributed.run"]
+        folder = tmp_path / "o #1" / "stock"
+        assert commands[0][-3:] == ["loss.impl=stock", "train.reverse_samples=false", f"output={folder}"]
+    assert [command[4:6] for command in commands] == [hosts] * 2

@@ -4,6 +4,8 @@ collectives."""
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -240,6 +242,16 @@ def call(arguments: dict, function=parallel_lce.linear_cross_entropy):
     arguments = dict(arguments)
     positional = [arguments.pop(name) for name in ("input", "linear_weight", "target")]
     return function(*positional, **arguments)
+
+
+def ran(*command: object, timeout: float = 300, **options) -> subprocess.CompletedProcess:
+    """The end of a command on CPUs, whose environment has nothing of a launcher or of the user's shell, but that of
+    ``env``."""
+    unset = ("PYTHONPATH", "PYTHONHOME", "PYTHON", "CDPATH", "RANK", "WORLD_SIZE", "TRITON_INTERPRET")
+    environment = {k: v for k, v in os.environ.items() if k not in unset}
+    environment |= {"PARALLEL_LCE_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    options["env"] = environment | options.get("env", {})
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=timeout, **options)
 
 
 def words_of_error(use) -> str:

@@ -11,7 +11,7 @@ from training.text import Text
 
 @dataclass
 class Batch:
-    """One micro batch: `b` samples of `s` tokens. Every tensor-parallel rank holds all of it."""
+    """One micro batch of `b` samples of `s` tokens, the same on every tensor-parallel rank."""
 
     tokens: torch.Tensor  # [b, s] int64
     labels: torch.Tensor  # [b, s] int64, the next tokens
@@ -32,17 +32,12 @@ class Batches:
     def of_rank(self, step: int, data_rank: int, data_size: int) -> list[Batch]:
         """The micro batches of one data-parallel rank: its share of the step's samples."""
         config = self.config
-        samples = self._samples(step, data_size * config.micro_batches * config.micro_batch)
+        samples = self.samples(step, data_size * config.micro_batches * config.micro_batch)
         if config.reverse_samples:
             samples = samples.flip(0)
-        mine = samples.view(data_size, config.micro_batches, config.micro_batch, -1)[data_rank]
-        return [self.batch_of(part) for part in mine]
+        return [self.batch_of(part) for part in samples.chunk(data_size)[data_rank].split(config.micro_batch)]
 
-    def __call__(self, step: int, samples: int) -> Batch:
-        """One batch of `samples` samples for step `step`."""
-        return self.batch_of(self._samples(step, samples))
-
-    def _samples(self, step: int, samples: int) -> torch.Tensor:
+    def samples(self, step: int, samples: int) -> torch.Tensor:
         """[samples, s + 1]"""
         stream, sequence = torch.from_numpy(self.text.tokens), self.config.sequence
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + step)

@@ -1,4 +1,4 @@
-"""Finished runs side by side: whether the loss curves of stock and parallel_lce agree.
+"""Finished runs side by side: whether the loss curves of stock and parallel_lce agree, and the report.
 
 Without a yardstick (fp32), the losses of the two may differ by at most `compare.tolerance` at any step.
 
@@ -11,12 +11,12 @@ yardstick's. One fp32 rounding of the loss is always allowed, since over a few s
 import math
 from pathlib import Path
 
-import torch
+from matplotlib.figure import Figure
 from pydantic import BaseModel, ConfigDict
 
 from training.config import Config
 from training.refusal import Refusal
-from training.results import Metrics, read_metrics, weights_in
+from training.results import Metrics, read_metrics
 
 # Each run's folder under the output, and the overrides that tell the run from the others.
 RUNS = {
@@ -24,9 +24,11 @@ RUNS = {
     "parallel_lce": ["loss.impl=parallel_lce", "train.reverse_samples=false"],
     "stock-reversed": ["loss.impl=stock", "train.reverse_samples=true"],
 }
+COLOURS = {"stock": "#9aa5b1", "parallel_lce": "#c2410c", "stock-reversed": "#2563a8"}
 # What the runs must share, since the report shows that of one run, and settings in which they may differ nevertheless.
 SHARED = {"model", "train", "parallel", "memory"}
 FREE = {"train": {"reverse_samples"}, "parallel": {"device", "timeout_seconds"}}
+MOST_ROWS = 40  # of the table of steps
 
 
 class Comparison(BaseModel):
@@ -37,7 +39,6 @@ class Comparison(BaseModel):
     agree: bool
     verdict: str  # one line
     differences: dict[str, list[float]]  # of each other run: of its losses from stock's, by step
-    weights: tuple[str, float] | None  # the parameter that differs most after training, and its largest difference
     runs: dict[str, Metrics]  # by the names of RUNS
 
 
@@ -48,20 +49,18 @@ def folders_of(config: Config) -> dict[str, Path]:
 
 
 def compare(config: Config) -> Comparison:
-    """Reads the results of the runs under `config.output`.
-
-    Raises a Refusal if results are missing, or if the runs have different settings or lengths.
-    """
-    folders = folders_of(config)
-    runs = {name: read_metrics(folder) for name, folder in folders.items()}
-    stock = runs.pop("stock")
+    """Reads the results of the runs under `config.output`. Raises a Refusal if results are missing, or if the runs have
+    different settings or lengths."""
+    allowed, runs = config.compare, {name: read_metrics(folder) for name, folder in folders_of(config).items()}
+    stock, differences = runs["stock"], {}
     for name, run in runs.items():
-        _check_same_settings(stock, name, run)
-    differences = {name: [abs(x - y) for x, y in zip(stock.losses, run.losses)] for name, run in runs.items()}
+        if run is not stock:
+            _check_same_settings(stock, name, run)
+            differences[name] = [abs(x - y) for x, y in zip(stock.losses, run.losses)]
     mean, largest = mean_and_largest(differences["parallel_lce"])
     if "stock-reversed" in differences:
-        (their_mean, their_largest), factor = mean_and_largest(differences["stock-reversed"]), config.compare.factor
-        rounding = max(stock.losses) * 2**-23
+        their_mean, their_largest = mean_and_largest(differences["stock-reversed"])
+        factor, rounding = allowed.factor, max(stock.losses) * 2**-23
         # Both are false for a NaN.
         agree = mean <= factor * their_mean + rounding and largest <= factor * their_largest + rounding
         words = (
@@ -69,13 +68,10 @@ def compare(config: Config) -> Comparison:
             f"reversed by {their_mean:.1e} and {their_largest:.1e}; {factor:g} times that is allowed"
         )
     else:
-        agree = largest <= config.compare.tolerance
-        words = f"they differ by at most {largest:.1e}; {config.compare.tolerance:.0e} is allowed"
+        agree = largest <= allowed.tolerance
+        words = f"they differ by at most {largest:.1e}; {allowed.tolerance:.0e} is allowed"
     verdict = f"{'The loss curves agree' if agree else 'FAILED: the loss curves part'}: {words}."
-    weights = _largest_weight_difference(folders["stock"], folders["parallel_lce"]) if config.save_weights else None
-    return Comparison(
-        agree=agree, verdict=verdict, differences=differences, weights=weights, runs={"stock": stock} | runs
-    )
+    return Comparison(agree=agree, verdict=verdict, differences=differences, runs=runs)
 
 
 def mean_and_largest(differences: list[float]) -> tuple[float, float]:
@@ -87,28 +83,109 @@ def mean_and_largest(differences: list[float]) -> tuple[float, float]:
 def _check_same_settings(stock: Metrics, name: str, run: Metrics) -> None:
     if len(run.losses) != len(stock.losses):  # a missing step must not pass
         raise Refusal(f"the runs have {len(stock.losses)} steps (stock) and {len(run.losses)} ({name})")
-    theirs, mine = (each.model_dump(include=SHARED, exclude=FREE) for each in (stock, run))
+    theirs, mine = (each.config.model_dump(include=SHARED, exclude=FREE) for each in (stock, run))
     for section, values in theirs.items():
         for key, value in values.items():
             if value != mine[section][key]:
                 raise Refusal(f"the runs differ in {section}.{key}: {value} (stock) and {mine[section][key]} ({name})")
 
 
-def _largest_weight_difference(stock: Path, ours: Path) -> tuple[str, float]:
-    """The parameter that differs most after training, over all ranks that left theirs here, and by how much."""
-    files = [path.name for path in weights_in(stock)]
-    if not files:
-        raise Refusal(f"no weights in {stock}")
-    differences = {}
-    for file in files:
-        theirs, mine = _read_weights(stock / file), _read_weights(ours / file)
-        for name, weight in theirs.items():
-            differences[f"{name} ({Path(file).stem})"] = (weight - mine[name]).abs().max().item()
-    return max(differences.items(), key=lambda item: math.inf if math.isnan(item[1]) else item[1])
+# --- the report ------------------------------------------------------------------------------------
 
 
-def _read_weights(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file may raise anything
-        raise Refusal(f"{path} cannot be read as weights: {type(error).__name__}") from None
+def write_report(comparison: Comparison, folder: Path, tolerance: float, command: str) -> str:
+    """Writes report.md, report.png and report.json, which `command` makes again. Returns what the terminal shows."""
+    run, summary = comparison.runs["stock"], _summary_table(comparison)
+    settings = "\n".join(
+        f"- {section}: " + ", ".join(f"{key}={value}" for key, value in getattr(run.config, section))
+        for section in ("model", "train", "parallel")
+    )
+    (folder / "report.md").write_text(f"""# Training with Megatron's loss and with parallel_lce
+
+{comparison.verdict}
+
+![loss curves and differences](report.png)
+
+{summary}
+
+- {_description(run)}
+{settings}
+
+Made by
+
+```bash
+{command}
+```
+""")
+    (folder / "report.json").write_text(comparison.model_dump_json(indent=1) + "\n")
+    _draw(comparison, tolerance, folder / "report.png")
+    return f"{_step_table(comparison)}\n\n{_description(run)}\n\n{summary}"
+
+
+def _step_table(comparison: Comparison) -> str:
+    stock, ours = comparison.runs["stock"], comparison.runs["parallel_lce"]
+    rows = [["step", "stock loss", "parallel_lce loss", *(f"difference of {name}" for name in comparison.differences)]]
+    for step in range(0, len(stock.losses), -(-len(stock.losses) // MOST_ROWS)):
+        losses = (f"{run.losses[step]:.6f}" for run in (stock, ours))
+        rows.append([str(step), *losses, *(f"{each[step]:.1e}" for each in comparison.differences.values())])
+    return _table(rows)
+
+
+def _summary_table(comparison: Comparison) -> str:
+    """A column for each run. Rows that no run has are left out."""
+    runs, config = list(comparison.runs.values()), comparison.runs["stock"].config
+    train = config.train
+    tokens = train.micro_batch * train.micro_batches * config.parallel.data * train.sequence
+    measured = (config.memory.micro_batch or 0) * train.sequence
+    distances = [(None, None), *map(mean_and_largest, comparison.differences.values())]
+    rows = [
+        ("final loss", ".6f", [run.losses[-1] for run in runs]),
+        ("held-out loss", ".6f", [run.held_out_loss for run in runs]),
+        ("difference from stock's losses, mean", ".2e", [mean for mean, _ in distances]),
+        ("difference from stock's losses, largest", ".2e", [largest for _, largest in distances]),
+        (f"step of {tokens} tokens, median, ms", ".1f", [1e3 * run.median_step_seconds for run in runs]),
+        ("peak memory of a step, MiB per rank", ".1f", [_mib(run.step_peak_bytes) for run in runs]),
+        (f"peak memory of the loss, measured at {measured} tokens, MiB per rank", ".1f",
+         [_mib(run.loss_peak_bytes) for run in runs]),
+    ]  # fmt: skip
+    texts = [[name, *("" if value is None else format(value, form) for value in values)] for name, form, values in rows]
+    return _table([["", *comparison.runs], *(row for row in texts if any(row[1:]))])
+
+
+def _table(rows: list[list[str]]) -> str:
+    """In Markdown, the first column aligned to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    rows.insert(1, ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])])
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _mib(size: int | None) -> float | None:
+    return None if size is None else size / 2**20
+
+
+def _description(run: Metrics) -> str:
+    parallel, versions = run.config.parallel, ", ".join(f"{name} {version}" for name, version in run.versions.items())
+    sequence = " with sequence parallelism" if parallel.sequence and parallel.tensor > 1 else ""
+    return (
+        f"TP={parallel.tensor}{sequence}, PP={parallel.pipeline}, DP={parallel.data}; {parallel.processes} × "
+        f"{run.device}, {run.backend}, on {run.hosts} host(s); {versions}; {run.text}"
+    )
+
+
+def _draw(comparison: Comparison, tolerance: float, path: Path) -> None:
+    figure = Figure(figsize=(8, 7), layout="constrained")
+    curves, gaps = figure.subplots(2)
+    # The curves coincide: a thin dashed line over a wide pale one shows both.
+    for name, style in {"stock": {"linewidth": 5}, "parallel_lce": {"linewidth": 1.5, "linestyle": "--"}}.items():
+        curves.plot(comparison.runs[name].losses, color=COLOURS[name], label=name, **style)
+    curves.set(title="Training loss", xlabel="step", ylabel="mean loss per token")
+    for name, differences in reversed(comparison.differences.items()):
+        gaps.plot(differences, color=COLOURS[name], label=name, marker=".", linestyle="none")
+    if "stock-reversed" not in comparison.differences:
+        gaps.axhline(tolerance, color="#444444", linewidth=1, label=f"tolerance {tolerance:.0e}")
+    gaps.set_yscale("symlog", linthresh=1e-7)  # differences may be exactly 0
+    gaps.set(title="|loss − stock's loss|", xlabel="step")
+    for axes in (curves, gaps):
+        axes.legend(frameon=False)
+    figure.savefig(path, dpi=130)

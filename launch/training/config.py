@@ -1,7 +1,6 @@
 """The configuration: a typed schema, filled from a YAML file and then from the command line.
 
-Unknown keys, wrong types, numbers out of range and missing values are errors of one line. configs/demo.yaml names all
-settings.
+configs/demo.yaml names all settings.
 """
 
 import argparse
@@ -13,7 +12,6 @@ from typing import Annotated, Any, Literal, NoReturn
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from training.refusal import Refusal
 
@@ -33,16 +31,9 @@ Number = Annotated[float, Field(strict=True, ge=0, le=LARGEST_FLOAT, allow_inf_n
 Positive = Annotated[float, Field(strict=True, gt=0, le=LARGEST_FLOAT, allow_inf_nan=False)]
 
 
-def _absolute(path: str, base: Path) -> str:
-    try:
-        return str(Path(base, os.path.expanduser(path)).absolute())
-    except OSError as error:  # no current folder any more
-        raise ValueError(f"no path: {error}") from None
-
-
 Name = Annotated[str, Field(strict=True, min_length=1)]
-InRepository = Annotated[Name, AfterValidator(lambda path: _absolute(path, ROOT))]
-InCurrentFolder = Annotated[Name, AfterValidator(lambda path: _absolute(path, Path()))]
+InRepository = Annotated[Name, AfterValidator(lambda path: str(ROOT / os.path.expanduser(path)))]
+InCurrentFolder = Annotated[Name, AfterValidator(lambda path: str(Path(os.path.expanduser(path)).absolute()))]
 
 
 class Section(BaseModel):
@@ -148,7 +139,6 @@ class Config(Section):
     compare: CompareConfig = CompareConfig()
     snapshots: SnapshotConfig | None = None  # None: no snapshots
     output: InRepository  # folder of this run's results
-    save_weights: StrictBool = False  # save each rank's parameters after training; the comparison then includes them
 
     @property
     def vocab_size(self) -> int:
@@ -159,19 +149,18 @@ class Config(Section):
         model, train, parallel = self.model, self.train, self.parallel
         model.ffn_hidden = model.ffn_hidden or 3 * model.hidden
         model.kv_heads = model.kv_heads or model.heads
-        multiples = [
-            ("model.heads", "model.kv_heads"),
-            ("model.heads", "parallel.tensor"),
-            ("model.kv_heads", "parallel.tensor"),
-            ("model.ffn_hidden", "parallel.tensor"),
-            ("model.layers", "parallel.pipeline"),
-        ]
-        multiples += [("train.held_out_samples", "train.micro_batch")] if parallel.pipeline > 1 else []
-        multiples += [("model.hidden", "model.heads")] if model.head_dim is None else []
-        multiples += [("train.sequence", "parallel.tensor")] if parallel.sequence else []
-        for multiple, divisor in multiples:
-            size, by = (attrgetter(key)(self) for key in (multiple, divisor))
-            if (size or 0) % by:
+        for multiple, divisor, needed in (
+            ("model.heads", "model.kv_heads", True),
+            ("model.heads", "parallel.tensor", True),
+            ("model.kv_heads", "parallel.tensor", True),
+            ("model.ffn_hidden", "parallel.tensor", True),
+            ("model.layers", "parallel.pipeline", True),
+            ("model.hidden", "model.heads", model.head_dim is None),
+            ("train.sequence", "parallel.tensor", parallel.sequence),
+            ("train.held_out_samples", "train.micro_batch", parallel.pipeline > 1),
+        ):
+            size, by = attrgetter(multiple, divisor)(self)
+            if needed and (size or 0) % by:
                 raise ValueError(f"{multiple}={size} is not a multiple of {divisor}={by}")
         model.head_dim = model.head_dim or model.hidden // model.heads
         if model.head_dim % 2:
@@ -236,9 +225,9 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
     `text` and `text.path` are relative to the current folder, the other paths to the repository. Raises a Refusal of
     one line for every mistake.
     """
+    if path.exists() and not path.is_file():  # every process reads it, and a pipe can be read only once
+        raise Refusal(f"{path} is neither a regular file nor a link to one")
     try:
-        if path.exists() and not path.is_file():  # every process reads it, and a pipe can be read only once
-            raise Refusal(f"{path} is neither a regular file nor a link to one")
         values = yaml.load(path.read_text("utf-8"), _Loader)
         if not isinstance(values, dict):
             raise Refusal(f"{path}: expected sections of keys and values")
@@ -253,13 +242,9 @@ def load_config(path: Path, overrides: list[str], text: str | None = None) -> Co
     except Refusal:
         raise
     except ValidationError as error:
-        raise Refusal("; ".join(map(described, error.errors()))) from None
-    except OSError as error:
-        raise Refusal(f"{path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise Refusal(f"{path} is not UTF-8: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise Refusal(f"{path} or an override is no YAML: {' '.join(str(error).split())}") from None
+        raise Refusal(described(error)) from None
+    except (OSError, yaml.YAMLError, ValueError, RecursionError) as error:
+        raise Refusal(f"{path} or an override cannot be read: {' '.join(str(error).split())}") from None
 
 
 def _set(values: dict[str, Any], key: str, value: object) -> None:
@@ -271,18 +256,17 @@ def _set(values: dict[str, Any], key: str, value: object) -> None:
     values[name] = value
 
 
-def described(error: ErrorDetails) -> str:
-    """One line for one of pydantic's errors."""
-    key, value, message = ".".join(map(str, error["loc"])), error["input"], error["msg"]
-    message = message[0].lower() + message[1:]
-    if error["type"] == "value_error":  # by one of the checks above
-        message = str(error.get("ctx", {}).get("error"))
-    if not error["loc"]:  # of the whole configuration, by a message that names the keys
-        return message
-    return f"{key}: {message}" if error["type"] == "missing" else f"{key}={value!r}: {message}"
+def described(errors: ValidationError) -> str:
+    """One line for all of pydantic's errors."""
+    words = []
+    for error in errors.errors():
+        key, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+        value = "" if error["type"] == "missing" else f"={error['input']!r}"
+        # An error of the whole configuration names its keys.
+        words.append(f"{key}{value}: {message[:1].lower()}{message[1:]}" if error["loc"] else message)
+    return "; ".join(words)
 
 
 def save_config(config: Config, path: Path) -> None:
-    """Writes the resolved configuration, so that a run can be repeated from its results."""
-    # ASCII alone: Unicode's line ends, which YAML would fold, are escaped.
+    """Writes the resolved configuration, in ASCII: Unicode's line ends, which YAML would fold, are escaped."""
     path.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))

@@ -26,12 +26,8 @@ class _TorchOnCpu:
 
 @functools.cache
 def adapt_megatron_to_cpu() -> None:
-    """Replaces Megatron-core's uses of CUDA with those of the CPU, for the life of this process.
-
-    Its modules ask `torch.cuda.current_device()` where to put a tensor, and its tracker of random-number states
-    forks the GPU's generator (for dropout). The model's own configuration switches off fusions, GPU initialisation
-    and the pipeline's `batch_p2p_sync`.
-    """
+    """Replaces Megatron-core's uses of CUDA with those of the CPU, for the life of this process. The model's own
+    configuration switches off fusions, GPU initialisation and the pipeline's `batch_p2p_sync`."""
     from megatron.core import utils
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.optimizer import clip_grads, optimizer
@@ -42,21 +38,16 @@ def adapt_megatron_to_cpu() -> None:
         """The same named states, kept for the CPU's generator."""
 
         def add(self, name: str, seed: int) -> None:
-            if name in self.states_:
-                raise ValueError(f"random-number state {name!r} exists already")
             self._is_initialized = True
             self.seeds_.add(seed)
             self.states_[name] = torch.Generator().manual_seed(seed).get_state()
 
         @contextlib.contextmanager
         def fork(self, name: str = "model-parallel-rng"):
-            outer = torch.get_rng_state()
-            torch.set_rng_state(self.states_[name])
-            try:
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self.states_[name])
                 yield
-            finally:
                 self.states_[name] = torch.get_rng_state()
-                torch.set_rng_state(outer)
 
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda *args, **options: None  # before checkpoints

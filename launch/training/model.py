@@ -34,14 +34,17 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def build_model(config: Config, device: torch.device) -> GPTModel:
-    """This pipeline stage's part of a GPTModel on `device`, with this rank's shards. Megatron's groups must exist.
-
-    With `model.initialize_on_cpu` equal seeds give equal parameters, whatever the loss, the device and the number of
-    tensor-parallel ranks: each rank draws the whole matrices and takes its shards of them.
-    """
+    """This pipeline stage's part of a GPTModel on `device`, with this rank's shards. Megatron's groups must exist."""
+    # Without Transformer Engine and Apex.
+    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
+    norm: Any = RMSNorm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+    layer.submodules.self_attention.submodules.core_attention = CausalAttention
+    number = config.model.layers // config.parallel.pipeline
+    layers: Any = TransformerBlockSubmodules([layer] * number, layer_norm=norm)
     model = GPTModel(
         config=_transformer_config(config, device),
-        transformer_layer_spec=_layers(config.model.layers // config.parallel.pipeline),
+        transformer_layer_spec=layers,
         vocab_size=padded_vocab_size(config),
         max_sequence_length=config.train.sequence,
         pre_process=parallel_state.is_pipeline_first_stage(),
@@ -51,16 +54,6 @@ def build_model(config: Config, device: torch.device) -> GPTModel:
         share_embeddings_and_output_weights=config.model.tie_embeddings,
     )
     return model.to(device)
-
-
-def _layers(number: int) -> Any:
-    """The specification of a pipeline stage's layers, without Transformer Engine and Apex."""
-    layer: Any = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = RMSNorm
-    layer.submodules.pre_mlp_layernorm = RMSNorm
-    layer.submodules.self_attention.submodules.core_attention = CausalAttention
-    norm: Any = RMSNorm
-    return TransformerBlockSubmodules([layer] * number, layer_norm=norm)
 
 
 def _transformer_config(config: Config, device: torch.device) -> TransformerConfig:

@@ -1,7 +1,6 @@
 """What the output layer and the loss see and need: the last hidden states, snapshots of them, and the peak memory."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,12 @@ def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path)
 
 
 def loss_peak_bytes(gpt: GPTModel, batch: Batch) -> int:
-    """Bytes that the output layer and the loss add on this rank, at the peak of one forward and backward.
+    """Bytes that the output layer and the loss add on this rank, at the peak of one forward and backward, within
+    `no_sync` of the data-parallel wrapper of `gpt`, the whole model.
 
-    `gpt` is the whole model. It must run within `no_sync` of its data-parallel wrapper.
-
-    The model runs once up to its last hidden states. In the measured forward and backward these replace the decoder's
-    output, as a leaf tensor, so that only the output layer and the loss run. The peak includes the gradient of the
-    hidden states. The weight's gradient is added to its `main_grad`, which exists before. On a GPU PyTorch's allocator
-    counts the bytes, on a CPU PyTorch's tracker of storages.
+    The last hidden states, as a leaf tensor, replace the decoder's output, so that only the output layer and the loss
+    run. The peak includes the gradient of the hidden states. The weight's is added to its `main_grad`, which exists
+    before.
     """
     hidden = last_hidden(gpt, batch).clone().requires_grad_()
     gpt.zero_grad(set_to_none=True)
@@ -59,29 +56,19 @@ def loss_peak_bytes(gpt: GPTModel, batch: Batch) -> int:
 
     try:
         if hidden.is_cuda:
-            return _cuda_peak_bytes(forward_backward)
-        return _cpu_peak_bytes(forward_backward, gpt, hidden, batch)
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            forward_backward()
+            return torch.cuda.max_memory_allocated() - before
+        tracker = MemTracker()
+        # It must know the existing tensors, else it counts them as new when an operator returns a view of one.
+        gradients = [p.main_grad for p in gpt.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
+        tracker.track_external(gpt, hidden, *gradients, *vars(batch).values())
+        before = tracker.get_tracker_snapshot("current")
+        with tracker:
+            forward_backward()
+        peak = tracker.get_tracker_snapshot("peak")
+        return sum(each["Total"] for each in peak.values()) - sum(each["Total"] for each in before.values())
     finally:
         del gpt.decoder.forward
         gpt.zero_grad(set_to_none=True)
-
-
-def _cuda_peak_bytes(run: Callable[[], None]) -> int:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _cpu_peak_bytes(run: Callable[[], None], gpt: GPTModel, hidden: torch.Tensor, batch: Batch) -> int:
-    tracker = MemTracker()
-    # The tracker must know the existing tensors, else it counts them as new when an operator returns a view of one.
-    gradients = [p.main_grad for p in gpt.parameters()]  # pyright: ignore[reportAttributeAccessIssue]
-    tracker.track_external(gpt, hidden, *gradients, *vars(batch).values())
-    before = tracker.get_tracker_snapshot("current")
-    with tracker:
-        run()
-    peak = tracker.get_tracker_snapshot("peak")
-    return sum(each["Total"] for each in peak.values()) - sum(each["Total"] for each in before.values())

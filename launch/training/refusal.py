@@ -1,5 +1,6 @@
-"""A user's mistake: the exception, the end of the program, and two checks. Needs the standard library alone."""
+"""A user's mistake: the exception, the end of the program, and checks. Needs the standard library alone."""
 
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -17,7 +18,17 @@ def fail(message: str) -> NoReturn:
     sys.exit(2)
 
 
-def check_folder(name: str, folder: str) -> None:
+def check_packages(extra: str, packages: tuple[str, ...]) -> None:
+    """Raises a Refusal if a package is missing. `extra` of pyproject.toml lists them."""
+    found = importlib.util.find_spec
+    missing = [name for name in packages if not all(map(found, (name.partition(".")[0], name)))]
+    if missing:
+        raise Refusal(
+            f"{sys.executable} has no {', '.join(missing)}: pip install '.[{extra}]' in the repository installs them"
+        )
+
+
+def check_folder(name: str, folder: str | Path) -> None:
     """Makes the folder. Raises a Refusal if it cannot be made, or not written to."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -29,6 +40,6 @@ def check_folder(name: str, folder: str) -> None:
 
 def check_file(name: str, path: str) -> None:
     """Makes the folder of a file. Raises a Refusal if the file cannot be written there."""
-    check_folder(f"the folder of {name}", str(Path(path).parent))
+    check_folder(f"the folder of {name}", Path(path).parent)
     if Path(path).is_dir() or (Path(path).exists() and not os.access(path, os.W_OK)):
         raise Refusal(f"{name}={path} is no file that can be written to")

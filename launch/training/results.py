@@ -1,7 +1,6 @@
 """The files that a run leaves in its output folder.
 
-Rank 0 writes config.yaml, snapshots as step-STEP.safetensors if they are asked for, and last metrics.json. With
-`save_weights` every rank writes its parameters to weights-RANK.pt.
+Rank 0 writes config.yaml, snapshots as step-STEP.safetensors if they are asked for, and last metrics.json.
 """
 
 from pathlib import Path
@@ -9,16 +8,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from training.config import (
-    Config,
-    LossConfig,
-    MemoryConfig,
-    ModelConfig,
-    ParallelConfig,
-    TrainConfig,
-    described,
-    load_config,
-)
+from training.config import Config, described, load_config
 from training.refusal import Refusal, check_folder
 
 
@@ -27,16 +17,11 @@ class Metrics(BaseModel):
 
     model_config = ConfigDict(ser_json_inf_nan="constants")  # a NaN among the losses stays one
 
-    model: ModelConfig
-    train: TrainConfig
-    loss: LossConfig
-    parallel: ParallelConfig
-    memory: MemoryConfig
+    config: Config
     device: str  # of rank 0
     hosts: int
     backend: str  # of torch.distributed
     versions: dict[str, str]
-    padded_vocab_size: int
     text: str  # where the text is from
     losses: Annotated[list[float], Field(min_length=1)]  # of each step
     step_seconds: list[float]  # of each step
@@ -45,41 +30,22 @@ class Metrics(BaseModel):
     loss_peak_bytes: int | None  # largest of all ranks, of the output layer and the loss; None: not measured
     held_out_loss: float | None  # mean over the held-out samples after the training; None: there are none
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.train.micro_batch * self.train.micro_batches * self.parallel.data * self.train.sequence
-
-    @property
-    def loss_peak_tokens(self) -> int:
-        """Of the step in which loss_peak_bytes was measured."""
-        return (self.memory.micro_batch or 0) * self.train.sequence
-
 
 def read_metrics(folder: Path) -> Metrics:
     """The run's metrics. Raises a Refusal if there are none or if they are not what a run writes."""
     path = folder / "metrics.json"
     try:
         return Metrics.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        raise Refusal(f"no results of a run at {path}") from None
-    except ValidationError as error:
-        raise Refusal(f"{path} holds no results of a run: {'; '.join(map(described, error.errors()))}") from None
     except OSError as error:
-        raise Refusal(f"{path} holds no results of a run: {error.strerror}") from None
+        raise Refusal(f"no results of a run at {path}: {error.strerror}") from None
+    except ValidationError as error:
+        raise Refusal(f"{path} holds no results of a run: {described(error)}") from None
 
 
-def files_in(folder: str | Path, prefix: str, suffix: str) -> list[Path]:
-    """The files PREFIX-NUMBER.SUFFIX in a folder, in the order of their numbers."""
-    found = {path.stem.removeprefix(prefix): path for path in Path(folder).glob(f"{prefix}*{suffix}")}
+def snapshots_in(folder: str | Path) -> list[Path]:
+    """The files step-NUMBER.safetensors, in the order of their numbers."""
+    found = {path.stem.removeprefix("step-"): path for path in Path(folder).glob("step-*.safetensors")}
     return [found[number] for number in sorted(filter(str.isdecimal, found), key=int)]
-
-
-def snapshots_in(folder: str) -> list[Path]:
-    return files_in(folder, "step-", ".safetensors")
-
-
-def weights_in(folder: str | Path) -> list[Path]:
-    return files_in(folder, "weights-", ".pt")
 
 
 def is_trained(config: Config) -> bool:
@@ -97,17 +63,14 @@ def is_trained(config: Config) -> bool:
     return wanted <= {path.stem for path in snapshots_in(config.output)}
 
 
-def remove_results(folder: str) -> None:
-    """Makes the folder, and removes the results of an earlier run.
-
-    A run overwrites some of them, but one that fails, or that has fewer ranks, would leave the rest. config.yaml stays:
-    the new run may be started with it.
-    """
+def remove_results(folder: str | Path) -> None:
+    """Makes the folder, and removes the results of an earlier run, of which the new run may not overwrite all.
+    config.yaml stays: the new run may be started with it."""
     check_folder("output", folder)
     snapshots = snapshots_in(folder)
     if snapshots and not Path(folder, "config.yaml").exists():
         raise Refusal(f"{snapshots[0]} is of no training that this program knows of: give another output=")
-    for path in (Path(folder, "metrics.json"), *weights_in(folder), *snapshots):
+    for path in (Path(folder, "metrics.json"), *snapshots):
         try:
             path.unlink(missing_ok=True)
         except OSError as error:

@@ -1,48 +1,74 @@
-"""Starts a training on this host: checks the host, prepares the text once, then starts torchrun."""
+"""Starts processes on this host through torchrun, after checks of its arguments, the host and the text."""
 
+import contextlib
+import io
+import logging
 import os
 import subprocess
 import sys
-from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
 
-from training.config import Config, check_for_cpu
 from training.refusal import Refusal, check_folder
-from training.torchrun import processes_of
 
-PROGRAM = Path(__file__).resolve().parents[1] / "program.py"
+if TYPE_CHECKING:
+    from training.config import Config
+
+PROGRAM = str(Path(__file__).resolve().parents[1] / "program.py")
+
+
+def processes_of(torchrun: list[str]) -> tuple[int, int]:
+    """The number of nodes, for an elastic range the largest, and of processes on each, that torchrun starts with these
+    arguments. Raises a Refusal for those that torchrun refuses, or that name a program: the caller adds its own."""
+    from torch.distributed import run
+
+    said = io.StringIO()
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stderr(said), mock.patch.dict(os.environ):  # which torchrun's parser changes
+            arguments = run.get_args_parser().parse_args([*torchrun, PROGRAM])
+            if (arguments.training_script, arguments.training_script_args) != (PROGRAM, []):
+                raise ValueError(f"{arguments.training_script!r} in front of -- is none of torchrun's own arguments")
+            if arguments.module or arguments.no_python or arguments.run_path:
+                raise ValueError("--module, --no-python and --run-path say how to start another program")
+            config, *_ = run.config_from_args(arguments)
+            return config.max_nodes, config.nproc_per_node
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit) and not error.code:  # --help
+            raise
+        message = said.getvalue() if isinstance(error, SystemExit) else str(error) or type(error).__name__
+        raise Refusal(f"torchrun: {message.splitlines()[-1]}") from None
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 class Training:
-    """A training with `arguments` on the command line, those of torchrun apart.
+    """A training with `arguments` on the command line, those of torchrun apart: if it has none, on this host alone."""
 
-    If `torchrun` has none, all processes run on this host.
-    """
-
-    def __init__(self, config: Config, torchrun: list[str], arguments: list[str]):
+    def __init__(self, config: "Config", torchrun: list[str], arguments: list[str]):
         self.config, self.arguments = config, arguments
         self.torchrun = torchrun or ["--standalone", "--nproc-per-node", str(config.parallel.processes)]
-
-    @cached_property
-    def _processes(self) -> tuple[int, int]:
-        return processes_of(self.torchrun)
-
-    @property
-    def hosts(self) -> int:
-        return self._processes[0]
+        self.hosts, self.here = processes_of(self.torchrun)
+        check_processes(config, self.hosts * self.here)
 
     def prepare(self) -> None:
         """Raises a Refusal for a training that cannot work. Tokenizes the text into this host's cache, so that the
         ranks only read it."""
-        hosts, here = self._processes
-        check_processes(self.config, hosts * here)
-        uses_cuda(self.config, here)
+        from training.text import load_text
+
         config = self.config
+        uses_cuda(config, self.here)
         folders = {"output": config.output, "text.cache": config.text.cache, "compare.report": config.compare.report}
         for name, folder in folders.items():
             if folder is not None:
                 check_folder(name, folder)
-        _prepare_text(config)
+        text = load_text(config.text, say=lambda line: print(line, flush=True))
+        needed = ((config.train.held_out_samples or 0) + 1) * (config.train.sequence + 1)
+        if len(text.tokens) < needed:
+            raise Refusal(f"{text.source} has {len(text.tokens)} tokens, fewer than the {needed} of the samples")
+        used = f"{text.entries:,} of the {config.vocab_size:,} entries of the vocabulary stand for text"
+        print(f"{text.source}: {len(text.tokens):,} tokens; {used}", flush=True)
 
     def run(self, *overrides: str) -> int:
         """Trains, with these arguments too; the exit status."""
@@ -51,7 +77,7 @@ class Training:
     def command(self, *overrides: str) -> list[str]:
         # -P: without it a file signal.py in the current folder would be imported in place of Python's own.
         torchrun = [sys.executable, "-P", "-m", "torch.distributed.run", *self.torchrun]
-        return [*torchrun, str(PROGRAM), "train", *self.arguments, *overrides]
+        return [*torchrun, PROGRAM, "train", *self.arguments, *overrides]
 
     def environment(self) -> dict[str, str]:
         """This process's environment, and defaults for the variables that it does not set."""
@@ -65,18 +91,20 @@ class Training:
         return defaults | os.environ
 
 
-def check_processes(config: Config, started: int) -> None:
+def check_processes(config: "Config", started: int) -> None:
     parallel = config.parallel
     if started != parallel.processes:
         raise Refusal(f"{parallel.layout} needs {parallel.processes} processes, torchrun started {started}")
 
 
-def uses_cuda(config: Config, here: int) -> bool:
+def uses_cuda(config: "Config", here: int) -> bool:
     """Whether this host's `here` processes train on GPUs. Raises a Refusal if its devices cannot train this."""
     device = config.parallel.device
     if device == "cpu":
         return False
-    import torch  # it loads for seconds
+    import torch
+
+    from training.config import check_for_cpu
 
     gpus = torch.cuda.device_count()
     if device == "cuda" and gpus < here:
@@ -84,14 +112,3 @@ def uses_cuda(config: Config, here: int) -> bool:
     if gpus < here:
         check_for_cpu(config)
     return gpus >= here
-
-
-def _prepare_text(config: Config) -> None:
-    from training.text import load_text
-
-    text = load_text(config.text, say=lambda line: print(line, flush=True))
-    needed = ((config.train.held_out_samples or 0) + 1) * (config.train.sequence + 1)
-    if len(text.tokens) < needed:
-        raise Refusal(f"{text.source} has {len(text.tokens)} tokens, fewer than the {needed} of the samples")
-    used = f"{text.entries:,} of the {config.vocab_size:,} entries of the vocabulary stand for text"
-    print(f"{text.source}: {len(text.tokens):,} tokens; {used}", flush=True)

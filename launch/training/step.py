@@ -1,7 +1,6 @@
 """One training step, with Megatron-core's own schedule, data-parallel wrapper, gradient reduction and optimizer."""
 
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,10 +52,8 @@ class Stepper:
             transformer.grad_sync_func = self.model.start_grad_sync
 
     def __call__(self, batches: list[Batch], step: int, done: float) -> list[torch.Tensor]:
-        """Trains on this rank's micro batches as step `step`, when this share of the training is done.
-
-        The last pipeline stage returns each micro batch's [sum of losses, tokens].
-        """
+        """Trains on this rank's micro batches as step `step`, when this share of the training is done. The last
+        pipeline stage returns each micro batch's [sum of losses, tokens]."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.config.train, step, done)
             group["weight_decay"] = self.config.train.weight_decay * group.get("wd_mult", 1.0)  # 0 for norms
@@ -84,10 +81,7 @@ class Stepper:
 
     def mean_loss(self, reports: list[torch.Tensor]) -> float:
         """The mean loss over the tokens of all micro batches and data-parallel ranks, the same on every rank.
-
-        `reports` are the results of a step. One all-reduce over data-parallel ranks and one broadcast over pipeline
-        stages, of two numbers each.
-        """
+        `reports` are the results of a step."""
         total = torch.zeros(2, dtype=torch.float64, device=self.device)  # sum of losses, number of tokens
         for report in reports:
             total += report
@@ -107,11 +101,10 @@ def learning_rate(train: TrainConfig, step: int, done: float) -> float:
 def _forward(batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable]:
     """Runs a micro batch through this stage: hidden states [s, b, h], on the last stage losses of tokens [b, s]."""
     batch = next(batches)
-    output = model(batch.tokens, batch.position_ids, None, labels=batch.labels)
-    return output, partial(_sum_loss, batch)
 
+    def sum_loss(per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The sum of the losses and the number of tokens. Megatron divides one by the other over the whole step."""
+        loss, tokens = batch.sum_loss(per_token), batch.loss_mask.sum()
+        return loss, tokens.int(), torch.stack([loss.detach(), tokens])
 
-def _sum_loss(batch: Batch, per_token: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The sum of the losses and the number of tokens. Megatron divides one by the other over the whole step."""
-    loss, tokens = batch.sum_loss(per_token), batch.loss_mask.sum()
-    return loss, tokens.int(), torch.stack([loss.detach(), tokens])
+    return model(batch.tokens, batch.position_ids, None, labels=batch.labels), sum_loss

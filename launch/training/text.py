@@ -39,20 +39,18 @@ class Text:
 
 
 def load_text(config: TextConfig, say: Callable[[str], None] = lambda line: None) -> Text:
-    """The token stream of a text, from the cache if this text was tokenized with these settings before.
-
-    Raises a Refusal for a text that cannot be read. `say` is called with a line before the slow steps.
-    """
+    """The token stream of a text, from the cache if this text was tokenized with these settings before. Raises a
+    Refusal for a text that cannot be read. `say` is called with a line before the slow steps."""
     source, documents = read_documents(config)
-    size = sum(map(len, documents))
-    if not size:
+    if not documents:
         raise Refusal(f"no text in {source}")
     cache = Path(config.cache, f"{_key(documents, config)}.npz")
     try:
         with np.load(cache, allow_pickle=False) as file:  # the archive has checksums
             return Text(file["tokens"], END_OF_DOCUMENT, source, int(file["entries"]))
     except Exception:  # missing, or damaged: numpy and zipfile raise many classes
-        say(f"training a BPE of {config.vocab_size:,} entries on {size / 1e6:.1f} MB of text (once): {source}")
+        size = sum(map(len, documents)) / 1e6
+        say(f"training a BPE of {config.vocab_size:,} entries on {size:.1f} MB of text (once): {source}")
     tokenizer = train_tokenizer(documents, config.vocab_size)
     encoded = tokenizer.encode_batch_fast(documents, add_special_tokens=False)
     tokens = np.concatenate([np.array([*item.ids, END_OF_DOCUMENT], dtype=np.int32) for item in encoded])
@@ -82,15 +80,14 @@ def read_documents(config: TextConfig) -> tuple[str, list[str]]:
         source, roots = "the Python standard library's sources", [Path(sysconfig.get_path("stdlib"))]
         if config.torch_sources:
             source, roots = f"{source} and PyTorch's", [*roots, Path(torch.__file__).parent]
-        files = ((root, path) for root in roots for path in sorted(root.rglob("*.py")))
+        pattern = "*.py"
     else:
-        root = Path(config.path)
-        if not os.path.exists(root):
-            raise Refusal(f"no such file or folder: {root}")
-        if not root.is_file() and not root.is_dir():  # reading a pipe or a device might never end
-            raise Refusal(f"{root} is neither a file nor a folder")
-        source = str(root)
-        files = ((root, path) for path in (sorted(root.rglob("*")) if root.is_dir() else [root]))
+        source, roots, pattern = config.path, [Path(config.path)], "*"
+        if not os.path.exists(source):
+            raise Refusal(f"no such file or folder: {source}")
+        if not os.path.isfile(source) and not os.path.isdir(source):  # reading a pipe or a device might never end
+            raise Refusal(f"{source} is neither a file nor a folder")
+    files = ((root, path) for root in roots for path in (sorted(root.rglob(pattern)) if root.is_dir() else [root]))
     try:
         return source, list(_read(files, config.max_bytes))
     except OSError as error:

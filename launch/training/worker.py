@@ -27,10 +27,7 @@ WARM_UP_STEPS = 2  # not in the median step time and the peak memory
 
 
 def run_rank(config: Config) -> None:
-    """Trains on this rank of a torchrun launch, and writes the results.
-
-    An exception ends this process alone; torchrun then ends the others.
-    """
+    """Trains on this rank of a torchrun launch, and writes the results."""
     check_processes(config, int(os.environ["WORLD_SIZE"]))
     use_cuda = uses_cuda(config, int(os.environ["LOCAL_WORLD_SIZE"]))
     if os.environ["LOCAL_RANK"] == "0":  # no rank writes results before all ranks have joined the process group
@@ -45,9 +42,6 @@ def run_rank(config: Config) -> None:
     held_out, text = split(text, config.train.sequence, config.train.held_out_samples or 0)
     stepper, batches = Stepper(config, device), Batches(text, config.train, device)
     metrics = _train(config, stepper, batches, held_out)
-    if config.save_weights:
-        weights = {name: p.detach().cpu() for name, p in stepper.gpt.named_parameters()}
-        torch.save(weights, Path(config.output, f"weights-{rank}.pt"))
     if rank == 0:
         Path(config.output, "metrics.json").write_text(metrics.model_dump_json(indent=1) + "\n")
     torch.distributed.barrier()  # no rank leaves while another still needs the store or the group
@@ -85,11 +79,8 @@ def _join(config: Config, use_cuda: bool) -> torch.device:
 
 
 def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.Tensor) -> Metrics:
-    """Trains, then measures the loss's memory, and the loss of held-out samples [samples, s + 1].
-
-    Writes a snapshot when its step is done. Rank 0 shows a progress bar. Losses and peaks of memory are the same on
-    every rank, seconds are this rank's.
-    """
+    """Trains, writes snapshots, then measures the loss's memory, and the loss of held-out samples [samples, s + 1].
+    Losses and peaks of memory are the same on every rank, seconds are this rank's."""
     device, train, parallel = batches.device, config.train, config.parallel
     on_gpu = device.type == "cuda"
     synchronize = torch.cuda.synchronize if on_gpu else nullcontext
@@ -119,19 +110,15 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
     step_peak = _largest(torch.cuda.max_memory_allocated(), device) if on_gpu else None
     loss_peak, samples = None, config.memory.micro_batch
     if samples and parallel.pipeline == 1:  # a pipeline stage does not hold the whole model
+        batch = batches.batch_of(batches.samples(len(losses), samples))
         with stepper.model.no_sync():  # the gradients of this step are not used
-            loss_peak = _largest(loss_peak_bytes(stepper.gpt, batches(len(losses), samples)), device)
+            loss_peak = _largest(loss_peak_bytes(stepper.gpt, batch), device)
     return Metrics(
-        model=config.model,
-        train=train,
-        loss=config.loss,
-        parallel=parallel,
-        memory=config.memory,
+        config=config,
         device=torch.cuda.get_device_name() if on_gpu else "process of a CPU",
         hosts=parallel.processes // int(os.environ["LOCAL_WORLD_SIZE"]),
         backend=torch.distributed.get_backend(),
         versions={"torch": torch.__version__, "megatron-core": megatron.core.__version__},
-        padded_vocab_size=padded_vocab_size(config),
         text=batches.text.source,
         losses=losses,
         step_seconds=seconds,

@@ -1,0 +1,350 @@
+"""launch/: its scripts start from anywhere, .venv is made once, and a user's mistake is one line and exit status 2,
+before any process of a training starts."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pydantic", reason="needs the training program's packages")
+pytest.importorskip("tokenizers", reason="needs the training program's packages")
+
+import torch
+import yaml
+
+import program  # of launch/
+from benchmarks import peers
+from benchmarks.peers import ANY, CPU_AND_CUDA, RANKS, Peer
+from tools import ran
+from training.config import DEFAULT_CONFIG, ROOT, load_config, save_config
+
+LAUNCH = ROOT / "launch"
+SCRIPTS = ("bench", "demo", "gradient_filter", "parity", "test", "train")
+TIMEOUT = 120
+
+
+def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess:
+    return ran(*command, cwd=cwd, env=environment, timeout=TIMEOUT)
+
+
+# --- the scripts -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def python(tmp_path):
+    """``python(line)``: a Python whose start is that line of bash, in a folder of its own."""
+
+    def make(line: str) -> Path:
+        path = tmp_path / "bin" / "python"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/usr/bin/env bash\n{line}\n")
+        path.chmod(0o755)
+        return path
+
+    return make
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_may_be_started_from_anywhere(name, python, tmp_path):
+    """Through links, with CDPATH set, with a relative path of the interpreter or one that PATH finds."""
+    echo = python(f'[ "$1" = -c ] && exec "{sys.executable}" "$@"; echo "$@ $PYTHONPATH"')
+    script = f"{name}.sh"
+    (tmp_path / "twice").symlink_to("relative")
+    (tmp_path / "relative").symlink_to(os.path.relpath(LAUNCH / script, tmp_path))
+    (tmp_path / "checkout").symlink_to(ROOT)
+    (tmp_path / "launch").mkdir()
+    path = f"{echo.parent}{os.pathsep}{os.environ['PATH']}"
+    starts = [
+        run("bash", f"launch/{script}", "x", PARALLEL_LCE_PYTHON=str(echo), CDPATH=f".:{tmp_path}"),
+        run("bash", "twice", "x", cwd=tmp_path, PARALLEL_LCE_PYTHON="bin/python"),
+        run("bash", f"checkout/launch/{script}", "x", cwd=tmp_path, PARALLEL_LCE_PYTHON="python", PATH=path),
+        run("bash", LAUNCH / script, "x", cwd=echo.parent, PARALLEL_LCE_PYTHON="../bin/python"),
+        run("bash", LAUNCH / script, "x", PARALLEL_LCE_PYTHON=str(echo), PYTHONPATH="/a:/b"),  # ours come first
+    ]
+    for start in starts:
+        assert start.returncode == 0, start
+        assert start.stdout.strip().removesuffix(":/a:/b") == f"{LAUNCH / 'program.py'} {name} x {ROOT}:{LAUNCH}"
+
+
+def test_no_python_or_one_without_the_packages_is_one_line(python):
+    starts = [("test", {"PARALLEL_LCE_PYTHON": value}) for value in ("no/such/python", "no-such-python", "false")]
+    starts += [("test", {"PYTHON": value["PARALLEL_LCE_PYTHON"], "PARALLEL_LCE_PYTHON": ""}) for _, value in starts]
+    bare = python(f'exec "{sys.executable}" -S "$@"')
+    for name, variables in [*starts, *((name, {"PARALLEL_LCE_PYTHON": str(bare)}) for name in SCRIPTS)]:
+        done = run("bash", LAUNCH / f"{name}.sh", **variables)
+        variable, value = next(iter(variables.items()))
+        expected = f"error: {variable}={value} is not a Python 3.11 or newer"
+        expected = f"error: {sys.executable} has no " if value == str(bare) else expected
+        assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1, done
+        assert done.stderr.startswith(expected), done
+
+
+def test_python_may_be_told_not_to_look_beside_a_program():
+    for name, status, words in (
+        ("train train.steps=0", 2, "error: train.steps=0: input should be greater than or equal to 1\n"),
+        ("bench --rounds 0", 2, "error: --rounds must be at least 1, got 0\n"),
+        ("test --version", 0, ""),
+    ):
+        script, *arguments = name.split()
+        done = run("bash", LAUNCH / f"{script}.sh", *arguments, PYTHONSAFEPATH="1")
+        assert done.returncode == status and done.stderr.endswith(words), done
+
+
+# --- .venv -----------------------------------------------------------------------------------------
+
+# In place of the Python that .venv is made with. The Python that it makes installs nothing, and fails if it is told to.
+BASE = """#!/usr/bin/env bash
+echo begin >>"$LOG"
+sleep "$DELAY"
+mkdir -p "${@: -1}/bin"
+printf '#!/usr/bin/env bash\\necho end >>"$LOG"\\nexit "$STATUS"\\n' >"${@: -1}/bin/python"
+chmod +x "${@: -1}/bin/python"
+"""
+
+
+def test_of_first_starts_at_once_one_installs_and_the_next_after_a_change_a_failure_or_an_interruption(tmp_path):
+    checkout, log, base = tmp_path / "checkout", tmp_path / "log", tmp_path / "base"
+    (checkout / "launch").mkdir(parents=True)
+    for name in ("launch/make_venv.py", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, checkout / name)
+    base.write_text(BASE)
+    base.chmod(0o755)
+
+    def start(delay: float = 0.0, status: int = 0) -> subprocess.Popen:
+        environment = os.environ | {"LOG": str(log), "DELAY": str(delay), "STATUS": str(status)}
+        command = [sys.executable, str(checkout / "launch" / "make_venv.py"), str(base)]
+        return subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+    killed = start(60.0)
+    while not log.exists():
+        assert killed.poll() is None
+        time.sleep(0.01)
+    os.killpg(killed.pid, signal.SIGKILL)
+    failed = start(status=1)
+    assert failed.communicate()[1].endswith(" failed; the next start tries again\n") and failed.returncode == 1
+    log.unlink()
+    for times, name in enumerate(["", "pyproject.toml", "constraints.txt", ".venv/stamp", ".venv/bin/python"], 1):
+        if name == ".venv/bin/python":
+            (checkout / name).chmod(0o644)
+        elif name:
+            with (checkout / name).open("ab") as file:
+                file.write(b"# changed\n\xff" if name == ".venv/stamp" else b"# changed\n")
+        starts = [start(0.5) for _ in range(3)]
+        assert [each.wait(TIMEOUT) for each in [*starts, start()]] == [0] * 4
+        assert log.read_text().split() == ["begin", "end"] * times
+    shutil.rmtree(checkout / ".venv")
+    (checkout / ".venv").symlink_to("/proc/no-such-folder/.venv")  # no one may write there, root neither
+    refused = start()
+    (line,) = refused.communicate()[1].splitlines()
+    assert line.startswith("error: cannot write /proc/no-such-folder/.venv.lock: No such file or directory")
+    assert refused.returncode == 2
+
+
+# --- mistakes --------------------------------------------------------------------------------------
+
+SETTINGS = {  # an override of configs/demo.yaml: the words that refuse it
+    # The model, the training and the layout have to fit.
+    "model.heads=6": "model.hidden=256 is not a multiple of model.heads=6",
+    "model.kv_heads=3": "model.heads=4 is not a multiple of model.kv_heads=3",
+    "model.kv_heads=1": "model.kv_heads=1 is not a multiple of parallel.tensor=2",
+    "model.ffn_hidden=7": "model.ffn_hidden=7 is not a multiple of parallel.tensor=2",
+    "model.head_dim=3": "model.head_dim=3 is not even",
+    "model.vocab_size=1000": "model.vocab_size=1000 is less than text.vocab_size=16384",
+    "parallel.pipeline=4": "model.layers=2 is not a multiple of parallel.pipeline=4",
+    "train.sequence=255": "train.sequence=255 is not a multiple of parallel.tensor=2",
+    "train.steps=null": "train.steps and train.minutes are both null",
+    "train.minutes=1": "train.minutes needs a single process, got parallel.tensor=2 * pipeline=1 * data=1",
+    "snapshots={tokens: 8}": "snapshots needs a single process, got parallel.tensor=2 * pipeline=1 * data=1",
+    "train.precision=bf16": "train.precision=bf16 needs GPUs; on a CPU it must be fp32",
+    "train.clip_grad=1": "train.clip_grad=1.0 needs GPUs; on a CPU it must be 0",
+    "parallel.device=cuda": "parallel.device=cuda needs a GPU for each of this host's 2 processes, found 0",
+    # Values, by the kind of the setting.
+    "parallel.device=tpu": "parallel.device='tpu': input should be 'auto', 'cpu' or 'cuda'",
+    "parallel.sequence=maybe": "parallel.sequence='maybe': input should be a valid boolean",
+    "loss.logits_budget_mib=.nan": "loss.logits_budget_mib=nan: input should be",
+    "loss.gradient_filter=2": "loss.gradient_filter=2: input should be less than 1",
+    "train.learning_rate=1e300": "train.learning_rate=1e+300: input should be less than or equal to 10000000000000000",
+    "train.steps=2.5": "train.steps=2.5: input should be a valid integer",
+    "train.steps=true": "train.steps=True: input should be a valid integer",
+    f"model.hidden={10**31}": "input should be less than or equal to 2147483647",
+    "snapshots={steps: [0], tokens: 8}": "snapshots.steps.0=0: input should be greater than or equal to 1",
+    "text.path=": "text.path='': string should have at least 1 character",
+    # Keys, and what is no setting at all.
+    "train.stepz=3": "train.stepz=3: extra inputs are not permitted",
+    "train=3": "train=3: input should be a valid dictionary",
+    "=3": "=3: extra inputs are not permitted",
+    "train.steps": "expected key=value, got 'train.steps'",
+    "train.steps=[1": "or an override cannot be read: while parsing",
+    f"train.steps={'9' * 5000}": "or an override cannot be read: Exceeds the limit",
+    "train.steps=&a [*a]": "train.steps=[[...]]: input should be a valid integer",
+    "train={steps: 1, steps: 2}": "or an override cannot be read: steps is given twice",
+}
+FILES = {  # configurations
+    "unfinished": (b"train: [", "cannot be read: while parsing"),
+    "list": (b"- 1\n- 2\n", "expected sections of keys and values"),
+    "latin": (b"train: \xe9\n", "cannot be read: 'utf-8' codec"),
+    "little": (b"output: x\n", "model: field required; train: field required"),
+    "number": (b"output: 0123\n", "output=83: input should be a valid string"),
+    "twice": (b"output: x\noutput: y\n", "output is given twice"),
+}
+FITS = "parallel.tensor=1 output=FOLDER/o text.cache=FOLDER/c "
+MISTAKES = [  # program, arguments, words
+    *(("train", [setting], words) for setting, words in SETTINGS.items()),
+    *(("demo", ["--config", f"FOLDER/{name}"], words) for name, (_, words) in FILES.items()),
+    ("train", ["--config", "FOLDER/none"], "No such file or directory"),
+    *(
+        ("train", ["--config", f"FOLDER/{name}"], f"FOLDER/{name} is neither a regular file nor a link to one")
+        for name in ("fifo", "folder")
+    ),
+    *(
+        ("train", [*f"{FITS} {key}=FOLDER/{name}".split()], f"error: {key}=FOLDER/{name} cannot be made a folder")
+        for key in ("output", "text.cache", "compare.report")
+        for name in ("list", "list/folder", "a\0b")
+    ),
+    *(
+        ("train", [*FITS.split(), *text], "error: no such file or folder: FOLDER/")
+        for text in (["--text", "none"], ["text.path=loop"], ["text.path=a\0b"], ["text.path=~nosuchuser/x"])
+    ),
+    ("demo", [*FITS.split(), "text.path=a\nb"], "error: no such file or folder: FOLDER/a\\nb"),
+    # torchrun and the layout.
+    *(
+        ("train", [*torchrun, "--", *FITS.split()], words)
+        for torchrun, words in (
+            (["--nproc-per-node=2"], "parallel.tensor=1 * pipeline=1 * data=1 needs 1 processes, torchrun started 2"),
+            (["--nnodes=1:3"], "needs 1 processes, torchrun started 3"),
+            (["--nproc-per-node=many"], "torchrun: Unsupported nproc_per_node value: many"),
+            (["--no-such-flag"], "torchrun: "),
+            (["--nproc-per-node=1", "--max-restarts=-1"], "torchrun: max_restarts must be >= 0"),
+            (["--nproc-per-node=1", "--rdzv-conf=x"], "torchrun: "),
+            (["other.py"], "torchrun: 'other.py' in front of -- is none of torchrun's own arguments"),
+            (["-m"], "torchrun: --module, --no-python and --run-path"),
+        )
+    ),
+    # The other programs.
+    ("train", ["train.seed=-1", "train.steps=x"], "error: train.steps='x': input should be a valid integer; train.se"),
+    ("compare", ["output=no/such/folder"], "error: no results of a run at "),
+    ("snapshots", ["--config"], "error: argument --config: expected one argument"),
+    ("parity", ["train.steps=0", "--"], "error: train.steps=0: input should be"),
+    ("gradient_filter", ["--foo", "--"], "error: unrecognized arguments: --foo"),
+    *(
+        (name, ["output=FOLDER/o", "--", option, "FOLDER/list/p.png"], f"the folder of {option}=FOLDER/list cannot be")
+        for name, option in (("parity", "--json"), ("gradient_filter", "--json"), ("gradient_filter", "--plot"))
+    ),
+    *(
+        ("bench", arguments.split(), words)
+        for arguments, words in (
+            ("--no-such-flag -- --tp 1", "torchrun: "),
+            ("--suite nothing", "invalid choice"),
+            ("--shape 1,2", "three positive numbers N,V,D below 2^31, got '1,2'"),
+            ("--shape 1,x,2", "three positive numbers N,V,D below 2^31, got '1,x,2'"),
+            (f"--shape 1,2,{2**31}", "three positive numbers N,V,D below 2^31, got '1,2,2147483648'"),
+            ("--peers ours@5tons", "KiB, MiB or GiB, or all, got '5tons'"),
+            ("--peers none-such", "no such peer: none-such"),
+            ("--peers gone", "cannot run here: gone (no module no_such_module.of_mine)"),
+            ("--plot p.foo", "--plot: the suffix must be one of "),
+            ("--json FOLDER", "--json: FOLDER is a folder"),
+            ("--plot FOLDER/list/x.png", "the folder of --plot=FOLDER/list cannot be made a folder"),
+            ("--trace FOLDER/list", "--trace=FOLDER/list cannot be made a folder"),
+            ("--nproc-per-node=2 -- --tp 4", "--tp must lie in 1 to 2, the number of ranks, got [4]"),
+            ("--nproc-per-node=2 -- --device cuda", "one GPU per process is needed, this host has 0"),
+            ("--nproc-per-node=3 -- --tp 3", "--shape: N and V must be multiples of the TP size, got N=256, V=4096"),
+        )
+    ),
+]
+
+
+@pytest.fixture
+def without_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+@pytest.mark.parametrize(("name", "arguments", "words"), MISTAKES, ids=lambda value: ascii(value)[:60])
+def test_a_mistake_is_one_line(name, arguments, words, without_gpus, tmp_path, monkeypatch, capfd):
+    for started in ("execve", "fork"):
+        monkeypatch.setattr(os, started, lambda *_: pytest.fail("nothing was refused"))
+    gone = Peer("gone", ANY, CPU_AND_CUDA, None, settings=(RANKS,), needs="no_such_module.of_mine")
+    monkeypatch.setattr(peers, "OTHERS", (*peers.OTHERS, gone))
+    monkeypatch.chdir(tmp_path)
+    for file, (content, _) in FILES.items():
+        (tmp_path / file).write_bytes(content)
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")  # reading a pipe that nobody writes to never ends
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # torchrun would set it
+    before = dict(os.environ)
+    with pytest.raises(SystemExit) as ended:
+        program.main(name, [argument.replace("FOLDER", str(tmp_path)) for argument in arguments])
+    said, expected = capfd.readouterr(), words.replace("FOLDER", str(tmp_path)).replace("\0", "\\x00")
+    *usage, last = said.err.splitlines()
+    assert ended.value.code == 2 and said.out == "" and os.environ == before
+    assert expected in last and "error: " in last and (not usage or name == "bench")
+
+
+def test_help_is_no_mistake(capsys):
+    for name, *arguments in (["demo", "--help"], ["train", "--help", "--"], ["parity", "--", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            program.main(name, arguments)
+        assert not ended.value.code and capsys.readouterr().out.startswith("usage: ")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_configuration_loads_and_the_demos_names_all_settings(path):
+    config = load_config(path, ["train.learning_rate=1e-3", "train.adam_eps=2", "text.max_bytes=1_000"])
+    assert (config.train.learning_rate, config.train.adam_eps, config.text.max_bytes) == (0.001, 2.0, 1000)
+    assert config.parallel.processes >= 1 and config.output == str(ROOT / "outputs" / path.stem)
+    named, settings = yaml.safe_load(path.read_text()), config.model_dump()
+    for section, values in settings.items() if path == DEFAULT_CONFIG else ():
+        assert section in named and (not isinstance(values, dict) or named[section].keys() == values.keys())
+
+
+# What YAML would make something else of.
+NAMES = ["7", "1e3", "null", "a #b", "a: b", "'a'", "[a", "?", "é 漢😀", "a\x85b", "a\u2028b", " a ", "x=y", "*a"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_path_is_what_the_user_types(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    paths = ["text.path", "compare.report", *([] if name == "null" else ["output", "text.cache"])]
+    config = load_config(DEFAULT_CONFIG, [f"{key}={name}" for key in paths])
+    if name == "null":
+        assert config.text.path is config.compare.report is None
+    else:
+        assert [config.output, config.text.cache, config.compare.report] == [str(ROOT / name)] * 3
+        assert config.text.path == str(tmp_path / name)
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml", []) == config  # values come back as they were
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variable", "message"),
+    [
+        (["--parallel-lce-logits-budget", "1GiB"], {}, "PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got"),
+        ([], {"PARALLEL_LCE_CROSS_ENTROPY": "x"}, "cross_entropy must be one of"),
+        ([], {"PARALLEL_LCE_BACKEND": "x"}, "PARALLEL_LCE_BACKEND='x' is none of"),
+    ],
+    ids=str,
+)
+def test_the_launcher_of_megatrons_programs_refuses_once(arguments, variable, message, monkeypatch, capsys):
+    from parallel_lce.megatron import __main__ as launcher
+
+    slept, names = [], ("PARALLEL_LCE_LOGITS_BUDGET", "PARALLEL_LCE_CROSS_ENTROPY", "PARALLEL_LCE_BACKEND")
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(launcher.time, "sleep", slept.append)
+    for rank, lines in (("0", 1), ("1", 0)):
+        for name, value in (dict.fromkeys(names, "") | variable | {"LOCAL_RANK": rank}).items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            launcher.main([*arguments, __file__])
+        said = capsys.readouterr().err.splitlines()
+        assert ended.value.code == 2 and len(said) == lines
+        assert all(line.startswith(f"error: {message}") for line in said)
+        assert len(slept) == 1 - lines, "a silent rank that ends first takes the speaking one with it"

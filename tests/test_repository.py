@@ -1,0 +1,209 @@
+"""The repository: its pages' links, files and commands exist; ruff and pyright are content; the wheel holds all of the
+code, kernels included, and imports where nothing of the repository is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tools import ran
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def python(*arguments: str, path: Path | None = None, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+    """A Python of this environment that sees ``path`` and nothing else of ours."""
+    return ran(sys.executable, *arguments, cwd=cwd, env={} if path is None else {"PYTHONPATH": str(path)})
+
+
+# --- pages -----------------------------------------------------------------------------------------
+
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FOLDERS = "benchmarks|configs|docs|examples|kernels|launch|parallel_lce|tests"
+FILE = re.compile(rf"(?<![\w/.-])(?:\./)?((?:{FOLDERS})/[\w./-]*\w)")
+MODULE = re.compile(r"-m ((?:parallel_lce|benchmarks)\b[\w.]*)")
+# Names that stand for others.
+PLACEHOLDERS = {"examples/NAME.py", "tests/test_x.py"}
+
+
+def _prose(page: Path) -> str:
+    return FENCED.sub("", page.read_text())
+
+
+def _links(page: Path) -> list[tuple[Path, str]]:
+    """The files and anchors that a page links."""
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", _prose(page)) if "://" not in link]
+    parts = (link.partition("#") for link in links)
+    return [((page.parent / name).resolve() if name else page, anchor) for name, _, anchor in parts]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_files_and_modules_of_a_page_exist_and_its_python_compiles(page):
+    for target, anchor in _links(page):
+        assert target.exists() and target.is_relative_to(ROOT), target
+        if anchor:  # those that GitHub gives to headings
+            titles = re.findall(r"^#+ (.+)$", _prose(target), re.MULTILINE)
+            assert anchor in {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}, anchor
+    blocks = FENCED.findall(page.read_text())
+    for language, code in blocks:
+        if language == "python":
+            compile(code, str(page), "exec")
+    code = "\n".join([*(block for _, block in blocks), *re.findall(r"`([^`]+)`", _prose(page))])
+    for name in set(FILE.findall(code)) - PLACEHOLDERS:
+        assert (ROOT / name).exists(), f"{name}: no such file"
+    for module in MODULE.findall(code):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"{module} cannot be started"
+
+
+def test_every_page_is_linked_and_every_example_and_configuration_named():
+    reached, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop()
+        if page not in reached and page.suffix == ".md":
+            reached.add(page)
+            todo += [target for target, _ in _links(page)]
+    assert reached == set(PAGES)
+    text = "\n".join(page.read_text() for page in PAGES)
+    for path in [*(ROOT / "examples").glob("*.py"), *(ROOT / "configs").iterdir()]:
+        if path.name != "ranks.py":  # what the examples share
+            assert path.name in text or f"[{path.suffix}](../{path.relative_to(ROOT)})" in text, path
+
+
+# --- style -----------------------------------------------------------------------------------------
+
+NO_PYRIGHT = pytest.mark.skipif(not importlib.util.find_spec("pyright"), reason="needs pyright")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ruff", "check", "."],
+        ["ruff", "format", "--check", "."],
+        pytest.param(["pyright", "--pythonpath", sys.executable], marks=[pytest.mark.slow, NO_PYRIGHT]),
+    ],
+    ids=" ".join,
+)
+def test_ruff_and_pyright_are_content(command):
+    done = python("-m", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_file_is_long():
+    files = [file for folder in ("parallel_lce", "kernels", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    assert not [file for file in files if len(file.read_text().splitlines()) > 700]
+
+
+# --- the wheel -------------------------------------------------------------------------------------
+
+needs_build = pytest.mark.skipif(not importlib.util.find_spec("build"), reason="needs the 'build' package")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> tuple[Path, Path]:
+    """An sdist, and the folder of the unpacked wheel built from it."""
+    source, out, site = (tmp_path_factory.mktemp(name) for name in ("source", "dist", "site"))
+    # What git would check out of the package, its link included, and of a folder beside it.
+    skip = shutil.ignore_patterns("__pycache__", "*.egg-info", "build", "dist")
+    for name in ("parallel_lce", "kernels", "benchmarks"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=skip)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    # setuptools comes with torch; where it is too old, build fetches one.
+    version = importlib.metadata.version("setuptools") if importlib.util.find_spec("setuptools") else "0"
+    isolation = ["--no-isolation"] if int(version.split(".")[0]) >= 77 else []
+    # Not from the repository: its build/ folder would hide the tool.
+    done = python("-m", "build", *isolation, "--outdir", str(out), str(source), cwd=out)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    zipfile.ZipFile(wheel).extractall(site)
+    return sdist, site
+
+
+def _modules(folder: Path) -> set[str]:
+    return {str(p.relative_to(folder)) for p in folder.rglob("*.py") if "__pycache__" not in p.parts}
+
+
+USE = """
+import importlib.util, math, torch, parallel_lce
+x = torch.zeros(3, 4, requires_grad=True)
+w = torch.ones(5, 4, requires_grad=True)
+loss = parallel_lce.linear_cross_entropy(x, w, torch.tensor([0, 1, 4]))
+loss.backward()
+assert abs(loss.item() - math.log(5)) < 1e-6, loss
+assert w.grad.shape == (5, 4)
+print(parallel_lce.__file__)
+"""
+
+
+@needs_build
+def test_the_wheel_holds_every_module_and_nothing_else_and_works_elsewhere(built, tmp_path):
+    """No top-level ``kernels`` (another package has that name), ``benchmarks``, ``tests`` or ``launch``."""
+    (sdist, site), kernels = built, _modules(ROOT / "kernels")
+    assert kernels, "there are kernels to pack"
+    named = {f"parallel_lce/kernels/{m}" for m in kernels}
+    assert _modules(site) == {f"parallel_lce/{m}" for m in _modules(ROOT / "parallel_lce")} | named
+    for name in kernels:
+        packed = site / "parallel_lce" / "kernels" / name
+        assert not packed.is_symlink() and packed.read_bytes() == (ROOT / "kernels" / name).read_bytes()
+    (information,) = site.glob("*.dist-info")
+    assert {p.name for p in site.iterdir()} == {"parallel_lce", information.name}
+    assert (site / "parallel_lce" / "py.typed").is_file()
+    assert (information / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    metadata = (information / "METADATA").read_text().splitlines()
+    assert "License-Expression: Apache-2.0" in metadata and "License-File: LICENSE" in metadata
+    with tarfile.open(sdist) as archive:
+        names = {m.name.split("/", 1)[-1] for m in archive.getmembers() if m.isfile()}
+    for module in kernels:
+        assert f"parallel_lce/kernels/{module}" in names or f"kernels/{module}" in names
+    names = [".".join(Path(m).with_suffix("").parts) for m in named]
+    each = f"for name in {names!r}:\n    assert importlib.util.find_spec(name) is not None, name\n"
+    done = python("-c", USE + each, path=site, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == site / "parallel_lce" / "__init__.py"
+
+
+def test_a_lost_link_names_its_cause(tmp_path):
+    """Some archive tools drop the link, git without symbolic links writes a file of its target's name."""
+    link = ROOT / "parallel_lce" / "kernels"
+    assert link.is_symlink() and os.readlink(link) == "../kernels"
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "a top-level package of that name"
+    skip = shutil.ignore_patterns("kernels", "__pycache__")
+    copied = shutil.copytree(ROOT / "parallel_lce", tmp_path / "parallel_lce", ignore=skip) / "kernels"
+    for lose in (lambda: None, lambda: copied.symlink_to("../kernels"), lambda: copied.write_text("../kernels")):
+        copied.unlink(missing_ok=True)
+        lose()
+        done = python("-c", "import parallel_lce", path=tmp_path, cwd=tmp_path)
+        last = done.stderr.strip().splitlines()[-1]
+        assert done.returncode != 0 and last.startswith("ImportError: parallel_lce/kernels is missing")
+        assert "symbolic link to ../kernels" in last and "core.symlinks=false" in last
+
+
+IMPORTS = """
+import sys
+# Whatever else the extras install may be absent.
+for name in ("megatron", "triton", "numpy", "matplotlib", "rich", "pydantic", "tokenizers"):
+    sys.modules[name] = None  # import raises ImportError
+import torch, torch.distributed
+before = set(sys.modules)
+import parallel_lce
+added = {name.partition(".")[0] for name in set(sys.modules) - before}
+ours = {name for name in added if name not in sys.stdlib_module_names}
+assert ours <= {"parallel_lce", "torch"}, ours
+"""
+
+
+def test_importing_needs_torch_alone(tmp_path):
+    done = python("-c", IMPORTS + USE, path=ROOT, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr

@@ -180,8 +180,9 @@ def check(call: Call, worlds, device) -> None:
     assert found["loss"].dtype == accumulation_dtype(DTYPES[call.dtype])
     assert not found["dx"][make(call).target == -100].any()
     for name, value in found.items():
-        # Torch may be right by luck in a single number. A tail is a difference from 1.
+        # Torch may be right by luck in a single number. A tail is a difference from 1, in fp64 in another order.
         steps = 32 if call.dtype == "fp64" else 16 if call.kind in TAILS else 4 if value.dim() == 0 else 1
+        steps *= 32 if call.dtype == "fp64" and call.kind == "class" else 1
         floor = steps * torch.finfo(value.dtype).eps * size(truth[name]) + smallest_steps(value)
         assert_no_worse(value, truth[name], yardstick[name], 1.3 if call.ranks == 1 else 2.0, floor, name)
 

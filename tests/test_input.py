@@ -85,6 +85,10 @@ def test_targets_of_any_integer_dtype(bits, device):
     assert torch.equal(call(arguments | dict(target=target.to(dtype))), want) and want.isfinite()
     with debug_mode():
         assert torch.equal(call(arguments | dict(target=target.to(dtype))), want)
+    # In the narrow dtype 2^40 is a target.
+    learned = dict(token_weight=torch.ones(N, device=device, requires_grad=True), ignore_index=2**40)
+    counted = arguments | dict(target=target.clamp(min=0)) | learned
+    assert torch.equal(call(counted | dict(target=counted["target"].to(dtype))), call(counted))
 
 
 # --- memory that is not what it looks like ----------------------------------------------------------

@@ -27,7 +27,8 @@ def fused_loss(
         # A view would be one more node of the graph, and take the host time.
         return found if reduction != "none" or len(shape) == 1 else found.view(shape)
     losses, shape = _called(options._replace(token_weight_gradient=True), tensors, group, main_grad)
-    target, weights = tensors.target.reshape(-1), weights.reshape(-1).to(losses.dtype)
+    # In a narrow dtype ignore_index might wrap.
+    target, weights = tensors.target.reshape(-1).long(), weights.reshape(-1).to(losses.dtype)
     losses = torch.where(counted(target, options.ignore_index), losses * weights, 0.0)
     if reduction == "none":
         return losses.view(shape)

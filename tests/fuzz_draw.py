@@ -12,7 +12,6 @@ FIELDS = tuple(
     "selected_log_prob".split()
 )
 """The differentiable fields of ``TokenStatistics``."""
-LARGEST_TARGET = {"uint8": 255, "int8": 127, "int16": 2**15 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}
 LAID = tuple(
     "input weight bias target token_weight logit_scale temperature selected offsets mask teacher_input teacher_weight "
     "teacher_bias".split()

@@ -168,16 +168,16 @@ FAULTY_RESULTS = {
 @pytest.mark.parametrize("name", FAULTY_RESULTS)
 @pytest.mark.thinned
 def test_one_wrong_result_is_found(name, monkeypatch):
-    call, judged = fuzz_run._call, []
+    call, judged = fuzz_run.call, []
 
-    def faulty(c, arguments, tensors):
-        results = call(c, arguments, tensors)
+    def faulty(c, options, tensors):
+        results = call(c, options, tensors)
         if name in results and c.counted != "wrong":
             before, results[name] = results[name], _largest_off(results[name])
             judged.append(not torch.equal(before.nan_to_num(), results[name].nan_to_num()))
         return results
 
-    monkeypatch.setattr(fuzz_run, "_call", faulty)
+    monkeypatch.setattr(fuzz_run, "call", faulty)
     missed, faults = [], 0
     kinds = dict(kind=(FAULTY_RESULTS[name],), dtype=("fp64", "fp32"), autocast=("",), sharpness=(0.3, 1.0, 3.0))
     if name.startswith("top"):
@@ -208,9 +208,9 @@ def test_a_p_that_is_rounded_beside_1_is_found(mixture, monkeypatch):
     """The gradients of tokens that are not sure hide it."""
     gradients, moved = fuzz_run._gradients, []
 
-    def faulty(member, c, a, results):
-        found = gradients(member, c, a, results)
-        weight, x = (a.leaves[name].detach().double() for name in ("weight", "input"))
+    def faulty(c, rank, wanted, results, upstream):
+        found = gradients(c, rank, wanted, results, upstream)
+        weight, x = (wanted[name].detach().double() for name in ("weight", "input"))
         weight = weight[: c.V]  # without padding
         off = c.scale * torch.finfo(found["dinput"].dtype).eps / 8 * weight[(x @ weight.t()).argmax(-1)]
         moved.append(bool(off.any()))

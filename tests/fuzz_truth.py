@@ -177,7 +177,7 @@ def dense(
         terms = of_log_p.abs() + of_p.abs() + (of_among - of_log_p + of_p).abs()
         (results["terms"],) = (value.abs() for value in torch.autograd.grad(among, product, terms))
         sizes = o.layer.scale.abs().to(wide) * (of_log_p.sum(1, keepdim=True).abs() + of_among.abs() + of_log_p.abs())
-        results |= {"z": z.detach(), "log_p": log_p.detach(), "coefficient": sizes.max() if sizes.numel() else z.sum()}
+        results |= {"z": z.detach(), "log_p": log_p.detach(), "coefficient": sizes.amax() if sizes.numel() else 0.0}
     return results
 
 

@@ -116,7 +116,7 @@ def operands(c: Configuration, whole: Whole) -> Operands:
         bias = None if bias is None else bias.to(dtype)
         return Layer(x.reshape(c.N, x.shape[-1]).to(dtype), weight.to(dtype), bias, masked, scale, softcap)
 
-    teacher = layer("teacher_", whole.masked[1], DTYPES[c.teacher_computed]) if c.kind == "divergence" else None
+    teacher = layer("teacher_", whole.masked[1], DTYPES[c.cast(c.teacher_dtype)]) if c.kind == "divergence" else None
     target = flat["target"].long() if "target" in flat else None
     entries = _entries(c, flat["selected"], flat.get("offsets")) if c.selected else None
     each = c.reduction == "none"

@@ -226,7 +226,7 @@ def _in_reach(random: Random, d: dict) -> dict:
     if name:
         changes |= {"mixture": (name,), "filtered": False, "no_target": d["no_target"] and name != "target_log_prob"}
     if name in _ASKED_BY:
-        changes["asked"] = (*{*d["asked"], _ASKED_BY[name]},)
+        changes["asked"] = (*dict.fromkeys((*d["asked"], _ASKED_BY[name])),)
     if name == "selected_log_prob":
         # Of the entry alone, or of all of its set's probability.
         sets = {"K": 1}, {"K": 2, "upstream": "some zeros"}, {"K": 8, "upstream": "shares"}

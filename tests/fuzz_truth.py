@@ -59,8 +59,12 @@ class Rounding:
         return number + number.sign() / 2
 
     def moved(self, value: Tensor, roundings: Tensor | float, alike: bool = False) -> Tensor:
-        """By at most half so many roundings; ``alike``: all numbers by the same part of theirs."""
-        return value + self._random(value, alike) * (self.u / 2 * roundings) if self.samples else value
+        """By at most half so many roundings; ``alike``: and all numbers by the same part of theirs, as numbers that are
+        alike may be."""
+        if not self.samples:
+            return value
+        part = self._random(value, False) + (self._random(value, True) if alike else 0.0)
+        return value + part * (self.u / 2 * roundings)
 
     def sum(self, terms: Tensor) -> Tensor:
         return self.moved(terms.sum(-1), _sum_of(terms.shape[-1]) * terms.detach().abs().sum(-1))
@@ -78,7 +82,7 @@ class Rounding:
         moved = self.moved(z, logit_roundings(layer, z.detach(), self.u))
         if layer.softcap is not None:
             # The slope, too, whose error does not shrink with it.
-            slope = self.moved(torch.zeros_like(z), 4 + 2 * self.low / self.u)
+            slope = self.moved(torch.zeros_like(z), 4 + 2 * self.low / self.u, alike=True)
             moved = moved + slope * (uncapped - uncapped.detach())
         return moved
 
@@ -90,7 +94,6 @@ class Rounding:
             return log_p, log_p.exp(), lse[..., 0]
         exact = log_p.detach()
         top = exact.amax(-1, keepdim=True)
-        # Tokens that are alike have the same roundings of the sum.
         common = self.moved(top, 12 - 4 * top + z.shape[-1] ** 0.5 * -torch.expm1(top), alike=True) - top
         moved = exact + common
         p, alone = moved.exp(), exact > math.log(2 / 3)
@@ -253,7 +256,7 @@ def _divergence(
     # Roundings of both ratios, and of the logarithm that they share.
     shared = 1 + torch.where(d > 0, of_p, of_q).detach().abs()
     widths = [4 * (shared + ratio.detach().abs()) for ratio in (of_p, of_q)]
-    of_p, of_q = (r.moved(r.moved(ratio, w), w, alike=True) for ratio, w in zip((of_p, of_q), widths))
+    of_p, of_q = (r.moved(ratio, w, alike=True) for ratio, w in zip((of_p, of_q), widths))
     each = torch.zeros_like(d[..., 0])
     if beta < 1:
         each = each + (beta or 1.0) * r.sum(q * of_q)

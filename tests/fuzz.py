@@ -1,15 +1,10 @@
 """Random configurations of the public functions against float64, over one process and several ranks.
 
-    python tests/fuzz.py [--ranks 1 2] [--count 10000] [--seed 0] [--first I] [--backend torch|triton]
-                         [--device cpu|cuda] [--timeout SECONDS]
-    python tests/fuzz.py --only I [--ranks 2] ...
-
 Configuration I of a seed and a number of ranks is the same whatever ran before it. A finding (a wrong number, an
 exception, ranks or runs that disagree in a bit, a hang) is printed as the command that shows it again, and the run goes
 on. Exit status 1 if there are findings.
 
-``--only`` prints one configuration and the errors of its results. ``--backend triton`` on the CPU runs Triton's
-interpreter, on small configurations.
+``--backend triton`` on the CPU runs Triton's interpreter, on small configurations.
 """
 
 from __future__ import annotations
@@ -105,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--only", type=int, help="show this configuration alone")
+    parser.add_argument("--only", type=int, help="show this configuration and the errors of its results")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a configuration hangs")
     options = parser.parse_args(arguments)
     settings = Settings(options.seed, options.backend, options.device)

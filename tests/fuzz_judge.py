@@ -21,7 +21,7 @@ from torch import Tensor
 from cases import DTYPES
 from fuzz_draw import Configuration
 from fuzz_run import assemble, require
-from fuzz_truth import FP16_SMALLEST, Rounding, bounds, dense, half_spacing, logit_roundings, partial_sums
+from fuzz_truth import Rounding, bounds, dense, half_spacing, logit_roundings, of_product
 from fuzz_values import INFINITE, Operands, Whole, make, operands, per_result
 from parallel_lce.core.partials import accumulation_dtype
 
@@ -182,17 +182,13 @@ def _of_groups(
 
 def _floor(c: Configuration, o: Operands, truth: dict[str, Tensor], base: str) -> Tensor:
     """How far roundings may move a result though torch has none."""
-    r, layer, exact = Rounding(c), o.layer, truth[base].abs()
+    u, exact = Rounding(c).u, truth[base].abs()
     if base == "dtoken_weight":
-        return half_spacing(getattr(torch, c.weight_dtype)) * exact + _ROUNDINGS * r.u
-    others = {"dinput": layer.weight, "dweight": layer.x, "dbias": torch.ones(c.N, 1)}
-    if base not in others:
-        return r.u * (exact + _ROUNDINGS)
-    terms = truth["terms"] if base == "dinput" else truth["terms"].t()
-    moved = r.delivered * exact + _ROUNDINGS * r.u * (terms @ others[base].double().abs()).view_as(exact)
-    if base == "dinput" and c.ranks > 1 and c.kind != "logits":
-        moved += c.ranks * r.low * partial_sums(c, layer, truth["G"])
-    return moved + (FP16_SMALLEST if r.any_fp16 else 0.0)
+        return half_spacing(getattr(torch, c.weight_dtype)) * exact + _ROUNDINGS * u
+    if not base.startswith("d"):
+        return u * (exact + _ROUNDINGS)
+    terms, rounded = of_product(c, o, truth, base, "terms")
+    return _ROUNDINGS * u * terms + rounded
 
 
 def _rows(value: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from fuzz_draw import Configuration
 from fuzz_values import INFINITE, MASKED, Layer, Operands, real_rows
 from parallel_lce.core.partials import accumulation_dtype
 
-FP16_SMALLEST = 2.0**-25
+_FP16_SMALLEST = 2.0**-25
 """Half the spacing of the smallest fp16 numbers."""
 _FP16_REACH = 3e4
 """Sums of terms beyond this may overflow in fp16."""
@@ -268,10 +268,18 @@ def _divergence(
     return r.sum(each) / (max(1, int((~o.quiet).sum())) if c.reduction == "mean" else 1)
 
 
-def partial_sums(c: Configuration, layer: Layer, G: Tensor) -> Tensor:
-    """Sum over the ranks of the magnitude of their part of dX ``[N, D]``."""
-    shards = [slice(start, start + real_rows(c, rank)) for rank, (start, _) in enumerate(c.shards)]
-    return sum((G[:, mine] @ layer.weight[mine].double()).abs() for mine in shards)
+def of_product(c: Configuration, o: Operands, truth: dict[str, Tensor], name: str, part: str) -> tuple[Tensor, Tensor]:
+    """Of dX, dW or dbias: a part of the gradient of the logits times magnitudes of the other factor; and the roundings
+    of what is delivered, and of each rank's part of dX."""
+    r, layer, exact = Rounding(c), o.layer, truth[name].abs()
+    other = {"dinput": layer.weight, "dweight": layer.x, "dbias": torch.ones(c.N, 1)}[name].double().abs()
+    of_logits = truth[part].abs() if name == "dinput" else truth[part].abs().t()
+    rounded = r.delivered * exact + c.ranks * _FP16_SMALLEST * r.any_fp16
+    if name == "dinput" and c.ranks > 1 and c.kind != "logits":
+        shards = [slice(start, start + real_rows(c, rank)) for rank, (start, _) in enumerate(c.shards)]
+        parts = sum((truth["G"][:, mine] @ layer.weight[mine].double()).abs() for mine in shards)
+        rounded = rounded + c.ranks * (r.low or r.u) * parts
+    return (of_logits @ other).view_as(exact), rounded
 
 
 def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -280,27 +288,21 @@ def bounds(c: Configuration, o: Operands, truth: dict[str, Tensor]) -> dict[str,
     samples = dense(c, o, torch.float64, torch.float64, Rounding(c, _SAMPLES, truth))
     moved = {name: (value - truth[name]).abs().nan_to_num(0.0, 0.0, 0.0) for name, value in samples.items()}
     found = {name: _FURTHER * value.amax(0) for name, value in moved.items()}
-    for name, other in {"dinput": o.layer.weight, "dweight": o.layer.x, "dbias": torch.ones(c.N, 1)}.items():
-        if name not in found:
-            continue
-        exact, size, n = truth[name], other.double().abs(), len(other)
-        G, terms = (truth[part].abs() if name == "dinput" else truth[part].abs().t() for part in ("G", "terms"))
+    for name in ("dinput", "dweight", "dbias"):
+        n, other = (c.V, "weight") if name == "dinput" else (c.N, "input")
+        (size, rounded), (terms, _) = (of_product(c, o, truth, name, part) for part in ("G", "terms"))
         # Roundings of equal terms all go the same way.
-        equal = c.layout("weight" if name == "dinput" else "input") == "expanded"
-        bound = r.u * (_sum_of(n) + equal * n / 2) * (G @ size).view_as(exact) + r.tiny * n
-        # Gradients that are formed with the loss are rounded before they are multiplied by its upstream gradient.
-        bound += (2 if c.kind == "divergence" and c.reduction != "none" else 1) * r.delivered * exact.abs()
-        if name == "dinput" and c.ranks > 1 and c.kind != "logits":
-            bound += (c.ranks + 1) * (r.low or r.u) * partial_sums(c, o.layer, truth["G"])
+        found[name] += r.u * (_sum_of(n) + n / 2 * (c.layout(other) == "expanded")) * size + rounded + r.tiny * n
+        if c.kind == "divergence" and c.reduction != "none":
+            # Gradients that are formed with the loss are rounded before they are multiplied by its upstream gradient.
+            found[name] += r.delivered * truth[name].abs()
         if r.any_fp16:
-            bound += (c.ranks + 1) * FP16_SMALLEST
-            bound = bound.masked_fill((terms @ size).view_as(exact) > _FP16_REACH, torch.inf)
-        found[name] += bound
+            found[name] = (found[name] + _FP16_SMALLEST).masked_fill(terms > _FP16_REACH, torch.inf)
     if c.token_weight:
         size = truth["dtoken_weight"].abs()
         if c.weight_learns:
             found["dtoken_weight"] += half_spacing(getattr(torch, c.weight_dtype)) * size
         if c.weight_dtype == "float16":
-            found["dtoken_weight"] += FP16_SMALLEST
+            found["dtoken_weight"] += _FP16_SMALLEST
             found["dtoken_weight"] = found["dtoken_weight"].masked_fill(size > _FP16_REACH, torch.inf)
     return found

@@ -21,7 +21,7 @@ from torch import Tensor
 from cases import DTYPES
 from fuzz_draw import Configuration
 from fuzz_run import assemble, require
-from fuzz_truth import Rounding, bounds, dense, half_spacing, logit_roundings, of_product
+from fuzz_truth import Rounding, bounds, dense, half_spacing, of_product
 from fuzz_values import INFINITE, Operands, Whole, make, operands, per_result
 from parallel_lce.core.partials import accumulation_dtype
 
@@ -127,9 +127,9 @@ def _check_nothing(found: dict[str, Tensor], whole: Whole) -> None:
 
 def _of_ids(c: Configuration, o: Operands, found: dict[str, Tensor], truth: dict[str, Tensor]) -> list[Verdict]:
     """On the largest logits, and on the logits of the ids that are said to be those."""
-    u, counts, rows = Rounding(c).u, ~o.quiet, {}
-    error = u * logit_roundings(o.layer, truth["z"], u)[counts]
-    verdicts, z, most = [], truth["z"][counts], error.amax(1, keepdim=True)
+    counts, verdicts, rows = ~o.quiet, [], {}
+    z, error = truth["z"][counts], truth["error"][counts]
+    most = error.amax(1, keepdim=True)
     for name in {*_OF_IDS} & {*found}:
         value = found[name].reshape(c.N, 1 if name == "argmax" else c.top_k)
         nothing = 0 if value.is_floating_point() else -1

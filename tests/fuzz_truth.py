@@ -63,7 +63,8 @@ class Rounding:
         alike may be."""
         if not self.samples:
             return value
-        part = self._random(value, False) + (self._random(value, True) if alike else 0.0)
+        part = self._random(value, False)
+        part = self._random(value, True) + part / 2 if alike else part
         return value + part * (self.u / 2 * roundings)
 
     def sum(self, terms: Tensor) -> Tensor:
@@ -79,7 +80,7 @@ class Rounding:
         z = layer.capped(uncapped)
         if not self.samples:
             return z
-        moved = self.moved(z, logit_roundings(layer, z.detach(), self.u))
+        moved = self.moved(z, _logit_roundings(layer, uncapped.detach(), self.u))
         if layer.softcap is not None:
             # The slope, too, whose error does not shrink with it.
             slope = self.moved(torch.zeros_like(z), 4 + 2 * self.low / self.u, alike=True)
@@ -117,26 +118,27 @@ class Rounding:
         return self.moved(G, _sum_of(self._c.K) * self._truth["terms"] + fraction / self.u)
 
 
-def logit_roundings(layer: Layer, z: Tensor, u: float) -> Tensor:
-    """How many roundings the logits ``z [N, V]`` of a layer have."""
-    x, weight, softcap = layer.x.double(), layer.weight.double(), layer.softcap
+def _logit_roundings(layer: Layer, uncapped: Tensor, u: float) -> Tensor:
+    """How many roundings the logits ``[N, V]`` of a layer have."""
+    x, weight, z = layer.x.double(), layer.weight.double(), layer.capped(uncapped)
     bias = torch.zeros(len(weight)) if layer.bias is None else layer.bias.double().masked_fill(layer.masked, 0.0)
     # A row of the unit matrix has one.
     terms = int((weight != 0).sum(1).amax()) if weight.numel() else 0
     found = (3 + terms**0.5) * layer.scale.abs() * linear(x.abs(), weight.abs(), bias.abs().double())
-    if softcap is not None:
-        found = found * (1 - (z / softcap).square() + u * found / softcap).clamp(max=1.0)
+    if layer.softcap is not None:
+        below, above = (layer.capped(uncapped + sign * u * found) for sign in (-1, 1))
+        found = torch.maximum(z - below, above - z) / u
     found = found + 3 * (z.abs() + z.amax(-1, keepdim=True).abs())
     # What -inf adds to sums of magnitudes is nobody's error.
-    return found if softcap is not None else found.masked_fill(layer.masked, 0.0)
+    return found if layer.softcap is not None else found.masked_fill(layer.masked, 0.0)
 
 
 def dense(
     c: Configuration, o: Operands, dtype: torch.dtype, wide: torch.dtype, rounding: Rounding | None = None
 ) -> dict[str, Tensor]:
     """Every result and gradient with all logits, projected in ``dtype``, the rest in ``wide``. Without a rounding also
-    the logits ``z``, their softmax ``log_p``, and of the projection the gradient ``G [N, V]``, magnitudes of its
-    ``terms`` and its largest ``coefficient``."""
+    the logits ``z``, their ``error``, their softmax ``log_p``, and of the projection the gradient ``G [N, V]``,
+    magnitudes of its ``terms`` and its largest ``coefficient``."""
     r = rounding or Rounding(c)
     z, product = _logits(o.layer, dtype, wide, r)
     weight = None if o.token_weight is None else o.token_weight.to(wide)
@@ -176,11 +178,13 @@ def dense(
     results |= {"dinput": G @ W, "dweight": G.mT @ x, "dbias": G.sum(-2), "G": G}
     results |= dict(zip(["dtoken_weight"], of_weight))
     if not r.samples:
+        error = r.u * _logit_roundings(o.layer, (product.detach() * o.layer.scale), r.u)
         of_p = log_p.detach().exp() * of_log_p.sum(1, keepdim=True)
         terms = of_log_p.abs() + of_p.abs() + (of_among - of_log_p + of_p).abs()
         (results["terms"],) = (value.abs() for value in torch.autograd.grad(among, product, terms))
         sizes = o.layer.scale.abs().to(wide) * (of_log_p.sum(1, keepdim=True).abs() + of_among.abs() + of_log_p.abs())
-        results |= {"z": z.detach(), "log_p": log_p.detach(), "coefficient": sizes.amax() if sizes.numel() else 0.0}
+        results |= {"z": z.detach(), "error": error, "log_p": log_p.detach()}
+        results["coefficient"] = sizes.amax() if sizes.numel() else 0.0
     return results
 
 

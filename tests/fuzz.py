@@ -1,15 +1,10 @@
 """Random configurations of the public functions against float64, over one process and several ranks.
 
-    python tests/fuzz.py [--ranks 1 2] [--count 10000] [--seed 0] [--first I] [--backend torch|triton]
-                         [--device cpu|cuda] [--timeout SECONDS]
-    python tests/fuzz.py --only I [--ranks 2] ...
-
 Configuration I of a seed and a number of ranks is the same whatever ran before it. A finding (a wrong number, an
 exception, ranks or runs that disagree in a bit, a hang) is printed as the command that shows it again, and the run goes
 on. Exit status 1 if there are findings.
 
-``--only`` prints one configuration and the errors of its results. ``--backend triton`` on the CPU runs Triton's
-interpreter, on small configurations.
+``--backend triton`` on the CPU runs Triton's interpreter, on small configurations.
 """
 
 from __future__ import annotations
@@ -55,18 +50,6 @@ class Settings:
         )
 
 
-@dataclass(frozen=True)
-class Finding:
-    """``kind``: wrong, bits, exception or hang; ``detail``: the results that are, or a traceback's last lines."""
-
-    kind: str
-    detail: str
-
-    @property
-    def line(self) -> str:
-        return f"{self.kind}: {self.detail.strip().splitlines()[-1].strip()}"
-
-
 class Ranks:
     """Processes that run configurations; new ones after a hang, and where some may have left the others waiting."""
 
@@ -95,50 +78,18 @@ class Ranks:
         self._world = None
 
 
-def examine(c: Configuration, run: Callable[[Configuration], list[dict]]) -> tuple[list, Finding | None]:
-    """The verdicts on what ``run`` gives for a configuration, and what is wrong with it."""
+def examine(c: Configuration, run: Callable[[Configuration], list[dict]]) -> tuple[list, str]:
+    """The verdicts on what ``run`` gives for a configuration, and what is wrong with it: the bad verdicts, or the last
+    lines of an error, or ''."""
     from fuzz_judge import judge
-    from fuzz_run import Wrong
 
     try:
         verdicts = judge(c, run(c))
     except Exception as error:
         # A world's message is the first failed rank's traceback.
-        text = str(error) if type(error) is AssertionError else f"{type(error).__name__}: {error}"
-        lines = text.strip().splitlines() or ["AssertionError"]
-        kind = "exception"
-        if "no answer in" in lines[0]:
-            kind = "hang"
-        elif Wrong.__name__ in lines[-1]:
-            kind = "bits" if "bits: " in lines[-1] else "wrong"
-        return [], Finding(kind, "\n".join(lines[-_LINES:]))
-    wrong = [str(v) for v in verdicts if not v.good]
-    return verdicts, Finding("wrong", "\n".join(wrong)) if wrong else None
-
-
-def fuzz(settings: Settings, ranks: int, indices: range, run: Callable[[Configuration], list[dict]]) -> int:
-    """Examine the configurations and print what is found. The number of findings."""
-    findings = 0
-    for done, index in enumerate(indices, 1):
-        _, finding = examine(settings.draw(ranks, index), run)
-        if finding is not None:
-            findings += 1
-            print(f"{settings.command(ranks, index)}  # {finding.line}", flush=True)
-        if done % _BETWEEN_REPORTS == 0 or done == len(indices):
-            print(f"{ranks} ranks, configuration {index}: {findings} findings in {done}", flush=True)
-    return findings
-
-
-def show(settings: Settings, ranks: int, index: int, run: Callable[[Configuration], list[dict]]) -> int:
-    """Print one configuration and its errors. The number of findings."""
-    c = settings.draw(ranks, index)
-    print(f"{c}\n")
-    verdicts, finding = examine(c, run)
-    for verdict in sorted(verdicts, key=lambda v: -v.ratio):
-        print(f"{'ok   ' if verdict.good else 'WRONG'} {verdict}")
-    if finding is not None and not verdicts:
-        print(f"{finding.kind}:\n{finding.detail}")
-    return int(finding is not None)
+        text = f"{error}" if type(error) is AssertionError else f"{type(error).__name__}: {error}"
+        return [], "\n".join(text.strip().splitlines()[-_LINES:]) or "AssertionError"
+    return verdicts, "\n".join(str(v) for v in verdicts if not v.good)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -149,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--backend", choices=("torch", "triton"), default="torch")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--only", type=int, help="show this configuration alone")
+    parser.add_argument("--only", type=int, help="show this configuration and the errors of its results")
     parser.add_argument("--timeout", type=float, default=60.0, help="seconds after which a configuration hangs")
     options = parser.parse_args(arguments)
     settings = Settings(options.seed, options.backend, options.device)
@@ -159,14 +110,24 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
 
     torch.set_num_threads(1)
+    first, count = (options.first, options.count) if options.only is None else (options.only, 1)
     findings = 0
     for ranks in options.ranks:
-        run = Ranks(ranks, settings, options.timeout)
+        run, before = Ranks(ranks, settings, options.timeout), findings
         try:
-            if options.only is None:
-                findings += fuzz(settings, ranks, range(options.first, options.first + options.count), run)
-            else:
-                findings += show(settings, ranks, options.only, run)
+            for done, index in enumerate(range(first, first + count), 1):
+                c = settings.draw(ranks, index)
+                verdicts, finding = examine(c, run)
+                findings += bool(finding)
+                if options.only is not None:
+                    print(f"{c}\n")
+                    for verdict in sorted(verdicts, key=lambda v: -v.ratio):
+                        print(f"{'ok   ' if verdict.good else 'WRONG'} {verdict}")
+                    print("" if verdicts else finding)
+                elif finding:
+                    print(f"{settings.command(ranks, index)}  # {finding.splitlines()[-1].strip()}", flush=True)
+                if options.only is None and (done % _BETWEEN_REPORTS == 0 or done == count):
+                    print(f"{ranks} ranks, configuration {index}: {findings - before} findings in {done}", flush=True)
         finally:
             run.close()
     return 1 if findings else 0

@@ -7,12 +7,6 @@ import math
 from dataclasses import dataclass, fields
 from random import Random
 
-FIELDS = tuple(
-    "lse target_logit target_log_prob mean_logit mean_log_prob expected_logit entropy sum_p_squared "
-    "selected_log_prob".split()
-)
-"""The differentiable fields of ``TokenStatistics``."""
-LARGEST_TARGET = {"uint8": 255, "int8": 127, "int16": 2**15 - 1, "int32": 2**31 - 1, "int64": 2**63 - 1}
 LAID = tuple(
     "input weight bias target token_weight logit_scale temperature selected offsets mask teacher_input teacher_weight "
     "teacher_bias".split()
@@ -20,9 +14,19 @@ LAID = tuple(
 """The tensors of a call, in the order of ``Configuration.layouts``."""
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _LAYOUTS = ("wide", "gaps", "rows", "transposed", "offset", "expanded")
-_WALKS = ["backward"] * 8 + (
-    "twice,twice,save_on_cpu,gapped hooks,transposed hooks,checkpoint,reentrant checkpoint,twice under hooks".split(",")
+_WALKS = (
+    *("backward",) * 8,
+    *("twice", "twice", "twice under hooks", "save_on_cpu", "gapped hooks", "transposed hooks"),
+    *("checkpoint", "reentrant checkpoint"),
 )
+_ASKED_BY = {
+    "mean_logit": "mean_logit",
+    "mean_log_prob": "mean_logit",
+    "expected_logit": "expected_logit",
+    "entropy": "expected_logit",
+    "sum_p_squared": "sum_p_squared",
+}
+"""The option that asks for a statistic."""
 _FLOATS = ("float32", "float32", "float64", "bfloat16", "float16")
 
 
@@ -31,23 +35,19 @@ class Configuration:
     """A call of ``kind`` loss, statistics, logits (``vocab_parallel_cross_entropy``), selected
     (``selected_log_probs``) or divergence (``distillation.divergence``).
 
-    ``shape``: of the target. ``shards``: (first id, rows) of each rank. ``bias``: '', plain or masked, some
-    entries of which are -inf, or low: a finite number masks a range of them. ``targets``: inside the vocabulary, or
-    some outside. ``layouts``: strides of the tensors :data:`LAID`. ``fields`` of a statistics' mixture and those that
-    were asked for. ``mode``: train, no_grad or inference. ``walk``: how the graph is made and walked. ``block_bytes``
-    and ``tile`` are those of ``tools.shrunk``.
-
-    ``scale``: the logits'; with a ``scale_dtype`` the size of a tensor of each token. ``temperature`` likewise.
-    ``selected``: '', ids
-    ``[..., K]`` or sets of up to K each. ``counted``: '', or whether the number of tokens that count is given right or
-    wrong; of a loss they are those that it does not ignore, and ``ignored`` tells a statistics' mask, too.
+    ``shape``: of the target. ``shards``: (first id, rows) of each rank. ``bias``: '', plain, masked (some entries are
+    -inf) or low (a finite number masks a range). ``layouts``: strides of the tensors :data:`LAID`. ``mixture``: the
+    statistics that are differentiated. ``mode``: train, no_grad or inference. ``walk``: how the graph is made and
+    walked. ``block_bytes`` and ``tile`` are those of ``tools.shrunk``. ``scale``: the logits'; with a ``scale_dtype``
+    the size of a tensor of each token, and ``temperature`` likewise. ``selected``: '', ids ``[..., K]`` or sets of up
+    to K each. ``counted``: '', or whether the number of tokens that count is given right or wrong; ``ignored`` tells a
+    statistics' mask, too.
 
     ``sure``: '', or whether some or all tokens are sure of an entry, whose 1 - p is about ``miss``, if hidden states
     along its row of the weight can make it so. ``upstream`` shares: of selected entries, their probabilities.
 
     A divergence has ``scale`` 1 / ``temperature``. The teacher's hidden size is ``E``; its last shard has
-    ``teacher_padding`` rows behind the vocabulary, or, if that is None, as many as the student's.
-    """
+    ``teacher_padding`` rows behind the vocabulary, or, if that is None, as many as the student's."""
 
     kind: str
     ranks: int
@@ -119,14 +119,9 @@ class Configuration:
     @property
     def computed(self) -> str:
         """The dtype of the projection."""
-        return self._cast(self.dtype)
+        return self.cast(self.dtype)
 
-    @property
-    def teacher_computed(self) -> str:
-        """The dtype of the teacher's projection."""
-        return self._cast(self.teacher_dtype)
-
-    def _cast(self, dtype: str) -> str:
+    def cast(self, dtype: str) -> str:
         return self.autocast if self.autocast and dtype != "fp64" else dtype
 
     def layout(self, name: str) -> str:
@@ -151,7 +146,12 @@ def draw(random: Random, ranks: int, small: bool = False) -> Configuration:
     for part in _OF_KIND[kind]:
         d |= part(random, d)
     d |= _walk(random, d)
-    return Configuration(**(d | _in_reach(random, d) if "sure" in d else d))
+    return Configuration(**(d | _in_reach(random, d) if sure else d))
+
+
+def _each(random: Random, **choices: tuple) -> dict:
+    """One of the choices for each name."""
+    return {name: random.choice(values) for name, values in choices.items()}
 
 
 def _upto(random: Random, largest: int) -> int:
@@ -159,75 +159,78 @@ def _upto(random: Random, largest: int) -> int:
     return min(largest, int(math.exp(random.uniform(0, math.log(largest + 1)))))
 
 
-def _tensors(random: Random, ranks: int, small: bool, kind: str) -> dict:
-    chance = random.random()
-    tokens = 0 if chance < 0.04 else _upto(random, 40 if small else 300)
-    if chance > 0.96:
-        tokens += 384  # A sample of so many is less than all of them.
-    dtypes = ("fp64", "fp32", "bf16", "fp16")
-    dtype = random.choices(dtypes, (1, 3, 3, 3) if small else (2, 3, 3, 2))[0]
-    sequence_parallel = kind != "logits" and random.random() < (0.5 if ranks > 1 else 0.1)
-    dimensions = random.choices((0, 1, 2, 3), (1, 4, 4, 3))[0]
-    if tokens == 0 or (sequence_parallel and ranks > 1):
-        dimensions = max(1, dimensions)
-    shape: list[int] = []
-    left = tokens
+def _shape(random: Random, tokens: int, dimensions: int) -> list[int]:
+    shape, left = [], tokens
     for place in range(dimensions):
-        last = place == dimensions - 1
-        size = left if last or left == 0 else _upto(random, left)
+        size = left if place == dimensions - 1 or left == 0 else _upto(random, left)
         shape.append(size)
         left = left // size if size else 0
     random.shuffle(shape)
-    if sequence_parallel and ranks > 1:
+    return shape
+
+
+def _tensors(random: Random, ranks: int, small: bool, kind: str) -> dict:
+    # Of 384 tokens a sample is less than all of them.
+    tokens = _upto(random, 40 if small else 300) + random.choice((0,) * 24 + (384,))
+    tokens *= random.random() > 0.04
+    sequence_parallel = kind != "logits" and random.random() < (0.5 if ranks > 1 else 0.1)
+    dimensions = random.choices((0, 1, 2, 3), (1, 4, 4, 3))[0]
+    split = sequence_parallel and ranks > 1
+    shape = _shape(random, tokens, max(1, dimensions) if tokens == 0 or split else dimensions)
+    if split:
         shape[0] += -shape[0] % ranks
+    dtypes = (1, 3, 3, 3) if small else (2, 3, 3, 2)
     return {
         "kind": kind,
         "ranks": ranks,
-        "shape": tuple(shape),
-        "D": 0 if random.random() < 0.02 else _upto(random, 32 if small else 72),
+        "shape": (*shape,),
+        "D": _upto(random, 32 if small else 72) * (random.random() > 0.02),
         "V": _upto(random, 300 if small else 2000),
         "values": random.getrandbits(48),
-        "dtype": dtype,
+        "dtype": random.choices(("fp64", "fp32", "bf16", "fp16"), dtypes)[0],
         "sequence_parallel": sequence_parallel,
-        "group_given": random.random() < 0.5 or ranks > 1,
-        "sharpness": random.choice((0.0, 0.01, 0.3, 1.0, 1.0, 1.0, 3.0, 10.0)),
-        "offset": random.choice((0.0, 0.0, 0.0, 0.0, 100.0, -300.0)),
-        "numpy": random.random() < 0.2,
-        "debug": random.random() < 0.1,
-        "repeat": random.random() < 0.4,
-    }
+        "group_given": random.random() < 0.5 or ranks > 1 or kind == "logits",
+    } | _each(
+        random,
+        sharpness=(0.0, 0.01, 0.3, 1.0, 1.0, 1.0, 3.0, 10.0),
+        offset=(0.0, 0.0, 0.0, 0.0, 100.0, -300.0),
+        numpy=(True, False, False, False, False),
+        debug=(True,) + (False,) * 9,
+        repeat=(True, True, False, False, False),
+    )
 
 
 def _sure(random: Random, d: dict, small: bool) -> dict:
     """So many tokens, in so many dimensions, that some can be sure of an entry and are a group."""
-    tokens = d["ranks"] * random.randint(24, 40 if small else 100)
+    tokens = random.randint(24, 40 if small else 100)
     return {
-        "sure": random.choice(("some", "some", "all")),
-        "miss": 10 ** random.uniform(-6, -1),
-        "shape": random.choice(((tokens,), (d["ranks"], tokens // d["ranks"]))),
         # Products over few dimensions are nearly exact.
         "D": random.choice((max(16, d["D"]), random.randint(64, 128))),
         "V": max(random.randint(48, 200), d["V"]),
-        "dtype": random.choice(("fp32", "bf16", "bf16", "bf16", "fp16", "fp16")),
-        "sharpness": random.choice((0.3, 1.0, 1.0, 3.0)),
-    }
+        "miss": 10 ** random.uniform(-6, -1),
+    } | _each(
+        random,
+        sure=("some", "some", "all"),
+        shape=((d["ranks"] * tokens,), (d["ranks"], tokens)),
+        dtype=("fp32", "bf16", "bf16", "bf16", "fp16", "fp16"),
+        sharpness=(0.3, 1.0, 1.0, 3.0),
+    )
 
 
 def _in_reach(random: Random, d: dict) -> dict:
     """Nothing that keeps sure tokens from being that, or their gradients from counting."""
-    changes: dict = {"upstream": random.choice(("random", "random", "ones", "some zeros"))}
+    changes: dict = _each(random, upstream=("random", "random", "ones", "some zeros"))
     # One gradient that is as small as 1 - p. Those of others hide it.
     names = ("target_log_prob", "entropy", "sum_p_squared", "selected_log_prob", "selected_log_prob", "")
     name = random.choice(names) if d["kind"] == "statistics" else ""
     if name:
-        asked = {"entropy": "expected_logit"}.get(name, name)
-        changes |= {"mixture": (name,), "asked": (*d["asked"], *[asked] * (asked not in d["asked"])), "filtered": False}
-    if name == "target_log_prob":
-        changes |= {"no_target": False, "asked": d["asked"]}
+        changes |= {"mixture": (name,), "filtered": False, "no_target": d["no_target"] and name != "target_log_prob"}
+    if name in _ASKED_BY:
+        changes["asked"] = (*dict.fromkeys((*d["asked"], _ASKED_BY[name])),)
     if name == "selected_log_prob":
         # Of the entry alone, or of all of its set's probability.
         sets = {"K": 1}, {"K": 2, "upstream": "some zeros"}, {"K": 8, "upstream": "shares"}
-        changes |= {"selected": "ids", "id_dtype": "int64", "ids": "inside", "asked": d["asked"]} | random.choice(sets)
+        changes |= {"selected": "ids", "id_dtype": "int64", "ids": "inside"} | random.choice(sets)
     if random.random() < 0.8:
         changes["targets"] = "inside"
     if d["kind"] == "selected":
@@ -250,16 +253,12 @@ def _in_reach(random: Random, d: dict) -> dict:
 def _vocabulary(random: Random, ranks: int, V: int) -> dict:
     padding = random.choice((0, 0, 0, 1, _upto(random, 50)))
     if ranks == 1 or random.random() < 0.5:
-        rows = -(-V // ranks) + padding // ranks
-        if ranks == 1:
-            rows = V + padding
-        shards = [(rank * rows, rows) for rank in range(ranks)]
+        rows = -(-(V + padding) // ranks)
+        shards, padding = [(rank * rows, rows) for rank in range(ranks)], rows * ranks - V
         starts_given = random.random() < 0.3
-        padding = rows * ranks - V
     else:
         cuts = sorted(random.choice((0, V, random.randint(0, V), random.randint(0, V))) for _ in range(ranks - 1))
-        ends = [*cuts, V + padding]
-        shards = [(a, b - a) for a, b in zip([0, *cuts], ends)]
+        shards = [(a, b - a) for a, b in zip([0, *cuts], [*cuts, V + padding])]
         # An empty shard may start anywhere.
         shards = [(a if n else random.randint(0, 2 * V), n) for a, n in shards]
         random.shuffle(shards)
@@ -269,10 +268,8 @@ def _vocabulary(random: Random, ranks: int, V: int) -> dict:
 
 
 def _projection(random: Random, d: dict) -> dict:
-    tokens, V, dtype = math.prod(d["shape"]), d["V"], d["dtype"]
-    whole = max(1, tokens * V * _ITEMSIZE[dtype] // d["ranks"])
-    scale = random.choice((1.0,) * 8 + (0.5, -1.5, 0.0, 1e-3, 1e-8, 30.0, -20.0, 1e3))
-    autocast = random.choice(("bf16", "bf16", "fp16")) if random.random() < 0.08 else ""
+    tokens, V = math.prod(d["shape"]), d["V"]
+    whole = max(1, tokens * V * _ITEMSIZE[d["dtype"]] // d["ranks"])
     block_bytes = tile = None
     if random.random() < 0.7:
         block_bytes = max(1, whole // random.choice((1, 2, 3, 5, 9)) + random.randint(-20, 20))
@@ -281,148 +278,120 @@ def _projection(random: Random, d: dict) -> dict:
         while -(-tokens // rows) * -(-V // columns) > 150:
             rows, columns = 2 * rows, 2 * columns
         tile = rows, columns
+    scale = random.choice((1.0,) * 8 + (0.5, -1.5, 0.0, 1e-3, 1e-8, 30.0, -20.0, 1e3))
     # Where whole windows can be masked; losses of such entries are less than what stands for infinity.
     biases = ("", "", "plain", "plain", "masked") + ("low", "low") * (V > 128 and scale <= 1)
-    return {
-        "autocast": autocast,
-        "reduce_hidden_grad": d["sequence_parallel"] or random.random() < 0.8,
-        "reduce_dtype": random.choice(("", "", "wide", "same")),
-        "budget": random.choice((None, None, 0, 0, random.randint(0, whole), random.randint(0, 2 * whole))),
-        "block_bytes": block_bytes,
-        "tile": tile,
-        "scale": scale,
-        "softcap": random.choice((None,) * 8 + (0.05, 0.5, 2.0, 5.0, 30.0, 50.0, 1e3, 1e6)),
-        "bias": random.choice(biases if scale > 0 and V > 1 else ("", "plain")),
-    }
+    return {"block_bytes": block_bytes, "tile": tile, "scale": scale} | _each(
+        random,
+        autocast=("",) * 34 + ("bf16", "bf16", "fp16"),
+        reduce_hidden_grad=(True, True, True, True, d["sequence_parallel"]),
+        reduce_dtype=("", "", "wide", "same"),
+        budget=(None, None, 0, 0, random.randint(0, whole), random.randint(0, 2 * whole)),
+        softcap=(None,) * 8 + (0.05, 0.5, 2.0, 5.0, 30.0, 50.0, 1e3, 1e6),
+        bias=biases if scale > 0 and V > 1 else ("", "plain"),
+    )
 
 
 def _logits(random: Random, d: dict) -> dict:
     entries = max(1, d["V"] // d["ranks"])
-    shards = tuple((rank * entries, entries) for rank in range(d["ranks"]))
-    smoothing = random.choice((0.0, 0.0, 0.1, 0.9)) if entries > 1 else 0.0
     return {
         "V": entries * d["ranks"],
-        "shards": shards,
-        "label_smoothing": smoothing,
+        "shards": tuple((rank * entries, entries) for rank in range(d["ranks"])),
+        "label_smoothing": random.choice((0.0, 0.0, 0.1, 0.9)) * (entries > 1),
         "reduction": "none",
-        # Without one it asks Megatron-core for its own.
-        "group_given": True,
     }
 
 
 def _targets(random: Random, d: dict) -> dict:
-    kind = d["kind"]
-    outside = random.random() < (0.5 if kind == "statistics" else 0.1)
-    return {
-        "target_dtype": random.choice(("int64",) * 5 + ("int32", "int16", "int8", "uint8")),
-        "targets": "outside" if outside else "inside",
-        "no_target": kind in ("statistics", "divergence") and random.random() < 0.15,
-        "ignored": random.choice(("none", "some", "some", "all" if random.random() < 0.3 else "some")),
-        "ignore_index": random.choice((None, -100, -100, -100, 0, d["V"] // 2, d["V"] + 3, -1, 255, 2**40, -(2**63))),
-    }
+    statistics, without = d["kind"] == "statistics", d["kind"] in ("statistics", "divergence")
+    return _each(
+        random,
+        target_dtype=("int64",) * 5 + ("int32", "int16", "int8", "uint8"),
+        targets=("inside", "outside") if statistics else ("inside",) * 9 + ("outside",),
+        no_target=(False,) * 6 + (without,),
+        ignored=("none",) * 3 + ("some",) * 8 + ("all",),
+        ignore_index=(None, -100, -100, -100, 0, d["V"] // 2, d["V"] + 3, -1, 255, 2**40, -(2**63)),
+    )
 
 
 def _loss(random: Random, d: dict) -> dict:
-    weights = ("", "", "", "positive", "positive", "zeros", "zero", "mask", "negative")
-    reduction = random.choice(("none", "mean", "sum"))
-    token_weight = random.choice(weights)
-    smoothing = random.choice((0.0, 0.0, 0.0, 0.1, 0.5, 1.0))
-    changes = {}
-    if d["bias"] == "masked" and d["softcap"] is None and smoothing and token_weight:
+    found = _each(
+        random,
+        reduction=("none", "mean", "sum"),
+        label_smoothing=(0.0, 0.0, 0.0, 0.1, 0.5, 1.0),
+        z_loss=(0.0, 0.0, 0.0, 1e-4, 1e-2, -0.05),
+        token_weight=("", "", "", "positive", "positive", "zeros", "zero", "mask", "negative"),
+        counted=_counted(d),
+    )
+    weight, smoothing = found["token_weight"], found["label_smoothing"]
+    if d["bias"] == "masked" and d["softcap"] is None and smoothing and weight:
         # Infinite losses times 0 mean nothing.
-        changes["bias"] = "plain"
-    if d["targets"] == "outside" and (reduction != "none" or d["debug"]):
-        # All is NaN then, or refused.
-        changes["targets"] = "inside"
-    weight_dtype = random.choice(("int64", "bool", "uint8") if token_weight == "mask" else _FLOATS)
-    return changes | {
-        "reduction": reduction,
-        "label_smoothing": smoothing,
-        "z_loss": random.choice((0.0, 0.0, 0.0, 1e-4, 1e-2, -0.05)),
-        "token_weight": token_weight,
-        "weight_dtype": weight_dtype,
-        "weight_learns": token_weight not in ("", "mask") and d["bias"] != "low" and random.random() < 0.3,
-        "counted": _counted(random, d),
-        "filtered": not smoothing and random.random() < 0.3,
-    }
+        found["bias"] = "plain"
+    if found["reduction"] != "none" or d["debug"]:
+        # With targets outside all is NaN then, or refused.
+        found["targets"] = "inside"
+    found["weight_dtype"] = random.choice(("int64", "bool", "uint8") if weight == "mask" else _FLOATS)
+    found["weight_learns"] = weight not in ("", "mask") and d["bias"] != "low" and random.random() < 0.3
+    return found | {"filtered": not smoothing and random.random() < 0.3}
 
 
-def _counted(random: Random, d: dict) -> str:
+def _counted(d: dict) -> tuple[str, ...]:
     """Whether the number of tokens that count is given, and whether it is the right one."""
-    wrong = "wrong" if random.random() < 0.1 and math.prod(d["shape"]) else "right"
-    return wrong if random.random() < 0.25 else ""
+    return ("",) * 30 + ("right",) * 9 + ("wrong" if math.prod(d["shape"]) else "right",)
 
 
 def _per_token(random: Random, d: dict) -> dict:
-    return {
-        "scale_dtype": random.choice(_FLOATS) if random.random() < 0.25 else "",
-        "temperature": random.choice((1.0,) * 4 + (0.3, 1.7, 30.0)),
-        "temperature_dtype": random.choice(_FLOATS) if random.random() < 0.25 else "",
-    }
+    floats = ("",) * 15 + _FLOATS
+    return _each(random, scale_dtype=floats, temperature=(1.0,) * 4 + (0.3, 1.7, 30.0), temperature_dtype=floats)
 
 
 def _selected(random: Random, d: dict) -> dict:
-    tokens, masked = math.prod(d["shape"]), d["bias"] == "masked"
     K = random.choice((0, 1, 2, _upto(random, 9), _upto(random, 9), _upto(random, 80)))
-    return {
-        "selected": random.choice(("ids", "sets")),
-        "K": min(K, 4000 // max(1, tokens)),
-        # What a masked bias leaves may lie beyond 8 bits.
-        "id_dtype": random.choice(("int64", "int64", "int32", "int16", "int8", "uint8")[: -2 if masked else None]),
-        "ids": random.choice(("inside", "outside")),
-        "reduction": "none",
-    }
+    # What a masked bias leaves may lie beyond 8 bits.
+    dtypes = ("int64", "int64", "int32", "int16", *("int8", "uint8") * (d["bias"] != "masked"))
+    found = _each(random, selected=("ids", "sets"), id_dtype=dtypes, ids=("inside", "outside"))
+    return found | {"K": min(K, 4000 // max(1, math.prod(d["shape"]))), "reduction": "none"}
 
 
 def _statistics(random: Random, d: dict) -> dict:
-    asked = ("mean_logit", "expected_logit", "argmax", "sum_p_squared")
-    asked = tuple(name for name in asked if random.random() < 0.5)
+    asked = tuple(name for name in ("mean_logit", "expected_logit", "argmax", "sum_p_squared") if random.random() < 0.5)
     found = _selected(random, d) if random.random() < 0.5 else {"selected": ""}
-    found["counted"] = "" if found["selected"] == "sets" else _counted(random, d)
-    there = ["lse"]
-    there += [] if d["no_target"] else ["target_logit", "target_log_prob"]
-    there += ["mean_logit", "mean_log_prob"] if "mean_logit" in asked else []
-    there += ["expected_logit", "entropy"] if "expected_logit" in asked else []
-    there += ["sum_p_squared"] if "sum_p_squared" in asked else []
+    found["counted"] = "" if found["selected"] == "sets" else random.choice(_counted(d))
+    there = ["lse"] if d["no_target"] else ["lse", "target_logit", "target_log_prob"]
+    there += [name for name, by in _ASKED_BY.items() if by in asked]
     there += ["selected_log_prob"] if found["selected"] else []
-    mixture = random.sample(there, random.randint(1, len(there)))
-    top_k = random.choice((1, _upto(random, d["V"]), d["V"])) if random.random() < 0.25 else None
+    few = {*asked} <= {"argmax"} and not found["selected"]
     return found | {
         "asked": asked,
-        "mixture": tuple(sorted(mixture, key=FIELDS.index)),
-        "top_k": top_k,
+        "mixture": tuple(random.sample(there, random.randint(1, len(there)))),
+        "top_k": random.choice((None,) * 9 + (1, _upto(random, d["V"]), d["V"])),
         "reduction": "none",
-        "filtered": not found["selected"] and {*asked} <= {"argmax"} and random.random() < 0.6,
+        "filtered": few and random.random() < 0.6,
     }
 
 
 def _divergence(random: Random, d: dict) -> dict:
-    beta = random.choice((0.0, 0.0, 1.0, 1.0, 0.5, 0.1, 0.9, 1e-3, random.random()))
-    temperature = random.choice((1.0, 1.0, 1.0, 0.7, 3.0, 0.05, 30.0, 1e4))
-    dtypes = ("fp64",) if d["dtype"] == "fp64" else (d["dtype"], d["dtype"], "fp32", "bf16", "fp16")
-    bias, teacher_bias = (
-        random.choice(("", "plain", "masked", "low") if d["V"] > 1 else ("", "plain")) for _ in range(2)
+    equal, biases = random.random() < 0.1, ("", "plain", "masked", "low") if d["V"] > 1 else ("", "plain")
+    found = _each(
+        random,
+        beta=(0.0, 0.0, 1.0, 1.0, 0.5, 0.1, 0.9, 1e-3, random.random()),
+        temperature=(1.0, 1.0, 1.0, 0.7, 3.0, 0.05, 30.0, 1e4),
+        reduction=("none", "mean", "sum"),
+        bias=biases,
+        teacher_bias=biases,
+        teacher_dtype=("fp64",) if d["dtype"] == "fp64" else (d["dtype"], d["dtype"], "fp32", "bf16", "fp16"),
+        E=(*[_upto(random, 48)] * 49, 0),
     )
     # Else infinite, or beyond fp16: an entry that only the other excludes.
-    if beta == 0 and bias == "masked":
-        teacher_bias = bias
-    if beta == 1 and teacher_bias in ("masked", "low"):
-        bias = teacher_bias
-    equal = random.random() < 0.1
+    if equal or (found["beta"] == 0 and found["bias"] == "masked"):
+        found["teacher_bias"] = found["bias"]
+    if found["beta"] == 1 and found["teacher_bias"] in ("masked", "low"):
+        found["bias"] = found["teacher_bias"]
+    if equal:
+        found |= {"E": d["D"], "teacher_dtype": d["dtype"], "teacher_equal": True}
     padded = d["size_given"] and (d["ranks"] == 1 or d["starts_given"]) and random.random() < 0.3
-    return {
-        "beta": beta,
-        "temperature": temperature,
-        "scale": 1 / temperature,
-        "softcap": None,
-        "reduction": random.choice(("none", "mean", "sum")),
-        "bias": bias,
-        "E": d["D"] if equal else 0 if random.random() < 0.02 else _upto(random, 48),
-        "teacher_dtype": d["dtype"] if equal else random.choice(dtypes),
-        "teacher_bias": bias if equal else teacher_bias,
-        "teacher_padding": _upto(random, 9) if padded else None,
-        "teacher_equal": equal,
-    }
+    found["teacher_padding"] = _upto(random, 9) if padded else None
+    return found | {"scale": 1 / found["temperature"], "softcap": None}
 
 
 _OF_KIND = {
@@ -435,30 +404,22 @@ _OF_KIND = {
 
 
 def _walk(random: Random, d: dict) -> dict:
-    kind, projected = d["kind"], d["kind"] != "logits"
-    layouts = {name: random.choice(_LAYOUTS) if random.random() < 0.2 else "plain" for name in LAID}
-    walks = [*_WALKS, *(["input alone", "weight alone", "bias alone"] if projected else [])]
-    frozen: tuple[str, ...] = ()
-    if projected and random.random() < 0.25:
-        frozen = tuple(name for name in ("input", "weight", "bias") if random.random() < 0.5)
-    repeats = {"offsets"}
-    if sum(n for _, n in d["shards"]) != d["V"]:
-        # What is behind the vocabulary differs from what is in it.
-        repeats |= {"weight", "bias"}
-    if d.get("teacher_padding") is not None:
-        repeats |= {"teacher_weight", "teacher_bias"}
-    repeats |= {name for name in ("bias", "teacher_bias") if d.get(name) in ("masked", "low")}
-    if d.get("teacher_equal"):
-        repeats |= {"input", "weight", "bias", "teacher_input", "teacher_weight", "teacher_bias"}
-    for name in repeats:
+    projected = d["kind"] != "logits"
+    layouts = _each(random, **dict.fromkeys(LAID, ("plain",) * 24 + _LAYOUTS))
+    # What is behind the vocabulary differs from what is in it, and so do masked entries.
+    padded = ["weight", "bias"] if sum(n for _, n in d["shards"]) != d["V"] else []
+    padded += ["teacher_weight", "teacher_bias"] if d.get("teacher_padding") is not None else []
+    masked = [name for name in ("bias", "teacher_bias") if d.get(name) in ("masked", "low")]
+    equal = [name for name in LAID if name.removeprefix("teacher_") in ("input", "weight", "bias")]
+    for name in ["offsets", *padded, *masked, *(equal if d.get("teacher_equal") else [])]:
         layouts[name] = "gaps" if layouts[name] == "expanded" else layouts[name]
-    upstreams = ("random",) * 4 + ("ones", "some zeros", "zero", "large", "tiny")
-    if kind == "logits":
-        upstreams = ("random", "random", "ones", "some zeros", "zero", "large", "tiny")
+    freezes = projected and random.random() < 0.25
     return {
-        "upstream": random.choice(upstreams),
-        "frozen": frozen,
+        "frozen": tuple(name for name in ("input", "weight", "bias") if freezes and random.random() < 0.5),
         "layouts": tuple(layouts.values()),
-        "mode": random.choices(("train", "no_grad", "inference"), (88, 6, 6))[0],
-        "walk": random.choice(walks),
-    }
+    } | _each(
+        random,
+        upstream=("random",) * (4 if projected else 2) + ("ones", "some zeros", "zero", "large", "tiny"),
+        mode=("train",) * 15 + ("no_grad", "inference"),
+        walk=_WALKS + ("input alone", "weight alone", "bias alone") * projected,
+    )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from unittest import mock
 
 import numpy as np
@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import parallel_lce
 from cases import DTYPES
-from fuzz_draw import FIELDS, Configuration
-from fuzz_values import Whole, laid, make
+from fuzz_draw import LAID, Configuration
+from fuzz_values import Whole, laid, make, real_rows
 from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.distillation import divergence
 from parallel_lce.run import divergence as divergences
@@ -27,6 +27,11 @@ class Wrong(AssertionError):
     """A result that no number need be compared to see is wrong."""
 
 
+def require(condition: object, message: str) -> None:
+    if not condition:
+        raise Wrong(message)
+
+
 def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]:
     """Results by name, gradients as ``d<name>``; those of a second walk through the graph end in `` again``."""
     with ExitStack() as stack:
@@ -35,35 +40,25 @@ def execute(member: Member, c: Configuration, backend: str) -> dict[str, Tensor]
         if c.block_bytes is not None:
             stack.enter_context(mock.patch.object(divergences, "_FEWEST_TOKENS", 1))
         if backend == "triton":
-            _filter_small_products(stack)
+            from benchmarks.tune import forced
+            from parallel_lce.backends import triton_filter
+            from parallel_lce.kernels.filter import windows
+            from parallel_lce.kernels.tuning import Tile
+
+            # Of 384 tokens on, a sample is less than all of them.
+            stack.enter_context(mock.patch.object(triton_filter, "SMALLEST_FILTERED", 0))
+            stack.enter_context(mock.patch.object(windows, "FEWEST_SAMPLED", 1))
             if c.bias == "low" and not c.filtered and member.device.type == "cpu":
-                _narrow_windows(stack)
+                # An interpreter's vocabulary has few windows of any other width.
+                stack.enter_context(forced(Tile(64, 64, 32, 4, 2), 16))
         if c.debug:
             stack.enter_context(debug_mode())
         found = _once(member, c)
         for _ in range(2 * c.repeat):
             again = _once(member, c)
             for name, value in found.items():
-                if not same_bits(value, again[name]):
-                    raise Wrong(f"bits: {name} differs from run to run")
+                require(same_bits(value, again[name]), f"bits: {name} differs from run to run")
     return found
-
-
-def _filter_small_products(stack: ExitStack) -> None:
-    """Of 384 tokens on, a sample is less than all of them."""
-    from parallel_lce.backends import triton_filter
-    from parallel_lce.kernels.filter import windows
-
-    stack.enter_context(mock.patch.object(triton_filter, "SMALLEST_FILTERED", 0))
-    stack.enter_context(mock.patch.object(windows, "FEWEST_SAMPLED", 1))
-
-
-def _narrow_windows(stack: ExitStack) -> None:
-    """An interpreter's vocabulary has few of any other width."""
-    from benchmarks.tune import forced
-    from parallel_lce.kernels.tuning import Tile
-
-    stack.enter_context(forced(Tile(64, 64, 32, 4, 2), 16))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -73,106 +68,58 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(bits), b.view(bits))
 
 
-def real_rows(c: Configuration, rank: int) -> int:
-    """Rows of a rank's shard that are no padding."""
-    start, rows = c.shards[rank]
-    return max(0, min(rows, c.V - start))
-
-
-def teacher_rows(c: Configuration, rank: int) -> int:
-    """Rows of a rank's shard of the teacher."""
+def _part(c: Configuration, rank: int, name: str, value: Tensor) -> Tensor:
+    """A rank's part of a whole tensor."""
+    (start, rows), real = c.shards[rank], real_rows(c, rank)
+    teacher, name = name.startswith("teacher_"), name.removeprefix("teacher_")
+    if name == "input" and c.kind == "logits":
+        return value[..., start : start + rows]
+    if name == "input" and c.sequence_parallel and c.ranks > 1:
+        return value.chunk(c.ranks)[rank]
+    if name not in ("weight", "bias"):
+        return value
     last = max((start + rows, rank) for rank, (start, rows) in enumerate(c.shards) if rows)[1]
-    if c.teacher_padding is None or rank != last:
-        return c.shards[rank][1]
-    return real_rows(c, rank) + c.teacher_padding
+    if teacher and c.teacher_padding is not None and rank == last:
+        rows = real + c.teacher_padding
+    # Padding must never matter.
+    part = value.new_full((rows, *value.shape[1:]), torch.nan)
+    part[:real] = value[start : start + real]
+    return part
 
 
-@dataclass
-class _Arguments:
-    """``leaves`` may need gradients, ``given`` are the other tensors: each by its name in ``LAID``."""
-
-    leaves: dict[str, Tensor]
-    given: dict[str, Tensor]
-    options: dict
-    upstream: dict[str, Tensor]
-
-
-def _arguments(member: Member, c: Configuration, whole: Whole) -> _Arguments:
-    (start, rows), real = c.shards[member.rank], real_rows(c, member.rank)
-
-    def layer(prefix: str, rows: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> dict[str, Tensor | None]:
-        found: dict[str, Tensor | None] = {f"{prefix}input": x, f"{prefix}weight": weight, f"{prefix}bias": bias}
-        if c.sequence_parallel and c.ranks > 1:
-            found[f"{prefix}input"] = x.chunk(c.ranks)[member.rank]
-        for name, value in ((f"{prefix}weight", weight), (f"{prefix}bias", bias)):
-            if value is not None:
-                # Padding must never matter.
-                found[name] = value.new_full((rows, *value.shape[1:]), torch.nan)
-                found[name][:real] = value[start : start + real]
-        return found
-
-    if c.kind == "logits":
-        tensors: dict[str, Tensor | None] = {"input": whole.x[..., start : start + rows]}
-    else:
-        tensors = layer("", rows, whole.x, whole.weight, whole.bias)
-    tensors["token_weight"] = whole.token_weight
-    others: dict[str, Tensor | None] = {
-        "target": whole.target,
-        "logit_scale": whole.scale,
-        "temperature": whole.temperature,
-        "selected": whole.ids,
-        "offsets": whole.offsets,
-        "mask": whole.mask if c.kind == "statistics" else None,
-    }
-    if whole.teacher is not None:
-        others |= layer("teacher_", teacher_rows(c, member.rank), *whole.teacher[:3])
-    leaves, given = (
-        {name: laid(v.to(member.device), c.layout(name)).detach() for name, v in some.items() if v is not None}
-        for some in (tensors, others)
-    )
-    for name, leaf in leaves.items():
-        learns = c.weight_learns if name == "token_weight" else name not in c.frozen
-        leaf.requires_grad_(learns and c.mode == "train")
-    upstream = {name: value.to(member.device) for name, value in whole.upstream.items()}
-    return _Arguments(leaves, given, _options(member, c, whole, given), upstream)
+_FUNCTIONS = {
+    "loss": parallel_lce.linear_cross_entropy,
+    "statistics": parallel_lce.token_statistics,
+    "logits": parallel_lce.vocab_parallel_cross_entropy,
+    "selected": parallel_lce.selected_log_probs,
+    "divergence": divergence,
+}
+_ARGUMENTS = {
+    "input": ("input", "student_hidden", "vocab_parallel_logits"),
+    "weight": ("linear_weight", "student_weight"),
+    "bias": ("linear_bias", "student_bias"),
+    "teacher_input": ("teacher_hidden",),
+}
+"""Names of the functions' arguments for tensors that have another name here."""
 
 
-def _options(member: Member, c: Configuration, whole: Whole, given: dict[str, Tensor]) -> dict:
-    """All but the tensors that :func:`_call` hands over itself."""
-    group = member.group if c.ranks > 1 or c.group_given else None
-    if c.kind == "logits":
-        return {"label_smoothing": _number(c, c.label_smoothing), "tp_group": group}
-    start, _ = c.shards[member.rank]
+def _options(member: Member, c: Configuration, whole: Whole) -> dict:
+    """Values of the functions' arguments but tensors."""
     wide = accumulation_dtype(DTYPES[c.computed])
-    reduce = {"": None, "wide": wide, "same": DTYPES[c.computed]}[c.reduce_dtype]
-    numbers: dict = {"vocab_start": start if c.starts_given else None, "vocab_size": c.V if c.size_given else None}
-    numbers["temperature"] = c.temperature
-    if c.kind != "selected":
-        numbers["logits_budget"] = c.budget
-    if c.kind != "divergence":
-        numbers |= {"logit_scale": c.scale, "logit_softcap": c.softcap}
-    of_kind = {"divergence": ("ignore_index", "beta"), "loss": ("ignore_index", "label_smoothing", "z_loss")}
-    numbers |= {name: getattr(c, name) for name in of_kind.get(c.kind, ())}
-    if c.filtered:
-        # Below every probability but those that underflow: gradients are the same.
-        numbers["gradient_filter"] = 1e-300 if c.computed == "fp64" else 1e-38
-    if c.counted:
-        numbers["counted_tokens"] = whole.counted
-    if c.top_k is not None:
-        numbers["top_k"] = c.top_k
+    group = member.group if c.ranks > 1 or c.group_given else None
+    numbers = {name: getattr(c, name) for name in ("ignore_index", "label_smoothing", "z_loss", "beta", "top_k")}
+    numbers |= {"temperature": c.temperature, "logit_scale": c.scale, "logit_softcap": c.softcap}
+    numbers |= {"logits_budget": c.budget, "counted_tokens": whole.counted}
+    numbers["vocab_start"] = c.shards[member.rank][0] if c.starts_given else None
+    numbers["vocab_size"] = c.V if c.size_given else None
+    # Below every probability but those that underflow: gradients are the same.
+    filter = 1e-300 if c.computed == "fp64" else 1e-38
+    numbers["gradient_filter"] = filter if c.filtered else None
     options = {name: _number(c, value) for name, value in numbers.items()}
-    if c.kind in ("loss", "divergence"):
-        options["reduction"] = c.reduction
-    if c.kind == "statistics" and c.selected:
-        options["selected"] = _selected(given)
-    options |= {name: True for name in c.asked}
-    options |= {name: given[name] for name in ("logit_scale", "temperature", "mask") if name in given}
+    options |= {name: name in c.asked for name in ("mean_logit", "expected_logit", "argmax", "sum_p_squared")}
+    options |= {"process_group": group, "tp_group": group, "reduction": c.reduction}
     options |= {"sequence_parallel": c.sequence_parallel, "reduce_hidden_grad": c.reduce_hidden_grad}
-    return options | {"process_group": group, "reduce_dtype": reduce}
-
-
-def _selected(given: dict[str, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
-    return (given["selected"], given["offsets"]) if "offsets" in given else given["selected"]
+    return options | {"reduce_dtype": {"": None, "wide": wide, "same": DTYPES[c.computed]}[c.reduce_dtype]}
 
 
 def _number(c: Configuration, value):
@@ -184,42 +131,38 @@ def _number(c: Configuration, value):
     return np.float32(value) if float(np.float32(value)) == value else np.float64(value)
 
 
-def _call(c: Configuration, a: _Arguments, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def call(c: Configuration, options: dict, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """What is returned, by name."""
-    given, options = a.given, a.options
-    if c.kind == "logits":
-        return {"loss": parallel_lce.vocab_parallel_cross_entropy(tensors["input"], given["target"], **options)}
-    x, weight, bias = tensors["input"], tensors["weight"], tensors.get("bias")
-    if c.kind == "divergence":
-        teacher = given["teacher_input"], given["teacher_weight"]
-        options = options | {"student_bias": bias, "teacher_bias": given.get("teacher_bias")}
-        return {"loss": divergence(x, weight, *teacher, target=given.get("target"), **options)}
-    options = options | {"linear_bias": bias}
-    if c.kind == "selected":
-        return {"log_probs": parallel_lce.selected_log_probs(x, weight, _selected(given), **options)}
-    target = given.get("target")
-    if c.kind == "loss":
-        options["token_weight"] = tensors.get("token_weight")
-        return {"loss": parallel_lce.linear_cross_entropy(x, weight, target, **options)}
-    found = parallel_lce.token_statistics(x, weight, target, **options)
+    given = dict.fromkeys(LAID) | options | tensors
+    if "offsets" in tensors:
+        given["selected"] = tensors["selected"], tensors["offsets"]
+    for name, others in _ARGUMENTS.items():
+        given |= dict.fromkeys(others, given[name])
+    parameters = inspect.signature(_FUNCTIONS[c.kind]).parameters.values()
+    found = _FUNCTIONS[c.kind](**{p.name: given[p.name] for p in parameters if p.kind != p.VAR_KEYWORD})
+    if isinstance(found, Tensor):
+        return {"log_probs" if c.kind == "selected" else "loss": found}
     return {name: value for name, value in vars(found).items() if value is not None}
 
 
 def _once(member: Member, c: Configuration) -> dict[str, Tensor]:
-    a = _arguments(member, c, make(c))
-    before = {name: value.detach().clone() for name, value in (a.leaves | a.given).items()}
+    whole = make(c)
+    tensors = {name: _part(c, member.rank, name, value) for name, value in whole.tensors.items()}
+    tensors = {name: laid(value.to(member.device), c.layout(name)).detach() for name, value in tensors.items()}
+    before = {name: value.clone() for name, value in tensors.items()}
+    learning = [name for name in ("input", "weight", "bias") if name not in c.frozen]
+    learning += ["token_weight"] if c.weight_learns else []
+    wanted = {name: tensors[name].requires_grad_() for name in learning if name in tensors and c.mode == "train"}
     modes = {"train": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
-    casting = nullcontext()
-    if c.autocast:
-        casting = torch.autocast(member.device.type, dtype=DTYPES[c.autocast])
+    casting = torch.autocast(member.device.type, dtype=DTYPES[c.autocast]) if c.autocast else nullcontext()
     with modes[c.mode](), casting, _saving(c):
-        results = _forward(c, a)
+        results = _forward(c, _options(member, c, whole), tensors, wanted)
     found = {name: value.detach().cpu() for name, value in results.items()}
-    if any(value.requires_grad for value in a.leaves.values()):
-        found |= _gradients(member, c, a, results)
+    if wanted:
+        upstream = {name: value.to(member.device) for name, value in whole.upstream.items()}
+        found |= _gradients(c, member.rank, wanted, results, upstream)
     for name, value in before.items():
-        if not same_bits(value, (a.leaves | a.given)[name].detach()):
-            raise Wrong(f"{name} was written to")
+        require(same_bits(value, tensors[name].detach()), f"{name} was written to")
     return found
 
 
@@ -231,72 +174,59 @@ def _gapped(tensor: Tensor) -> Tensor:
 
 def _saving(c: Configuration):
     """Hooks for saved tensors, which return other strides."""
-    returned = {
-        "transposed hooks": lambda tensor: tensor.t().contiguous().t() if tensor.dim() == 2 else tensor,
-        "gapped hooks": _gapped,
-        "twice under hooks": _gapped,
-    }
-    if c.mode == "train" and c.walk in returned:
-        return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), returned[c.walk])
-    return save_on_cpu() if c.mode == "train" and c.walk == "save_on_cpu" else nullcontext()
+    if c.mode != "train" or c.walk == "save_on_cpu":
+        return save_on_cpu() if c.mode == "train" else nullcontext()
+    if not c.walk.endswith("hooks"):
+        return nullcontext()
+    transposed = lambda tensor: tensor.t().contiguous().t() if tensor.dim() == 2 else tensor  # noqa: E731
+    returned = transposed if c.walk.startswith("transposed") else _gapped
+    return saved_tensors_hooks(lambda tensor: tensor.detach().clone(), returned)
 
 
-def _forward(c: Configuration, a: _Arguments) -> dict[str, Tensor]:
-    if "checkpoint" not in c.walk or not any(leaf.requires_grad for leaf in a.leaves.values()):
-        return _call(c, a, a.leaves)
+def _forward(c: Configuration, options: dict, tensors: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict:
+    if "checkpoint" not in c.walk or not wanted:
+        return call(c, options, tensors)
     names: list[str] = []
 
     def body(*values: Tensor) -> tuple[Tensor, ...]:
-        results = _call(c, a, dict(zip(a.leaves, values)))
+        results = call(c, options, tensors | dict(zip(wanted, values)))
         names[:] = results
         return tuple(results.values())
 
-    values = checkpoint(body, *a.leaves.values(), use_reentrant="reentrant" in c.walk)
+    values = checkpoint(body, *wanted.values(), use_reentrant="reentrant" in c.walk)
     return dict(zip(names, values))
 
 
-def _gradients(member: Member, c: Configuration, a: _Arguments, results: dict[str, Tensor]) -> dict[str, Tensor]:
-    values, upstream = [], []
-    for name, gradient in a.upstream.items():
-        if results[name].requires_grad:
-            values.append(results[name])
-            # Gradients of sums come expanded.
-            expands = c.upstream == "ones" and results[name].dim()
-            upstream.append(gradient.new_ones(()).expand(gradient.shape) if expands else gradient)
-    if not values:
-        raise Wrong("nothing requires a gradient")
-    wanted = {name: leaf for name, leaf in a.leaves.items() if leaf.requires_grad}
+def _gradients(
+    c: Configuration, rank: int, wanted: dict[str, Tensor], results: dict[str, Tensor], upstream: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    sources = [name for name in upstream if results[name].requires_grad]
+    require(sources, "nothing requires a gradient")
+    # Gradients of sums come expanded.
+    expand = lambda value: value.new_ones(()).expand(value.shape) if c.upstream == "ones" else value  # noqa: E731
+    given = [results[name] for name in sources], [expand(upstream[name]) for name in sources]
     alone = c.walk.removesuffix(" alone")
-    if alone != c.walk and alone in wanted:
-        wanted = {alone: wanted[alone]}
-    walks = 2 if c.walk.startswith("twice") else 1
-    if c.walk in ("backward", "reentrant checkpoint"):
-        torch.autograd.backward(values, upstream)
-        each = [[leaf.grad for leaf in wanted.values()]]
-    else:
-        each = [
-            torch.autograd.grad(values, [*wanted.values()], upstream, retain_graph=walk + 1 < walks, allow_unused=True)
-            for walk in range(walks)
-        ]
+    wanted = {alone: wanted[alone]} if alone in wanted else wanted
     found = {}
-    for suffix, gradients in zip(("", " again"), each):
+    for suffix in ("", " again") if c.walk.startswith("twice") else ("",):
+        if c.walk in ("backward", "reentrant checkpoint"):
+            torch.autograd.backward(*given)
+            gradients = [leaf.grad for leaf in wanted.values()]
+        else:
+            retain = c.walk.startswith("twice") and not suffix
+            sums, own = given
+            gradients = torch.autograd.grad(sums, [*wanted.values()], own, retain_graph=retain, allow_unused=True)
         for (name, leaf), gradient in zip(wanted.items(), gradients):
-            found[f"d{name}{suffix}"] = _checked(member, c, name, leaf, gradient)
+            require(gradient is not None, f"no gradient of {name}")
+            form = gradient.dtype, gradient.shape
+            require(form == (leaf.dtype, leaf.shape), f"d{name} is {form}")
+            gradient = gradient.detach().cpu()
+            if name in ("weight", "bias"):
+                real = real_rows(c, rank)
+                require(c.counted == "wrong" or not gradient[real:].count_nonzero(), f"d{name} of padding is not 0")
+                gradient = gradient[:real]
+            found[f"d{name}{suffix}"] = gradient.contiguous()
     return found
-
-
-def _checked(member: Member, c: Configuration, name: str, leaf: Tensor, gradient: Tensor | None) -> Tensor:
-    if gradient is None:
-        raise Wrong(f"no gradient of {name}")
-    if gradient.shape != leaf.shape or gradient.dtype != leaf.dtype:
-        raise Wrong(f"d{name} is {gradient.dtype} {list(gradient.shape)}")
-    gradient = gradient.detach().cpu()
-    if name in ("weight", "bias"):
-        real = real_rows(c, member.rank)
-        if c.counted != "wrong" and torch.count_nonzero(gradient[real:]):
-            raise Wrong(f"d{name} of padding is not 0")
-        gradient = gradient[:real]
-    return gradient.contiguous()
 
 
 def assemble(c: Configuration, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
@@ -304,21 +234,17 @@ def assemble(c: Configuration, parts: list[dict[str, Tensor]]) -> dict[str, Tens
     whole = {}
     order = sorted(range(c.ranks), key=lambda rank: c.shards[rank][0])
     for name, value in parts[0].items():
-        base = name.removesuffix(" again")
+        base, everyone = name.removesuffix(" again"), [part[name] for part in parts]
         if base in ("dweight", "dbias"):
-            whole[name] = torch.cat([parts[rank][name] for rank in order if real_rows(c, rank)])
+            whole[name] = torch.cat([everyone[rank] for rank in order if real_rows(c, rank)])
         elif base == "dinput" and not c.reduce_hidden_grad:
-            whole[name] = sum(p[name].double() for p in parts)
+            whole[name] = sum(part.double() for part in everyone)
         elif base == "dinput" and (c.kind == "logits" or c.sequence_parallel and c.ranks > 1):
-            whole[name] = torch.cat([p[name] for p in parts], -1 if c.kind == "logits" else 0)
+            whole[name] = torch.cat(everyone, -1 if c.kind == "logits" else 0)
         elif base == "loss" and c.kind == "logits" and c.label_smoothing:
-            whole[name] = torch.stack([p[name] for p in parts])
+            whole[name] = torch.stack(everyone)
         else:
-            for rank, part in enumerate(parts[1:], 1):
-                if not same_bits(value, part[name]):
-                    raise Wrong(f"bits: {name} of rank {rank} differs from rank 0's")
+            for rank, part in enumerate(everyone):
+                require(same_bits(value, part), f"bits: {name} of rank {rank} differs from rank 0's")
             whole[name] = value
-    expected = {*FIELDS, "max_logit", "argmax", "top_logits", "top_ids", "vocab_size", "loss", "log_probs"}
-    if unknown := [name for name in whole if not name.startswith("d") and name not in expected]:
-        raise Wrong(f"unknown results {unknown}")
     return whole

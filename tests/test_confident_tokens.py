@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens that are sure of their target. test_random.py has their gradients."""
+"""Log-probabilities of tokens that are sure of their target. test_fuzz.py has their gradients."""
 
 from __future__ import annotations
 

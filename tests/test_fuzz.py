@@ -1,7 +1,8 @@
-"""The fuzz program: its configurations hold, and planted faults are found."""
+"""The fuzz program: its configurations hold in both backends, and planted faults are found."""
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -10,47 +11,62 @@ import torch
 import fuzz
 import fuzz_run
 from fuzz_draw import LAID, Configuration
-from fuzz_judge import judge
 from fuzz_run import execute
-from parallel_lce.core.collectives import HiddenReduction
-from parallel_lce.core.grad_buffers import GradBuffer
-from tools import alone
+from fuzz_values import make
+from tools import alone, everywhere
 
 SETTINGS = fuzz.Settings(seed=7, backend="torch", device="cpu")
+KINDS = ["loss", "statistics", "logits", "selected", "divergence"]
 
 
 def _run(c):
     return [execute(alone(), c, "torch")]
 
 
-def _configurations(count: int, ranks: int = 1, **wanted):
-    """The first ``count`` that have these attributes."""
-    found, index = [], 0
-    while len(found) < count:
-        c = SETTINGS.draw(ranks, index)
-        index += 1
-        if all(getattr(c, name) in values for name, values in wanted.items()):
-            found.append(c)
-    return found
+def _configurations(count: int, **wanted):
+    """The first ``count`` of one process that have these attributes."""
+    drawn = (SETTINGS.draw(1, index) for index in itertools.count())
+    fits = (c for c in drawn if all(getattr(c, name) in values for name, values in wanted.items()))
+    return [*itertools.islice(fits, count)]
 
 
-@pytest.mark.parametrize("kind", ["loss", "statistics", "logits", "selected", "divergence"])
+def _hold(settings, ranks, count, wanted, run) -> None:
+    """The first ``count`` configurations over ``ranks`` that are wanted have no finding."""
+    drawn = ((index, settings.draw(ranks, index)) for index in itertools.count())
+    for index, c in itertools.islice(((index, c) for index, c in drawn if wanted(c)), count):
+        _, finding = fuzz.examine(c, run)
+        assert not finding, f"{settings.command(ranks, index)}\n{finding}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_configurations_of_one_process_hold(kind):
-    for c in _configurations(24, kind=(kind,)):
-        _, finding = fuzz.examine(c, _run)
-        assert finding is None, f"{c}\n{finding}"
+    _hold(SETTINGS, 1, 24, lambda c: c.kind == kind, _run)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_configurations_over_ranks_hold(ranks, worlds):
-    world = worlds(ranks)
-    for index in range(40):
-        c = SETTINGS.draw(ranks, index)
-        _, finding = fuzz.examine(c, lambda c: world.run(execute, c, "torch", timeout=60))
-        assert finding is None, f"{SETTINGS.command(ranks, index)}\n{finding}"
+    _hold(SETTINGS, ranks, 40, lambda c: True, lambda c: worlds(ranks).run(execute, c, "torch", timeout=60))
 
 
-_PLAIN = ("plain",) * len(LAID)
+WANTED = {
+    "any": lambda c: True,
+    # Entries that -inf or a finite number excludes, windows of them.
+    "masked": lambda c: {c.bias, c.teacher_bias} & {"masked", "low"} and c.N > 1,
+    # Tokens that are sure of an entry: 1 - p must keep its digits.
+    "sure": lambda c: c.sure and c.dtype in ("bf16", "fp16"),
+}
+
+
+@pytest.mark.parametrize(("ranks", "count"), [(1, 10), (2, 4), pytest.param(4, 20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["loss", "statistics", "selected", "divergence"])
+@pytest.mark.parametrize("wanted", WANTED)
+def test_configurations_of_kernels_hold(wanted, kind, ranks, count, kernels, worlds, device):
+    """More of what few draws have."""
+    settings = fuzz.Settings(seed=11, backend="triton", device=device)
+    run = lambda c: everywhere(worlds, device, ranks, execute, c, "triton")  # noqa: E731
+    _hold(settings, ranks, count, lambda c: c.kind == kind and WANTED[wanted](c), run)
+
+
 # More than one rounding must be allowed for here, and PyTorch's own path has as many.
 ALLOWED = {
     "a gradient that is cast twice": Configuration(
@@ -60,7 +76,8 @@ ALLOWED = {
     ),
     "a sum of equal terms in float64": Configuration(
         *("statistics", 2, (14,), 34, 801, ((0, 266), (266, 535)), 0),
-        **dict(dtype="fp64", starts_given=True, size_given=True, layouts=("plain", "expanded", *_PLAIN[2:])),
+        **dict(dtype="fp64", starts_given=True, size_given=True),
+        **dict(layouts=tuple("expanded" if name == "weight" else "plain" for name in LAID)),
         **dict(reduction="none", asked=("mean_logit",), mixture=("mean_logit",)),
     ),
     "groups whose gradient overflows": Configuration(
@@ -76,31 +93,28 @@ ALLOWED = {
 def test_the_judge_allows(name, worlds):
     c = ALLOWED[name]
     _, finding = fuzz.examine(c, _run if c.ranks == 1 else lambda c: worlds(c.ranks).run(execute, c, "torch"))
-    assert finding is None, finding
+    assert not finding, finding
 
 
-def _first_row_off(tensor: torch.Tensor, by: float) -> torch.Tensor:
-    """One percent off in the row that is largest, in place."""
-    if tensor.numel():
-        # Tokens without a loss have NaN.
-        rows = tensor.reshape(len(tensor), -1).double().norm(dim=1).nan_to_num(0.0)
-        tensor[int(rows.argmax())] *= 1 + by
-    return tensor
+def _findings(monkeypatch, name: str, fault, configurations):
+    """Verdicts and finding of each configuration where ``fault(c, value)`` moves what has this name, in place."""
+    once, moved = fuzz_run._once, []
 
+    def faulty(member, c):
+        found = once(member, c)
+        for each in {name, f"{name} again"} & {*found}:
+            before = found[each].clone()
+            fault(c, found[each])
+            moved.append(not torch.equal(before.nan_to_num(), found[each].nan_to_num()))
+        return found
 
-def _faults(monkeypatch, where: str, by: float) -> None:
-    if where == "dinput":
-        wait = HiddenReduction.wait
-        monkeypatch.setattr(HiddenReduction, "wait", lambda self: _first_row_off(wait(self), by))
-    else:
-        deliver = GradBuffer.deliver
-        dimensions = 2 if where == "dweight" else 1
-
-        def faulty(self):
-            found = deliver(self)
-            return _first_row_off(found, by) if found.dim() == dimensions else found
-
-        monkeypatch.setattr(GradBuffer, "deliver", faulty)
+    with monkeypatch.context() as patches:
+        patches.setattr(fuzz_run, "_once", faulty)
+        for c in configurations:
+            moved.clear()
+            verdicts, finding = fuzz.examine(c, _run)
+            if any(moved):
+                yield c, verdicts, finding
 
 
 # Every entry of low-precision gradients may be rounded twice, 0.1 % in fp16 and 0.8 % in bf16 together, which in a
@@ -113,7 +127,8 @@ FAULTS = {"wide": (("fp64", "fp32"), 0.01, 0.95), "fp16": (("fp16",), 0.01, 0.8)
 @pytest.mark.thinned
 def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch):
     dtypes, by, share = FAULTS[precision]
-    wanted = dict(
+    several = _configurations(
+        40,
         kind=("loss", "statistics", "divergence"),
         dtype=dtypes,
         autocast=("",),
@@ -128,133 +143,101 @@ def test_one_wrong_row_of_a_gradient_is_found(where, precision, monkeypatch):
         upstream=("random", "ones"),
         walk=("backward", "twice", "save_on_cpu", "gapped hooks"),
     )
-    found = judged = 0
-    with monkeypatch.context() as patches:
-        _faults(patches, where, by)
-        for c in _configurations(40, **wanted):
-            verdicts, finding = fuzz.examine(c, _run)
-            mine = [v for v in verdicts if v.name.removesuffix(" again") == where]
-            # What is 0, lies beneath fp16's numbers or sums to nearly nothing has no percent.
-            if not mine or max(v.truth for v in mine) < 1e-3:
-                continue
-            judged += 1
-            found += finding is not None and where in finding.detail
-            assert finding is None or where in finding.detail
-    assert judged >= 12
-    assert found >= share * judged, f"{found} of {judged}"
+
+    def largest_row_off(c, gradient):
+        # Tokens without a loss have NaN.
+        rows = gradient.reshape(len(gradient), -1).double().norm(dim=1).nan_to_num(0.0)
+        gradient[int(rows.argmax())] *= 1 + by
+
+    said = []
+    for _, verdicts, finding in _findings(monkeypatch, where, largest_row_off, several):
+        assert not finding or where in finding
+        # What is 0, lies beneath fp16's numbers or sums to nearly nothing has no percent.
+        if max([v.truth for v in verdicts if v.name.removesuffix(" again") == where], default=0.0) >= 1e-3:
+            said.append(where in finding)
+    assert len(said) >= 12
+    assert sum(said) >= share * len(said), said
 
 
-def _largest_off(value: torch.Tensor) -> torch.Tensor:
-    """The finite element that is largest in magnitude, a thousandth off; ids in another order."""
-    if not value.is_floating_point():
-        return value.flip(-1)
-    size = value.detach().abs().reshape(-1).nan_to_num(0.0, 0.0, 0.0)
-    factor = torch.ones_like(size)
-    factor[int(size.argmax())] = 1.001
-    return value * factor.view(value.shape)
-
-
-MODEST = ("", "plain", "masked")
 FAULTY_RESULTS = {
-    "sum_p_squared": "statistics",
-    "selected_log_prob": "statistics",
-    "top_logits": "statistics",
-    "top_ids": "statistics",
-    "log_probs": "selected",
-    "loss": "divergence",
+    "sum_p_squared": dict(kind=("statistics",)),
+    "selected_log_prob": dict(kind=("statistics",), selected=("ids", "sets")),
+    "top_logits": dict(kind=("statistics",), top_k=range(2, 2000)),
+    "top_ids": dict(kind=("statistics",), top_k=range(2, 2000)),
+    "log_probs": dict(kind=("selected",)),
+    # Of flatter ones less than a thousandth is left beneath the roundings.
+    "loss": dict(kind=("divergence",), temperature=(0.7, 1.0, 3.0), beta=(0.0, 0.5, 1.0)),
 }
 
 
 @pytest.mark.parametrize("name", FAULTY_RESULTS)
 @pytest.mark.thinned
 def test_one_wrong_result_is_found(name, monkeypatch):
-    call, judged = fuzz_run._call, []
+    def largest_off(c, value):
+        """The finite element that is largest in magnitude, a thousandth off; ids in another order."""
+        if c.counted == "wrong":
+            return
+        if not value.is_floating_point():
+            value[:] = value.flip(-1)
+        elif value.numel():
+            value.view(-1)[int(value.abs().reshape(-1).nan_to_num(0.0, 0.0, 0.0).argmax())] *= 1.001
 
-    def faulty(c, arguments, tensors):
-        results = call(c, arguments, tensors)
-        if name in results and c.counted != "wrong":
-            before, results[name] = results[name], _largest_off(results[name])
-            judged.append(not torch.equal(before.nan_to_num(), results[name].nan_to_num()))
-        return results
-
-    monkeypatch.setattr(fuzz_run, "_call", faulty)
-    missed, faults = [], 0
-    kinds = dict(kind=(FAULTY_RESULTS[name],), dtype=("fp64", "fp32"), autocast=("",), sharpness=(0.3, 1.0, 3.0))
-    if name.startswith("top"):
-        kinds["top_k"] = range(2, 2000)
-    if name == "selected_log_prob":
-        kinds["selected"] = ("ids", "sets")
     # A divergence of masked entries is huge, and so are its roundings.
-    kinds |= dict(repeat=(False,), offset=(0.0,), walk=("backward",), bias=MODEST, teacher_bias=MODEST)
-    for c in _configurations(20, **kinds):
-        judged.clear()
-        _, finding = fuzz.examine(c, _run)
-        faults += any(judged)
-        if any(judged) and (finding is None or name not in finding.detail):
-            missed.append(c)
-    assert faults >= 4
-    assert not missed, f"{len(missed)}, {missed[0]}"
-
-
-def _sure(**wanted):
-    """Configurations whose tokens are so sure that a low-precision p would say nothing of 1 - p."""
-    wanted |= dict(mode=("train",), frozen=((),), walk=("backward",), sure=("some", "all"), counted=("",))
-    return [c for c in _configurations(12, dtype=("bf16", "fp16"), autocast=("",), **wanted) if c.miss < 1e-3]
+    modest = dict.fromkeys(("bias", "teacher_bias"), ("", "plain", "masked"))
+    modest |= dict(dtype=("fp64", "fp32"), autocast=("",), sharpness=(0.3, 1.0, 3.0), offset=(0.0,))
+    several = _configurations(20, repeat=(False,), walk=("backward",), **modest, **FAULTY_RESULTS[name])
+    found = [(c, name in finding) for c, _, finding in _findings(monkeypatch, name, largest_off, several)]
+    assert len(found) >= 4
+    assert all(right for _, right in found), [c for c, right in found if not right][0]
 
 
 @pytest.mark.parametrize("mixture", ["target_log_prob", "entropy", "selected_log_prob"])
 @pytest.mark.thinned
 def test_a_p_that_is_rounded_beside_1_is_found(mixture, monkeypatch):
     """The gradients of tokens that are not sure hide it."""
-    gradients, moved = fuzz_run._gradients, []
 
-    def faulty(member, c, a, results):
-        found = gradients(member, c, a, results)
-        weight, x = (a.leaves[name].detach().double() for name in ("weight", "input"))
-        weight = weight[: c.V]  # without padding
-        off = c.scale * torch.finfo(found["dinput"].dtype).eps / 8 * weight[(x @ weight.t()).argmax(-1)]
-        moved.append(bool(off.any()))
-        found["dinput"] = (found["dinput"].double() + off).to(found["dinput"].dtype)
-        return found
+    def rounded(c, gradient):
+        weight, x = (make(c).tensors[name].double() for name in ("weight", "input"))
+        gradient += c.scale * torch.finfo(gradient.dtype).eps / 8 * weight[(x @ weight.t()).argmax(-1)]
 
-    monkeypatch.setattr(fuzz_run, "_gradients", faulty)
-    several = _sure(kind=("statistics",), mixture=((mixture,),), scale_dtype=("",), upstream=("random", "ones"))
-    said = [finding.detail if finding else "" for _, finding in (fuzz.examine(c, _run) for c in several)]
-    assert len(said) >= 4 and all(moved)
+    # So sure that a low-precision p would say nothing of 1 - p.
+    sure = dict(kind=("statistics",), mixture=((mixture,),), sure=("some", "all"), dtype=("bf16", "fp16"))
+    sure |= dict(mode=("train",), frozen=((),), walk=("backward",), counted=("",), autocast=("",))
+    several = _configurations(12, scale_dtype=("",), upstream=("random", "ones"), **sure)
+    several = [c for c in several if c.miss < 1e-3]
+    said = [finding for *_, finding in _findings(monkeypatch, "dinput", rounded, several)]
+    assert len(said) == len(several) >= 4
     assert all("dinput row" in each for each in said), said
     # Some have too few of these tokens for a group.
     assert sum("dinput of sure tokens" in each for each in said) >= 0.6 * len(said), said
 
 
-def test_a_configuration_is_the_same_alone_and_within_a_run(capsys):
+def test_a_run_prints_findings_as_commands_that_show_them(capsys, monkeypatch):
     drawn = []
 
-    def run(c):
+    def run(self, c):
         drawn.append(c)
         if len(drawn) == 5:
             raise ValueError("planted")
         return _run(c)
 
-    assert fuzz.fuzz(SETTINGS, 1, range(4, 12), run) == 1
+    monkeypatch.setattr(fuzz.Ranks, "__call__", run)
+    assert fuzz.main("--first 4 --count 8 --ranks 1 --seed 7".split()) == 1
     said = capsys.readouterr().out.splitlines()
-    assert said == [f"{SETTINGS.command(1, 8)}  # exception: ValueError: planted", said[-1]]
+    assert said == [f"{SETTINGS.command(1, 8)}  # ValueError: planted", said[-1]]
     assert said[-1].endswith("configuration 11: 1 findings in 8")
-    assert drawn[3] == SETTINGS.draw(1, 7) and drawn[3] != SETTINGS.draw(2, 7)
-    assert fuzz.main(["--only", "7", "--ranks", "1", "--seed", "7"]) == 0
-    said = capsys.readouterr().out
-    assert str(drawn[3]) in said
-    assert sum(line.startswith("ok ") for line in said.splitlines()) == len(judge(drawn[3], _run(drawn[3])))
+    assert drawn == [SETTINGS.draw(1, index) for index in range(4, 12)] and drawn[0] != SETTINGS.draw(2, 4)
+    index = next(index for index, c in enumerate(drawn, 4) if c.kind == "loss" and c.counted != "wrong")
+    assert fuzz.main(f"--only {index} --ranks 1 --seed 7".split()) == 0
+    shown = capsys.readouterr().out
+    assert str(drawn[index - 4]) in shown and "\nok    loss" in shown
 
 
-def test_what_kind_of_finding():
-    c = _configurations(1, ranks=2, kind=("loss",), reduction=("none",), mode=("no_grad",))[0]
-    exact = _run(_configurations(1, kind=("loss",), mode=("no_grad",))[0])[0]
-    part = {"loss": torch.zeros(c.shape, dtype=torch.float64 if c.computed == "fp64" else torch.float32)}
-    other = {"loss": part["loss"] + 1}
-    assert exact.keys() == part.keys()
-    kinds = {"bits": lambda c: [part, other], "wrong": lambda c: [other, other], "exception": lambda c: 1 / 0}
-    for kind, run in kinds.items():
-        assert fuzz.examine(c, run)[1].kind == kind
+def test_ranks_that_differ_and_results_that_are_off_are_found():
+    c = next(c for c in (SETTINGS.draw(2, index) for index in itertools.count()) if c.kind == "loss" and not c.N == 0)
+    part = {"loss": torch.zeros(c.shape if c.reduction == "none" else (), dtype=torch.float32)}
+    assert "bits: loss of rank 1 differs" in fuzz.examine(c, lambda c: [part, {"loss": part["loss"] + 1}])[1]
+    assert "loss" in fuzz.examine(c, lambda c: [part, part])[1]
 
 
 def _sleeps(member, c, backend):
@@ -265,11 +248,11 @@ def test_after_a_hang_there_are_new_processes(monkeypatch):
     run = fuzz.Ranks(1, SETTINGS, timeout=60)
     try:
         c = SETTINGS.draw(1, 0)
-        assert fuzz.examine(c, run)[1] is None
+        assert not fuzz.examine(c, run)[1]
         with monkeypatch.context() as patches:
             patches.setattr(fuzz_run, "execute", _sleeps)
             patches.setattr(run, "_timeout", 0.5)
-            assert fuzz.examine(c, run)[1].kind == "hang"
-        assert fuzz.examine(c, run)[1] is None
+            assert "hang" in fuzz.examine(c, run)[1]
+        assert not fuzz.examine(c, run)[1]
     finally:
         run.close()

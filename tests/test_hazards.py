@@ -182,7 +182,7 @@ WINDOW = 256 if torch.cuda.is_available() else 64
 N, V, D = 20, 4 * WINDOW + 44, 16
 LOWEST = torch.finfo(torch.bfloat16).min
 MASKS = {"bf16": (-1e10, LOWEST), "fp32": (-1e30,), "fp16": (-65504.0,)}
-# Masks of a range of entries are in test_random.py.
+# Masks of a range of entries are in test_fuzz.py.
 PATTERNS = {
     "some windows": [slice(0, WINDOW), slice(2 * WINDOW, 3 * WINDOW), slice(4 * WINDOW, V)],
     "a rank": [slice(0, V // 2)],

@@ -360,8 +360,8 @@ def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, win
 class TokenGradients(NamedTuple):
     """Results of :func:`token_gradients`, ``[R]`` each."""
 
-    # fp32: the rounding error d of the target's gradient t, or t itself as long as G holds no entry of the target. 0 for
-    # a target outside the shard. None without targets.
+    # fp32: the rounding error d of the target's gradient t, or t itself while G holds no entry of the target. 0 for a
+    # target outside the shard. None without targets.
     residual: torch.Tensor | None
     # uint8: whether the target lies in this shard and, with ``find_shared``, no other token of these rows has it. None
     # without targets.

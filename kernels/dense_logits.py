@@ -70,13 +70,13 @@ def lce_forward_dense(
     OUTSIDE_NAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``partial``: 3 columns, or 4 with ``SHIFTED``. ``losses``: only if ``entries`` is the whole vocabulary. Alpha, beta
-    and, with ``SHIFTED``, gamma then follow the partial's columns. ``target``: relative to the first entry."""
+    """``partial``: 3 columns, or 4 with ``SHIFTED``. ``losses``: only if ``entries`` is the whole vocabulary. Alpha,
+    beta and, with ``SHIFTED``, gamma then follow the partial. ``target``: relative to the first entry."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     scale, cap = _scale_and_cap(token_scale, token_cap, scale, cap, row)
-    # Per lane: the maximum, and the sum of the other exponentials relative to it. The largest exponentials, each exactly
-    # 1, are counted separately: added to them, a confident token's sum of the others would be rounded away.
+    # Per lane: the maximum, and the sum of the other exponentials relative to it. The largest exponentials, each 1, are
+    # counted separately: added to them, a confident token's sum of the others would be rounded away.
     maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
     others = tl.zeros((BLOCK,), tl.float32)
     lane = tl.arange(0, BLOCK)

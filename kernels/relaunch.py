@@ -87,8 +87,8 @@ class Relaunched:
 
 
 def _describe(arguments: tuple, described: list, values: list) -> None:
-    """Add to ``values`` the arguments for the driver, tensors as addresses. Add to ``described`` all properties on which
-    Triton specializes, and possibly more. Descriptions of different types differ."""
+    """Add the arguments for the driver to ``values``, tensors as addresses. Add all properties on which Triton
+    specializes, and possibly more, to ``described``. Descriptions of different types differ."""
     for argument in arguments:
         kind = type(argument)
         if kind is Tensor or kind is Parameter:

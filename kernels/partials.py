@@ -4,10 +4,7 @@
 window stores one partial per token. One kernel merges the windows of a rank, and the partials of the ranks.
 
 A window's sums of exponentials are relative to ``arithmetic.window_shift`` or, without a softmax shift, to the window's
-maximum. Sums of a merged partial are relative to its maximum.
-
-Each output element is written by one program, without atomics and without waits between programs. Offsets into
-``[windows, tokens]`` are 64-bit.
+maximum. Sums of a merged partial are relative to its maximum. Offsets into ``[windows, tokens]`` are 64-bit.
 """
 
 from __future__ import annotations

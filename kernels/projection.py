@@ -11,12 +11,11 @@ operands, and the plain Triton one below. Both call :func:`tile_rows` before a t
 the product, and :func:`finish_tile` after it. These functions run under Triton and Gluon. An absent tensor is None:
 Triton compiles the kernel without it.
 
-Saved exponentials are relative to ``arithmetic.window_shift``, which is nearly always the token's softmax shift. If it
-is so in all windows of a token, one factor per token turns the exponentials into gradients, and the backward's products
-read the exponentials unchanged.
+Saved exponentials are relative to ``arithmetic.window_shift``, nearly always the token's softmax shift.
 
-Each output element is written by one program. Offsets into ``[tokens, vocabulary]`` are 64-bit: N * V passes 2^31 in
-ordinary use.
+In all kernels of this package each output element is written by one program, without atomics and without waits between
+programs, and sums have a fixed order. Offsets into ``[tokens, vocabulary]`` are 64-bit: N * V passes 2^31 in ordinary
+use.
 """
 
 from __future__ import annotations

@@ -2,12 +2,7 @@
 
 A *selection* gives token r of a block the ids ``ids[begin[r]:end[r]]``, relative to the shard. Ids outside
 ``[0, entries)`` are skipped. The kernels move one row of the weight, or of the hidden states, per selected entry. They
-are bound by memory bandwidth.
-
-Each output element is written by one program, and sums have a fixed order. Offsets into tensors are 64-bit.
-
-:func:`set_log_probs` is the log-softmax over each token's set of entries, ``offsets[n] ... offsets[n + 1] - 1``. The
-same functions in plain torch are in :mod:`parallel_lce.backends.torch_logits`.
+are bound by memory bandwidth. The same functions in plain torch are in :mod:`parallel_lce.backends.torch_logits`.
 """
 
 from __future__ import annotations
@@ -363,7 +358,7 @@ def set_log_probs(
     broken: torch.Tensor | None,
     vocab_size: torch.Tensor | int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-softmax ``[E]`` over each token's entries, and the entries' logits ``[E]``.
+    """Log-softmax ``[E]`` over each token's entries ``offsets[n] ... offsets[n + 1] - 1``, and their logits ``[E]``.
 
     ``packed [P, >= E]`` fp32: each rank's logits, 0 for ids of other ranks. ``ids [E]`` int64. ``offsets [N + 1]``
     int64, from 0 to E, not decreasing. ``broken``, 0-dimensional bool: if True, all log-probabilities are NaN. An id

@@ -116,11 +116,8 @@ def lce_backward_place_targets(gradient, targets, fp16_scale, rows, slice_entrie
 
 
 def place_targets(gradient: torch.Tensor, first: int, targets: Targets, fp16_scale: torch.Tensor | None) -> None:
-    """Write the targets' entries of a later slice ``gradient [R, C]``, whose columns are the entries from ``first`` on.
-
-    ``gradient`` is stored times ``fp16_scale``. Entries of ``unshared`` targets become 0. The entries, divided by
-    ``fp16_scale``, are subtracted from ``residual``.
-    """
+    """Write the targets' entries of a later slice ``gradient [R, C]``, whose columns are the entries from ``first`` on,
+    times ``fp16_scale``; 0 for ``unshared`` targets. Subtract the entries, without that scale, from ``residual``."""
     (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
     grid = (-(-rows // _PLACED.value),)
     lce_backward_place_targets.launch(grid, gradient, targets, fp16_scale, rows, slice_entries, stride, first)

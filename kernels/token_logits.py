@@ -1,8 +1,4 @@
-"""Each token's target logit and softmax shift, computed before the projection.
-
-The softmax shift is the largest logit over a sample of the vocabulary. It lies near the token's largest logit, so
-exponentials relative to it stay within bf16's range.
-"""
+"""Each token's target logit and softmax shift, computed before the projection."""
 
 from __future__ import annotations
 
@@ -89,8 +85,9 @@ def token_logits(
     token's maximum equals it to the bit. The mainloop does not pick targets out of its tiles: tiles would then differ
     in time, and its programs would fall out of step.
 
-    The softmax shift is the largest logit over 64 evenly spaced rows of the weight, or 0 where that is infinite. Under
-    a soft-cap the caller uses 0 instead.
+    The softmax shift is the largest logit over 64 evenly spaced rows of the weight, or 0 where that is infinite. It
+    lies near the token's largest logit, so exponentials relative to it stay within bf16's range. Under a soft-cap the
+    caller uses 0 instead.
     """
     x, weight = product.x, product.weight
     lce_forward_token_logits.launch(

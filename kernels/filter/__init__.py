@@ -16,18 +16,16 @@ tokens if all tokens have the same coefficient. Then
 
 Both products with m have at most 1/128 of the full products' size, and cuBLAS computes them.
 
-A slice of G in memory takes these launches: a scan of the tiles (:mod:`.tiles`) for the largest entries, the masses and
-the sums over tokens; the lists of active tiles; for dX the centroids, their product with the masses, and the product
+A slice of G in memory takes these launches: a scan of the tiles for the largest entries, the masses and the sums over
+tokens; the lists of active tiles (:mod:`.tiles`); for dX the centroids, their product with the masses, and the product
 with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added
-(:mod:`.products`). Small operations of torch compute units, shares, and the order of a product's results.
+(:mod:`.products`).
 
 A slice that was not saved would be projected again. But the forward keeps the maximum and the sum of exponentials of
-each token's windows. They give a window's largest probability and its mass (:mod:`.windows`). Windows then take the
-place of tiles t in the formulas, and only the active windows are projected. A sample of the tokens, which is projected
-in full, and mean logits give the shares q.
+each token's windows. They give a window's largest probability and its mass. Windows then take the place of the tiles t
+in the formulas, and only the active windows are projected (:mod:`.windows`).
 
 Restrictions: the errors have no bound but the filter's probability, and grow with the mass in skipped tiles. G must be
 a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor. Rows of G
-begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one or two tiles. The results are
-the same from run to run.
+begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one or two tiles.
 """

@@ -103,7 +103,7 @@ def lce_backward_scan(
             inverse = tl.load(inverse_units + r, mask=r < rows, other=0.0)
             relative = tl.abs(g) * inverse[:, None]
             tops = tl.maximum(tops, relative)
-            # NaN > eps is false: NaN reaches the sum.
+            # NaN > eps is false: NaN reaches the sum, while a maximum may ignore it.
             sums += tl.where(relative > eps, 0.0, relative)
             if target is not None:
                 place = tl.load(target + r, mask=r < rows, other=-1) - first_entry - tile * _TILE
@@ -113,7 +113,6 @@ def lce_backward_scan(
                 marked = tl.maximum(marked, ((place >= 0) & (place < _TILE) & is_shared & has_unit).to(tl.int32))
             tl.store(of_tile + lane, tl.sum(g, 1).to(masses.dtype.element_ty), mask=r < rows)
         of_entries = tl.sum(sums, 0)
-        # A maximum may ignore NaN, a sum does not.
         total = tl.sum(of_entries, 0)
         is_known = (total == total) & (tl.max(marked, 0) == 0)
         top = tl.where(is_known, tl.max(tl.max(tops, 0), 0), float("inf"))

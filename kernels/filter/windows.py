@@ -1,12 +1,8 @@
-"""The active windows of the gradient of the logits, found before they are projected, and the estimates of the others.
-
-The forward keeps the maximum and the sum of exponentials of each token's windows. They give the largest probability of
-a window, and its mass. A window without a large probability is skipped: its entries share the mass.
+"""Active windows, found before they are projected, and the shares of the entries in the other windows' masses.
 
 For dX, a sample of the tokens is projected in full. An entry's share is its sum over the sampled tokens whose window is
-skipped. For dW, the error of a share adds up over all tokens, and a sample's noise would exceed the error of a share
-from mean logits: the softmax of the mean logits of all tokens. dX uses this share if no sampled token's window is
-skipped.
+skipped. For dW, the error of a share adds up over all tokens, and a sample's noise would be larger than the error of
+the softmax of all tokens' mean logits. So dW uses this softmax; so does dX in a window that no sampled token skips.
 """
 
 from __future__ import annotations
@@ -140,7 +136,7 @@ def window_masses(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Upper bounds ``[row blocks, windows]`` fp32 of the probabilities in each window, infinite for a shared target; and
+    """Upper bounds ``[row blocks, windows]`` fp32 of each window's probabilities, infinite with a shared target; and
     masses ``[windows, R]``, 0 where the bound exceeds ``eps``.
 
     The windows of ``width`` entries contain ``entries`` entries, and the first has the number ``first``.

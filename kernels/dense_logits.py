@@ -5,10 +5,8 @@ problem (:mod:`parallel_lce.backends.triton_dense`). Bias, scales and soft-cap a
 read. Plain torch for a user's logits: :mod:`parallel_lce.backends.torch_logits`.
 
 One program reads a token's row. Rows are addressed in int64: N * V passes 2^31 in ordinary use. Both kernels take
-tensors first, then numbers, so that :class:`parallel_lce.kernels.relaunch.Bound` can launch them.
-
-:func:`divergence` compares two distributions over the same entries, from fp32 logits; its formulas are in
-:mod:`parallel_lce.run.divergence`.
+tensors first, then numbers, so that :class:`parallel_lce.kernels.relaunch.Bound` can launch them. :func:`divergence`
+compares two models' fp32 logits of the same entries, with the formulas of :mod:`parallel_lce.run.divergence`.
 """
 
 from __future__ import annotations
@@ -108,7 +106,7 @@ def lce_forward_dense(
     inside = (wanted >= 0) & (wanted < entries)
     logit = _logits(products, wanted, inside, bias, scale, cap, SCALED, CAPPED)
     if CAPPED:
-        # The loop may have soft-capped it with other instructions.
+        # The loop may have soft-capped this logit with other instructions.
         logit = exact_logit(logit, top, sum_exp, 0.0)
     logit = tl.where(inside, logit, 0.0)
     of_shift = tl.sum(shifted, 0)

@@ -239,11 +239,8 @@ def _projection(
     TMA: tl.constexpr,
     OUT_TMA: tl.constexpr,
 ):
-    """Persistent GEMM over ``num_blocks`` row blocks from ``first_block`` on.
-
-    ``GRADIENT`` selects the epilogue. ``x``, ``weight`` and ``out`` are TMA descriptors or pointers. ``listed``: the
-    only tiles to form; None: all.
-    """
+    """Persistent GEMM over ``num_blocks`` row blocks from ``first_block`` on. ``GRADIENT`` selects the epilogue. ``x``,
+    ``weight`` and ``out`` are TMA descriptors or pointers. ``listed``: the only tiles to form; None: all."""
     tiles = tile_count(listed, num_blocks, tl.cdiv(entries, BLOCK_N))
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, window = tile_start(listed, number, first_block, num_blocks, BLOCK_M)

@@ -245,7 +245,8 @@ def _add_rows(begin, end, order, ids, values, source, out, bias, sizes: tuple[in
 
 
 def hidden_gradient(weight: torch.Tensor, selection: _Selection, values: torch.Tensor, dx: torch.Tensor) -> None:
-    """``dx[r]``: the sum of ``values[e] * weight[ids[e]]`` over the entries of token r, in fp32. ``dx [R, D]``."""
+    """``dx[r]``: the sum of ``values[e] * weight[ids[e]]`` over the entries e of token r, in fp32. ``dx [R, D]``,
+    ``values [E]``, ``weight [V, D]``."""
     ids, begin, end = selection
     _add_rows(begin, end, None, ids, values, weight, dx, None, _FOR_HIDDEN)
 
@@ -259,7 +260,7 @@ def weight_gradient(
     dbias: torch.Tensor | None,
 ) -> None:
     """``dweight[v]``: the sum of ``values[e] * x[owner[e]]`` over the entries e with id v, in fp32. ``dbias[v]``: the
-    sum of ``values[e]``. ``dweight [V, D]``, ``dbias [V]``. ``owner [E]`` int64: each entry's row of ``x [R, D]``."""
+    sum of ``values[e]``. ``dweight [V, D]``, ``dbias [V]``, ``values [E]``, ``x [R, D]``, ``owner [E]`` int64."""
     sorted_ids, order = ids.sort(stable=True)
     starts = torch.searchsorted(sorted_ids, torch.arange(len(dweight) + 1, device=ids.device))
     _add_rows(starts, starts[1:], order, owner, values, x, dweight, dbias, _FOR_WEIGHT)
@@ -328,7 +329,7 @@ def lce_forward_set_log_probs(
 
 
 @triton.jit
-def _load_gradients(log_probs, upstream, e, stop):
+def _log_probs_and_gradients(log_probs, upstream, e, stop):
     """Log-probabilities, and their upstream gradients, which are 0 for a probability of 0."""
     log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
     u = tl.load(upstream + e, mask=e < stop, other=0.0)
@@ -342,11 +343,11 @@ def lce_backward_set_log_probs(log_probs, upstream, offsets, gradient, BLOCK: tl
     first, stop = tl.load(offsets + token), tl.load(offsets + token + 1)
     total = 0.0
     for start in range(first, stop, BLOCK):
-        log_p, u = _load_gradients(log_probs, upstream, start + tl.arange(0, BLOCK), stop)
+        log_p, u = _log_probs_and_gradients(log_probs, upstream, start + tl.arange(0, BLOCK), stop)
         total += tl.sum(u, 0)
     for start in range(first, stop, BLOCK):
         e = start + tl.arange(0, BLOCK)
-        log_p, u = _load_gradients(log_probs, upstream, e, stop)
+        log_p, u = _log_probs_and_gradients(log_probs, upstream, e, stop)
         # u - p * total, without cancellation where p is near 1.
         tl.store(gradient + e, u * _one_minus_exp(log_p) - tl.exp(log_p) * (total - u), mask=e < stop)
 

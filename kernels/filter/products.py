@@ -2,7 +2,6 @@
 
 G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles to multiply. A program forms
 one tile of the result from its list. The longest lists come first, so that all programs end at about the same time.
-
 Operands are loaded by TMA where it can address them, else by pointers.
 """
 

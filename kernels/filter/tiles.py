@@ -1,7 +1,4 @@
-"""The active tiles of a slice of the gradient of the logits, and the estimates of the others.
-
-:mod:`parallel_lce.kernels.filter` has the definitions.
-"""
+"""Active tiles of a slice of G, and estimates of the other tiles. :mod:`parallel_lce.kernels.filter` defines both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Active windows, found before they are projected, and the shares of the entries in the other windows' masses.
+"""Active windows, found before they are projected, and the entries' shares q in the masses of the other windows.
 
 For dX, a sample of the tokens is projected in full. An entry's share is its sum over the sampled tokens whose window is
 skipped. For dW, the error of a share adds up over all tokens, and a sample's noise would be larger than the error of
@@ -54,7 +54,7 @@ class TokenSample(NamedTuple):
 
 
 def sample_tokens(rows: int) -> TokenSample | None:
-    """A sample of ``rows`` tokens; None: it would contain more than a third of them."""
+    """A sample of a gradient's ``rows`` tokens; None if it would contain more than a third of them."""
     steps = [step for step in _STEPS if step <= rows // TILE // FEWEST_SAMPLED]
     if not steps:
         return None

@@ -26,8 +26,8 @@ class LogitsWarning(RuntimeWarning):
 
 
 def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) -> None:
-    """Warn that training makes logits without having asked for them: once per module and reason, on one of the ranks
-    that have the module.
+    """Warn that training makes logits although the caller did not ask for them: once per module and reason, on one of
+    the ranks that have the module.
 
     Raises:
         RuntimeError: ``module`` is an output layer in :func:`parallel_lce.megatron.output_layer.without_logits`.
@@ -213,8 +213,7 @@ class LazyLogits:
         return len(self._sized())
 
     def _sized(self) -> Tensor:
-        """A tensor with the logits' shape, dtype and device: the real logits, or, before they are made, an expanded
-        scalar."""
+        """The real logits if they are made, else an expanded scalar of the same shape, dtype and device."""
         if self.made is not None:
             return self.made
         sequence, *others = self.hidden.shape[:-1]

@@ -96,9 +96,9 @@ def _lazy_class(base: type) -> type:
         ):
             """Lazy logits ``[s, b, V/P]`` and no bias; real logits if :func:`_reason` gives a reason.
 
-            With ``output_cross_entropy_loss`` (Megatron's development branch) the loss of ``labels [b, s]``, which is
-            0 where a label is ``ignore_index``. ``reduction``: none gives ``[b, s]``; mean divides by the number of
-            tokens that are not ignored, and is NaN if that is 0.
+            With ``output_cross_entropy_loss`` (Megatron's development branch) the losses of ``labels [b, s]``, 0 where
+            a label is ``ignore_index``. ``reduction``: ``"none"`` gives ``[b, s]``, ``"sum"`` the sum; ``"mean"``
+            divides it by the number of tokens that are not ignored, and is NaN without such tokens.
             """
             used = self.weight if weight is None else weight
             expected = [self.output_size_per_partition, self.input_size]
@@ -202,8 +202,7 @@ def _swapped(tokens: Tensor) -> Tensor:
 def _called(
     entry: Callable[..., Any], logits: LazyLogits, target: Tensor, options: Options, temperature: Tensor | None = None
 ) -> Any:
-    """Run ``entry``, a function of :mod:`parallel_lce.run.fused_loss`, on the output layer's operands, in the autocast
-    and grad mode of the layer's call."""
+    """Run ``entry`` of :mod:`parallel_lce.run.fused_loss`, in the autocast and grad mode of the output layer's call."""
     logits.check()
     layer, weight = logits.layer, logits.weight
     _, budget, filtered, reduce_dtype = choices.choose()

@@ -133,8 +133,8 @@ def _consume(
         z = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         z = _multiply(z, ring, count, steps)
         count += steps
-        place = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, bias, scaling, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
+        position = (r, c, window, rows, entries)
+        z = finish_tile(z, row_values, epilogue, bias, scaling, position, GRADIENT, SCALED, MASKED, SAVED_SCALE)
         if out is not None:
             tma.store_wait(0)
             staged.store(z.to(out.dtype))

@@ -57,13 +57,13 @@ class WindowPartials(NamedTuple):
 
 
 @triton.jit
-def store_partials(z, place, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr):
+def store_partials(z, position, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr):
     """Store the ``partials [windows, rows]`` of the logits ``z [BLOCK_M, BLOCK_N]``. Returns their exponentials.
 
-    ``place``: as in :func:`parallel_lce.kernels.projection.finish_tile`. ``shift``: the tokens' softmax shift, if
+    ``position``: as in :func:`parallel_lce.kernels.projection.finish_tile`. ``shift``: the tokens' softmax shift, if
     ``HAS_SHIFT``. ``MASKED``: the tile may have columns beyond the last vocabulary entry.
     """
-    r, c, window, rows, entries = place
+    r, c, window, rows, entries = position
     valid = r < rows
     inside = (c < entries)[None, :]
     here = window.to(tl.int64) * rows + r
@@ -233,8 +233,8 @@ def _merge_kernel(
     tl.store(merged.max + r, tl.where(broken, float("nan"), top) + nan, mask=valid)
     tl.store(merged.sum_exp + r, sum_exp + nan, mask=valid)
     if wanted is not None:
-        place = tl.load(wanted + r, mask=valid, other=-1)
-        valid_target = (place >= 0) & (place < entries)
+        target_id = tl.load(wanted + r, mask=valid, other=-1)
+        valid_target = (target_id >= 0) & (target_id < entries)
         logit = tl.load(merged.target + r, mask=valid_target, other=0.0)
         tl.store(merged.target + r, exact_logit(logit, top, sum_exp), mask=valid_target)
     if slices.target is not None:

@@ -105,15 +105,15 @@ def finish_tile(
     epilogue,
     bias,
     scaling,
-    place,
+    position,
     GRADIENT: tl.constexpr,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
 ):
     """Turn a tile's product ``z = x @ weight.T`` into its exponentials, storing its partials, or into its gradient.
-    ``place``: row numbers, column numbers, window, number of rows, number of entries."""
-    r, c, window, rows, entries = place
+    ``position``: row numbers, column numbers, window, number of rows, number of entries."""
+    r, c, window, rows, entries = position
     if bias is not None:
         z += tl.load(bias + c, mask=c < entries, other=0.0).to(tl.float32)[None, :]
     if SCALED:
@@ -133,7 +133,7 @@ def finish_tile(
             inside = (r < rows)[:, None] & (c < entries)[None, :]
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         HAS_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
-        return store_partials(z, place, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
+        return store_partials(z, position, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
 
 
 @triton.jit
@@ -253,8 +253,8 @@ def _projection(
             a = _load(x, row, k, rows, k_size, x_stride, BLOCK_M, BLOCK_K, TMA)
             b = _load(weight, first, k, entries, k_size, weight_stride, BLOCK_N, BLOCK_K, TMA)
             z = add_product(a, b.T, z)
-        place = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, bias, scaling, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
+        position = (r, c, window, rows, entries)
+        z = finish_tile(z, row_values, epilogue, bias, scaling, position, GRADIENT, SCALED, MASKED, SAVED_SCALE)
         if out is not None:
             if first < out_entries:
                 _store(out, row, first, rows, out_entries, out_stride, z, OUT_TMA)

@@ -117,8 +117,8 @@ def lce_backward_place_selected(gradient, selection, values, logits, target, ter
     # The target's entry is written already: its column is skipped.
     target_column = -1
     if target is not None:
-        place = tl.load(target + token) - first
-        target_column = tl.where((place >= 0) & (place < slice_entries), place, -1).to(tl.int32)
+        column = tl.load(target + token) - first
+        target_column = tl.where((column >= 0) & (column < slice_entries), column, -1).to(tl.int32)
     for here in range(start, stop, _PLACED):
         e = here + tl.arange(0, _PLACED)
         wanted = _columns(ids, e, stop, first, slice_entries).to(tl.int32)

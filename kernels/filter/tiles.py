@@ -103,11 +103,11 @@ def lce_backward_scan(
             # NaN > eps is false: NaN reaches the sum, while a maximum may ignore it.
             sums += tl.where(relative > eps, 0.0, relative)
             if target is not None:
-                place = tl.load(target + r, mask=r < rows, other=-1) - first_entry - tile * _TILE
+                column = tl.load(target + r, mask=r < rows, other=-1) - first_entry - tile * _TILE
                 is_shared = tl.load(unshared + r, mask=r < rows, other=1) == 0
                 # A token whose coefficient is 0 has no unit. Its shared target does not make the tile active.
                 has_unit = (inverse > 0.0) & (inverse < _FINITE)
-                marked = tl.maximum(marked, ((place >= 0) & (place < _TILE) & is_shared & has_unit).to(tl.int32))
+                marked = tl.maximum(marked, ((column >= 0) & (column < _TILE) & is_shared & has_unit).to(tl.int32))
             tl.store(of_tile + lane, tl.sum(g, 1).to(masses.dtype.element_ty), mask=r < rows)
         of_entries = tl.sum(sums, 0)
         total = tl.sum(of_entries, 0)
@@ -139,14 +139,14 @@ def lce_backward_list_tiles(
 
 @triton.jit
 def _list_active(largest, stride, EACH: tl.constexpr, lists, block, places, eps, BLOCK: tl.constexpr):
-    """Fill a block's list. ``EACH`` neighbouring places share an element of ``largest``."""
+    """Fill a block's list. ``EACH`` neighbouring tiles share an element of ``largest``."""
     count = 0
     for start in range(0, places, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        value = tl.load(largest + place // EACH * stride, mask=place < places, other=0.0)
+        number = start + tl.arange(0, BLOCK)
+        value = tl.load(largest + number // EACH * stride, mask=number < places, other=0.0)
         is_active = (value > eps).to(tl.int32)
         position = count + tl.cumsum(is_active, 0) - 1
-        tl.store(lists.numbers + block * places + position, place, mask=is_active != 0)
+        tl.store(lists.numbers + block * places + position, number, mask=is_active != 0)
         count += tl.sum(is_active, 0)
     tl.store(lists.counts + block, count)
 

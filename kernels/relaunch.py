@@ -94,12 +94,12 @@ def _describe(arguments: tuple, described: list, values: list) -> None:
         if kind is Tensor or kind is Parameter:
             address = argument.data_ptr()
             values.append(address)
-            # Whether it is 16 bytes aligned.
+            # A tuple marks an address that is not 16 bytes aligned.
             described.append((argument.dtype,) if address & 15 else argument.dtype)
         elif kind is int:
             values.append(argument)
             if -(2**31) <= argument < 2**31:
-                # 1, and whether it is divisible by 16
+                # Whether it is 1, and whether it is divisible by 16.
                 described.append(1 if argument == 1 else 2 if argument & 15 else 16)
             else:
                 width = 32 if argument < 2**63 else 64

@@ -1,4 +1,4 @@
-"""The switch: makes this package's loss an implementation of the language models' loss in Megatron-core."""
+"""The switch: lets Megatron-core's language models use this package's loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lazy logits: the output layer's result in place of logits, from which the loss of Megatron's models is computed."""
+"""Lazy logits: the output layer of Megatron's models returns them in place of logits, and the loss takes them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turns Megatron's output layer into one that returns lazy logits; the loss and the statistics of lazy logits."""
+"""Output layers of Megatron that return lazy logits, and the loss and the statistics of lazy logits."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ _descriptors: dict[tuple, tuple[type, dict]] = {}
 def descriptor(tensor: torch.Tensor, rows: int, columns: int, gluon: bool):
     """A TMA descriptor of an :func:`addressable` matrix in blocks of ``[rows, columns]``, for Triton or Gluon.
 
-    The constructor's checks take most of the host's time, and are made once per kind of matrix."""
+    The constructor's checks take most of its time. They are made once per shape, strides, dtype and block."""
     key = tensor.shape, tensor.stride(), tensor.dtype, rows, columns, gluon
     known = _descriptors.get(key)
     if known is None:

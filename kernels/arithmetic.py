@@ -1,7 +1,7 @@
-"""Exponentials relative to a shift, and the soft-cap, as the kernels compute them.
+"""Arithmetic that several kernels share: exponentials, scales, soft-caps, and gradients of logits.
 
-A softmax shift is what a token's exponentials are relative to: ``exp(z - shift)``. The functions run under
-Triton and, called from a Gluon kernel, under Gluon.
+The softmax shift is subtracted from a token's logits before exp: ``exp(z - shift)``. The functions run under Triton
+and, called from a Gluon kernel, under Gluon.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from parallel_lce.core.partials import ALONE, NEAR
 from parallel_lce.kernels.tuning import interpreted
 
 REACH = 32.0
-"""How far, in nats, a window's maximum may lie from the token's softmax shift. bf16 has fp32's exponent range:
-exp(32) and exp(-32) are far from its limits."""
+"""Largest distance, in nats, of a window's maximum from the token's softmax shift. bf16 has fp32's exponent range:
+exp(32) and exp(-32) are far from overflow and underflow."""
 
 SAVED_FP16_SCALE = 2.0**15
-"""fp16 saves exp(z - maximum), which is in [0, 1], times this: nothing is lost down to e^-20."""
+"""fp16 saves exp(z - maximum), which is in [0, 1], times this number. Down to e^-20 no precision is lost."""
 
-# Of the roundings by which a logit that is summed in another order is off, relative to it.
+# Relative error of a logit that is summed in another order.
 _ROUNDINGS = tl.constexpr(2.0**-20)
 _ALONE, _NEAR = tl.constexpr(ALONE), tl.constexpr(NEAR)
 _REACH = tl.constexpr(REACH)
 _INTERPRETED = tl.constexpr(interpreted())
-# exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN as -inf * 0 would be.
+# Lower bound of z - shift: exp(-1e4) is 0 in every dtype, and -1e4 * 0 is not NaN, as -inf * 0 would be.
 LOWEST_SHIFT = tl.constexpr(-1e4)
 _LOG2_E, _LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
-# |u / cap| up to which a soft-cap is computed by its series.
+# |u / cap| below which the soft-cap is a polynomial.
 _SERIES_END = tl.constexpr(0.625)
 
 
@@ -42,14 +42,14 @@ def exponential(x):
 
 @triton.jit
 def exponential_from(z, shift):
-    """exp(z - shift). They are subtracted first: the products of large ones with log2(e) would not cancel."""
+    """exp(z - shift). The subtraction comes first: products of large numbers with log2(e) would not cancel."""
     return exponential(z - shift)
 
 
 @triton.jit
 def scaled(z, factor):
-    """``z * factor``, rounded. Compilers fuse a plain product with what is subtracted from it: a logit would then not
-    equal the maximum that was found of it, by a rounding, which of a large one has an infinite exponential."""
+    """``z * factor``, rounded. Compilers fuse a plain product with a following subtraction. The largest logit would
+    then differ from the maximum by a rounding. The exponential of a large logit's rounding is infinite."""
     return tl.fma(z, factor, 0.0)
 
 
@@ -65,7 +65,7 @@ def add_product(a, b, z):
 
 @triton.jit
 def loaded(source, index, mask, factor):
-    """Elements of a tensor times ``factor``, 0 outside the mask. Without a tensor, ``factor``, which nobody may read:
+    """``source[index] * factor``, 0 outside the mask. Without a ``source``, a placeholder that must not be used:
     functions of Triton 3.6 cannot return None."""
     if source is not None:
         return tl.load(source + index, mask=mask, other=0.0) * factor
@@ -81,10 +81,10 @@ def logit_above(e, shift, base):
 
 @triton.jit
 def exact_logit(logit, top, sum_exp, ROUNDINGS: tl.constexpr = _ROUNDINGS):
-    """A logit, or the maximum ``top`` itself where it is that entry's (:data:`ALONE`).
+    """The maximum ``top`` if ``logit`` can only belong to the largest entry (:data:`ALONE`), else ``logit``.
 
-    ``logit`` was computed otherwise than the logits of the sum of exponentials, by which 1 - p would be off. If it was
-    summed in another order, it may be off by ``ROUNDINGS`` of its size.
+    ``logit`` was computed by other operations than the logits in ``sum_exp``. The difference would be an error of
+    1 - p. It is at most ``ROUNDINGS`` times the maximum.
     """
     near = tl.maximum(_NEAR, tl.abs(top) * ROUNDINGS)
     return tl.where((sum_exp < _ALONE) & (logit > top - near), top, logit)
@@ -93,9 +93,9 @@ def exact_logit(logit, top, sum_exp, ROUNDINGS: tl.constexpr = _ROUNDINGS):
 @triton.jit
 def gradient_of(p, moved, values, coefficients):
     """``p (alpha + delta moved + epsilon p) - gamma``, with ``moved = z - M``. ``values``: alpha, gamma, delta and
-    epsilon; but for alpha, those are read that ``coefficients`` has."""
+    epsilon. The last three are read only if ``coefficients`` has them."""
     alpha, gamma, delta, epsilon = values
-    # The terms nearly cancel where z is near the expected logit.
+    # Summed before the product with p: the terms nearly cancel where z is near the expected logit.
     factor = alpha
     if coefficients.delta is not None:
         factor += delta * moved
@@ -109,11 +109,9 @@ def gradient_of(p, moved, values, coefficients):
 
 @triton.jit
 def gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, mask, upstream):
-    """:func:`gradient_of` entries whose logits are known in fp32.
-
-    delta, epsilon and gamma are those of the tokens ``row``, times ``upstream``. ``alpha`` is loaded already.
-    """
-    # Huge logits of equal entries may differ by roundings.
+    """:func:`gradient_of` for an fp32 ``logit``. gamma, delta and epsilon of the tokens ``row`` are loaded and
+    multiplied by ``upstream``; ``alpha`` already is."""
+    # A huge logit may exceed the maximum by a rounding.
     moved = tl.minimum(logit - base, 0.0)
     values = (
         alpha,
@@ -128,8 +126,8 @@ def gradient_of_entry(logit, base, sum_exp, alpha, coefficients, row, mask, upst
 def softcapped(u, cap):
     """``cap * tanh(u / cap)`` with an error of a few ulp, for every cap.
 
-    Large |u / cap| take exponentials of negative numbers. Below :data:`_SERIES_END`, where ``1 - e`` would
-    cancel, an odd polynomial of degree 11 is used: the minimax one (Remez), of relative error 4.4e-9.
+    Large |u / cap| use the exponential of a negative number. Below :data:`_SERIES_END`, where ``1 - e`` would cancel,
+    an odd polynomial of degree 11 is used: the minimax polynomial (Remez), of relative error 4.4e-9.
     """
     ratio = u / cap
     e = exponential(-2.0 * tl.abs(ratio))
@@ -146,19 +144,19 @@ def softcapped(u, cap):
 
 
 class Scaling(NamedTuple):
-    """What makes a logit of the product with bias u: ``softcap(scale * token_scale * u)``."""
+    """Scales and soft-cap of the logits ``softcap(scale * token_scale * u)``, with ``u = x @ weight.T + bias``."""
 
     scale: float
     # [R] fp32; None: 1
     of_token: torch.Tensor | None
     # None: no soft-cap.
     cap: float | None
-    # [R] fp32: each token's cap, instead of the number
+    # [R] fp32: one cap per token. ``cap`` is then 1 and is not used.
     token_cap: torch.Tensor | None
 
     @classmethod
     def of(cls, operands: Any) -> Scaling:
-        """Of a product, or a projection: its ``scale``, ``token_scale`` and ``softcap``."""
+        """From the ``scale``, ``token_scale`` and ``softcap`` of a ``Product`` or a ``Projection``."""
         cap, token_cap = operands.softcap, None
         if isinstance(cap, torch.Tensor):
             cap, token_cap = 1.0, cap
@@ -185,7 +183,7 @@ def caps_of(scaling, r, inside):
 
 @triton.jit
 def softcap_slope(logit, scaling, r, inside):
-    """The derivative of the soft-cap of the tokens ``r`` where it returns ``logit``; 1 without one."""
+    """The soft-cap's derivative at the point where it returns ``logit``; 1 without a soft-cap."""
     if scaling.cap is not None:
         ratio = logit / caps_of(scaling, r, inside)
         return 1.0 - ratio * ratio
@@ -195,7 +193,7 @@ def softcap_slope(logit, scaling, r, inside):
 
 @triton.jit
 def logit_of(u, bias, entry, hit, scaling, r, inside):
-    """The logits of products ``u``, one of each token ``r`` with ``entry``, or one token's with some entries."""
+    """The logits of the products ``u`` with the entries ``entry``. ``r``: the token of each, or one token of all."""
     if bias is not None:
         u += tl.load(bias + entry, mask=hit, other=0.0).to(tl.float32)
     u *= scaling.scale
@@ -214,7 +212,7 @@ def finite_base(maximum):
 
 @triton.jit
 def window_shift(maximum, softmax_shift):
-    """What a window's exponentials are relative to: the token's softmax shift if the window's maximum lies
+    """The number subtracted from a window's logits before exp: the token's softmax shift if the window's maximum lies
     within ``REACH`` of it, else the maximum."""
     within = (tl.abs(maximum - softmax_shift) <= _REACH) | (maximum == -float("inf"))
     return tl.where(within, softmax_shift, finite_base(maximum))

@@ -1,14 +1,12 @@
-"""Logits in memory: their partials in one read, two for the mean logit; their gradient in one read and one write.
+"""Logits in memory: partials in one read, or two for the mean logit; the gradient in one read and one write.
 
-They are either those that a user has (:func:`parallel_lce.vocab_parallel_cross_entropy`), or the fp32 products of a
-small problem (:mod:`parallel_lce.backends.triton_dense`), to which bias, scales and soft-cap are applied as they are
-read. The plain torch of the former is :mod:`parallel_lce.backends.torch_logits`.
+The logits are either a user's (:func:`parallel_lce.vocab_parallel_cross_entropy`), or the fp32 products of a small
+problem (:mod:`parallel_lce.backends.triton_dense`). Bias, scales and soft-cap are applied to the products when they are
+read. Plain torch for a user's logits: :mod:`parallel_lce.backends.torch_logits`.
 
 One program reads a token's row. Rows are addressed in int64: N * V passes 2^31 in ordinary use. Both kernels take
-tensors first, then numbers, so that :class:`parallel_lce.kernels.relaunch.Bound` can launch them.
-
-:func:`divergence` compares two distributions over the same entries, from fp32 logits; its formulas are in
-:mod:`parallel_lce.run.divergence`.
+tensors first, then numbers, so that :class:`parallel_lce.kernels.relaunch.Bound` can launch them. :func:`divergence`
+compares two models' fp32 logits of the same entries, with the formulas of :mod:`parallel_lce.run.divergence`.
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ BLOCK, WARPS = 2048, 8
 
 
 @triton.jit
-def _of_token(token_scale, token_cap, scale, cap, row):
-    """The factor and the soft-cap of a token."""
+def _scale_and_cap(token_scale, token_cap, scale, cap, row):
+    """A token's scale and soft-cap."""
     if token_scale is not None:
         scale *= tl.load(token_scale + row)
     if token_cap is not None:
@@ -70,14 +68,13 @@ def lce_forward_dense(
     OUTSIDE_NAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """``partial``: 3 columns, or 4 with ``SHIFTED``. ``losses``: of each token, where these entries are the whole
-    vocabulary; behind the partial are then alpha, beta and, with ``SHIFTED``, gamma. ``target``: relative to the first
-    entry."""
+    """``partial``: 3 columns, or 4 with ``SHIFTED``. ``losses``: only if ``entries`` is the whole vocabulary. Alpha,
+    beta and, with ``SHIFTED``, gamma then follow the partial. ``target``: relative to the first entry."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
-    scale, cap = _of_token(token_scale, token_cap, scale, cap, row)
-    # Of each lane: its maximum, and the sum of its other exponentials relative to that. The largest exponentials, each
-    # of them 1, are counted apart: the sum of all would round away what a confident token leaves to the others.
+    scale, cap = _scale_and_cap(token_scale, token_cap, scale, cap, row)
+    # Per lane: the maximum, and the sum of the other exponentials relative to it. The largest exponentials, each 1, are
+    # counted separately: added to them, a confident token's sum of the others would be rounded away.
     maxima = tl.full((BLOCK,), -float("inf"), tl.float32)
     others = tl.zeros((BLOCK,), tl.float32)
     lane = tl.arange(0, BLOCK)
@@ -85,7 +82,7 @@ def lce_forward_dense(
         column = first + lane
         z = _logits(products, column, column < entries, bias, scale, cap, SCALED, CAPPED)
         is_larger = z > maxima
-        # -inf - -inf
+        # -inf - -inf is NaN.
         e = tl.where(z == -float("inf"), 0.0, exponential(-tl.abs(z - maxima)))
         others = tl.where(is_larger, (others + 1.0) * e, others + e)
         maxima = tl.where(is_larger, z, maxima)
@@ -101,15 +98,15 @@ def lce_forward_dense(
             inside = column < entries
             z = _logits(products, column, inside, bias, scale, cap, SCALED, CAPPED)
             shifted += tl.where(inside, z - base, 0.0)
-    # inf - inf
+    # With an infinite maximum the sum is NaN: inf - inf.
     sum_exp = tl.where(top == float("inf"), float("nan"), sum_exp)
-    # tl.max drops NaN, a sum does not.
+    # tl.max ignores NaN, a sum does not.
     top = tl.where((sum_exp != sum_exp) & (top != float("inf")), float("nan"), top)
     wanted = tl.load(target + row)
     inside = (wanted >= 0) & (wanted < entries)
     logit = _logits(products, wanted, inside, bias, scale, cap, SCALED, CAPPED)
     if CAPPED:
-        # The loop may have soft-capped it with other instructions.
+        # The loop may have soft-capped this logit with other instructions.
         logit = exact_logit(logit, top, sum_exp, 0.0)
     logit = tl.where(inside, logit, 0.0)
     of_shift = tl.sum(shifted, 0)
@@ -159,12 +156,12 @@ def lce_backward_dense(
     SPAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of ``SPAN`` columns of a token's row; of all where ``IN_PLACE``. ``partial``: as the forward leaves it. The
-    gradient is multiplied by ``factor`` and divided by ``divisor``."""
+    """Gradient of ``SPAN`` columns of a token's row, or, ``IN_PLACE``, of all, times ``factor / divisor``. ``partial``:
+    as :func:`lce_forward_dense` stores it, with the coefficients."""
     row = tl.program_id(0).to(tl.int64)
     products += row * stride
     gradient += row * gradient_stride
-    scale, cap = _of_token(token_scale, token_cap, scale, cap, row)
+    scale, cap = _scale_and_cap(token_scale, token_cap, scale, cap, row)
     upstream = scale
     if factor is not None:
         upstream *= tl.load(factor + row * factor_stride)
@@ -185,9 +182,9 @@ def lce_backward_dense(
         inside = column < end
         z = _logits(products, column, inside, bias, scale, cap, SCALED, CAPPED)
         if IN_PLACE:
-            # The entries that are written lie where these and earlier ones were read.
+            # The stores overwrite these and earlier products: all threads must have read them.
             tl.debug_barrier()
-        # Huge logits of equal entries may differ by roundings.
+        # A huge logit may exceed the maximum by a rounding.
         p = exponential(tl.minimum(z - base, 0.0)) * over_sum
         g = p * alpha - tl.where(column == wanted, beta, 0.0)
         if SHIFTED:
@@ -227,8 +224,8 @@ _BLOCK = tl.constexpr(4096)
 
 
 @triton.jit
-def _log_probs(of, column, valid, row, rows):
-    logits, stride, normalizer = of
+def _log_probs(model, column, valid, row, rows):
+    logits, stride, normalizer = model
     z = tl.load(logits + row * stride + column, mask=valid, other=-float("inf"))
     return z - tl.load(normalizer + row) - tl.load(normalizer + rows + row)
 
@@ -250,8 +247,8 @@ def lce_backward_divergence(
     TEACHER: tl.constexpr,
     STUDENT: tl.constexpr,
 ):
-    """``student`` and ``teacher``: logits, their row's stride, and normalizer. ``TEACHER`` and ``STUDENT``: whose sum
-    counts in the divergence. ``sums``, ``gradient``: None if not wanted."""
+    """``student`` and ``teacher``: logits, row stride, normalizer. ``TEACHER``, ``STUDENT``: whether the divergence
+    contains the sum over the teacher's, or the student's, probabilities. ``sums``, ``gradient``: None if not wanted."""
     row = tl.program_id(0).to(tl.int64)
     of_teacher = 0.0
     of_student = 0.0
@@ -262,7 +259,7 @@ def lce_backward_divergence(
         log_q = _log_probs(teacher, column, valid, row, rows)
         p = tl.exp(log_p)
         q = tl.exp(log_q)
-        # log(q / r) and log(p / r), without the large logarithm of r.
+        # log(q / r) and log(p / r), with the mixture r of p and q, without the large logarithm of r.
         log_ratio = log_p - log_q
         of_q = -log_ratio
         of_p = log_ratio
@@ -283,7 +280,7 @@ def lce_backward_divergence(
                 g = tl.where(p != 0.0, p * (of_p - tl.load(student_mean + row)), 0.0)
             else:
                 g = p - q
-            # A token that does not count has gradient 0, whatever its logits are.
+            # An ignored token has gradient 0, whatever its logits are.
             g = tl.where(times != 0.0, g * times, 0.0)
             tl.store(gradient + row * gradient_stride + column, g.to(gradient.dtype.element_ty), mask=valid)
     if sums is not None:

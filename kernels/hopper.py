@@ -1,16 +1,16 @@
 """The mainloop for Hopper: one warp loads by TMA, two warpgroups share the product of each tile.
 
-The loads run ahead across tile boundaries through a ring of ``STAGES`` slots, so the tensor cores wait for nothing but
-the epilogue. All tiles take the same time whatever the data. The programs therefore stay in step, and their loads of
-the same operands hit the L2 cache.
+The loads run ahead across tile boundaries through a ring of ``STAGES`` slots, so the tensor cores wait only for the
+epilogue. All tiles take the same time whatever the data. The programs therefore stay in step, and their loads of the
+same operands hit the L2 cache.
 
-Both warpgroups work on one tile. Two that take turns, one in its product and one in its epilogue, would need smaller
+Both warpgroups work on one tile. Ping-pong warpgroups, one in its product and one in its epilogue, would need smaller
 tiles, which read more from the L2 cache.
 
-What it gains over the plain mainloop of :mod:`parallel_lce.kernels.projection`: the speed of the forward's projection
-with saved exponentials, relative to ``x @ weight.T`` in cuBLAS. bf16, one H200, torch 2.11, Triton 3.6.
+Speed of the forward's projection with saved exponentials, relative to ``x @ weight.T`` in cuBLAS; the plain mainloop is
+in :mod:`parallel_lce.kernels.projection`. bf16, one H200, torch 2.11, Triton 3.6.
 
-    N, D, V               this mainloop   the plain one
+    N, D, V               this mainloop   plain mainloop
     4096, 2048, 65536          .918           .849
     2048, 2048, 50304          .889           .837
     1024, 2048, 32768          .897           .853
@@ -33,10 +33,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from parallel_lce.kernels.projection import CHANGING, finish_tile, projection_name, tile_count, tile_rows, tile_start
 from parallel_lce.kernels.relaunch import Relaunched
 
-# Warps of the consumers, and registers of a thread of the producer.
+# Consumer warps, and registers per producer thread.
 _WARPS = gl.constexpr(8)
 _PRODUCER_REGISTERS = gl.constexpr(40)
-# Triton 3.8 renamed both; 3.9 has no others.
+# Triton 3.8 renamed both functions. 3.9 has only the new names.
 _async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 _async_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
@@ -51,8 +51,8 @@ def _produce(x, weight, ring, listed, sizes):
     BLOCK_N: gl.constexpr = weight.block_type.shape[0]
     count = 0
     tiles = tile_count(listed, num_blocks, gl.cdiv(entries, BLOCK_N))
-    for place in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row, window = tile_start(listed, place, first_block, num_blocks, BLOCK_M)
+    for number in range(gl.program_id(0), tiles, gl.num_programs(0)):
+        row, window = tile_start(listed, number, first_block, num_blocks, BLOCK_M)
         for k in range(0, k_size, BLOCK_K):
             slot = count % STAGES
             mbarrier.wait(empty.index(slot), ((count // STAGES) & 1) ^ 1)
@@ -65,7 +65,7 @@ def _produce(x, weight, ring, listed, sizes):
 
 @gluon.jit
 def _new_ring(x, weight, STAGES: gl.constexpr):
-    """``STAGES`` slots for a block of each of two TMA descriptors, and of each slot whether it is full, and empty."""
+    """``STAGES`` slots for a tile of ``x`` and a tile of ``weight``, and two barriers per slot: full, and empty."""
     OF_X: gl.constexpr = [STAGES] + x.block_type.shape
     OF_WEIGHT: gl.constexpr = [STAGES] + weight.block_type.shape
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -82,7 +82,7 @@ def _new_ring(x, weight, STAGES: gl.constexpr):
 
 @gluon.jit
 def _multiply(z, ring, count, steps):
-    """A product from ``steps`` slots of the ring, ``count`` being the first, in the registers of ``z``."""
+    """The product of ``steps`` slots of the ring, from slot ``count % STAGES`` on, in the registers of ``z``."""
     x_slots, weight_slots, full, empty = ring
     STAGES: gl.constexpr = x_slots.shape[0]
     last = count % STAGES
@@ -133,8 +133,8 @@ def _consume(
         z = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, layout)
         z = _multiply(z, ring, count, steps)
         count += steps
-        place = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, bias, scaling, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
+        position = (r, c, window, rows, entries)
+        z = finish_tile(z, row_values, epilogue, bias, scaling, position, GRADIENT, SCALED, MASKED, SAVED_SCALE)
         if out is not None:
             tma.store_wait(0)
             staged.store(z.to(out.dtype))

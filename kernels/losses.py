@@ -1,8 +1,7 @@
-"""Cross-entropy of tokens from their merged partials, and the coefficients of its gradient, in one launch; and its mean
-in another.
+"""Losses of tokens and the coefficients of their gradients, from merged partials, in one launch; the mean in another.
 
-Plain torch takes about twenty elementwise operations (``parallel_lce.backends.loss``). For a small vocabulary shard
-these take the host longer than the GPU takes for the projection.
+Plain torch takes about twenty elementwise operations (``parallel_lce.backends.loss``). For a small vocabulary shard the
+host needs longer for these than the GPU for the projection.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from parallel_lce.core.memory import on_device_of
 from parallel_lce.core.options import Options
 from parallel_lce.kernels.relaunch import Relaunched
 
-# Tokens of a program; tokens that the program of the mean adds at a time.
+# Tokens per program; tokens per step of the mean's only program.
 _TOKENS, _SUMMED = tl.constexpr(128), tl.constexpr(4096)
 
 
 class LossTerms(NamedTuple):
-    """The options of a loss, as the kernels take them. None: a term that the kernel leaves out."""
+    """A loss's options for the kernels. None: the kernel is compiled without the term."""
 
     ignore_index: int | None = None
     smoothing: float = 0.0
@@ -37,7 +36,7 @@ class LossTerms(NamedTuple):
 def loss_of(
     top, log_sum, logit, shifted, wanted, weight, entries, terms, SMOOTHED: tl.constexpr, OUTSIDE_NAN: tl.constexpr
 ):
-    """Losses of tokens from the columns of their merged partials; and alpha, beta and gamma. ``wanted``: the target,
+    """Losses, alpha, beta and gamma of tokens from the columns of their merged partials. ``wanted``: the targets,
     relative to the first of the ``entries``."""
     inside = (wanted >= 0) & (wanted < entries)
     log_prob = (logit - top) - log_sum
@@ -102,11 +101,11 @@ def token_losses(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """:func:`parallel_lce.backends.loss.token_losses` in one launch.
 
-    ``partial [C, R]`` fp32, merged, contiguous; its column 3 holds the shifted sums if labels are smoothed.
-    ``vocab_size``: V, 0-dimensional int64, or a number. ``target [R]`` int64. ``token_weight [R]`` fp32.
+    ``partial [C, R]`` fp32, merged, contiguous; column 3 is ``shifted`` if labels are smoothed. ``vocab_size``: V,
+    0-dimensional int64 or a number. ``target [R]`` int64. ``token_weight [R]`` fp32.
     """
     rows, smoothed = target.shape[0], options.label_smoothing > 0
-    # The losses have memory of their own: their users may change them in place.
+    # A separate allocation: users may change the losses in place.
     losses, (alpha, beta, *others) = partial.new_empty(rows), partial.new_empty(2 + smoothed, rows)
     gamma = others[0] if others else None
     known = isinstance(vocab_size, int)
@@ -142,7 +141,7 @@ def lce_forward_mean(losses, target, token_weight, mean, divisor, rows, ignore_i
             weight = tl.load(token_weight + row, mask=valid, other=0.0)
         weights += tl.where(counted, weight, 0.0)
     whole = tl.sum(weights, 0)
-    # The mean of nothing and its gradients are 0.
+    # If all weights are 0, the mean and its gradients are 0.
     whole = tl.where(whole == 0.0, float("inf"), whole)
     tl.store(divisor, whole)
     tl.store(mean, tl.sum(total, 0) / whole)
@@ -151,11 +150,8 @@ def lce_forward_mean(losses, target, token_weight, mean, divisor, rows, ignore_i
 def mean_loss(
     losses: torch.Tensor, target: torch.Tensor, token_weight: torch.Tensor | None, ignore_index: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The sum of ``losses [R]`` over that of the weights of the tokens that are not ignored, and the latter sum; both
-    0-dimensional, fp32.
-
-    One program adds in a fixed order. The arguments are those of :func:`token_losses`.
-    """
+    """The mean of ``losses [R]`` and its divisor, both 0-dimensional fp32. The divisor is the sum of the weights of all
+    tokens that are not ignored. One program adds in a fixed order. Arguments: as for :func:`token_losses`."""
     mean, divisor = losses.new_empty(()), losses.new_empty(())
     with on_device_of(losses):
         lce_forward_mean.launch((1,), losses, target, token_weight, mean, divisor, losses.shape[0], ignore_index)

@@ -1,13 +1,10 @@
-"""Partials on the GPU: the softmax statistics of a tile's tokens, and how such partials merge.
+"""Partials on the GPU: the softmax statistics of a tile's tokens, and the merge of partials.
 
-``parallel_lce.core.partials`` has the algebra and its plain torch. A *window* is the vocabulary range of one tile. Each
-window stores one partial per token; one kernel merges the windows of a rank, and the ranks.
+``parallel_lce.core.partials`` has the algebra in plain torch. A *window* is the vocabulary range of one tile. Each
+window stores one partial per token. One kernel merges the windows of a rank, and the partials of the ranks.
 
-The sums of exponentials of a window are relative to ``arithmetic.window_shift`` of the token's softmax shift, or to
-the window's maximum where there is no softmax shift. Sums of a merged partial are relative to its maximum.
-
-Each output element is written by one program; there are no atomics and no waits between programs. Offsets into windows
-times tokens are 64-bit.
+A window's sums of exponentials are relative to ``arithmetic.window_shift`` or, without a softmax shift, to the window's
+maximum. Sums of a merged partial are relative to its maximum. Offsets into ``[windows, tokens]`` are 64-bit.
 """
 
 from __future__ import annotations
@@ -24,19 +21,17 @@ from parallel_lce.core.partials import NOBODY
 from parallel_lce.kernels.arithmetic import LOWEST_SHIFT, exact_logit, exponential_from, finite_base, window_shift
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 
-# The argmax of a token that has none: with a NaN logit, or with shards that leave a gap or overlap.
+# Sentinel: no argmax, since a logit is NaN or the shards leave a gap or overlap.
 _NOBODY = tl.constexpr(NOBODY)
-# Tokens and windows of a tile that merges windows: whole 64-byte sectors, and enough programs for few tokens.
+# Merge of windows: tokens per program (whole 64-byte sectors, and enough programs for few tokens), windows per step.
 _MERGE_ROWS, _MERGE_WINDOWS = 16, 128
-# Elements of a tile that merges ranks, and the most tokens of such a tile.
+# Merge of ranks: most elements of a tile, and most tokens of a tile.
 _RANKS_TILE, _RANKS_ROWS = 1024, 128
 
 
 class PartialColumns(NamedTuple):
-    """The columns of partials, one tensor each, with the tokens last: None for a column that is absent.
-
-    The columns are those of ``parallel_lce.core.partials``. ``argmax`` is an integer, bit-cast.
-    """
+    """The columns of ``parallel_lce.core.partials``, one tensor each, tokens last. None: absent. ``argmax`` is a
+    bit-cast integer."""
 
     max: torch.Tensor
     sum_exp: torch.Tensor
@@ -49,10 +44,9 @@ class PartialColumns(NamedTuple):
 
 
 class WindowPartials(NamedTuple):
-    """What a forward knows of its windows, ``[windows, R]`` fp32 each."""
+    """Maxima and sums of exponentials of the forward's windows, ``[windows, R]`` fp32 each."""
 
     max: torch.Tensor
-    # Relative to ``arithmetic.window_shift`` of the softmax shift, or to the window's maximum without one
     sum_exp: torch.Tensor
     # [R] fp32, or None
     softmax_shift: torch.Tensor | None
@@ -63,14 +57,13 @@ class WindowPartials(NamedTuple):
 
 
 @triton.jit
-def store_partials(z, place, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr):
-    """Store the partials of the logits ``z [BLOCK_M, BLOCK_N]``; returns their exponentials.
+def store_partials(z, position, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: tl.constexpr):
+    """Store the ``partials [windows, rows]`` of the logits ``z [BLOCK_M, BLOCK_N]``. Returns their exponentials.
 
-    ``partials [windows, rows]``. ``place``: of :func:`parallel_lce.kernels.projection.finish_tile`. ``shift``: the
-    softmax shift of the tile's tokens, if ``HAS_SHIFT``. ``MASKED``: the tile may have columns beyond the last
-    vocabulary entry.
+    ``position``: as in :func:`parallel_lce.kernels.projection.finish_tile`. ``shift``: the tokens' softmax shift, if
+    ``HAS_SHIFT``. ``MASKED``: the tile may have columns beyond the last vocabulary entry.
     """
-    r, c, window, rows, entries = place
+    r, c, window, rows, entries = position
     valid = r < rows
     inside = (c < entries)[None, :]
     here = window.to(tl.int64) * rows + r
@@ -103,7 +96,7 @@ def store_partials(z, place, shift, partials, MASKED: tl.constexpr, HAS_SHIFT: t
 
 @triton.jit
 def _shards(bounds, ranks, stride, vocab_size, BLOCK_W: tl.constexpr):
-    """Entries of each rank's shard that are no padding; whether the shards cover [0, V) without gap or overlap."""
+    """Number of real entries of each rank's shard; whether the shards cover [0, V) without gap or overlap."""
     p = tl.arange(0, BLOCK_W)
     here = bounds + p.to(tl.int64) * stride
     starts = tl.load(here, mask=p < ranks, other=0).to(tl.int64)
@@ -111,7 +104,7 @@ def _shards(bounds, ranks, stride, vocab_size, BLOCK_W: tl.constexpr):
     real = sizes
     if vocab_size is not None:
         real = tl.minimum(tl.maximum(vocab_size - starts, 0), sizes)
-    # Every shard that is not empty must begin where those before it end.
+    # Every shard that is not empty must begin where the shards before it end.
     before = starts[None, :] < starts[:, None]
     before |= (starts[None, :] == starts[:, None]) & (p[None, :] < p[:, None])
     begin = tl.sum(tl.where(before, sizes[None, :], 0), 1)
@@ -148,9 +141,9 @@ def _merge_kernel(
 ):
     """Merge slices of the vocabulary: windows of ``WINDOW`` entries, or the shards of the ranks.
 
-    ``stride``: elements from one slice's columns to the next one's. For windows: ``entries`` and ``start`` are those
-    of the shard, and ``wanted`` the targets, whose logits are in ``merged``. For ranks: ``entries`` is V, or None;
-    ``vocab_size`` is an output; all ranks fit one tile (``BLOCK_W >= num_slices``).
+    ``stride``: elements between the columns of neighbouring slices. Windows: ``entries`` and ``start`` describe the
+    shard; ``wanted`` holds the targets, and ``merged`` their logits. Ranks: ``entries`` is V, or None; ``vocab_size``
+    is an output; all ranks fit one tile (``BLOCK_W >= num_slices``).
     """
     r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     valid = r < rows
@@ -181,7 +174,7 @@ def _merge_kernel(
         nan = tl.where(covered, 0.0, float("nan"))
         if tl.program_id(0) == 0:
             tl.store(vocab_size, tl.sum(real, 0))
-    # The largest exponential of the windows with the largest maximum, and their number.
+    # Windows whose maximum is the token's: the exponential of that maximum, and the number of these windows.
     largest = exponential_from(top, base)
     if softmax_shift is not None:
         largest = exponential_from(top, window_shift(top, shift))
@@ -204,10 +197,10 @@ def _merge_kernel(
                 reference = window_shift(m, shift[None, :])
                 off_shift = tl.maximum(off_shift, tl.max((inside & (reference != shift[None, :])).to(tl.int32), 0))
             factor = exponential_from(reference, base[None, :])
-        # A slice of -inf alone adds nothing, but NaN beside -inf must get through.
+        # A slice of only -inf adds nothing. If it also has NaN, its sum is NaN and must reach the result.
         factor = tl.where(missing & (s == 0.0), 0.0, factor)
         if not RANKS:
-            # Beside the roundings of the largest exponentials a sum of all others of 1e-6 would be lost.
+            # The largest exponentials are added last: their roundings would hide a sum of 1e-6 of all others.
             highest = (m == top[None, :]) & (missing == 0)
             s = tl.where(highest, s - largest[None, :], s)
             number += tl.sum(highest.to(tl.float32), 0)
@@ -221,7 +214,7 @@ def _merge_kernel(
             total += tl.sum(tl.load(slices.total + here, mask=inside, other=0.0), 0)
         if slices.weighted is not None:
             column = tl.load(slices.weighted + here, mask=inside, other=0.0)
-            # Far below the maximum the factor is 0. The bound keeps what it multiplies from infinity.
+            # Far below the maximum the factor is 0. The bound keeps the other operand finite.
             weighted += tl.sum((column + s * tl.maximum(moved, LOWEST_SHIFT)) * factor, 0)
         if slices.squared is not None:
             column = tl.load(slices.squared + here, mask=inside, other=0.0)
@@ -232,16 +225,16 @@ def _merge_kernel(
             ids = tl.load(slices.argmax + here, mask=inside, other=0.0).to(tl.int32, bitcast=True)
             ids = tl.where(inside & (m == top[None, :]) & (ids != _NOBODY), ids + start, _NOBODY)
             argmax = tl.minimum(argmax, tl.min(ids, 0))
-    # Relative to the maximum each of them is 1.
+    # Relative to the maximum, each of the largest exponentials is 1.
     sum_exp += number
     squared += number
-    # A NaN logit of a window is not in its maximum, but makes its sum NaN.
+    # A window's maximum ignores a NaN logit, but the window's sum is NaN.
     broken = (broken != 0) | ((sum_exp != sum_exp) & (top != float("inf")))
     tl.store(merged.max + r, tl.where(broken, float("nan"), top) + nan, mask=valid)
     tl.store(merged.sum_exp + r, sum_exp + nan, mask=valid)
     if wanted is not None:
-        place = tl.load(wanted + r, mask=valid, other=-1)
-        valid_target = (place >= 0) & (place < entries)
+        target_id = tl.load(wanted + r, mask=valid, other=-1)
+        valid_target = (target_id >= 0) & (target_id < entries)
         logit = tl.load(merged.target + r, mask=valid_target, other=0.0)
         tl.store(merged.target + r, exact_logit(logit, top, sum_exp), mask=valid_target)
     if slices.target is not None:
@@ -265,13 +258,13 @@ def _merge_kernel(
 
 @functools.cache
 def _column_indices(columns) -> list[int | None]:
-    """Where each of the ``PartialColumns`` lies in a partial."""
+    """The row of each of the ``PartialColumns`` in a partial; None: absent."""
     names = columns.names
     return [names.index(name) if name in names else None for name in PartialColumns._fields]
 
 
 def columns_of(partial: torch.Tensor, columns) -> PartialColumns:
-    """The columns of a partial ``[C, R]`` with these ``parallel_lce.core.partials.Columns``."""
+    """The columns of a ``partial [C, R]``. ``columns``: ``parallel_lce.core.partials.Columns``."""
     rows = partial.unbind(0)
     return PartialColumns(*[None if row is None else rows[row] for row in _column_indices(columns)])
 
@@ -287,14 +280,14 @@ def merge_windows(
     entries: int,
     start: int,
 ) -> torch.Tensor | None:
-    """Merge partials of windows ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's.
+    """Merge partials ``[windows, R]`` into all columns of ``merged [C, R]`` but the target's.
 
-    That holds the logits of ``target [R]`` int64, or no target is given. A target that is its token's maximum beyond
-    doubt gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`).
+    With ``target [R]`` int64 the target's column already holds logits. A target that can only be its token's maximum
+    gets the maximum as its logit (:func:`parallel_lce.kernels.arithmetic.exact_logit`).
 
-    The windows have ``window`` entries each, ``entries`` in all; ``start`` is the global id of the first. Returns
-    ``on_shift [R]`` uint8: whether all of a token's windows are relative to its
-    ``softmax_shift [R]`` fp32. None without a softmax shift.
+    ``window``: entries of a window. ``entries``: of the shard. ``start``: global id of its first entry. Returns
+    ``on_shift [R]`` uint8: whether all windows of a token are relative to its ``softmax_shift [R]`` fp32. Without a
+    softmax shift returns None.
     """
     num_windows, rows = windows.max.shape
     on_shift = None if softmax_shift is None else torch.empty_like(softmax_shift, dtype=torch.uint8)
@@ -327,11 +320,11 @@ def merge_ranks(packed: torch.Tensor, columns, rows: int, vocab_size: int | None
     ranks, stride = packed.shape
     block_w = next_power_of_2(ranks)
     block_r = max(16, min(_RANKS_ROWS, _RANKS_TILE // block_w))
-    # Pointers to the first rank's columns. The kernel adds rank * stride.
+    # Views of the first rank's columns. The kernel adds rank * stride to their pointers.
     own = packed[0, : columns.count * rows].view(columns.count, rows)
     bounds = packed.view(torch.int32)[0, -2:]
     with on_device_of(packed):
-        # At least one program, which writes V.
+        # At least one program: it writes V.
         _merge_kernel.launch(
             (max(1, -(-rows // block_r)),),
             columns_of(own, columns),

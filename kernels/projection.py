@@ -1,23 +1,21 @@
 """The projection: one persistent matrix product ``x @ weight.T`` with an epilogue, in forward and in backward.
 
-    forward    stores partials of every tile, and on request its exponentials in the input's dtype. Logits are not
-               written.
-    backward   writes the gradient of the logits in the input's dtype, except for the targets' own entries, which
-               :mod:`parallel_lce.kernels.token_gradients` adds.
+    forward    stores the partials of every tile and, on request, its exponentials in the input's dtype. Logits are
+               not written.
+    backward   writes the gradient of the logits in the input's dtype. :mod:`parallel_lce.kernels.token_gradients` adds
+               the targets' entries.
 
 An epilogue takes a tile ``z [BLOCK_M tokens, BLOCK_N vocabulary entries]`` in fp32; ``r`` and ``c`` are its row and
-column numbers. Both mainloops call :func:`tile_rows` before a tile's product, so that its loads overlap the product,
-and :func:`finish_tile` after it. These functions run under Triton and, called from a Gluon kernel, under Gluon. An
-absent tensor is None: Triton compiles the kernel without it. The mainloop is :mod:`parallel_lce.kernels.hopper` on
-Hopper where TMA can address the operands, and the plain Triton one below elsewhere.
+column numbers. There are two mainloops: :mod:`parallel_lce.kernels.hopper` on Hopper where TMA can address the
+operands, and the plain Triton one below. Both call :func:`tile_rows` before a tile's product, so that its loads overlap
+the product, and :func:`finish_tile` after it. These functions run under Triton and Gluon. An absent tensor is None:
+Triton compiles the kernel without it.
 
-Saved exponentials are relative to the token's softmax shift, a value near its largest logits that is known before the
-product. A window whose maximum lies further from it than ``arithmetic.REACH`` takes its maximum instead. Where all
-windows of a token are relative to its softmax shift, as they nearly always are, one factor per token turns the
-exponentials into gradients, and the backward's products take them as they are.
+Saved exponentials are relative to ``arithmetic.window_shift``, nearly always the token's softmax shift.
 
-Each output element is written by one program. Offsets into tokens times vocabulary are 64-bit: N * V passes 2^31 in
-ordinary use.
+In all kernels of this package each output element is written by one program, without atomics and without waits between
+programs, and sums have a fixed order. Offsets into ``[tokens, vocabulary]`` are 64-bit: N * V passes 2^31 in ordinary
+use.
 """
 
 from __future__ import annotations
@@ -49,23 +47,19 @@ from parallel_lce.kernels.tuning import Tile, addressable, blocks_per_launch, de
 
 
 class ForwardEpilogue(NamedTuple):
-    """Stores partials ``[windows, R]`` of each tile, and its logits if they are wanted."""
+    """Stores partials ``[windows, R]`` of each tile and, on request, its logits."""
 
     partials: PartialColumns
-    # [R] fp32, or None: exponentials are then relative to each window's maximum.
+    # [R] fp32. None: exponentials are relative to each window's maximum.
     softmax_shift: torch.Tensor | None
-    # [R, V] fp32, or None: where the logits are stored, and the elements from one row to the next.
+    # [R, V] fp32, an output, and its row stride. None: logits are not stored.
     logits: torch.Tensor | None = None
     logits_stride: int = 0
 
 
 class BackwardEpilogue(NamedTuple):
-    """``(p (alpha + delta (z - max) + epsilon p) - gamma) * fp16_scale`` times the derivative of scale and soft-cap.
-
-    p = exp(z - lse).
-
-    Tensors are ``[R]`` fp32. ``fp16_scale`` is 0-dimensional.
-    """
+    """``(p (alpha + delta (z - max) + epsilon p) - gamma) * fp16_scale`` times the derivative of scale and soft-cap,
+    with p = exp(z - lse). Tensors are ``[R]`` fp32. ``fp16_scale`` is 0-dimensional."""
 
     max: torch.Tensor
     sum_exp: torch.Tensor
@@ -78,7 +72,7 @@ class BackwardEpilogue(NamedTuple):
 
 @triton.jit
 def tile_count(listed, num_blocks, windows):
-    """How many tiles there are: all of the row blocks' windows, or those that are listed."""
+    """Number of tiles to form: all windows of the row blocks, or the tiles ``listed``."""
     number = num_blocks * windows
     if listed is not None:
         number = tl.load(listed)
@@ -87,7 +81,7 @@ def tile_count(listed, num_blocks, windows):
 
 @triton.jit
 def tile_start(listed, number, first_block, num_blocks, BLOCK_M: tl.constexpr):
-    """First row of a tile, and its window. Row blocks vary fastest, from ``first_block`` on."""
+    """First row of a tile, and its window. Row blocks vary fastest and begin at ``first_block``."""
     tile = number
     if listed is not None:
         tile = tl.load(listed + 1 + number)
@@ -96,7 +90,7 @@ def tile_start(listed, number, first_block, num_blocks, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def tile_rows(epilogue, scaling, r, rows, GRADIENT: tl.constexpr):
-    """What :func:`finish_tile` needs of the tile's tokens. Each token's scale is the first."""
+    """Values of the tile's tokens for :func:`finish_tile`. The first are the tokens' scales."""
     valid = r < rows
     if GRADIENT:
         return _gradient_rows(epilogue, scaling, loaded(scaling.of_token, r, valid, 1.0), r, valid)
@@ -111,15 +105,15 @@ def finish_tile(
     epilogue,
     bias,
     scaling,
-    place,
+    position,
     GRADIENT: tl.constexpr,
     SCALED: tl.constexpr,
     MASKED: tl.constexpr,
     SAVED_SCALE: tl.constexpr,
 ):
-    """What is stored of a tile, from its product ``z = x @ weight.T``. ``place``: row and column numbers, the window,
-    and how many rows and entries there are."""
-    r, c, window, rows, entries = place
+    """Turn a tile's product ``z = x @ weight.T`` into its exponentials, storing its partials, or into its gradient.
+    ``position``: row numbers, column numbers, window, number of rows, number of entries."""
+    r, c, window, rows, entries = position
     if bias is not None:
         z += tl.load(bias + c, mask=c < entries, other=0.0).to(tl.float32)[None, :]
     if SCALED:
@@ -139,16 +133,15 @@ def finish_tile(
             inside = (r < rows)[:, None] & (c < entries)[None, :]
             tl.store(epilogue.logits + r.to(tl.int64)[:, None] * epilogue.logits_stride + c[None, :], z, mask=inside)
         HAS_SHIFT: tl.constexpr = epilogue.softmax_shift is not None
-        return store_partials(z, place, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
+        return store_partials(z, position, row_values[1], epilogue.partials, MASKED, HAS_SHIFT) * SAVED_SCALE
 
 
 @triton.jit
 def _gradient_rows(epilogue, scaling, token_scales, r, valid):
-    """Of each token: its scale, the maximum, the factor of its exponentials, alpha, delta and epsilon beside that
-    factor, and gamma.
+    """Values per token: scale, maximum, factor of the exponentials, alpha, delta, epsilon, gamma.
 
-    Without delta and epsilon, alpha is part of the factor. Factor and gamma contain the scales and ``fp16_scale``.
-    Epsilon contains what turns an exponential into p.
+    The factor contains 1 / sum_exp and, without delta and epsilon, alpha. Factor and gamma contain the scales and
+    ``fp16_scale``. Epsilon contains 1 / sum_exp.
     """
     base = finite_base(tl.load(epilogue.max + r, mask=valid, other=0.0))
     grad_scale = scaling.scale
@@ -170,7 +163,7 @@ def _gradient(z, row_values, epilogue, cap):
     _, base, factor, alpha, delta, epsilon, gamma = row_values
     e = exponential_from(z, base[:, None])
     g = e * factor[:, None]
-    # The terms are as given, rounded only here: they nearly cancel where z is near the expected logit.
+    # Summed before the product with the factor: the terms nearly cancel where z is near the expected logit.
     if epilogue.delta is not None or epilogue.epsilon is not None:
         terms = alpha[:, None]
         if epilogue.delta is not None:
@@ -213,7 +206,7 @@ def projection_name(specialization) -> str:
     return "lce_backward_projection" if specialization.constants["GRADIENT"] else "lce_forward_projection"
 
 
-# Arguments that vary between launches. They are not specialized, so no value compiles a new kernel.
+# Arguments that vary between launches. They are not specialized: a new value does not compile a new kernel.
 CHANGING = ["rows", "first_block", "num_blocks"]
 
 
@@ -246,11 +239,8 @@ def _projection(
     TMA: tl.constexpr,
     OUT_TMA: tl.constexpr,
 ):
-    """Persistent GEMM over ``num_blocks`` row blocks from ``first_block`` on.
-
-    ``GRADIENT`` selects the epilogue. ``x``, ``weight`` and ``out`` are TMA descriptors or pointers. ``listed``: form
-    these tiles alone; None: all.
-    """
+    """Persistent GEMM over ``num_blocks`` row blocks from ``first_block`` on. ``GRADIENT`` selects the epilogue. ``x``,
+    ``weight`` and ``out`` are TMA descriptors or pointers. ``listed``: the only tiles to form; None: all."""
     tiles = tile_count(listed, num_blocks, tl.cdiv(entries, BLOCK_N))
     for number in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row, window = tile_start(listed, number, first_block, num_blocks, BLOCK_M)
@@ -263,8 +253,8 @@ def _projection(
             a = _load(x, row, k, rows, k_size, x_stride, BLOCK_M, BLOCK_K, TMA)
             b = _load(weight, first, k, entries, k_size, weight_stride, BLOCK_N, BLOCK_K, TMA)
             z = add_product(a, b.T, z)
-        place = (r, c, window, rows, entries)
-        z = finish_tile(z, row_values, epilogue, bias, scaling, place, GRADIENT, SCALED, MASKED, SAVED_SCALE)
+        position = (r, c, window, rows, entries)
+        z = finish_tile(z, row_values, epilogue, bias, scaling, position, GRADIENT, SCALED, MASKED, SAVED_SCALE)
         if out is not None:
             if first < out_entries:
                 _store(out, row, first, rows, out_entries, out_stride, z, OUT_TMA)
@@ -272,10 +262,7 @@ def _projection(
 
 @dataclass(frozen=True)
 class Product:
-    """One product and what follows it: ``softcap(scale * token_scale * (x @ weight.T + bias))``.
-
-    K is contiguous in ``x`` and ``weight``.
-    """
+    """``softcap(scale * token_scale * (x @ weight.T + bias))``. The K dimension is contiguous in both operands."""
 
     # [R, D]
     x: torch.Tensor
@@ -290,7 +277,6 @@ class Product:
     token_scale: torch.Tensor | None = None
 
     def of_rows(self, rows: slice) -> Product:
-        """The product of some tokens."""
         token_scale = self.token_scale if self.token_scale is None else self.token_scale[rows]
         softcap = self.softcap[rows] if isinstance(self.softcap, torch.Tensor) else self.softcap
         return replace(self, x=self.x[rows], token_scale=token_scale, softcap=softcap)
@@ -318,8 +304,8 @@ class Product:
     def launch(
         self, out: torch.Tensor | None, epilogue: ForwardEpilogue | BackwardEpilogue, listed: torch.Tensor | None = None
     ) -> None:
-        """Start the product with an epilogue. ``listed [1 + n]`` int32: how many tiles to form, and their numbers
-        ``window * row_blocks + row block``; None: all."""
+        """Start the product with an epilogue. ``listed [1 + n]`` int32: n, then the numbers ``window * row_blocks + row
+        block`` of the only tiles to form; None: all."""
         tile, tma, x, weight = self.tile, self.tma, self.x, self.weight
         (rows, k_size), entries = x.shape, weight.shape[0]
         gradient = isinstance(epilogue, BackwardEpilogue)
@@ -379,9 +365,9 @@ class Product:
 
 
 def new_window_partials(product: Product, columns) -> PartialColumns:
-    """Uninitialised partials of all windows, ``[windows, R]`` fp32 each: ``columns`` but the target's."""
+    """Uninitialised partials of all windows, ``[windows, R]`` fp32 each, with all ``columns`` but the target's."""
     windows, rows = product.windows, product.x.shape[0]
-    # Each has memory of its own: maxima may outlive the others.
+    # One allocation per column: maxima may outlive the others.
     maximum = product.x.new_empty(windows, rows, dtype=torch.float32)
     sum_exp, wanted = torch.empty_like(maximum), columns.requested
     others = [torch.empty_like(maximum) if name in wanted else None for name in PartialColumns._fields[3:]]
@@ -396,13 +382,11 @@ def logits_gradient(
     out: torch.Tensor,
     listed: torch.Tensor | None = None,
 ) -> None:
-    """Write to ``out [R, V]``: ``p (alpha + delta (z - max) + epsilon p) - gamma``, times the scales, soft-cap's slope
-    and ``fp16_scale``.
+    """Write to ``out [R, V]`` the gradient of the logits without the targets' terms (:class:`BackwardEpilogue`).
 
     ``partial [>= 2, R]`` fp32, contiguous: the maximum and the sum of exponentials. ``coefficients``: without a factor;
-    beta is not read. ``fp16_scale``: 0-dimensional. Rows of ``out`` are 16 bytes aligned. TMA writes whole granules of
-    16 bytes, so it overwrites each row's padding up to the next boundary. ``listed``: the tiles to write, as for
-    :meth:`Product.launch`.
+    beta is not read. Rows of ``out`` are 16 bytes aligned. TMA stores 16-byte granules, so the padding after a row's
+    last entry is overwritten up to the next boundary. ``listed``: as for :meth:`Product.launch`.
     """
     alpha, _, gamma, delta, epsilon, factor = coefficients
     assert factor is None

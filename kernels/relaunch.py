@@ -1,9 +1,9 @@
-"""Launch a compiled kernel at little more than the driver's price.
+"""Launches of compiled kernels, with little more host time than the driver's own.
 
-Triton finds the compiled kernel of a launch from a description of all its arguments, and asks the driver about every
-pointer. That takes the host longer than the launch itself, and longer than the GPU takes for a small vocabulary shard.
-:class:`Relaunched` describes only what Triton compiles for: dtypes, alignment, which integers are 1 or divisible by 16,
-and constants. It passes pointers as numbers.
+Triton finds a launch's compiled kernel from a description of all arguments, and asks the driver about every pointer.
+This takes longer than the launch itself, and longer than the GPU's work on a small vocabulary shard.
+:class:`Relaunched` describes only the properties for which Triton compiles: dtypes, alignment, which integers are 1 or
+divisible by 16, and constants. It passes pointers as numbers.
 """
 
 from __future__ import annotations
@@ -28,24 +28,23 @@ class _Compiled(NamedTuple):
     metadata: Any
     stream: Callable[[int], int]
     device: int
-    # Values of the constants, which come after the other arguments.
+    # Values of the constants, the last arguments.
     last: tuple
 
     def start(self, grid: tuple[int, ...], values: Sequence) -> None:
-        """Launch it on the current stream with these arguments: addresses, numbers and TMA descriptors."""
+        """Launch on the current stream. ``values``: addresses, numbers and TMA descriptors."""
         run, function, metadata, stream, device, last = self
         x, y, z = (*grid, 1, 1)[:3]
-        # No launch metadata, and no hooks on entry and exit.
+        # The three None: launch metadata, and the hooks on entry and exit.
         run(x, y, z, stream(device), function, metadata, None, None, None, *values, *last)
 
 
 class Relaunched:
-    """A ``triton.jit`` or ``gluon.jit`` function that remembers what its launches compiled to.
+    """A ``triton.jit`` or ``gluon.jit`` function that remembers its compiled kernels.
 
-    Constants and options are passed by name, all other arguments by position. From the
-    second launch of a kind on, Triton's hooks and knobs have no effect, and nobody checks that an address is the
-    device's. The first argument is a tensor, a tuple that begins with one, or a descriptor; its device must be the
-    current one.
+    Constants and options are passed by name, all other arguments by position. The first argument is a tensor, a tuple
+    that begins with a tensor, or a descriptor; its device must be the current one. From a kernel's second launch on,
+    Triton's hooks and knobs have no effect, and addresses of other devices are not detected.
     """
 
     def __init__(self, function) -> None:
@@ -54,7 +53,7 @@ class Relaunched:
         self.__name__, self.__doc__ = function.__name__, function.__doc__
 
     def launch(self, grid: tuple[int, ...], *arguments, **constants) -> _Compiled | None:
-        """None in Triton's interpreter, which does not compile."""
+        """Launch, and return the compiled kernel; None in Triton's interpreter, which does not compile."""
         first = arguments[0]
         while isinstance(first, tuple):
             first = first[0]
@@ -70,8 +69,8 @@ class Relaunched:
         return known
 
     def _compile(self, key: tuple, grid: tuple[int, ...], arguments: tuple, constants: dict) -> _Compiled | None:
-        """Launch it by Triton, which compiles it."""
-        # Triton 3.10 changes the default of whether a product and a sum become one instruction.
+        """Launch through Triton, which compiles the kernel."""
+        # Triton 3.10 changes the default: whether a product and a sum are fused into one instruction.
         compiled = self._function[grid](*arguments, **constants, enable_fp_fusion=True)
         if not hasattr(compiled, "packed_metadata"):
             return None
@@ -88,19 +87,19 @@ class Relaunched:
 
 
 def _describe(arguments: tuple, described: list, values: list) -> None:
-    """Add to ``values`` the arguments as the driver takes them: a tensor as its address. Add to ``described``
-    everything that Triton specializes on, and possibly more. Arguments of different types are described differently."""
+    """Add the arguments for the driver to ``values``, tensors as addresses. Add all properties on which Triton
+    specializes, and possibly more, to ``described``. Descriptions of different types differ."""
     for argument in arguments:
         kind = type(argument)
         if kind is Tensor or kind is Parameter:
             address = argument.data_ptr()
             values.append(address)
-            # Whether it is 16 bytes aligned.
+            # A tuple marks an address that is not 16 bytes aligned.
             described.append((argument.dtype,) if address & 15 else argument.dtype)
         elif kind is int:
             values.append(argument)
             if -(2**31) <= argument < 2**31:
-                # 1, and whether it is divisible by 16
+                # Whether it is 1, and whether it is divisible by 16.
                 described.append(1 if argument == 1 else 2 if argument & 15 else 16)
             else:
                 width = 32 if argument < 2**63 else 64
@@ -129,10 +128,10 @@ _PLAIN = (Tensor, Parameter)
 
 
 class Bound:
-    """Launches of a kernel that differ in the addresses of their tensors alone.
+    """Launches of a kernel that differ only in the addresses of their tensors.
 
-    All tensors of a place have one shape and dtype, or all are None. Those that are 16 bytes aligned are launched
-    without being described.
+    Each argument always has the same shape and dtype, or is always None. If all tensors of a launch are 16 bytes
+    aligned, its arguments are not described again.
     """
 
     def __init__(self, kernel: Relaunched, grid: tuple[int, ...], numbers: tuple, **constants) -> None:
@@ -144,7 +143,7 @@ class Bound:
         for tensor in tensors:
             address = None
             if tensor is not None:
-                # Triton reads a tensor of another kind, or refuses it.
+                # 1 is unaligned: other classes of tensors are described, and possibly refused.
                 address = tensor.data_ptr() if type(tensor) in _PLAIN else 1
                 bits |= address
             addresses.append(address)

@@ -1,13 +1,8 @@
-"""Logits of entries that are selected for each token, and their gradients: only those rows of the weight are read.
+"""Logits of selected entries, and their gradients, without the other rows of the weight.
 
-A *selection* gives token r of a block the ids ``ids[begin[r]:end[r]]``. They are relative to the shard, and those
-outside ``[0, entries)`` are left out. The kernels move one row of the weight, or of the hidden states, per selected
-entry. They wait for memory and not for arithmetic.
-
-Each output element is written by one program, and sums have a fixed order. Offsets into tensors are 64-bit.
-
-:func:`set_log_probs` is the log-softmax over each token's set of entries, ``offsets[n] ... offsets[n + 1] - 1``. The
-plain torch is in :mod:`parallel_lce.backends.torch_logits`.
+A *selection* gives token r of a block the ids ``ids[begin[r]:end[r]]``, relative to the shard. Ids outside
+``[0, entries)`` are skipped. The kernels move one row of the weight, or of the hidden states, per selected entry. They
+are bound by memory bandwidth. The same functions in plain torch are in :mod:`parallel_lce.backends.torch_logits`.
 """
 
 from __future__ import annotations
@@ -34,12 +29,12 @@ from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 from parallel_lce.kernels.token_gradients import GradientTerms
 
-# Entries of a tile of rows, its hidden elements at most, and warps. Measured on an H200 with D=4096: 1, 8 and 64
-# entries of each token, or 8 for dW, whose rows are mostly selected once. Logits are products, of at least 16 rows.
+# Entries per step, most hidden elements per step, and warps. Measured on an H200 with D=4096: logits and dX with 1, 8
+# and 64 entries per token, dW with 8, where most rows are selected once. Logits are products of at least 16 rows.
 _LOGITS = 16, 128, 1
 _FOR_HIDDEN = 8, 512, 2
 _FOR_WEIGHT = 4, 2048, 4
-# Entries of one token whose places in G a program finds at a time.
+# Entries of one token that a program writes into G per step.
 _PLACED = tl.constexpr(32)
 # ids [E], begin [R] and end [R]
 _Selection = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -47,7 +42,7 @@ _Selection = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @triton.jit
 def _columns(ids, e, stop, first, entries):
-    """Of the selected entries e before ``stop``: where their ids lie in ``[first, first + entries)``, -1 for others."""
+    """``ids[e] - first`` of the selected entries e; -1 outside ``[0, entries)`` and from ``stop`` on."""
     column = tl.load(ids + e, mask=e < stop, other=-1) - first
     return tl.where((column >= 0) & (column < entries), column, -1)
 
@@ -75,7 +70,7 @@ def lce_forward_selected_logits(
     ids, begin, end = selection
     maxima, sums, softmax_shift = windows
     stop = tl.load(end + token)
-    # The token's row, as often as the smallest product has rows.
+    # The token's row, repeated: the smallest product has ENTRIES rows.
     lane = tl.arange(0, ENTRIES)
     x_rows = x + token.to(tl.int64) * x_stride + tl.zeros((ENTRIES,), tl.int64)[:, None]
     for first in range(tl.load(begin + token), stop, ENTRIES):
@@ -119,16 +114,16 @@ def lce_backward_place_selected(gradient, selection, values, logits, target, ter
     base = finite_base(tl.load(partial + token))
     sum_exp = tl.load(partial + rows + token)
     alpha = tl.load(coefficients.alpha + token)
-    # The target's entry is placed already.
-    elsewhere = -1
+    # The target's entry is written already: its column is skipped.
+    target_column = -1
     if target is not None:
-        place = tl.load(target + token) - first
-        elsewhere = tl.where((place >= 0) & (place < slice_entries), place, -1).to(tl.int32)
+        column = tl.load(target + token) - first
+        target_column = tl.where((column >= 0) & (column < slice_entries), column, -1).to(tl.int32)
     for here in range(start, stop, _PLACED):
         e = here + tl.arange(0, _PLACED)
         wanted = _columns(ids, e, stop, first, slice_entries).to(tl.int32)
-        hit = (wanted >= 0) & (wanted != elsewhere)
-        # An id may be selected twice. The first of its entries adds the values of all.
+        hit = (wanted >= 0) & (wanted != target_column)
+        # An id may be selected several times. Its first entry adds the values of all.
         total = tl.zeros((_PLACED,), tl.float32)
         earlier = tl.zeros((_PLACED,), tl.float32)
         for there in range(start, stop, _PLACED):
@@ -162,8 +157,8 @@ def lce_backward_selected_rows(
     ENTRIES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Of each row of ``out``, the sum of ``values[e] * source[ids[e]]`` over the selected entries
-    ``order[begin[row]:end[row]]``; without ``order`` over ``begin[row] ... end[row] - 1``. ``bias``: of the values."""
+    """``out[row]``: the sum of ``values[e] * source[ids[e]]`` over the selected entries ``order[begin[row]:end[row]]``;
+    without ``order`` over ``begin[row] ... end[row] - 1``. ``bias[row]``: the sum of ``values[e]``."""
     row, k = tl.program_id(0), tl.program_id(1) * BLOCK_K
     stop = tl.load(end + row)
     c = k + tl.arange(0, BLOCK_K)
@@ -197,8 +192,8 @@ def selected_logits(
     """Write the logits of the selected entries to ``logits [E]`` fp32; 0 for ids of other shards.
 
     ``selection``: int64, contiguous, for the rows of ``product.x [R, D]``. The logits are summed in the mainloop's
-    order, so that on GPUs they equal the projection's to the bit. ``windows``, of the projection: a logit that is its
-    window's maximum beyond doubt becomes that maximum, on every device.
+    order, so that on GPUs they equal the projection's to the bit. ``windows``: the projection's partials. A logit that
+    can only be its window's maximum becomes that maximum, on every device.
     """
     x, weight = product.x, product.weight
     lce_forward_selected_logits.launch(
@@ -229,11 +224,11 @@ def place_selected(
     target: torch.Tensor | None,
     terms: GradientTerms,
 ) -> None:
-    """Write the selected entries of ``gradient [R, C]``, whose columns are the shard's entries from ``first`` on:
-    ``values [E]`` beside the gradients that they have as all entries.
+    """Add ``values [E]`` to the selected entries of ``gradient [R, C]``, whose columns are the shard's entries from
+    ``first`` on. The entries of ``target [R]`` are not changed.
 
-    Both are large and nearly cancel where a token is sure. So they are added in fp32, from the entries' ``logits [E]``,
-    and rounded once. ``target [R]``: entries that are left alone.
+    For a confident token, value and gradient are large and nearly cancel. So the entry is formed anew in fp32 from its
+    ``logits [E]``, added to the value, and rounded once.
     """
     (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
     lce_backward_place_selected.launch(
@@ -250,7 +245,8 @@ def _add_rows(begin, end, order, ids, values, source, out, bias, sizes: tuple[in
 
 
 def hidden_gradient(weight: torch.Tensor, selection: _Selection, values: torch.Tensor, dx: torch.Tensor) -> None:
-    """``dx [R, D]``: of each row the sum of ``values [E]`` times the selected rows of ``weight [V, D]``, in fp32."""
+    """``dx[r]``: the sum of ``values[e] * weight[ids[e]]`` over the entries e of token r, in fp32. ``dx [R, D]``,
+    ``values [E]``, ``weight [V, D]``."""
     ids, begin, end = selection
     _add_rows(begin, end, None, ids, values, weight, dx, None, _FOR_HIDDEN)
 
@@ -263,11 +259,8 @@ def weight_gradient(
     dweight: torch.Tensor,
     dbias: torch.Tensor | None,
 ) -> None:
-    """Write to ``dweight [V, D]``, of each row, the sum of the ``values [E]`` that select it, times ``x[owner]``, in
-    fp32; and to ``dbias [V]``, if it is given, that of the values.
-
-    ``owner [E]`` int64: the row of ``x [R, D]`` of each selected entry.
-    """
+    """``dweight[v]``: the sum of ``values[e] * x[owner[e]]`` over the entries e with id v, in fp32. ``dbias[v]``: the
+    sum of ``values[e]``. ``dweight [V, D]``, ``dbias [V]``, ``values [E]``, ``x [R, D]``, ``owner [E]`` int64."""
     sorted_ids, order = ids.sort(stable=True)
     starts = torch.searchsorted(sorted_ids, torch.arange(len(dweight) + 1, device=ids.device))
     _add_rows(starts, starts[1:], order, owner, values, x, dweight, dbias, _FOR_WEIGHT)
@@ -292,7 +285,7 @@ def _one_minus_exp(x):
 
 @triton.jit
 def _logits_of(packed, ids, e, stop, ranks, stride, vocab_size, BLOCK: tl.constexpr):
-    """The sums over the ranks of some entries' logits; -inf outside the vocabulary, and from ``stop`` on."""
+    """Logits of the entries ``e``, summed over the ranks; -inf outside the vocabulary, and from ``stop`` on."""
     logit = tl.zeros((BLOCK,), tl.float32)
     for rank in range(0, ranks):
         logit += tl.load(packed + rank * stride + e, mask=e < stop, other=0.0)
@@ -305,7 +298,7 @@ def _logits_of(packed, ids, e, stop, ranks, stride, vocab_size, BLOCK: tl.conste
 def lce_forward_set_log_probs(
     packed, ids, offsets, broken, vocab_size, log_probs, logits, ranks, stride, entries, BLOCK: tl.constexpr
 ):
-    """``vocab_size``: a number in memory, or None for ``entries``."""
+    """``vocab_size``: V in memory; None: V is ``entries``."""
     token = tl.program_id(0)
     first, stop = tl.load(offsets + token), tl.load(offsets + token + 1)
     size = entries.to(tl.int64)
@@ -316,9 +309,9 @@ def lce_forward_set_log_probs(
     for start in range(first, stop, BLOCK):
         z = _logits_of(packed, ids, start + tl.arange(0, BLOCK), stop, ranks, stride, size, BLOCK)
         maximum = tl.maximum(maximum, tl.max(z, 0))
-    # A token without an entry in the vocabulary: -inf - -inf is NaN.
+    # 0 for a token without an entry in the vocabulary: -inf - -inf is NaN.
     base = tl.where(maximum == -float("inf"), 0.0, maximum)
-    # All exponentials but one of the largest. The sum of all would round away a confident token's 1 - p.
+    # The sum without one largest exponential, which is 1: adding that 1 would round away a confident token's 1 - p.
     others, largest = 0.0, 0.0
     for start in range(first, stop, BLOCK):
         z = _logits_of(packed, ids, start + tl.arange(0, BLOCK), stop, ranks, stride, size, BLOCK)
@@ -336,9 +329,8 @@ def lce_forward_set_log_probs(
 
 
 @triton.jit
-def _of_entries(log_probs, upstream, e, stop):
-    """Log-probabilities, and their upstream gradients. A probability of 0 has no gradient, whatever its log-probability
-    has."""
+def _log_probs_and_gradients(log_probs, upstream, e, stop):
+    """Log-probabilities, and their upstream gradients, which are 0 for a probability of 0."""
     log_p = tl.load(log_probs + e, mask=e < stop, other=-float("inf"))
     u = tl.load(upstream + e, mask=e < stop, other=0.0)
     return log_p, tl.where(log_p == -float("inf"), 0.0, u)
@@ -351,12 +343,12 @@ def lce_backward_set_log_probs(log_probs, upstream, offsets, gradient, BLOCK: tl
     first, stop = tl.load(offsets + token), tl.load(offsets + token + 1)
     total = 0.0
     for start in range(first, stop, BLOCK):
-        log_p, u = _of_entries(log_probs, upstream, start + tl.arange(0, BLOCK), stop)
+        log_p, u = _log_probs_and_gradients(log_probs, upstream, start + tl.arange(0, BLOCK), stop)
         total += tl.sum(u, 0)
     for start in range(first, stop, BLOCK):
         e = start + tl.arange(0, BLOCK)
-        log_p, u = _of_entries(log_probs, upstream, e, stop)
-        # u - p total, without the difference where p is near 1.
+        log_p, u = _log_probs_and_gradients(log_probs, upstream, e, stop)
+        # u - p * total, without cancellation where p is near 1.
         tl.store(gradient + e, u * _one_minus_exp(log_p) - tl.exp(log_p) * (total - u), mask=e < stop)
 
 
@@ -367,13 +359,13 @@ def set_log_probs(
     broken: torch.Tensor | None,
     vocab_size: torch.Tensor | int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities ``[E]`` of each token's entries among each other, and their logits ``[E]``.
+    """Log-softmax ``[E]`` over each token's entries ``offsets[n] ... offsets[n + 1] - 1``, and their logits ``[E]``.
 
-    ``packed [P, >= E]`` fp32: each rank's logits, 0 for ids of others. ``ids [E]`` and ``offsets [N + 1]``, from 0 to E
-    and not decreasing: int64. ``broken``, 0-dimensional bool: all is NaN. An id outside ``[0, vocab_size)`` has -inf,
-    and the logit 0.
+    ``packed [P, >= E]`` fp32: each rank's logits, 0 for ids of other ranks. ``ids [E]`` int64. ``offsets [N + 1]``
+    int64, from 0 to E, not decreasing. ``broken``, 0-dimensional bool: if True, all log-probabilities are NaN. An id
+    outside ``[0, vocab_size)`` has the log-probability -inf and the logit 0.
     """
-    # Wrong offsets leave entries without a token.
+    # NaN remains at entries without a token, which wrong offsets leave.
     log_probs, logits = packed.new_full((2, len(ids)), math.nan).unbind()
     known = isinstance(vocab_size, int)
     if len(offsets) > 1:
@@ -397,7 +389,7 @@ def set_log_probs(
 
 def set_gradient(log_probs: torch.Tensor, upstream: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """``[E]``: the gradient of the logits of :func:`set_log_probs`. ``upstream [E]`` fp32."""
-    gradient = torch.full_like(log_probs, math.nan)  # of entries without a token, too
+    gradient = torch.full_like(log_probs, math.nan)  # for entries without a token
     arguments = log_probs, upstream, offsets, gradient
     if len(offsets) > 1:
         lce_backward_set_log_probs.launch((len(offsets) - 1,), *arguments, BLOCK=_ENTRIES, num_warps=1)

@@ -1,47 +1,47 @@
-"""What a backward needs of each token beside the products: :func:`token_gradients`.
+"""The rows of G, the gradient of the logits, before the backward's products: :func:`token_gradients`.
 
-It forms the gradient of the target's logit, prepares the token's row of G, the gradient of the logits, and places the
-target's entry in it.
+It forms the gradient of each target's logit, prepares the token's row of G, and writes the target's entry into it.
 
-A row of G is either recomputed, and then complete but for the target, or consists of saved exponentials. The
-backward's products need ``p_ij (alpha_i + delta_i (z_ij - M_i) + epsilon_i p_ij) - gamma_i``. What is saved is
-``e_ij = exp(z_ij - r_i)``, with the softmax shift r. Where there is only alpha, ``p_ij alpha_i = c_i e_ij`` with one
-coefficient per token, ``c_i = alpha_i exp(r_i - M_i) / s_i``. So ``c_i`` is left to the products: it scales the rows of
-the result of ``G @ weight``, and the rows of ``x`` in ``G.T @ x``.
+A row of G is either recomputed, and then complete except at the target, or consists of saved exponentials
+``e_ij = exp(z_ij - r_i)``, with the softmax shift r. The products need
+``p_ij (alpha_i + delta_i (z_ij - M_i) + epsilon_i p_ij) - gamma_i``, with the token's maximum M and sum of exponentials
+s. With alpha alone, this is ``c_i e_ij`` with one factor per token, ``c_i = alpha_i exp(r_i - M_i) / s_i``. The saved
+row then stays, and the products apply ``c_i``: to the rows of the result of ``G @ weight``, and to the rows of ``x`` in
+``G.T @ x``.
 
-Only these tokens' saved rows are rewritten, and have ``c_i = 1``:
+Saved rows are rewritten, with ``c_i = 1``, for
 - tokens with a window that was saved relative to its maximum, and tokens whose ``r_i`` lies more than ``REACH`` from
   their maximum over all ranks;
 - tokens whose ``c_i`` is so small (< 2^-60) that ``c_i x_i`` would lose precision, unless both ``c_i`` and the target's
   gradient are 0;
-- tokens that are sure of another entry than the target: its gradient dominates, and ``e_ij`` is rounded where ``p_ij``
-  is almost 1;
-- all tokens, where a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, where the bias's gradient is
-  wanted, or in fp16.
+- confident tokens whose largest entry is not the target: that entry's gradient dominates, and ``e_ij`` is rounded where
+  ``p_ij`` is almost 1;
+- all tokens, if a soft-cap, ``gamma``, ``delta`` or ``epsilon`` acts on every entry, if the bias needs a gradient, or
+  in fp16.
 
-A row is rewritten as the gradient of the logits but for the target. With the maximum M and the sum s of a token,
+A rewritten row holds the gradient of the logits except at the target, computed from
 
     p = e exp(r - M) / s        z - M = log e + r - M
 
-Where e underflowed, p is 0, and the gradient is -gamma. The rounding of e is an error of z, relative to 1, and of p,
-relative to p.
+Where e underflowed, p is 0, and the gradient is -gamma. The rounding of e is a relative error of p, and an absolute
+error of z of the same size.
 
-``t_i`` is the gradient of the logit of token i's target y. It is formed in fp32 from that logit. It is large, so
-rounding it in G, which has low precision, would dominate the error of dX and dW.
+``t_i`` is the gradient of the logit of token i's target y, formed in fp32 from that logit. It is large: its rounding to
+the low precision of G would dominate the error of dX and dW.
 
-dX: the product takes G's entry of the target as it is, and what the entry leaves of ``t_i`` is added in fp32:
+dX: the product takes G's rounded entry of the target. The rounding error d_i is added in fp32:
 
-    dX_i = c_i sum_j G_ij W_j + r_i W_y                r_i = t_i - c_i G_iy
+    dX_i = c_i sum_j G_ij W_j + d_i W_y                d_i = t_i - c_i G_iy
 
 dW, if no other token of G's rows has the target: G's entry is 0, and ``t_i x_i`` is added in fp32. A low-precision
-dW_y is then rounded once more, which is better than a rounded entry in the product:
+dW_y is rounded once more by this sum, which is a smaller error than that of a rounded entry in the product:
 
     dW_y = sum_k G_ky (c_k x_k) + t_i x_i
 
-dW, if several tokens share the target: their terms may cancel, so all go through one product, with G's entry ``t_i /
-c_i``, rounded. If rows of G have factors, ``x_i`` is multiplied by ``t_i / G_iy`` instead of ``c_i``: the target's
-term then has no rounding of ``G_iy``, and the row's other terms change by about one such rounding. If no row of G has
-a factor (it was recomputed, or every row was rewritten), the rounding stays.
+dW, if several tokens share the target: their terms may cancel, so one product sums them all, with the rounded entry
+``G_iy = t_i / c_i``. If rows of G have factors, ``x_i`` is multiplied by ``t_i / G_iy`` instead of ``c_i``. The term of
+the target then has no rounding error, and the row's other terms change by about one rounding. If no row of G has a
+factor (all rows were recomputed or rewritten), the rounding error of ``G_iy`` stays.
 """
 
 from __future__ import annotations
@@ -72,19 +72,18 @@ from parallel_lce.kernels.relaunch import Relaunched, next_power_of_2
 _REACH, _ALONE, _NEAR = tl.constexpr(REACH), tl.constexpr(ALONE), tl.constexpr(NEAR)
 # Smallest c for which c * x keeps the full precision of bf16.
 _LEAST_COEFFICIENT = tl.constexpr(2.0**-60)
-# Tokens of a program, which rewrites some of their rows one by one; tokens that it compares with them at a time.
+# Tokens per program, whose rows are rewritten one by one; tokens per step of the search for shared targets.
 _TOKENS, _COMPARED = tl.constexpr(16), tl.constexpr(512)
-# Entries of a program, and those that it rewrites at a time.
+# Rewriting: entries per program, and per step.
 _SPAN, _BLOCK = tl.constexpr(16384), tl.constexpr(2048)
-# Tokens of a program with one token per thread, and of a program that adds to dW.
+# Tokens per program: where targets are placed (one per thread), and where their terms are added to dW.
 _PLACED, _ADDED = tl.constexpr(128), tl.constexpr(4)
-# Hidden elements of a program that adds to dW, and of one that finishes dX.
+# Hidden elements per program: of the terms added to dW, and of dX.
 _WIDTH, _HIDDEN = 2048, 4096
 
 
 class Targets(NamedTuple):
-    """The targets of some tokens, and what :func:`token_gradients` found of them,
-    ``[R]`` each."""
+    """The targets of some tokens, with their ``residual`` and ``unshared`` of :class:`TokenGradients`: ``[R]`` each."""
 
     # int64, relative to the shard
     target: torch.Tensor
@@ -94,7 +93,7 @@ class Targets(NamedTuple):
 
 @triton.jit
 def place(gradient, row, column, stride, here, t, factor, unshared):
-    """Write the entries of the targets that are ``here``; returns them, and what they leave of ``t``."""
+    """Write the targets' entries, masked by ``here``. Returns the entries and ``t - factor * entry``."""
     entry = tl.where(unshared | (factor == 0.0), 0.0, t / factor).to(gradient.dtype.element_ty)
     tl.store(gradient + row.to(tl.int64) * stride + column, entry, mask=here)
     entry = entry.to(tl.float32)
@@ -117,11 +116,8 @@ def lce_backward_place_targets(gradient, targets, fp16_scale, rows, slice_entrie
 
 
 def place_targets(gradient: torch.Tensor, first: int, targets: Targets, fp16_scale: torch.Tensor | None) -> None:
-    """Write the targets' entries of a later slice ``gradient [R, C]``, whose columns are the entries from ``first`` on.
-
-    The rows of ``gradient`` are still to be divided by ``fp16_scale``. Entries of targets that are ``unshared`` become
-    0. ``residual`` is reduced to what the entries leave of it.
-    """
+    """Write the targets' entries of a later slice ``gradient [R, C]``, whose columns are the entries from ``first`` on,
+    times ``fp16_scale``; 0 for ``unshared`` targets. Subtract the entries, without that scale, from ``residual``."""
     (rows, slice_entries), stride = gradient.shape, gradient.stride(0)
     grid = (-(-rows // _PLACED.value),)
     lce_backward_place_targets.launch(grid, gradient, targets, fp16_scale, rows, slice_entries, stride, first)
@@ -220,30 +216,30 @@ def add_targets(total: torch.Tensor, first: int, targets: Targets, x: torch.Tens
 
 
 class Saved(NamedTuple):
-    """What a block saves of its first C vocabulary entries from forward to backward."""
+    """Saved exponentials of a block's first C vocabulary entries, and statistics of all windows."""
 
-    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE. None: windows alone are kept.
+    # [R, C] in the input's dtype, rows 16 bytes aligned; in fp16 times SAVED_FP16_SCALE. None: only windows are saved.
     exponentials: torch.Tensor | None
-    # [windows, R] fp32, of all windows of the forward
+    # [windows, R] fp32: each window's maximum
     maxima: torch.Tensor
-    # [R] fp32, or None where each window is relative to its maximum
+    # [R] fp32. None: the exponentials are relative to each window's maximum.
     softmax_shift: torch.Tensor | None = None
-    # [R] uint8: whether all of a token's windows are relative to its softmax shift
+    # [R] uint8: whether all windows of a token are relative to its softmax shift
     on_shift: torch.Tensor | None = None
-    # [windows, R] fp32: each window's sum of exponentials, if a filtered backward can do without some entries
+    # [windows, R] fp32: each window's sum of exponentials. None: a filtered backward cannot skip windows.
     sums: torch.Tensor | None = None
 
 
 class GradientTerms(NamedTuple):
-    """What the gradient of the logits of R tokens is formed from, beside the logits or their exponentials."""
+    """Operands of the gradient of R tokens' logits, beside the logits or their exponentials."""
 
     # [>= 3, R] fp32, contiguous: the merged partial
     partial: torch.Tensor
     # fp32, contiguous
     coefficients: Coefficients
-    # Elements from one token's factor to the next one's. Triton specializes the integers of a tuple.
+    # Stride of the coefficients' factor; 0 for one number. Triton specializes integers in tuples.
     factor_stride: int
-    # 0-dimensional: the gradient is stored times this; None: 1
+    # 0-dimensional: the gradient is stored times this number; None: 1
     fp16_scale: torch.Tensor | None
     scaling: Scaling
 
@@ -251,7 +247,7 @@ class GradientTerms(NamedTuple):
     def of(
         cls, partial: torch.Tensor, coefficients: Coefficients, fp16_scale: torch.Tensor | None, operands: Any
     ) -> GradientTerms:
-        """``operands``: of :meth:`Scaling.of`."""
+        """``operands``: as for :meth:`Scaling.of`."""
         factor = coefficients.factor
         stride = 0 if factor is None or factor.dim() == 0 else factor.stride(0)
         return cls(partial, coefficients, stride, fp16_scale, Scaling.of(operands))
@@ -272,12 +268,12 @@ def rewrite_row(
     WINDOW: tl.constexpr,
 ):
     """Turn one token's saved exponentials of ``[first, stop)`` into ``p (alpha + delta (z - M) + epsilon p) - gamma``,
-    times the soft-cap's slope. ``token``: its maximum, softmax shift and sum of exponentials. ``values``: of
-    :func:`gradient_of` an exponential relative to the maximum."""
+    times the soft-cap's slope. ``token``: its maximum, softmax shift and sum of exponentials. ``values``: as in
+    :func:`gradient_of`, for ``exp(z - M)`` in place of p."""
     base, shift, sum_exp = token
-    # Some windows at a time: what is the same in a window is computed once.
+    # Several windows per step: values that are constant in a window are computed once.
     WINDOWS: tl.constexpr = _BLOCK // WINDOW
-    # The largest entry of a token that is sure, whose terms nearly cancel, is known exactly. The others are below 1/2.
+    # A confident token's exp(z - M) is exactly 1 at its largest entry, whose terms nearly cancel, and < 1/2 elsewhere.
     least = tl.where(sum_exp < _ALONE, 0.75, float("inf"))
     for start in range(first, stop, _BLOCK):
         c = start + (tl.arange(0, WINDOWS) * WINDOW)[:, None] + tl.arange(0, WINDOW)[None, :]
@@ -289,13 +285,13 @@ def rewrite_row(
         if HAS_SHIFT:
             reference = window_shift(top, shift)
         rebase = exponential_from(reference, base)
-        # In a window of -inf alone the factor may be infinite, and 0 times that is NaN.
+        # In a window of only -inf the factor may be infinite, and 0 times infinity is NaN.
         empty = (top == -float("inf"))[:, None] & (e == 0.0)
-        of_max = tl.where(empty, 0.0, e * rebase[:, None])
-        alone = of_max > least
-        of_max = tl.where(alone, 1.0, of_max)
+        rebased = tl.where(empty, 0.0, e * rebase[:, None])
+        alone = rebased > least
+        rebased = tl.where(alone, 1.0, rebased)
         moved = tl.where(alone, 0.0, logit_above(e, reference[:, None], base))
-        g = gradient_of(of_max, moved, values, terms.coefficients)
+        g = gradient_of(rebased, moved, values, terms.coefficients)
         cap = terms.scaling.cap
         if cap is not None:
             z = tl.where(alone, base, logit_above(e, reference[:, None], 0.0))
@@ -340,8 +336,8 @@ def lce_backward_rewrite(
 
 
 def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, window: int) -> None:
-    """Rewrite every row of ``gradient [R, C]``, which holds the exponentials of ``saved``, of a forward with windows of
-    ``window`` entries. Nothing is saved under caps of each token."""
+    """Rewrite every row of ``gradient [R, C]``, the exponentials of ``saved``. The forward's windows have ``window``
+    entries. With a cap per token no exponentials are saved."""
     assert terms.scaling.token_cap is None
     rows, entries = gradient.shape
     lce_backward_rewrite.launch(
@@ -359,13 +355,13 @@ def rewrite_rows(gradient: torch.Tensor, saved: Saved, terms: GradientTerms, win
 
 
 class TokenGradients(NamedTuple):
-    """What :func:`token_gradients` finds, ``[R]`` each."""
+    """Results of :func:`token_gradients`, ``[R]`` each."""
 
-    # fp32, what is left of the gradients of the targets' logits: all of it, less what G's entry carries. 0 for a target
-    # outside the shard. None without targets.
+    # fp32: the rounding error d of the target's gradient t, or t itself while G holds no entry of the target. 0 for a
+    # target outside the shard. None without targets.
     residual: torch.Tensor | None
-    # uint8: whether the target lies in this shard, and no other token of these rows has it (if others were looked for).
-    # None without targets.
+    # uint8: whether the target lies in this shard and, with ``find_shared``, no other token of these rows has it. None
+    # without targets.
     unshared: torch.Tensor | None
     # fp32 factors of the rows of G in ``G @ weight``; None: 1
     dx_factor: torch.Tensor | None
@@ -375,7 +371,7 @@ class TokenGradients(NamedTuple):
 
 @triton.jit
 def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
-    """The gradient of each target's logit, 0 where the target is elsewhere."""
+    """The gradient of each target's logit, 0 for targets outside the shard."""
     base = finite_base(tl.load(terms.partial + row, mask=hit, other=0.0))
     sum_exp = tl.load(terms.partial + rows + row, mask=hit, other=1.0)
     logit = tl.load(terms.partial + 2 * rows + row, mask=hit, other=0.0)
@@ -386,14 +382,14 @@ def _target_gradient(row, hit, terms, alpha, upstream, rows, scale):
 
 @triton.jit
 def _local_ids(target, row, rows, entries):
-    """The targets of some tokens as 32-bit ids of this shard; -1 for those elsewhere."""
+    """The targets of some tokens as 32-bit ids of this shard; -1 outside it."""
     ids = tl.load(target + row, mask=row < rows, other=-1)
     return tl.where((ids >= 0) & (ids < entries), ids, -1).to(tl.int32)
 
 
 @triton.jit
 def _number_of(values, lane, number):
-    """One number out of a vector."""
+    """``values[number]``."""
     return tl.sum(tl.where(lane == number, values, 0.0), 0)
 
 
@@ -406,7 +402,7 @@ def lce_backward_token_gradients(
     on_shift,
     target,
     terms,
-    found,
+    outputs,
     rows,
     entries,
     slice_entries,
@@ -431,7 +427,7 @@ def lce_backward_token_gradients(
         t = _target_gradient(row, hit, terms, alpha, upstream, rows, grad_scale)
         unshared = hit
         if FIND_SHARED:
-            # A maximum of bits in integers is compiled to arrays on the stack.
+            # In fp32: Triton compiles an integer maximum of bits to arrays on the stack.
             shared = tl.zeros((_TOKENS,), tl.float32)
             for start in range(0, rows, _COMPARED):
                 other = start + tl.arange(0, _COMPARED)
@@ -448,7 +444,7 @@ def lce_backward_token_gradients(
         alpha_over_sum = alpha * (grad_scale / sum_exp)
         shift = tl.load(softmax_shift + row, mask=valid, other=0.0)
         coefficient = alpha_over_sum * exponential_from(shift, base)
-        # NaN is rewritten.
+        # Comparisons with NaN are false, so rows with NaN are rewritten.
         keeps = (tl.load(on_shift + row, mask=valid, other=1) != 0) & (tl.abs(base - shift) <= _REACH)
         keeps &= (tl.abs(coefficient) >= _LEAST_COEFFICIENT) | ((coefficient == 0.0) & (t == 0.0))
         logit = tl.full((_TOKENS,), -float("inf"), tl.float32)
@@ -457,7 +453,7 @@ def lce_backward_token_gradients(
         keeps &= (sum_exp >= _ALONE) | (logit > base - _NEAR) | (coefficient == 0.0)
         c = tl.where(keeps, coefficient, 1.0)
         rewritten = valid & (keeps == 0)
-        # Here alpha alone is given: with other coefficients, or a cap, all rows were rewritten before.
+        # Only alpha is given: with other coefficients, or a soft-cap, all rows were rewritten before.
         if tl.max(tl.where(rewritten, 1.0, 0.0), 0) != 0.0:
             for number in range(_TOKENS):
                 if tl.max(tl.where(rewritten & (lane == number), 1.0, 0.0), 0) != 0.0:
@@ -478,18 +474,18 @@ def lce_backward_token_gradients(
                     )
             # The targets' entries are written after their rows.
             tl.debug_barrier()
-    if found.dx_factor is not None:
-        tl.store(found.dx_factor + row, c, mask=valid)
+    if outputs.dx_factor is not None:
+        tl.store(outputs.dx_factor + row, c, mask=valid)
     if target is not None:
         factor = c
         if fp16_scale is not None:
             factor /= tl.load(fp16_scale)
         here = hit & (wanted >= first) & (wanted < first + slice_entries)
         entry, left = place(gradient, row, wanted - first, stride, here, t, factor, unshared)
-        tl.store(found.residual + row, left, mask=valid)
-        tl.store(found.unshared + row, unshared.to(tl.uint8), mask=valid)
-        if found.dw_factor is not None:
-            tl.store(found.dw_factor + row, tl.where(here & (entry != 0.0), t / entry, factor), mask=valid)
+        tl.store(outputs.residual + row, left, mask=valid)
+        tl.store(outputs.unshared + row, unshared.to(tl.uint8), mask=valid)
+        if outputs.dw_factor is not None:
+            tl.store(outputs.dw_factor + row, tl.where(here & (entry != 0.0), t / entry, factor), mask=valid)
 
 
 def token_gradients(
@@ -504,14 +500,13 @@ def token_gradients(
     find_shared: bool = True,
     rewrite: bool = False,
 ) -> TokenGradients:
-    """Prepare the rows of G and place the targets' entries in it.
+    """Prepare the rows of G and write the targets' entries into it.
 
-    ``gradient [R, C]``: G, whose columns are the shard's entries from ``first`` on: recomputed, or the exponentials of
-    ``saved``, whose forward had windows of ``window`` entries. Saved exponentials become the gradient but for the
-    target, times the scales, soft-cap's slope and ``fp16_scale``; rows are still to be multiplied by ``dx_factor``.
-    ``rewrite`` every row: there are then no factors.
+    ``gradient [R, C]``: G of the shard's entries from ``first`` on, recomputed, or the exponentials of ``saved`` from a
+    forward with windows of ``window`` entries. G contains the scales, the soft-cap's slope and ``fp16_scale``. Its rows
+    are still to be multiplied by ``dx_factor``. ``rewrite``: rewrite every row, so that there are no factors.
 
-    ``target [R]`` int64: an id outside ``[0, entries)``, the shard, has no logit here; None: no gradient of targets.
+    ``target [R]`` int64: an id outside the shard's ``[0, entries)`` has no logit here; None: no gradient of targets.
     ``find_shared``: compare every token's target with all others'.
     """
     rows, coefficients = gradient.shape[0], terms.coefficients
@@ -529,7 +524,7 @@ def token_gradients(
     # One allocation takes the host less time than four. Each vector begins on a boundary of 16 bytes.
     vectors = coefficients.alpha.new_empty(4, -(-rows // 4) * 4)[:, :rows]
     dw_factor, unshared, residual, dx_factor = vectors.unbind()
-    found = TokenGradients(
+    outputs = TokenGradients(
         None if target is None else residual,
         None if target is None else unshared.view(torch.uint8)[:rows],
         dx_factor if keeps_rows else None,
@@ -543,7 +538,7 @@ def token_gradients(
         on_shift,
         target,
         terms,
-        found,
+        outputs,
         rows,
         entries,
         gradient.shape[1],
@@ -552,4 +547,4 @@ def token_gradients(
         FIND_SHARED=find_shared,
         WINDOW=window,
     )
-    return found._replace(dw_factor=found.dx_factor) if target is None else found
+    return outputs._replace(dw_factor=outputs.dx_factor) if target is None else outputs

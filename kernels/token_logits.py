@@ -1,8 +1,4 @@
-"""Logits of each token that the projection does not pick out of its tiles: its target's, and its softmax shift.
-
-The softmax shift is a value near a token's largest logits that is known before the projection: the largest logit over
-a sample of the vocabulary. Exponentials relative to it stay within bf16's range.
-"""
+"""Each token's target logit and softmax shift, computed before the projection."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from parallel_lce.kernels.projection import Product
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import hopper_or_later
 
-# Tokens of a program, and vocabulary rows of the sample.
+# Tokens per program, and vocabulary rows of the sample.
 _TOKENS = tl.constexpr(64)
 
 
@@ -82,15 +78,16 @@ def lce_forward_token_logits(
 def token_logits(
     product: Product, target: torch.Tensor | None, target_logit: torch.Tensor | None, softmax_shift: torch.Tensor | None
 ) -> None:
-    """Write the logits of the tokens' targets into ``target_logit [R]``, and their ``softmax_shift [R]``, fp32.
+    """Write the targets' logits into ``target_logit [R]``, and the tokens' ``softmax_shift [R]``, both fp32.
 
-    Either may be None. A ``target [R]`` int64 outside ``[0, V)`` has the logit 0. A target's logit is the diagonal of a
-    product with the targets' rows of the weight. It is summed in the mainloop's order, so a target that is a token's
-    maximum equals it to the bit. The mainloop does not pick targets out of its tiles: tiles would then differ in
-    time, and its programs would fall out of step.
+    Either may be None. A ``target [R]`` int64 outside ``[0, V)`` has the logit 0. The targets' logits are the diagonal
+    of a product with the targets' rows of the weight. They are summed in the mainloop's order, so a target that is a
+    token's maximum equals it to the bit. The mainloop does not pick targets out of its tiles: tiles would then differ
+    in time, and its programs would fall out of step.
 
-    The softmax shift is the largest logit over 64 evenly spaced rows of the weight, or 0 where that is infinite. It is
-    not asked for under a soft-cap, where it is 0.
+    The softmax shift is the largest logit over 64 evenly spaced rows of the weight, or 0 where that is infinite. It
+    lies near the token's largest logit, so exponentials relative to it stay within bf16's range. Under a soft-cap the
+    caller uses 0 instead.
     """
     x, weight = product.x, product.weight
     lce_forward_token_logits.launch(
@@ -108,7 +105,7 @@ def token_logits(
         -(-weight.shape[0] // _TOKENS.value),
         x.stride(0),
         weight.stride(0),
-        # Ampere has no registers for more.
+        # Ampere has too few registers for 64.
         BLOCK_K=64 if x.element_size() == 2 and hopper_or_later(x.device) else 32,
         num_warps=8,
         num_stages=4,

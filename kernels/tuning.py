@@ -1,7 +1,6 @@
-"""What was measured of GPUs, and what else a launch needs to know of its device.
+"""Measured constants, and the facts of a device on which launches depend.
 
-Nothing is tuned on the hot path. ``python -m benchmarks.tune`` measures the tiles and the row blocks of a
-launch on the machine it runs on.
+Nothing is tuned on the hot path. ``python -m benchmarks.tune`` measures tiles and row blocks on the machine it runs on.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @dataclass(frozen=True)
 class Tile:
-    """The tile of a program, and how it is run."""
+    """The tile of a program, and its mainloop's parameters."""
 
     # tokens
     rows: int
@@ -35,34 +34,34 @@ class Tile:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on one GPU: the defaults on an H200. Others run with the same numbers."""
+    """Constants measured on an H200. Other GPUs use the same numbers."""
 
     # Tiles of 16-bit operands that TMA loads, in the mainloop for Hopper and in the plain one: by benchmarks.tune.
     hopper_tile: Tile = Tile(128, 256, 64, 8, 4, warp_specialized=True)
     tma_tile: Tile = Tile(128, 256, 64, 8, 3)
     # Row blocks of one launch: by benchmarks.tune.
     row_blocks: range = range(12, 21)
-    # Limits of a launch over few windows: row blocks, waves of programs, and bytes of x, which must stay in L2.
+    # Upper bounds for a launch over few windows: row blocks, waves of programs, and bytes of x, which must stay in L2.
     most_row_blocks: int = 33
     most_waves: int = 32
     most_hidden_bytes: int = 36 << 20
     # From about so many tokens on, adding to an fp32 dW, which moves 8 D bytes per vocabulary row, costs less than
     # projecting again.
     smallest_accumulated: int = 1024
-    # Flops of the three products of a problem that takes the GPU less time, about 1.4 ms, than the host takes to
-    # start the launches of a fused projection.
+    # Three products of fewer flops take the GPU less time (about 1.4 ms) than the host needs to start the launches of a
+    # fused projection.
     dense_flops: float = 1e12
-    # Bytes of window partials where nothing is saved: rows are then projected in pieces.
+    # Most bytes of window partials at a time, if nothing is saved.
     partial_bytes: int = 32 << 20
-    # Bytes of an fp32 product that is rounded into a low-precision gradient.
+    # Most bytes of an fp32 product that is rounded into a low-precision gradient.
     product_bytes: int = 128 << 20
-    # Terms of a product over which the time to add it to a sum in memory is hidden. With fp32 sums of 4096 columns the
-    # product takes 1.6 times as long as without a sum over 1024 terms, 1.3 over 2048, 1.05 over 4096.
+    # K dimension from which adding a product to a sum in memory takes almost no time. With fp32 sums of 4096 columns
+    # the product takes 1.6 times as long as without a sum for K=1024, 1.3 for 2048, 1.05 for 4096.
     long_sum: int = 4096
-    # Bytes of a slice of which only active windows are projected. In smaller ones they would not fill a GPU.
+    # Bytes of a slice in which only active windows are projected. Those of a smaller slice would not fill a GPU.
     windowed_bytes: int = 256 << 20
-    # Fewest flops of a slice's products that are filtered. Of smaller slices, as at D=1024 with logits_budget=0, a
-    # filtered backward takes the host longer than an exact one takes the GPU.
+    # Fewest flops of a slice's products that are filtered. For smaller slices, as at D=1024 with logits_budget=0, the
+    # host needs longer for a filtered backward than the GPU for an exact one.
     smallest_filtered: float = 1e12
 
 
@@ -71,7 +70,7 @@ MEASURED = Measured()
 # Fallback tiles, by bytes per element. They fit shared memory and registers of every GPU since Ampere. The fp32 tile is
 # smaller: without tensor cores it needs more registers.
 _MODEST = {2: Tile(128, 128, 32, 8, 3), 4: Tile(64, 64, 32, 4, 2)}
-# Oldest and newest Triton whose Gluon kernels.hopper is for.
+# Oldest and newest Triton whose Gluon runs kernels.hopper.
 _GLUON = (3, 6), (3, 9)
 _MOST_DESCRIPTORS = 1024
 
@@ -89,14 +88,14 @@ def tile_of(weight: torch.Tensor, tma: bool) -> Tile:
 
 
 def runs_gluon(operand: torch.Tensor) -> bool:
-    """Whether products of operands like this one, if TMA can address them, run a mainloop for Hopper."""
+    """Whether products with such an operand, if TMA can address it, run the mainloop for Hopper."""
     return _capability(operand.device) // 10 == 9 and operand.element_size() == 2 and _has_gluon()
 
 
 @functools.cache
 def _has_gluon() -> bool:
-    """Whether this Triton's Gluon, which is experimental, is one that ``kernels.hopper`` is written for and tested
-    with. Warns if not, except in Triton's interpreter, which has no Gluon."""
+    """Whether ``kernels.hopper`` is tested with this Triton's Gluon, which is experimental. Warns if not, except in
+    Triton's interpreter, which has no Gluon."""
     if interpreted():
         return False
     oldest, newest = _GLUON
@@ -118,7 +117,7 @@ def _has_gluon() -> bool:
 
 @functools.cache
 def interpreted() -> bool:
-    """Whether Triton runs kernels on the CPU."""
+    """Whether Triton's interpreter runs the kernels, on the CPU."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -147,8 +146,8 @@ def blocks_per_launch(row_blocks: int, windows: int, programs: int, block_bytes:
     """Row blocks per launch: few enough that the operands stay in the L2 cache, and enough that the last wave is
     nearly full. A row block of x has ``block_bytes``.
 
-    Programs drift apart in a long launch until they no longer share what they load. The next launch starts them in
-    step again. A launch over few windows is short and may have more row blocks, which saves host time.
+    In a long launch the programs drift apart until they no longer share loads in the L2 cache. The next launch starts
+    them in step again. A launch over few windows is short and may have more row blocks, which saves host time.
     """
     waves = MEASURED.most_waves * programs // windows
     more = min(MEASURED.most_row_blocks, waves, MEASURED.most_hidden_bytes // block_bytes)
@@ -180,7 +179,7 @@ _descriptors: dict[tuple, tuple[type, dict]] = {}
 def descriptor(tensor: torch.Tensor, rows: int, columns: int, gluon: bool):
     """A TMA descriptor of an :func:`addressable` matrix in blocks of ``[rows, columns]``, for Triton or Gluon.
 
-    Its constructor's checks, which take the host longer than all else, are made once for matrices of one kind."""
+    The constructor's checks take most of its time. They are made once per shape, strides, dtype and block."""
     key = tensor.shape, tensor.stride(), tensor.dtype, rows, columns, gluon
     known = _descriptors.get(key)
     if known is None:

@@ -1,35 +1,31 @@
-"""Filtered gradients: products that leave out most of the gradient of the logits.
+"""Filtered gradients: products that skip most of the gradient of the logits.
 
-A trained softmax is mostly empty: nearly all of it lies in few tiles of 128 tokens by 128 vocabulary entries. A tile of
-the gradient G is *active* if one of its entries exceeds its token's limit, or is the gradient of a target that several
-tokens share. (Of other targets G has 0: :mod:`parallel_lce.kernels.token_gradients`.) The limit is what the token's row
-of G holds where the probability is that of the filter. The backward's products take the active tiles alone. In each of
-the others G is replaced by a product of a number per token and one per entry:
+Most of a trained softmax lies in few tiles of 128 tokens by 128 vocabulary entries. A token's *unit* is the gradient of
+a logit whose probability is 1, as the token's row of the gradient G holds it. An entry of G divided by its token's unit
+is a probability. A tile is *active* if one of its probabilities exceeds the filter, or if it contains a target that
+several tokens share. (For other targets G holds 0: :mod:`parallel_lce.kernels.token_gradients`.) The backward's
+products read only the active tiles. In every other tile G is estimated by a number per token times a number per entry:
 
     G_ij ~ m_it q_j        m_it = sum_j G_ij over tile t        q_j = sum_i |G_ij| u_i / sum_j sum_i |G_ij| u_i
 
-The sums of q run over the tokens whose tile is not active, and ``u_i = 1 / limit_i``, of a filter of 1, counts each
-token's probabilities alike. The sums over entries, the *masses* m, are those of G. So are the sums over tokens, if all
-tokens have the same coefficient. Then
+The sums over i run over the tokens whose tile is not active. The weights ``u_i = 1 / unit_i`` make G's entries
+probabilities. The estimate preserves each token's sum over the tile's entries, its *mass* m. It preserves the sums over
+tokens if all tokens have the same coefficient. Then
 
     dX_i gets m_it c_t, with the centroid c_t = sum_j q_j W_j        dW_j gets q_j S_t, with S_t = sum_i m_it x_i
 
-Both products with m have at most 1/128 of the full products' size, and are left to cuBLAS.
+Both products with m have at most 1/128 of the full products' size, and cuBLAS computes them.
 
-A slice of G that is in memory takes these launches: a scan of the tiles (:mod:`.tiles`), which finds the largest
-entries, the masses and the sums over tokens; the lists of active tiles. Then, for dX, the centroids, their product with
-the masses, and the product with the active tiles; for dW the sums S_t, and the product with the active tiles, to which
-``q_j S_t`` is added (:mod:`.products`). Limits, shares and the order in which the
-results of a product are formed are small operations of torch.
+A slice of G in memory takes these launches: a scan of the tiles for the largest entries, the masses and the sums over
+tokens; the lists of active tiles (:mod:`.tiles`); for dX the centroids, their product with the masses, and the product
+with the active tiles; for dW the sums S_t, and the product with the active tiles, to which ``q_j S_t`` is added
+(:mod:`.products`).
 
-A slice that is not in memory would be projected again. But the forward keeps the maximum and the sum of exponentials of
-each token's windows, so that the largest probability of a window and its mass are known (:mod:`.windows`). The lists
-are made of these, and windows take the place of tiles in what stands for the others: m_it and q_j are those of window
-t. The active windows alone are projected, and are then tiles. A sample of the tokens, which is projected in full, and
-the mean logits tell how the mass of the others is shared.
+A slice that was not saved would be projected again. But the forward keeps the maximum and the sum of exponentials of
+each token's windows. They give a window's largest probability and its mass. Windows then take the place of the tiles t
+in the formulas, and only the active windows are projected (:mod:`.windows`).
 
-Limits: what a filter changes is not bounded by anything but its probability, and grows with how much of the softmax
-lies in tiles without a large one. G must be a probability times one number per token, except at the targets, up to a
-soft-cap's slope. Rows of G begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one
-or two tiles. The results are the same from run to run.
+Restrictions: the errors have no bound but the filter's probability, and grow with the mass in skipped tiles. G must be
+a probability times one number per token, except at the targets; a soft-cap's slope may be a further factor. Rows of G
+begin at multiples of 16 bytes. Windows need G of 16 bits, no soft-cap, and windows of one or two tiles.
 """

@@ -1,8 +1,7 @@
-"""Products with some tiles of the gradient of the logits, ``G @ weight`` and ``G.T @ x``.
+"""Products with listed tiles of the gradient of the logits, ``G @ weight`` and ``G.T @ x``.
 
-G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles that are taken. A program
-forms one tile of the result from its list. Results whose lists are long come first, so that the programs end together.
-
+G ``[R, C]`` is dense in memory; :mod:`parallel_lce.kernels.filter.tiles` lists the tiles to multiply. A program forms
+one tile of the result from its list. The longest lists come first, so that all programs end at about the same time.
 Operands are loaded by TMA where it can address them, else by pointers.
 """
 
@@ -17,15 +16,15 @@ from parallel_lce.kernels.filter.tiles import TILE, TileLists
 from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.tuning import addressable, descriptor
 
-# Hidden elements of a program's result, elements of the sum per step, and stages: with loads by pointers and by TMA.
+# Hidden elements per program, terms of the sum per step, and stages: with loads by pointers and by TMA.
 _POINTERS, _TMA = (64, 32, 3), (256, 64, 3)
-# Blocks of hidden elements that are worked on together: what they share then stays in the L2 cache.
+# Blocks of hidden elements that are formed together, so that the tiles of G they share stay in the L2 cache.
 _TOGETHER = tl.constexpr(4)
 
 
 @triton.jit
 def _result_tile(number, order, blocks, hidden_blocks):
-    """Of the result's tile of this number: its block of rows, and its block of hidden elements."""
+    """The block of rows, and the block of hidden elements, of the result's tile ``number``."""
     first = number // (blocks * _TOGETHER) * _TOGETHER
     width = tl.minimum(hidden_blocks - first, _TOGETHER)
     within = number % (blocks * _TOGETHER)
@@ -56,8 +55,8 @@ def lce_backward_sparse_product(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """``gradient`` and ``other``: TMA descriptors or pointers. ``rows``: of the result; ``summed``: terms of the full
-    sums. ``TILES``: blocks of a row of ``spread``."""
+    """``gradient`` and ``other``: TMA descriptors or pointers. ``rows``: of the result. ``summed``: terms of the full
+    sums. ``TILES``: tiles per window."""
     numbers, counts, order = lists
     shares, spread = rank_one
     block, hidden_block = _result_tile(tl.program_id(0), order, blocks, tl.cdiv(hidden_size, BLOCK_N))
@@ -109,12 +108,11 @@ def sparse_product(
 ) -> None:
     """``total [M, D] = gradient @ other``, or ``gradient.T @ other`` if ``transposed``, over the listed tiles.
 
-    ``gradient [R, C]``, rows 16 bytes aligned. ``other [C, D]``, or ``[R, D]``. ``lists``: of the blocks of 128 rows of
-    the result. ``add`` to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[windows, D]``, fp32; each of the
-    ``width`` rows of a window also gets its share of the window's sum.
+    ``gradient [R, C]``, rows 16 bytes aligned. ``other [C, D]``, or ``[R, D]``. ``lists``: one for each block of 128
+    rows of the result. ``add``: to the fp32 ``total``. ``rank_one``: shares ``[M]`` and sums ``[windows, D]``, fp32;
+    each of a window's ``width`` rows also gets its share times the window's sum.
     """
     (rows, hidden_size), (blocks, places) = total.shape, lists.numbers.shape
-    # Results with long lists come first.
     ordered, added = (*lists, lists.counts.argsort(descending=True)), rank_one or (None, None)
     tma, operands = gradient.element_size() == 2 and addressable(gradient, other), (gradient, other)
     hidden, step, stages = _TMA if tma else _POINTERS

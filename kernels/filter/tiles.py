@@ -1,7 +1,4 @@
-"""Which tiles of a slice of the gradient of the logits are active, and what stands for the others.
-
-:mod:`parallel_lce.kernels.filter` has the definitions.
-"""
+"""Active tiles of a slice of G, and estimates of the other tiles. :mod:`parallel_lce.kernels.filter` defines both."""
 
 from __future__ import annotations
 
@@ -18,41 +15,41 @@ TILE = 128
 """Tokens and entries of a tile."""
 
 _TILE = tl.constexpr(TILE)
-# Largest number of fp32: stands for 1 / 0. Smallest one of full precision.
+# Largest fp32 number, in place of 1 / 0. Smallest fp32 number of full precision.
 _FINITE, _TINY = tl.constexpr(3.4028234663852886e38), 2.0**-126
-# Row blocks that a program scans one after the other. Rows that it looks at at a time, stages of its loads, its warps.
+# Scan: row blocks per program, rows per step, stages of the loads, warps.
 _SCANNED, _CHUNK, _STAGES, _WARPS = tl.constexpr(4), tl.constexpr(16), tl.constexpr(3), 2
-# Places of a list that one looks at at a time.
+# Lists: most tiles per step.
 _LISTED = 1024
-# Hidden elements of a program that forms a centroid, and rows of the weight that it reads at a time.
+# Centroids: hidden elements per program, rows of the weight per step.
 _HIDDEN, _STRIP = tl.constexpr(128), tl.constexpr(64)
 
 
 class TileLists(NamedTuple):
-    """For each block of 128 rows of a product's result, which tiles of the first operand are taken."""
+    """For each block of 128 rows of a product's result, the tiles of the first operand to multiply."""
 
-    # [blocks, places] int32: the numbers of these tiles, ascending; what follows them is undefined
+    # [blocks, places] int32: the tiles' numbers, ascending; undefined from ``counts`` on
     numbers: torch.Tensor
-    # [blocks] int32: how many they are
+    # [blocks] int32: the number of tiles
     counts: torch.Tensor
 
     def of_blocks(self, rows: slice) -> TileLists:
-        """Of the blocks of some rows, which begin at a multiple of 128."""
+        """The lists of the blocks that contain ``rows``, which begin at a multiple of 128."""
         blocks = slice(rows.start // TILE, -(-rows.stop // TILE))
         return TileLists(self.numbers[blocks], self.counts[blocks])
 
 
 class ActiveTiles(NamedTuple):
-    """The active tiles of a gradient, and what stands for the others. A *window* is a tile, or the tiles of one of the
+    """The active tiles of a gradient, and the estimates of the others. A *window* is a tile, or the tiles of one of the
     forward's windows."""
 
-    # For each row block, which tiles are active.
+    # For each row block, the active tiles.
     of_rows: TileLists
-    # For each block of entries, in which row blocks its tile is active.
+    # For each block of entries, the row blocks in which its tile is active.
     of_entries: TileLists
-    # [windows, R], its rows 16 bytes aligned: m, 0 where the window is active
+    # [windows, R], rows 16 bytes aligned: m, 0 where the window is active
     masses: torch.Tensor
-    # [windows times their width] fp32: q for dX, and for dW
+    # [windows * width] fp32: q for dX, and for dW
     of_hidden: torch.Tensor
     of_weight: torch.Tensor
 
@@ -66,7 +63,7 @@ class ActiveTiles(NamedTuple):
 @triton.jit(do_not_specialize=["rows", "blocks", "first_entry"])
 def lce_backward_scan(
     gradient,
-    inverse_limits,
+    inverse_units,
     largest,
     masses,
     column_sums,
@@ -80,7 +77,7 @@ def lce_backward_scan(
     first_entry,
     MASKED: tl.constexpr,
 ):
-    """A block of entries in some row blocks. ``MASKED``: the last block of entries is no whole one."""
+    """One program scans a block of entries in several row blocks. ``MASKED``: the last block of entries is not full."""
     target, _, unshared = targets
     tile, tiles = tl.program_id(0), tl.num_programs(0)
     c = tile * _TILE + tl.arange(0, _TILE)
@@ -94,26 +91,25 @@ def lce_backward_scan(
         for start in tl.range(0, _TILE, _CHUNK, num_stages=_STAGES):
             lane = start + tl.arange(0, _CHUNK)
             r = block * _TILE + lane
-            # What follows the last entry in its granule of 16 bytes is read, too: loads are then of whole granules.
+            # Reads up to the end of the last entry's 16-byte granule, so that all loads are of whole granules.
             inside = (r < rows)[:, None] & (c < tl.cdiv(entries, 8) * 8)[None, :]
             g = tl.load(gradient + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0)
             if MASKED:
                 g = tl.where((c < entries)[None, :], g, 0.0)
             g = g.to(tl.float32)
-            inverse = tl.load(inverse_limits + r, mask=r < rows, other=0.0)
+            inverse = tl.load(inverse_units + r, mask=r < rows, other=0.0)
             relative = tl.abs(g) * inverse[:, None]
             tops = tl.maximum(tops, relative)
-            # NaN stays.
+            # NaN > eps is false: NaN reaches the sum, while a maximum may ignore it.
             sums += tl.where(relative > eps, 0.0, relative)
             if target is not None:
-                place = tl.load(target + r, mask=r < rows, other=-1) - first_entry - tile * _TILE
+                column = tl.load(target + r, mask=r < rows, other=-1) - first_entry - tile * _TILE
                 is_shared = tl.load(unshared + r, mask=r < rows, other=1) == 0
-                # Where a token's coefficient is 0, its entries alone decide.
-                has_limit = (inverse > 0.0) & (inverse < _FINITE)
-                marked = tl.maximum(marked, ((place >= 0) & (place < _TILE) & is_shared & has_limit).to(tl.int32))
+                # A token whose coefficient is 0 has no unit. Its shared target does not make the tile active.
+                has_unit = (inverse > 0.0) & (inverse < _FINITE)
+                marked = tl.maximum(marked, ((column >= 0) & (column < _TILE) & is_shared & has_unit).to(tl.int32))
             tl.store(of_tile + lane, tl.sum(g, 1).to(masses.dtype.element_ty), mask=r < rows)
         of_entries = tl.sum(sums, 0)
-        # A maximum may leave out NaN, a sum does not.
         total = tl.sum(of_entries, 0)
         is_known = (total == total) & (tl.max(marked, 0) == 0)
         top = tl.where(is_known, tl.max(tl.max(tops, 0), 0), float("inf"))
@@ -132,7 +128,7 @@ def lce_backward_scan(
 def lce_backward_list_tiles(
     largest, of_rows, of_entries, eps, row_blocks, tiles, windows, TILES: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """One list, of a row block or of a block of entries. A window has ``TILES`` tiles."""
+    """One program fills the list of a row block, or of a block of entries. A window has ``TILES`` tiles."""
     number = tl.program_id(0)
     if number < row_blocks:
         _list_active(largest + number * windows, 1, TILES, of_rows, number, tiles, eps, BLOCK)
@@ -143,16 +139,16 @@ def lce_backward_list_tiles(
 
 @triton.jit
 def _list_active(largest, stride, EACH: tl.constexpr, lists, block, places, eps, BLOCK: tl.constexpr):
-    """A block's list. ``EACH`` places have the same number of ``largest``."""
-    found = 0
+    """Fill a block's list. ``EACH`` neighbouring tiles share an element of ``largest``."""
+    count = 0
     for start in range(0, places, BLOCK):
-        place = start + tl.arange(0, BLOCK)
-        value = tl.load(largest + place // EACH * stride, mask=place < places, other=0.0)
+        number = start + tl.arange(0, BLOCK)
+        value = tl.load(largest + number // EACH * stride, mask=number < places, other=0.0)
         is_active = (value > eps).to(tl.int32)
-        position = found + tl.cumsum(is_active, 0) - 1
-        tl.store(lists.numbers + block * places + position, place, mask=is_active != 0)
-        found += tl.sum(is_active, 0)
-    tl.store(lists.counts + block, found)
+        position = count + tl.cumsum(is_active, 0) - 1
+        tl.store(lists.numbers + block * places + position, number, mask=is_active != 0)
+        count += tl.sum(is_active, 0)
+    tl.store(lists.counts + block, count)
 
 
 @Relaunched
@@ -164,7 +160,7 @@ def lce_backward_centroids(weight, shares, centroids, entries, hidden_size, weig
     for first in tl.static_range(0, WIDTH, _STRIP):
         c = window * WIDTH + first + tl.arange(0, _STRIP)
         share = tl.load(shares + c)
-        # Where nothing is skipped, nothing is read.
+        # The shares of windows that are never skipped are 0: no loads.
         if tl.sum(share, 0) != 0.0:
             inside = (c < entries)[:, None] & (h < hidden_size)[None, :]
             w = tl.load(weight + c.to(tl.int64)[:, None] * weight_stride + h[None, :], mask=inside, other=0.0)
@@ -174,8 +170,8 @@ def lce_backward_centroids(weight, shares, centroids, entries, hidden_size, weig
 
 
 def entry_shares(sums: torch.Tensor, width: int, otherwise: torch.Tensor | None = None) -> torch.Tensor:
-    """q ``[windows * width]`` fp32, from ``sums [*, C]`` over tokens whose window is skipped, 0 over the others. Of a
-    window whose sums are 0: ``otherwise [windows * width]``, or 0."""
+    """q ``[windows * width]`` fp32 from ``sums [*, C]``, which omit tokens whose window is active. A window whose sums
+    are 0 gets ``otherwise [windows * width]``, or 0."""
     total = sums.sum(0)
     if len(total) % width:
         total = torch.nn.functional.pad(total, (0, -len(total) % width))
@@ -187,8 +183,8 @@ def entry_shares(sums: torch.Tensor, width: int, otherwise: torch.Tensor | None 
 
 
 def list_tiles(largest: torch.Tensor, eps: float, entries: int, width: int = TILE) -> tuple[TileLists, TileLists]:
-    """For each row block, and for each block of ``entries`` in all, the active tiles: those of the windows of ``width``
-    entries whose ``largest [row blocks, windows]`` exceeds ``eps``."""
+    """The active tiles of each row block, and of each block of entries: the tiles of windows of ``width`` entries whose
+    ``largest [row blocks, windows]`` exceeds ``eps``. ``entries``: the number of entries of all windows."""
     (row_blocks, windows), tiles = largest.shape, -(-entries // TILE)
     lists = [
         TileLists(largest.new_empty(shape, dtype=torch.int32), largest.new_empty(shape[0], dtype=torch.int32))
@@ -201,14 +197,13 @@ def list_tiles(largest: torch.Tensor, eps: float, entries: int, width: int = TIL
 
 
 def find_active_tiles(
-    gradient: torch.Tensor, inverse_limits: torch.Tensor, eps: float, targets: Targets | None = None, first: int = 0
+    gradient: torch.Tensor, inverse_units: torch.Tensor, eps: float, targets: Targets | None = None, first: int = 0
 ) -> ActiveTiles:
-    """The tiles of ``gradient [R, C]`` whose largest entry, in units of its token's limit, exceeds ``eps``, and what
-    stands for the others.
+    """The tiles of ``gradient [R, C]`` whose largest probability exceeds ``eps``, and the estimates of the others.
 
-    The rows of ``gradient`` lie in memory of a multiple of 8 elements each. ``inverse_limits [R]`` fp32, finite; 0 for
-    a token without a limit. ``first``: the id of the first entry. A tile with NaN, or with the shared target of a token
-    that has a limit, is active.
+    A probability is ``|gradient| * inverse_units``. ``inverse_units [R]`` fp32, finite; 0 for a token without a unit.
+    The row stride of ``gradient`` is a multiple of 8 elements. ``first``: the id of the first entry. Tiles with NaN, or
+    with the shared target of a token that has a unit, are active.
     """
     (rows, entries), row_blocks, tiles = gradient.shape, -(-len(gradient) // TILE), -(-gradient.shape[1] // TILE)
     largest = gradient.new_empty(row_blocks, tiles, dtype=torch.float32)
@@ -218,7 +213,7 @@ def find_active_tiles(
     lce_backward_scan.launch(
         (tiles, -(-row_blocks // _SCANNED.value)),
         gradient,
-        inverse_limits,
+        inverse_units,
         largest,
         masses,
         column_sums,
@@ -243,7 +238,7 @@ def new_masses(windows: int, rows: int, like: torch.Tensor, dtype: torch.dtype) 
 
 
 def centroids(weight: torch.Tensor, shares: torch.Tensor, width: int) -> torch.Tensor:
-    """``c [windows, D]``: the means of the windows' rows of ``weight [C, D]`` by their shares ``[windows * width]``."""
+    """``c [windows, D]``: each window's mean row of ``weight [C, D]``, weighted by ``shares [windows * width]``."""
     (entries, hidden_size), windows = weight.shape, len(shares) // width
     result = weight.new_empty(windows, hidden_size)
     grid, sizes = (windows, -(-hidden_size // _HIDDEN.value)), (entries, hidden_size, weight.stride(0))

@@ -1,12 +1,8 @@
-"""Which windows of the gradient of the logits matter, before they are projected again, and what stands for the others.
+"""Active windows, found before they are projected, and the entries' shares q in the masses of the other windows.
 
-The forward keeps the maximum and the sum of exponentials of each token's windows. So the largest probability of a
-window and its mass are known, and a window without a large one is not projected. Its entries share the mass.
-
-A sample of the tokens is projected in full. For dX entries share in proportion to their sums over the sample, of which
-those tokens count whose window is skipped. In dW the error of
-an entry's share adds up over all tokens, and a sample's noise is larger than what exp of the mean logit of all tokens
-is off. There the shares are in proportion to that, and so are those for dX where the sample has no such token.
+For dX, a sample of the tokens is projected in full. An entry's share is its sum over the sampled tokens whose window is
+skipped. For dW, the error of a share adds up over all tokens, and a sample's noise would be larger than the error of
+the softmax of all tokens' mean logits. So dW uses this softmax; so does dX in a window that no sampled token skips.
 """
 
 from __future__ import annotations
@@ -24,41 +20,41 @@ from parallel_lce.kernels.relaunch import Relaunched
 from parallel_lce.kernels.token_gradients import Targets
 
 FEWEST_SAMPLED = 4
-"""A sample has as many tokens as so many row blocks at least."""
+"""Fewest tokens of a sample, in row blocks of 128."""
 
-# Tokens that a sample has together.
+# Consecutive tokens in a group. A sample consists of whole groups.
 _GROUP = 16
-# A sample is one in so many groups. Odd primes: others would meet sequences, or micro-batches, of usual sizes at the
-# same few places. Where it would be more than one in three, everything is projected.
+# A sample takes one group in 3, 5, ... or 13. These are odd primes: other steps would sample the same few positions of
+# all sequences, or micro-batches, of usual sizes. If one group in 3 is not enough, everything is projected.
 _STEPS = 3, 5, 7, 11, 13
 
 _TILE = tl.constexpr(TILE)
-# Row blocks that are projected together, so that what they share stays in the L2 cache.
+# Row blocks that are projected together, so that the rows of the weight they share stay in the L2 cache.
 _TOGETHER = 16
 
 
 class TokenSample(NamedTuple):
-    """Some of a gradient's groups of 16 tokens: ``count``, from ``first`` on, each ``step`` after the one before."""
+    """``count`` groups of 16 tokens: every ``step``-th group from ``first`` on."""
 
     first: int
     step: int
     count: int
 
     def of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Theirs of all ``rows``."""
+        """The sampled tokens' rows of ``rows``."""
         groups = rows[: len(rows) // _GROUP * _GROUP].unflatten(0, (-1, _GROUP))
         return groups[self.first :: self.step].flatten(0, 1)
 
     def sums(self, gradient: torch.Tensor, largest: torch.Tensor, width: int, eps: float) -> torch.Tensor:
-        """``[count, C]`` fp32: of each group the sums of ``|gradient [16 count, C]|``, 0 in windows of ``width``
-        entries whose ``largest [row blocks, windows]`` exceeds ``eps``."""
+        """``[count, C]`` fp32: each group's sums of ``|gradient [16 count, C]|``; 0 in active windows, which have
+        ``width`` entries and a ``largest [row blocks, windows]`` above ``eps``."""
         sums = torch.linalg.vector_norm(gradient.unflatten(0, (-1, _GROUP)), 1, dim=1, dtype=torch.float32)
         is_active = largest.repeat_interleave(TILE // _GROUP, 0)[self.first :: self.step][: self.count] > eps
         return sums.masked_fill_(is_active.repeat_interleave(width, 1)[:, : sums.shape[1]], 0.0)
 
 
 def sample_tokens(rows: int) -> TokenSample | None:
-    """A sample of so many tokens; None: it would not be much less than all of them."""
+    """A sample of a gradient's ``rows`` tokens; None if it would contain more than a third of them."""
     steps = [step for step in _STEPS if step <= rows // TILE // FEWEST_SAMPLED]
     if not steps:
         return None
@@ -71,7 +67,7 @@ def sample_tokens(rows: int) -> TokenSample | None:
 def lce_backward_window_masses(
     windows,
     partial,
-    limits,
+    units,
     targets,
     largest,
     masses,
@@ -83,7 +79,7 @@ def lce_backward_window_masses(
     stop,
     WINDOW: tl.constexpr,
 ):
-    """``stop``: after the last real entry of the last window."""
+    """``stop``: the end of the last window's real entries."""
     maxima, sums, shift = windows
     target, residual, unshared = targets
     window, block, number = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
@@ -93,46 +89,46 @@ def lce_backward_window_masses(
     top = tl.load(maxima + here, mask=valid, other=-float("inf"))
     base = finite_base(tl.load(partial + r, mask=valid, other=0.0))
     sum_exp = tl.load(partial + rows + r, mask=valid, other=1.0)
-    # In units of the token's limit.
+    # The largest probability of the window, for each token.
     bound, reference = exponential_from(top, base) / sum_exp, finite_base(top)
     if shift is not None:
         reference = window_shift(top, tl.load(shift + r, mask=valid, other=0.0))
     p = tl.load(sums + here, mask=valid, other=0.0)
-    # A window of -inf alone adds nothing, but NaN beside -inf must get through.
+    # A window of only -inf has mass 0. If it also has NaN, its sum is NaN and must reach the result.
     p = tl.where(p == 0.0, 0.0, p * exponential_from(reference, base) / sum_exp)
-    # A maximum may leave out NaN, a sum does not.
+    # A maximum may ignore NaN, a sum does not.
     bound = tl.where(p == p, bound, float("inf"))
-    factor = tl.load(limits + r, mask=valid, other=0.0)
-    # A gradient of 0 has no limit.
-    bound = tl.where(factor == 0.0, 0.0, tl.where(factor == factor, bound, float("inf")))
+    unit = tl.load(units + r, mask=valid, other=0.0)
+    # If the unit is 0, the token's row of G is 0.
+    bound = tl.where(unit == 0.0, 0.0, tl.where(unit == unit, bound, float("inf")))
     if target is not None:
-        # An unshared target has 0 in G. A shared one's gradient is in G, whatever the others are.
+        # The target's probability is no mass. G holds 0 at an unshared target; a shared one makes the window active.
         begin = (first_window + window) * WINDOW
         wanted = tl.load(target + r, mask=valid, other=-1)
         hit = (wanted >= begin) & (wanted < begin + WINDOW) & (wanted < stop)
         logit = tl.load(partial + 2 * rows + r, mask=hit, other=0.0)
         p = tl.where(hit, tl.maximum(p - exponential_from(logit, base) / sum_exp, 0.0), p)
         is_shared = tl.load(unshared + r, mask=hit, other=1) == 0
-        has_gradient = (tl.load(residual + r, mask=hit, other=0.0) != 0.0) | (factor != 0.0)
+        has_gradient = (tl.load(residual + r, mask=hit, other=0.0) != 0.0) | (unit != 0.0)
         bound = tl.where(hit & is_shared & has_gradient, float("inf"), bound)
-    found = tl.max(tl.where(bound == bound, bound, float("inf")), 0)
-    tl.store(largest + block * number + window, found)
-    mass = tl.where(found > eps, 0.0, p * factor)
+    highest = tl.max(tl.where(bound == bound, bound, float("inf")), 0)
+    tl.store(largest + block * number + window, highest)
+    mass = tl.where(highest > eps, 0.0, p * unit)
     here = masses + window.to(tl.int64) * masses_stride + r
     tl.store(here, mass.to(masses.dtype.element_ty), mask=valid)
 
 
 def mean_shares(mean_logits: torch.Tensor, width: int) -> torch.Tensor:
-    """q ``[windows * width]`` for dW: of each window the softmax of ``mean_logits [C]``, fp32."""
+    """q ``[windows * width]`` for dW: the softmax, within each window, of ``mean_logits [C]`` fp32."""
     padded = torch.nn.functional.pad(mean_logits, (0, -len(mean_logits) % width), value=-torch.inf)
-    # A token with NaN must not reach others.
+    # A token's NaN makes the mean NaN. It must not reach the rows of other tokens.
     return padded.view(-1, width).softmax(1).nan_to_num_(1 / width).flatten()
 
 
 def window_masses(
     windows: WindowPartials,
     partial: torch.Tensor,
-    limits: torch.Tensor,
+    units: torch.Tensor,
     targets: Targets | None,
     first: int,
     width: int,
@@ -140,21 +136,21 @@ def window_masses(
     eps: float,
     dtype: torch.dtype,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bounds ``[row blocks, windows]`` fp32 of the windows' largest entries, in units of their tokens' limits, and
-    masses ``[windows, R]``, 0 where a bound exceeds ``eps``: of so many ``entries`` from window ``first`` on, of
-    ``width`` entries each.
+    """Upper bounds ``[row blocks, windows]`` fp32 of each window's probabilities, infinite with a shared target; and
+    masses ``[windows, R]``, 0 where the bound exceeds ``eps``.
 
-    ``partial [>= 3, R]``, contiguous: the merged one. ``limits [R]`` fp32: rows of G where the probability is 1.
+    The windows of ``width`` entries contain ``entries`` entries, and the first has the number ``first``.
+    ``partial [>= 3, R]``: merged, contiguous. ``units [R]`` fp32.
     """
-    rows, number = len(limits), -(-entries // width)
+    rows, number = len(units), -(-entries // width)
     row_blocks = -(-rows // TILE)
-    masses = new_masses(number, rows, limits, dtype)
-    largest = limits.new_empty(row_blocks, number)
+    masses = new_masses(number, rows, units, dtype)
+    largest = units.new_empty(row_blocks, number)
     lce_backward_window_masses.launch(
         (number, row_blocks),
         windows,
         partial,
-        limits,
+        units,
         targets or (None, None, None),
         largest,
         masses,
@@ -170,8 +166,8 @@ def window_masses(
 
 
 def list_active_windows(largest: torch.Tensor, eps: float) -> torch.Tensor:
-    """The windows whose bound exceeds ``eps``, as :meth:`parallel_lce.kernels.projection.Product.launch` takes them.
-    ``largest``: of :func:`window_masses`."""
+    """The list, for :meth:`parallel_lce.kernels.projection.Product.launch`, of the windows whose bound exceeds ``eps``.
+    ``largest``: the bounds of :func:`window_masses`."""
     row_blocks, windows = largest.shape
     numbers = torch.arange(largest.numel(), device=largest.device).view(windows, row_blocks)
     numbers = torch.cat([some.flatten() for some in numbers.split(_TOGETHER, 1)])

@@ -1,4 +1,4 @@
-"""Megatron-core with this package's loss, switched on by its own configuration."""
+"""This package's loss in Megatron-core, chosen by Megatron's configuration."""
 
 from parallel_lce.megatron.install import install, uninstall
 from parallel_lce.megatron.lazy_logits import LogitsWarning

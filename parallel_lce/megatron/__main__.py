@@ -1,11 +1,11 @@
-"""Run an unedited Megatron training script with this package's loss among its choices.
+"""Run an unedited Megatron training script that can choose this package's loss.
 
     torchrun ... -m parallel_lce.megatron SCRIPT.py \\
         --cross-entropy-loss-fusion --cross-entropy-fusion-impl parallel_lce ...
 
-``-m PACKAGE.MODULE`` in place of ``SCRIPT.py`` runs a module. Options of this program may stand
-anywhere; everything else goes to the script. Each option sets an environment variable. The loss is
-installed right after the script has imported Megatron's ``LanguageModule``.
+``-m PACKAGE.MODULE`` in place of ``SCRIPT.py`` runs a module. This program's options may stand anywhere; all other
+arguments go to the script. Each option sets an environment variable. The loss is installed right after the script
+has imported Megatron's ``LanguageModule``.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # one line per host
             print(f"error: {refusal}", file=sys.stderr)
         else:
-            # torchrun ends every rank once one has ended. Rank 0 may be slower, and must have spoken.
+            # torchrun ends all ranks when one has ended. Rank 0 may be slower and must print first.
             time.sleep(10)
         sys.exit(2)
     allow_implementation(argparse._ActionsContainer)
@@ -61,7 +61,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
-    """Whether a module is to be run, its name or the script's path, and the arguments for it."""
+    """Whether a module is run instead of a script, its name or the script's path, and its arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m parallel_lce.megatron",
         usage="%(prog)s [OPTIONS] {SCRIPT.py | -m MODULE} [the script's arguments]",
@@ -94,7 +94,7 @@ def _parse(arguments: list[str]) -> tuple[bool, str, list[str]]:
 
 
 class _InstallAfterImport(importlib.abc.MetaPathFinder):
-    """Calls :func:`install` right after the module of ``LanguageModule`` is imported, by whomever."""
+    """Calls :func:`install` right after the first import of ``LanguageModule``'s module."""
 
     module = "megatron.core.models.common.language_module.language_module"
 
@@ -110,7 +110,7 @@ class _InstallAfterImport(importlib.abc.MetaPathFinder):
 
 
 def allow_implementation(container: type) -> None:
-    """Let every argument parser's ``--cross-entropy-fusion-impl`` take this package's name."""
+    """Make every argument parser's ``--cross-entropy-fusion-impl`` accept this package's name."""
     add_argument = container.add_argument
 
     @functools.wraps(add_argument)

@@ -1,4 +1,4 @@
-"""The settings of the switch: from :func:`parallel_lce.megatron.install`, else from the environment."""
+"""The switch's settings: from :func:`parallel_lce.megatron.install`, else from the environment."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ installed: Choices | None = None
 
 
 def choose(**given: object) -> Choices:
-    """The settings: each is the given value, else the installed one, else the environment's. Raises ``ValueError`` as
-    ``install``."""
+    """The settings: each is the given value, else the installed one. If ``install`` was not called, the others are the
+    environment's. Raises ``ValueError`` as ``install``."""
     before = installed or _of_environment()
     chosen = before._replace(**{name: value for name, value in given.items() if value is not None})
     cross_entropy, filtered = chosen.cross_entropy, chosen.gradient_filter

@@ -1,4 +1,4 @@
-"""The switch: adds an implementation of the language models' loss to Megatron-core."""
+"""The switch: lets Megatron-core's language models use this package's loss."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
 IMPLEMENTATION = "parallel_lce"
 
-# Our attribute and the original one, by the owner and name of a replaced attribute.
+# (owner, name) of a replaced attribute: (our attribute, the original attribute).
 _replaced: dict[tuple[type | ModuleType, str], tuple[object, object]] = {}
 
 
 def _replace(owner: type | ModuleType, name: str, make: Callable[[Any], object]) -> None:
-    """Put ``make(original)`` in the original's place, if it is not there yet."""
+    """Replace an attribute by ``make(original)``, once."""
     if (owner, name) not in _replaced:
         original = getattr(owner, name)
         _replaced[owner, name] = make(original), original
@@ -34,7 +34,7 @@ def _replace(owner: type | ModuleType, name: str, make: Callable[[Any], object])
 
 
 def _restore(only: str | None = None) -> None:
-    """Undo the replacements, or those of one name, except where somebody has replaced ours since."""
+    """Undo all replacements, or those of the name ``only``. If other code has replaced ours since, warn instead."""
     for owner, name in [place for place in _replaced if only in (None, place[1])]:
         ours, original = _replaced.pop((owner, name))
         if getattr(owner, name) is ours:
@@ -51,34 +51,32 @@ def install(
     reduce_dtype: torch.dtype | None = None,
     gradient_filter: float | None = None,
 ) -> None:
-    """Let ``TransformerConfig(cross_entropy_loss_fusion=True,
-    cross_entropy_fusion_impl="parallel_lce")`` choose this package's loss.
+    """Let ``TransformerConfig(cross_entropy_loss_fusion=True, cross_entropy_fusion_impl="parallel_lce")`` choose this
+    package's loss.
 
-    Call it before the model is built; models with any other configuration are not touched. It wraps
-    two methods of ``LanguageModule``: ``setup_embeddings_and_output_layer``, after which the output
-    layer of such a model returns lazy logits, and ``compute_language_model_loss``, which takes them.
-    Calling it again changes the given settings and keeps the others. To return to a default, call
-    :func:`uninstall` first, which removes all settings.
+    Call it before the model is built. Models with any other configuration do not change. It wraps two methods of
+    ``LanguageModule``: after ``setup_embeddings_and_output_layer`` the model's output layer returns lazy logits, and
+    ``compute_language_model_loss`` computes the loss of lazy logits. A later call changes the given settings and keeps
+    the others. To return to defaults, call :func:`uninstall` first, which removes all settings.
 
     Args:
-        logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`; by
-            default the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own, shared by the model's
-            heads for multi-token prediction. The same on all ranks.
-        cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the
-            output layer as it is. Such models then take
-            :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits. The function of that
-            name in ``megatron.core.tensor_parallel`` is replaced, too, for all its callers; modules that
-            imported the function itself before keep Megatron's. By default the environment's
-            ``PARALLEL_LCE_CROSS_ENTROPY``, else ``"output_layer"``.
-        reduce_dtype: dtype in which dX is summed over the ranks, as in
-            :func:`parallel_lce.linear_cross_entropy`; by default that of the hidden states, as in stock.
-        gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; by default the environment's
-            ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact. With ``"output_layer"`` alone.
+        logits_budget: bytes per rank and call, as in :func:`parallel_lce.linear_cross_entropy`, the same on all ranks.
+            Default: the environment's ``PARALLEL_LCE_LOGITS_BUDGET``, else the loss's own default, divided by
+            ``1 + mtp_num_layers``.
+        cross_entropy: ``"output_layer"`` fuses the projection into the loss. ``"logits"`` leaves the output layer as it
+            is, and computes :func:`parallel_lce.vocab_parallel_cross_entropy` of the real logits. This function then
+            also replaces the one in ``megatron.core.tensor_parallel`` for all callers, except for modules that imported
+            Megatron's function itself before. Default: the environment's ``PARALLEL_LCE_CROSS_ENTROPY``, else
+            ``"output_layer"``.
+        reduce_dtype: dtype in which dX is summed over the ranks, as in :func:`parallel_lce.linear_cross_entropy`.
+            Default: the hidden states' dtype, as in stock.
+        gradient_filter: a probability, as in :func:`parallel_lce.linear_cross_entropy`; only with ``"output_layer"``.
+            Default: the environment's ``PARALLEL_LCE_GRADIENT_FILTER``, else gradients are exact.
 
     Raises:
         ImportError: megatron-core is missing.
-        ValueError: a budget, a cross-entropy, a dtype or a filter that does not exist; later, when a model is
-            built with settings that the switch does not support, or with a misspelt ``"parallel_lce"``.
+        ValueError: a value is not allowed; later, when a model is built, the switch does not support the model's
+            settings, or ``"parallel_lce"`` is misspelt.
     """
     chosen = choices.choose(
         cross_entropy=cross_entropy,
@@ -106,8 +104,8 @@ def install(
 def uninstall() -> None:
     """Undo :func:`install` for models built from now on.
 
-    Models built before must not be used: their output layers still return lazy logits, and Megatron's
-    own loss raises ``UnboundLocalError`` for ``cross_entropy_fusion_impl="parallel_lce"``.
+    Models built before must not be used: their output layers still return lazy logits, and Megatron's own loss raises
+    ``UnboundLocalError`` for ``cross_entropy_fusion_impl="parallel_lce"``.
     """
     choices.installed = None
     _restore()
@@ -123,7 +121,7 @@ def _wrap_setup(original: Callable) -> Callable:
         original(self)
         name = self.config.cross_entropy_fusion_impl
         if name != IMPLEMENTATION:
-            # Megatron does not check the name, and its loss ends in an UnboundLocalError.
+            # Megatron does not check the name: its loss would raise UnboundLocalError.
             if difflib.get_close_matches((name or "").lower(), [IMPLEMENTATION], cutoff=0.75):
                 raise ValueError(f"cross_entropy_fusion_impl={name!r}: did you mean {IMPLEMENTATION!r}?")
             return

@@ -1,4 +1,4 @@
-"""Lazy logits: an object that stands for the logits between the output layer and the loss of Megatron's model."""
+"""Lazy logits: the output layer of Megatron's models returns them in place of logits, and the loss takes them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from parallel_lce.functional import token_statistics
 class LogitsWarning(RuntimeWarning):
     """Training makes the whole logits.
 
-    Not a UserWarning: Megatron-LM's programs silence those on all ranks but the first, which has no output layer under
+    Not a UserWarning: Megatron-LM's programs show UserWarnings only on the first rank, which has no output layer under
     pipeline parallelism.
     """
 
 
 def warn_of_logits(module: torch.nn.Module, reason: str, stacklevel: int = 3) -> None:
-    """Warn that training makes logits that nobody asked for: once per module and reason, on one of the ranks that have
-    the module.
+    """Warn that training makes logits although the caller did not ask for them: once per module and reason, on one of
+    the ranks that have the module.
 
     Raises:
-        RuntimeError: ``module`` is an output layer called by a function that makes no logits.
+        RuntimeError: ``module`` is an output layer in :func:`parallel_lce.megatron.output_layer.without_logits`.
     """
     if (function := getattr(module, "logits_refused_by", None)) is not None:
         raise RuntimeError(f"{function} makes no logits: {reason}")
@@ -60,20 +60,19 @@ def _are_asked_for() -> bool:
 
 
 def keep_autograd_gradient(weight: Tensor) -> None:
-    """Have Megatron's DDP add autograd's gradient of ``weight`` to its main_grad.
+    """Make Megatron's DDP add autograd's gradient of ``weight`` to its main_grad.
 
     The fused loss adds its dW to main_grad itself and sets ``grad_added_to_main_grad``. DDP then drops autograd's
-    gradient, including that of real logits made with the same weight, unless the weight has Megatron's
-    ``zero_out_wgrad``.
+    gradient, which contains the gradient of real logits, unless the weight has Megatron's ``zero_out_wgrad``.
     """
     if torch.is_grad_enabled() and weight.requires_grad:
         weight.zero_out_wgrad = True  # pyright: ignore[reportAttributeAccessIssue]: Megatron's
 
 
-# Hooks registered after the fused loss would never run.
+# Registered after the fused loss, these hooks would never run.
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 
-# Attributes that need no real logits. They have no gradient.
+# Attributes that need no real logits.
 _SIZES = ("shape", "size", "ndim", "dim", "numel", "dtype", "is_floating_point", "device", "is_cuda")
 
 _LOST = (
@@ -83,10 +82,10 @@ _LOST = (
 
 
 def _in_function() -> bool:
-    """Whether the forward of a ``torch.autograd.Function`` runs, such as that of a reentrant checkpoint.
+    """Whether the forward of a ``torch.autograd.Function``, such as a reentrant checkpoint, is running.
 
-    PyTorch turns off forward-mode gradients there, and elsewhere only in inference mode. The Function gives its tensor
-    results a backward of its own. Lazy logits among its arguments or results are no tensors, and lose their gradient.
+    There, and otherwise only in inference mode, PyTorch turns off forward-mode gradients. A Function's backward handles
+    tensors only: lazy logits among its arguments or results lose their gradient.
     """
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 
@@ -104,11 +103,11 @@ class LazyLogits:
 
     The loss is computed from the hidden states, the weight and the bias. Sizes, each token's largest logit and its
     position need no real logits. The first other use (a method, an operator, an index, a torch function) makes the real
-    logits as the stock layer does, in the modes in which the layer was called. Every later use, the loss included, gets
-    that one tensor, ``made``. The loss therefore sees in-place changes.
+    logits as the stock layer does, in the autocast, grad and inference mode of the layer's call. Every later use, the
+    loss included, gets that one tensor, ``made``. The loss therefore sees in-place changes.
 
-    The weight, the bias and ``sequence_parallel`` are those at the time of the call. ``shared``: the weight was
-    passed to the layer. ``has_loss``: the loss was computed without logits.
+    The weight, the bias and ``sequence_parallel`` are read when the layer is called. ``shared``: the weight was passed
+    to the layer. ``has_loss``: the loss was computed without logits.
     """
 
     __array_priority__ = Tensor.__array_priority__
@@ -128,7 +127,7 @@ class LazyLogits:
         used = layer.weight if weight is None else weight
         named = {"hidden states": hidden, "weight": used, "bias": layer.bias}
         operands = {name: tensor for name, tensor in named.items() if tensor is not None}
-        vars(self).update(  # past __setattr__, which takes longer
+        vars(self).update(  # faster than __setattr__
             layer=layer,
             hidden=hidden,
             weight=used,
@@ -144,12 +143,12 @@ class LazyLogits:
             in_function=_in_function(),
             autocast_dtype=_autocast_dtype(hidden),
             needs_gradient=any([tensor.requires_grad for tensor in operands.values()]),
-            # Inference tensors do not count their changes.
+            # Inference tensors have no version counter.
             versions=[(name, t, t._version) for name, t in operands.items() if not t.is_inference()],
         )
 
     def __reduce_ex__(self, protocol):
-        """Pickled, as Megatron's config logger does, they are the real logits."""
+        """Pickling, as by Megatron's config logger, stores the real logits."""
         return self.materialize("pickling").__reduce_ex__(protocol)
 
     def __repr__(self) -> str:
@@ -157,9 +156,9 @@ class LazyLogits:
 
     @torch.compiler.disable(reason="lazy logits are Python objects")
     def materialize(self, use: str) -> Tensor:
-        """The real logits; in training one warning names the first ``use``, which makes them.
+        """The real logits. The first ``use`` makes them; in training a warning names it.
 
-        Collectives: those of the stock layer's forward, at the first use.
+        Collectives: at the first use, as in the stock layer's forward.
         """
         self.check()
         if self.made is None:
@@ -181,12 +180,12 @@ class LazyLogits:
         return nullcontext() if kind == "meta" else torch.autocast(kind, dtype, enabled=dtype is not None)
 
     def check(self) -> None:
-        """Raise if the lazy logits no longer stand for the logits at the time of the call.
+        """Check that the logits can still be computed as in the layer's call, and get their gradient.
 
         Raises:
             RuntimeError: the real logits are not made yet, and the hidden states, the weight or the bias changed in
-                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` uses the lazy logits or
-                returned them, and their gradient would be lost.
+                place, or the layer's bias was replaced; or a ``torch.autograd.Function`` uses or returned the lazy
+                logits, so that their gradient would be lost.
         """
         if self.made is None:
             changed = [name for name, tensor, version in self.versions if tensor._version != version]
@@ -214,7 +213,7 @@ class LazyLogits:
         return len(self._sized())
 
     def _sized(self) -> Tensor:
-        """A tensor of the logits' sizes, dtype and device: the logits if they are made, else one expanded number."""
+        """The real logits if they are made, else an expanded scalar of the same shape, dtype and device."""
         if self.made is not None:
             return self.made
         sequence, *others = self.hidden.shape[:-1]
@@ -224,19 +223,19 @@ class LazyLogits:
         return one.expand(parts * sequence, *others, self.layer.output_size_per_partition)
 
     def max(self, *arguments, **options):
-        """Over the vocabulary and without a gradient from statistics; otherwise ``max`` of the real logits."""
-        found = None if torch.is_grad_enabled() else self._maximum(*arguments, **options)
-        return self.materialize("'max'").max(*arguments, **options) if found is None else torch.return_types.max(found)
+        """Over the vocabulary and without gradients, by :meth:`_maximum`; otherwise of the real logits."""
+        top = None if torch.is_grad_enabled() else self._maximum(*arguments, **options)
+        return self.materialize("'max'").max(*arguments, **options) if top is None else torch.return_types.max(top)
 
     def argmax(self, *arguments, **options) -> Tensor:
-        """Over the vocabulary from statistics; otherwise ``argmax`` of the real logits."""
-        found = self._maximum(*arguments, **options)
-        return self.materialize("'argmax'").argmax(*arguments, **options) if found is None else found[1]
+        """Over the vocabulary, by :meth:`_maximum`; otherwise of the real logits."""
+        top = self._maximum(*arguments, **options)
+        return self.materialize("'argmax'").argmax(*arguments, **options) if top is None else top[1]
 
     @torch.no_grad()
     def _maximum(self, dim: object = None, keepdim: bool = False, **others) -> tuple[Tensor, Tensor] | None:
-        """Each token's maximum ``[s, b]`` and its position in this rank's shard, by one more projection without logits.
-        None if the real logits are made, or for other arguments than the vocabulary's dimension.
+        """Each token's maximum ``[s, b]`` and its position in this rank's shard, by a fused projection. None if the
+        real logits are made, or if the arguments are not the vocabulary's dimension alone.
 
         Collectives: under sequence parallelism the stock layer's all-gather of the hidden states.
         """
@@ -250,14 +249,14 @@ class LazyLogits:
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.layer.tp_group)
         with self.autocast():
-            found = token_statistics(
+            statistics = token_statistics(
                 hidden, self.weight, None, linear_bias=self.bias, logit_scale=self.scale, argmax=True
             )
-        assert found.argmax is not None  # asked for
-        return found.max_logit.to(self.dtype), found.argmax.clamp(min=0)
+        assert statistics.argmax is not None
+        return statistics.max_logit.to(self.dtype), statistics.argmax.clamp(min=0)
 
     def __mul__(self, factor: Any) -> LazyLogits | Tensor:
-        """By a number: new lazy logits, unless the real ones exist."""
+        """New lazy logits if ``factor`` is a number and the real logits are not made."""
         if self.made is not None or not isinstance(factor, numbers.Real):
             return self.materialize("multiplication") * factor
         self.check()
@@ -307,7 +306,7 @@ def _special_method(name: str) -> Callable:
     return call
 
 
-# Python looks special methods up on the class, past __getattr__.
+# Python looks up special methods on the class, not through __getattr__.
 _COMPARISONS = {"__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"}
 _OTHERS = {*dir(Tensor)} - {*dir(object)} - {"__torch_function__", "__torch_dispatch__", "__setstate__"}
 for _name in (_COMPARISONS | _OTHERS) - {*vars(LazyLogits)}:

@@ -1,8 +1,8 @@
 """Log-probabilities and entropy of a Megatron model's labels, for RL.
 
-The model's own forward runs, with labels. For that one call its output layer returns lazy logits, and
-:func:`_answering` replaces its loss. So everything before the loss (embedding, MuP's scale, heads for multi-token
-prediction, hooks of the output layer) is the model's own code, in every release.
+The model's own forward runs, with labels. For this call its output layer returns lazy logits, and :func:`_answering`
+replaces its loss. So everything before the loss (embedding, MuP's scale, heads for multi-token prediction, hooks of the
+output layer) is the model's own code, in every release.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from parallel_lce.megatron.lazy_logits import LazyLogits
 from parallel_lce.megatron.output_layer import token_losses, token_statistics, without_logits
 
 _FUNCTION = "token_log_probs"
-# Arguments of the model's forward that ask for logits, or for another output than the labels' loss.
+# Arguments of the model's forward that ask for logits, or for a result other than the labels' loss.
 _REFUSED = (
     "runtime_gather_output",
     "inference_context",
@@ -34,7 +34,7 @@ class TokenLogProbs(NamedTuple):
     """Results of :func:`token_log_probs`: fp32 ``[b, s]``, identical on all tensor-parallel ranks bit for bit."""
 
     log_probs: Tensor
-    # In nats; None unless asked for.
+    # In nats; None without ``entropy=True``.
     entropy: Tensor | None = None
 
 
@@ -51,10 +51,10 @@ def token_log_probs(
 ) -> TokenLogProbs | Tensor:
     """Log-probabilities of ``labels``, and entropies, without the ``[s, b, V/P]`` logits. Differentiable.
 
-    Calls ``model`` itself, so that all its wrappers and hooks run, those of the output layer included. Neither
-    :func:`parallel_lce.megatron.install` nor ``cross_entropy_fusion_impl="parallel_lce"`` is needed; if ``install``
-    was called, its ``logits_budget``, ``reduce_dtype`` and, without ``entropy``, ``gradient_filter`` hold, otherwise
-    the environment's.
+    Calls ``model`` itself: all its wrappers and hooks run, including the output layer's. Neither
+    :func:`parallel_lce.megatron.install` nor ``cross_entropy_fusion_impl="parallel_lce"`` is needed. If ``install`` was
+    called, its ``logits_budget``, ``reduce_dtype`` and, without ``entropy``, ``gradient_filter`` apply, otherwise the
+    environment's.
 
     Args:
         model: Megatron's GPTModel, MambaModel or HybridModel, or a subclass, in any wrappers, such as
@@ -63,32 +63,32 @@ def token_log_probs(
         input_ids, position_ids, attention_mask: as in the model's forward.
         labels: ``[b, s]`` of any integer dtype: the id to be scored at each position, already shifted. As in the
             model's forward, under context parallelism these are this rank's labels, and with packed sequences
-            ``[1, tokens]``. A label outside the vocabulary (-100) has the log-probability ``-lse``, with its gradient:
+            ``[1, tokens]``. A label outside the vocabulary (-100) has the log-probability ``-lse``, with a gradient:
             multiply it by a mask of 0. May be None on pipeline stages other than the last.
         temperature: divides the logits: a number > 0; or a tensor of the labels' shape and any real dtype, the same on
-            all tensor-parallel ranks, to which no gradient flows. Its values must be > 0 for all tokens; they are not
-            checked, since the host would have to wait for the device.
-        entropy: also give the entropy of the divided logits.
+            all tensor-parallel ranks. It gets no gradient. Its values must be > 0; they are not checked, since the host
+            would have to wait for the device.
+        entropy: whether to return the entropy of the divided logits, too.
         forward_arguments: further keyword arguments of the model's forward, such as ``packed_seq_params``,
-            ``extra_block_kwargs`` and ``loss_mask``. The latter only masks the losses of multi-token prediction.
+            ``extra_block_kwargs`` and ``loss_mask``, which only masks the losses of multi-token prediction.
 
     Returns:
-        On the last pipeline stage :class:`TokenLogProbs`. On another the model's own output, the hidden states for the
-        next stage. As in stock, padding rows of the vocabulary take part in the softmax.
+        On the last pipeline stage :class:`TokenLogProbs`. On other stages the model's own output, the hidden states for
+        the next stage. As in stock, padding rows of the vocabulary take part in the softmax.
 
-    Losses of heads for multi-token prediction are added as by the model's own forward: their gradients come with any
-    backward through the result, once per call of this function. They are not computed if the model is in evaluation
-    mode and gradients are disabled, since they would have no effect.
+    The model's forward adds the losses of heads for multi-token prediction: any backward through the result includes
+    their gradients, once per call of this function. In evaluation mode with gradients disabled these losses are not
+    computed.
 
     Collectives: those of the model's forward up to the output layer, then those of
     :func:`parallel_lce.token_statistics` on the tensor-parallel group, with C = 3, or 4 with ``entropy``. In backward
     the weight's gradient goes to ``main_grad`` if DistributedDataParallel has made one, else to autograd.
 
     Raises:
-        ValueError: before the model is called, for a model, labels, a temperature or forward arguments that do not fit.
+        ValueError: the model, labels, temperature or forward arguments do not fit. Raised before the model is called.
         TypeError: the model's forward does not take one of ``forward_arguments``.
-        RuntimeError: during the forward, if it needs real logits: a hook of the output layer computes with its result
-            or takes its gradient, or its weight is fully sharded on its own. Real logits are never made.
+        RuntimeError: the forward needs real logits, which are never made: a hook of the output layer computes with the
+            layer's result or takes its gradient, or the layer's weight is fully sharded on its own.
     """
     inner = _language_model(model)
     for name in _REFUSED:
@@ -99,27 +99,27 @@ def token_log_probs(
     last = bool(getattr(inner, "post_process", True))
     decoder_input = forward_arguments.get("decoder_input")
     divisor = _temperature(labels, temperature, input_ids if decoder_input is None else None, last)
-    # False: the model may have been built to gather its logits (parallel_output=False).
+    # The model may have been built with parallel_output=False, which gathers the logits.
     arguments = {**forward_arguments, "labels": labels, "runtime_gather_output": False}
     if not last:
         return model(input_ids, position_ids, attention_mask, **arguments)
-    assert labels is not None  # _temperature has refused it
+    assert labels is not None  # checked by _temperature
     answering = _answering(inner, labels, divisor, entropy)
     own = vars(inner).get("compute_language_model_loss")
     with without_logits(inner.output_layer, _FUNCTION):
         inner.compute_language_model_loss = answering
         try:
-            found = model(input_ids, position_ids, attention_mask, **arguments)
+            output = model(input_ids, position_ids, attention_mask, **arguments)
         finally:
             del inner.compute_language_model_loss
             if own is not None:
                 inner.compute_language_model_loss = own
-    if not (isinstance(found, tuple) and len(found) == 1 + entropy):
+    if not (isinstance(output, tuple) and len(output) == 1 + entropy):
         raise RuntimeError(
             f"{_FUNCTION}: {type(inner).__name__}'s forward must return compute_language_model_loss of the labels that "
-            f"it is given, and returned {type(found).__name__}"
+            f"it is given, and returned {type(output).__name__}"
         )
-    return TokenLogProbs(*found)
+    return TokenLogProbs(*output)
 
 
 def _answering(
@@ -127,9 +127,9 @@ def _answering(
 ) -> Callable[[Tensor, object], Tensor | tuple[Tensor, ...]]:
     """A substitute for the model's ``compute_language_model_loss(labels [b, s], logits [s, b, V/P])`` during one call.
 
-    For ``labels`` themselves it gives the log-probabilities ``[b, s]``, and with ``entropy`` the entropies, as a plain
-    tuple, which wrappers of the model can walk. For the shifted labels of heads for multi-token prediction it gives the
-    loss. ``temperature``: a number or ``[b, s]``.
+    Given ``labels`` themselves, it returns the log-probabilities ``[b, s]`` and, with ``entropy``, the entropies, as a
+    plain tuple, which wrappers of the model can traverse. Given the shifted labels of heads for multi-token prediction,
+    it returns the loss. ``temperature``: a number or ``[b, s]``.
     """
 
     def compute_language_model_loss(given: Tensor, logits: object) -> Tensor | tuple[Tensor, ...]:
@@ -146,7 +146,7 @@ def _answering(
 
 
 def _language_model(model: torch.nn.Module) -> Any:
-    """The LanguageModule in a model's wrappers."""
+    """The LanguageModule inside a model's wrappers."""
     from megatron.core.models.common.language_module.language_module import LanguageModule
 
     inner: Any = model
@@ -172,8 +172,8 @@ def _takes(function: Callable, *names: str) -> bool:
 
 
 def _temperature(labels: object, temperature: float | Tensor, input_ids: Tensor | None, last: bool) -> float | Tensor:
-    """The divisor of the logits: a number, or floating-point ``[b, s]``. Raises ``ValueError`` for labels and
-    temperatures that do not fit."""
+    """The divisor of the logits: a number, or floating-point ``[b, s]``. Raises ``ValueError`` if the labels or the
+    temperature do not fit."""
     if not isinstance(temperature, Tensor):
         temperature = as_float(temperature)
         check_option("temperature", temperature)

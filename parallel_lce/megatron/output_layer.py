@@ -1,4 +1,4 @@
-"""Megatron's output layer that returns lazy logits, and the loss and the statistics of lazy logits."""
+"""Output layers of Megatron that return lazy logits, and the loss and the statistics of lazy logits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parallel_lce.run.fused_loss import fused_loss, fused_statistics
 from parallel_lce.run.statistics import TokenStatistics
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 
-# Classes whose forward the fused loss can replace. The second is in Megatron's development branch.
+# Classes whose forward the fused loss can replace. LinearCrossEntropyModule is in Megatron's development branch.
 _KNOWN = ("ColumnParallelLinear", "LinearCrossEntropyModule")
 
 
@@ -30,11 +30,11 @@ def is_lazy(layer: object) -> bool:
 
 
 def make_lazy(layer: torch.nn.Module, asked_by: str, otherwise: str = "") -> None:
-    """Have an output layer return lazy logits.
+    """Make an output layer return lazy logits.
 
     Raises:
-        ValueError: the layer computes its logits in a way that the loss does not know. The message begins with
-            ``asked_by`` and ends with ``otherwise``.
+        ValueError: the fused loss cannot replace the layer's forward. The message begins with ``asked_by`` and ends
+            with ``otherwise``.
     """
     if (problem := _unsupported(layer)) is not None:
         raise ValueError(f"{asked_by} {problem}{otherwise}")
@@ -44,8 +44,8 @@ def make_lazy(layer: torch.nn.Module, asked_by: str, otherwise: str = "") -> Non
 
 @contextmanager
 def without_logits(layer: torch.nn.Module, function: str) -> Iterator[None]:
-    """Within it an output layer returns lazy logits, and every use that would make real ones raises an error that names
-    ``function``.
+    """A context in which an output layer returns lazy logits. A use that would make real logits raises an error that
+    names ``function``.
 
     Raises:
         ValueError: as :func:`make_lazy`.
@@ -61,7 +61,7 @@ def without_logits(layer: torch.nn.Module, function: str) -> Iterator[None]:
 
 
 def _unsupported(layer: torch.nn.Module) -> str | None:
-    """Why the fused loss cannot replace this output layer's forward, and the remedy. None if it can."""
+    """The reason why the fused loss cannot replace this output layer's forward, with a remedy; None if it can."""
     if getattr(layer.config, "defer_embedding_wgrad_compute", False):
         return (
             "does not support defer_embedding_wgrad_compute=True, which keeps the gradients of whole logits: set it "
@@ -78,10 +78,8 @@ def _unsupported(layer: torch.nn.Module) -> str | None:
 
 @functools.cache
 def _lazy_class(base: type) -> type:
-    """A subclass of an output layer's class, of the same name, whose forward returns lazy logits.
-
-    Parameters, state-dict and sharded-state-dict keys are those of ``base``.
-    """
+    """A subclass of an output layer's class, with the same name, parameters, state-dict keys and sharded-state-dict
+    keys. Its forward returns lazy logits."""
 
     class Lazy(base):
         returns_lazy_logits = True
@@ -96,12 +94,11 @@ def _lazy_class(base: type) -> type:
             reduction="none",
             ignore_index=-100,
         ):
-            """Lazy logits ``[s, b, V/P]`` and no bias; real ones where :func:`_reason` says why.
+            """Lazy logits ``[s, b, V/P]`` and no bias; real logits if :func:`_reason` gives a reason.
 
-            With ``output_cross_entropy_loss``, the protocol of Megatron's development branch, the
-            loss of ``labels [b, s]`` instead. ``reduction``: losses ``[b, s]``, 0 where labels are
-            ``ignore_index``; their sum; or their mean over the tokens that are not ignored, which is NaN
-            if all are.
+            With ``output_cross_entropy_loss`` (Megatron's development branch) the losses of ``labels [b, s]``, 0 where
+            a label is ``ignore_index``. ``reduction``: ``"none"`` gives ``[b, s]``, ``"sum"`` the sum; ``"mean"``
+            divides it by the number of tokens that are not ignored, and is NaN without such tokens.
             """
             used = self.weight if weight is None else weight
             expected = [self.output_size_per_partition, self.input_size]
@@ -134,7 +131,7 @@ def _lazy_class(base: type) -> type:
 
 
 def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
-    """The reason why this call has to make real logits, with its remedy; None if it need not."""
+    """The reason why this call must make real logits, with a remedy; None if it need not."""
     if gather:
         return (
             "the output layer gathers them over the tensor-parallel ranks; build the model with "
@@ -155,7 +152,7 @@ def _reason(layer: torch.nn.Module, weight: Tensor, gather: bool) -> str | None:
             "the output layer leaves the reduction of its input's gradient to others; build it with "
             "disable_grad_reduce=False"
         )
-    # These include global module hooks.
+    # Both functions include global module hooks.
     if any(layer._get_backward_hooks()) or layer._get_backward_pre_hooks():
         return "the output layer has backward hooks, which take the gradient of the logits; remove them"
     return None
@@ -166,11 +163,11 @@ def token_losses(
 ) -> Tensor:
     """Per-token loss ``[b, s]``, fp32, of logits ``[s, b, V/P]`` and ``labels [b, s]``, as stock computes it.
 
-    A label outside the vocabulary has loss ``lse - max`` and the gradient of lse alone; a token with the label
+    A label outside the vocabulary has loss ``lse - max``, and only lse has a gradient. A token with the label
     ``ignore_index`` has loss 0 and no gradient. Padding rows stay in the softmax.
 
-    Collectives: those of :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``; for real logits, and for
-    lazy logits whose real ones have been made, those of :func:`parallel_lce.vocab_parallel_cross_entropy`.
+    Collectives: as in :func:`parallel_lce.linear_cross_entropy` with ``reduction='none'``. If the real logits exist: as
+    in :func:`parallel_lce.vocab_parallel_cross_entropy`.
     """
     target = _swapped(labels)
     if isinstance(logits, LazyLogits) and logits.made is None:
@@ -184,20 +181,20 @@ def token_losses(
 def token_statistics(
     logits: LazyLogits, labels: Tensor, temperature: float | Tensor, entropy: bool
 ) -> tuple[Tensor, ...]:
-    """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each, of lazy logits that are
-    divided by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax.
+    """Log-probabilities of ``labels [b, s]`` and, with ``entropy``, entropies, ``[b, s]`` each. The logits are divided
+    by ``temperature``, a number or ``[b, s]``. Padding rows stay in the softmax.
 
-    Collectives: those of :func:`parallel_lce.token_statistics`.
+    Collectives: as in :func:`parallel_lce.token_statistics`.
     """
     _, number, _, each = apart(1.0, temperature)
     options = Options("token_log_probs", temperature=number, expected_logit=entropy)
     each = each if each is None else each.transpose(0, 1)
-    found: TokenStatistics = _called(fused_statistics, logits, _swapped(labels), options, each)
-    return tuple([_swapped(value) for value in (found.target_log_prob, found.entropy) if value is not None])
+    statistics: TokenStatistics = _called(fused_statistics, logits, _swapped(labels), options, each)
+    return tuple([_swapped(value) for value in (statistics.target_log_prob, statistics.entropy) if value is not None])
 
 
 def _swapped(tokens: Tensor) -> Tensor:
-    """``[b, s]``, of Megatron's labels and losses, as ``[s, b]``, of its activations; or the reverse."""
+    """``[b, s]``, as Megatron's labels and losses, to ``[s, b]``, as its activations; or the reverse."""
     return tokens.transpose(0, 1).contiguous()
 
 
@@ -205,12 +202,11 @@ def _swapped(tokens: Tensor) -> Tensor:
 def _called(
     entry: Callable[..., Any], logits: LazyLogits, target: Tensor, options: Options, temperature: Tensor | None = None
 ) -> Any:
-    """Run an ``entry`` of :mod:`parallel_lce.run.fused_loss` on the output layer's operands, in the modes in which the
-    layer was called."""
+    """Run ``entry`` of :mod:`parallel_lce.run.fused_loss`, in the autocast and grad mode of the output layer's call."""
     logits.check()
     layer, weight = logits.layer, logits.weight
     _, budget, filtered, reduce_dtype = choices.choose()
-    # Each head for multi-token prediction makes a call of its own, and all are alive until backward.
+    # Each head for multi-token prediction makes a call, and all calls keep saved memory until backward.
     heads = 1 + (getattr(layer.config, "mtp_num_layers", None) or 0)
     options = options._replace(
         logit_scale=logits.scale,
@@ -224,20 +220,19 @@ def _called(
     grad_enabled = logits.grad_enabled and torch.is_grad_enabled()
     with torch.set_grad_enabled(grad_enabled), logits.autocast():
         main_grad = main_grad_of(weight, layer.config.gradient_accumulation_fusion, logits.shared)
-        found = entry(options, tensors, layer.tp_group, main_grad=main_grad)
+        result = entry(options, tensors, layer.tp_group, main_grad=main_grad)
     logits.has_loss = True
-    return found
+    return result
 
 
 def main_grad_of(weight: Tensor, fusion: bool, shared: bool) -> MainGrad | None:
     """The buffer of Megatron's DistributedDataParallel for dW. None: autograd delivers dW.
 
-    Once ``grad_added_to_main_grad`` is set, DDP drops autograd's gradient of the parameter, unless the parameter has
-    ``zero_out_wgrad``. With ``gradient_accumulation_fusion`` and a weight that is the output layer's own, stock drops
-    it, too. Otherwise the weight gets ``zero_out_wgrad``, so that DDP adds autograd's gradient of its other uses.
+    With ``fusion`` (gradient_accumulation_fusion), stock drops autograd's gradient of the output layer's own weight.
+    In all other cases DDP must add autograd's gradient of the weight's other uses (:func:`keep_autograd_gradient`).
 
-    If main_grad is replaced between forward and backward, stock without fusion adds to the new one. With fusion the
-    weight gets back the main_grad of the forward.
+    If main_grad is replaced between forward and backward, stock without fusion adds to the new main_grad. With fusion
+    the weight gets back the main_grad of the forward.
     """
     tensor = getattr(weight, "main_grad", None)
     if tensor is None or not weight.requires_grad or not hasattr(weight, "grad_added_to_main_grad"):

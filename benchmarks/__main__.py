@@ -1,7 +1,8 @@
 """`python -m benchmarks` on one GPU, `./launch/bench.sh` on several: `parallel_lce` against its peers.
 
-On several ranks one run measures every TP size P of `--tp` on ranks 0 to P - 1, while the other ranks wait. Exit status:
-0 if every peer of parallel_lce was measured, 1 if one was refused or failed, 2 for a wrong command line.
+On several ranks one run measures every TP size P of `--tp` on ranks 0 to P - 1, while the other ranks wait.
+
+Exit status: 0 if every peer of parallel_lce was measured, 1 if one was refused or failed, 2 for a wrong command line.
 """
 
 import os

@@ -112,8 +112,8 @@ def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: 
 
 
 def by_probability(problem: Problem, ranks: int = 1) -> Tensor:
-    """The ids `[V]` in descending order of their mean probability over the tokens, dealt to the ranks in turn. The first
-    rank's ids come first. Without ranks this is nearly the order of unigram frequency."""
+    """The ids `[V]` in descending order of their mean probability over the tokens, nearly the order of unigram frequency.
+    They are dealt to the ranks in turn; the ids of the first rank come first."""
     mean = sum(log_p.exp_().sum(0) for _, log_p, _ in snapshots.log_softmax(problem, torch.float32))
     order = VocabularyOrder.by_frequency(mean / problem.shape.n, ranks=ranks)
     return order.undo(torch.arange(problem.shape.v, device=problem.weight.device))
@@ -171,9 +171,9 @@ def filter_name(gradient_filter: float | None) -> str:
 
 
 def plot_over_steps(path: Path, facts: dict[str, str], cases: list[dict]) -> bool:
-    """Draws speed relative to the bare products, and errors of dX and dW, against the training step, with the vocabulary
-    ordered by probability: a row of two panels per training (folder of snapshots). Returns False, and writes nothing,
-    if no case has a step."""
+    """Draws speed relative to the bare products, and errors of dX and dW, against the training step. The vocabulary is
+    ordered by probability. Each training (folder of snapshots) has a row of two panels. If no case has a step, returns
+    False and writes nothing."""
     panels = {}
     for case in sorted((case for case in cases if case["step"] is not None), key=lambda case: case["step"]):
         about = f"{Path(case['name']).parent}: " + "TP {tp}, N={n}, V={v}, D={d}, {dtype}".format_map(case)

@@ -75,8 +75,8 @@ DEFAULTS = {  # without --suite. CPU: shapes for a laptop. CUDA: micro-batches o
 def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks_here: int = 1) -> Namespace:
     """Parses the command line. `ranks`: of the whole run, None for one process; `ranks_here`: of this host.
 
-    Adds to the options: `shapes`; `chosen`, the Peers to measure; and `not_here`, {name: the reason why this peer cannot
-    run}. Options that would fail during the measurement end the program at once.
+    Adds to the options: `shapes`; `chosen`, the Peers to measure; and `not_here`, {name: why this peer cannot run}.
+    Options that would fail during the measurement end the program at once.
     """
     setting = ONE if ranks is None else RANKS
 

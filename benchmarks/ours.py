@@ -2,7 +2,7 @@
 
 Each `build` function returns a loss as peers.py describes it. A loss of post-training is the mean negative
 log-probability, plus 0 times the sum of every other statistic. So every statistic has an upstream gradient and its
-backward runs, and the loss still is the mean cross-entropy. Only `masked` and `replay` compute another loss, and are not
+backward runs, and the loss still is the mean cross-entropy. Only `masked` and `replay` have another loss, which is not
 judged.
 """
 

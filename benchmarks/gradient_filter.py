@@ -112,8 +112,9 @@ def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: 
 
 
 def by_probability(problem: Problem, ranks: int = 1) -> Tensor:
-    """The ids `[V]` in descending order of their mean probability over the tokens, nearly the order of unigram frequency.
-    They are dealt to the ranks in turn; the ids of the first rank come first."""
+    """The ids `[V]` in descending order of their mean probability over the tokens, dealt to the ranks in turn.
+
+    The ids of the first rank come first. The order is nearly the order of unigram frequency."""
     mean = sum(log_p.exp_().sum(0) for _, log_p, _ in snapshots.log_softmax(problem, torch.float32))
     order = VocabularyOrder.by_frequency(mean / problem.shape.n, ranks=ranks)
     return order.undo(torch.arange(problem.shape.v, device=problem.weight.device))

@@ -129,7 +129,7 @@ def measure(problem: Problem) -> dict:
 
 
 def _groups(truth: Found) -> list[tuple[dict, Tensor]]:
-    """The groups that have tokens, by 1 - p of the largest entry: the report's entry, and a mask of the tokens `[N]`."""
+    """The groups that have tokens: each the report's entry, and a mask `[N]` of its tokens."""
     miss = truth.values[2].expm1().neg().clamp(min=1e-300)
     groups = []
     for high, low in zip(EDGES, EDGES[1:]):
@@ -143,7 +143,7 @@ def group_holds(group: dict, rounded: str, dtype: torch.dtype) -> bool:
     """Whether each error of ours is at most twice the error of rounded logits plus one rounding of the result."""
     rounding = torch.finfo(dtype).eps / 2
     ways = group["errors"].values()
-    return group["tokens"] < FEWEST or all(errors[OURS] <= 2 * errors[rounded] + rounding for errors in ways)  # not for NaN
+    return group["tokens"] < FEWEST or all(way[OURS] <= 2 * way[rounded] + rounding for way in ways)  # not for NaN
 
 
 def _deviation(found: Found, truth: Found) -> dict[str, float]:
@@ -185,10 +185,10 @@ def tables(cases: list[dict]) -> list:
     gradients = new_table("dX against float64", GRADIENT_CAPTION, ["inputs", "1 - p", "tokens"], [*OUTPUTS])
     for case in cases:
         title = "{name}: N={n}, V={v}, D={d}".format_map(case)
-        for way, its in case["deviations"].items():
-            ratio = f"{its['smallest_ratio']:.6f}–{its['largest_ratio']:.6f}"
-            row = [f"{its['mean']:.1e}", f"{its['largest']:.1e}", ratio, f"{its['outside']:.2%}"]
-            row += [f"{its['entropy_mean']:.1e}", f"{its['entropy_largest']:.1e}"]
+        for way, deviation in case["deviations"].items():
+            ratio = f"{deviation['smallest_ratio']:.6f}–{deviation['largest_ratio']:.6f}"
+            row = [f"{deviation['mean']:.1e}", f"{deviation['largest']:.1e}", ratio, f"{deviation['outside']:.2%}"]
+            row += [f"{deviation['entropy_mean']:.1e}", f"{deviation['entropy_largest']:.1e}"]
             about = [title, f"{case['max_abs_logit']:.1f}"] if way == OURS else ["", ""]
             values.add_row(*about, way, *row, style="bold" if way == OURS else None)
         for group in case["groups"]:

@@ -14,8 +14,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def calls_of(peer: Peer, problem: Problem, loss: Callable | None = None) -> dict[str, Callable]:
-    """`{pass: function()}` for a peer and its loss. Forward + backward returns the loss, dX and dW; a GEMM-only baseline
-    returns dX and dW."""
+    """`{pass: function()}` for a peer and its loss. Forward + backward returns the loss, dX and dW; for a GEMM-only
+    baseline dX and dW."""
     if peer.family == "gemm-only":
         return _baseline_calls(problem, peer.name == OVERLAPPED)
     return _loss_calls(loss, problem, peer.main_grad)
@@ -46,8 +46,8 @@ def _baseline_calls(problem, collectives):
     """The matrix products that every loss needs, 6 N V D / P flops. The logits z take the place of their gradient.
 
     With `collectives`, also the collectives of stock Megatron, each beside a product that does not depend on it. dX is
-    all-reduced beside z.T @ x. Under sequence parallelism the hidden states are gathered before x @ W.T and again beside
-    z @ W, since Megatron does not save the gathered N * D elements; dX is reduce-scattered beside z.T @ x.
+    all-reduced beside z.T @ x. Under sequence parallelism the hidden states are gathered before x @ W.T, and again
+    beside z @ W, since Megatron does not save the gathered N * D elements; dX is reduce-scattered beside z.T @ x.
     """
     weight, options = problem.weight, {"group": problem.team.group, "async_op": True}
     gathers = collectives and problem.sequence_parallel

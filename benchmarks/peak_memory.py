@@ -47,8 +47,8 @@ def _peak_cuda(fn: Callable, device: torch.device | str) -> tuple[int, int]:
 
 
 def _finish_backwards(device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs a tiny backward. Autograd's thread may still hold the results of the last backward; it now holds the returned
-    tensors instead."""
+    """Runs a tiny backward. Autograd's thread may still hold the results of the last backward. After this call it holds
+    the returned tensors instead."""
     with torch.inference_mode(False), torch.enable_grad():
         leaf, one = torch.zeros(1, device=device, requires_grad=True), torch.ones(1, device=device)
         torch.autograd.grad(leaf.view(1), leaf, one)

@@ -19,7 +19,7 @@ def test_ruff_is_content(command):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not importlib.util.find_spec("pyright"), reason="needs pyright: pip install 'parallel-lce[dev]'")
+@pytest.mark.skipif(not importlib.util.find_spec("pyright"), reason="needs pyright: pip install '.[dev]'")
 def test_pyright_is_content():
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

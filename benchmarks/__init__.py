@@ -1,16 +1,17 @@
 """Measures `parallel_lce` against its peers: `python -m benchmarks` on one GPU, `./launch/bench.sh` on several.
 
-One GPU is a team of one rank. Each module uses only those above it:
+A *peer* is a loss, or the GEMM-only baseline, that is measured. A *team* is the ranks that are measured together; one
+GPU is a team of one rank. Each module uses only the modules above it:
 
-team.py         the ranks that are measured together
+team.py         the ranks of a team
 problem.py      a shape and its tensors
-timing.py       seconds of one call;  peak_memory.py  its peak memory;  profiles.py  its operations and its timeline
-libraries.py    the losses of PyTorch and other libraries;  ours.py  those of parallel_lce
-peers.py        who is measured;  passes.py  their calls: forward, and forward + backward
-accuracy.py     what a peer must fulfil before it is timed
+timing.py       the time of one call;  peak_memory.py  its peak memory;  profiles.py  its profile and its timeline
+libraries.py    the losses of PyTorch and other libraries;  ours.py  the losses of parallel_lce
+peers.py        the list of peers;  passes.py  a peer's two calls: forward, and forward + backward
+accuracy.py     the check of a peer's errors before it is timed
 measure.py      accuracy, memory and time of all peers, interleaved
-report.py       what all commands share: arguments, console, JSON;  tables.py, plots.py  what is printed and drawn
+report.py       functions of all commands: arguments, console, JSON;  tables.py, plots.py  tables and pictures
 options.py      the suites and the command line;  __main__.py  the benchmark
-snapshots.py    what reports on a trained model share
-parity.py, gradient_filter.py, distillation.py, tune.py  reports, each a command of its own
+snapshots.py    functions of the reports on a trained model
+parity.py, gradient_filter.py, distillation.py, tune.py  reports, each with its own command
 """

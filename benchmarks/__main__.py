@@ -1,7 +1,8 @@
 """`python -m benchmarks` on one GPU, `./launch/bench.sh` on several: `parallel_lce` against its peers.
 
-Over ranks every TP size of `--tp` is measured in one run, each on the first ranks, while the others wait. Exit status:
-0 if ours was accurate and measured, 1 if ours was refused or failed anywhere, 2 for a command line that cannot be run.
+On several ranks one run measures every TP size P of `--tp` on ranks 0 to P - 1, while the other ranks wait.
+
+Exit status: 0 if every peer of parallel_lce was measured, 1 if one was refused or failed, 2 for a wrong command line.
 """
 
 import os
@@ -23,14 +24,14 @@ from .plots import plot_over_ranks
 from .problem import Problem, make_problem
 from .profiles import write_trace
 from .report import machine, speaker, with_folder, write_json
-from .tables import cell_table, host_parts, overview
+from .tables import cell_table, host_output, overview
 from .team import Team, join
 
 
 def main(arguments: list[str] | None = None) -> int:
     rank = int(os.environ.get("RANK", "0"))
     ranks = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else None  # set by torchrun
-    if rank != 0:  # what every rank would say in the same words
+    if rank != 0:  # rank 0 prints the same warnings
         warnings.filterwarnings("ignore")
     options = parse_arguments(arguments, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     device, speaks, say = join(options.device), rank == 0, speaker(rank == 0)
@@ -52,9 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
             for cell in _cells(make_problem(shape, options.dtype, team), options, progress):
                 content["cells"].append(cell)
                 refused = [f"{peer['name']}: {peer['refused']}" for peer in cell["peers"] if peer["refused"]]
-                for part in (cell_table(cell), *refused, *host_parts(cell)):
-                    say(part)
-                if options.json and speaks:  # after each: a later one may fail
+                for output in (cell_table(cell), *refused, *host_output(cell)):
+                    say(output)
+                if options.json and speaks:  # after each cell: a later cell may fail
                     write_json(options.json, content)
         if ranks:
             dist.barrier()  # the ranks outside the team wait here
@@ -69,17 +70,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _cells(problem: Problem, options: Namespace, progress: Callable[[str], None]) -> Iterator[dict]:
-    """What was measured in each layout of the problem, without or with sequence parallelism."""
+    """The measurements of the problem, one cell per layout: without and with sequence parallelism."""
     team = problem.team
     # A single rank has no collectives to overlap.
     peers = [peer for peer in options.chosen if team.ranks > 1 or peer.name != OVERLAPPED]
     traced = [peer for peer in peers if peer.family == "ours"][:1] + [p for p in peers if p.name == OVERLAPPED]
     progress(f"{problem}: float64 truth")
-    truth, torchs = (answers(problem, dtype) for dtype in (torch.float64, problem.hidden.dtype))
+    truth, torch_answers = (answers(problem, dtype) for dtype in (torch.float64, problem.hidden.dtype))
     release(team.device)
     layouts = options.sequence_parallel if team.ranks > 1 else [False]
-    judges = [Judge(replace(problem, sequence_parallel=layout), truth, torchs) for layout in layouts]
-    del truth, torchs  # the judges alone hold the truth now
+    judges = [Judge(replace(problem, sequence_parallel=layout), truth, torch_answers) for layout in layouts]
+    del truth, torch_answers  # the judges alone hold the truth now
     for judge in judges:
 
         def after(peer: Peer, call: Callable) -> None:

@@ -1,12 +1,12 @@
-"""What a peer must fulfil before it is timed.
+"""The check of a peer's errors before it is timed.
 
-Its loss and gradients are compared with the float64 truth of the same problem. Plain torch's error in the same dtype is
-the yardstick, so that no tolerance is set by hand: `error <= 2 * torch's error + floor`. For gradients the floor is a
-few roundings of float32. For the loss, a single number in which torch may be right by luck, it is the last digit of the
-dtype: some peers return a bfloat16 loss for bfloat16 input.
+The peer's loss and gradients are compared with the float64 truth of the same problem. The error of plain torch in the
+same dtype is the yardstick, so no tolerance is set by hand: `error <= 2 * torch's error + floor`. For gradients the
+floor is a few roundings of float32. The loss is a single number, for which torch's error may be small by luck. Its
+floor is one rounding of the dtype, since some peers return a bfloat16 loss for bfloat16 input.
 
-Each gradient has two errors. 'dX' is of the whole (Frobenius norm). 'dX row' is of the worst row, relative to the root
-mean square of the rows: it shows a single wrong token, which the whole hides.
+Each gradient has two errors. 'dX' is the error of the whole tensor (Frobenius norm). 'dX row' is the largest error of a
+row, relative to the root mean square of the rows: it shows a single wrong token, which the error of the whole hides.
 """
 
 from typing import NamedTuple
@@ -29,23 +29,25 @@ class Answers(NamedTuple):
 
 
 class Judge:
-    """Compares a peer's results on one rank with the truth. Errors and limits are those of the worst rank."""
+    """Compares a peer's results with the truth. Errors and limits are the largest of all ranks."""
 
-    def __init__(self, problem: Problem, truth: Answers, torchs: Answers):
-        """`truth` is `answers` in float64, `torchs` in the dtype of the problem."""
+    def __init__(self, problem: Problem, truth: Answers, torch_answers: Answers):
+        """`truth`: `answers` in float64. `torch_answers`: `answers` in the problem's dtype."""
         self.problem, self.truth = problem, truth
-        errors = self._errors(torchs.loss, problem.own(torchs.grad_x), torchs.grad_weight)
+        errors = self._errors(torch_answers.loss, problem.own(torch_answers.grad_x), torch_answers.grad_weight)
         self.yardstick = problem.team.worst(errors)
         floor = 4 * torch.finfo(torch.float32).eps
         self.limits = {name: 2 * error + floor for name, error in self.yardstick.items()}
         self.limits["loss"] = 2 * self.yardstick["loss"] + max(floor, torch.finfo(problem.hidden.dtype).eps)
 
     def check(self, without: Tensor, outputs: tuple, main_grad: bool = False) -> dict[str, float]:
-        """The errors of the loss of forward alone and of the loss, dX and dW of forward + backward, or NotMeasured on
-        all ranks; with `main_grad` dW is fp32. The loss counts from the worse pass: they may run different code."""
+        """The errors of the loss, dX and dW. Raises NotMeasured on all ranks if an error exceeds its limit.
+
+        `without`: the loss of forward alone. `outputs`: loss, dX and dW of forward + backward. With `main_grad` dW is
+        fp32. The error of the loss is the larger one of the two passes, which may run different code."""
         x, weight, team = self.problem.x, self.problem.weight, self.problem.team
 
-        def found() -> dict[str, float]:
+        def own_errors() -> dict[str, float]:
             dtypes = {"dX": x.dtype, "dW": torch.float32 if main_grad else weight.dtype}
             for (name, dtype), gradient, like in zip(dtypes.items(), outputs[1:], (x, weight)):
                 if gradient is None or gradient.shape != like.shape or gradient.dtype != dtype:
@@ -54,7 +56,7 @@ class Judge:
             errors = self._errors(*outputs)
             return errors | {"loss": largest([errors["loss"], self._errors(without)["loss"]])}
 
-        errors = team.worst(team.agree(found))
+        errors = team.worst(team.agree(own_errors))
         wrong = [name for name in errors if not errors[name] <= self.limits[name]]  # NaN is wrong too
         if wrong:
             texts = [f"{name} error {errors[name]:.1e}, allowed {self.limits[name]:.1e}" for name in wrong]
@@ -62,12 +64,12 @@ class Judge:
         return errors
 
     def _errors(self, loss: Tensor, *gradients: Tensor) -> dict[str, float]:
-        """{'loss', 'dX', 'dX row', 'dW', 'dW row': relative error}, of the gradients that are given."""
+        """{'loss', 'dX', 'dX row', 'dW', 'dW row': relative error}; `gradients`: dX and dW, or none."""
         true = self.truth
         errors = {"loss": (abs(loss.double() - true.loss) / abs(true.loss)).item()}
         truths = self.problem.own(true.grad_x), true.grad_weight
-        for name, found, truth in zip(("dX", "dW"), gradients, truths):
-            rows = torch.linalg.vector_norm(found - truth, dim=1)
+        for name, gradient, truth in zip(("dX", "dW"), gradients, truths):
+            rows = torch.linalg.vector_norm(gradient - truth, dim=1)
             scale = torch.linalg.vector_norm(truth) / len(truth) ** 0.5  # root mean square of the rows
             errors[name] = (rows.square().mean().sqrt() / scale).item()
             errors[f"{name} row"] = (rows.max() / scale).item()
@@ -77,10 +79,11 @@ class Judge:
 def answers(
     problem: Problem, dtype: torch.dtype, logits: torch.dtype | None = None, dlogits: torch.dtype | None = None
 ) -> Answers:
-    """What plain torch answers in a dtype, or over ranks Megatron's output layer and native loss: products in `dtype`,
-    sums and the softmax at least in float32. In float64 it is the truth. It goes through blocks of tokens, whose dW are
-    summed before they are rounded. `logits` and `dlogits` are narrower dtypes, to which the logits and their gradient
-    are rounded on the way."""
+    """The results of plain torch in a dtype; on several ranks, of Megatron's output layer and native loss.
+
+    Products are in `dtype`, sums and the softmax at least in float32. In float64 the result is the truth. Tokens are
+    processed in blocks; dW is summed over the blocks and rounded once. `logits`, `dlogits`: lower-precision dtypes to
+    which the logits, or their gradient, are rounded in between."""
     team, hidden, weight = problem.team, problem.hidden, problem.weight.to(dtype)
     sums = torch.promote_types(dtype, torch.float32)
     count = problem.counted.sum()
@@ -99,7 +102,7 @@ def answers(
 
 
 def _cross_entropy_(z: Tensor, problem: Problem, tokens: slice) -> Tensor:
-    """Losses [R, 1] of some tokens' logits z [R, V/P], which become softmax minus one-hot in place."""
+    """The losses [R, 1] of logits z [R, V/P] of some tokens. In place, z becomes softmax minus one-hot."""
     ids = problem.target[tokens].unsqueeze(1) - problem.team.rank * z.shape[1]
     here = (ids >= 0) & (ids < z.shape[1])  # the target lies in this rank's shard
     ids = torch.where(here, ids, 0)

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.distillation`: divergences of a student from a teacher, forward and backward, beside the bare
-matrix products and the dense way. Under torchrun all ranks are one tensor-parallel group.
+"""`python -m benchmarks.distillation`: divergences of a student from a teacher, forward + backward.
 
-The bare products are those of the student's forward, dX and dW and of the teacher's forward, in the input's
-dtype, without collectives. The dense way makes the logits, and their softmax in float32 as trainers do.
+They are compared with four bare matrix products and with a dense implementation. The products are the student's
+forward, dX and dW, and the teacher's forward, in the input's dtype, without collectives. The dense implementation makes
+the logits, and their softmax in float32, as trainers do. Under torchrun all ranks are one tensor-parallel group.
 """
 
 from collections.abc import Callable
@@ -42,8 +42,8 @@ def main(arguments: list[str] | None = None) -> None:
     say = speaker(team.rank == 0)
     say(", ".join(f"{name} {value}" for name, value in machine(team.device).items()))
     caption = (
-        "Forward and backward. of products: speed relative to the four bare matrix products. MiB: peak beyond the "
-        f"gradients. dX error: relative to float64, of the first {CHECKED} tokens."
+        "Forward + backward. of products: speed relative to the four bare matrix products. MiB: peak beyond the "
+        f"gradients. dX error: relative to float64, over the first {CHECKED} tokens."
     )
     title = f"{options.shape}, teacher D={teacher}, TP {team.ranks}, {dtype}"
     table = new_table(title, caption, ["way"], ["ms", "of products", "MiB", "dX error"])
@@ -86,14 +86,14 @@ def measure(team: Team, shape: Shape, teacher_size: int, dtype: torch.dtype, bet
 
 
 def _ours(loss: Callable, x: Tensor, w: Tensor, count: int) -> tuple[Tensor, ...]:
-    """The loss, dX and dW."""
-    found = loss()
-    found = found if found.dim() == 0 else found.sum() / count
-    return found.detach(), *torch.autograd.grad(found, (x, w))
+    """The mean divergence, dX and dW."""
+    mean = loss()
+    mean = mean if mean.dim() == 0 else mean.sum() / count
+    return mean.detach(), *torch.autograd.grad(mean, (x, w))
 
 
 def _dense(x: Tensor, w: Tensor, y: Tensor, u: Tensor, target: Tensor, beta: float, count: int) -> tuple[Tensor, ...]:
-    """The same by plain torch, with logits in the input's dtype and a softmax that is at least fp32."""
+    """The same results from plain torch: logits in the input's dtype, softmax at least in fp32."""
     x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
     wide = torch.promote_types(x.dtype, torch.float32)
     with torch.no_grad():
@@ -104,13 +104,13 @@ def _dense(x: Tensor, w: Tensor, y: Tensor, u: Tensor, target: Tensor, beta: flo
         return F.kl_div(log_r, of, reduction="none", log_target=True).sum(-1)
 
     if beta in (0, 1):
-        found = kl(log_q, log_p) if beta == 0 else kl(log_p, log_q)
+        divergences = kl(log_q, log_p) if beta == 0 else kl(log_p, log_q)
     else:
         logs = torch.tensor([beta, 1 - beta], dtype=wide, device=x.device).log()
         log_m = torch.logsumexp(torch.stack([log_q + logs[0], log_p + logs[1]]), 0)
-        found = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
-    found = (found * (target != IGNORE_INDEX)).sum() / count
-    return found.detach(), *torch.autograd.grad(found, (x, w))
+        divergences = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+    mean = (divergences * (target != IGNORE_INDEX)).sum() / count
+    return mean.detach(), *torch.autograd.grad(mean, (x, w))
 
 
 def _products(x: Tensor, w: Tensor, y: Tensor, u: Tensor) -> tuple[Tensor, ...]:

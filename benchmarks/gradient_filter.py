@@ -1,15 +1,16 @@
-"""`python -m benchmarks.gradient_filter FILE.safetensors ...`: what does gradient_filter gain, and cost?
+"""`python -m benchmarks.gradient_filter FILE.safetensors ...`: speed and errors with gradient_filter.
 
-Measures each snapshot with the vocabulary in its own order and ordered by the mean probability of its entries, and with
-gradient_filter None and 2^-13 to 2^-10. docs/benchmarks.md explains the figures.
+Measures each snapshot with gradient_filter None and 2^-13 to 2^-10, in two orders of the vocabulary: the snapshot's own
+order, and descending mean probability of the entries. docs/benchmarks.md explains the figures.
 
-Under torchrun each of the P ranks has V / P entries of the vocabulary: consecutive ones in its own order, and in the
-other one those that are dealt to the ranks in turn. The bare products are a rank's own, without collectives.
+Under torchrun each of the P ranks has V / P entries. In the snapshot's own order they are consecutive; in the other
+order the entries are dealt to the ranks in turn. The bare matrix products have the size of one rank's products, and no
+collectives.
 
 A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16 or fp16, and `target [N]` of an integer dtype, as
-launch/snapshots.py writes them. `./launch/gradient_filter.sh` trains a model, then runs this on its snapshots.
+launch/snapshots.py writes them. `./launch/gradient_filter.sh` trains a model, then runs this report on its snapshots.
 
-Exit status: 0; 2 for input that cannot be measured.
+Exit status: 0; 2 for a file that cannot be measured.
 """
 
 import re
@@ -57,24 +58,25 @@ ROUNDED_LOGITS, EXACT = "bf16 logits", "exact gradients"
 ROUNDINGS = {ROUNDED_LOGITS: {"logits": torch.bfloat16}, "bf16 gradient of the logits": {"dlogits": torch.bfloat16}}
 CAPTION = (
     "of GEMM-only: speed of forward + backward relative to the three bare products in the same round, medians "
-    "(min–max). saved: with everything saved; budget 0: with logits_budget=0. Errors of dX and dW relative to float64 "
-    "(Frobenius norm); of rows: the mean over the rows of dW of a row's own relative error."
+    "(min–max). saved: all exponentials saved; budget 0: with logits_budget=0. Errors of dX and dW relative to float64 "
+    "(Frobenius norm); of rows: error of a row of dW relative to this row, mean over the rows."
 )
 
-Errors = dict[str, float]  # {'dX', 'dW': relative error, 'dW rows': the mean over the rows of a row's relative error}
+Errors = dict[str, float]  # {'dX', 'dW': relative error, 'dW rows': mean over the rows of each row's relative error}
 
 
 def measure(path: str, rounds: int, team: Team) -> dict:
-    """Of a snapshot errors first, then the times of all ways, interleaved round by round. Raises NotMeasured, on all
-    ranks, if the file cannot be read or the vocabulary cannot be shared evenly."""
-    whole = team.agree(partial(snapshots.read, path, Team(team.device)))  # may be unreadable to one rank alone
+    """The errors and times of a snapshot, as JSON has them. Calls are timed interleaved, round by round.
+
+    Raises NotMeasured, on all ranks, if any rank cannot read the file or V is no multiple of the ranks."""
+    whole = team.agree(partial(snapshots.read, path, Team(team.device)))  # one rank alone may be unable to read it
     if whole.shape.v % team.ranks:
         raise NotMeasured(f"{path}: a vocabulary of {whole.shape.v} entries cannot be shared by {team.ranks} ranks")
     truth, dtype = answers(whole, torch.float64), whole.hidden.dtype
     references = {EXACT: _errors([truth.grad_x.to(dtype), truth.grad_weight.to(dtype)], truth)}
     for name, rounding in ROUNDINGS.items():
-        found = answers(whole, torch.float64, **rounding)
-        gradients = found.grad_x, found.grad_weight
+        rounded = answers(whole, torch.float64, **rounding)
+        gradients = rounded.grad_x, rounded.grad_weight
         references[f"{name}, results not rounded"] = _errors(gradients, truth)
         references[name] = _errors([gradient.to(dtype) for gradient in gradients], truth)
     step = re.fullmatch(r"step-(\d+)\.safetensors", Path(path).name)
@@ -87,7 +89,7 @@ def measure(path: str, rounds: int, team: Team) -> dict:
 
 
 def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: int, team: Team) -> list[dict]:
-    """A result per value of gradient_filter. `order [V]`: the ids of the vocabulary in their new order."""
+    """One result per value of gradient_filter. `order [V]`: the old ids in the new order of the vocabulary."""
     changed = reordered(whole, order)
     own = order.chunk(team.ranks)[team.rank]
     problem = replace(changed, team=team, weight=changed.weight.chunk(team.ranks)[team.rank])
@@ -104,44 +106,45 @@ def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: 
     for result in results:
         result["gemm_only_seconds"] = seconds[GEMM_ONLY]
         for memory in BUDGETS:
-            its = seconds[result["gradient_filter"], memory]
-            result[memory] |= {"seconds": its, "of_gemm_only": ratios(seconds[GEMM_ONLY], its)}
+            own_seconds = seconds[result["gradient_filter"], memory]
+            result[memory] |= {"seconds": own_seconds, "of_gemm_only": ratios(seconds[GEMM_ONLY], own_seconds)}
     return results
 
 
 def by_probability(problem: Problem, ranks: int = 1) -> Tensor:
-    """The ids of the vocabulary `[V]`, the most probable on the tokens first: nearly the order of how frequent they are
-    in text. They are dealt to the ranks in turn; those of the first rank come first."""
+    """The ids `[V]` in descending order of their mean probability over the tokens, dealt to the ranks in turn.
+
+    The ids of the first rank come first. The order is nearly the order of unigram frequency."""
     mean = sum(log_p.exp_().sum(0) for _, log_p, _ in snapshots.log_softmax(problem, torch.float32))
     order = VocabularyOrder.by_frequency(mean / problem.shape.n, ranks=ranks)
     return order.undo(torch.arange(problem.shape.v, device=problem.weight.device))
 
 
 def reordered(problem: Problem, order: Tensor) -> Problem:
-    """The same problem with the vocabulary's rows in the order of these ids `[V]`."""
+    """The same problem with new row i of the vocabulary being old row `order[i]`."""
     return replace(problem, weight=problem.weight[order], target=order.argsort()[problem.target])
 
 
-def _errors(found, truth: Answers, order: Tensor | None = None, team: Team | None = None) -> Errors:
-    """Of dX and dW. `order`: the ids of the rows of the found dW, this rank's of the `team`; None: `[0, V)`. Rows of dW
-    that are 0 have no relative error, and do not count."""
-    rows = truth.grad_weight if order is None else truth.grad_weight[order]
-    # Norms of the rows of what is off and of what is true. dX is the same on all ranks, so that its squares' sums over
-    # the ranks have the same ratio.
-    of_x, of_weight = (
-        torch.stack([torch.linalg.vector_norm(t, dim=1) for t in (its - true, true)])
-        for its, true in zip(found, (truth.grad_x, rows))
+def _errors(gradients, truth: Answers, order: Tensor | None = None, team: Team | None = None) -> Errors:
+    """The errors of the `gradients` dX and dW. `order`: the ids of this rank's rows of dW; None: all ids in order. Rows
+    of dW that are truly 0 have no relative error and are left out of the mean over the rows."""
+    true_weight = truth.grad_weight if order is None else truth.grad_weight[order]
+    # [2, rows]: norms of the rows of the error, and of the truth. All ranks have the same dX, so summing over the ranks
+    # keeps the ratio of its sums of squares.
+    x_norms, weight_norms = (
+        torch.stack([torch.linalg.vector_norm(t, dim=1) for t in (gradient - true, true)])
+        for gradient, true in zip(gradients, (truth.grad_x, true_weight))
     )
-    counted = of_weight[1] != 0
-    of_rows = torch.stack([(of_weight[0] / of_weight[1])[counted].sum(), counted.sum()])
-    sums = torch.stack([of_x.square().sum(1), of_weight.square().sum(1), of_rows])
+    counted = weight_norms[1] != 0
+    row_errors = torch.stack([(weight_norms[0] / weight_norms[1])[counted].sum(), counted.sum()])
+    sums = torch.stack([x_norms.square().sum(1), weight_norms.square().sum(1), row_errors])
     dx, dw, means = (sums if team is None else team.reduce(sums)).unbind()
     errors = torch.stack([(dx[0] / dx[1]).sqrt(), (dw[0] / dw[1]).sqrt(), means[0] / means[1]])
     return dict(zip(("dX", "dW", "dW rows"), errors.tolist()))
 
 
 def filter_table(case: dict):
-    """A row per order of the vocabulary and value of gradient_filter, then the errors of other gradients."""
+    """A row per order of the vocabulary and value of gradient_filter, then the errors of gradients without a filter."""
     ranks = f"TP {case['tp']}, " * (case["tp"] > 1)
     title = "{name}: {}N={n}, V={v}, D={d}, {dtype}, loss {loss:.4f}".format(ranks, **case)
     columns = []
@@ -150,8 +153,9 @@ def filter_table(case: dict):
     table = new_table(title, CAPTION, ["vocabulary", "gradient_filter"], columns)
     for result in case["results"]:
         row = [result["order"], filter_name(result["gradient_filter"])]
-        for its in (result[memory] for memory in BUDGETS):
-            row += [milliseconds(spread(its["seconds"])[0]), spread_text(its["of_gemm_only"]), *_texts(its["errors"])]
+        for timed in (result[memory] for memory in BUDGETS):
+            median = milliseconds(spread(timed["seconds"])[0])
+            row += [median, spread_text(timed["of_gemm_only"]), *_texts(timed["errors"])]
         table.add_row(*row, style="bold" if result["gradient_filter"] is None else None)
     for name, errors in case["reference_errors"].items():
         table.add_row(name, *[NONE] * 3, *_texts(errors), *[NONE] * 5)
@@ -168,9 +172,9 @@ def filter_name(gradient_filter: float | None) -> str:
 
 
 def plot_over_steps(path: Path, facts: dict[str, str], cases: list[dict]) -> bool:
-    """Speed relative to the bare products, and errors of dX and dW, against the training step; the vocabulary is
-    ordered by probability. A row of two panels per training (folder of snapshots). Returns whether any case has a
-    step; else nothing is written."""
+    """Draws speed relative to the bare products, and errors of dX and dW, against the training step. The vocabulary is
+    ordered by probability. Each training (folder of snapshots) has a row of two panels. If no case has a step, returns
+    False and writes nothing."""
     panels = {}
     for case in sorted((case for case in cases if case["step"] is not None), key=lambda case: case["step"]):
         about = f"{Path(case['name']).parent}: " + "TP {tp}, N={n}, V={v}, D={d}, {dtype}".format_map(case)
@@ -194,14 +198,14 @@ def plot_over_steps(path: Path, facts: dict[str, str], cases: list[dict]) -> boo
 
 
 def parse_arguments(arguments: list[str] | None, program: str = PROGRAM) -> Namespace:
-    """The command line. Ends the program, with status 2, for one that cannot be run."""
+    """Parses the command line. A wrong one ends the program with status 2."""
     parser = new_parser(program, __doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="safetensors files of hidden, weight and target")
     parser.add_argument("--rounds", type=int, default=5, help="how often each call is timed")
     words = "write a picture of speed and errors against the training step; the suffix chooses the format"
     parser.add_argument("--plot", metavar="PATH", type=picture, help=words)
     options = parse(parser, arguments)
-    if program == PROGRAM and not options.files:  # elsewhere those of a training come first
+    if program == PROGRAM and not options.files:  # the shell script adds the files of its training
         parser.error("no file is given, and at least one is needed")
     return options
 

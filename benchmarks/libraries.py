@@ -1,6 +1,7 @@
 """The losses of PyTorch and of other libraries, called through their public functions and imported only here.
 
-Each function returns a loss as peers.py describes it, or raises what its import raised. `group` is None on one GPU.
+Each `build` function returns a loss as peers.py describes it, or raises the error of its import. `group` is None on one
+GPU.
 """
 
 import importlib
@@ -16,7 +17,7 @@ from .problem import IGNORE_INDEX
 
 
 def library(module, name, **options):
-    """A function that imports `name` from `module` and returns the loss `name(x, weight, target, **options)`."""
+    """A `build` function whose loss is `name(x, weight, target, **options)` of `module`."""
 
     def build(group, sequence_parallel):
         function = getattr(importlib.import_module(module), name)
@@ -45,7 +46,7 @@ def torch_lce_chunked(group, sequence_parallel):
 
 
 def whole_sequence(group, sequence_parallel):
-    """A function of this rank's hidden states that returns those of the whole sequence. Its backward sums their
+    """A function from this rank's hidden states to the hidden states of the whole sequence. Its backward sums the
     gradient over the ranks, and scatters it under sequence parallelism."""
     mesh = DeviceMesh.from_group(group, "cuda" if dist.get_backend(group) == "nccl" else "cpu")
     placement = Shard(0) if sequence_parallel else Replicate()
@@ -58,14 +59,14 @@ def whole_sequence(group, sequence_parallel):
 
 
 def megatron(fused, group, sequence_parallel):
-    """The output layer's autograd function, which overlaps dX's reduction with dW, and the native or fused loss."""
+    """Megatron's output layer, which overlaps the reduction of dX with dW, and its native or `fused` loss."""
     from megatron.core import parallel_state
     from megatron.core.fusions.fused_cross_entropy import fused_vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
     from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 
     group = group or _group_of_one()
-    # The native loss asks for the group by this name, and gathered hidden states live in this buffer.
+    # The native loss reads the group from this global, and hidden states are gathered into this buffer.
     parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
     parallel_state._GLOBAL_MEMORY_BUFFER = None
     parallel_state._set_global_memory_buffer()
@@ -78,7 +79,7 @@ def megatron(fused, group, sequence_parallel):
     }
 
     def loss(x, weight, target):
-        """Megatron knows no ignore_index. Its training loop multiplies losses by a mask, and so does this."""
+        """Megatron's losses have no ignore_index. As in its training loop, losses are multiplied by a mask."""
         mask = target != IGNORE_INDEX
         labels = torch.where(mask, target, 0).unsqueeze(1)
         logits = linear_with_grad_accumulation_and_async_allreduce(x, weight, **options).unsqueeze(1)
@@ -99,7 +100,7 @@ def _group_of_one():
 
 
 def verl(group, sequence_parallel):
-    """Its kernel does tensor parallelism alone and leaves dX to be summed."""
+    """verl's kernel has no sequence parallelism and does not sum dX over the ranks: `whole_sequence` does both."""
     from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
 
     options = {"reduction": "none", "temperature": 1.0, "dist_process_group": group}

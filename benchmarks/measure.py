@@ -26,12 +26,11 @@ def measure(
     say: Callable[[str], None] = lambda text: None,
     after: Callable[[Peer, Callable], None] = lambda peer, call: None,
 ) -> dict:
-    """The problem and an entry per peer, as JSON has them. Each peer is checked and its memory measured; then all are
-    timed round by round, A B C A B C. With `host` the time of the host is read too, and at the end the calls are
-    profiled on a GPU.
+    """The problem and one entry per peer, as JSON has them.
 
-    `say` is told what is going on. At the end `after(peer, call)` is called with forward + backward of every peer that
-    was timed.
+    First each peer is checked and its memory measured. Then all peers are timed round by round, A B C A B C. With
+    `host` the host time is measured too, and on a GPU the calls are profiled at the end. `say` gets messages about the
+    progress. At the end `after(peer, call)` gets forward + backward of every peer that was timed.
     """
     problem, team = judge.problem, judge.problem.team
     entries, losses, calls, readers = {}, {}, {}, {}
@@ -44,7 +43,7 @@ def measure(
 
     @contextmanager
     def refusals(entry: dict) -> Iterator[None]:
-        """Whatever a peer raises is a row of the table and does not end the run."""
+        """Records an error of a peer in its entry. The run goes on."""
         try:
             yield
         except NotMeasured as refusal:
@@ -53,12 +52,12 @@ def measure(
                 entry.pop(kind, None)
             say(f"{entry['name']} {refusal}")
 
-    torch.compiler.reset()  # a compiled loss that has seen another shape would become dynamic
+    torch.compiler.reset()  # torch.compile would make a loss dynamic that it compiled for another shape
     for peer, entry in remaining():
         with refusals(entry):
             losses[peer] = team.agree(lambda: peer.build and peer.build(team.group, problem.sequence_parallel))
     gc.collect()
-    gc.freeze()  # the libraries' own objects, which every collection would look at again
+    gc.freeze()  # later collections skip the objects of the libraries
     for peer, entry in remaining():
         say(f"checking {peer.name}")
         with refusals(entry):
@@ -76,11 +75,11 @@ def measure(
             calls.pop(peer, None)
         release(team.device)
     largest_logit = judge.truth.largest_logit
-    del judge.truth  # its last judge frees the memory
+    del judge.truth  # the last judge that holds the truth frees its memory
     release(team.device)
     for number in range(rounds):
         say(f"round {number + 1} of {rounds}")
-        if team.group is None:  # over ranks, with less warm-up, a pause would make the round's first peer faster
+        if team.group is None:  # over ranks the warm-up is short: after a pause the round's first peer would be faster
             gc.collect()
         for peer, entry in remaining():
             with refusals(entry):
@@ -115,18 +114,18 @@ def measure(
 
 
 def ratio(cell: dict, entry: dict, other: str, kind: str) -> tuple[float, float, float] | None:
-    """(median, min, max) over the rounds of the speed of a peer relative to that of the peer named `other`; None if
-    either has no time. A single rank has no collectives: its GEMM-only baseline is the overlapped one, too."""
+    """(median, min, max) over the rounds of a peer's speed relative to the peer named `other`; None if either was not
+    timed. On a single rank, without collectives, the two GEMM-only baselines are the same."""
     other = GEMM_ONLY if other == OVERLAPPED and cell["tp"] == 1 else other
-    reference = next((its for its in cell["peers"] if its["name"] == other), {})
+    reference = next((peer for peer in cell["peers"] if peer["name"] == other), {})
     timed = kind in reference and kind in entry
     return ratios(reference[kind]["seconds"], entry[kind]["seconds"]) if timed else None
 
 
 def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> dict[str, float]:
-    """The errors of a peer, or NotMeasured."""
+    """The errors of a peer. Raises NotMeasured if a call fails or an error exceeds its limit."""
     team, outputs = judge.problem.team, {}
-    for kind, call in calls.items():  # all ranks hear of a failure before the next call's collectives
+    for kind, call in calls.items():  # all ranks learn of a failure before the next call's collectives
         team.agree(partial(_poison, judge.problem))
         outputs[kind] = team.agree(call)
     if peer.family == "gemm-only" or not peer.judged:
@@ -135,14 +134,14 @@ def _errors(peer: Peer, calls: dict[str, Callable], judge: Judge) -> dict[str, f
 
 
 def _poison(problem: Problem) -> None:
-    """NaN where an allocator may place the next dX and dW. Values left there by the peer before would hide a gradient
-    that is not written."""
+    """Writes NaN to the memory in which an allocator may place the next dX and dW. Otherwise a peer that does not write
+    its gradient could return the gradient of the peer before."""
     for like in (problem.x, problem.weight):
         torch.full_like(like, math.nan)
 
 
 def _gradient_bytes(peer: Peer, problem: Problem) -> int:
-    """dX and dW in the dtype of the inputs; of a peer with main_grad dX alone, since its dW exists before the call."""
+    """Bytes of dX and dW in the dtype of the inputs. With main_grad of dX alone: main_grad exists before the call."""
     size = problem.x.numel() + (0 if peer.main_grad else problem.weight.numel())
     return size * problem.x.element_size()
 

@@ -1,4 +1,4 @@
-"""The command line of `python -m benchmarks`: what is measured, in which shapes, and where it is written."""
+"""The command line of `python -m benchmarks`: peers, shapes and output files."""
 
 from argparse import ArgumentTypeError, Namespace
 from typing import NamedTuple
@@ -16,8 +16,8 @@ ON_OFF = {"off": False, "on": True}
 class Suite(NamedTuple):
     shapes: tuple[Shape, ...]
     ours: tuple[str, ...]  # names of peers
-    others: tuple[str, ...] | None = None  # names of peers; None for everyone who can run here
-    host: bool = False  # also the time of the host, and a profile
+    others: tuple[str, ...] | None = None  # names of peers; None: all peers that run on this device by default
+    host: bool = False  # also measures the host time, and profiles on a GPU
 
 
 SUITES = {
@@ -32,14 +32,14 @@ SUITES = {
         (SAVED,),
         ("torch",),
     ),
-    # So little work for the GPU that the host decides how long a call takes.
+    # The GPU has so little work that a call is bound by its host time.
     "host": Suite(
         (Shape(1024, 8192, 1024),),
         ("ours-per-token", "ours", "ours@0", "ours-statistics"),
         ("torch", "torch-compile"),
         host=True,
     ),
-    # What a first small model has: ours at its defaults.
+    # Sizes of small models, with the default budget.
     "small": Suite(
         tuple(
             Shape(n, v, d)
@@ -49,13 +49,13 @@ SUITES = {
         ("ours-per-token",),
         ("torch", "torch-compile", "megatron-fused"),
     ),
-    # What post-training asks for, saved and recomputed.
+    # The statistics of post-training, with saved and with recomputed logits.
     "post": Suite(
         (Shape(8192, 128256, 4096),),
         tuple(f"ours-{kind}" for kind in "statistics@all entropy@all entropy@0 selected@all masked@all replay".split()),
         ("verl",),
     ),
-    # No memory for exponentials: a whole vocabulary, and a shard of TP 8.
+    # No memory for exponentials: a whole vocabulary, and one rank's shard of it at TP 8.
     "lean": Suite(
         tuple(Shape(n, v, 4096) for n, v in ((32768, 131072), (8192, 128256), (32768, 16384), (8192, 16384))),
         ("ours-per-token@0",),
@@ -64,7 +64,7 @@ SUITES = {
 }
 _RECOMPUTED = ("ours@0", "ours-per-token@0")
 _OVER_RANKS = (SAVED, "ours", "ours@128MiB", "ours-main-grad@64MiB", "ours-per-token@0")
-DEFAULTS = {  # without --suite. CPU: small enough for a laptop. CUDA: micro-batches of a large model.
+DEFAULTS = {  # without --suite. CPU: shapes for a laptop. CUDA: micro-batches of a large model.
     (ONE, "cpu"): Suite((Shape(2048, 32768, 512),), _RECOMPUTED),
     (ONE, "cuda"): Suite((Shape(8192, 128256, 4096),), (*_RECOMPUTED, "ours", "ours-per-token")),
     (RANKS, "cpu"): Suite((Shape(256, 4096, 64), Shape(512, 4096, 64)), _OVER_RANKS),
@@ -73,10 +73,10 @@ DEFAULTS = {  # without --suite. CPU: small enough for a laptop. CUDA: micro-bat
 
 
 def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks_here: int = 1) -> Namespace:
-    """The command line of one process, or of a run of so many ranks, and so many of this host.
+    """Parses the command line. `ranks`: of the whole run, None for one process; `ranks_here`: of this host.
 
-    Of the result `shapes` and `chosen`, the Peers, are what to measure, and `not_here` is {name: why it cannot run
-    here}. Ends the program for what would fail after minutes of measuring.
+    Adds to the options: `shapes`; `chosen`, the Peers to measure; and `not_here`, {name: why this peer cannot run}.
+    Options that would fail during the measurement end the program at once.
     """
     setting = ONE if ranks is None else RANKS
 
@@ -94,9 +94,9 @@ def parse_arguments(arguments: list[str] | None, ranks: int | None = None, ranks
     add("--shape", action="append", metavar="N,V,D", type=parse_shape, help=words)
     add("--dtype", choices=DTYPES, help="float32 on cpu, bfloat16 on cuda")
     add("--rounds", type=int, default=5, help="how often each peer is timed (5)")
-    words = "only these, and the GEMM-only baseline; ours may have a logits_budget, as in ours@512MiB or ours@all"
+    words = "only these peers and the GEMM-only baseline; ours may have a logits_budget: ours@512MiB or ours@all"
     add("--peers", nargs="+", metavar="NAME", type=peer, help=words)
-    words = "TP sizes (the powers of two up to the number of ranks, and that number)"
+    words = "TP sizes (the powers of two up to the number of ranks, and the number of ranks)"
     add("--tp", nargs="+", type=int, metavar="P", help=words)
     add("--sequence-parallel", nargs="+", choices=ON_OFF, default=["off", "on"], help="off and on over several ranks")
     words = "write a picture of the time against the TP size; the suffix chooses the format"

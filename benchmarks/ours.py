@@ -1,8 +1,9 @@
-"""The losses of parallel_lce, among them what post-training asks of the output layer.
+"""The losses of parallel_lce, and losses made of the statistics of post-training.
 
-Each returns a loss as peers.py describes it. Those of post-training are made of log-probabilities, plus 0 times what
-else they compute. So everything has an upstream gradient, takes its time, and leaves the answer that all peers must
-give. Only `masked` and `replay` give another answer, and are not judged.
+Each `build` function returns a loss as peers.py describes it. A loss of post-training is the mean negative
+log-probability, plus 0 times the sum of every other statistic. So every statistic has an upstream gradient and its
+backward runs, and the loss still is the mean cross-entropy. Only `masked` and `replay` have another loss, which is not
+judged.
 """
 
 import torch
@@ -12,11 +13,11 @@ from parallel_lce import linear_cross_entropy, selected_log_probs, token_statist
 from .libraries import mean_of
 from .problem import IGNORE_INDEX
 
-SELECTED, REPLAYED = 64, 8  # entries of each token
+SELECTED, REPLAYED = 64, 8  # selected entries of each token
 
 
 def loss(reduction, budget, group, sequence_parallel):
-    """With reduction 'none' the losses are averaged outside, so that forward may not accumulate gradients."""
+    """`linear_cross_entropy`. With reduction 'none' torch averages the losses, and no gradient is formed in forward."""
     options = {"ignore_index": IGNORE_INDEX, "reduction": reduction, "logits_budget": budget}
     options.update(process_group=group, sequence_parallel=sequence_parallel)
 
@@ -28,7 +29,7 @@ def loss(reduction, budget, group, sequence_parallel):
 
 
 def main_grad(budget, group, sequence_parallel):
-    """As the Megatron output layer calls it, for a parameter whose dW is added to an fp32 buffer."""
+    """The fused loss as Megatron's output layer calls it. dW is added to the parameter's fp32 `main_grad`."""
     from parallel_lce.core.grad_buffers import MainGrad
     from parallel_lce.core.options import Options, Tensors
     from parallel_lce.run.fused_loss import fused_loss
@@ -51,14 +52,14 @@ def main_grad(budget, group, sequence_parallel):
 
 
 def statistics(asked, budget, group, sequence_parallel):
-    """`asked(x, weight, target, group)`: more options of `token_statistics`."""
+    """`asked(x, weight, target, group)` returns further options of `token_statistics`."""
     options = {"process_group": group, "sequence_parallel": sequence_parallel, "logits_budget": budget}
 
     def loss(x, weight, target):
-        found = token_statistics(x, weight, target, **options, **asked(x, weight, target, group))
-        assert found.target_log_prob is not None  # as it is with a target
-        value = mean_of(-found.target_log_prob.where(target != IGNORE_INDEX, 0), target)
-        for other in (found.entropy, found.selected_log_prob):
+        result = token_statistics(x, weight, target, **options, **asked(x, weight, target, group))
+        assert result.target_log_prob is not None  # there is a target
+        value = mean_of(-result.target_log_prob.where(target != IGNORE_INDEX, 0), target)
+        for other in (result.entropy, result.selected_log_prob):
             if other is not None:
                 value = value + 0 * other.sum()
         return value
@@ -66,11 +67,11 @@ def statistics(asked, budget, group, sequence_parallel):
     return loss
 
 
-ASKED = {  # {kind: what else is asked of each token}
+ASKED = {  # {kind: function that returns the options of further statistics}
     "ours-statistics": lambda *_: {},
     "ours-entropy": lambda *_: {"expected_logit": True},
     "ours-selected": lambda x, weight, target, group: {"selected": _ids(x, weight, target, SELECTED, group)},
-    # Half of the tokens count. Their number is known.
+    # Half of the tokens count.
     "ours-masked": lambda x, weight, target, group: {
         "mask": torch.arange(len(target), device=x.device) % 2 == 0,
         "counted_tokens": -(-len(target) // 2),
@@ -79,7 +80,7 @@ ASKED = {  # {kind: what else is asked of each token}
 
 
 def replay(budget, group, sequence_parallel):
-    """Log-probabilities among 8 kept ids of each token, as sets of their own."""
+    """`selected_log_probs` among 8 kept ids of each token, given as ids and offsets."""
     options = {"process_group": group, "sequence_parallel": sequence_parallel}
 
     def loss(x, weight, target):
@@ -91,7 +92,7 @@ def replay(budget, group, sequence_parallel):
 
 
 def _ids(x, weight, target, count, group):
-    """Ids `[N, count]`, the same in each call and on all ranks."""
+    """Random ids `[N, count]`, the same in each call and on all ranks."""
     ranks = 1 if group is None else group.size()
     generator = torch.Generator(x.device).manual_seed(0)
     return torch.randint(len(weight) * ranks, (len(target), count), generator=generator, device=x.device)

@@ -1,17 +1,17 @@
-"""`python -m benchmarks.parity [FILE.safetensors ...]`: how exact are log-probabilities?
+"""`python -m benchmarks.parity [FILE.safetensors ...]`: errors of log-probabilities, entropies and their gradients.
 
-Compares three ways to compute the log-probabilities of targets, the entropies and their gradients, each from the same
-bf16 hidden states and the same bf16 weight, with float64:
+Compares three ways to compute them with float64, all from the same hidden states and the same weight in bf16 or fp16:
 
 ours           `token_statistics`
-bf16 logits    the logits in the inputs' dtype, converted to fp32 for the softmax, as trainers do
+bf16 logits    logits in the inputs' dtype, converted to fp32 for the softmax, as trainers do
 fp32 head      hidden states and weight converted to fp32, products in full fp32 (no TF32)
 
 A file has the tensors `hidden [N, D]` and `weight [V, D]`, bf16 or fp16, and `target [N]` of an integer dtype, as
-launch/snapshots.py writes them. Random inputs have normal logits of three standard deviations, and targets that are
-drawn from their softmax. `./launch/parity.sh` trains a model, then runs this on its snapshots.
+launch/snapshots.py writes them. `./launch/parity.sh` trains a model, then runs this report on its snapshots. The report
+also measures random inputs: normal logits with three standard deviations, and targets drawn from the softmax.
 
-Exit status: 0 if ours is as exact as docs/benchmarks.md says; else 1; 2 for input that cannot be measured.
+Exit status: 0 if the errors of ours are within the limits of docs/benchmarks.md, else 1; 2 for a file that cannot be
+measured.
 """
 
 import sys
@@ -32,20 +32,20 @@ from .team import Team
 
 DEVIATIONS = (1.0, 5.0, 20.0)  # standard deviations of random logits
 DEFAULT_SHAPE = {"cpu": Shape(512, 8192, 512), "cuda": Shape(8192, 131072, 4096)}
-BAND = 0.01  # a ratio outside of 1 ± BAND counts
-# fp32 roundings of the largest sum of magnitudes, of which ours may be off beside twice the fp32 head's error. Tensor
-# cores cut off what they add to a sum, where an fp32 product rounds it.
+BAND = 0.01  # ratios outside of 1 ± BAND are counted
+# Ours may differ by twice the fp32 head's error plus this number of fp32 roundings of the largest sum of magnitudes:
+# tensor cores truncate where an fp32 product rounds.
 ROUNDINGS = 4
 OURS, FP32_HEAD = "ours", "fp32 head"
-# 1 - p of a token's largest entry. Gradients are compared among tokens between two of these: they are as small as
-# 1 - p, and those of tokens that are not sure would hide the errors of the others.
+# Edges of the groups of tokens, as 1 - p of a token's largest entry. Gradients are as small as 1 - p: in one group, the
+# gradients of other tokens would hide the errors of confident ones.
 EDGES = (1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 0.0)
 OUTPUTS = "log-probability", "entropy", "log-probability of the largest"
-FEWEST = 8  # tokens of a group that is judged; with fewer of them a way may be right by luck
+FEWEST = 8  # smaller groups are not judged: the errors of few tokens may be small by luck
 CAPTION = (
-    "Differences from float64 of the same inputs, in nats: of the target's log-probability and of the entropy. ratio: "
-    "exp(difference), the importance ratio that PPO would see of an unchanged policy; outside: share of the tokens "
-    f"whose ratio is not within 1 ± {BAND:g}."
+    "Differences from float64, in nats, of the target's log-probability and of the entropy. ratio: exp(difference), "
+    "the importance ratio that PPO would see for an unchanged policy; outside: share of the tokens whose ratio is not "
+    f"within 1 ± {BAND:g}."
 )
 GRADIENT_CAPTION = (
     "Relative errors of dX over the tokens whose largest entry has this 1 - p: ours / logits in the inputs' dtype / "
@@ -54,24 +54,24 @@ GRADIENT_CAPTION = (
 
 
 class Found(NamedTuple):
-    """What one way computes of each token; the values are the OUTPUTS."""
+    """The results of one way: of each of the OUTPUTS its values, and the gradient of their sum."""
 
     values: Sequence[Tensor]  # [N] each, fp32 or fp64, in nats
-    gradients: Sequence[Tensor]  # [N, D] each: dX
+    gradients: Sequence[Tensor]  # dX, [N, D] each
 
 
 def ours(problem: Problem, entry: Tensor) -> Found:
-    """`entry [N]`: the ids of the largest entries."""
+    """The results of `token_statistics`. `entry [N]`: the id of each token's largest entry."""
     x = problem.hidden.detach().requires_grad_()
-    found = token_statistics(x, problem.weight, problem.target, expected_logit=True)
+    statistics = token_statistics(x, problem.weight, problem.target, expected_logit=True)
     selected = token_statistics(x, problem.weight, None, selected=entry[:, None]).selected_log_prob
-    values = found.target_log_prob, found.entropy, selected
+    values = statistics.target_log_prob, statistics.entropy, selected
     gradients = [torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in values]
     return Found([value.detach().view(-1) for value in values], gradients)
 
 
 def dense(problem: Problem, entry: Tensor, dtype: torch.dtype) -> Found:
-    """The same by plain torch, of logits in `dtype` and a softmax that is at least fp32."""
+    """The results of plain torch, with logits in `dtype` and a softmax at least in fp32."""
     weight = problem.weight.to(dtype)
     values, gradients = [], []
     for tokens in problem.blocks:
@@ -81,11 +81,11 @@ def dense(problem: Problem, entry: Tensor, dtype: torch.dtype) -> Found:
         of_block = of_target, -(log_p.exp() * log_p).sum(1), of_entry
         gradients.append([torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in of_block])
         values.append([value.detach() for value in of_block])
-    return Found([torch.cat(its) for its in zip(*values)], [torch.cat(its) for its in zip(*gradients)])
+    return Found([torch.cat(blocks) for blocks in zip(*values)], [torch.cat(blocks) for blocks in zip(*gradients)])
 
 
 def measure(problem: Problem) -> dict:
-    """How far all three ways are from float64, as JSON has it."""
+    """The errors of all three ways relative to float64, as JSON has them."""
     entries, largest_logit = [], 0.0
     for _, log_p, in_block in snapshots.log_softmax(problem, torch.float64):
         entries.append(log_p.argmax(1))
@@ -104,7 +104,7 @@ def measure(problem: Problem) -> dict:
             off, size = (dx - true).norm(dim=1), true.norm(dim=1)
             for group, tokens in groups:
                 group["errors"].setdefault(name, {})[way] = (off[tokens].norm() / size[tokens].norm()).item()
-    # What roundings of a target's logit are relative to: the largest sum |x_k w_k|.
+    # Roundings of a target's logit are relative to the sum of |x_k w_k|. This is the largest such sum.
     largest_sum = max(
         (problem.hidden[tokens].float() * problem.weight[problem.target[tokens]].float()).abs().sum(1).max().item()
         for tokens in problem.blocks
@@ -129,29 +129,28 @@ def measure(problem: Problem) -> dict:
 
 
 def _groups(truth: Found) -> list[tuple[dict, Tensor]]:
-    """Tokens by 1 - p of their largest entry, without groups of none: a group of the report, and which `[N]` they
-    are."""
+    """The groups that have tokens: each the report's entry, and a mask `[N]` of its tokens."""
     miss = truth.values[2].expm1().neg().clamp(min=1e-300)
-    found = []
+    groups = []
     for high, low in zip(EDGES, EDGES[1:]):
         tokens = (miss > low) & (miss <= high)
         if tokens.any():
-            found.append(({"low": low, "high": high, "tokens": int(tokens.sum()), "errors": {}}, tokens))
-    return found
+            groups.append(({"low": low, "high": high, "tokens": int(tokens.sum()), "errors": {}}, tokens))
+    return groups
 
 
 def group_holds(group: dict, rounded: str, dtype: torch.dtype) -> bool:
-    """Whether the errors of ours are at most twice those of rounded logits, and a rounding of the result."""
+    """Whether each error of ours is at most twice the error of rounded logits plus one rounding of the result."""
     rounding = torch.finfo(dtype).eps / 2
     ways = group["errors"].values()
-    return group["tokens"] < FEWEST or all(its[OURS] <= 2 * its[rounded] + rounding for its in ways)  # not for NaN
+    return group["tokens"] < FEWEST or all(way[OURS] <= 2 * way[rounded] + rounding for way in ways)  # not for NaN
 
 
 def _deviation(found: Found, truth: Found) -> dict[str, float]:
-    """Over the tokens. Differences are absolute. NaN anywhere is NaN."""
-    off, entropy_off = (its.double() - true for its, true in zip(found.values[:2], truth.values))
+    """Absolute differences over the tokens. NaN in a value gives NaN."""
+    off, entropy_off = (value.double() - true for value, true in zip(found.values[:2], truth.values))
     ratio = off.exp()
-    within = (ratio >= 1 - BAND) & (ratio <= 1 + BAND)  # not where the ratio is NaN
+    within = (ratio >= 1 - BAND) & (ratio <= 1 + BAND)  # false for NaN
     return {
         "mean": off.abs().mean().item(),
         "largest": off.abs().max().item(),
@@ -165,8 +164,8 @@ def _deviation(found: Found, truth: Found) -> dict[str, float]:
 
 @torch.no_grad()
 def random_problem(shape: Shape, deviation: float, team: Team, seed: int = 0) -> Problem:
-    """bf16 inputs with normal logits of this standard deviation: x ~ N(0, 1), W ~ N(0, deviation^2 / D). Targets are
-    drawn from the softmax of the logits, as tokens are sampled from a policy."""
+    """bf16 inputs whose logits are normal with standard deviation `deviation`: x ~ N(0, 1), W ~ N(0, deviation^2 / D).
+    Targets are drawn from the softmax, as tokens are sampled from a policy."""
     options = {"generator": torch.Generator(team.device).manual_seed(seed), "device": team.device}
     hidden = torch.randn(shape.n, shape.d, **options).bfloat16()
     weight = torch.randn(shape.v, shape.d, **options).mul_(deviation * shape.d**-0.5).bfloat16()
@@ -180,16 +179,16 @@ def random_problem(shape: Shape, deviation: float, team: Team, seed: int = 0) ->
 
 
 def tables(cases: list[dict]) -> list:
-    """Differences of each way, and errors of dX by groups of tokens."""
+    """Two tables: the differences of each way, and the errors of dX by groups of tokens."""
     columns = ["mean", "largest", "ratio, smallest–largest", "outside", "entropy mean", "entropy largest"]
     values = new_table("Log-probabilities against float64", CAPTION, ["inputs", "max |z|", "computed by"], columns)
     gradients = new_table("dX against float64", GRADIENT_CAPTION, ["inputs", "1 - p", "tokens"], [*OUTPUTS])
     for case in cases:
         title = "{name}: N={n}, V={v}, D={d}".format_map(case)
-        for way, its in case["deviations"].items():
-            ratio = f"{its['smallest_ratio']:.6f}–{its['largest_ratio']:.6f}"
-            row = [f"{its['mean']:.1e}", f"{its['largest']:.1e}", ratio, f"{its['outside']:.2%}"]
-            row += [f"{its['entropy_mean']:.1e}", f"{its['entropy_largest']:.1e}"]
+        for way, deviation in case["deviations"].items():
+            ratio = f"{deviation['smallest_ratio']:.6f}–{deviation['largest_ratio']:.6f}"
+            row = [f"{deviation['mean']:.1e}", f"{deviation['largest']:.1e}", ratio, f"{deviation['outside']:.2%}"]
+            row += [f"{deviation['entropy_mean']:.1e}", f"{deviation['entropy_largest']:.1e}"]
             about = [title, f"{case['max_abs_logit']:.1f}"] if way == OURS else ["", ""]
             values.add_row(*about, way, *row, style="bold" if way == OURS else None)
         for group in case["groups"]:
@@ -201,8 +200,8 @@ def tables(cases: list[dict]) -> list:
 
 
 def verdict(case: dict) -> str:
-    """How the largest differences compare, and whether ours is what it should be."""
-    (ours, rounded, head), (_, name, _) = (its["largest"] for its in case["deviations"].values()), case["deviations"]
+    """Text that compares the largest differences, and names the limits that ours exceeds."""
+    (ours, rounded, head), (_, name, _) = (way["largest"] for way in case["deviations"].values()), case["deviations"]
     head = max(head, torch.finfo(torch.float32).eps)
     words = f"{case['name']}: the largest difference of ours is {ours / head:.2g} times the fp32 head's, "
     words += f"that of {name} {rounded / head:.2g} times"
@@ -216,7 +215,7 @@ def verdict(case: dict) -> str:
 
 
 def parse_arguments(arguments: list[str] | None, program: str = "python -m benchmarks.parity") -> Namespace:
-    """The command line. Ends the program, with status 2, for one that cannot be run."""
+    """Parses the command line. A wrong one ends the program with status 2."""
     parser = new_parser(program, __doc__)
     parser.add_argument("files", nargs="*", metavar="FILE", help="safetensors files of hidden, weight and target")
     words = "tokens, vocabulary and hidden size of random inputs; may be repeated"

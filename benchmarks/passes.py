@@ -1,4 +1,4 @@
-"""The calls of a peer that are measured: forward without gradients, and forward + backward."""
+"""The two measured calls of a peer: forward without gradients, and forward + backward."""
 
 from collections.abc import Callable
 
@@ -14,16 +14,16 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def calls_of(peer: Peer, problem: Problem, loss: Callable | None = None) -> dict[str, Callable]:
-    """`{pass: function()}` of a peer and its loss. Forward + backward returns the loss, dX and dW; of a GEMM-only
-    baseline the gradients alone."""
+    """`{pass: function()}` for a peer and its loss. Forward + backward returns the loss, dX and dW; for a GEMM-only
+    baseline dX and dW."""
     if peer.family == "gemm-only":
         return _baseline_calls(problem, peer.name == OVERLAPPED)
     return _loss_calls(loss, problem, peer.main_grad)
 
 
 def _loss_calls(loss, problem, main_grad):
-    """The gradients go where training has them: to `.grad` of leaf tensors, or to one `main_grad` for all calls. Each
-    call makes new leaves on the same storage, so that nothing else is accumulated from call to call."""
+    """As in training, gradients go to `.grad` of leaf tensors, or to one `main_grad` of all calls. Each call makes new
+    leaves on the same storage: gradients in `.grad` do not accumulate over the calls."""
     x, weight, target = problem.x, problem.weight, problem.target
     buffer = torch.zeros_like(weight, dtype=torch.float32) if main_grad else None
 
@@ -43,18 +43,18 @@ def _loss_calls(loss, problem, main_grad):
 
 
 def _baseline_calls(problem, collectives):
-    """The matrix products that every loss needs, 6 N V D / P flops, with logits z standing in for their gradient.
+    """The matrix products that every loss needs, 6 N V D / P flops. The logits z take the place of their gradient.
 
-    With `collectives`, each of stock's runs beside a product that does not need it. dX is all-reduced beside z.T @ x.
-    Under sequence parallelism hidden states are gathered before x @ W.T, gathered again beside z @ W as Megatron does,
-    which saves nothing of size N * D, and dX is reduce-scattered beside z.T @ x.
+    With `collectives`, also the collectives of stock Megatron, each beside a product that does not depend on it. dX is
+    all-reduced beside z.T @ x. Under sequence parallelism the hidden states are gathered before x @ W.T, and again
+    beside z @ W, since Megatron does not save the gathered N * D elements; dX is reduce-scattered beside z.T @ x.
     """
     weight, options = problem.weight, {"group": problem.team.group, "async_op": True}
     gathers = collectives and problem.sequence_parallel
     x = problem.x if gathers else problem.hidden
 
     def gather():
-        """The hidden states of all ranks, and what to wait for."""
+        """The hidden states of all ranks, and the handle of their gather."""
         whole = x.new_empty(problem.hidden.shape)
         return whole, all_gather(whole, x, **options)
 
@@ -65,7 +65,7 @@ def _baseline_calls(problem, collectives):
         return whole @ weight.T
 
     def forward():
-        product()  # not returned: other losses need no logits
+        product()  # the logits are freed at once, as by a loss that does not need them
 
     def forward_backward():
         z = product()

@@ -1,8 +1,9 @@
-"""Peak memory of one call, in bytes that tensors really occupy.
+"""Peak memory of one call, in bytes that its tensors occupy.
 
-On CUDA the caching allocator counts. On CPU the profiler records every allocation and release of torch's allocator, and
-the records are replayed. Memory that a library takes for itself is not seen. On CUDA a matrix library takes its
-workspace from torch's allocator at its first use, so call the function once before it is measured.
+On CUDA the caching allocator counts the bytes. On CPU the profiler records every allocation and release of torch's
+allocator, and these records are summed in order. Memory that a library allocates otherwise is not counted. On CUDA a
+matrix library takes its workspace from torch's allocator at its first use, so call the function once before it is
+measured.
 """
 
 import gc
@@ -18,10 +19,10 @@ import torch
 def peak_memory(fn: Callable, device: torch.device | str) -> tuple[int, int]:
     """Runs `fn()` once and returns `(peak, alive)`, both in bytes above what was allocated before the call.
 
-    `peak` is the highest level during the call. `alive` is what was allocated in the call and still exists after it,
-    the value that `fn` returned included. With `fn` returning gradients, `peak - alive` is what the computation needed
-    beyond its results. If the call frees tensors from before it, both numbers are lower on CUDA; on CPU such tensors
-    are not known.
+    `peak` is the largest number of bytes during the call. `alive` is the bytes that the call allocated and that still
+    exist after it, the result of `fn` included. If `fn` returns gradients, `peak - alive` is the memory that the
+    computation needed beyond its results. If the call frees earlier tensors, both numbers are lower on CUDA; on CPU
+    such tensors are not known.
     """
     kind = torch.device(device).type
     gc.collect()
@@ -37,7 +38,7 @@ def _peak_cuda(fn: Callable, device: torch.device | str) -> tuple[int, int]:
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    result = fn()  # held until the last line: what it returns counts as alive
+    result = fn()  # held until the last line: the result counts as alive
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     alive = torch.cuda.memory_allocated(device) - before
@@ -46,8 +47,8 @@ def _peak_cuda(fn: Callable, device: torch.device | str) -> tuple[int, int]:
 
 
 def _finish_backwards(device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lets the thread that runs backwards let go of the results of the last one, which it may still hold. It holds the
-    returned tensors instead, until some time later."""
+    """Runs a tiny backward. Autograd's thread may still hold the results of the last backward. After this call it holds
+    the returned tensors instead."""
     with torch.inference_mode(False), torch.enable_grad():
         leaf, one = torch.zeros(1, device=device, requires_grad=True), torch.ones(1, device=device)
         torch.autograd.grad(leaf.view(1), leaf, one)
@@ -55,14 +56,14 @@ def _finish_backwards(device: torch.device | str) -> tuple[torch.Tensor, torch.T
 
 
 def _peak_cpu(fn: Callable) -> tuple[int, int]:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler announces itself on stderr at each start
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints to stderr at each start
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         result = fn()
     live, level, peak = {}, 0, 0
     events = [e for e in _events(profile) if e.get("name") == "[memory]" and e["args"]["Device Type"] == 0]  # 0 is CPU
     for event in sorted(events, key=lambda e: e["ts"]):
-        address, size = event["args"]["Addr"], event["args"]["Bytes"]  # negative where it was released
-        # A release of an address that these records did not allocate belongs to a tensor from before.
+        address, size = event["args"]["Addr"], event["args"]["Bytes"]  # negative for a release
+        # A release without an allocation in these records is of a tensor from before the call: it is not counted.
         level -= live.pop(address, 0)
         if size > 0:
             live[address] = size
@@ -73,7 +74,7 @@ def _peak_cpu(fn: Callable) -> tuple[int, int]:
 
 
 def _events(profile: torch.profiler.profile) -> list[dict]:
-    """The exported trace, the only public form in which each record of memory keeps its address."""
+    """The events of the exported trace. It is the only public form in which memory records have addresses."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))

@@ -1,11 +1,10 @@
-"""Who is measured.
+"""The peers: losses that are measured, and the GEMM-only baseline.
 
-A peer is a function `loss(x, weight, target) -> scalar`: the mean cross-entropy over the targets that are not
-IGNORE_INDEX, of this rank's hidden states x [N, D] ([N/P, D] under sequence parallelism), its vocabulary shard
-weight [V/P, D], and the targets [N] of the whole sequence.
+A loss is a function `loss(x, weight, target) -> scalar`, the mean cross-entropy over the targets that are not
+IGNORE_INDEX. x are this rank's hidden states [N, D] ([N/P, D] under sequence parallelism), weight is its vocabulary
+shard [V/P, D], and target has the ids [N] of the whole sequence.
 
-The exception is the GEMM-only baseline: the three matrix products that every loss needs, without a loss. Everybody's
-time is measured against it.
+The GEMM-only baseline is the three matrix products that every loss needs, without a loss. Speeds are relative to it.
 """
 
 import importlib.util
@@ -18,7 +17,7 @@ from . import libraries, ours
 from .libraries import library
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward_backward"
-PASSES = (FORWARD, FORWARD_BACKWARD)  # without gradients, as in evaluation; with dX and dW, as in training
+PASSES = (FORWARD, FORWARD_BACKWARD)  # FORWARD: without gradients; FORWARD_BACKWARD: with dX and dW
 
 ANY, SCALAR = "any", "scalar"
 CPU_AND_CUDA, CUDA = ("cpu", "cuda"), ("cuda",)
@@ -27,7 +26,7 @@ BOTH = (ONE, RANKS)
 
 GEMM_ONLY, OVERLAPPED, SAVED = "gemm-only", "gemm-only-overlapped", "ours-per-token@all"
 UNITS = {"": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-ALL = 1 << 40  # a logits_budget that everything fits
+ALL = 1 << 40  # a logits_budget that holds all exponentials
 
 
 @dataclass(frozen=True)
@@ -35,33 +34,33 @@ class Peer:
     """One row of the table."""
 
     name: str
-    upstream: str  # the gradient that its loss accepts: 'any' per token, or one 'scalar'
-    devices: tuple[str, ...]  # those on which it is measured without being named
-    build: Callable | None  # of a group (None on one GPU) and whether sequence parallel; returns the loss
+    upstream: str  # the upstream gradient that its loss accepts: 'any' per token, or one 'scalar'
+    devices: tuple[str, ...]  # devices on which it is measured by default
+    build: Callable | None  # build(group, sequence_parallel) returns the loss; group is None on one GPU
     family: str = "other"  # 'ours', 'gemm-only' (a GEMM-only baseline) or 'other'
     main_grad: bool = False  # dW is added to an fp32 `weight.main_grad` that exists before the call
     settings: tuple[str, ...] = (ONE,)
     needs: str = ""  # a module that `build` imports
-    judged: bool = True  # its answers are those of the problem
+    judged: bool = True  # its loss is the mean cross-entropy, so that its errors can be checked
 
     @property
     def missing(self) -> str:
-        """Why it cannot run here, or ''."""
+        """The reason why it cannot run in this environment, or ''."""
         try:
-            found = not self.needs or importlib.util.find_spec(self.needs) is not None
-        except ImportError:  # of the package that it is a part of
-            found = False
-        return "" if found else f"no module {self.needs}"
+            exists = not self.needs or importlib.util.find_spec(self.needs) is not None
+        except ImportError:  # the parent package is missing
+            exists = False
+        return "" if exists else f"no module {self.needs}"
 
 
-OURS = {  # {kind: (upstream, function of a budget and of what other peers' `build` takes)}
+OURS = {  # {kind: (upstream, function(budget, group, sequence_parallel) that returns the loss)}
     "ours": (SCALAR, partial(ours.loss, "mean")),
     "ours-per-token": (ANY, partial(ours.loss, "none")),
     "ours-main-grad": (ANY, ours.main_grad),
     **{kind: (ANY, partial(ours.statistics, asked)) for kind, asked in ours.ASKED.items()},
     "ours-replay": (ANY, ours.replay),
 }
-UNJUDGED = ("ours-masked", "ours-replay")  # kinds that give another answer than the mean cross-entropy
+UNJUDGED = ("ours-masked", "ours-replay")  # kinds whose loss is not the mean cross-entropy
 _LIGER = "liger_kernel.transformers.functional", "liger_fused_linear_cross_entropy"
 _CCE = "cut_cross_entropy", "linear_cross_entropy"
 _QUACK = "quack.linear_cross_entropy", "chunked_linear_cross_entropy"
@@ -75,17 +74,17 @@ OTHERS = (
     Peer("megatron-fused", ANY, CUDA, partial(libraries.megatron, True), settings=BOTH, needs="megatron.core"),
     Peer("megatron", ANY, CUDA, partial(libraries.megatron, False), settings=BOTH, needs="megatron.core"),
     Peer("verl", ANY, CUDA, libraries.verl, settings=BOTH, needs="verl"),
-    # LIGER_KERNEL_IMPL in the environment chooses liger's backend, as everywhere in that library.
+    # The environment variable LIGER_KERNEL_IMPL chooses liger's backend.
     Peer("liger", SCALAR, CUDA, library(*_LIGER, reduction="mean"), needs="liger_kernel"),
-    Peer("cce", ANY, CUDA, library(*_CCE, impl="cce"), needs="cut_cross_entropy"),  # skips gradients it finds small
+    Peer("cce", ANY, CUDA, library(*_CCE, impl="cce"), needs="cut_cross_entropy"),  # skips small gradients
     Peer("cce-exact", ANY, CUDA, library(*_CCE, impl="cce_exact"), needs="cut_cross_entropy"),
-    # Chunks of 8192 tokens sum the fp32 dW half as often as the default of 4096.
+    # With chunks of 8192 tokens the fp32 dW is added to half as often as with the default of 4096.
     Peer("quack", SCALAR, CUDA, library(*_QUACK, chunk_size=8192), needs="quack"),
 )
 
 
 def named(name: str, setting: str) -> Peer:
-    """The peer of this name, or ValueError. A name of ours may end in a `logits_budget`: ours@512MiB."""
+    """The peer of this name. A name of ours may end in a `logits_budget`: ours@512MiB. An unknown name: ValueError."""
     kind, at, budget = name.partition("@")
     if kind in OURS:
         upstream, build = OURS[kind]
@@ -99,12 +98,12 @@ def named(name: str, setting: str) -> Peer:
 
 
 def others(setting: str) -> list[Peer]:
-    """All but ours."""
+    """All peers except those of parallel_lce."""
     return [peer for peer in OTHERS if setting in peer.settings]
 
 
 def parse_budget(text: str) -> int:
-    """'512MiB', '0', '1048576' -> bytes; 'all' -> more than anything needs."""
+    """'512MiB', '0', '1048576' -> bytes; 'all' -> `ALL`."""
     if text.lower() == "all":
         return ALL
     match = re.fullmatch(r"(\d+)\s*([a-z]*)", text.lower())

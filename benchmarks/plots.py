@@ -1,4 +1,4 @@
-"""Pictures of what was measured."""
+"""Pictures of the measurements."""
 
 from pathlib import Path
 
@@ -8,27 +8,27 @@ MARKERS = "osD^v<>Pp*"
 
 
 def plot_over_ranks(path: Path, facts: dict[str, str], cells: list[dict]) -> bool:
-    """Time of forward + backward against TP, a panel per problem and layout and a line per peer. A single rank has one
-    layout; its times are in the panels of both."""
+    """Draws the time of forward + backward against the TP size: a panel per problem and layout, a line per peer. The
+    times of a single rank are in the panels of both layouts. Returns as `draw`."""
     layouts = sorted({cell["sequence_parallel"] for cell in cells if cell["tp"] > 1}) or [False]
     panels = {}
     for cell in sorted(cells, key=lambda cell: (cell["n"], cell["tp"])):
         for sequence_parallel in layouts if cell["tp"] == 1 else [cell["sequence_parallel"]]:
             title = "N={n}, V={v}, D={d}, {dtype}".format_map(cell) + ", sequence parallel" * sequence_parallel
             for peer in cell["peers"]:
-                if its := peer.get(FORWARD_BACKWARD):
-                    milliseconds = [1e3 * its[f"seconds_{of}"] for of in ("median", "min", "max")]
+                if timed := peer.get(FORWARD_BACKWARD):
+                    milliseconds = [1e3 * timed[f"seconds_{of}"] for of in ("median", "min", "max")]
                     lines = panels.setdefault((title, "forward + backward, ms"), {})
                     lines.setdefault(peer["name"], []).append((cell["tp"], milliseconds))
     return draw(path, f"{facts['device']}, torch {facts['torch']}", "tensor-parallel ranks", panels, len(layouts))
 
 
 def draw(path: Path, title: str, x_label: str, panels: dict, columns: int) -> bool:
-    """Lines on logarithmic axes: `{(title, label of y): {name: [(x, (y, smallest, largest))]}}`, so many panels a row.
-    Returns whether there is any; else nothing is written."""
+    """Draws lines on logarithmic axes. `panels`: `{(title, label of y): {name: [(x, (y, smallest, largest))]}}`;
+    `columns`: panels per row. Without panels, returns False and writes nothing."""
     import matplotlib
 
-    matplotlib.use("Agg")  # a file is wanted, never a window
+    matplotlib.use("Agg")  # draws to files, opens no window
     from matplotlib import pyplot
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
@@ -56,7 +56,7 @@ def draw(path: Path, title: str, x_label: str, panels: dict, columns: int) -> bo
         axis.set_title(panel, fontsize=9, loc="left")
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
-        # Beside the panel: there are too many lines for one that hides none.
+        # Beside the panel: inside it the legend would hide lines.
         axis.legend(fontsize=7, frameon=False, handlelength=3, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(title, fontsize=10)
     figure.savefig(path, dpi=100)

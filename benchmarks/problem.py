@@ -1,4 +1,4 @@
-"""What is measured: a shape, and the tensors that each rank has."""
+"""A problem to measure: a shape, and the tensors of each rank."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from .team import Team
 
 IGNORE_INDEX = -100
 IGNORED = 0.05  # share of the targets that are IGNORE_INDEX
-BLOCK_BYTES = 512 << 20  # float64 logits of a block of tokens, where plain torch makes them
+BLOCK_BYTES = 512 << 20  # bytes of the float64 logits of a block of tokens, in plain torch
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,8 @@ class Problem:
     name: str = ""
 
     def __str__(self):
-        parts = [f"TP {self.team.ranks}"] * (self.team.ranks > 1) + [str(self.shape)]
-        return ", ".join(parts + ["SP"] * self.sequence_parallel)
+        words = [f"TP {self.team.ranks}"] * (self.team.ranks > 1) + [str(self.shape)]
+        return ", ".join(words + ["SP"] * self.sequence_parallel)
 
     def own(self, whole):
         """This rank's tokens of `whole [N, ...]`: all of them without sequence parallelism."""
@@ -59,13 +59,13 @@ class Problem:
 
     @property
     def blocks(self):
-        """Slices of the tokens, whose float64 logits of this rank's shard have `BLOCK_BYTES` each."""
+        """Slices of the tokens. The float64 logits of a slice, for this rank's shard, have at most `BLOCK_BYTES`."""
         rows = max(1, BLOCK_BYTES // (8 * len(self.weight)))
         return [slice(start, start + rows) for start in range(0, len(self.hidden), rows)]
 
 
 def make_problem(shape, dtype, team, seed=0):
-    """Random tensors. x ~ N(0, 1) and W ~ N(0, 1 / D), so that logits are ~ N(0, 1) for any D. Targets are uniform."""
+    """Random tensors: x ~ N(0, 1) and W ~ N(0, 1 / D), so that logits are ~ N(0, 1) for any D. Targets are uniform."""
     shared = torch.Generator(team.device).manual_seed(seed)
     own = shared if team.ranks == 1 else torch.Generator(team.device).manual_seed(seed + 1 + team.rank)
     options = {"generator": shared, "device": team.device}

@@ -1,4 +1,4 @@
-"""What all commands share: arguments, the machine that is measured, and what is printed and written."""
+"""Functions of all commands: arguments, facts about the machine, console output and JSON."""
 
 import importlib.metadata
 import importlib.util
@@ -18,11 +18,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 LIBRARIES = ("triton", "megatron-core", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl")
 NONE = "–"
 MIB = 2**20
-PIPE_WIDTH = 300  # a file or a pipe has no width, and wrapped numbers cannot be read
+PIPE_WIDTH = 300  # columns of output to a file or a pipe: wide enough that no table wraps
 
 
 def new_parser(program: str, description: str | None) -> ArgumentParser:
-    """With the arguments that all reports have. `parse` is to be called with it."""
+    """A parser with the arguments of all reports. Parse with `parse`."""
     parser = ArgumentParser(prog=program, description=description, formatter_class=RawTextHelpFormatter)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
@@ -31,8 +31,8 @@ def new_parser(program: str, description: str | None) -> ArgumentParser:
 
 
 def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | None = None) -> Namespace:
-    """The command line of one of so many processes of this host, by default as many as torchrun started. Ends the
-    program, with status 2, for what cannot be run."""
+    """Parses and checks the command line. A wrong one ends the program with status 2. `processes`: of this host; None:
+    the number that torchrun started."""
     options = parser.parse_args(arguments)
     processes = processes or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if options.device == "cuda" and torch.cuda.device_count() < processes:
@@ -40,7 +40,7 @@ def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | 
     files = getattr(options, "files", [])
     for package in ["rich"] + ["safetensors"] * bool(files):
         if importlib.util.find_spec(package) is None:
-            parser.error(f"the report needs {package}: pip install 'parallel-lce[bench]'")
+            parser.error(f"the report needs {package}: pip install '.[bench]' in the checkout")
     if missing := [path for path in files if not Path(path).is_file()]:
         parser.error(f"no such file: {', '.join(missing)}")
     if options.json and Path(options.json).is_dir():
@@ -54,7 +54,7 @@ def parse(parser: ArgumentParser, arguments: list[str] | None, processes: int | 
 def parse_shape(text: str) -> Shape:
     """'N,V,D' -> Shape."""
     try:
-        numbers = [int(part) for part in text.split(",")]
+        numbers = [int(number) for number in text.split(",")]
     except ValueError:
         numbers = []
     if len(numbers) != 3 or not all(1 <= number < 2**31 for number in numbers):
@@ -63,11 +63,11 @@ def parse_shape(text: str) -> Shape:
 
 
 def picture(text: str) -> str:
-    """A path whose suffix matplotlib knows."""
+    """The path `text`, if matplotlib can write files of its suffix."""
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
-        raise ArgumentTypeError("a picture needs matplotlib: pip install 'parallel-lce[bench]'") from None
+        raise ArgumentTypeError("a picture needs matplotlib: pip install '.[bench]' in the checkout") from None
     suffix, known = os.path.splitext(text)[1][1:].lower(), FigureCanvasBase.get_supported_filetypes()
     if suffix and suffix not in known:
         raise ArgumentTypeError(f"the suffix must be one of {', '.join(sorted(known))}, got {text}")
@@ -75,7 +75,7 @@ def picture(text: str) -> str:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """{what: text} of the hardware and the software that decide the numbers."""
+    """{name: text} for the hardware and the software on which the figures depend."""
     facts = {"device": _cpu_name(), "cpus": str(os.cpu_count()), "threads": str(torch.get_num_threads())}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -99,7 +99,7 @@ def _cpu_name() -> str:
 
 
 def speaker(speaks: bool = True) -> Callable[[Any], None]:
-    """A function that prints a table, or a text that is not wrapped, if this rank `speaks`."""
+    """A function that prints a table, or a text without wrapping it. Unless this rank `speaks`, it prints nothing."""
     from rich.console import Console
 
     console = Console(highlight=False, markup=False, emoji=False, quiet=not speaks)
@@ -109,7 +109,7 @@ def speaker(speaks: bool = True) -> Callable[[Any], None]:
 
 
 def new_table(title: str | None, caption: str | None, left: list[str], right: list[str]):
-    """A Markdown table with columns aligned left and right."""
+    """A Markdown table. `left`, `right`: names of the columns aligned left, then right."""
     from rich import box
     from rich.table import Table
 
@@ -135,12 +135,12 @@ def spread_text(values: tuple[float, float, float] | None, form: str = "{:.3f} (
 
 
 def with_folder(path: str) -> Path:
-    """The path of a file that can be written."""
+    """The path of a file, whose folder is made if it does not exist."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     return Path(path)
 
 
 def write_json(path: str, content: dict) -> None:
-    """JSON has neither NaN nor infinities: they are null."""
+    """Writes NaN and infinities as null: JSON has neither."""
     content = json.loads(json.dumps(content), parse_constant=lambda _: None)
     with_folder(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

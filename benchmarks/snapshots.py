@@ -1,6 +1,7 @@
-"""A snapshot of a training, which some reports are about: what an output layer sees, as launch/snapshots.py writes it.
+"""Snapshots of a training: reading them, and functions of the reports on them.
 
-It is a safetensors file of `hidden [N, D]` and `weight [V, D]`, bf16 or fp16, and `target [N]` of an integer dtype.
+A snapshot is a safetensors file with the operands of an output layer, as launch/snapshots.py writes it: `hidden [N, D]`
+and `weight [V, D]`, bf16 or fp16, and `target [N]` of an integer dtype.
 """
 
 import sys
@@ -18,7 +19,7 @@ TENSORS = ("hidden", "weight", "target")
 
 
 def read(path: str, team: Team) -> Problem:
-    """The problem in a file, whose weight is the whole one. Raises NotMeasured for a file that cannot be measured."""
+    """The problem in a file, with the whole weight. Raises NotMeasured for an unreadable or wrong file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -47,8 +48,9 @@ def read(path: str, team: Team) -> Problem:
 
 
 def report_on(sources: list[Callable], options: Namespace, content: dict, show: Callable, speaks: bool = True) -> int:
-    """Appends what each source gives to `content["cases"]`, shows it, and writes the JSON again. Returns the exit
-    status: 2 if a source cannot be measured, of which a rank that `speaks` says why."""
+    """Calls each source, appends its case to `content["cases"]`, shows the case, and writes the JSON again.
+
+    Returns the exit status: 2 if a source raises NotMeasured, else 0. A rank that `speaks` prints the reason."""
     status = 0
     for source in sources:
         try:
@@ -67,8 +69,8 @@ def report_on(sources: list[Callable], options: Namespace, content: dict, show: 
 
 @torch.no_grad()
 def log_softmax(problem: Problem, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor, float]]:
-    """Of each block of R tokens: which they are, their log-probabilities `[R, V]`, and max |z|. The logits are in
-    `dtype`, the softmax is at least in fp32."""
+    """Yields for each block of R tokens: their slice, their log-probabilities `[R, V]`, and max |z|. Logits are in
+    `dtype`, the softmax at least in fp32."""
     weight = problem.weight.to(dtype)
     for tokens in problem.blocks:
         z = problem.hidden[tokens].to(dtype) @ weight.T

@@ -1,4 +1,4 @@
-"""Tables of what was measured, in Markdown. docs/benchmarks.md explains their columns."""
+"""Tables of the measurements, in Markdown. docs/benchmarks.md explains their columns."""
 
 from collections.abc import Iterator
 
@@ -7,27 +7,27 @@ from .peers import ANY, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, OVERLAPPED, PASSES
 from .report import NONE, mebibytes, milliseconds, new_table, spread_text
 from .timing import spread
 
-ERRORS = ("loss", "dX", "dW")  # in JSON the worst rows too
+ERRORS = ("loss", "dX", "dW")  # JSON also has the errors of the worst rows
 SHORT = {FORWARD: "forward", FORWARD_BACKWARD: "fwd+bwd"}
 CAPTION = (
     " Milliseconds of the slowest rank. of GEMM-only: speed relative to the bare products in the same round; of "
-    "overlapped: to the same with collectives. MiB: peak above the inputs on the rank that needs most; beyond: without "
-    "dX and dW too."
+    "overlapped: relative to the products with collectives. MiB: peak above the inputs, largest of the ranks; beyond: "
+    "peak above the inputs, dX and dW."
 )
 OVERVIEW_CAPTION = (
-    "Speed of the first strategy of ours (min–max over the rounds) relative to the GEMM-only baseline with overlapped "
-    "collectives and without any, and of forward alone to the projection alone; ×: times the speed of another in "
-    "forward + backward; the fastest: of those whose loss accepts a gradient per token. MiB: beyond inputs and "
-    "gradients."
+    "Speed of the first peer of ours (min–max over the rounds): forward + backward relative to the GEMM-only baseline "
+    "with overlapped collectives and without collectives, and forward relative to the projection alone; ×: relative "
+    "to another peer, in forward + backward; the fastest: of the other peers whose loss accepts a gradient per token. "
+    "MiB: beyond inputs and gradients."
 )
 HOST_CAPTION = (
-    "host ms: from call to return with the GPU idle before; medians (min–max over the rounds). GPU operations: "
-    "kernels, copies and fills of one call; GPU ms: their time."
+    "host ms: from call to return, with the GPU idle before the call; medians (min–max over the rounds). GPU "
+    "operations: kernels, copies and fills of one call; GPU ms: their time."
 )
 
 
 def cell_table(cell: dict):
-    """A row per peer."""
+    """The table of a cell: a row per peer."""
     about = f"{cell['dtype']}, {cell['counted_targets']} targets, max |z| {cell['max_abs_logit']:.1f}"
     title = f"{cell['problem']}, {about}: medians of {cell['rounds']} rounds (min–max)"
     unit = cell["torch_errors"]
@@ -42,7 +42,7 @@ def cell_table(cell: dict):
     for entry in cell["peers"]:
         row = [entry["name"], entry["upstream"]]
         if entry["refused"]:
-            row[0] += ", " + entry["refused"].split(":")[0]  # all of it is printed below the table
+            row[0] += ", " + entry["refused"].split(":")[0]  # the whole reason is printed below the table
         for measured in (entry.get(kind) for kind in PASSES):
             if measured is None:
                 row += [NONE] * (3 + len(speeds))
@@ -54,8 +54,8 @@ def cell_table(cell: dict):
     return table
 
 
-def host_parts(cell: dict) -> Iterator:
-    """The host's time of all peers, then a profile of each. Nothing where it was not measured."""
+def host_output(cell: dict) -> Iterator:
+    """The table of host times, then a profile of each peer. Nothing if host times were not measured."""
     rows = [(entry, kind, entry[kind]) for entry in cell["peers"] for kind in PASSES if kind in entry]
     rows = [row for row in rows if "host_seconds" in row[-1]]
     if not rows:
@@ -75,7 +75,7 @@ def host_parts(cell: dict) -> Iterator:
 
 
 def overview(cells: list[dict]):
-    """A row per cell: ours against the baselines and everybody else."""
+    """A row per cell: the first peer of ours, relative to the baselines and to the other libraries."""
     others = dict.fromkeys(entry["name"] for cell in cells for entry in cell["peers"] if entry["family"] == "other")
     columns = ["of overlapped", "of GEMM-only", "forward of GEMM-only", *(f"{name} ×" for name in others)]
     table = new_table("Ours over all problems", OVERVIEW_CAPTION, ["problem"], [*columns, "the fastest ×", "MiB"])
@@ -93,7 +93,8 @@ def overview(cells: list[dict]):
 
 
 def fastest_other(cell: dict) -> str:
-    """The name of the fastest of the others in forward + backward whose loss accepts a gradient per token, or ''."""
+    """The name of the other library's peer that is fastest in forward + backward, among those whose loss accepts a
+    gradient per token; '' if none was timed."""
     timed = [entry for entry in cell["peers"] if FORWARD_BACKWARD in entry]
     others = [entry for entry in timed if entry["family"] == "other" and entry["upstream"] == ANY]
     fastest = min(others, key=lambda entry: entry[FORWARD_BACKWARD]["seconds_median"], default={"name": ""})

@@ -1,7 +1,7 @@
 """The ranks that are measured together. One GPU is a team of one rank.
 
-Measured calls use `group` (NCCL on GPUs). What the benchmark itself exchanges goes over `host`, a gloo group of the
-same ranks. It therefore takes no part in a timed call and does not wait for a device.
+Measured calls use `group` (NCCL on GPUs). The benchmark's own messages use `host`, a gloo group of the same ranks: they
+do not run on the GPU, and do not wait for it.
 """
 
 import math
@@ -14,16 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its functions have the world group as a default argument. If torch.compile imports it after init_process_group, the
-# group and its threads outlive destroy_process_group, and gloo may abort the process at its end.
+# Functions of this module have the world group as a default argument. If torch.compile imported the module after
+# init_process_group, the group and its threads would outlive destroy_process_group, and gloo might abort at exit.
 import torch.distributed.nn
 
-TIMEOUT = timedelta(minutes=3)  # a collective of a measured call that takes longer ends the run
-IDLE_TIMEOUT = timedelta(hours=2)  # ranks outside the team wait until it has been measured
+TIMEOUT = timedelta(minutes=3)  # of a collective in a measured call
+IDLE_TIMEOUT = timedelta(hours=2)  # of ranks outside the team, which wait until it has been measured
 
 
 class NotMeasured(Exception):
-    """A peer, or input, that is not measured. The message says why; `errors` holds the errors found until then."""
+    """A peer or a file is not measured. The message has the reason; `errors` has the peer's errors, if known."""
 
     def __init__(self, message: str, errors: dict[str, float] | None = None):
         super().__init__(message)
@@ -43,7 +43,7 @@ def join(device_type: str) -> torch.device:
 
 @dataclass(frozen=True)
 class Team:
-    """Ranks 0 to `ranks` - 1 of the run; this process is one of them. Without groups it is one process alone."""
+    """Ranks 0 to `ranks` - 1 of the run, seen from one of them. Without groups: a single process."""
 
     device: torch.device
     rank: int = 0
@@ -53,7 +53,7 @@ class Team:
 
     @classmethod
     def of(cls, ranks: int, device: torch.device) -> "Team | None":
-        """The first `ranks` ranks, or None on the others. Every rank of the run has to call this."""
+        """The team of the first `ranks` ranks; None on other ranks. Every rank of the run must call this function."""
         if not dist.is_initialized():
             return cls(device)
         members, backend = list(range(ranks)), "nccl" if device.type == "cuda" else "gloo"
@@ -77,15 +77,16 @@ class Team:
         return tensor
 
     def gather(self, value: Any) -> list:
-        """`[value of each rank]`. Waits for the other ranks' processes, not for their devices."""
+        """The `value` of every rank, in rank order. Waits for the other processes, not for their devices."""
         values = [value] * self.ranks
         if self.ranks > 1:
             dist.all_gather_object(values, value, group=self.host)
         return values
 
     def agree(self, function: Callable[[], Any]) -> Any:
-        """This rank's `function()`. If it raises on any rank, all ranks raise NotMeasured with the reason. A rank that
-        waits in a collective for one that raised gets here only after the timeout."""
+        """The result of `function()` on this rank. If it raises on a rank, all ranks raise NotMeasured with the reason.
+
+        If a rank raises while another waits for it in a collective, NotMeasured follows the collective's timeout."""
         value, reason = None, ""
         try:
             value = function()
@@ -102,12 +103,12 @@ class Team:
 
     def worst(self, errors: dict[str, float]) -> dict[str, float]:
         """`{name: largest error of all ranks}`."""
-        found = self.gather(errors)
-        return {name: largest([its[name] for its in found]) for name in errors}
+        by_rank = self.gather(errors)
+        return {name: largest([own[name] for own in by_rank]) for name in errors}
 
 
 def largest(errors: list[float]) -> float:
-    """NaN is larger than any number."""
+    """The largest error. NaN counts as larger than any number."""
     return max(errors, key=lambda error: (math.isnan(error), error))
 
 

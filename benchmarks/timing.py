@@ -1,4 +1,4 @@
-"""Seconds of one call. On CUDA they lie between events on the stream; those of the host between call and return."""
+"""The time of one call, in seconds: on CUDA between events on the stream; the host time between call and return."""
 
 import gc
 import math
@@ -13,21 +13,22 @@ import torch
 
 from .team import Team, synchronize
 
-# Seconds of one reading: first of calls that warm up, then of calls that are measured. A power-limited GPU is faster in
-# its first tens of milliseconds than in training. Over ranks the peers follow one another without a pause, so that less
-# warm-up is needed than after one.
+# Seconds of one reading: of warm-up calls, then of measured calls. In its first tens of milliseconds a power-limited
+# GPU is faster than in training. Over ranks the peers follow one another without a pause, so less warm-up is needed.
 ALONE = {"cpu": (0.0, 0.05), "cuda": (0.05, 0.15)}
 OVER_RANKS = {"cpu": (0.0, 0.01), "cuda": (0.02, 0.06)}
-MOST_CALLS = 1000  # of one reading at most
+MOST_CALLS = 1000  # upper bound of warm-up calls, and of measured calls, of one reading
 
 
 def timer(call: Callable, team: Team, host: bool = False) -> Callable[[], float]:
-    """A function that reads the seconds of `call`, or those of the host alone, on the slowest rank. The number of calls
-    is chosen here, from the fastest of three, and is the same on all ranks and for all readings."""
+    """A function that returns the seconds of `call` on the slowest rank; with `host` the host time.
+
+    The number of calls per reading is chosen here, from the fastest of three calls. It is the same on all ranks and in
+    all readings."""
     seconds_of = host_clock if host else clock
 
     def read(warm_up: int, calls: int) -> float:
-        team.gather(None)  # so that the ranks start together
+        team.gather(None)  # the ranks start together
         return max(team.gather(team.agree(partial(seconds_of, call, warm_up, calls, team.device))))
 
     one = min(read(0, 1) for _ in range(3))
@@ -37,8 +38,8 @@ def timer(call: Callable, team: Team, host: bool = False) -> Callable[[], float]
 
 
 def interleaved(calls: dict, team: Team, rounds: int) -> dict:
-    """`{key: [seconds of its call, one per round]}`. What ran before a call changes the GPU's clock, so that each round
-    has its own order, the same on all ranks."""
+    """`{key: [seconds of its call, one per round]}`. Each round has its own order of calls, the same on all ranks: the
+    preceding call changes the GPU's clock rate."""
     readers = {key: timer(call, team) for key, call in calls.items()}
     seconds = {key: [] for key in calls}
     for number in range(rounds):
@@ -49,7 +50,7 @@ def interleaved(calls: dict, team: Team, rounds: int) -> dict:
 
 
 def clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> float:
-    """Seconds of one call on this device: the median on CUDA, where all calls are queued before any is waited for."""
+    """Seconds of one call on this device: on CPU the mean; on CUDA the median of calls that are all queued at once."""
     for _ in range(warm_up):
         call()
     if device.type == "cpu":
@@ -67,14 +68,14 @@ def clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> flo
 
 
 def host_clock(call: Callable, warm_up: int, calls: int, device: torch.device) -> float:
-    """Median of the seconds from call to return, of calls that find the device idle."""
+    """Median of the seconds from call to return, with the device idle before each call."""
     seconds = []
     for _ in range(warm_up + calls):
         synchronize(device)
         start = time.perf_counter()
         result = call()
         seconds.append(time.perf_counter() - start)
-        del result  # not within the next call
+        del result  # freed here, not within the next call
     synchronize(device)
     return median(seconds[warm_up:])
 
@@ -85,6 +86,6 @@ def spread(values: list[float]) -> tuple[float, float, float]:
 
 
 def ratios(reference: list[float], seconds: list[float]) -> tuple[float, float, float]:
-    """(median, min, max) over the rounds of the speed relative to a reference, each of the same round, so that a
-    machine which slows down or has other work slows both."""
+    """(median, min, max) over the rounds of the speed relative to the reference in the same round: a slow moment of the
+    machine affects both."""
     return spread([other / own for other, own in zip(reference, seconds)])

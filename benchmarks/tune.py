@@ -1,8 +1,9 @@
-"""`python -m benchmarks.tune`: times the tiles that `kernels/tuning.py` could name for this GPU.
+"""`python -m benchmarks.tune`: times candidate tiles for this GPU.
 
 Every candidate runs three calls of `token_statistics` on each shape: forward alone, forward that saves all
-exponentials, and forward + backward with logits_budget=0. Speeds are relative to bare matrix products, one of them for
-a forward and three for forward + backward, in the same round. `tile_of` in `kernels/tuning.py` should return the best.
+exponentials, and forward + backward with logits_budget=0. Speeds are relative to bare matrix products in the same
+round: one product for a forward, three for forward + backward. `tile_of` in `kernels/tuning.py` should return the
+fastest tile.
 """
 
 import argparse
@@ -26,34 +27,34 @@ from .report import parse_shape
 from .team import NotMeasured, Team
 from .timing import ratios, timer
 
-# (rows, entries), K elements of a step, warps, stages
+# Tile(rows, entries, elements of the K dimension per step, warps, stages)
 SPECIALIZED = [
     Tile(*size, 64, 8, stages, warp_specialized=True)
     for size, stages in itertools.product([(128, 256), (256, 128)], [3, 4])
 ]
 _SIZES = [(128, 256), (128, 128), (64, 128)]
 PORTABLE = [Tile(*size, *rest) for size, *rest in itertools.product(_SIZES, (32, 64), (4, 8), (3, 4))]
-BLOCKS = (8, 16, 32)  # row blocks of a launch
-SHOWN = 8  # best rows of each use
+BLOCKS = (8, 16, 32)  # row blocks per launch
+SHOWN = 8  # fastest candidates that are printed for each call
 
 
 @contextmanager
 def forced(tile: Tile, blocks: int) -> Iterator[None]:
-    """Use this tile and so many row blocks per launch for every product."""
+    """Every product uses this tile, and launches of at most `blocks` row blocks."""
     of_launch = mock.patch.object(projection, "blocks_per_launch", lambda count, *_: max(1, min(count, blocks)))
     with of_launch, mock.patch.object(projection, "tile_of", lambda *_: tile):
         yield
 
 
 def uses_of(problem: Problem) -> dict[str, tuple[str, Callable]]:
-    """{name: (the pass whose products it is compared with, its call)}"""
+    """{name: (pass of the bare products for comparison, call)}"""
     x, weight = problem.x.requires_grad_(), problem.weight.requires_grad_()
 
     def statistics(budget: int, gradients: bool, backward: bool = False):
         with nullcontext() if gradients else torch.no_grad():
-            found = token_statistics(x, weight, problem.target.clamp(min=0), logits_budget=budget)
+            result = token_statistics(x, weight, problem.target.clamp(min=0), logits_budget=budget)
         if backward:
-            torch.autograd.grad(found.target_log_prob.sum(), (x, weight))
+            torch.autograd.grad(result.target_log_prob.sum(), (x, weight))
 
     return {
         "forward": (FORWARD, partial(statistics, 0, False)),
@@ -71,7 +72,7 @@ def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ..
         with forced(tile, count):
             try:
                 readers[tile, count, name] = timer(call, team)
-            except NotMeasured as reason:  # too large for the GPU, for one
+            except NotMeasured as reason:  # for example, a tile too large for the GPU
                 print(f"{tile} cannot run {name}: {reason}")
     of_products = {kind: timer(call, team) for kind, call in products.items()}
     for _ in range(rounds):
@@ -79,7 +80,7 @@ def tune(problem: Problem, rounds: int, tiles: list[Tile], blocks: tuple[int, ..
             bare.setdefault(key, []).append(of_products[uses[key[-1]][0]]())
             with forced(*key[:2]):
                 seconds.setdefault(key, []).append(read())
-    return {key: ratios(bare[key], its)[0] for key, its in seconds.items()}
+    return {key: ratios(bare[key], readings)[0] for key, readings in seconds.items()}
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -16,7 +16,7 @@ BETA, TEMPERATURE = 0.5, 2.0
 
 
 def build() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states [N, D] and weight [V, D] of the student, [N, E] and [V, E] of the teacher."""
+    """Student: hidden states [N, D] and weight [V, D]. Teacher: hidden states [N, E] and weight [V, E]."""
     torch.manual_seed(0)  # every rank makes the same tensors
     student = torch.randn(N, D), torch.randn(V, D) * D**-0.5
     return *student, torch.randn(N, E), torch.randn(V, E) * E**-0.5
@@ -27,7 +27,7 @@ def main() -> None:
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     hidden, whole, teacher_hidden, teacher = (x.to(device) for x in build())
     shard = nn.Parameter(whole.chunk(size)[rank].clone())  # [V/P, D]: this rank's rows of the student's weight
-    teacher_shard = teacher.chunk(size)[rank]  # [V/P, E], of the same vocabulary entries
+    teacher_shard = teacher.chunk(size)[rank]  # [V/P, E]: the teacher's rows of the same vocabulary entries
     optimizer = torch.optim.SGD([shard], lr=1000.0)
     for step in range(STEPS):
         loss = divergence(

@@ -13,20 +13,20 @@ from parallel_lce import log_prob, token_statistics
 from ranks import join
 
 V, D, STEPS = 512, 64, 5  # vocabulary, hidden size, updates
-PAIRS, LENGTH, BETA = 8, 16, 0.1  # pairs of answers, tokens of an answer; strength of the preference
+PAIRS, LENGTH, BETA = 8, 16, 0.1  # pairs of answers, tokens of prompt and answer, strength of the preference
 
 
 def build() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states [2, PAIRS, LENGTH, D] and tokens [2, PAIRS, LENGTH], chosen answers first; the mask of the answers'
-    tokens, of the same shape; the whole weight [V, D]."""
+    """Hidden states [2, PAIRS, LENGTH, D]; tokens and the mask of answer tokens [2, PAIRS, LENGTH]; the whole weight
+    [V, D]. Chosen answers come first, then rejected ones."""
     torch.manual_seed(0)  # every rank makes the same tensors
     shape = 2, PAIRS, LENGTH
-    mask = torch.arange(LENGTH) >= torch.randint(1, LENGTH, (2, PAIRS, 1))  # the tokens before are the prompt's
+    mask = torch.arange(LENGTH) >= torch.randint(1, LENGTH, (2, PAIRS, 1))  # the tokens before belong to the prompt
     return torch.randn(*shape, D), torch.randint(V, shape), mask, torch.randn(V, D) * D**-0.5
 
 
 def dpo_loss(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """Of the answers' log-probabilities [2, PAIRS], chosen answers first."""
+    """The loss of log-probabilities [2, PAIRS] by the policy, and by the reference. Chosen answers come first."""
     chosen, rejected = log_probs - reference
     return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
@@ -38,7 +38,7 @@ def main() -> None:
     shard = nn.Parameter(whole.chunk(size)[rank].clone())  # [V/P, D]: this rank's rows of the output layer's weight
     optimizer, reference, count = torch.optim.SGD([shard], lr=5.0), None, int(mask.sum())
     for step in range(STEPS):
-        # The prompts' tokens cost nothing.
+        # The call works on the answer tokens alone.
         statistics = token_statistics(hidden, shard, tokens, process_group=group, mask=mask, counted_tokens=count)
         log_probs = log_prob(statistics).sum(-1)  # [2, PAIRS]
         reference = log_probs.detach() if reference is None else reference

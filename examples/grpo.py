@@ -12,8 +12,8 @@ from parallel_lce import rl
 from ranks import join
 
 V, D, STEPS = 512, 64, 5  # vocabulary, hidden size, updates
-PROMPTS, GROUP, LENGTH = 4, 8, 16  # prompts, answers to each, tokens of an answer
-TEMPERATURE, PENALTY = 0.9, 0.04  # of sampling; of the divergence from the reference policy
+PROMPTS, GROUP, LENGTH = 4, 8, 16  # prompts, answers to each prompt, tokens of an answer
+TEMPERATURE, PENALTY = 0.9, 0.04  # sampling temperature, weight of the divergence from the reference policy
 
 
 def build() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -25,8 +25,9 @@ def build() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def grpo_loss(log_probs: Tensor, old: Tensor, rewards: Tensor) -> Tensor:
-    """The clipped objective with group-relative advantages, and the divergence from the policy ``old``, which is also
-    the reference. Log-probabilities [answers, LENGTH], rewards [answers]."""
+    """The clipped objective with group-relative advantages, plus the divergence from the reference policy.
+
+    ``log_probs`` and ``old`` are [answers, LENGTH], ``rewards`` [answers]. The old policy is also the reference."""
     grouped = rewards.view(PROMPTS, GROUP)
     advantage = (grouped - grouped.mean(1, keepdim=True)) / (grouped.std(1, keepdim=True) + 1e-4)
     advantage, ratio = advantage.view(-1, 1), (log_probs - old).exp()

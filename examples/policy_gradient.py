@@ -33,7 +33,7 @@ def main() -> None:
     hidden, whole, tokens, advantage = (x.to(device) for x in build())  # the same on every tensor-parallel rank
     shard = nn.Parameter(whole.chunk(size)[rank].clone())  # [V/P, D]: this rank's rows of the output layer's weight
     optimizer = torch.optim.SGD([shard], lr=5.0)
-    with torch.no_grad():  # of the policy that sampled the tokens
+    with torch.no_grad():  # log-probabilities by the policy that sampled the tokens
         old = log_prob(token_statistics(hidden, shard, tokens, process_group=group))
     for step in range(STEPS):
         statistics = token_statistics(hidden, shard, tokens, process_group=group, expected_logit=True)

@@ -5,8 +5,8 @@ import os
 import torch
 import torch.distributed as dist
 
-# Imported before init_process_group, since its functions take the world group as a default argument. An import after it
-# (an optimizer's, say) would keep the group alive past destroy_process_group, and gloo may abort at exit.
+# Functions of this module have the world group as a default argument. If it is first imported after init_process_group
+# (by an optimizer, say), the group outlives destroy_process_group, and gloo may abort at exit.
 import torch.distributed.nn
 
 

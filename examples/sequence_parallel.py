@@ -23,7 +23,7 @@ def build() -> tuple[nn.Module, Tensor]:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Tokens and targets [S, B] of the whole sequence. The model has to learn the function from one to the other."""
+    """Tokens and targets [S, B] of the whole sequence. A target is a function of its token, which the model learns."""
     tokens = torch.randint(V, (S, B), generator=torch.Generator().manual_seed(step))
     return tokens, (5 * tokens + 3) % V
 
@@ -40,13 +40,13 @@ def main() -> None:
         hidden = body(tokens.chunk(size)[rank])  # [S/P, B, D]: this rank's part of the sequence
         loss = linear_cross_entropy(hidden, shard, target, process_group=group, sequence_parallel=True)
         if step == 0:
-            logits = F.linear(body(tokens), whole)  # [S, B, V], which the fused loss never makes
+            logits = F.linear(body(tokens), whole)  # [S, B, V], for comparison: the fused loss makes no logits
             unsharded = F.cross_entropy(logits.flatten(0, 1), target.flatten())
             if rank == 0:
                 print(f"first loss, {size} rank(s): {loss:.6f}, unsharded: {unsharded:.6f}")
         optimizer.zero_grad()
         loss.backward()
-        for parameter in body.parameters():  # a rank's gradient is that of its own part of the sequence
+        for parameter in body.parameters():  # each rank has the gradient from its part of the sequence
             dist.all_reduce(parameter.grad, group=group)
         optimizer.step()
         if rank == 0:

@@ -45,7 +45,7 @@ class Rows(NamedTuple):
     coefficients: Coefficients
     # 0-dimensional, or None
     fp16_scale: Tensor | None
-    # None: their entries are not placed
+    # None: no targets are placed
     targets: Targets | None
 
     def form(self, start: int, stop: int, gradient: Tensor, listed: Tensor | None = None) -> None:

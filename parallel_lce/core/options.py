@@ -126,7 +126,7 @@ def as_bool(value: Any) -> Any:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is an int or float within fp32's range, and not NaN. torch.compile can trace the comparisons."""
+    """Whether ``value`` is an int or float within fp32's range, and not NaN. torch.compile can trace comparisons."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 

@@ -1,4 +1,4 @@
-"""Per-token losses: two helpers on statistics, and the losses of ``linear_cross_entropy``."""
+"""Per-token losses: two helpers on statistics, and the loss of ``linear_cross_entropy``."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def entropy(statistics: TokenStatistics) -> Tensor:
 def token_losses(
     call: Call, merged: Merged, target: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Losses ``[R]`` of tokens from their merged partial; alpha, beta and gamma of the gradient of their sum."""
+    """Losses ``[R]`` of tokens, and alpha, beta and gamma of the gradient of the sum of these losses."""
     return call.backend.token_losses(merged.partial, merged.vocab_size, target, weight, call.options)
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
     """The call's loss, of each token ``[N]`` or 0-dimensional, and the residuals of its backward."""
     target, weight, reduction = call.target, call.token_weight, call.options.reduction
-    assert target is not None  # check_tensors has refused it
+    assert target is not None  # check_tensors refuses a loss without targets
     losses, alpha, beta, gamma = token_losses(call, merged, target, weight)
     if reduction == "none":
         return [losses], Residuals(alpha, beta, gamma)

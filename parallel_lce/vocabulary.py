@@ -146,11 +146,8 @@ class VocabularyOrder:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> VocabularyOrder:
-        """The order in a file of :meth:`save`, on the CPU.
-
-        Raises:
-            ValueError: the file cannot be read or holds no order; the message has the path and the reason.
-        """
+        """The order in a file of :meth:`save`, on the CPU. Raises ``ValueError``, with path and reason, if the file
+        cannot be read or holds no order."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 

@@ -155,10 +155,8 @@ class Scratch:
         return max(self.size, held) // dtype.itemsize
 
     def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """``[elements]`` of uninitialised memory: the same memory at each call, allocated at the first one.
-
-        A request may exceed :meth:`capacity` if the smallest unit of work does; memory is then allocated for it.
-        """
+        """``[elements]`` of uninitialised memory: the same memory at each call, allocated at the first one. A request
+        may exceed :meth:`capacity` if the smallest unit of work does; memory is then allocated for it."""
         needed = elements * dtype.itemsize
         if self._memory is None or self._memory.numel() < needed:
             self._memory = torch.empty(max(self.size, needed), dtype=torch.uint8, device=self._device)
@@ -171,11 +169,9 @@ def softcap_slope(cap: float | Tensor, z: Tensor) -> Tensor:
 
 
 def recovers_logits(dtype: torch.dtype) -> bool:
-    """Whether z - max may be taken from a saved exponential e, as its logarithm.
-
-    The absolute error of z - max is then one rounding unit, as is the relative error of p, its factor in the gradient.
-    Where e underflowed, p is 0. The range of fp16 is too short for that.
-    """
+    """Whether z - max may be taken from a saved exponential e, as its logarithm. The absolute error of z - max is then
+    one rounding unit, as is the relative error of p, its factor in the gradient. Where e underflowed, p is 0. The range
+    of fp16 is too short for that."""
     return dtype != torch.float16
 
 
@@ -203,11 +199,9 @@ def power_of_two_near(largest: Tensor) -> Tensor:
 
 
 class Pair(NamedTuple):
-    """Logits of R tokens: p is the softmax of the student's, q of the teacher's.
-
-    A normalizer ``[2, R]`` holds, over the whole vocabulary, the maximum of the logits and the logarithm of the sum of
-    exponentials relative to it: log p = logit - normalizer[0] - normalizer[1].
-    """
+    """Logits of R tokens: p is the softmax of the student's, q of the teacher's. A normalizer ``[2, R]`` holds, over
+    the whole vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative to it. A
+    log-probability is ``logit - normalizer[0] - normalizer[1]``."""
 
     # [R, V/P], the statistics' dtype, rows contiguous
     student: Tensor
@@ -276,7 +270,7 @@ class BackwardTask(NamedTuple):
     gradient_filter: float | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
-        """The task of some of the tokens. ``grads`` and ``saved`` stay those of the block."""
+        """The task of some of the tokens. ``grads`` and ``saved`` stay the block's."""
         return self._replace(
             projection=self.projection.of_rows(rows),
             x=self.x[rows],

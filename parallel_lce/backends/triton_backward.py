@@ -32,13 +32,10 @@ PRODUCT_BYTES = MEASURED.product_bytes
 
 
 class BlockBackward:
-    """Gradients of a block.
-
-    The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is complete before the last
-    slice's dW product starts. Peak memory beside the exponentials and ``scratch``: fp32 products of at most 128 MiB, or
-    of dX's size where several slices add to it, and a copy of x. Where only active windows are projected again
-    ``scratch`` has ``WINDOWED_BYTES``.
-    """
+    """Gradients of a block. The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is
+    complete before the last slice's dW product starts. Peak memory beside the exponentials and ``scratch``: fp32
+    products of at most 128 MiB, or of dX's size where several slices add to it, and a copy of x. Where only active
+    windows are projected again ``scratch`` has ``WINDOWED_BYTES``."""
 
     def __init__(self, task: BackwardTask) -> None:
         projection, saved = task.projection, task.saved

@@ -46,7 +46,7 @@ class Dense:
         if weight.shape[0] > self.entries:
             weight = weight[: self.entries]
         if memory is None:
-            # No result of torch.mm: activation checkpointing that keeps those would keep one that backward overwrites.
+            # No result of torch.mm: activation checkpointing may keep such results, and backward overwrites this one.
             memory = x.new_empty(self._tokens, self.entries, dtype=torch.float32)
         return product(x, weight.t(), torch.float32, memory)
 

@@ -81,10 +81,8 @@ class Slice:
     filtered: FilteredGradient | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """``total += gradient[rows] @ weight``, or ``=``.
-
-        ``weight [stop - start, D]``: the slice's rows. ``total``: fp32, or of lower precision with ``overwrite``.
-        """
+        """``total += gradient[rows] @ weight``, or ``=``. ``weight [stop - start, D]``: the slice's rows. ``total``:
+        fp32, or of lower precision with ``overwrite``."""
         if self.filtered is None:
             accumulate_nt(total, some_rows(self.gradient, rows.start, rows.stop), weight.t(), overwrite=overwrite)
         else:
@@ -100,10 +98,8 @@ class Slice:
 
 
 class Piece:
-    """Forms the slices of one piece of a block, with rows ``x [R, D]``.
-
-    All slices of a block use the same memory: one must be consumed before the next is formed.
-    """
+    """Forms the slices of one piece of a block, with rows ``x [R, D]``. All slices of a block use the same memory: one
+    must be consumed before the next is formed."""
 
     def __init__(self, task: BackwardTask, rows: slice, windows: WindowPartials | None) -> None:
         """``task``: of the piece's ``rows`` alone. ``windows``: their window partials, if only the active windows are

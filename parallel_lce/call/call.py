@@ -101,7 +101,7 @@ class Call:
         return self.layout if self.options.reduce_hidden_grad else Layout()
 
     def before_softcap(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """Gradients ``[E]`` of the projection's output ``x @ weight.T + bias``, from those of selected ``logits``."""
+        """From the ``gradient [E]`` of selected ``logits`` to the gradient of the output ``x @ weight.T + bias``."""
         gradient = gradient * self.scale
         if self.token_scale is not None and self.selected is not None:
             gradient *= self.selected.spread(self.token_scale)

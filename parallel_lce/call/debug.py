@@ -97,10 +97,8 @@ def agree(
 
 
 def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
-    """Raise ``ValueError`` on every rank unless all have the same hidden states ``[..., D]``, up to rounding.
-
-    One all-gather of objects, 2 fp64 numbers per token: the norm, and the component along one random direction.
-    """
+    """Raise ``ValueError`` on every rank unless all have the same hidden states ``[..., D]``, up to rounding. One
+    all-gather of objects, 2 fp64 numbers per token: the norm, and the component along one random direction."""
     flat = hidden.detach().reshape(-1, max(1, hidden.shape[-1])).double()
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(flat.device)

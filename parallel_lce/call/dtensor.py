@@ -19,11 +19,9 @@ _WHOLE = (
 
 
 def refuse_dtensor(name: str, value: Any, process_group: dist.ProcessGroup | None) -> None:
-    """Raise ``ValueError`` for the DTensor ``value``, naming its mesh and the remedy.
-
-    A weight sharded by fully_shard (FSDP2) must be made whole, because its ranks have different tokens. A weight
-    sharded by tensor parallelism is passed as this rank's shard, because its ranks have the same tokens.
-    """
+    """Raise ``ValueError`` for the DTensor ``value``, naming its mesh and the remedy. A weight sharded by fully_shard
+    (FSDP2) must be made whole, because its ranks have different tokens. A weight sharded by tensor parallelism is
+    passed as this rank's shard, because its ranks have the same tokens."""
     mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", ())
     dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     if name == "vocab_parallel_logits":

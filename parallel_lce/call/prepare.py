@@ -88,10 +88,8 @@ def check(
     main_grad: MainGrad | None = None,
 ) -> tuple[Options, Layout, torch.Size]:
     """Raise ``ValueError`` for arguments that do not fit. Returns the options with Python's numbers, the layout and the
-    tokens' shape. torch.compile traces this function.
-
-    ``extra_check`` is called after the other checks, with the tokens' shape, to check further arguments.
-    """
+    tokens' shape. torch.compile traces this function. ``extra_check`` is called after the other checks, with the
+    tokens' shape, to check further arguments."""
     layout = _ALONE if group is None else _layout(options, group)
     # From here on a refusal is sent to the other ranks.
     try:

@@ -84,10 +84,8 @@ class IncomingHidden:
 
 
 def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidden:
-    """Start gathering the hidden states ``[R, D]`` of a block from this rank's part ``[N/sp_size, D]``.
-
-    Under sequence parallelism one all-gather of (stop - start) * D elements per rank, in place. Else a view.
-    """
+    """Start gathering the hidden states ``[R, D]`` of a block from this rank's part ``[N/sp_size, D]``. Under sequence
+    parallelism one all-gather of (stop - start) * D elements per rank, in place. Else a view."""
     chunk = some_rows(hidden, block.start, block.stop)
     if layout.sp_size == 1:
         return IncomingHidden(chunk)

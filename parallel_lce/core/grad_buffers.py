@@ -71,11 +71,9 @@ class GradBuffer:
         self._opened_rows = 0
 
     def open(self, start: int, stop: int, whole: bool = False) -> tuple[Tensor, bool]:
-        """The sum of rows ``[start, stop)``, and whether the caller must overwrite it.
-
-        ``whole``: the caller writes these rows with one product. A new low-precision gradient with one accumulation
-        then needs no fp32 buffer: its own rows are returned.
-        """
+        """The sum of rows ``[start, stop)``, and whether the caller must overwrite it. ``whole``: the caller writes
+        these rows with one product. A new low-precision gradient with one accumulation then needs no fp32 buffer: its
+        own rows are returned."""
         if self._sum is None:
             if whole and self._main_grad is None:
                 return self._target[start:stop], True

@@ -94,10 +94,8 @@ class Tensors(NamedTuple):
 
 
 def as_number(value: Any) -> Any:
-    """NumPy's scalars and other numbers as Python's; anything else as it is.
-
-    NumPy's float64 is a subclass of float. Its comparisons give numpy.bool_, which Triton rejects.
-    """
+    """NumPy's scalars and other numbers as Python's; anything else as it is. NumPy's float64 is a subclass of float.
+    Its comparisons give numpy.bool_, which Triton rejects."""
     if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float):
         return value
     if isinstance(value, numbers.Integral):

@@ -65,11 +65,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns a partial ``[count, N]`` has beside max, sum_exp and target.
-
-    They follow in the order of the fields. ``columns["total"]`` is the row of ``total``; for an absent column, the row
-    that it would have. So ``partial[: columns["argmax"]]`` are all floating-point columns.
-    """
+    """Which columns a partial ``[count, N]`` has beside max, sum_exp and target. They follow in the order of the
+    fields. ``columns["total"]`` is the row of ``total``; for an absent column, the row that it would have. So
+    ``partial[: columns["argmax"]]`` are all floating-point columns."""
 
     shifted: bool = False
     total: bool = False
@@ -162,11 +160,8 @@ def empty_partial(
 
 
 def tile_partial(z: Tensor, first: int, columns: Columns, partial: Tensor) -> None:
-    """Write the partial ``[C, R]`` of a tile of logits ``z [V, R]``, without its target column.
-
-    ``first``: global id of the tile's first entry. ``z`` is overwritten: it holds logits, then z - max, then
-    exponentials.
-    """
+    """Write the partial ``[C, R]`` of a tile of logits ``z [V, R]``, without its target column. ``first``: global id of
+    the tile's first entry. ``z`` is overwritten: it holds logits, then z - max, then exponentials."""
     maximum = partial[MAX]
     if columns.argmax:
         top, index = z.max(0)
@@ -190,10 +185,8 @@ def tile_partial(z: Tensor, first: int, columns: Columns, partial: Tensor) -> No
 
 
 def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
-    """Merge the partials of K disjoint slices: ``[K, C, N]`` to ``[C, N]``, in the order given.
-
-    ``counts [K]``: number of entries of each slice. NaN in any slice makes the token's merged columns NaN.
-    """
+    """Merge the partials of K disjoint slices: ``[K, C, N]`` to ``[C, N]``, in the order given. ``counts [K]``: number
+    of entries of each slice. NaN in any slice makes the token's merged columns NaN."""
     maxima = partials[:, MAX]
     merged = torch.empty_like(partials[0])
     top = torch.amax(maxima, 0, out=merged[MAX])
@@ -252,11 +245,9 @@ def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | N
 
 
 def covered(starts: Tensor, sizes: Tensor, vocab_size: int | None) -> Tensor:
-    """Whether shards ``[starts, starts + sizes)`` cover [0, V) without gap or overlap, in any order.
-
-    Every non-empty shard must start at the sum of the sizes of the shards before it. Without ``vocab_size``, V is the
-    sum of all sizes.
-    """
+    """Whether shards ``[starts, starts + sizes)`` cover [0, V) without gap or overlap, in any order. Every non-empty
+    shard must start at the sum of the sizes of the shards before it. Without ``vocab_size``, V is the sum of all
+    sizes."""
     place = torch.arange(len(starts), device=starts.device)
     before = starts < starts.unsqueeze(1)
     before |= (starts == starts.unsqueeze(1)) & (place < place.unsqueeze(1))

@@ -1,8 +1,8 @@
 """How one call spends its memory: which logits are saved or recomputed, and whether gradients are formed in forward.
 
 A plan is a pure function of numbers that every rank of the group shares, never of the local shard: its blocks decide
-how many collectives a call makes. :func:`plan` lists candidates, each with its cost and its condition, and takes the
-cheapest one that is possible. "Exponentials" below: of the logits. A call may save them for backward.
+how many collectives a call makes. :func:`plan` takes the cheapest of several candidates; the function of each says when
+it is possible. "Exponentials" below: of the logits. A call may save them for backward.
 """
 
 from __future__ import annotations
@@ -37,11 +37,9 @@ _MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Block:
-    """Rows ``[start, stop)`` of *every* rank's part of the tokens.
-
-    Without sequence parallelism all tokens are one part. With it a block takes the same rows of P equal parts, so that
-    it can be gathered and reduce-scattered alone.
-    """
+    """Rows ``[start, stop)`` of *every* rank's part of the tokens. Without sequence parallelism all tokens are one
+    part. With it a block takes the same rows of P equal parts, so that it can be gathered and reduce-scattered
+    alone."""
 
     start: int
     stop: int
@@ -108,11 +106,9 @@ class Plan:
         return self.hidden_bytes > 0
 
     def limited(self, shard_rows: int, itemsize: int, sp_size: int) -> Plan:
-        """The plan of this rank, whose shard has ``shard_rows`` real rows.
-
-        An uneven shard may have more rows than the plan assumed. The rank then saves the exponentials of as many as
-        fit, and recomputes the rest. Blocks and collectives do not change.
-        """
+        """The plan of this rank, whose shard has ``shard_rows`` real rows. An uneven shard may have more rows than the
+        plan assumed. The rank then saves the exponentials of as many as fit, and recomputes the rest. Blocks and
+        collectives do not change."""
         size = balanced(self.part_rows, self.block_rows) if self.accumulate else self.first_rows
         if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
             return self
@@ -262,10 +258,8 @@ def _save(p: Problem) -> _Candidate:
 
 
 def _accumulate(p: Problem) -> _Candidate:
-    """Form gradients in forward, in blocks of the budget.
-
-    Possible if that needs no more memory than saving everything, and if blocks are large enough to be worth it.
-    """
+    """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving everything,
+    and if blocks are large enough to be worth it."""
     gradients, whole = p.gradients, p.tokens * p.row_bytes
     # On several ranks the next block is projected while the partials of a block are gathered.
     alive = 2 if p.ranks > 1 else 1
@@ -326,12 +320,9 @@ def _recompute_by_vocabulary(p: Problem) -> _Candidate:
 
 
 def plan(problem: Problem) -> Plan:
-    """Split N tokens into blocks.
-
-    Takes the possible candidate with the fewest matrix products. Among equals a preferred candidate is taken (saving
+    """The plan of the possible candidate with the fewest matrix products. Among equals: a preferred candidate (saving
     all; recomputing by vocabulary if its fp32 dX fits the budget), then the smallest fp32 accumulator, then the first
-    in the list.
-    """
+    in the list."""
     if problem.gradients is None:
         return problem.plan(first_rows=0, block_rows=0, saved=0)
     # On several ranks blocks of rows come first: dX of one block is reduced while the next is computed.

@@ -91,7 +91,7 @@ _NUM_KEPT = len(_Kept._fields)
 
 
 class Fused(torch.autograd.Function):
-    """The results of a call: a loss; or all statistics, None for those not asked for."""
+    """The results of a call: a loss; or all statistics, None if not asked for."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call):

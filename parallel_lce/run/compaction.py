@@ -55,10 +55,8 @@ class Compaction:
 
 
 class _AllTokens(torch.autograd.Function):
-    """All ranks' hidden states ``[S, ..., D]``. Their gradient must be the same on every rank.
-
-    Forward: one all-gather of N/P * D elements per rank. Backward: this rank's part, and no collective.
-    """
+    """All ranks' hidden states ``[S, ..., D]``. Their gradient must be the same on every rank. Forward: one all-gather
+    of N/P * D elements per rank. Backward: this rank's part, and no collective."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layout: Layout) -> Tensor:

@@ -12,22 +12,16 @@ from parallel_lce.run.statistics import Residuals, TokenStatistics
 
 
 def log_prob(statistics: TokenStatistics) -> Tensor:
-    """log p of each token's target, in the target's shape; ``-lse`` for a target outside the vocabulary.
-
-    Raises:
-        ValueError: the statistics were computed without a target.
-    """
+    """log p of each token's target, in the target's shape; ``-lse`` for a target outside the vocabulary. Raises
+    ``ValueError`` if the statistics were computed without a target."""
     if statistics.target_log_prob is None:
         raise ValueError("log_prob needs statistics computed with a target, got target=None")
     return statistics.target_log_prob
 
 
 def entropy(statistics: TokenStatistics) -> Tensor:
-    """Entropy of each token's softmax in nats, in the target's shape.
-
-    Raises:
-        ValueError: the statistics were computed without ``expected_logit=True``.
-    """
+    """Entropy of each token's softmax in nats, in the target's shape. Raises ``ValueError`` if the statistics were
+    computed without ``expected_logit=True``."""
     if statistics.entropy is None:
         raise ValueError("entropy needs statistics computed with expected_logit=True, got False")
     return statistics.entropy

@@ -182,10 +182,8 @@ class _BlockGradients(GradientSums):
     def add_block(
         self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved | tuple[()]
     ) -> None:
-        """Add the gradients of a block with merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``.
-
-        The reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW.
-        """
+        """Add the gradients of a block with merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``. The
+        reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW."""
         call, reduction, selected = self._call, self.reduction, None
         if self._selected is not None and call.selected is not None:
             of_block = call.selected.of_block(call.layout, block, call.shard.start)

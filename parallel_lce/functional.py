@@ -106,8 +106,8 @@ def linear_cross_entropy(
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
 
-    Collectives run on ``process_group`` alone, in the same order on every rank. P ranks; N tokens of the whole
-    sequence, in B blocks (1 unless the budget splits the tokens); C = 3, or 4 with ``label_smoothing``. SP: with
+    Collectives run on ``process_group`` alone, on every rank in this order. P ranks; N tokens of the whole sequence, in
+    B blocks (1 unless the budget splits the tokens); C = 3, or 4 with ``label_smoothing``. SP: with
     ``sequence_parallel``.
 
     ===========  ========================  ==============================  ===========================================
@@ -123,9 +123,9 @@ def linear_cross_entropy(
     SP           instead
     ===========  ========================  ==============================  ===========================================
 
-    A forward gathers the hidden states of the block that saves exponentials at once. It gathers the other tokens' in
-    blocks of at most 256 MiB, each started a block ahead. There is no reduction if ``input`` needs no gradient, or with
-    ``reduce_hidden_grad=False``.
+    A forward gathers the hidden states of the block that saves exponentials by one all-gather, and all
+    others in blocks of at most 256 MiB, each started a block ahead. There is no reduction if ``input`` needs no
+    gradient, or with ``reduce_hidden_grad=False``.
 
     If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
     partials (C * R + 2 elements), and reduces its dX after the next block's gather of partials. Backward then has no

@@ -181,7 +181,7 @@ def power_of_two_scale(
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
     The gradients of a mean over many tokens, 1 / N each, would underflow without it. A token's NaN or infinity does not
-    affect the others. ``coefficients``: folded.
+    affect the others. ``coefficients``: without a factor.
     """
     scale = projection.token_scale
     scaled = [c.abs() if scale is None else (c * scale).abs() for c in coefficients.present]

@@ -77,8 +77,8 @@ class Dense:
         divisor: Tensor | None,
         per_token: tuple[Tensor | None, ...],
     ) -> Tensor:
-        """The gradient ``[N, V]`` of (sum of ``factor`` times loss) / ``divisor`` by the products, in the products'
-        memory. ``factor``: ``[N]`` or 0-dimensional. ``stacked``: as from :meth:`losses`, merged over the ranks.
+        """The derivative ``[N, V]`` of (sum of ``factor`` times loss) / ``divisor`` by the products, in their memory.
+        ``factor``: ``[N]`` or 0-dimensional. ``stacked``: as from :meth:`losses`, merged over the ranks.
         ``per_token``: as for :meth:`partial`, without weights."""
         gradient = products.view(torch.bfloat16)[:, : self.entries]
         stride = factor.stride(0) if factor.dim() else 0

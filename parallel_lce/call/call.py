@@ -60,7 +60,7 @@ class Call:
 
     @property
     def per_token(self) -> tuple[Tensor | None, ...]:
-        """All tensors of the call. None needs a gradient."""
+        """All tensors of the call, which need no gradients."""
         ids, offsets = (None, None) if self.selected is None else self.selected.tensors
         return self.target, self.token_scale, self.token_cap, self.token_weight, ids, offsets
 

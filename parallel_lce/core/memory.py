@@ -24,8 +24,7 @@ class _Waited(torch.autograd.Function):
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor with its final values in memory: waits for a functional collective, and materializes a negated
-    view."""
+    """The tensor with its final values in memory: waits for a functional collective, materializes a negated view."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = _Waited.apply(tensor)
     return tensor.resolve_neg()

@@ -1,8 +1,8 @@
 """How one call spends its memory: which logits are saved or recomputed, and whether gradients are formed in forward.
 
 A plan is a pure function of numbers that every rank of the group shares, never of the local shard: its blocks decide
-how many collectives a call makes. :func:`plan` takes the cheapest of several candidates; the function of each says when
-it is possible. "Exponentials" below: of the logits. A call may save them for backward.
+how many collectives a call makes. :func:`plan` takes the cheapest possible candidate; each candidate's function states
+its condition. "Exponentials" are exp of the logits, which a call may save for backward.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Plan:
     block_rows: int
     # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
     saved: int
-    # Gradients are formed in forward, block by block.
+    # Whether gradients are formed in forward, block by block.
     accumulate: bool
     # Vocabulary rows per rank that the plan assumes, the same on all ranks.
     shard_rows: int

@@ -1,4 +1,4 @@
-"""The autograd.Functions of a call. A graph may be walked backward more than once.
+"""The autograd.Functions of a call. Autograd may run backward through one graph more than once.
 
 The results of a call are statistics (:mod:`parallel_lce.run.statistics`) or a loss (:mod:`parallel_lce.run.losses`).
 Both modules have ``outputs``, which makes the user's results from merged partials, and ``coefficients``, which folds
@@ -208,7 +208,7 @@ class DenseLoss(torch.autograd.Function):
                 incoming = gather_hidden(x, call.plan.blocks[0], layout)
                 x = incoming.tensor
             if consumed:
-                # An earlier backward has overwritten the logits. Through .data autograd's version counter stays.
+                # An earlier backward has overwritten the logits. Autograd's version counter ignores writes to .data.
                 dense.products(x if incoming is None else incoming.wait(), shard, products.data)
             if call.shard.start:
                 target = target - call.shard.start

@@ -64,7 +64,7 @@ class Gathers:
         return IncomingHidden(hidden if whole else hidden[block.start : block.stop])
 
     def ready(self) -> IncomingHidden:
-        """:meth:`next` after its wait. Starts the gather of the block after it."""
+        """The oldest block's hidden states, complete. Starts the gather of the next block."""
         incoming = self.next()
         incoming.wait()
         if self.sequence_parallel:

@@ -39,7 +39,7 @@ class TokenStatistics:
     on have no gradient.
     """
 
-    # metadata["column"]: what the field needs: a column of the partial, or "target", "selected" or "top".
+    # metadata["column"]: a column of the partial, or "target", "selected" or "top", without which the field is None.
 
     # Log-sum-exp of the V real entries.
     lse: Tensor

@@ -1,7 +1,6 @@
-"""Distillation: divergences of a teacher's softmax from a student's, without all logits of either.
+"""Distillation: divergences of a teacher's softmax from a student's, without storing all logits of either.
 
-The teacher is an output layer of its own (:func:`divergence`), or is given by its stored largest log-probabilities
-(:func:`top_k_divergence`).
+The teacher is an output layer (:func:`divergence`), or its stored largest log-probabilities (:func:`top_k_divergence`).
 """
 
 from __future__ import annotations
@@ -74,34 +73,34 @@ def divergence(
     With q the teacher's softmax and p the student's, both of logits divided by ``temperature``, and m = beta q +
     (1 - beta) p, a token's divergence is, in nats, KL(q || p) for ``beta=0``, KL(p || q) for ``beta=1``, and between
     them beta KL(q || m) + (1 - beta) KL(p || m), the generalised Jensen-Shannon divergence (arXiv:2306.13649). It is
-    not multiplied by the temperature's square. No gradient flows to the teacher.
+    not multiplied by the square of the temperature. No gradient flows to the teacher.
 
     Args:
         student_hidden: ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
             ``[S/P, ..., D]``.
         student_weight: this rank's vocabulary shard ``[V/P, D]``, in the dtype of the student's hidden states.
-        teacher_hidden: ``[..., E]`` of the same tokens, with a hidden size and a dtype of the teacher's own, split like
-            the student's. Both are fp64, or neither.
+        teacher_hidden: ``[..., E]`` of the same tokens, split like the student's. Its hidden size and dtype may differ
+            from the student's, but both are fp64 or neither.
         teacher_weight: the teacher's shard ``[V/P, E]`` of the same vocabulary entries. With ``vocab_size`` it may have
             more or fewer rows of padding than the student's.
-        beta: in [0, 1]; if it is neither 0 nor 1, at least 1e-6 from both.
+        beta: 0, 1, or a number between them at least 1e-6 from both.
         temperature: a number > 0.
-        reduction: 'none': divergences of the tokens' shape. 'sum'. 'mean': the sum over the number of tokens that are
-            not ignored; 0 if there are none.
+        reduction: 'none': divergences of the tokens' shape. 'sum'. 'mean': the sum divided by the number of tokens that
+            are not ignored; 0 if there are none.
         ignore_index: tokens with this target have divergence 0 and gradient 0, even if the teacher's values are NaN.
             None means -100.
-        target: ids ``[...]`` of any integer dtype, for ``ignore_index`` alone: the whole sequence ``[S, ...]`` under
-            sequence parallelism, the same on all ranks. None: no token is ignored.
+        target: ids as in :func:`parallel_lce.linear_cross_entropy`, used for ``ignore_index`` alone. None: no token is
+            ignored.
         student_bias, teacher_bias: ``[V/P]`` or None.
-        logits_budget: bytes per rank and call for the logits of a block of tokens, both in fp32, and their gradient.
-            None as in :func:`parallel_lce.linear_cross_entropy`. At least 64 MiB, or 128 tokens, are used. With
-            uneven shards give ``vocab_size`` too: without it 32768 vocabulary rows per rank are assumed.
+        logits_budget: bytes per rank and call for a block's student and teacher logits, in fp32, and their gradient.
+            None as in :func:`parallel_lce.linear_cross_entropy`. A block has at least 128 tokens, and may use 64 MiB
+            whatever the budget. With uneven shards and no ``vocab_size``, 32768 vocabulary rows per rank are assumed.
         Others: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns:
         fp32 (fp64 for fp64), identical on every rank bit for bit; differentiable once. For 'mean' and 'sum' gradients
-        are formed with the loss, except in fp16; they are kept until backward, dW in fp32. A second backward forms them
-        again. Otherwise backward projects student and teacher again. Shards with a gap or overlap give NaN. A graph of
+        are formed in forward, except in fp16, and kept until backward, dW in fp32. A second backward forms them again.
+        Otherwise backward projects student and teacher again. Shards with a gap or overlap give NaN. A graph of
         torch.compile breaks at this call.
 
     Collectives, on ``process_group`` alone, for each block of R tokens in this order; P ranks:
@@ -109,14 +108,13 @@ def divergence(
     1. Under sequence parallelism, all-gathers of the student's and of the teacher's hidden states, R/P * D and R/P * E
        elements per rank, each started a block ahead.
     2. An all-gather of 4 R + 2 elements per rank, and one of 2 R, fp32 (fp64 for fp64).
-    3. If gradients are formed with the loss: an all-reduce, or reduce-scatter, of dX, R * D elements of
-       ``reduce_dtype``, beside dW. None with ``reduce_hidden_grad=False``.
+    3. If gradients are formed in forward: an all-reduce, or reduce-scatter, of dX, R * D elements of ``reduce_dtype``,
+       beside dW. None with ``reduce_hidden_grad=False``.
 
     A backward that projects again runs 1 and 3.
 
     Raises:
-        ValueError: shapes, dtypes, devices, shards or numbers that do not fit, before any collective; the message has
-        the given and the expected value.
+        ValueError: as :func:`parallel_lce.linear_cross_entropy`; or the teacher's tensors do not fit the student's.
     """
     if unknown:
         refuse_unknown(divergence, unknown, process_group)
@@ -129,11 +127,11 @@ def divergence(
     given = Tensors(student_hidden, student_weight, target, student_bias)
     with _naming("student"):
         student, inputs = prepare(options, given, process_group, extra_check=numbers, planned=False)
-    theirs = Tensors(*map(_detached, (teacher_hidden, teacher_weight, None, teacher_bias)))
-    pair = partial(_check_pair, student, inputs, theirs)
+    of_teacher = Tensors(*map(_detached, (teacher_hidden, teacher_weight, None, teacher_bias)))
+    pair = partial(_check_pair, student, inputs, of_teacher)
     with _naming("teacher"):
-        of_teacher = options._replace(reduce_dtype=None)
-        teacher, teacher_inputs = prepare(of_teacher, theirs, process_group, extra_check=pair, planned=False)
+        options = options._replace(reduce_dtype=None)
+        teacher, teacher_inputs = prepare(options, of_teacher, process_group, extra_check=pair, planned=False)
     dtype = inputs[0].dtype
     shape = student.shape if reduction == "none" else ()
     if student_weight.is_meta:
@@ -142,10 +140,10 @@ def divergence(
     factor = _factor(student, inputs[0], reduction, ignore_index)
     if reduction != "none" and any(student.needs) and dtype != torch.float16:
         return divergences(task, inputs, teacher_inputs, factor)
-    found = divergences(task, inputs, teacher_inputs)
+    losses = divergences(task, inputs, teacher_inputs)
     # An ignored token has no loss and no gradient, even if its logits are NaN.
-    found = torch.where(factor != 0, found * factor, 0.0)
-    return found.view(shape) if reduction == "none" else found.sum()
+    losses = torch.where(factor != 0, losses * factor, 0.0)
+    return losses.view(shape) if reduction == "none" else losses.sum()
 
 
 # Graphs of torch.compile break here. torch.compiler.disable does the same, and imports torch._dynamo.
@@ -181,18 +179,17 @@ def top_k_divergence(
             parallelism. A token should have each id once. An id outside the vocabulary is no entry, and its
             log-probability is not used: fill up tokens with fewer than K entries with -1.
         teacher_log_probs: ``[..., K]``, of a temperature that was chosen when they were stored. An entry of -inf is no
-            entry either. Values of ignored tokens are not used. No gradient flows to these.
+            entry either. Values of ignored tokens are not used. No gradient flows to the teacher.
         tail: 'class': the probability of all other entries is one more class. It is 1 - sum of the K, and at least
-            1e-7 (2e-16 for fp64), the precision of that difference. No gradient flows through a tail of the student
-            below that; a higher temperature or a larger K avoids it. 'renormalize': both distributions are
-            renormalised over the K entries. Then only their rows of the weight are read, and no matrix product is
-            formed.
+            1e-7 (2e-16 for fp64), the precision of that difference. No gradient flows through a student's tail below
+            that; a higher temperature or a larger K avoids it. 'renormalize': both distributions are renormalised over
+            the K entries. Then only the weight's rows of these entries are read, and no matrix product is formed.
         temperature: divides the student's logits alone.
         logits_budget: as in :func:`parallel_lce.token_statistics`. Not used by 'renormalize'.
         Others: as in :func:`divergence`.
 
     Returns:
-        As :func:`divergence`, but no gradient is formed with the loss. A token without any entry has divergence 0.
+        As :func:`divergence`, but no gradient is formed in forward. A token without any entry has divergence 0.
 
     Collectives: those of :func:`parallel_lce.token_statistics` with ``selected``, or of
     :func:`parallel_lce.selected_log_probs` with 'renormalize'.
@@ -239,11 +236,11 @@ def top_k_divergence(
             size = known_vocab_size(len(student_weight), layout, vocab_start, vocab_size)
             there &= log_p != -torch.inf if size is None else ids < size
         else:
-            found = token_statistics(
+            statistics = token_statistics(
                 student_hidden, student_weight, None, selected=ids, logits_budget=logits_budget, **options
             )
-            log_p = found.selected_log_prob
-            there &= ids < found.vocab_size
+            log_p = statistics.selected_log_prob
+            there &= ids < statistics.vocab_size
     assert log_p is not None  # asked for
     log_q = teacher_log_probs.detach().to(log_p.dtype)
     log_p, log_q = (v.masked_fill(~there, -torch.inf) for v in (log_p, log_q))
@@ -252,10 +249,10 @@ def top_k_divergence(
     else:
         log_p, log_q = _with_tail(log_p), _with_tail(log_q)
         there = torch.cat([there, torch.ones_like(there[..., :1])], -1)
-    found = torch.where(counted, of_classes(log_p, log_q, there, beta), 0.0)
+    losses = torch.where(counted, of_classes(log_p, log_q, there, beta), 0.0)
     if reduction == "mean":
-        return found.sum() / counted.sum().clamp(min=1)
-    return found.sum() if reduction == "sum" else found
+        return losses.sum() / counted.sum().clamp(min=1)
+    return losses.sum() if reduction == "sum" else losses
 
 
 def _with_tail(log_probs: Tensor) -> Tensor:
@@ -276,16 +273,14 @@ def _factor(student: Call, hidden: Tensor, reduction: str, ignore_index: int) ->
 
 
 def _detached(value: Any) -> Any:
-    """A teacher's tensor, detached; a copy if it was made in inference mode, since autograd cannot save such
-    tensors."""
+    """A teacher's tensor, detached. A copy of one made in inference mode, since autograd cannot save such tensors."""
     if not isinstance(value, Tensor):
         return value
     return value.clone() if value.is_inference() and not torch.is_inference_mode_enabled() else value.detach()
 
 
 def _naming(who: str, **others: str) -> AbstractContextManager[None]:
-    """Within it, the message of a ``ValueError`` has the names of the student's or teacher's arguments, and the
-    ``others``, for the arguments of :func:`parallel_lce.linear_cross_entropy`."""
+    """:func:`renamed` with the names of the student's or teacher's arguments, and the ``others``."""
     names = {"input": f"{who}_hidden", "linear_weight": f"{who}_weight", "linear_bias": f"{who}_bias"}
     return renamed(**names | others)
 
@@ -311,7 +306,7 @@ def _check_pair(student: Call, inputs: Inputs, teacher: Tensors, shape: torch.Si
         raise ValueError(f"teacher_hidden is {x.dtype} and student_hidden is {own.dtype}: both or none must be float64")
     start = student.layout.rank * len(weight) if options.vocab_start is None else options.vocab_start
     other = Shard(start, len(weight), options.vocab_size)
-    # The start of a shard without entries does not matter.
+    # An empty shard may have any start.
     if other.real_rows != shard.real_rows or (shard.real_rows and other.start != shard.start):
         raise ValueError(
             f"teacher_weight {list(weight.shape)} has the vocabulary entries [{other.start}, "

@@ -1,4 +1,4 @@
-"""The public functions."""
+"""The fused loss and the fused statistics: the public functions."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def linear_cross_entropy(
         input: hidden states ``[..., D]``, bf16, fp16, fp32 or fp64. Under sequence parallelism this rank's part
             ``[S/P, ..., D]``, with S/P equal on all ranks.
         linear_weight: this rank's vocabulary shard ``[V/P, D]``, in the input's dtype. (Under autocast ``input``,
-            ``linear_weight`` and ``linear_bias`` are first cast to autocast's dtype, fp64 ones excepted.) It is copied
-            if its rows are not contiguous. Shards may be uneven, or empty.
+            ``linear_weight`` and ``linear_bias`` are first cast to autocast's dtype, unless they are fp64.) It is
+            copied if its rows are not contiguous. Shards may be uneven, or empty.
         target: ids ``[...]`` of any integer dtype, the same on all ranks; under sequence parallelism the whole sequence
             ``[S, ...]``. A target outside ``[0, V)`` that is not ``ignore_index`` has loss NaN and NaN gradients, even
             if its ``token_weight`` is 0.
@@ -64,13 +64,12 @@ def linear_cross_entropy(
         ignore_index: tokens with this target have loss 0 and gradient 0. None means -100.
         label_smoothing: in [0, 1], as in ``torch.nn.functional.cross_entropy``, over the V real entries of all ranks.
         z_loss: adds ``z_loss * lse**2`` per token.
-        logit_scale: a Python number; or a tensor of the target's shape and any real dtype, one scale for each token,
-            such as 1 / temperature. No gradient flows to it. It must be the same on all ranks.
+        logit_scale: a Python number; or a tensor of the target's shape and any floating-point dtype, one scale for each
+            token. No gradient flows to it. It must be the same on all ranks.
         logit_softcap: a Python number; ``softcap(u) = cap * tanh(u / cap)``.
-        temperature: divides the soft-capped logits: a number > 0; or a tensor of the target's shape and any
-            floating-point dtype, one for each token. No gradient flows to it. It must be the same on all ranks. The
-            values of a tensor must be > 0; they are not checked, since the host would have to wait for the device. With
-            a tensor and a ``logit_softcap`` every logit is recomputed in backward.
+        temperature: divides the soft-capped logits: a number > 0; or a tensor as for ``logit_scale``, whose values must
+            be > 0. They are not checked: the host would have to synchronise with the device. With a tensor and a
+            ``logit_softcap`` every logit is recomputed in backward.
         process_group: the tensor-parallel group that shards the vocabulary. None, or a group of one rank, means no
             parallelism. No other group is used.
         sequence_parallel: ``input`` is split along dimension 0 over ``process_group``.
@@ -78,33 +77,31 @@ def linear_cross_entropy(
             loss's dtype. If it needs a gradient, the losses are multiplied after the fused call.
         vocab_start: global id of this shard's first row, given on all ranks or on none. Default: ``rank * rows``, for
             equal shards only.
-        vocab_size: V, the number of real entries. Rows from there on are padding: they are left out of the softmax and
+        vocab_size: V, the number of real entries. Rows from id V on are padding: they are left out of the softmax and
             have zero gradient. Default: all rows of all ranks.
         logits_budget: bytes per rank and call for tensors of the logits' shape: exponentials or logits saved from
             forward to backward, and the working block. A call may use 64 MiB even if the budget is smaller. None means
             a thirty-second of the GPU's memory (:func:`parallel_lce.core.budget.default_budget`; 4.25 GiB on an H200),
-            and 1 GiB on a CPU; the environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. Must be equal on all
-            ranks, so ranks on GPUs of different memory must be given it. Logits beyond the budget are recomputed; or,
-            for 'mean' and 'sum' except in fp16, the gradients are formed in forward
-            (:func:`parallel_lce.core.plan.plan`). A second backward through one graph recomputes everything.
+            and 1 GiB on a CPU; the environment's ``PARALLEL_LCE_LOGITS_BUDGET`` replaces these. It must be equal on all
+            ranks, so give it if GPUs differ in memory. Logits beyond the budget are recomputed; or, for 'mean' and
+            'sum' except in fp16, the gradients are formed in forward. A second backward through one graph recomputes
+            everything.
         reduce_dtype: dtype in which dX is summed over the ranks; None means the input's. With torch.float32 each rank's
             term is sent and added unrounded: for bf16 that is twice the bytes.
         reduce_hidden_grad: True: dX is summed over the ranks. False: each rank gets the term of its own shard, in the
             input's dtype, without a reduction. This is for hidden states from a mapping that sums in its own backward,
             such as Megatron's ``copy_to_tensor_model_parallel_region`` and ``gather_from_sequence_parallel_region``.
-            Not with ``sequence_parallel``, where the reduce-scatter also leaves each rank the gradient of its part of
-            the tokens. If such a mapping gathers the sequence, pass the gathered states without ``sequence_parallel``.
+            Not with ``sequence_parallel``: if a mapping gathers the sequence, pass the gathered states without it.
         counted_tokens: how many targets are not ``ignore_index``, the same number on all ranks. The call then works on
-            these tokens alone, and the others cost nothing. The host does not wait for the device; if the number is
-            wrong, the loss is NaN. Under sequence parallelism every rank gathers all hidden states, and dX is
-            all-reduced.
+            these tokens alone, and the others cost nothing. If the number is wrong, the loss is NaN. Under sequence
+            parallelism every rank gathers all hidden states, and dX is all-reduced.
         gradient_filter: None: dX and dW are exact. A probability in (0, 1), such as 2**-13: backward computes exactly
-            only the gradients of the targets' logits, and those in tiles of 128 tokens by 128 vocabulary rows with an
-            entry of a larger probability. Every other tile is replaced by a rank-one estimate
+            only the gradients of the targets' logits, and tiles of 128 tokens by 128 vocabulary rows that contain a
+            larger probability. Every other tile is replaced by a rank-one estimate
             (:mod:`parallel_lce.kernels.filter`). The loss is unchanged, and no collective is added. The Triton backend
             filters products of 1e12 flops and more; the torch backend ignores the filter. Not with ``label_smoothing``.
-            In the first few hundred steps of a training None is better: a filter skips little there, or adds its
-            largest errors.
+            None is better in the first few hundred training steps: a filter skips little there, or adds its largest
+            errors.
 
     Returns:
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
@@ -126,19 +123,19 @@ def linear_cross_entropy(
     SP           instead
     ===========  ========================  ==============================  ===========================================
 
-    A forward gathers the hidden states of the block that saves exponentials at once, and those of the other tokens in
-    blocks of at most 256 MiB, each started a block ahead. There is no reduction if ``input`` needs no gradient, or with
-    ``reduce_hidden_grad=False``.
+    A forward gathers the hidden states of the block that saves exponentials by one all-gather, and all
+    others in blocks of at most 256 MiB, each started a block ahead. There is no reduction if ``input`` needs no
+    gradient, or with ``reduce_hidden_grad=False``.
 
     If gradients are formed in forward, each block of R tokens gathers its hidden states there (SP), gathers its
     partials (C * R + 2 elements), and reduces its dX after the next block's gather of partials. Backward then has no
-    collective; a second backward repeats all of it.
+    collective; a second backward repeats those of forward.
 
     The upstream gradient may be any tensor, and must be the same on all ranks. Shards with a gap or an overlap give
-    NaN, and so does a vocabulary without any row. Shards of unequal rows without ``vocab_start`` may end in an error
-    or a hang of a collective, because each rank takes its size from its own rows. ``PARALLEL_LCE_DEBUG=1``, set on
-    all ranks, turns this, targets out of range and disagreement between the ranks into errors; it waits for the
-    device. Meta and fake tensors give the shapes of results.
+    NaN, and so does a vocabulary without any row. Shards of unequal rows without ``vocab_start`` may end in an error or
+    a hang of a collective, because each rank takes its size from its own rows. ``PARALLEL_LCE_DEBUG=1``, set on all
+    ranks, makes errors of this, of targets out of range, and of different arguments on the ranks; it synchronises the
+    host with the device. Meta and fake tensors give the shapes of results.
 
     Raises:
         ValueError: shapes, dtypes, devices or numbers that do not fit, before any collective; the message has the
@@ -203,27 +200,27 @@ def token_statistics(
 ) -> TokenStatistics:
     """Differentiable per-token statistics of the logits, from which any loss can be made.
 
-    Arguments, layouts and errors as in :func:`linear_cross_entropy`. Without a target (None) there are no statistics
-    of a target. A target outside ``[0, V)`` has ``target_logit`` 0, to which no gradient flows, and
-    ``target_log_prob`` ``-lse``. ``mean_logit`` asks for the fields ``mean_logit`` and ``mean_log_prob``,
-    ``expected_logit`` for ``expected_logit`` and ``entropy``, ``argmax`` and ``sum_p_squared`` for the fields of their
-    names; otherwise they are None. For fp16 an upstream gradient of ``expected_logit`` or ``entropy`` recomputes all
-    logits in backward, even saved ones.
+    Arguments, layouts and errors as in :func:`linear_cross_entropy`. With ``target=None`` there are no statistics of a
+    target. A target outside ``[0, V)`` has ``target_logit`` 0, to which no gradient flows, and ``target_log_prob``
+    ``-lse``. ``mean_logit`` asks for the fields ``mean_logit`` and ``mean_log_prob``, ``expected_logit`` for
+    ``expected_logit`` and ``entropy``, ``argmax`` and ``sum_p_squared`` for the fields of their names; otherwise these
+    fields are None. For fp16 an upstream gradient of ``expected_logit`` or ``entropy`` recomputes all logits in
+    backward, even saved ones.
 
     Args:
         selected: asks for ``selected_log_prob``. Ids ``[..., K]``; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
             where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
-            may come twice. One outside ``[0, V)`` has the log-probability ``-lse``. Offsets that do not begin with 0,
-            end with E or that decrease give NaN.
+            may come twice. An id outside ``[0, V)`` has the log-probability ``-lse``. Offsets give NaN if they do not
+            begin with 0, do not end with E, or decrease.
         top_k: asks for ``top_logits`` and ``top_ids``, K of each token, which have no gradient. The hidden states are
             projected a second time, in blocks of 64 MiB of fp32 logits.
         mask: bool, of the tokens' shape: true for a token that counts. The others cost nothing; their statistics are 0,
-            their ids -1, and no gradient flows from them.
-        counted_tokens: how many tokens the mask counts, known on the host and the same on all ranks. Given with
-            ``mask`` alone. If it is wrong, statistics are NaN and ids -1. See :func:`linear_cross_entropy`.
+            their ids -1, and no gradient flows from them. Needs ``counted_tokens``.
+        counted_tokens: how many tokens the mask counts, the same number on all ranks. If it is wrong, statistics are
+            NaN and ids -1. See :func:`linear_cross_entropy`.
         gradient_filter: as in :func:`linear_cross_entropy`. Not with ``mean_logit``, ``expected_logit``,
-            ``sum_p_squared`` and ``selected``: the gradient of the logits must be a probability times one number per
-            token, except at the target and for the slope of a soft-cap.
+            ``sum_p_squared`` and ``selected``: but for the target and the slope of a soft-cap, the gradient of a logit
+            must be its probability times one number per token.
 
     Returns:
         :class:`TokenStatistics` of the target's shape, or of the tokens' without a target; fp32 (fp64 for fp64),
@@ -274,8 +271,7 @@ _ONLY_TORCH = {
 
 
 def _refuse_unsupported(reduction: object, given: dict[str, object], group: dist.ProcessGroup | None) -> None:
-    """Raise for keyword arguments that are unknown, or only PyTorch's, and for a reduction of None, which in
-    ``Options`` means statistics."""
+    """Raise for keyword arguments that are unknown, or only PyTorch's, and for a reduction of None."""
     for name, value in given.items():
         if name not in _ONLY_TORCH:
             refuse_unknown(linear_cross_entropy, {name: value}, group)

@@ -35,8 +35,8 @@ class LinearCrossEntropy(nn.Module):
     until :attr:`process_group` is set again.
 
     Args:
-        reduction, ignore_index, ...: those of :func:`parallel_lce.linear_cross_entropy`, with the same defaults. Not
-            ``counted_tokens``; ``logit_scale`` and ``temperature`` are numbers alone.
+        reduction, ignore_index, ...: as in :func:`parallel_lce.linear_cross_entropy`, with the same defaults. Not
+            ``counted_tokens``; ``logit_scale`` and ``temperature`` must be numbers.
 
     Attributes:
         options: the keyword arguments of each call as Python numbers, without ``process_group``.
@@ -98,11 +98,8 @@ class LinearCrossEntropy(nn.Module):
         linear_bias: Tensor | None = None,
         token_weight: Tensor | None = None,
     ) -> Tensor:
-        """The loss of ``input [..., D]``, ``linear_weight [V/P, D]`` and ``target [...]``.
-
-        Shapes, result and errors are those of :func:`parallel_lce.linear_cross_entropy`. An unpickled module that has
-        lost its process group raises ``ValueError``.
-        """
+        """As :func:`parallel_lce.linear_cross_entropy`. An unpickled module that has lost its process group raises
+        ``ValueError``."""
         if self._held.lost_ranks:
             raise ValueError(
                 f"this LinearCrossEntropy was pickled with a process_group of {self._held.lost_ranks} rank(s), which a "

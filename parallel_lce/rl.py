@@ -1,10 +1,7 @@
 """Log-probabilities and entropies, under the names and signatures that RL trainers use.
 
-Statistics come from fp32 logits that are never rounded. So log-probabilities are those of an fp32 head on the same
-weights. A temperature divides the logits; entropies are those of the divided logits.
-
-The gradient of the hidden states is summed over the ranks by the caller of :func:`linear_cross_entropy`, but by
-:func:`from_parallel_hidden_states_to_logprobs` itself.
+Logits are summed in fp32 and never rounded, so log-probabilities are as exact as from an fp32 head on the same weights.
+A temperature divides the logits, also for the entropies.
 """
 
 from __future__ import annotations
@@ -30,21 +27,21 @@ def linear_cross_entropy(
     vocab_size: int | None = None,
     logits_budget: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the labels and entropies: ``verl.utils.kernel.linear_cross_entropy`` of verl, which slime
-    copies, in its signature and meaning.
+    """Log-probabilities of the labels and entropies, with the signature and meaning of verl's
+    ``verl.utils.kernel.linear_cross_entropy``, which slime copies.
 
     As in verl, the gradient of ``hidden`` is the term of this rank's shard: it is not summed over the ranks. A mapping
     in front of this function sums it: Megatron's ``gather_from_sequence_parallel_region`` (verl and slime with sequence
-    parallelism), or ``copy_to_tensor_model_parallel_region`` (slime without). In verl's Megatron path without sequence
-    parallelism there is no mapping, and the hidden states' gradient is incomplete: put
-    ``copy_to_tensor_model_parallel_region`` there, or call :func:`parallel_lce.token_statistics`.
+    parallelism), or ``copy_to_tensor_model_parallel_region`` (slime without). verl's Megatron path without sequence
+    parallelism has no mapping, so the gradient is incomplete: add ``copy_to_tensor_model_parallel_region``, or call
+    :func:`parallel_lce.token_statistics`.
 
     Args:
         hidden: ``[..., D]``, all tokens on every rank of the group. It is flattened, and so are the labels.
         weight: this rank's vocabulary shard ``[V/P, D]``, of equal shards, in the dtype of ``hidden``.
-        labels: as many ids, of any integer dtype.
-        temperature: a number > 0; or, beyond verl, a tensor of as many numbers, one for each token. None is 1.
-        reduction: of the log-probabilities: 'none', 'sum' or 'mean', in any case of letters. None is 'none'.
+        labels: N ids, of any integer dtype.
+        temperature: a number > 0; or, beyond verl, a tensor of N numbers. None is 1.
+        reduction: of the log-probabilities: 'none', 'sum' or 'mean', in upper or lower case. None is 'none'.
         dist_process_group: the tensor-parallel group; None for one rank.
         bias: ``[V/P]`` or None.
         vocab_size, logits_budget: as in :func:`parallel_lce.linear_cross_entropy`.
@@ -54,7 +51,7 @@ def linear_cross_entropy(
         row-major order; differentiable, identical on every rank bit for bit. A label outside the vocabulary has the
         log-probability ``-lse``.
 
-    Collectives: in forward that of :func:`parallel_lce.token_statistics`, C = 4. In backward none.
+    Collectives: forward, the all-gather of partials of :func:`parallel_lce.token_statistics`, C = 4; backward, none.
 
     Raises:
         ValueError: a temperature that is no number > 0, an unknown reduction, and as
@@ -70,7 +67,7 @@ def linear_cross_entropy(
         raise ValueError(f"hidden must be [..., D], got {list(hidden.shape)}")
     own = dict(input="hidden", linear_weight="weight", target="labels", linear_bias="bias")
     with renamed(process_group="dist_process_group", **own):
-        found = token_statistics(
+        statistics = token_statistics(
             hidden.reshape(hidden.shape[:-1].numel(), hidden.shape[-1]),
             weight,
             labels.reshape(-1),
@@ -82,11 +79,11 @@ def linear_cross_entropy(
             reduce_hidden_grad=False,
             expected_logit=True,
         )
-    assert found.target_log_prob is not None and found.entropy is not None
-    log_probs = found.target_log_prob
+    assert statistics.target_log_prob is not None and statistics.entropy is not None
+    log_probs = statistics.target_log_prob
     if name != "none":
         log_probs = log_probs.sum() if name == "sum" else log_probs.mean()
-    return log_probs, found.entropy
+    return log_probs, statistics.entropy
 
 
 def from_parallel_hidden_states_to_logprobs(
@@ -105,10 +102,10 @@ def from_parallel_hidden_states_to_logprobs(
     vocab_size: int | None = None,
     logits_budget: int | None = None,
 ) -> Tensor:
-    """Log-probability of each next token: the function of this name in NeMo-RL's ``distributed/model_utils.py``.
+    """Log-probability of each next token, as the function of this name in NeMo-RL's ``distributed/model_utils.py``.
 
-    As there, the gradient of the hidden states is summed over the ranks, by a reduce-scatter: the caller passes the
-    decoder's output, without a mapping in front.
+    As there, the caller passes the decoder's output, without a mapping in front: the gradient of the hidden states is
+    summed over the ranks, by a reduce-scatter.
 
     Args:
         tensor_parallel_hidden_states: ``[S/P, B, D]``, split over ``tp_group`` along the sequence.
@@ -118,7 +115,7 @@ def from_parallel_hidden_states_to_logprobs(
         vocab_end_index: end of the shard's ids. Further rows of the weight are padding, and left out.
         inference_only: nothing is saved for a backward.
         cp_group: None or a group of one rank, as there.
-        chunk_size: not used: no logits are formed.
+        chunk_size: not used, since no logits are stored.
         bias: ``[V/P]`` or None.
         vocab_size, logits_budget: as in :func:`parallel_lce.linear_cross_entropy`.
 
@@ -151,7 +148,7 @@ def from_parallel_hidden_states_to_logprobs(
         torch.set_grad_enabled(torch.is_grad_enabled() and not inference_only),
         renamed(process_group="tp_group", vocab_start="vocab_start_index", **own),
     ):
-        found = token_statistics(
+        statistics = token_statistics(
             hidden,
             weight[:rows],
             target.t(),
@@ -162,9 +159,9 @@ def from_parallel_hidden_states_to_logprobs(
             vocab_size=vocab_size,
             logits_budget=logits_budget,
         )
-    assert found.target_log_prob is not None
-    outside = (target < 0) | (target >= found.vocab_size)
-    return found.target_log_prob.t().masked_fill(outside, 0.0)[:, :-1].contiguous()
+    assert statistics.target_log_prob is not None
+    outside = (target < 0) | (target >= statistics.vocab_size)
+    return statistics.target_log_prob.t().masked_fill(outside, 0.0)[:, :-1].contiguous()
 
 
 def _check_tensors(**named: object) -> None:

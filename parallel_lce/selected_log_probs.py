@@ -1,4 +1,4 @@
-"""Log-probabilities of selected entries among each other: no logit of another entry is computed."""
+"""Log-probabilities of selected entries among each other. No logit of another entry is computed."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def selected_log_probs(
 ) -> Tensor:
     """Log-softmax of the logits of selected entries, over each token's entries alone.
 
-    A sampler with a mask draws from this distribution: the softmax renormalised over the kept entries. Only their rows
-    of the weight are read, E rows instead of N * V products.
+    A sampler with a mask draws from this distribution: the softmax renormalised over the kept entries. Only the E
+    selected rows of the weight are read.
 
     Args:
         selected: ids ``[..., K]``, the same number for each token; or a pair of ids ``[E]`` and offsets ``[N + 1]``,
             where token n has ``ids[offsets[n]:offsets[n + 1]]``. Of any integer dtype, the same on all ranks. An id
-            that comes twice counts twice. An id outside ``[0, vocab_size)``, and an id with a logit of -inf, has
-            probability 0, log-probability -inf and no gradient, even if the token has no other entry.
-            (``torch.log_softmax`` would give NaN there.)
+            that comes twice counts twice. An id outside ``[0, vocab_size)`` or with a logit of -inf has probability 0,
+            log-probability -inf and no gradient, even if the token has no other entry. (``torch.log_softmax`` would
+            give NaN there.)
         Others: as in :func:`parallel_lce.linear_cross_entropy`.
 
     Returns:
@@ -57,9 +57,9 @@ def selected_log_probs(
         graph of torch.compile breaks at this call.
 
     Collectives, on ``process_group``, in this order. Forward: under sequence parallelism an all-gather of the hidden
-    states, N/P * D elements per rank; an all-gather of the logits, E + 2 elements of fp32 per rank. Backward: under
-    sequence parallelism the first again; an all-reduce, or reduce-scatter, of dX, N * D elements of ``reduce_dtype``;
-    with ``reduce_hidden_grad=False`` no reduction.
+    states, N/P * D elements per rank; an all-gather of the logits, E + 2 elements of fp32 per rank. Backward: an
+    all-reduce of dX, N * D elements of ``reduce_dtype``, or under sequence parallelism a reduce-scatter, unless
+    ``reduce_hidden_grad=False``; under sequence parallelism the hidden states are gathered again for dW.
 
     Raises:
         ValueError: as :func:`parallel_lce.token_statistics`, before any collective.
@@ -125,7 +125,7 @@ def _forward(call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None) ->
     count, dtype = selected.count, accumulation_dtype(weight.dtype)
     with device_without_autocast(weight):
         x = gather_hidden(flattened(hidden), whole, layout).wait()
-        # This rank's logits, 0 for ids of others, and its shard's first id and rows.
+        # A row is a rank's logits, 0 for other ranks' ids, and its shard's first id and number of rows.
         packed = x.new_zeros(layout.ranks, count + 2, dtype=dtype)
         own = packed[layout.rank]
         projection = call.of_block(call.projection(weight, bias), whole)

@@ -18,7 +18,7 @@ from parallel_lce.core.options import as_float, is_number, shortened
 from parallel_lce.core.partials import MAX, SHIFTED, SUM_EXP, TARGET, Columns, accumulation_dtype
 from parallel_lce.run.autograd import first_order_only
 
-# These kernels have no product, so they take fp32, too.
+# The kernels for existing logits form no matrix product, so they take fp32, too.
 _SUITABLE = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -30,22 +30,22 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Cross-entropy of ``vocab_parallel_logits [..., V/P]`` and ``target [...]``, ``[...]`` in fp32 (fp64 for fp64).
 
-    A stand-in for ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy`` with its values and gradients. Ranks
-    hold equal shards in rank order. A target outside every shard has loss ``lse - max`` and the gradient of lse.
+    It replaces ``megatron.core.tensor_parallel.vocab_parallel_cross_entropy``, with the same values and gradients.
+    Ranks hold equal shards in rank order. A target outside every shard has loss ``lse - max`` and the gradient of lse.
     ``label_smoothing`` in [0, 1) spreads ``eps * K / (K - 1)`` over the K = V/P entries of *this rank's* shard. As in
     Megatron, the loss then depends on the rank. ``linear_cross_entropy`` smooths over the whole vocabulary.
 
     Unlike Megatron's it does not change the logits and saves no softmax. Forward reads the logits once and saves two
     numbers per token. Backward reads them again and writes their gradient, in their dtype. As in Megatron, the layer
-    that made the logits sums the gradient of its input over the ranks. Triton kernels do this for bf16, fp16 and fp32
-    on NVIDIA GPUs of compute capability 8.0 and later, and torch elsewhere, in ranges of rows. ``PARALLEL_LCE_BACKEND``
-    overrides the choice.
+    that made the logits sums the gradient of its input over the ranks. Triton kernels are used for bf16, fp16 and fp32
+    on NVIDIA GPUs of compute capability 8.0 and later, and torch elsewhere. ``PARALLEL_LCE_BACKEND`` overrides the
+    choice.
 
     ``tp_group=None`` means Megatron's own tensor-parallel group or, where torch.distributed is not initialised, a
     single process.
 
-    Collectives: forward, one all-gather of 3 N + 2 fp32 (fp64) elements per rank; backward, none. The
-    upstream gradient must be the same on all ranks.
+    Collectives: forward, one all-gather of 3 N + 2 fp32 (fp64) elements per rank; backward, none. The upstream gradient
+    must be the same on all ranks.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, an unknown group. ``PARALLEL_LCE_DEBUG=1`` raises on every

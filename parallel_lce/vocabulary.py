@@ -2,8 +2,8 @@
 
 A new model may assign the rows of its weight to tokens in any order. A tokenizer's own order spreads frequent tokens
 over all rows, so that most tiles of 128 neighbouring rows have a large probability. In descending order of frequency
-most tiles hold rare tokens alone. The remaining tiles are split evenly among tensor-parallel ranks if each rank's shard
-has its share of frequent tokens.
+most tiles hold rare tokens alone. If each tensor-parallel rank's shard has the same share of frequent tokens, the ranks
+have equal work with the remaining tiles.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from parallel_lce.call.checks import INTEGERS, described
 class VocabularyOrder:
     """A permutation of the vocabulary. No method runs a collective: every rank computes or loads the same order.
 
-    Ids and rows in the tokenizer's order are called old, those in the model's order new. Ids and weights may be on any
-    device: each call copies ``new_id`` to that device, unless it is there (:meth:`to`).
+    Ids and rows in the tokenizer's order are called old; in the model's order, new. Ids and weights may be on any
+    device: each call copies ``new_id`` to that device, unless it is there already (:meth:`to`).
 
     Args:
-        new_id: int64 ``[V]``: the new id of each old one.
+        new_id: int64 ``[V]``: the new id of each old id.
         rows: rows of the whole weight; rows from V on are padding. None: V.
 
     Raises:
-        ValueError: ``new_id`` is no such tensor or no permutation, or ``rows`` is less than V.
+        ValueError: ``new_id`` is no such tensor or no permutation of 0 to V - 1, or ``rows`` is less than V.
     """
 
     new_id: Final[Tensor]
@@ -42,30 +42,28 @@ class VocabularyOrder:
         rows = V if rows is None else rows
         if not isinstance(rows, int) or rows < V:
             raise ValueError(f"rows must be a whole number of at least V={V}, got {rows!r}")
-        # [V] int64: the old id of each new one
+        # [V] int64: the old id of each new id
         ascending, self._old_id = new_id.sort()
         if not torch.equal(ascending, torch.arange(V, device=new_id.device)):
-            found = f"{len(ascending.unique())} different ones from {ascending[0]} to {ascending[-1]}"
-            raise ValueError(f"new_id must hold each of the {V} numbers from 0 to {V - 1} once, got {found}")
-        # A copy: the caller may change theirs.
+            given = f"{len(ascending.unique())} different ones from {ascending[0]} to {ascending[-1]}"
+            raise ValueError(f"new_id must hold each of the {V} numbers from 0 to {V - 1} once, got {given}")
+        # A copy: the caller may change the given tensor.
         self.new_id, self.rows = new_id.clone(), rows
 
     @classmethod
     def by_frequency(cls, counts: Tensor, *, ranks: int = 1, rows: int | None = None) -> VocabularyOrder:
         """The order in which every rank's shard is in descending order of frequency.
 
-        Ids are dealt to the ranks in turn: the most frequent one gets the first row of rank 0's shard, the next one the
+        Ids are dealt to the ranks in turn: the most frequent id gets the first row of rank 0's shard, the next id the
         first row of rank 1's. Ids of the same count are dealt in ascending order. Padding stays at the end of the whole
-        weight, as the ``vocab_size`` of a loss wants it; a rank whose shard has padding is dealt fewer ids.
+        weight, as a loss with ``vocab_size`` expects; a rank whose shard has padding is dealt fewer ids. The order is
+        on the device of ``counts``.
 
         Args:
             counts: ``[V]``, integers or floating-point numbers: how often each id occurs in the training text, or
                 in a sample of it.
             ranks: tensor-parallel size P. Rank r has the r-th block of ``rows / P`` rows.
             rows: rows of the whole weight, a multiple of ``ranks``. None: V.
-
-        Returns:
-            The order, on the device of ``counts``.
 
         Raises:
             ValueError: ``counts`` is no such tensor or has a NaN or negative number; ``ranks`` is less than 1; ``rows``
@@ -95,34 +93,23 @@ class VocabularyOrder:
         return VocabularyOrder(self.new_id.to(device), self.rows)
 
     def apply(self, ids: Tensor) -> Tensor:
-        """New ids of old ones: of inputs and targets, in the shape and dtype of ``ids``.
+        """New ids of old ``ids``, such as inputs and targets, of any shape.
 
-        Numbers outside [0, V) stay as they are, such as ``ignore_index``. Nothing waits for the device if ``new_id`` is
-        on that of the ids.
-
-        Args:
-            ids: any shape, any integer dtype that can hold V - 1.
-
-        Raises:
-            ValueError: ``ids`` is no such tensor.
+        Numbers outside [0, V) stay as they are, such as ``ignore_index``. The host does not synchronise with the device
+        if ``new_id`` is on it. Raises ``ValueError`` unless ``ids`` is of an integer dtype that can hold V - 1.
         """
         return _mapped(ids, self.new_id)
 
     def undo(self, ids: Tensor) -> Tensor:
-        """Old ids of new ones: of sampled tokens, or of the largest logits. The inverse of :meth:`apply`."""
+        """Old ids of new ``ids``, such as sampled tokens. The inverse of :meth:`apply`."""
         return _mapped(ids, self._old_id)
 
     def apply_rows(self, weight: Tensor) -> Tensor:
-        """A whole weight, embedding or bias with its rows moved from the old to the new order, as a new tensor.
+        """A whole weight, embedding or bias ``[rows, ...]``, or ``[V, ...]`` without padding, with its rows moved from
+        the old to the new order, as a new tensor. Differentiable.
 
         Padding stays where it is. With ``n = rows // P``, the shard of rank r is
-        ``apply_rows(weight)[r * n : (r + 1) * n]``. Differentiable.
-
-        Args:
-            weight: ``[rows, ...]``, or ``[V, ...]`` without padding, of any dtype.
-
-        Raises:
-            ValueError: ``weight`` has another number of rows.
+        ``apply_rows(weight)[r * n : (r + 1) * n]``. Raises ``ValueError`` for another number of rows.
         """
         return self._moved("weight", weight, self._old_id)
 
@@ -136,11 +123,11 @@ class VocabularyOrder:
         Args:
             state: whole tensors by name, as a model without shards saves them.
             names: of the tensors whose rows are vocabulary entries: the embedding, the output layer's weight and bias.
-                Of a tied weight all names under which it is saved.
+                For a tied weight, every name under which it is saved.
 
         Returns:
             A new dict. The named tensors are new, as from :meth:`apply_rows`, without gradients. Names that shared
-            memory share it again. All other values are those of ``state``.
+            memory share it again. All other values are not copied.
 
         Raises:
             ValueError: ``names`` is one string, a name is missing, or its tensor has another number of rows.
@@ -159,11 +146,8 @@ class VocabularyOrder:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> VocabularyOrder:
-        """The order in a file of :meth:`save`, on the CPU.
-
-        Raises:
-            ValueError: the file cannot be read or holds no order; the message has the path and the reason.
-        """
+        """The order in a file of :meth:`save`, on the CPU. Raises ``ValueError``, with path and reason, if the file
+        cannot be read or holds no order."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file
 
@@ -177,7 +161,7 @@ class VocabularyOrder:
             raise ValueError(f"{path} holds no order of a vocabulary: {error}") from None
 
     def _moved(self, name: str, value: Any, sources: Tensor) -> Tensor:
-        """``value`` with row ``sources[i]`` at place i, and its padding where it was."""
+        """``value`` with its row ``sources[i]`` moved to row i. Padding stays."""
         V = len(sources)
         if not isinstance(value, Tensor) or value.dim() < 1 or len(value) not in (V, self.rows):
             padded = f", or {self.rows} with padding" if self.rows > V else ""

@@ -131,12 +131,12 @@ def test_importing_the_package_imports_no_backend_of_kernels():
 def test_scratch(device):
     """Memory is allocated at first use, and once; what is larger, and in one piece, is taken over."""
     scratch = Scratch(1000, device)
-    assert scratch.limit == 1000 and scratch.capacity(torch.float32) == 250
+    assert scratch.size == 1000 and scratch.capacity(torch.float32) == 250
     first = scratch.borrow(250, torch.float32)
     assert first.shape == (250,) and first.dtype == torch.float32 and first.device.type == device
     assert scratch.borrow(3, torch.bfloat16).data_ptr() == first.data_ptr()
     large = torch.empty(30, 40, dtype=torch.bfloat16, device=device)
     for tensor, capacity in ((large[:5], 1000), (large.t(), 1000), (large, 2400), (large[:20].clone(), 2400)):
         scratch.adopt(tensor)
-        assert scratch.limit == 1000 and scratch.capacity(torch.uint8) == capacity
+        assert scratch.size == 1000 and scratch.capacity(torch.uint8) == capacity
     assert scratch.borrow(600, torch.float32).data_ptr() == large.data_ptr()

@@ -27,7 +27,7 @@ def backend_of(matrix: Tensor, suitable: tuple[torch.dtype, ...] = _LOW_PRECISIO
     """The backend for the device and dtype of a weight, or of logits; or the one that ``PARALLEL_LCE_BACKEND`` names.
 
     By default triton for the ``suitable`` dtypes on NVIDIA devices of capability 8.0 and later where Triton is
-    installed, else torch. The torch backend always takes float64. The variable is read at each call, or when the call
+    installed, else torch. float64 always runs in the torch backend. The variable is read at each call, or when the call
     is compiled."""
     # Kernels cannot run on meta or fake tensors, or with D = 0.
     nothing = valueless(matrix) or matrix.shape[1] == 0
@@ -40,7 +40,6 @@ def valueless(tensor: Tensor) -> bool:
 
 
 def named(name: str) -> Backend:
-    """The backend of this name."""
     if name == "triton":
         from parallel_lce.backends import triton
 
@@ -77,8 +76,8 @@ def _name(device: torch.device, dtype: torch.dtype, suitable: tuple[torch.dtype,
     return "torch"
 
 
-# The effect of torch.compiler.assume_constant_result (torch.compile calls it while tracing and takes the result as a
-# constant), without importing torch._dynamo, which takes about a second.
+# As torch.compiler.assume_constant_result: torch.compile calls the function while tracing, and takes the result as a
+# constant. That decorator would import torch._dynamo, which takes about a second.
 _name._dynamo_marked_constant = True
 
 

@@ -20,17 +20,14 @@ _ALIGNED = 8
 
 
 def operand(tensor: Tensor) -> Tensor:
-    """``tensor`` as an operand of :func:`matmul_nt`: low precision is converted to fp32 on a CPU."""
+    """``tensor`` as an operand of :func:`matmul_nt`: in fp32 if it is of low precision and on a CPU."""
     return tensor if tensor.is_cuda or tensor.dtype in _WIDE else tensor.float()
 
 
 def _cuda_nt(total: Tensor, a: Tensor, b: Tensor, overwrite: bool) -> None:
-    """``total (+)= a @ b.T`` in place.
-
-    If the contiguous dimension of a low-precision ``a`` is no multiple of 8 elements, the remainder is a second
-    product. If that dimension is K, the two are added, so ``total`` must be fp32: otherwise it would be rounded
-    twice.
-    """
+    """``total (+)= a @ b.T`` in place. If the contiguous dimension of a low-precision ``a`` is no multiple of 8
+    elements, the remainder is a second product. If that is the K dimension, the two are added, so ``total`` must be
+    fp32: otherwise it would be rounded twice."""
     along = 1 if a.stride(1) == 1 else 0
     size = a.shape[along]
     whole = size // _ALIGNED * _ALIGNED
@@ -65,18 +62,16 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype, out: Tensor | None = None)
 
 def matmul_nt(a: Tensor, b: Tensor) -> Tensor:
     """``a [m, k] @ b [n, k].T`` as a new fp32 (fp64) tensor ``[m, n]``."""
-    # Into new memory: a checkpoint that keeps results of torch.mm would keep one that callers change in place.
+    # No result of torch.mm: activation checkpointing may keep such results, and callers overwrite this one.
     product = a.new_empty(a.shape[0], b.shape[0], dtype=accumulation_dtype(a.dtype))
     accumulate_nt(product, a, b, overwrite=True)
     return product
 
 
 def accumulate_nt(total: Tensor, a: Tensor, b: Tensor, *, overwrite: bool, factor: Tensor | None = None) -> None:
-    """``total [m, n] += factor * a [m, k] @ b [n, k].T``, or ``=`` with ``overwrite``.
-
-    Sums are fp32 (fp64 for fp64). ``total`` is fp32 (fp64), or of lower precision with ``overwrite``.
-    ``factor`` is a 0-dimensional tensor, so that the host does not wait for its value; None is 1.
-    """
+    """``total [m, n] += factor * a [m, k] @ b [n, k].T``, or ``=`` with ``overwrite``. ``total`` is fp32 (fp64), or of
+    lower precision with ``overwrite``. ``factor`` is a 0-dimensional tensor, so that the host does not synchronise with
+    the device; None is 1."""
     if 0 in (*a.shape, b.shape[0]):
         if overwrite:
             total.zero_()

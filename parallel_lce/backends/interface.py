@@ -52,13 +52,13 @@ class Saved(Protocol):
     """The tensors that a block saves for its backward: a NamedTuple of the backend, whose fields are tensors or None. A
     block that saves nothing has ``()`` instead. A backward may overwrite the tensors."""
 
-    # Exponentials of the logits; None if only windows were kept for a filtered backward.
+    # Exponentials of the logits; None if only window partials were saved, for a filtered backward.
     exponentials: Tensor | None
 
     def __iter__(self) -> Iterator[Tensor | None]: ...
 
 
-# Largest max - z, in nats, whose exponential is still a normal number when stored, less a margin.
+# Largest max - z, in nats, whose stored exponential is still a normal number, less a margin.
 _STORED_RANGE = {torch.float16: 20.0}
 _DEFAULT_RANGE = 80.0
 
@@ -74,7 +74,7 @@ def savable(dtype: torch.dtype, softcap: float | None) -> bool:
 
 
 class Selection(NamedTuple):
-    """The selected entries of a block's tokens: those of token r are ``ids[begin[r]:end[r]]``."""
+    """The selected entries of a block's tokens. Token r has ``ids[begin[r]:end[r]]``."""
 
     # [E] int64 relative to the shard, of all tokens of the call. An id outside ``[0, real_rows)`` has no logit here.
     ids: Tensor
@@ -115,8 +115,8 @@ class SelectedGradient(NamedTuple):
 
 
 class SelectedLogits(NamedTuple):
-    """Memory ``out [E]`` for the logits of a block's selected entries. Those of other shards and blocks are left as
-    they are."""
+    """Memory ``out [E]`` for the logits of a block's selected entries. Elements of other shards and blocks are not
+    written."""
 
     selection: Selection
     out: Tensor
@@ -124,7 +124,7 @@ class SelectedLogits(NamedTuple):
 
 @dataclass(frozen=True)
 class GradBuffers:
-    """Memory for a block's gradients; None for one that is not wanted."""
+    """Memory for a block's gradients; None for one that is not needed."""
 
     # [R, D], written once
     dx: Tensor | None
@@ -134,35 +134,32 @@ class GradBuffers:
 
 
 class Scratch:
-    """Working memory of one backward, shared by its blocks: ``limit`` bytes beside the saved tensors."""
+    """Working memory of one backward, shared by its blocks: ``size`` bytes beside the saved tensors."""
 
-    def __init__(self, limit: int, device: torch.device | str = "cpu") -> None:
-        self.limit = limit
+    def __init__(self, size: int, device: torch.device | str = "cpu") -> None:
+        self.size = size
         self._device = device
         self._memory: Tensor | None = None
 
     def adopt(self, tensor: Tensor) -> None:
-        """Take over the memory of a tensor that nobody reads any more, if it is larger and contiguous."""
-        size = tensor.numel() * tensor.element_size()
-        held = self.limit if self._memory is None else self._memory.numel()
-        if size > held and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
+        """Use the memory of a tensor that is no longer read, if it is larger and contiguous."""
+        given = tensor.numel() * tensor.element_size()
+        held = self.size if self._memory is None else self._memory.numel()
+        if given > held and tensor.is_contiguous() and tensor.data_ptr() % 16 == 0:
             # A contiguous tensor of one element may have any stride.
             self._memory = torch.as_strided(tensor, (tensor.numel(),), (1,)).view(torch.uint8)
 
     def capacity(self, dtype: torch.dtype) -> int:
         """Elements that :meth:`borrow` can give."""
         held = 0 if self._memory is None else self._memory.numel()
-        return max(self.limit, held) // dtype.itemsize
+        return max(self.size, held) // dtype.itemsize
 
     def borrow(self, elements: int, dtype: torch.dtype) -> Tensor:
-        """``[elements]`` of uninitialised memory: the same memory at each call, allocated at the first one.
-
-        A request may exceed :meth:`capacity` if the smallest unit of work does; memory is then allocated for it.
-        """
+        """``[elements]`` of uninitialised memory: the same memory at each call, allocated at the first one. A request
+        may exceed :meth:`capacity` if the smallest unit of work does; memory is then allocated for it."""
         needed = elements * dtype.itemsize
         if self._memory is None or self._memory.numel() < needed:
-            size = max(self.limit, needed)
-            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._memory = torch.empty(max(self.size, needed), dtype=torch.uint8, device=self._device)
         return self._memory.narrow(0, 0, needed).view(dtype)
 
 
@@ -172,11 +169,9 @@ def softcap_slope(cap: float | Tensor, z: Tensor) -> Tensor:
 
 
 def recovers_logits(dtype: torch.dtype) -> bool:
-    """Whether z - max may be taken from a saved exponential, as its logarithm.
-
-    The error of z - max is then one rounding unit, and so is the relative error of p, the factor of z - max. Where e
-    underflowed, p is 0. The range of fp16 is too short for that.
-    """
+    """Whether z - max may be taken from a saved exponential e, as its logarithm. The absolute error of z - max is then
+    one rounding unit, as is the relative error of p, its factor in the gradient. Where e underflowed, p is 0. The range
+    of fp16 is too short for that."""
     return dtype != torch.float16
 
 
@@ -186,7 +181,7 @@ def power_of_two_scale(
     """A power of two that brings the largest gradient of a logit near 2^10 in fp16, 0-dimensional, on the device.
 
     The gradients of a mean over many tokens, 1 / N each, would underflow without it. A token's NaN or infinity does not
-    affect the others. ``coefficients``: folded.
+    affect the others. ``coefficients``: without a factor.
     """
     scale = projection.token_scale
     scaled = [c.abs() if scale is None else (c * scale).abs() for c in coefficients.present]
@@ -198,17 +193,15 @@ def power_of_two_scale(
 
 
 def power_of_two_near(largest: Tensor) -> Tensor:
-    """A power of two that brings a number near 2^10, 0-dimensional, on the device."""
+    """A power of two that brings ``largest`` near 2^10, 0-dimensional, on the device."""
     exponent = 10 - torch.frexp(largest).exponent
     return torch.ldexp(torch.ones_like(largest), exponent.clamp(-40, 40))
 
 
 class Pair(NamedTuple):
-    """Logits of R tokens: p is the softmax of the student's, q of the teacher's.
-
-    A normalizer ``[2, R]`` holds, over the whole vocabulary, the maximum of the logits and the logarithm of the sum of
-    exponentials below it: log p = logit - normalizer[0] - normalizer[1].
-    """
+    """Logits of R tokens: p is the softmax of the student's, q of the teacher's. A normalizer ``[2, R]`` holds, over
+    the whole vocabulary, the maximum of the logits and the logarithm of the sum of exponentials relative to it. A
+    log-probability is ``logit - normalizer[0] - normalizer[1]``."""
 
     # [R, V/P], the statistics' dtype, rows contiguous
     student: Tensor
@@ -223,7 +216,7 @@ class Pair(NamedTuple):
 
 
 class LogitsGradient(NamedTuple):
-    """Memory for the gradient of the student's logits, and the numbers that it is formed from."""
+    """Memory for the gradient of the student's logits, and the numbers from which it is formed."""
 
     # [R, V/P]: factor (p - q) if beta is 0, else factor p (log(p / r) - student_mean)
     out: Tensor
@@ -248,7 +241,7 @@ class ForwardTask(NamedTuple):
     buffer: Tensor | None = None
     # Memory of the partial [C, R]; None: new.
     out: Tensor | None = None
-    # Save the partials of all windows, too: a filtered backward selects the windows to recompute by them.
+    # Save the partials of all windows, too: a filtered backward uses them to select the windows to recompute.
     keep_windows: bool = False
     # Selected entries, and memory for their logits.
     selected: SelectedLogits | None = None
@@ -277,7 +270,7 @@ class BackwardTask(NamedTuple):
     gradient_filter: float | None = None
 
     def of_rows(self, rows: slice) -> BackwardTask:
-        """The task of some of the tokens, without their part of ``grads`` and ``saved``."""
+        """The task of some of the tokens. ``grads`` and ``saved`` stay the block's."""
         return self._replace(
             projection=self.projection.of_rows(rows),
             x=self.x[rows],

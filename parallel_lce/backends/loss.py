@@ -63,8 +63,8 @@ def counted(target: Tensor, ignore_index: int | None) -> Tensor:
 
 
 def sum_of_weights(target: Tensor, token_weight: Tensor | None, ignore_index: int | None, dtype: torch.dtype) -> Tensor:
-    """Divisor of the sum of the losses for a mean: the sum of the tokens' weights, 0-dimensional. The mean of no tokens
-    and its gradients are 0: instead of 0 the divisor is 1, or infinity."""
+    """Divisor of a mean: the sum of the counted tokens' weights, 0-dimensional. If that sum is 0, the divisor is
+    infinity, or 1 without weights, so that the mean and its gradients are 0."""
     counts = counted(target, ignore_index)
     if token_weight is None:
         return counts.sum(dtype=dtype).clamp(min=1)
@@ -75,7 +75,6 @@ def sum_of_weights(target: Tensor, token_weight: Tensor | None, ignore_index: in
 def mean_loss(
     losses: Tensor, target: Tensor, token_weight: Tensor | None, ignore_index: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The mean of ``losses [R]`` by the tokens' weights, and the sum of the weights, both 0-dimensional. The arguments
-    are those of :func:`token_losses`."""
+    """The mean of the ``losses [R]`` and its divisor, both 0-dimensional. Arguments as in :func:`token_losses`."""
     divisor = sum_of_weights(target, token_weight, ignore_index, losses.dtype)
     return losses.sum() / divisor, divisor

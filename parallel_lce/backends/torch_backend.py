@@ -1,9 +1,9 @@
 # ruff: noqa: F401
 """The torch backend: any device, and the plain reference beside each kernel.
 
-A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB, few and large: each is projected,
-exponentiated in place, and multiplied into the gradients by one operation on all of it. No tensor of size R * V exists
-but the saved exponentials. Gradients are exact: the backend ignores ``gradient_filter``.
+A block of R tokens is projected onto the vocabulary shard in tiles of up to 64 MiB
+(:mod:`parallel_lce.backends.torch_tiles`). No tensor of size R * V exists but the saved exponentials. Gradients are
+exact: the backend ignores ``gradient_filter``.
 
 Gradient of the logits, with the upstream gradients of all statistics folded into five per-token coefficients
 (:class:`Coefficients`):
@@ -12,8 +12,6 @@ Gradient of the logits, with the upstream gradients of all statistics folded int
 
 times the derivative of scale and soft-cap ("From Projection to Prediction", Appendix A.1, generalised to any
 statistic).
-
-Tiles are vocabulary-major, ``[entries, rows]``: :mod:`parallel_lce.backends.torch_tiles`.
 """
 
 from __future__ import annotations
@@ -84,15 +82,15 @@ Dense: None = None
 # Whether the backward recomputes logits in the memory of saved exponentials.
 REUSES_SAVED: bool = False
 
-# Bytes of a copy of gradients in the factor's dtype, at most.
+# Most bytes of a copy of gradients in the factor's dtype.
 _SCALED_BYTES = 16 << 20
 # fp16 saves exp(z - m), which is in [0, 1], times this: values down to e^-20 stay normal numbers.
 _SAVED_FP16_SCALE = 2.0**15
 
 
 class Saved(NamedTuple):
-    """The saved tensors of a block of R tokens and the shard's first entries. These form ``W`` windows of equal size,
-    but for the last one."""
+    """The saved tensors of a block of R tokens and the shard's first entries, in W windows. The last window may be
+    smaller than the others."""
 
     # exp(z - maxima) of each entry and token, in the weight's dtype, tile after tile of rows
     exponentials: Tensor
@@ -129,7 +127,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
         # [W, C, rows]
         partials = None if len(windows) == 1 else merged.new_zeros(len(windows), *merged.shape)
         for number, window in enumerate(windows):
-            found = merged if partials is None else partials[number]
+            window_partial = merged if partials is None else partials[number]
             weight = operand(some_rows(projection.weight, window.start, window.stop))
             store = None
             if saved is not None and window.start < save:
@@ -138,13 +136,13 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
             z = store if store is not None and in_place else borrowed(memory, tile, window, dtype)
             logits(of_tile, some_rows(x, tile.start, tile.stop), weight, window, z)
             if target is not None:
-                take_targets(z, target[tile], window, found[TARGET])
+                take_targets(z, target[tile], window, window_partial[TARGET])
             if selected is not None:
                 take_selected(z, selected, tile, window)
             # z becomes exponentials.
-            tile_partial(z, projection.start + window.start, columns, found)
+            tile_partial(z, projection.start + window.start, columns, window_partial)
             if saved is not None and store is not None:
-                saved.maxima[number, tile] = found[MAX]
+                saved.maxima[number, tile] = window_partial[MAX]
                 if not in_place:
                     store.copy_(z.mul_(_SAVED_FP16_SCALE) if store.dtype == torch.float16 else z)
         if partials is not None:
@@ -153,14 +151,14 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     return partial, () if saved is None else saved
 
 
-# For dW and for dbias: the sum of a window's rows, and whether it must be overwritten; None if not wanted.
+# For dW and for dbias: the sum of a window's rows, and whether it must be overwritten; None if not needed.
 _Sums = tuple[tuple[Tensor, bool] | None, tuple[Tensor, bool] | None]
 
 
 class BlockBackward:
     """Gradients of a block. Logits whose exponentials are not saved are projected again."""
 
-    # Whether hidden_grad reads x, so that its gather must be complete.
+    # Whether hidden_grad reads x, so that the gather of x must be complete.
     reads_hidden_first = True
 
     def __init__(self, task: BackwardTask) -> None:
@@ -196,8 +194,8 @@ class BlockBackward:
         maximum, sum_exp = partial[MAX], partial[SUM_EXP]
         # A row without a finite logit has M = -inf.
         self._maximum = maximum.masked_fill(maximum == -torch.inf, 0.0)
-        # [R]: a recomputed logit less than this below the maximum is set to the maximum. A product of other rows rounds
-        # differently, which matters for logits of millions, and where it would hide how small 1 - p is. None: 0.
+        # [R]: a recomputed logit less than this below the maximum is set to the maximum. A product over other rows
+        # rounds differently, which matters for logits of millions, and where 1 - p is small. None: 0.
         self._slack: Tensor | None = None
         if self._save < real:
             slack = self._maximum.abs().mul_(8 * torch.finfo(dtype).eps).sub_(1.0)
@@ -208,7 +206,7 @@ class BlockBackward:
             factor = factor * projection.token_scale
         # fp16 operands are multiplied by a power of two. None: 1
         self._fp16_unscale: Tensor | None = None
-        # x itself may not have arrived.
+        # The dtype of x[:0] is read instead of x: the gather of x may not be complete.
         if x.dtype == torch.float16 and operand(x[:0]).dtype == torch.float16:
             power = power_of_two_scale(coefficients, projection, selected)
             factor, self._fp16_unscale = factor * power, 1 / power
@@ -257,7 +255,7 @@ class BlockBackward:
             self._last = None
 
     def _add_to_weight(self, rows: slice, window: slice, sums: _Sums, gradient: Tensor) -> None:
-        """Add the ``gradient [entries, rows]`` of a tile to dW and dbias of its window."""
+        """Add a tile's ``gradient [entries, rows]`` to dW and dbias of its window."""
         (of_weight, of_bias), factor = sums, self._fp16_unscale
         first, last = rows.start == 0, rows.stop == self._x.shape[0]
         if self._grads.dweight is not None and of_weight is not None:
@@ -308,7 +306,7 @@ class BlockBackward:
         return self._softmax_gradient(e, moved, rows), slope
 
     def _recomputed(self, rows: slice, window: slice, weight: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The results of :meth:`_from_saved`, from logits that are projected again."""
+        """As :meth:`_from_saved`, from logits that are projected again."""
         projection = self._projection.of_rows(rows)
         out = borrowed(self._scratch, rows, window, projection.dtype)
         z = logits(projection, some_rows(self._x, rows.start, rows.stop), weight, window, out)

@@ -26,7 +26,7 @@ from parallel_lce.core.partials import (
     tile_partial,
 )
 
-# Bytes of the rows that are gathered or exponentiated at a time. Up to eight further tensors have their shape.
+# Bytes of the rows that are gathered or exponentiated at a time. Up to eight further tensors have the same shape.
 _BYTES = 32 << 20
 # Tokens and entries of a tile of logits in top_k.
 _TOP_K_TILE = 2048, 8192
@@ -38,8 +38,7 @@ _ALIGNED = 8
 
 def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     """The logits ``[R, V/P]`` of the real rows, in the statistics' dtype, and their partial ``[3, R]``, whose target
-    column is 0. The stride of the rows is a multiple of 8 elements, so that rows are aligned to 16 bytes in every
-    dtype."""
+    column is 0. On CUDA rows are :func:`aligned`."""
     real, bias = projection.real_rows, projection.bias
     partial = empty_partial(Columns(), len(x), projection.dtype, x.device)
     if x.is_cuda:
@@ -70,7 +69,7 @@ def tiles_of_rows(count: int, width: int, itemsize: int) -> list[slice]:
 
 
 def selected_logits(projection: Projection, x: Tensor, selection: Selection, out: Tensor) -> None:
-    """Write the logits of a block's selected entries to ``out [E]``. ``out`` holds 0 for those of other shards."""
+    """Write the logits of a block's selected entries to ``out [E]``. Elements of other shards are not written."""
     row, hit = selection.places()
     hit &= selection.inside(0, projection.real_rows)
     ids = selection.ids.where(hit, 0)
@@ -115,17 +114,17 @@ def _sum_rows(out: Tensor, index: Tensor, values: Tensor, source: Tensor, rows: 
     sign would drift, so it is fp64.
     """
     for columns in tiles_of_rows(out.shape[1], len(out), torch.float64.itemsize):
-        part = source[:, columns]
+        of_columns = source[:, columns]
         total = torch.zeros_like(out[:, columns], dtype=torch.float64)
         for some in tiles_of_rows(len(index), total.shape[1], total.element_size()):
-            added = part[rows[some]].to(total.dtype) * values[some].unsqueeze(1)
+            added = of_columns[rows[some]].to(total.dtype) * values[some].unsqueeze(1)
             total.index_put_((index[some],), added, accumulate=True)
         out[:, columns] = total
 
 
 def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The ``k`` largest logits ``[R, k]`` of each token, and their ids in the whole vocabulary, int64: the largest
-    first, and the lowest id among equals. Where the shard has fewer, -inf and the id ``partials.NOBODY``. Projects
+    first, and the lowest id first among equals. Where the shard has fewer entries, -inf and the id ``NOBODY``. Projects
     again, one tile of logits at a time."""
     values = x.new_full((len(x), k), -torch.inf, dtype=projection.dtype)
     ids = torch.full((len(x), k), NOBODY, device=x.device)
@@ -138,19 +137,19 @@ def top_k(projection: Projection, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
             weight = operand(projection.weight[window])
             z = logits(of_rows, x_rows, weight, window, values.new_empty(len(weight), len(x_rows))).t()
             here = torch.arange(window.start, window.stop, device=x.device) + projection.start
-            found = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
-            both = torch.cat([values[rows], found[0]], 1), torch.cat([ids[rows], found[1]], 1)
+            of_window = largest(z, here.expand(len(z), -1), min(k, z.shape[1]))
+            both = torch.cat([values[rows], of_window[0]], 1), torch.cat([ids[rows], of_window[1]], 1)
             values[rows], ids[rows] = largest(*both, k)
     return values, ids
 
 
 def largest(values: Tensor, ids: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest of ``values [R, C]`` with their ``ids``, the largest first, the lowest id among equals."""
+    """The ``k`` largest of ``values [R, C]`` with their ``ids``, in the order of :func:`top_k`."""
     if values.dtype == torch.float64:
         ids, order = ids.sort(dim=1, stable=True)
         values, order = values.gather(1, order).sort(dim=1, descending=True, stable=True)
         return values[:, :k], ids.gather(1, order)[:, :k]
-    # One integer for both: the value's bits in the order of the values, then the id, negated. -0.0 equals 0.0.
+    # One integer for both: bits that are ordered as the values, then the negated id. Adding 0.0 turns -0.0 into 0.0.
     bits = (values + 0.0).view(torch.int32).long()
     keys = (bits ^ (bits >> 63 & 0x7FFFFFFF)) << 32 | (NOBODY - ids)
     keys = keys.topk(k, 1).values
@@ -182,8 +181,8 @@ def logits_partial(logits: Tensor, target: Tensor, shifted: bool, partial: Tenso
 
 
 def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficients: Tensor) -> Tensor:
-    """The gradient of :func:`logits_partial`'s logits, in their dtype: ``p alpha - beta [j = target] - gamma``.
-    ``partial``: merged over all ranks. ``coefficients [3, N]``."""
+    """The gradient ``p alpha - beta [j = target] - gamma`` of the user's ``logits``, in their dtype. ``partial``:
+    merged over all ranks. ``coefficients [3, N]``."""
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
     alpha, beta, gamma = coefficients
     for block in _row_blocks(logits):
@@ -196,11 +195,8 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 
 
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
-    """Write this shard's ``sums [2, R]``, and the gradient; neither is written if it is None.
-
-    The two sums over the shard's entries are those of q log(q / r) and of p log(p / r). A sum that is no term of the
-    divergence is 0.
-    """
+    """Write ``sums [2, R]`` over the shard's entries, of q log(q / r) and of p log(p / r), and the gradient; neither is
+    written if it is None. A sum that is no term of the divergence is 0."""
     for rows in tiles_of_rows(*pair.student.shape, pair.student.element_size()):
         log_p = _log_probs(pair.student, pair.student_normalizer, rows)
         log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)
@@ -229,9 +225,9 @@ def log_ratios(log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
 
 
 def of_classes(log_p: Tensor, log_q: Tensor, there: Tensor, beta: float) -> Tensor:
-    """The divergence of ``[..., C]`` log-probabilities, over the classes marked in ``there``; differentiable. There the
-    teacher's, q, are finite."""
-    # Masked first: if they were masked at the end, their gradients would be 0 * inf.
+    """The divergence of ``[..., C]`` log-probabilities, over the classes marked in ``there``; differentiable. The
+    teacher's, ``log_q``, must be finite there."""
+    # Masked first: if the other classes were masked at the end, their gradients would be 0 * inf.
     log_p, log_q = log_p.masked_fill(~there, 0.0), log_q.masked_fill(~there, 0.0)
     p, q = (torch.where(there, v.exp(), 0.0) for v in (log_p, log_q))
     excluded = log_p == -torch.inf
@@ -250,7 +246,7 @@ def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: 
     """Log-probabilities ``[E]`` of each token's entries among each other, and their logits ``[E]``; -inf and 0 for
     ids outside ``[0, vocab_size)``.
 
-    ``packed [P, >= E]``: each rank's logits, 0 for ids of others. ``sets``: the selected entries
+    ``packed [P, >= E]``: each rank's logits, 0 for other ranks' ids. ``sets``: the selected entries
     (:class:`parallel_lce.call.selection.Selected`). ``broken``, 0-dimensional bool: all log-probabilities are NaN.
     """
     logits = packed[:, : len(sets.ids)].sum(0)
@@ -258,12 +254,12 @@ def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: 
     logits.masked_fill_(outside, -torch.inf)
     maxima = sets.maxima(logits)
     shifted = logits - sets.spread(maxima.masked_fill(maxima == -torch.inf, 0.0))
-    # Sum of all exponentials but the largest. With the largest, 1, the sum would round away a confident token's 1 - p.
+    # Sum of all exponentials but the largest, which is 1: added to 1, a confident token's 1 - p would be rounded away.
     largest = shifted == 0
     others = sets.sums(shifted.exp().masked_fill(largest, 0.0))
     others += (sets.sums(largest.to(shifted.dtype)) - 1).clamp(min=0)
     log_probs = shifted - sets.spread(others.log1p())
-    # For a token without a finite logit this replaces -inf - -inf.
+    # Replaces -inf - -inf for a token without a finite logit.
     log_probs.masked_fill_(logits == -torch.inf, -torch.inf)
     if broken is not None:
         log_probs.masked_fill_(broken, torch.nan)

@@ -12,12 +12,12 @@ from torch import Tensor
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import Projection, Scratch, SelectedGradient, SelectedLogits, Selection
 
-# Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. On a CPU every
-# operation waits for its slowest thread, which may not be running. So operations should be few and large.
+# Bytes of a tile and the temporaries of its shape, and of a window of a low-precision weight in fp32. Few and large
+# operations are faster on a CPU: each waits for its slowest thread, which the system may have suspended.
 _TILE_BYTES = 64 << 20
-# Tensors of a tile's shape, itself included, at most.
+# Most tensors of a tile's shape, the tile included.
 _COPIES = 4
-# Rows of a tile, at most.
+# Most rows of a tile.
 _TILE_ROWS = 4096
 
 

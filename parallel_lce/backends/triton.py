@@ -6,7 +6,7 @@ for windows whose maximum lies more than 32 from it (:mod:`parallel_lce.kernels.
 is then c e, with one coefficient c per token, except in the target's column. So no pass over R * V is needed between
 the forward and the products of the backward (:mod:`parallel_lce.backends.triton_backward`).
 
-The functions are those of :mod:`parallel_lce.backends.torch_backend`, which says what they do.
+:mod:`parallel_lce.backends.torch_backend` documents the functions.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def set_log_probs(packed: Tensor, sets: Any, broken: Tensor | None, vocab_size: 
 
 
 def set_gradient(log_probs: Tensor, upstream: Tensor, sets: Any) -> Tensor:
-    # Hooks for saved tensors may have changed strides.
+    # Saved-tensor hooks may have changed strides.
     return kernels.set_gradient(log_probs.contiguous(), upstream.contiguous(), sets.offsets)
 
 
@@ -110,9 +110,9 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
     if logits.stride(1) != 1:
         return torch_backend.logits_gradient(logits, target, partial, coefficients)
     gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
-    # A fourth column is not read.
-    found = torch.cat([partial[:3], partial[:1], coefficients])
-    dense_logits.logits_gradient(logits, target, found, gradient)
+    # The kernel skips the fourth row.
+    stacked = torch.cat([partial[:3], partial[:1], coefficients])
+    dense_logits.logits_gradient(logits, target, stacked, gradient)
     return gradient
 
 
@@ -122,8 +122,8 @@ def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None)
 
 def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
     """The number of saved vocabulary rows is rounded down to whole windows. With ``keep_windows`` the windows' sums of
-    exponentials are saved, too, if a filtered backward can recompute fewer than all windows. fp16 has no softmax shift:
-    its exponentials are relative to each window's maximum."""
+    exponentials are saved, too, if a filtered backward could recompute fewer windows. fp16 has no softmax shift: its
+    exponentials are relative to each window's maximum."""
     projection, x, target, columns, save, buffer, out, keep_windows, selected = task
     rows, real = x.shape[0], projection.real_rows
     if rows == 0 or real == 0:
@@ -177,7 +177,7 @@ def block_forward(task: ForwardTask) -> tuple[Tensor, Saved | tuple[()]]:
 
 
 def _new_softmax_shift(product: Product) -> Tensor | None:
-    """Memory for the tokens' softmax shift ``[R]`` fp32: 0 under a soft-cap, None for fp16."""
+    """Memory for the softmax shift ``[R]`` fp32: 0 under a soft-cap, None for fp16."""
     x = product.x
     if x.dtype == torch.float16:
         return None

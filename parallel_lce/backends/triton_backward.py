@@ -32,13 +32,10 @@ PRODUCT_BYTES = MEASURED.product_bytes
 
 
 class BlockBackward:
-    """Gradients of a block.
-
-    The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is complete before the last
-    slice's dW product starts. Beside the exponentials and ``scratch``, memory is needed for fp32 products of at most
-    128 MiB, or of dX's size where several slices add to it, and for a copy of x. Where only active windows are
-    projected again ``scratch`` becomes ``WINDOWED_BYTES``.
-    """
+    """Gradients of a block. The saved exponentials are overwritten, and recomputed slices reuse their memory. dX is
+    complete before the last slice's dW product starts. Peak memory beside the exponentials and ``scratch``: fp32
+    products of at most 128 MiB, or of dX's size where several slices add to it, and a copy of x. Where only active
+    windows are projected again ``scratch`` has ``WINDOWED_BYTES``."""
 
     def __init__(self, task: BackwardTask) -> None:
         projection, saved = task.projection, task.saved
@@ -58,7 +55,7 @@ class BlockBackward:
         self.reads_hidden_first = not self._empty and self._saved_entries < projection.real_rows
 
     def _cut(self) -> tuple[list[tuple[int, int]], list[Piece]]:
-        """The ranges of vocabulary entries and the pieces of rows. Every piece goes through all ranges."""
+        """The ranges of vocabulary entries, and the pieces of rows. A piece has a slice for each range."""
         x, saved = dense(self._task.x), self._saved
         task = self._task._replace(x=x)
         held = 0 if not saved or saved.exponentials is None else saved.exponentials.numel()
@@ -77,9 +74,8 @@ class BlockBackward:
         return [(0, self._saved_entries), *ranges] if self._saved_entries else ranges, pieces
 
     def _active_windows(self, x: Tensor) -> WindowPartials | None:
-        """The forward's window partials, if only the active windows are projected again. Otherwise None: the bias's
-        gradient needs all windows, and saved-tensor hooks may have changed the operands' alignment, and so their
-        tile."""
+        """The forward's window partials, if only the active windows are projected again. Otherwise None: dbias needs
+        all windows, and saved-tensor hooks may have changed the operands' alignment, and with it the tile."""
         windows, projection = kept_windows(self._saved), self._projection
         if windows is None or self._task.gradient_filter is None or self._grads.dbias is not None:
             return None
@@ -97,17 +93,17 @@ class BlockBackward:
         self._ranges, self._pieces = self._cut()
         for start, stop in self._ranges:
             for piece in self._pieces:
-                part = piece.form(start, stop)
+                vocab_slice = piece.form(start, stop)
                 if dx is None:
                     pass
                 elif len(self._ranges) == 1:
-                    self._form_hidden(piece, part, dx)
+                    self._form_hidden(piece, vocab_slice, dx)
                 else:
-                    total = self._add_hidden(piece, part, dx, total)
+                    total = self._add_hidden(piece, vocab_slice, dx, total)
                 if stop == real and piece is self._pieces[-1]:
-                    self._last = piece, part
+                    self._last = piece, vocab_slice
                 else:
-                    self._add_weight(piece, part)
+                    self._add_weight(piece, vocab_slice)
         if dx is not None and total is not None:
             for piece in self._pieces:
                 if total is not dx or piece.has_targets or piece.fp16_unscale is not None:
@@ -121,58 +117,60 @@ class BlockBackward:
             self._add_weight(*self._last)
             self._last = None
 
-    def _form_hidden(self, piece: Piece, part: Slice, dx: Tensor) -> None:
-        """dX of a piece from one slice of all entries. The product is fp32 and finished before it is rounded, some rows
-        at a time."""
-        weight = self._weight_of(part)
+    def _form_hidden(self, piece: Piece, vocab_slice: Slice, dx: Tensor) -> None:
+        """dX of a piece from one slice of all entries. Some rows at a time, the fp32 product is finished
+        (:meth:`Piece.finish_rows`) and then rounded."""
+        weight = self._weight_of(vocab_slice)
         self._dx_written = True
         dx = dx[piece.rows] if len(self._pieces) > 1 else dx
-        plain = part.dx_factor is None and piece.fp16_unscale is None and not piece.has_targets
-        if plain and part.filtered is None:
-            part.add_hidden(dx, weight, slice(0, len(dx)), overwrite=True)
+        plain = vocab_slice.dx_factor is None and piece.fp16_unscale is None and not piece.has_targets
+        if plain and vocab_slice.filtered is None:
+            vocab_slice.add_hidden(dx, weight, slice(0, len(dx)), overwrite=True)
             return
         rows = PRODUCT_BYTES // (4 * dx.shape[1]) // _ROWS * _ROWS or _ROWS
         for start in range(0, len(dx), rows):
             stop = min(start + rows, len(dx))
             product = dx.new_empty(stop - start, dx.shape[1], dtype=self._projection.dtype)
-            part.add_hidden(product, weight, slice(start, stop), overwrite=True)
-            piece.finish_rows(product, part.dx_factor, (start, stop), some_rows(dx, start, stop))
+            vocab_slice.add_hidden(product, weight, slice(start, stop), overwrite=True)
+            piece.finish_rows(product, vocab_slice.dx_factor, (start, stop), some_rows(dx, start, stop))
             del product  # before the next one is allocated
 
-    def _add_hidden(self, piece: Piece, part: Slice, dx: Tensor, total: Tensor | None) -> Tensor:
-        """The fp32 sum of dX over the slices so far; the first one starts it, in dX's memory if that is fp32."""
+    def _add_hidden(self, piece: Piece, vocab_slice: Slice, dx: Tensor, total: Tensor | None) -> Tensor:
+        """The fp32 sum of dX over the slices so far, in dX's memory if that is fp32. The first slice starts it."""
         dtype = self._projection.dtype
         if total is None:
             total = dx if dx.dtype == dtype else dx.new_empty(dx.shape, dtype=dtype)
             self._dx_written = total is dx
         rows = total[piece.rows]
-        part.add_hidden(rows, self._weight_of(part), slice(0, len(rows)), overwrite=part.start == 0)
-        if part.dx_factor is not None:
-            scale_and_add_targets(rows, part.dx_factor, None, rows)
+        vocab_slice.add_hidden(
+            rows, self._weight_of(vocab_slice), slice(0, len(rows)), overwrite=vocab_slice.start == 0
+        )
+        if vocab_slice.dx_factor is not None:
+            scale_and_add_targets(rows, vocab_slice.dx_factor, None, rows)
         return total
 
-    def _weight_of(self, part: Slice) -> Tensor:
-        return some_rows(self._projection.weight, part.start, part.stop)
+    def _weight_of(self, vocab_slice: Slice) -> Tensor:
+        return some_rows(self._projection.weight, vocab_slice.start, vocab_slice.stop)
 
-    def _add_weight(self, piece: Piece, part: Slice) -> None:
-        """``dW[start:stop] += G.T @ (c x)``, and its row sums to dbias."""
+    def _add_weight(self, piece: Piece, vocab_slice: Slice) -> None:
+        """``dW[start:stop] += G.T @ (c x)``, and ``dbias[start:stop] += G.sum(0)``."""
         grads = self._grads
         if grads.dweight is not None:
-            self._add_dweight(piece, part, grads.dweight)
+            self._add_dweight(piece, vocab_slice, grads.dweight)
         if grads.dbias is not None:
-            total, empty = self._open(grads.dbias, piece, part.start, part.stop)
-            column_sum = part.gradient.sum(0, dtype=total.dtype)
+            total, empty = self._open(grads.dbias, piece, vocab_slice.start, vocab_slice.stop)
+            column_sum = vocab_slice.gradient.sum(0, dtype=total.dtype)
             if piece.fp16_unscale is not None:
                 column_sum *= piece.fp16_unscale
             put(total, column_sum, empty)
             ones = self._projection.weight.new_ones(1, 1).expand(len(piece.x), 1)
-            piece.add_targets(total.unsqueeze(1), ones, part.start)
-            self._close(grads.dbias, piece, part.start, part.stop)
+            piece.add_targets(total.unsqueeze(1), ones, vocab_slice.start)
+            self._close(grads.dbias, piece, vocab_slice.start, vocab_slice.stop)
 
     def _open(
         self, buffer: GradBuffer, piece: Piece, start: int, stop: int, whole: bool = False
     ) -> tuple[Tensor, bool]:
-        """The buffer's sum of some entries, from the first piece to the last, and whether it must be overwritten."""
+        """The buffer's sum of some entries, shared by all pieces, and whether it must be overwritten."""
         if piece is self._pieces[0]:
             self._sums[buffer] = buffer.open(start, stop, whole)
             return self._sums[buffer]
@@ -182,23 +180,23 @@ class BlockBackward:
         if piece is self._pieces[-1]:
             buffer.close(start, stop, self._sums.pop(buffer)[0])
 
-    def _add_dweight(self, piece: Piece, part: Slice, dweight: GradBuffer) -> None:
-        """One product, if it needs no fp32 buffer, or if there are several pieces, whose ranges are narrow. Otherwise
-        products of ``PRODUCT_BYTES``."""
-        x, single = self._scaled_hidden(piece, part), len(self._pieces) == 1
-        step = part.stop - part.start
+    def _add_dweight(self, piece: Piece, vocab_slice: Slice, dweight: GradBuffer) -> None:
+        """Add the slice's dW. One product, if it needs no fp32 buffer, or if there are several pieces, whose ranges are
+        narrow. Otherwise products of ``PRODUCT_BYTES``."""
+        x, single = self._scaled_hidden(piece, vocab_slice), len(self._pieces) == 1
+        step = vocab_slice.stop - vocab_slice.start
         if single and (piece.fp16_unscale is not None or dweight.buffered):
             step = max(256, PRODUCT_BYTES // (4 * x.shape[1]) // 256 * 256)
-        for start in range(part.start, part.stop, step):
-            stop = min(start + step, part.stop)
-            entries = slice(start - part.start, stop - part.start)
+        for start in range(vocab_slice.start, vocab_slice.stop, step):
+            stop = min(start + step, vocab_slice.stop)
+            entries = slice(start - vocab_slice.start, stop - vocab_slice.start)
             total, empty = self._open(dweight, piece, start, stop, whole=single)
             if piece.fp16_unscale is None:
-                part.add_weight(total, x, entries, overwrite=empty)
+                vocab_slice.add_weight(total, x, entries, overwrite=empty)
                 piece.add_targets(total, piece.x, start)
             else:
                 product = x.new_empty(stop - start, x.shape[1], dtype=self._projection.dtype)
-                part.add_weight(product, x, entries, overwrite=True)
+                vocab_slice.add_weight(product, x, entries, overwrite=True)
                 product.mul_(piece.fp16_unscale)
                 piece.add_targets(product, piece.x, start)
                 put(total, product, empty)
@@ -206,11 +204,11 @@ class BlockBackward:
             del total
             self._close(dweight, piece, start, stop)
 
-    def _scaled_hidden(self, piece: Piece, part: Slice) -> Tensor:
+    def _scaled_hidden(self, piece: Piece, vocab_slice: Slice) -> Tensor:
         """``c x [R, D]``, in dX's memory if dX is not written yet."""
-        if part.dw_factor is None:
+        if vocab_slice.dw_factor is None:
             return piece.x
         memory = self._grads.dx
         if memory is None or self._dx_written or memory.dtype != piece.x.dtype or not memory.is_contiguous():
             memory = torch.empty_like(piece.x)
-        return scale_and_add_targets(piece.x, part.dw_factor, None, memory)
+        return scale_and_add_targets(piece.x, vocab_slice.dw_factor, None, memory)

@@ -1,8 +1,7 @@
 """Small problems in the triton backend: fp32 logits by cuBLAS, one kernel in forward and one in backward.
 
-The GPU finishes a small problem before the host has started the launches of a fused projection. These launches are few,
-and bound to a call's signature once: between them the host only allocates memory. The bf16 gradient of the logits takes
-the first half of each row of the fp32 logits.
+Launches are bound to a call's signature once: between them the host only allocates memory. The bf16 gradient of the
+logits takes the first half of each row of the fp32 logits.
 """
 
 from __future__ import annotations
@@ -19,10 +18,7 @@ from parallel_lce.kernels.relaunch import Bound
 
 class Dense:
     """The work on dense logits ``[tokens, entries]``, for the calls of one signature. ``entries``: the shard's real
-    rows.
-
-    ``scale`` and ``cap`` hold for all tokens. ``scaled``, ``capped``: each token also has a scale, or a soft-cap.
-    """
+    rows. ``scale``, ``cap``: of all tokens. ``scaled``, ``capped``: whether each token has a scale, or a soft-cap."""
 
     def __init__(
         self, tokens: int, entries: int, options: Options, scale: float, cap: float | None, scaled: bool, capped: bool
@@ -45,11 +41,12 @@ class Dense:
         self._backward: dict[int, Bound] = {}
 
     def products(self, x: Tensor, weight: Tensor, memory: Tensor | None = None) -> Tensor:
-        """``x @ weight[:entries].T``, ``[tokens, entries]`` fp32. ``memory``: of earlier ones."""
+        """``x @ weight[:entries].T``, ``[tokens, entries]`` fp32, in the ``memory`` of earlier products or in new
+        memory."""
         if weight.shape[0] > self.entries:
             weight = weight[: self.entries]
         if memory is None:
-            # Not a new result of torch.mm: a checkpoint that keeps those would keep one that backward overwrites.
+            # No result of torch.mm: activation checkpointing may keep such results, and backward overwrites this one.
             memory = x.new_empty(self._tokens, self.entries, dtype=torch.float32)
         return product(x, weight.t(), torch.float32, memory)
 
@@ -59,12 +56,12 @@ class Dense:
         self._forward(products, partial, None, *per_token)
 
     def losses(self, products: Tensor, per_token: tuple[Tensor | None, ...]) -> tuple[Tensor, Tensor]:
-        """The losses ``[N]`` of a shard that is the whole vocabulary; and the rows of the partial ``[C, N]``, followed
-        by alpha, beta and, if labels are smoothed, gamma."""
-        # The losses have memory of their own: their users may change them in place.
-        losses, found = products.new_empty(self._tokens), products.new_empty(2 * self._number + 1, self._tokens)
-        self._forward(products, found, losses, *per_token)
-        return losses, found
+        """The losses ``[N]``, if the shard is the whole vocabulary. Also, stacked, the rows of the partial ``[C, N]``,
+        alpha, beta and, if labels are smoothed, gamma."""
+        # The losses have memory of their own, since users may change them in place.
+        losses, stacked = products.new_empty(self._tokens), products.new_empty(2 * self._number + 1, self._tokens)
+        self._forward(products, stacked, losses, *per_token)
+        return losses, stacked
 
     def mean(self, losses: Tensor, target: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
         """As :func:`parallel_lce.kernels.losses.mean_loss`."""
@@ -75,14 +72,14 @@ class Dense:
     def gradient(
         self,
         products: Tensor,
-        found: Tensor,
+        stacked: Tensor,
         factor: Tensor,
         divisor: Tensor | None,
         per_token: tuple[Tensor | None, ...],
     ) -> Tensor:
-        """The gradient ``[N, V]`` of the products, in their memory. It is that of the sum of ``factor`` times loss,
-        divided by ``divisor``; ``factor``: ``[N]`` or 0-dimensional. ``found``: the second result of :meth:`losses`,
-        merged over the ranks. ``per_token``: as for :meth:`partial`, without weights."""
+        """The derivative ``[N, V]`` of (sum of ``factor`` times loss) / ``divisor`` by the products, in their memory.
+        ``factor``: ``[N]`` or 0-dimensional. ``stacked``: as from :meth:`losses`, merged over the ranks.
+        ``per_token``: as for :meth:`partial`, without weights."""
         gradient = products.view(torch.bfloat16)[:, : self.entries]
         stride = factor.stride(0) if factor.dim() else 0
         bound = self._backward.get(stride)
@@ -90,5 +87,5 @@ class Dense:
             numbers = self._tokens, self.entries, self.entries, 2 * self.entries, stride, *self._affine
             traits = dict(IN_PLACE=True, SPAN=BLOCK, **self._traits)
             bound = self._backward[stride] = Bound(lce_backward_dense, (self._tokens, 1), numbers, **traits)
-        bound(products, gradient, found, factor, divisor, *per_token)
+        bound(products, gradient, stacked, factor, divisor, *per_token)
         return gradient

@@ -1,8 +1,8 @@
-"""Filtered gradients in the triton backend: the products of a slice of G with its active tiles, and with the rank-one
-estimates of the others; and recomputed slices of which only the active windows are projected again.
+"""Filtered gradients in the triton backend: products with the active tiles of a slice of G, and with rank-one estimates
+of the other tiles; and recomputed slices in which only the active windows are projected again.
 
-The forward keeps the partials of its windows. A sample of the tokens is projected in full, and its sums estimate those
-of all tokens (:mod:`parallel_lce.kernels.filter.windows`).
+The partials of the forward's windows tell which windows are active. A sample of the tokens is projected in full, and
+its sums estimate the sums over all tokens (:mod:`parallel_lce.kernels.filter.windows`).
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ WINDOWED_BYTES = MEASURED.windowed_bytes
 
 
 def worth_filtering(multiplications: int) -> bool:
-    """Whether the products of a slice take longer than the search for its active tiles. ``multiplications``: of each of
-    the two products, for dX and dW."""
+    """Whether the products of a slice take longer than the search for its active tiles. ``multiplications``: in one of
+    the two products, for dX or dW."""
     return 4 * multiplications >= SMALLEST_FILTERED
 
 
-def limits_of(coefficients: Coefficients, projection: Projection, fp16_scale: Tensor | None) -> Tensor:
-    """``[R]`` fp32: a token's gradient of a logit whose probability is 1, as its row of G holds it."""
-    limits = coefficients.alpha * projection.scale
+def units_of(coefficients: Coefficients, projection: Projection, fp16_scale: Tensor | None) -> Tensor:
+    """Units ``[R]`` fp32: a token's gradient of a logit whose probability is 1, with the factors of its row of G."""
+    units = coefficients.alpha * projection.scale
     for factor in (coefficients.factor, projection.token_scale, fp16_scale):
         if factor is not None:
-            limits *= factor
-    return limits
+            units *= factor
+    return units
 
 
-def inverse_of(limits: Tensor, dx_factor: Tensor | None) -> Tensor:
-    """``|dx_factor| / |limits| [R]`` fp32: times an element of G it is that element's probability. ``dx_factor [R]``:
+def inverse_of(units: Tensor, dx_factor: Tensor | None) -> Tensor:
+    """``|dx_factor| / |units| [R]`` fp32: times an element of G it is that element's probability. ``dx_factor [R]``:
     the factors with which G's rows enter dX, None for 1. If it is 0, the result is 0, and no element is large. If the
-    limit is 0, the result is the largest number, and every element but 0 is large."""
-    inverse = limits.reciprocal() if dx_factor is None else dx_factor / limits
+    unit is 0, the result is the largest number, and every element but 0 is large."""
+    inverse = units.reciprocal() if dx_factor is None else dx_factor / units
     # Finite, so that 0 times it is 0.
     return inverse.abs_().nan_to_num_()
 
@@ -56,40 +56,40 @@ def inverse_of(limits: Tensor, dx_factor: Tensor | None) -> Tensor:
 class FilteredGradient:
     """The products of a slice's gradient of the logits ``[R, C]``. They read its active tiles alone."""
 
-    def __init__(self, gradient: Tensor, found: ActiveTiles) -> None:
-        self._gradient, self._found = gradient, found
-        # S [windows, D] fp32, sums of the rows of x by mass; and that x.
+    def __init__(self, gradient: Tensor, active: ActiveTiles) -> None:
+        self._gradient, self._active = gradient, active
+        # For each window the rows of x, weighted by mass and summed, [windows, D] fp32; and that x.
         self._spread: tuple[Tensor, Tensor] | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
         """As :meth:`parallel_lce.backends.triton_gradient.Slice.add_hidden`; ``total`` is fp32, and ``rows`` begin at a
         multiple of 128."""
-        found = self._found
-        means = centroids(weight, found.of_hidden, found.width)
-        accumulate_nt(total, found.masses.t()[rows], means.t(), overwrite=overwrite)
-        lists = found.of_rows.of_blocks(rows)
+        active = self._active
+        means = centroids(weight, active.of_hidden, active.width)
+        accumulate_nt(total, active.masses.t()[rows], means.t(), overwrite=overwrite)
+        lists = active.of_rows.of_blocks(rows)
         sparse_product(total, self._gradient[rows], weight, lists, transposed=False, add=True)
 
     def add_weight(self, total: Tensor, x: Tensor, entries: slice, overwrite: bool) -> None:
         """As :meth:`parallel_lce.backends.triton_gradient.Slice.add_weight`; ``entries`` begin at a window's first."""
-        found = self._found
+        active = self._active
         if self._spread is None or self._spread[1] is not x:
-            self._spread = matmul_nt(found.masses, x.t()), x
+            self._spread = matmul_nt(active.masses, x.t()), x
         sparse_product(
             total,
             self._gradient[:, entries],
             x,
-            found.of_entries.of_blocks(entries),
+            active.of_entries.of_blocks(entries),
             transposed=True,
             add=not overwrite,
-            rank_one=(found.of_weight[entries], self._spread[0][entries.start // found.width :]),
-            width=found.width,
+            rank_one=(active.of_weight[entries], self._spread[0][entries.start // active.width :]),
+            width=active.width,
         )
 
 
 def keeps_windows(projection: Projection, product: Product, entries: int) -> bool:
-    """Whether to keep the partials of a ``product``'s windows. ``entries``: number of recomputed entries. Under a
-    soft-cap the mass of a window is not that of its gradient, so its windows are not kept."""
+    """Whether to keep the partials of a ``product``'s windows. ``entries``: number of recomputed entries. Not under a
+    soft-cap, whose slope changes the gradients of a window, so that their sum is not the window's mass."""
     (rows, hidden_size), tile = product.x.shape, product.tile
     at_once = min(rows * entries, WINDOWED_BYTES // product.x.element_size())
     is_useful = fills_sample(rows) and worth_filtering(at_once * hidden_size)
@@ -105,25 +105,25 @@ def kept_windows(saved: Saved | tuple[()]) -> WindowPartials | None:
 
 
 def fills_sample(rows: int) -> bool:
-    """Whether there is a sample of so many rows: it must be much smaller than all of them."""
+    """Whether ``rows`` tokens can be sampled: a sample must be much smaller than ``rows``."""
     return sample_tokens(rows) is not None
 
 
 class ActiveWindows:
-    """Forms slices of the gradient of some ``rows`` by projecting their active windows: those of the shard's entries
-    from ``first`` on, whose largest probability exceeds ``eps``."""
+    """Forms slices of the gradient of some ``rows`` by projecting their active windows, whose largest probability
+    exceeds ``eps``. The slices cover the shard's entries from ``first`` on."""
 
     def __init__(self, rows: Rows, windows: WindowPartials, first: int, eps: float) -> None:
         self._rows, self._windows, self._first, self._eps = rows, windows, first, eps
         projection, alpha = rows.projection, rows.coefficients.alpha
-        self._limits = limits_of(rows.coefficients, projection, rows.fp16_scale)
+        self._units = units_of(rows.coefficients, projection, rows.fp16_scale)
         sample = sample_tokens(len(rows.x))
         assert sample is not None, "windows are given to rows that fill a sample"
         self._sample = sample
         if projection.token_scale is not None:
             projection = replace(projection, token_scale=sample.of(projection.token_scale))
-        # The sampled rows are probabilities. In fp16 they are scaled, so that small ones do not underflow.
-        alpha = alpha.abs() * inverse_of(self._limits, None) * SAVED_FP16_SCALE
+        # The sampled rows of G hold probabilities. In fp16 they are scaled, so that small ones do not underflow.
+        alpha = alpha.abs() * inverse_of(self._units, None) * SAVED_FP16_SCALE
         self._sampled = Rows(
             sample.of(rows.x),
             projection,
@@ -140,7 +140,7 @@ class ActiveWindows:
         eps, rows, entries = self._eps, self._rows, stop - start
         width = product_of(rows.projection, rows.x, start, stop).tile.entries
         of_weight = mean_shares(self._mean_logits[start - self._first : stop - self._first], width)
-        given = self._windows, rows.partial, self._limits, rows.targets
+        given = self._windows, rows.partial, self._units, rows.targets
         bounds, masses = window_masses(*given, start // width, width, entries, eps, gradient.dtype)
         sampled = self._sample.sums(self._sampled_gradient(start, stop), bounds, width, eps)
         of_hidden = entry_shares(sampled, width, of_weight)
@@ -150,8 +150,8 @@ class ActiveWindows:
         )
 
     def _sampled_gradient(self, start: int, stop: int) -> Tensor:
-        """The gradient of the sample, for all entries of the slice. May be called once per slice: it places the
-        targets."""
+        """The gradient of the sample, for all entries of the slice. Called once per slice: placing the targets changes
+        their residuals."""
         rows = self._sampled
         gradient = rows.x.new_empty(len(rows.x), stride_of(stop - start))[:, : stop - start]
         rows.form(start, stop, gradient)

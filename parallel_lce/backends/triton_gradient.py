@@ -14,7 +14,7 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import accumulate_nt
 from parallel_lce.backends.interface import BackwardTask, Projection, power_of_two_scale
-from parallel_lce.backends.triton_filter import ActiveWindows, FilteredGradient, inverse_of, limits_of, worth_filtering
+from parallel_lce.backends.triton_filter import ActiveWindows, FilteredGradient, inverse_of, units_of, worth_filtering
 from parallel_lce.backends.triton_operands import Rows, product_of, stride_of
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.filter.tiles import find_active_tiles
@@ -33,7 +33,7 @@ from parallel_lce.kernels.token_gradients import (
 )
 from parallel_lce.kernels.tuning import MEASURED
 
-# Rows of a piece are a multiple of this, as matrix products come in such tiles.
+# Rows of a piece are a multiple of this, since matrix products are tiled so.
 _MULTIPLE = 128
 
 
@@ -44,7 +44,7 @@ def tiling(
     pieces of rows. One range of one piece has at most ``capacity`` elements, or one window.
 
     The product for dX sums over a range's entries, the product for dW over a piece's rows, and both add the result to a
-    sum in memory. With fewer than ``long_sum`` terms, reading and writing that sum takes longer than the product. So
+    sum in memory. With a K dimension below ``long_sum``, reading and writing that sum takes longer than the product. So
     the rows are cut if ranges of all rows would be narrower than that. Ranges of a cut block have at most ``widest``
     entries. If exponentials are saved, all rows stay together."""
     (rows, _), start, real = x.shape, saved_entries, projection.real_rows
@@ -77,14 +77,12 @@ class Slice:
     dx_factor: Tensor | None
     # [R] factors of the rows of x in gradient.T @ x; None: 1
     dw_factor: Tensor | None
-    # Products with the active tiles of ``gradient`` and the estimates of the others; None: products with all of it.
+    # Products with the active tiles of ``gradient`` and estimates of the others. None: ``gradient`` is not filtered.
     filtered: FilteredGradient | None = None
 
     def add_hidden(self, total: Tensor, weight: Tensor, rows: slice, overwrite: bool) -> None:
-        """``total += gradient[rows] @ weight``, or ``=``.
-
-        ``weight [stop - start, D]``: the slice's rows. ``total``: fp32, or of lower precision with ``overwrite``.
-        """
+        """``total += gradient[rows] @ weight``, or ``=``. ``weight [stop - start, D]``: the slice's rows. ``total``:
+        fp32, or of lower precision with ``overwrite``."""
         if self.filtered is None:
             accumulate_nt(total, some_rows(self.gradient, rows.start, rows.stop), weight.t(), overwrite=overwrite)
         else:
@@ -100,22 +98,20 @@ class Slice:
 
 
 class Piece:
-    """Forms the slices of one piece of a block, with rows ``x [R, D]``.
-
-    All slices of a block use the same memory: one must be consumed before the next is formed.
-    """
+    """Forms the slices of one piece of a block, with rows ``x [R, D]``. All slices of a block use the same memory: one
+    must be consumed before the next is formed."""
 
     def __init__(self, task: BackwardTask, rows: slice, windows: WindowPartials | None) -> None:
-        """``task``: of the piece's ``rows`` of a block. ``windows``: their window partials, if only the active windows
-        are projected again."""
+        """``task``: of the piece's ``rows`` alone. ``windows``: their window partials, if only the active windows are
+        projected again."""
         projection, coefficients, saved, grads = task.projection, task.coefficients, task.saved, task.grads
         self.rows, self.x, self._task, self._windows = rows, task.x, task, windows
         self._projection, self._partial = projection, task.partial.contiguous()
         self._saved = saved if saved and saved.exponentials is not None else None
         # Projects the active windows. None before the first slice.
         self._active: ActiveWindows | None = None
-        # Rewrite every row of saved exponentials, so that there are no row factors: the bias's gradient is a sum over
-        # rows of G, and selected entries can be added only to rewritten rows.
+        # Rewrite every row of saved exponentials, so that there are no row factors: dbias is a sum over rows of G, and
+        # selected entries can be added only to rewritten rows.
         self._rewrite = grads.dbias is not None or task.selected is not None
         self._find_shared = grads.dweight is not None or grads.dbias is not None
         self._fp16_scale: Tensor | None = None
@@ -141,16 +137,17 @@ class Piece:
             gradient_filter = None
         if gradient_filter is not None and self._windows is not None and self._is_recomputed(start):
             return self._form_active(self._windows, gradient_filter, start, stop)
-        part = self._formed(start, stop)
+        vocab_slice = self._formed(start, stop)
+        gradient = vocab_slice.gradient
         if selected is not None:
             target = self._task.target if self.has_targets else None
-            place_selected(part.gradient, start, *selected, target, self._terms)
+            place_selected(gradient, start, *selected, target, self._terms)
         if gradient_filter is not None:
-            limits = limits_of(self._coefficients, self._projection, self._fp16_scale)
-            inverse = inverse_of(limits, part.dx_factor)
-            found = find_active_tiles(part.gradient, inverse, gradient_filter, self._placed, start)
-            part.filtered = FilteredGradient(part.gradient, found)
-        return part
+            units = units_of(self._coefficients, self._projection, self._fp16_scale)
+            inverse = inverse_of(units, vocab_slice.dx_factor)
+            active = find_active_tiles(gradient, inverse, gradient_filter, self._placed, start)
+            vocab_slice.filtered = FilteredGradient(gradient, active)
+        return vocab_slice
 
     def _is_recomputed(self, start: int) -> bool:
         return self._saved is None or start >= self._saved.exponentials.shape[1]
@@ -159,7 +156,7 @@ class Piece:
         gradient = self._memory(start, stop)
         if self._active is None:
             if self._tokens is None and self.has_targets:
-                # With 0 entries, so that no target is placed.
+                # A gradient of 0 entries: no target is placed.
                 self._tokens = self._find_tokens(gradient[:, :0], None, start)
             self._active = ActiveWindows(self._rows(self._placed), windows, start, gradient_filter)
         return Slice(start, stop, gradient, None, None, self._active.form(start, stop, gradient))
@@ -174,10 +171,10 @@ class Piece:
             gradient = self._recompute(start, stop)
         else:
             gradient = saved.exponentials if saved.exponentials.shape[1] == stop else saved.exponentials[:, :stop]
-        found = self._tokens
-        if found is None and (saved is not None or self.has_targets):
-            found = self._tokens = self._find_tokens(gradient, saved, start)
-            return Slice(start, stop, gradient, found.dx_factor, found.dw_factor)
+        tokens = self._tokens
+        if tokens is None and (saved is not None or self.has_targets):
+            tokens = self._tokens = self._find_tokens(gradient, saved, start)
+            return Slice(start, stop, gradient, tokens.dx_factor, tokens.dw_factor)
         if self._placed is not None:
             place_targets(gradient, start, self._placed, self._fp16_scale)
         return Slice(start, stop, gradient, None, None)
@@ -186,8 +183,7 @@ class Piece:
         projection, window = self._projection, 1
         if saved is not None:
             # Width of the forward's windows, a power of two; for a shard of one window the next power of two suffices.
-            # It is not taken from ``product_of``, whose tile may differ: saved-tensor hooks may change the operands'
-            # alignment.
+            # ``product_of`` may now choose another tile, since saved-tensor hooks may change the operands' alignment.
             window = next_power_of_2(-(-projection.real_rows // saved.maxima.shape[0]))
         return token_gradients(
             gradient,
@@ -210,7 +206,7 @@ class Piece:
         """Uninitialised memory for a recomputed slice."""
         shape = self.x.shape[0], stride_of(stop - start)
         elements = shape[0] * shape[1]
-        # The saved slice comes first. Recomputed slices overwrite its memory.
+        # The saved slice was consumed first. Recomputed slices overwrite its memory.
         memory = None if self._saved is None else self._saved.exponentials.view(-1)[:elements]
         if memory is None or memory.numel() < elements:
             memory = self._task.scratch.borrow(elements, self.x.dtype)
@@ -219,14 +215,14 @@ class Piece:
     @property
     def _placed(self) -> Targets | None:
         """The targets with their gradients. None without targets, and before :meth:`_find_tokens`."""
-        found = self._tokens
-        if found is None or found.residual is None or found.unshared is None:
+        tokens = self._tokens
+        if tokens is None or tokens.residual is None or tokens.unshared is None:
             return None
         assert self._task.target is not None
-        return Targets(self._task.target, found.residual, found.unshared)
+        return Targets(self._task.target, tokens.residual, tokens.unshared)
 
     def finish_rows(self, source: Tensor, dx_factor: Tensor | None, rows: tuple[int, int], dx: Tensor) -> None:
-        """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: their sum over all slices, not yet multiplied
+        """Write ``dx`` of the piece's ``rows [start, stop)``. ``source``: dX summed over all slices, not yet multiplied
         by ``dx_factor``."""
         targets, placed = None, self._placed
         if placed is not None:

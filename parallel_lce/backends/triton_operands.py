@@ -45,12 +45,12 @@ class Rows(NamedTuple):
     coefficients: Coefficients
     # 0-dimensional, or None
     fp16_scale: Tensor | None
-    # None: their entries are not placed
+    # None: no targets are placed
     targets: Targets | None
 
     def form(self, start: int, stop: int, gradient: Tensor, listed: Tensor | None = None) -> None:
-        """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``: all tiles, or those
-        ``listed``."""
+        """Write ``gradient [R, stop - start]`` of the shard's entries ``[start, stop)``: all tiles, or the ``listed``
+        tiles."""
         product = product_of(self.projection, self.x, start, stop)
         logits_gradient(product, self.partial, self.coefficients, self.fp16_scale, gradient, listed)
         if self.targets is not None:

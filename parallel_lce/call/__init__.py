@@ -1,1 +1,1 @@
-"""From a user's arguments to a call: checked, planned, and in debug mode compared between ranks."""
+"""Makes a call from a user's arguments: checks them, plans the call, and in debug mode compares them between ranks."""

@@ -1,4 +1,4 @@
-"""One call: its plan and all other results of its signature, and its tensors but those that may need gradients."""
+"""One call: its plan and all else that depends on its signature alone, and its per-token tensors."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from parallel_lce.core.plan import Block, Plan
 
 @dataclass(frozen=True)
 class Call:
-    """The fields that calls of one signature share, and the tensors of one such call."""
-
+    # The fields up to ``dense`` are shared by all calls of one signature.
     options: Options
     # A module of parallel_lce.backends.
     backend: Backend
@@ -32,7 +31,7 @@ class Call:
     plan: Plan
     # Shape of the tokens.
     shape: torch.Size
-    # Which of hidden states, weight and bias required a gradient in forward.
+    # Which inputs required a gradient in forward.
     needs: Needs
     # The logits' scale, which token_scale multiplies, and the soft-cap's cap if it is one number. Both are divided by
     # the temperature T: softcap(u) / T equals the soft-cap of u / T with cap / T.
@@ -49,25 +48,24 @@ class Call:
     token_scale: Tensor | None = None
     token_cap: Tensor | None = None
     token_weight: Tensor | None = None
-    # The selected entries, or None.
     selected: Selected | None = None
     # dW is added to this buffer; None: dW is a new tensor.
     main_grad: MainGrad | None = None
 
     def replaced(self, **changes: Any) -> Call:
-        """As ``dataclasses.replace``, in a fraction of its time."""
+        """As ``dataclasses.replace``, but much faster."""
         new = object.__new__(Call)
         new.__dict__.update(self.__dict__, **changes)
         return new
 
     @property
     def per_token(self) -> tuple[Tensor | None, ...]:
-        """The call's tensors, all of them per token; none needs a gradient."""
+        """All tensors of the call, which need no gradients."""
         ids, offsets = (None, None) if self.selected is None else self.selected.tensors
         return self.target, self.token_scale, self.token_cap, self.token_weight, ids, offsets
 
     def with_tensors(self, per_token: tuple[Tensor | None, ...]) -> Call:
-        """The call with these as :attr:`per_token`. Hooks for saved tensors may have given them any strides."""
+        """The call with these as :attr:`per_token`. Saved-tensor hooks may have changed their strides."""
         if self.selected is None and all(map(operator.is_, per_token, self.per_token)):
             return self
         target, scale, cap, weight, ids, offsets = [t if t is None else t.contiguous() for t in per_token]
@@ -83,7 +81,7 @@ class Call:
 
     def projection(self, weight: Tensor, bias: Tensor | None) -> Projection:
         shard = self.shard
-        # Kernels take rows contiguous in D. Hooks for saved tensors may have returned others.
+        # Kernels take rows contiguous in D. Saved-tensor hooks may have changed the strides.
         weight, bias = with_contiguous_rows(weight), bias if bias is None else bias.contiguous()
         return Projection(weight, bias, shard.start, shard.real_rows, self.scale, self.softcap, None, self.dtype)
 
@@ -95,16 +93,15 @@ class Call:
         return replace(projection, token_scale=self.layout.take(self.token_scale, block), softcap=softcap)
 
     def hidden_reduction(self, hidden: Tensor) -> HiddenReduction:
-        """The sum of dX over the ranks, or over this rank alone."""
         return HiddenReduction(hidden, self.reduced_over, self.options.reduce_dtype)
 
     @property
     def reduced_over(self) -> Layout:
-        """The ranks over which dX is summed."""
+        """The ranks over which dX is summed; this rank alone with ``reduce_hidden_grad=False``."""
         return self.layout if self.options.reduce_hidden_grad else Layout()
 
     def before_softcap(self, gradient: Tensor, logits: Tensor) -> Tensor:
-        """From gradients ``[E]`` of selected ``logits`` to those of the projection's output ``x @ weight.T + bias``."""
+        """From the ``gradient [E]`` of selected ``logits`` to the gradient of the output ``x @ weight.T + bias``."""
         gradient = gradient * self.scale
         if self.token_scale is not None and self.selected is not None:
             gradient *= self.selected.spread(self.token_scale)
@@ -116,7 +113,7 @@ class Call:
         return gradient
 
     def local_targets(self) -> Tensor | None:
-        """The targets ``[N]`` relative to the shard. Targets of other shards, and invalid ones, lie outside it."""
+        """The targets ``[N]`` relative to the shard's first id. Targets of other shards lie outside ``[0, rows)``."""
         if self.target is None:
             return None
         return self.target - self.shard.start if self.shard.start else self.target
@@ -134,7 +131,7 @@ Inputs = tuple[Tensor, Tensor, Tensor | None]
 """Hidden states ``[..., D]``, weight ``[V/P, D]`` and bias ``[V/P]``."""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""dX, dW (or the placeholder of ``MainGrad``) and dbias; None for one that is not asked for."""
+"""dX, dW (or the placeholder of ``MainGrad``) and dbias; None for one that is not needed."""
 
 
 def flattened(hidden: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Refusals of bad input: a ``ValueError`` that names the given and the expected value, before any kernel or
-collective."""
+"""Checks of tensors and arguments, before any kernel or collective. Messages name the given and the expected value."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, tor
 
 @contextmanager
 def renamed(**names: str) -> Iterator[None]:
-    """Within it, the message of a ``ValueError`` has these ``names`` for the arguments of
-    :func:`parallel_lce.linear_cross_entropy`."""
+    """A context that replaces argument names of :func:`parallel_lce.linear_cross_entropy` by ``names`` in the message
+    of a ``ValueError``."""
     try:
         yield
     except ValueError as refusal:
-        text = re.sub(rf"\b({'|'.join(names)})\b", lambda found: names[found[0]], str(refusal))
+        text = re.sub(rf"\b({'|'.join(names)})\b", lambda match: names[match[0]], str(refusal))
         raise ValueError(text) from None
 
 
@@ -49,8 +48,8 @@ def refuse(refusal: Exception, group: dist.ProcessGroup | None) -> Never:
 
 
 def refuse_unknown(function: Callable, given: dict[str, object], group: dist.ProcessGroup | None = None) -> Never:
-    """Raise ``TypeError`` for keyword arguments that ``function`` does not take. The message names its arguments with
-    the same last word, or else one with nearly the same letters."""
+    """Raise ``TypeError`` for keyword arguments that ``function`` does not take. The message suggests arguments with
+    the same last word, or else the one with the most similar spelling."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
     name = next(iter(given))
     alike = [other for other in known if other.split("_")[-1] == name.split("_")[-1]]
@@ -62,7 +61,7 @@ def refuse_unknown(function: Callable, given: dict[str, object], group: dist.Pro
 def check_process_group(group: object) -> None:
     if group is not None and not isinstance(group, dist.ProcessGroup):
         kind = type(group).__name__
-        # A DeviceMesh. The group of a mesh of several dimensions is that of one dimension.
+        # A DeviceMesh. If it has several dimensions, one of them must be chosen.
         remedy = ': pass its get_group(), as mesh["tp"].get_group()' if hasattr(group, "get_group") else ""
         raise ValueError(f"process_group must be a torch.distributed.ProcessGroup or None, got {kind}{remedy}")
 
@@ -128,8 +127,7 @@ def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None
 
 
 def _dispatches(kind: type[Tensor]) -> bool:
-    """Whether tensors of this class have a ``__torch_dispatch__`` of their own, other than the classes of torch's
-    tracing."""
+    """Whether tensors of this class have a ``__torch_dispatch__`` of their own, classes of torch's tracing excepted."""
     if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or torch.compiler.is_compiling():
         return False
     return kind is not AsyncCollectiveTensor and not kind.__module__.startswith("torch._subclasses.")
@@ -234,7 +232,7 @@ def _check_shard(options: Options, tensors: Tensors, layout: Layout) -> None:
 
 
 def known_vocab_size(rows: int, layout: Layout, vocab_start: int | None, vocab_size: int | None) -> int | None:
-    """V, or None if it is the sum of rows that only other ranks know."""
+    """V, or None if V depends on numbers of rows that only other ranks know."""
     if vocab_size is not None:
         return vocab_size
     return rows * layout.ranks if vocab_start is None or layout.ranks == 1 else None

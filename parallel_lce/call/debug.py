@@ -1,8 +1,8 @@
 """Debug mode: checks that wait for the device and for all ranks, with ``PARALLEL_LCE_DEBUG=1`` on every rank.
 
 An error on one rank alone leaves the others in their collective until the group's timeout. In debug mode every call
-begins with an exchange. Each rank sends its arguments or, if it refuses them, its reason.
-Every rank raises if a rank refused, or if the arguments differ.
+begins with an exchange: each rank sends its arguments or, if it refuses them, its reason. Every rank raises if a rank
+refused, or if the arguments differ.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from parallel_lce.core.collectives import Layout
 
 T = TypeVar("T")
 
-# Largest difference of a token's hidden states between ranks that should have the same ones, relative to their norm. An
-# all-reduce may round them differently on each rank.
+# Largest allowed difference of a token's hidden states between ranks, relative to their norm: an all-reduce may round
+# them differently on each rank.
 _SAME_HIDDEN = 0.05
 
 
 def enabled() -> bool:
-    """Whether debug mode is on. A compiled call has no such checks: it could not wait for them."""
+    """Whether debug mode is on. Not while torch.compile traces: the operator of the graph makes the checks."""
     if torch.compiler.is_compiling():
         return False
     value = os.environ.get("PARALLEL_LCE_DEBUG", "")
@@ -34,25 +34,24 @@ def enabled() -> bool:
     return value == "1"
 
 
-class _Told(NamedTuple):
-    """A rank's message to the others: its refusal of its arguments, or else their values as text, and its shard."""
+class _Message(NamedTuple):
+    """A rank's message to the others."""
 
+    # Why the rank refuses its arguments, or None.
     refusal: str | None
+    # The arguments as text, by name.
     values: dict[str, str]
     # First id, rows
     shard: tuple[int, int]
 
 
 def report_refusal(layout: Layout, refusal: Exception) -> None:
-    """Called by a rank that is about to raise ``refusal``. In debug mode it sends the refusal to the other ranks.
-    Otherwise it raises it with a note that they may wait.
-
-    Collectives in debug mode: the first two of :func:`agree`.
-    """
+    """Called by a rank that is about to raise ``refusal``. Debug mode sends it to the other ranks, by the first two
+    collectives of :func:`agree`. Otherwise it is raised with a note that the other ranks may wait."""
     if layout.ranks == 1:
         return
     if enabled():
-        _gathered(layout, _Told(str(refusal), {}, (0, 0)))
+        _gathered(layout, _Message(str(refusal), {}, (0, 0)))
     elif type(refusal) in (TypeError, ValueError):
         raise type(refusal)(
             f"{refusal} (if only this rank's arguments are wrong, the other {layout.ranks - 1} "
@@ -66,42 +65,40 @@ def agree(
 ) -> list[tuple[int, int]]:
     """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
 
-    Ranks may pass different settings; each is compared among the ranks that pass it. If the settings agree, each of
-    ``tensors``, int64 or fp64, must have the same shape on all ranks. Returns every rank's ``shard`` (first id,
-    rows). Collectives: an all-gather of objects, which is two all-gathers, of 1 int64 and of some hundred bytes; if a
-    tensor differs, one more of its values.
+    A setting is compared among the ranks that pass it. If the settings agree, each of ``tensors``, int64 or fp64, must
+    have the same shape on all ranks. Returns every rank's ``shard`` (first id, rows). Collectives: an all-gather of
+    objects, which is two all-gathers, of 1 int64 and of some hundred bytes; if one tensor alone differs, another
+    all-gather of objects with its values.
     """
     values = {name: repr(value) for name, value in settings.items()}
     values |= {name: _digest(tensor) for name, tensor in tensors.items()}
-    told = _gathered(layout, _Told(None, values, shard))
-    refusing = {rank: t.refusal for rank, t in enumerate(told) if t.refusal is not None}
+    messages = _gathered(layout, _Message(None, values, shard))
+    refusing = {rank: m.refusal for rank, m in enumerate(messages) if m.refusal is not None}
     if refusing:
         first = next(iter(refusing))
         raise ValueError(
             f"rank(s) {[*refusing]} of process_group refused their arguments, rank {first} because: {refusing[first]}"
         )
-    names = list(dict.fromkeys(name for t in told for name in t.values))
+    names = list(dict.fromkeys(name for m in messages for name in m.values))
     differing = {
         name: said
         for name in names
-        if len(set((said := {r: t.values[name] for r, t in enumerate(told) if name in t.values}).values())) > 1
+        if len(set((said := {r: m.values[name] for r, m in enumerate(messages) if name in m.values}).values())) > 1
     }
     if differing:
-        found = [
+        differences = [
             _difference(layout, name, tensor)
             if len(differing) == 1 and (tensor := tensors.get(name)) is not None and "None" not in said.values()
             else f"{name}: {_by_rank(said)}"
             for name, said in differing.items()
         ]
-        raise ValueError(f"the ranks of process_group disagree about {'; '.join(found)}")
-    return [t.shard for t in told]
+        raise ValueError(f"the ranks of process_group disagree about {'; '.join(differences)}")
+    return [m.shard for m in messages]
 
 
 def agree_about_hidden(layout: Layout, hidden: Tensor) -> None:
-    """Raise ``ValueError`` on every rank unless all have the same hidden states ``[..., D]``, but for rounding.
-
-    One all-gather of objects, 2 fp64 numbers per token: the norm, and the component along one random direction.
-    """
+    """Raise ``ValueError`` on every rank unless all have the same hidden states ``[..., D]``, up to rounding. One
+    all-gather of objects, 2 fp64 numbers per token: the norm, and the component along one random direction."""
     flat = hidden.detach().reshape(-1, max(1, hidden.shape[-1])).double()
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(flat.shape[1], generator=generator, dtype=torch.float64, device="cpu").to(flat.device)
@@ -143,19 +140,19 @@ def _digest(tensor: Tensor | None) -> str:
 
 def _stacked(layout: Layout, values: Tensor) -> Tensor:
     """Every rank's ``values [...]``, int64 or fp64, as ``[P, ...]`` on the CPU."""
-    told = torch.tensor(_gathered(layout, values.tolist()), dtype=values.dtype, device="cpu")
-    return told.view(layout.ranks, *values.shape)
+    stacked = torch.tensor(_gathered(layout, values.tolist()), dtype=values.dtype, device="cpu")
+    return stacked.view(layout.ranks, *values.shape)
 
 
 def _gathered(layout: Layout, own: T) -> list[T]:
     """Every rank's object, in rank order. Needs NumPy, as torch's collectives of objects do."""
-    told: list[Any] = [None] * layout.ranks
-    dist.all_gather_object(told, own, group=layout.group)
-    return told
+    objects: list[Any] = [None] * layout.ranks
+    dist.all_gather_object(objects, own, group=layout.group)
+    return objects
 
 
 def check_cover(shards: list[tuple[int, int]], vocab_size: int | None) -> int:
-    """V, or ``ValueError`` where the shards leave a gap or overlap, or have no entry."""
+    """V. Raises ``ValueError`` if the shards leave a gap or overlap, or have fewer than ``vocab_size`` rows or none."""
     end = 0
     for start, rows in sorted(s for s in shards if s[1]):
         if start != end:
@@ -170,7 +167,7 @@ def check_cover(shards: list[tuple[int, int]], vocab_size: int | None) -> int:
 
 
 def check_target(target: Tensor, counted: Tensor, vocab_size: int) -> None:
-    """``ValueError`` naming the first counted target outside ``[0, vocab_size)``."""
+    """Raise ``ValueError`` for the first counted target outside ``[0, vocab_size)``."""
     outside = counted & ((target < 0) | (target >= vocab_size))
     if outside.any():
         position = int(outside.flatten().nonzero()[0])

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-# Words of a mesh dimension's name.
+# Words in a mesh dimension's name that tell the purpose of its sharding.
 _TENSOR_PARALLEL = {"tp", "tensor"}
 _FULLY_SHARDED = {"dp", "fsdp", "hsdp", "data", "shard", "replicate"}
 
@@ -19,11 +19,9 @@ _WHOLE = (
 
 
 def refuse_dtensor(name: str, value: Any, process_group: dist.ProcessGroup | None) -> None:
-    """Raise ``ValueError`` for the DTensor ``value``, naming its mesh and the remedy.
-
-    A weight sharded by fully_shard (FSDP2) must be made whole, because its ranks have different tokens. A weight
-    sharded by tensor parallelism is passed as this rank's shard, because its ranks have the same tokens.
-    """
+    """Raise ``ValueError`` for the DTensor ``value``, naming its mesh and the remedy. A weight sharded by fully_shard
+    (FSDP2) must be made whole, because its ranks have different tokens. A weight sharded by tensor parallelism is
+    passed as this rank's shard, because its ranks have the same tokens."""
     mesh, placements = getattr(value, "device_mesh", None), getattr(value, "placements", ())
     dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     if name == "vocab_parallel_logits":
@@ -43,17 +41,17 @@ def refuse_dtensor(name: str, value: Any, process_group: dist.ProcessGroup | Non
     if name not in ("linear_weight", "linear_bias"):
         remedy = f"pass {name}.full_tensor()"
         if len(dims) == 1 and placements[dims[0]].is_shard(0):
-            parts = ", or parts of one sequence with sequence_parallel=True" if name == "input" else ""
-            remedy = f"pass {name}.to_local() if these ranks have different tokens{parts}; else {remedy}"
+            or_parts = ", or parts of one sequence with sequence_parallel=True" if name == "input" else ""
+            remedy = f"pass {name}.to_local() if these ranks have different tokens{or_parts}; else {remedy}"
     elif len(dims) > 1:
         remedy = f"no single process group shards it. If fully_shard (FSDP2) did, {_WHOLE}"
     elif not placements[dims[0]].is_shard(0):
         remedy = f"only dimension 0, the vocabulary, may be sharded; pass {name}.full_tensor()"
     else:
         local = f"pass {name}.to_local()"
-        entries, parts = len(value), len(ranks[0])
-        if entries % parts:  # DTensor cuts as torch.chunk does
-            start = min(mesh.get_local_rank(dims[0]) * -(-entries // parts), entries)
+        entries, shards = len(value), len(ranks[0])
+        if entries % shards:  # DTensor cuts as torch.chunk does
+            start = min(mesh.get_local_rank(dims[0]) * -(-entries // shards), entries)
             local += f", vocab_start={start} (on this rank; the shards are uneven)"
         local += f" and process_group={name}.device_mesh.get_group({dims[0]})"
         words = set(re.findall("[a-z]+", names[0].lower()))

@@ -1,4 +1,4 @@
-"""From a public function's options and tensors to a call: checked, planned, and in debug mode agreed on by all ranks.
+"""Makes a call from a public function's options and tensors.
 
 Calls of one signature are checked and planned once. Checks and plan depend on the signature alone: the options, the
 shapes, dtypes and devices of the tensors, which of them need gradients, the ranks of the group, and the environment
@@ -35,15 +35,15 @@ KNOWN: dict[tuple, Call] = {}
 
 _MOST_KNOWN = 1024
 _ALONE = Layout()
-# Names in debug mode of the tensors that share their name with an option.
-_TOLD = {
+# Debug mode's names for the tensors that share their name with an option.
+_DEBUG_NAMES = {
     "logit_scale": "logit_scale of each token",
     "temperature": "temperature of each token",
     "selected_offsets": "offsets of selected",
 }
 _PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype))
-# os.environ as bytes: its methods decode names and values, which takes the host some microseconds.
+# os.environ as bytes: the methods of os.environ decode names and values, which takes the host some microseconds.
 _ENVIRONMENT = os.environ._data  # pyright: ignore[reportAttributeAccessIssue]
 _VARIABLES = VARIABLE.encode(), BUDGET_VARIABLE.encode()
 
@@ -58,10 +58,10 @@ def prepare(
     main_grad: MainGrad | None = None,
     planned: bool = True,
 ) -> tuple[Call, Inputs]:
-    """The checked and planned call, and its hidden states, weight and bias. The arguments are those of :func:`check`.
+    """The checked and planned call, and its hidden states, weight and bias. Arguments as in :func:`check`, and:
 
     ``main_grad``: dW is added to it, and no gradient is formed in forward. ``needs``: which gradients a backward must
-    produce; None: those of the tensors that require one. ``planned``: whether the call has a plan.
+    produce; by default the gradients of tensors that require one. ``planned``: whether the call has a plan.
     """
     tensors, layout = autocasted(tensors), _ALONE if group is None else _layout(options, group)
     key = _signature(options, tensors, layout, main_grad, (needs, planned))
@@ -88,11 +88,8 @@ def check(
     main_grad: MainGrad | None = None,
 ) -> tuple[Options, Layout, torch.Size]:
     """Raise ``ValueError`` for arguments that do not fit. Returns the options with Python's numbers, the layout and the
-    tokens' shape. torch.compile traces this function.
-
-    ``extra_check`` is called after the other checks, with the tokens' shape; it raises for a wrong argument that this
-    function does not know.
-    """
+    tokens' shape. torch.compile traces this function. ``extra_check`` is called after the other checks, with the
+    tokens' shape, to check further arguments."""
     layout = _ALONE if group is None else _layout(options, group)
     # From here on a refusal is sent to the other ranks.
     try:
@@ -128,8 +125,8 @@ def needs_of(tensors: Tensors) -> Needs:
 def _signature(
     options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None, others: tuple
 ) -> tuple | None:
-    """The signature, or None for a call that must be checked in full: a call in debug mode or forward-mode
-    differentiation, or with an argument that is neither a plain tensor nor Python's own number or string."""
+    """The signature. None for a call that must be checked in full: in debug mode or forward-mode differentiation, or
+    with an argument that is neither a plain tensor nor a number or string of Python's own types."""
     debugging = _ENVIRONMENT.get(b"PARALLEL_LCE_DEBUG")
     if forward_ad._current_level >= 0 or not (debugging is None or debugging in (b"", b"0")):
         return None
@@ -174,17 +171,17 @@ def _planned(
     options = options._replace(logits_budget=budget)
     shard = _shard(options, weight, layout)
     gradients = _gradients(tensors, main_grad, needs)
-    spending: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
+    its_plan: Any = _plan(options, tensors, layout, shard, backend, gradients, main_grad) if planned else None
     if debug.enabled() and not valueless(weight):
-        chosen = {"gradients": gradients, "backend": backend.NAME, "dense logits": planned and spending.dense}
+        chosen = {"gradients": gradients, "backend": backend.NAME, "dense logits": planned and its_plan.dense}
         check_together(options, tensors, layout, chosen)
     if options.token_weight_gradient:
         options = options._replace(reduction="none")
     scale, cap, temperature = options.logit_scale, options.logit_softcap, options.temperature
     scale, cap = scale / temperature, cap if cap is None else cap / temperature
     dtype = accumulation_dtype(weight.dtype)
-    call = Call(options, backend, shard, options.columns, spending, shape, needs, scale, cap, dtype, _ALONE)
-    if planned and spending.dense:
+    call = Call(options, backend, shard, options.columns, its_plan, shape, needs, scale, cap, dtype, _ALONE)
+    if planned and its_plan.dense:
         call = call.replaced(dense=_dense(call, tensors))
     return call
 
@@ -248,8 +245,8 @@ def _plan(
     main_grad: MainGrad | None,
 ) -> Plan:
     hidden, weight = tensors.input, tensors.linear_weight
-    # Accumulation needs the loss's weights as constants and, over ranks, blocks on which all agree. It writes dX before
-    # the upstream gradient is known, which in fp16 would undo loss scaling.
+    # Accumulation needs token weights without a gradient and, on several ranks, the same blocks on each. It writes dX
+    # before the upstream gradient is known, which in fp16 would undo loss scaling.
     accumulable = (
         options.reduction in ("mean", "sum")
         and not options.token_weight_gradient
@@ -277,7 +274,7 @@ def _plan(
 
 
 def _may_be_dense(options: Options, tensors: Tensors, main_grad: MainGrad | None) -> bool:
-    """Whether a small loss may save fp32 logits, by what all ranks share."""
+    """Whether a small loss may save fp32 logits. Decided by values that all ranks share."""
     weight = tensors.linear_weight
     adds = main_grad is None or main_grad.tensor.dtype == torch.float32
     return options.reduction is not None and adds and weight.dtype == torch.bfloat16
@@ -297,15 +294,15 @@ def _dense(call: Call, tensors: Tensors) -> Any:
 
 
 def _savable(options: Options, tensors: Tensors, backend: Backend) -> bool:
-    # The host does not know the caps of tokens that have temperatures of their own.
+    # With a temperature per token, the caps are unknown to the host.
     if options.logit_softcap is None or tensors.temperature is not None:
         return options.logit_softcap is None
     return backend.savable(tensors.linear_weight.dtype, options.logit_softcap / options.temperature)
 
 
 def check_together(options: Options, tensors: Tensors, layout: Layout, others: dict[str, object]) -> None:
-    """Debug mode: raise ``ValueError`` unless all ranks have the same arguments and the same ``others``, and, if a
-    target outside the vocabulary would give NaN, all targets lie in it."""
+    """Debug mode: raise ``ValueError`` unless all ranks have the same arguments and the same ``others``. A target
+    outside the vocabulary is refused if it would give NaN."""
     shard = _shard(options, tensors.linear_weight, layout)
     shards = [(shard.start, shard.rows)]
     hidden, target = tensors.input, tensors.target
@@ -322,7 +319,7 @@ def check_together(options: Options, tensors: Tensors, layout: Layout, others: d
         if shard.rows:
             settings["linear_bias given"] = tensors.linear_bias is not None
         per_token = {
-            _TOLD.get(name, name): value
+            _DEBUG_NAMES.get(name, name): value
             if value is None
             else value.double()
             if value.is_floating_point()
@@ -340,7 +337,7 @@ def check_together(options: Options, tensors: Tensors, layout: Layout, others: d
 
 
 def autocasted(tensors: Tensors) -> Tensors:
-    """Under autocast: the operands but fp64 ones in autocast's dtype, as for ``F.linear``."""
+    """Under autocast: input, weight and bias in autocast's dtype unless they are fp64, as for ``F.linear``."""
     if not isinstance(tensors.input, Tensor):
         return tensors
     kind = tensors.input.device.type

@@ -1,4 +1,4 @@
-"""Vocabulary entries that are selected for each token: K for each token, or sets of any size."""
+"""Vocabulary entries selected for each token: K for each token, or sets of any size."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ class Selected:
 
     @property
     def broken(self) -> Tensor | None:
-        """Whether the given offsets are invalid: they must begin with 0, end with E, and not decrease.
-        0-dimensional."""
+        """0-dimensional bool: the given offsets do not begin with 0, do not end with E, or decrease."""
         given = self.given_offsets
         if given is None:
             return None
@@ -103,10 +102,8 @@ class Selected:
 
 
 class BesidePartials:
-    """Results of a forward beside partials: logits of selected entries, and each token's largest logits.
-
-    This rank's results are written block by block, into memory that is gathered with the partials.
-    """
+    """Results of a forward that are gathered with the partials: logits of selected entries, and each token's largest
+    logits. This rank's results are written block by block."""
 
     def __init__(self, selected: Selected | None, top_k: int, tokens: int, shard: Shard, layout: Layout) -> None:
         self._selected, self._top_k, self.tokens = selected, top_k, tokens
@@ -115,7 +112,7 @@ class BesidePartials:
         # Elements of each rank; None if the call asks for neither.
         self.size = None if selected is None and not top_k else sum(self._counts)
 
-    def _parts(self, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _views(self, elements: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """In ``elements [P, size]``: the selected logits ``[P, E]``, the largest ``[P, N, K]`` and their ids."""
         selected, top, ids = elements.split(self._counts, 1)
         shape = self.tokens, self._top_k
@@ -123,12 +120,12 @@ class BesidePartials:
 
     def begin(self, elements: Tensor | None) -> None:
         """``elements [1, size]``: this rank's memory for the results."""
-        self._own = None if elements is None else self._parts(elements)
+        self._own = None if elements is None else self._views(elements)
         if elements is not None:
             elements.zero_()
 
     def selected_of(self, block: Block) -> SelectedLogits | None:
-        """Where the block's forward writes the logits of its selected entries."""
+        """Memory for the logits of the block's selected entries."""
         if self._selected is None or self._own is None:
             return None
         return SelectedLogits(self._selected.of_block(self._layout, block, self._shard.start), self._own[0][0])
@@ -137,20 +134,20 @@ class BesidePartials:
         """Write the largest logits of a block's hidden states ``x [R, D]``."""
         if self._own is not None and self._top_k:
             _, top, ids = self._own
-            for own, found in zip((top, ids), backend.top_k(projection, x, self._top_k)):
-                self._layout.put(own[0].t(), block, found.t())
+            for own, of_block in zip((top, ids), backend.top_k(projection, x, self._top_k)):
+                self._layout.put(own[0].t(), block, of_block.t())
 
     def merged(self, elements: Tensor | None) -> tuple[Tensor | None, tuple[Tensor, Tensor] | None]:
         """The selected logits ``[E]``, and the largest logits ``[N, K]`` with their ids, from all ranks' ``elements
         [P, size]``."""
         if elements is None:
             return None, None
-        selected, top, ids = self._parts(elements)
-        found = None
+        selected, top, ids = self._views(elements)
+        merged_top = None
         if self._top_k:
             # [N, P * K]
             flat_top, flat_ids = (t.transpose(0, 1).flatten(1) for t in (top, ids.long()))
             values, places = largest(flat_top, flat_ids, self._top_k)
-            found = values, places.masked_fill(places == NOBODY, -1)
-        # The ranks that do not have an entry hold 0.
-        return (None if self._selected is None else selected.sum(0)), found
+            merged_top = values, places.masked_fill(places == NOBODY, -1)
+        # Ranks without an entry hold 0.
+        return (None if self._selected is None else selected.sum(0)), merged_top

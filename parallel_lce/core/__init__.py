@@ -1,2 +1,1 @@
-"""The lowest room, which all others import: options and plan of a call, the algebra of partials, memory, gradient
-buffers, and the collectives."""
+"""Imported by every other folder: options, plan, algebra of partials, gradient buffers, collectives, memory helpers."""

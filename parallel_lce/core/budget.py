@@ -1,4 +1,4 @@
-"""The default of ``logits_budget``: the environment's, else a share of the device's memory."""
+"""The default of ``logits_budget``: from the environment, else a share of the device's memory."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ import torch
 
 from parallel_lce.core.plan import DEFAULT_BUDGET
 
-# A call may use a thirty-second of a GPU's memory for tensors of the logits' shape, rounded down to steps of 256 MiB:
-# GPUs of one kind may differ by a few MiB, and all ranks must have the same budget.
+# Rounded down to whole steps: GPUs of one kind may differ by a few MiB, and all ranks must have the same budget.
 _SHARE, _STEP = 32, 256 << 20
 
 BUDGET_VARIABLE = "PARALLEL_LCE_LOGITS_BUDGET"
 
 
 def budget_of_environment() -> int | None:
-    """Bytes, or None if the environment has no budget. Raises ``ValueError`` if it is not a number of bytes."""
+    """Bytes, or None if the variable is unset or empty. Raises ``ValueError`` if it is not a number of bytes."""
     text = os.environ.get(BUDGET_VARIABLE, "")
     if text and not (text.isascii() and text.isdigit()):
         raise ValueError(f"{BUDGET_VARIABLE} must be a number of bytes, got {text!r}")
@@ -24,10 +23,9 @@ def budget_of_environment() -> int | None:
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes per rank and call for ``logits_budget=None``.
-
-    The environment's budget, if it has one. Otherwise on a GPU a thirty-second of its memory, in whole 256 MiB: 4.25
-    GiB of an H200's 140 GiB, 2.25 GiB of an 80-GB GPU's 79. On a CPU 1 GiB."""
+    """Bytes per rank and call for ``logits_budget=None``: the environment's budget, if it has one. Otherwise on a GPU a
+    thirty-second of its memory, in whole 256 MiB (4.25 GiB of an H200's 140 GiB, 2.25 GiB of an 80-GB GPU's 79), and on
+    a CPU 1 GiB."""
     given = budget_of_environment()
     if given is not None:
         return given
@@ -37,5 +35,5 @@ def default_budget(device: torch.device) -> int:
     return max(_STEP, total // _SHARE // _STEP * _STEP)
 
 
-# torch.compile calls it while tracing, as parallel_lce.backends says of _name.
+# torch.compile takes the result as a constant: see _name in parallel_lce.backends.
 budget_of_environment._dynamo_marked_constant = True

@@ -1,4 +1,4 @@
-"""Tensor- and sequence-parallel layouts, and the collectives of a call: their tensors, and where each is waited for.
+"""Tensor- and sequence-parallel layouts, and the collectives of a call.
 
 Which collectives a call issues depends only on numbers that all ranks share, so every rank issues the same ones in
 the same order. All collectives are asynchronous. On NCCL a wait orders streams and never stops the host.
@@ -29,7 +29,7 @@ class Layout:
     """How one call is spread over a group. A group of one rank, or none, needs no collective."""
 
     group: dist.ProcessGroup | None = None
-    # Vocabulary shards.
+    # P, the number of vocabulary shards.
     ranks: int = 1
     rank: int = 0
     # Number of equal parts of the tokens: ``ranks`` under sequence parallelism, else 1.
@@ -52,7 +52,7 @@ class Layout:
         return self.sp_size > 1
 
     def take(self, tokens: Any, block: Block) -> Any:
-        """The block's tokens of ``[..., N]``, those of all parts: ``[..., R]``, contiguous in R. None for None."""
+        """The block's values ``[..., R]`` of ``tokens [..., N]``, from all parts, contiguous in R. None for None."""
         if tokens is None:
             return None
         if self.sp_size == 1:
@@ -71,7 +71,7 @@ class Layout:
 
 
 class IncomingHidden:
-    """A block's hidden states ``[R, D]``, complete after :meth:`wait`: other ranks' rows may still be arriving."""
+    """A block's hidden states ``[R, D]``. Other ranks' rows may be missing before :meth:`wait`."""
 
     def __init__(self, tensor: Tensor, work: dist.Work | None = None) -> None:
         self.tensor, self._work, self.arrived = tensor, work, work is None
@@ -84,10 +84,8 @@ class IncomingHidden:
 
 
 def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidden:
-    """Start gathering the hidden states ``[R, D]`` of a block from this rank's part ``[N/sp_size, D]``.
-
-    Under sequence parallelism one all-gather of (stop - start) * D elements per rank, in place. Else a view.
-    """
+    """Start gathering the hidden states ``[R, D]`` of a block from this rank's part ``[N/sp_size, D]``. Under sequence
+    parallelism one all-gather of (stop - start) * D elements per rank, in place. Else a view."""
     chunk = some_rows(hidden, block.start, block.stop)
     if layout.sp_size == 1:
         return IncomingHidden(chunk)
@@ -100,15 +98,15 @@ def gather_hidden(hidden: Tensor, block: Block, layout: Layout) -> IncomingHidde
 
 
 class _Reduction(NamedTuple):
-    """A sum over the ranks that has been started."""
+    """A reduction of one block's dX that has been started."""
 
     work: dist.Work | None
-    # This rank's dX of the rows.
+    # This rank's dX, kept alive until the collective is done.
     local: Tensor
-    # Their sum over the ranks, in the dtype of the reduction.
+    # The sum over the ranks, in the dtype of the reduction.
     summed: Tensor
-    # The rows of the result for that sum.
-    part: Tensor
+    # Rows of the result that receive the sum.
+    rows: Tensor
 
 
 class HiddenReduction:
@@ -123,27 +121,26 @@ class HiddenReduction:
         self._total, self._layout = hidden.new_empty(hidden.shape), layout
         self.ranks = layout.ranks
         self._dtype = hidden.dtype if reduce_dtype is None or layout.ranks == 1 else reduce_dtype
-        # Sums of blocks that have been started and not waited for.
         self._started: deque[_Reduction] = deque()
 
     def open_block(self, block: Block) -> Tensor:
-        """Begin the next block; returns where to write its local dX ``[R, D]``."""
-        part, sp_size = some_rows(self._total, block.start, block.stop), self._layout.sp_size
-        if sp_size == 1 and self._dtype == part.dtype:
-            return part
-        return part.new_empty(sp_size * part.shape[0], part.shape[1], dtype=self._dtype)
+        """Memory for the local dX ``[R, D]`` of the next block."""
+        rows, sp_size = some_rows(self._total, block.start, block.stop), self._layout.sp_size
+        if sp_size == 1 and self._dtype == rows.dtype:
+            return rows
+        return rows.new_empty(sp_size * rows.shape[0], rows.shape[1], dtype=self._dtype)
 
     def start(self, block: Block, local: Tensor) -> None:
-        """Start the sum of ``local``, which :meth:`open_block` returned last and which is complete."""
-        layout, part, summed = self._layout, some_rows(self._total, block.start, block.stop), local
+        """Start the reduction of ``local``, the block's complete dX in the memory from :meth:`open_block`."""
+        layout, rows, summed = self._layout, some_rows(self._total, block.start, block.stop), local
         if layout.ranks == 1:
             return
         if layout.sequence_parallel:
-            summed = part if self._dtype == part.dtype else torch.empty_like(part, dtype=self._dtype)
+            summed = rows if self._dtype == rows.dtype else torch.empty_like(rows, dtype=self._dtype)
             work = reduce_scatter(summed, local, group=layout.group, async_op=True)
         else:
             work = dist.all_reduce(local, group=layout.group, async_op=True)
-        self._started.append(_Reduction(work, local, summed, part))
+        self._started.append(_Reduction(work, local, summed, rows))
         while len(self._started) > 1:
             self._finish_block()
 
@@ -151,8 +148,8 @@ class HiddenReduction:
         reduction = self._started.popleft()
         assert reduction.work is not None  # None only on a rank outside the group
         reduction.work.wait()
-        if reduction.summed.dtype != reduction.part.dtype:
-            reduction.part.copy_(reduction.summed)
+        if reduction.summed.dtype != reduction.rows.dtype:
+            reduction.rows.copy_(reduction.summed)
 
     def wait(self) -> Tensor:
         """dX of all blocks, summed over the ranks."""
@@ -172,7 +169,7 @@ class Shard:
 
     start: int
     rows: int
-    # V; None: all ranks' rows
+    # V; None: the sum of all ranks' rows
     vocab_size: int | None
 
     @property
@@ -183,15 +180,15 @@ class Shard:
         return min(max(self.vocab_size - self.start, 0), self.rows)
 
     def write_bounds(self, packed: Tensor) -> None:
-        """Write the first id and the rows to the last two elements of this rank's ``packed [n]``."""
+        """Write ``start`` and ``rows`` to the last two elements of this rank's ``packed [n]``."""
         start, rows = bounds_of(packed).unbind()
         start.fill_(self.start)
         rows.fill_(self.rows)
 
 
 def gather_with_bounds(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Tensor | int, Tensor | None]:
-    """All-gather ``packed [P, n + 2]``, and wait for it. This rank has written the first n elements of its row; the
-    last two are the shard's bounds, written here.
+    """All-gather ``packed [P, n + 2]``, and wait for it. This rank has written the first n elements of its row. This
+    function writes the shard's bounds to the last two.
 
     Returns V, and a 0-dimensional flag that is true if the shards are no partition of the vocabulary. A single rank
     gathers nothing; its flag is None.
@@ -209,9 +206,9 @@ def gather_with_bounds(packed: Tensor, shard: Shard, layout: Layout) -> tuple[Te
 class PartialsGather:
     """Merges partials ``[C, R]`` over the ranks.
 
-    This rank's partials are written to :attr:`local`; :meth:`start` sends them, :meth:`finish` merges all. One
-    all-gather of C * R + 2 elements per rank (fp32, or fp64 for fp64 input), in place; none for a
-    single rank. The merge runs in rank order, so all ranks hold the same bits. ``extra`` elements travel with them:
+    The caller writes this rank's partials to :attr:`local`; :meth:`start` sends them, :meth:`finish` merges all ranks'.
+    One all-gather of C * R + 2 elements per rank (fp32, or fp64 for fp64 input), in place; none for a single rank. The
+    merge runs in rank order, so all ranks hold the same bits. Further ``extra`` elements may be sent with the partials:
     each rank writes :attr:`extra`, and reads all ranks' :attr:`extras` after :meth:`finish`.
     """
 
@@ -241,8 +238,7 @@ class PartialsGather:
         self._work = all_gather(self._packed.view(-1), self._own, group=self._layout.group, async_op=True)
 
     def finish(self, merge_ranks: Callable) -> tuple[Tensor, Tensor | int]:
-        """The merged partial, by a backend's ``merge_ranks``, and V: 0-dimensional int64, or a number on a single
-        rank."""
+        """The partial merged by a backend's ``merge_ranks``, and V: 0-dimensional int64, or an int on a single rank."""
         if self._layout.ranks == 1:
             return self.local, self._shard.real_rows
         assert self._work is not None  # start() has been called

@@ -1,7 +1,4 @@
-"""Gradient buffers: where the gradient of a vocabulary shard is summed, and where it is delivered.
-
-It is delivered as a new tensor, or added to a ``main_grad`` that exists.
-"""
+"""Gradient buffers: sum the gradient of a vocabulary shard, and deliver it as a new tensor or add it to a main_grad."""
 
 from __future__ import annotations
 
@@ -18,34 +15,33 @@ from parallel_lce.core.partials import accumulation_dtype
 class MainGrad:
     """A gradient buffer of the caller, to which dW is added in backward."""
 
-    # [V/P, D], the weight's shape, which ``prepare`` checks. fp32 (fp64 for fp64) is added to in place, lower precision
-    # by one rounded addition of the whole sum.
+    # [V/P, D], the weight's shape, which ``prepare`` checks.
     tensor: Tensor
     # Called once dW has been added. Returns the gradient for autograd, whose values do not matter, or None.
     placeholder: Callable[[], Tensor | None]
-    # Called when a backward begins. Returns the buffer for this backward; None: it is ``tensor``.
+    # Called when a backward begins. Returns the buffer for this backward. None: the buffer is ``tensor``.
     in_backward: Callable[[], Tensor] | None = None
 
     def now(self) -> MainGrad:
-        """With the buffer of a backward that begins now."""
+        """The same with the buffer for a backward that begins now."""
         before, tensor = self.tensor, self.tensor if self.in_backward is None else self.in_backward()
         if tensor is before:
             return self
         traits = [(t.dtype, list(t.shape), t.device) for t in (before, tensor)]
         if traits[0] != traits[1]:
-            was, found = ("{} {} on {}".format(*t) for t in traits)
-            raise RuntimeError(f"the weight's main_grad was {was} in forward and is {found} in backward")
+            was, is_now = ("{} {} on {}".format(*t) for t in traits)
+            raise RuntimeError(f"the weight's main_grad was {was} in forward and is {is_now} in backward")
         return replace(self, tensor=tensor)
 
 
 class GradBuffer:
     """Gradient of a weight ``[V/P, D]`` or bias ``[V/P]``, summed in fp32 (fp64 for fp64).
 
-    ``num_accumulations``: how often each row is added to, once per block of tokens; 0 for a gradient of no tokens. With
-    one accumulation a low-precision gradient is summed window by window, in an fp32 buffer of one window; with several,
-    in an fp32 buffer of its own size. ``dtype``: of a new gradient, by default the parameter's. With ``main_grad`` the
-    gradient is added to that tensor: in place if it is fp32, else by one rounded addition of the whole sum. Rows from
-    ``real_rows`` on are padding; their gradient is zero.
+    ``num_accumulations``: how often each row is added to, once per block of tokens; 0 without tokens. With one
+    accumulation a low-precision gradient is summed window by window, in an fp32 buffer of one window; with several, in
+    an fp32 buffer of the gradient's size. ``dtype``: of a new gradient, by default the parameter's. With ``main_grad``
+    the gradient is added to that tensor: in place if it is fp32 (fp64), else by one rounded addition of the whole sum.
+    Rows from ``real_rows`` on are padding; their gradient is zero.
     """
 
     def __init__(
@@ -75,11 +71,9 @@ class GradBuffer:
         self._opened_rows = 0
 
     def open(self, start: int, stop: int, whole: bool = False) -> tuple[Tensor, bool]:
-        """The sum of rows ``[start, stop)``, and whether the caller must overwrite it.
-
-        ``whole``: the caller writes these rows with one product. With one accumulation the memory of a new
-        low-precision gradient is then returned itself.
-        """
+        """The sum of rows ``[start, stop)``, and whether the caller must overwrite it. ``whole``: the caller writes
+        these rows with one product. A new low-precision gradient with one accumulation then needs no fp32 buffer: its
+        own rows are returned."""
         if self._sum is None:
             if whole and self._main_grad is None:
                 return self._target[start:stop], True
@@ -95,7 +89,7 @@ class GradBuffer:
         return self._sum is None and self._main_grad is not None
 
     def close(self, start: int, stop: int, total: Tensor) -> None:
-        """Take the tensor that :meth:`open` returned, to which the caller has added."""
+        """Store ``total``, the tensor from :meth:`open` to which the caller has added."""
         if self._sum is None and total.dtype != self._target.dtype:
             self._store(self._target[start:stop], total)
 

@@ -1,4 +1,4 @@
-"""Prepares tensors for kernels: their final values in memory, some of their rows, their device as the current one."""
+"""Prepares tensors for kernels: waits for their values, takes rows, makes their device the current one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOTHING = nullcontext()
 
 
 class _Waited(torch.autograd.Function):
-    """The result of a functional collective, complete, since kernels read its memory."""
+    """Waits for the result of a functional collective, since kernels read its memory."""
 
     @staticmethod
     def forward(ctx, result: AsyncCollectiveTensor) -> Tensor:
@@ -24,15 +24,14 @@ class _Waited(torch.autograd.Function):
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor with its final values in memory: waits for a functional collective, and materializes a negated
-    view."""
+    """The tensor with its final values in memory: waits for a functional collective, materializes a negated view."""
     if isinstance(tensor, AsyncCollectiveTensor):
         tensor = _Waited.apply(tensor)
     return tensor.resolve_neg()
 
 
 def some_rows(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """``tensor[start:stop]``; the tensor itself if these are all of its rows, which saves the host a view."""
+    """``tensor[start:stop]``; the tensor itself if that is every row, which saves the host a view."""
     return tensor if start == 0 and stop == tensor.shape[0] else tensor[start:stop]
 
 

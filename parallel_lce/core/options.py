@@ -1,7 +1,7 @@
-"""The options of a call: one description, in which each field has its own check and its own agreement between ranks.
+"""The options of a call. Each field has a check, and a value on which all ranks must agree.
 
-:class:`Options` has three uses: checks and plan of a call are cached by it (:mod:`parallel_lce.call.prepare`), debug
-mode compares it between ranks, and the arguments of an operator are made from it (:mod:`parallel_lce.run.ops`).
+Checks and plan of a call are cached by its :class:`Options` (:mod:`parallel_lce.call.prepare`), debug mode compares
+them between ranks, and an operator's arguments are made from them (:mod:`parallel_lce.run.ops`).
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ LARGEST_VOCABULARY = 2**31 - 1
 
 
 class Options(NamedTuple):
-    """The arguments of a call beside its tensors and its process group.
-
-    The fields are described in :func:`parallel_lce.linear_cross_entropy` and :func:`parallel_lce.token_statistics`.
-    """
+    """The arguments of a call beside its tensors and its process group, as in :func:`parallel_lce.linear_cross_entropy`
+    and :func:`parallel_lce.token_statistics`."""
 
     # Name of the public function.
     function: str
     # None: the call computes statistics, no loss.
     reduction: str | None = None
     ignore_index: int | None = None
-    # False: as in Megatron, the loss of a target outside [0, V) is lse - max, and any target is allowed.
+    # False: any target is allowed. As in Megatron, the loss of a target outside [0, V) is lse - max.
     outside_is_nan: bool = True
-    # token_weight needs a gradient, so the losses are multiplied by it after the call.
+    # True: token_weight needs a gradient, so the losses are multiplied by it after the call.
     token_weight_gradient: bool = False
     label_smoothing: float = 0.0
     z_loss: float = 0.0
@@ -96,10 +94,8 @@ class Tensors(NamedTuple):
 
 
 def as_number(value: Any) -> Any:
-    """NumPy's scalars and other numbers as Python's; anything else as it is.
-
-    NumPy's float64 is a subclass of float. Its comparisons give numpy.bool_, which Triton rejects.
-    """
+    """NumPy's scalars and other numbers as Python's; anything else as it is. NumPy's float64 is a subclass of float.
+    Its comparisons give numpy.bool_, which Triton rejects."""
     if value is None or isinstance(value, Tensor) or type(value) in (bool, int, float):
         return value
     if isinstance(value, numbers.Integral):
@@ -128,8 +124,7 @@ def as_bool(value: Any) -> Any:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether ``value`` is an int or float within fp32's range, and not NaN. Comparisons only: torch.compile can
-    trace them."""
+    """Whether ``value`` is an int or float within fp32's range, and not NaN. torch.compile can trace comparisons."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
@@ -144,15 +139,15 @@ def shortened(value: object) -> str:
 
 
 class _Rule(NamedTuple):
-    """Conversion, check and agreement of one field."""
+    """How one field is converted, checked and compared between ranks."""
 
-    # Other libraries' values as Python's.
+    # Converts other libraries' values to Python's.
     convert: Callable[[Any], Any]
     # Whether a converted value is allowed.
     allowed: Callable[[Any], bool]
     # In the refusal: "NAME must be ..."
     expected: str
-    # The value to compare between ranks, from the option's value.
+    # The value that is compared between ranks, from the option's value.
     agreed: Callable[[Any], Any] = lambda value: value
 
 
@@ -217,21 +212,21 @@ def with_python_numbers(options: Options) -> Options:
 
 
 def check_option(name: str, value: object) -> None:
-    """Raise ``ValueError`` for a value that the option of this name cannot have."""
+    """Raise ``ValueError`` unless the option of this name may have this value."""
     rule = getattr(_RULES, name)
     if not rule.allowed(value):
         raise ValueError(f"{name} must be {rule.expected}, got {shortened(value)}")
 
 
 def check_reduction(reduction: object) -> None:
-    """Raise ``ValueError`` for a reduction of no loss. None is refused, too: in ``Options`` it means statistics."""
+    """Raise ``ValueError`` unless this is a loss's reduction. None is refused: in ``Options`` it means statistics."""
     if reduction is None:
         raise ValueError(f"reduction must be {_RULES.reduction.expected}, got None")
     check_option("reduction", reduction)
 
 
 def check_options(options: Options) -> None:
-    """Raise ``ValueError`` for an option without a meaning, alone or beside the others."""
+    """Raise ``ValueError`` for an option that is invalid, alone or in combination with the others."""
     for name, value in zip(Options._fields, options):
         check_option(name, value)
     if options.logits_budget is None:
@@ -259,8 +254,8 @@ def _check_filtered(options: Options) -> None:
 
 
 def unfiltered(options: Options, name: str) -> str:
-    """The refusal of a ``gradient_filter`` beside the option ``name``, whose gradient is not the probabilities times
-    one number per token."""
+    """Message that refuses ``gradient_filter`` together with the option ``name``, whose gradient of the logits is not
+    the probabilities times one number per token."""
     return (
         f"gradient_filter={options.gradient_filter} cannot be combined with {name}, whose gradient is large where "
         "probabilities are small"
@@ -273,8 +268,8 @@ def agreed(options: Options) -> dict[str, object]:
 
 
 def apart(scale: Any, temperature: Any) -> tuple[Any, Any, Tensor | None, Tensor | None]:
-    """Split scale and temperature, each of which is one number or a tensor with one for each token. Returns both
-    numbers (1 for a tensor), then both tensors (None for a number)."""
+    """Split scale and temperature, each one number or a tensor of a number per token. Returns both numbers (1 instead
+    of a tensor), then both tensors (None instead of a number)."""
     of_scale, of_temperature = isinstance(scale, Tensor), isinstance(temperature, Tensor)
     numbers = 1.0 if of_scale else scale, 1.0 if of_temperature else temperature
     return *numbers, scale if of_scale else None, temperature if of_temperature else None

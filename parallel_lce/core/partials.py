@@ -32,7 +32,7 @@ from torch import Tensor
 
 MAX, SUM_EXP, TARGET = 0, 1, 2
 SHIFTED = 3
-"""The first requestable column, where a partial has it. Others: ``Columns.__getitem__``."""
+"""Row of the first requestable column, if a partial has it. Rows of the others: ``Columns.__getitem__``."""
 
 NOBODY = 2**31 - 1
 """Sentinel: the id of no entry. Ids have 31 bits."""
@@ -40,13 +40,12 @@ NOBODY = 2**31 - 1
 LOWEST_SHIFT = -1e4
 """z - max is clamped to this before it is multiplied by exp(z - max): -inf * 0 would be NaN, and exp(-1e4) is 0."""
 
-
 LOG2_E = 1.4426950408889634
 
 
 def exponential_(z: Tensor) -> Tensor:
-    """exp(z) in place. On a CPU torch.exp is MKL's, which takes up to four times as long as exp2, whose code is torch's
-    own. The product's rounding is a relative error of 2^-24 |z| in fp32, no more than that of z itself."""
+    """exp(z) in place. On a CPU computed as exp2(z log2(e)): torch.exp, from MKL, takes up to four times as long as
+    torch's own exp2. Rounding the product adds a relative error of 2^-24 |z| in fp32, no more than rounding z does."""
     return z.exp_() if z.is_cuda else z.mul_(LOG2_E).exp2_()
 
 
@@ -55,8 +54,8 @@ ALONE = 1.5
 more than ln 2 below it."""
 
 NEAR = 0.3
-"""Under that condition an inexact logit less than this below the maximum belongs to the largest entry. Its exact value
-is then the maximum."""
+"""Under that condition a recomputed logit less than this below the maximum is the largest entry's, so its exact value
+is the maximum."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -66,11 +65,9 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns a partial ``[count, N]`` has beside max, sum_exp and target.
-
-    They follow in the order of the fields. ``columns["total"]`` is the row of one. For an absent column it is the row
-    at which the column would be, so ``partial[: columns["argmax"]]`` are all floating-point columns.
-    """
+    """Which columns a partial ``[count, N]`` has beside max, sum_exp and target. They follow in the order of the
+    fields. ``columns["total"]`` is the row of ``total``; for an absent column, the row that it would have. So
+    ``partial[: columns["argmax"]]`` are all floating-point columns."""
 
     shifted: bool = False
     total: bool = False
@@ -107,7 +104,7 @@ class Merged(NamedTuple):
     vocab_size: Tensor | int
     # [E], logits of the selected entries; 0 for an id outside the vocabulary
     selected: Tensor | None = None
-    # [N, K] and their ids, int64
+    # The K largest logits [N, K] and their ids [N, K] int64
     top: tuple[Tensor, Tensor] | None = None
 
 
@@ -163,11 +160,8 @@ def empty_partial(
 
 
 def tile_partial(z: Tensor, first: int, columns: Columns, partial: Tensor) -> None:
-    """Write the partial ``[C, R]`` of a tile of logits ``z [V, R]`` but for its target.
-
-    ``first``: global id of the tile's first entry. ``z`` is overwritten: it holds logits, then z - max, then
-    exponentials.
-    """
+    """Write the partial ``[C, R]`` of a tile of logits ``z [V, R]``, without its target column. ``first``: global id of
+    the tile's first entry. ``z`` is overwritten: it holds logits, then z - max, then exponentials."""
     maximum = partial[MAX]
     if columns.argmax:
         top, index = z.max(0)
@@ -191,16 +185,13 @@ def tile_partial(z: Tensor, first: int, columns: Columns, partial: Tensor) -> No
 
 
 def merge(partials: Tensor, counts: Tensor, columns: Columns) -> Tensor:
-    """Merge the partials of K disjoint slices: ``[K, C, N]`` to ``[C, N]``, in the order given.
-
-    ``counts [K]`` holds the number of entries of each slice. NaN in any slice makes the token's
-    merged columns NaN.
-    """
+    """Merge the partials of K disjoint slices: ``[K, C, N]`` to ``[C, N]``, in the order given. ``counts [K]``: number
+    of entries of each slice. NaN in any slice makes the token's merged columns NaN."""
     maxima = partials[:, MAX]
     merged = torch.empty_like(partials[0])
     top = torch.amax(maxima, 0, out=merged[MAX])
     missing = maxima == -torch.inf
-    # -inf - -inf is NaN: a slice without a finite maximum has nothing to rescale.
+    # -inf - -inf is NaN: the sums of a slice without a finite maximum are not rescaled.
     shift = (maxima - top).masked_fill_(missing, 0.0)
     factor = shift.exp().masked_fill_(missing, 0.0)
     torch.sum(partials[:, SUM_EXP] * factor, 0, out=merged[SUM_EXP])
@@ -232,8 +223,8 @@ def bounds_of(packed: Tensor) -> Tensor:
 
 
 def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | None) -> tuple[Tensor, Tensor]:
-    """Merge the ranks' packed partials ``[P, >= C * R + 2]``, in rank order. Each begins with a partial ``[C, R]`` and
-    ends with the bounds of the shard, bit-cast.
+    """Merge the ranks' packed partials ``[P, >= C * R + 2]``, in rank order. Each row begins with a partial ``[C, R]``
+    and ends with the bounds of the rank's shard, bit-cast.
 
     Returns the merged partial ``[C, R]`` and V, the number of real entries, 0-dimensional int64. Entries from
     ``vocab_size`` on are padding. Where the shards leave a gap or overlap, the columns are NaN and the argmax is the
@@ -254,11 +245,9 @@ def merge_ranks(packed: Tensor, columns: Columns, rows: int, vocab_size: int | N
 
 
 def covered(starts: Tensor, sizes: Tensor, vocab_size: int | None) -> Tensor:
-    """Whether shards ``[starts, starts + sizes)`` cover [0, V) without gap or overlap, in any order.
-
-    Every shard that is not empty must begin where those before it end. Without ``vocab_size``, V is the sum of the
-    sizes.
-    """
+    """Whether shards ``[starts, starts + sizes)`` cover [0, V) without gap or overlap, in any order. Every non-empty
+    shard must start at the sum of the sizes of the shards before it. Without ``vocab_size``, V is the sum of all
+    sizes."""
     place = torch.arange(len(starts), device=starts.device)
     before = starts < starts.unsqueeze(1)
     before |= (starts == starts.unsqueeze(1)) & (place < place.unsqueeze(1))

@@ -1,8 +1,8 @@
 """How one call spends its memory: which logits are saved or recomputed, and whether gradients are formed in forward.
 
 A plan is a pure function of numbers that every rank of the group shares, never of the local shard: its blocks decide
-how many collectives a call makes. :func:`plan` lists candidates, each with its cost and its condition, and takes the
-cheapest one that is possible. "Exponentials" below are those of the logits. A call saves them for backward.
+how many collectives a call makes. :func:`plan` takes the cheapest possible candidate; each candidate's function states
+its condition. "Exponentials" are exp of the logits, which a call may save for backward.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ SMALLEST_BLOCK = 64 << 20
 """Bytes of a block of logits that a call may use even if its budget is smaller, kernels' own tiles not counted."""
 
 GATHERED_BYTES = 256 << 20
-"""Bytes of hidden states of one gather, at most, for a forward's block that saves nothing under sequence
-parallelism."""
+"""Most bytes of hidden states in one gather of the forward, for a block that saves nothing."""
 
 NOMINAL_SHARD = 32768
 """Vocabulary rows per rank assumed where the shards are uneven and V is not given."""
@@ -30,32 +29,29 @@ LOGIT_COLUMNS = 384
 gradient, 14 bytes for each logit."""
 
 DENSE_BYTES = 256 << 20
-"""Most bytes of fp32 logits that a small problem saves, by choice: its memory stays small, whatever the budget."""
+"""Most bytes of fp32 logits that a small problem saves, whatever the budget: its memory stays small."""
 
 _MULTIPLE = 128
-"""Rows of a block are a multiple of this where its bytes allow: matrix products come in such tiles."""
+"""Rows of a block are a multiple of this where its bytes allow, since matrix products are tiled so."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Rows ``[start, stop)`` of *every* rank's part of the tokens.
-
-    Without sequence parallelism there is one part, the whole. With it there are P equal parts, and a block is chunk
-    ``[start, stop)`` of each, so that it can be gathered and reduce-scattered alone.
-    """
+    """Rows ``[start, stop)`` of *every* rank's part of the tokens. Without sequence parallelism all tokens are one
+    part. With it a block takes the same rows of P equal parts, so that it can be gathered and reduce-scattered
+    alone."""
 
     start: int
     stop: int
-    # The exponentials of the shard's first ``saved`` vocabulary rows stay from forward to backward, for all rows of
-    # the block. Those of the other vocabulary rows are recomputed.
+    # The exponentials of the shard's first ``saved`` vocabulary rows are saved for all rows of the block. Exponentials
+    # of the other vocabulary rows are recomputed.
     saved: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The blocks of a call and the memory of its backward. Rows are counted per part of the tokens."""
+    """The blocks of a call and the memory of its backward. Rows of tokens are counted per part."""
 
-    # Rows of each part of the tokens.
     part_rows: int
     # Rows of the first block, which saves the exponentials of ``saved`` vocabulary rows; 0: there is no such block.
     first_rows: int
@@ -63,9 +59,9 @@ class Plan:
     block_rows: int
     # Vocabulary rows whose exponentials the first block saves or, accumulating, every block.
     saved: int
-    # Gradients are formed in forward, block by block.
+    # Whether gradients are formed in forward, block by block.
     accumulate: bool
-    # Vocabulary rows per rank that the plan assumes, the same on all ranks. ``saved == shard_rows`` means everything.
+    # Vocabulary rows per rank that the plan assumes, the same on all ranks.
     shard_rows: int
     # Bytes that the exponentials of one block may take.
     block_bytes: int
@@ -75,7 +71,7 @@ class Plan:
     hidden_bytes: int
     # Most rows of a forward's block that saves nothing.
     gathered_rows: int
-    # The fp32 logits of the only block are saved, where the rank's shard allows it.
+    # Whether the fp32 logits of the only block are saved, where the rank's shard allows it.
     dense: bool = False
 
     @cached_property
@@ -92,7 +88,7 @@ class Plan:
 
     @cached_property
     def forward_blocks(self) -> tuple[Block, ...]:
-        """The forward's blocks. The block that saves exponentials is the backward's, too. The other rows are cut only
+        """The forward's blocks. The block that saves exponentials is the backward's first. The other rows are cut only
         where gathered hidden states would exceed :data:`GATHERED_BYTES`."""
         if self.accumulate:
             return self.blocks
@@ -106,15 +102,13 @@ class Plan:
 
     @cached_property
     def saves_hidden(self) -> bool:
-        """Whether the gathered hidden states stay from forward to backward."""
+        """Whether the gathered hidden states are saved."""
         return self.hidden_bytes > 0
 
     def limited(self, shard_rows: int, itemsize: int, sp_size: int) -> Plan:
-        """The plan of this rank, whose shard has ``shard_rows`` rows that are no padding.
-
-        An uneven shard may have more rows than the plan assumed. It then saves as many entries as fit, and recomputes
-        the rest. Blocks and collectives do not change.
-        """
+        """The plan of this rank, whose shard has ``shard_rows`` real rows. An uneven shard may have more rows than the
+        plan assumed. The rank then saves the exponentials of as many as fit, and recomputes the rest. Blocks and
+        collectives do not change."""
         size = balanced(self.part_rows, self.block_rows) if self.accumulate else self.first_rows
         if shard_rows <= self.shard_rows or self.saved < self.shard_rows or size == 0:
             return self
@@ -134,7 +128,7 @@ class GradientTraits:
     weight: bool = False
     # The hidden states are fp32 (or fp64), so dX itself holds the sum.
     hidden_fp32: bool = False
-    # The tensor that dW is delivered in is fp32 (or fp64), so it holds the sum.
+    # dW is delivered in fp32 (or fp64), in a tensor that can hold the sum.
     weight_fp32: bool = False
     # dW is a new tensor; False: it is added to a main_grad.
     weight_new: bool = True
@@ -142,13 +136,11 @@ class GradientTraits:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A way to spend memory."""
-
     plan: Plan
     possible: bool
     # Matrix products of 2 N V D flops each. Recomputing logits counts as one, even if only some are recomputed.
     products: int
-    # Bytes of the fp32 accumulator of dW or dX that this way needs and others do not.
+    # Bytes of the fp32 accumulator of dW or dX that this candidate needs and others do not.
     accumulator: int = 0
     # Preferred among candidates of as many products.
     preferred: bool = False
@@ -178,21 +170,20 @@ class Problem:
     ranks: int = 1
     # None: evaluation.
     gradients: GradientTraits | None = None
-    # Saved exponentials suffice for the backward.
+    # Whether the backward can work from saved exponentials.
     savable: bool = True
-    # The loss is a sum with weights known in forward.
+    # Whether the loss is a sum over tokens whose weights are known in forward.
     accumulable: bool = False
     # Fewest tokens of a block for which accumulating is faster than recomputing. Adding to an fp32 dW takes the same
     # time for few tokens as for many.
     smallest_accumulated: int = 1
-    # The backend recomputes into the memory of the saved exponentials.
+    # Whether the backend recomputes logits in the memory of the saved exponentials.
     reuses_saved: bool = False
     # Most flops of the three products for which fp32 logits are saved.
     dense_flops: float = 0
 
     @property
     def part_rows(self) -> int:
-        """Rows of each part of the tokens."""
         return self.tokens // self.sp_size
 
     @property
@@ -221,11 +212,11 @@ class Problem:
         return max(0, self.budget - self.scratch) if self.savable else 0
 
     def rows_in(self, nbytes: int) -> int:
-        """Rows of a part whose exponentials, those of all parts, take ``nbytes``."""
+        """Rows per part of a block whose exponentials take ``nbytes``."""
         return nbytes // (self.row_bytes * self.sp_size)
 
     def plan(self, **fields) -> Plan:
-        """A plan with these fields, and for the others the values of most candidates."""
+        """A plan with these fields. The other fields get defaults."""
         gathered_rows = max(1, self.part_rows)
         if self.sp_size > 1:
             gathered_rows = max(1, GATHERED_BYTES // max(1, self.sp_size * self.hidden_size * self.itemsize))
@@ -244,9 +235,9 @@ class Problem:
 def _dense(p: Problem) -> _Candidate:
     """Save the fp32 logits of a small problem. Their gradient is formed in their memory.
 
-    Such a call has few launches: a fused projection of so few flops takes the GPU less time than the host. The logits
-    are written and read, which takes the GPU longer. A rank whose shard cannot have dense logits runs the same
-    collectives. It saves exponentials if they suffice for the backward, else nothing.
+    The GPU finishes a fused projection of so few flops before the host has launched it. Dense logits need fewer
+    launches, though the GPU must write and read them. A rank whose shard cannot have dense logits runs the same
+    collectives. It saves exponentials if its backward can work from them, else nothing.
     """
     saved = _save(p)
     planned = replace(saved.plan, dense=True, saved=p.shard_rows if p.savable else 0)
@@ -267,12 +258,10 @@ def _save(p: Problem) -> _Candidate:
 
 
 def _accumulate(p: Problem) -> _Candidate:
-    """Form gradients in forward, in blocks of the budget.
-
-    Possible if that needs no more memory than saving everything, and if blocks are large enough to be worth it.
-    """
+    """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving everything,
+    and if blocks are large enough to be worth it."""
     gradients, whole = p.gradients, p.tokens * p.row_bytes
-    # Over ranks a block's gradients wait for its merged partials while the next block is projected.
+    # On several ranks the next block is projected while the partials of a block are gathered.
     alive = 2 if p.ranks > 1 else 1
     block_bytes = max(p.budget, SMALLEST_BLOCK) // alive
     block_rows = max(1, p.rows_in(block_bytes))
@@ -294,8 +283,8 @@ def _accumulate(p: Problem) -> _Candidate:
 def _recompute_by_rows(p: Problem) -> _Candidate:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
 
-    On one rank, if nothing is saved and the shard is narrow, blocks have as many tokens as vocabulary entries are
-    recomputed at a time: adding to dW over fewer takes longer than its product. Their dX is summed over slices.
+    On one rank, if nothing is saved and the shard is narrow, a block has as many tokens as a recomputed slice has
+    entries: with fewer tokens, adding to dW takes longer than the product for dW. dX is then summed over slices.
     """
     first_rows, grads = p.rows_in(p.room), p.gradients
     whole_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
@@ -316,7 +305,7 @@ def _recompute_by_vocabulary(p: Problem) -> _Candidate:
     On one rank this is preferred if the sum of dX takes no more than the budget: an fp32 dW is then read and written
     once, instead of once per block of rows. On several ranks blocks of rows overlap the reduction of dX.
     """
-    # dX may be reduced in an fp32 buffer. The sum is then in that buffer.
+    # Where dX is reduced in an fp32 buffer, that buffer holds the sum.
     dx_sum = p.tokens * p.hidden_size * 4 if p.gradients.hidden and not p.gradients.hidden_fp32 else 0
     if p.sp_size > 1:
         # One block of all rows also gathers every hidden state and holds the whole dX.
@@ -331,13 +320,9 @@ def _recompute_by_vocabulary(p: Problem) -> _Candidate:
 
 
 def plan(problem: Problem) -> Plan:
-    """Split N tokens into blocks.
-
-    Takes the possible candidate of least cost. Candidates are: save fp32 logits; save every exponential; accumulate
-    gradients in forward; recompute by vocabulary; recompute by rows. The functions above have the condition of each.
-    The cost is the number of matrix products. Among equals a preferred candidate is taken (saving all; recomputing by
-    vocabulary if its fp32 dX fits the budget), then the smallest fp32 accumulator, then the first in the list.
-    """
+    """The plan of the possible candidate with the fewest matrix products. Among equals: a preferred candidate (saving
+    all; recomputing by vocabulary if its fp32 dX fits the budget), then the smallest fp32 accumulator, then the first
+    in the list."""
     if problem.gradients is None:
         return problem.plan(first_rows=0, block_rows=0, saved=0)
     # On several ranks blocks of rows come first: dX of one block is reduced while the next is computed.
@@ -357,7 +342,7 @@ def balanced(rows: int, most: int) -> int:
 
 
 def shared_shard_rows(local_rows: int, ranks: int, vocab_start: int | None, vocab_size: int | None) -> int:
-    """Vocabulary rows per rank as :func:`plan` may count them: the same on every rank."""
+    """Vocabulary rows per rank that :func:`plan` assumes: the same number on every rank."""
     if vocab_size is not None:
         return -(-vocab_size // ranks)
     return local_rows if vocab_start is None or ranks == 1 else NOMINAL_SHARD

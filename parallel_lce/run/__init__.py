@@ -1,1 +1,1 @@
-"""The steps of a call: its schedule, its losses and statistics, and their use by autograd and torch.compile."""
+"""Runs a call: its schedule, its losses and statistics, and the Functions for autograd and torch.compile."""

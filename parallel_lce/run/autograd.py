@@ -1,13 +1,12 @@
-"""Forward and backward of a call joined for autograd, which may walk a graph more than once.
+"""The autograd.Functions of a call. Autograd may run backward through one graph more than once.
 
 The results of a call are statistics (:mod:`parallel_lce.run.statistics`) or a loss (:mod:`parallel_lce.run.losses`).
 Both modules have ``outputs``, which makes the user's results from merged partials, and ``coefficients``, which folds
 upstream gradients into coefficients of the gradient of the logits.
 
-:class:`DenseLoss` saves fp32 logits. The plan chooses it for small problems (:mod:`parallel_lce.core.plan`), which the
-GPU finishes before the host has launched them. To save host time its code is straight: products, the launches of
-:mod:`parallel_lce.backends.triton_dense`, and the collectives of :mod:`parallel_lce.run.schedule` for one block, in the
-same order.
+:class:`DenseLoss` saves fp32 logits. The plan chooses it for small problems, which the GPU finishes before the host has
+launched them. To save host time it does not use :mod:`parallel_lce.run.schedule`, but runs its collectives for one
+block in the same order, between the launches of :mod:`parallel_lce.backends.triton_dense`.
 """
 
 from __future__ import annotations
@@ -31,14 +30,11 @@ FIRST_ORDER = "gradients of parallel_lce cannot be differentiated twice"
 
 
 class _FirstOrder(torch.autograd.Function):
-    """The identity on a gradient, whose derivative is refused.
-
-    The tensors on which the gradient depends are inputs, too, so a second derivative by any of them is refused.
-    """
+    """A copy of a gradient that refuses to be differentiated by its ``dependencies``."""
 
     @staticmethod
     def forward(ctx, gradient: Tensor, *dependencies: Tensor) -> Tensor:
-        return gradient.clone()  # A view could not be changed in place, as gradients often are.
+        return gradient.clone()  # No view: gradients are often changed in place, which a view forbids.
 
     @staticmethod
     def backward(ctx, upstream: Tensor):
@@ -46,10 +42,10 @@ class _FirstOrder(torch.autograd.Function):
 
 
 def first_order_only(backward: Callable) -> Callable:
-    """Make ``backward(ctx, saved, *upstream)`` that of an autograd.Function, ``saved`` being its saved tensors.
+    """Decorator for an autograd.Function's ``backward(ctx, saved, *upstream)``, where ``saved`` are its saved tensors.
 
     With ``create_graph=True`` autograd would treat the gradients as constants, and second derivatives would silently be
-    wrong. :class:`_FirstOrder` records the tensors on which they depend, and raises instead.
+    wrong. :class:`_FirstOrder` raises instead.
     """
 
     @functools.wraps(backward)
@@ -66,7 +62,7 @@ def first_order_only(backward: Callable) -> Callable:
 
 
 class _Kept(NamedTuple):
-    """The tensors kept from forward to backward. The tensors that the backend saves follow them."""
+    """The first saved tensors of :class:`Fused`. The tensors that the backend saves follow them."""
 
     hidden: Tensor
     weight: Tensor
@@ -80,7 +76,7 @@ class _Kept(NamedTuple):
     offsets: Tensor | None
     # [C, N], merged
     partial: Tensor
-    # The gathered hidden states [N, D], if there is memory for them.
+    # The gathered hidden states [N, D], if the plan saves them.
     gathered: Tensor | None
     # Residuals
     alpha: Tensor | None
@@ -95,12 +91,12 @@ _NUM_KEPT = len(_Kept._fields)
 
 
 class Fused(torch.autograd.Function):
-    """The results of a call: a loss, or all statistics, None for one that is not asked for."""
+    """The results of a call: a loss; or all statistics, None if not asked for."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, call: Call):
         is_loss, save = call.options.reduction is not None, any(call.needs)
-        # Most statistics get no upstream gradient. autograd need not make zeros for them.
+        # Most statistics get no upstream gradient: autograd need not make zeros for them.
         ctx.set_materialize_grads(is_loss)
         merged, gathered, saved = forward(call, hidden, weight, bias, save)
         outputs, residuals = (losses if is_loss else statistics).outputs(call, merged)
@@ -118,18 +114,17 @@ class Fused(torch.autograd.Function):
     @first_order_only
     def backward(ctx, saved_tensors, *upstream):
         kept, saved = _Kept(*saved_tensors[:_NUM_KEPT]), saved_tensors[_NUM_KEPT:]
-        # A saved-tensor hook may have returned them in other memory.
         call = ctx.call.with_tensors(kept[3:9])
         if call.main_grad is not None:
             call = call.replaced(main_grad=call.main_grad.now())
         needs, residuals = Needs(*ctx.needs_input_grad[:3]), Residuals(*kept[11:])
         if call.options.reduction is None:
             upstream = tuple([u if u is None else in_memory(u) for u in upstream])
-            found = statistics.coefficients(call, kept.partial, residuals, upstream)
+            folded = statistics.coefficients(call, kept.partial, residuals, upstream)
         else:
-            found = losses.coefficients(residuals, in_memory(upstream[0])), None
+            folded = losses.coefficients(residuals, in_memory(upstream[0])), None
         consumed, ctx.consumed = ctx.consumed, True
-        dx, dweight, dbias = backward(call, *kept[:3], kept.partial, kept.gathered, saved, *found, needs, consumed)
+        dx, dweight, dbias = backward(call, *kept[:3], kept.partial, kept.gathered, saved, *folded, needs, consumed)
         if call.main_grad is not None and needs.weight:
             dweight = call.main_grad.placeholder()
         return dx, dweight, dbias, None
@@ -149,8 +144,8 @@ class AccumulatedLoss(torch.autograd.Function):
     @first_order_only
     def backward(ctx, saved, upstream):
         inputs, per_token, call = saved[:3], saved[3:], ctx.call
-        # The first backward scales the sums in place and hands them over: a copy would double the largest buffer of the
-        # call. A later backward through the same graph forms them again.
+        # The first backward scales the gradients in place and returns them: a copy would double the call's largest
+        # buffer. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             _, gradients = accumulate(call.with_tensors(per_token), *inputs, call.needs)
@@ -175,28 +170,28 @@ class DenseLoss(torch.autograd.Function):
                 gathered = x if call.plan.saves_hidden else None
             products = dense.products(x, weight)
             if layout.ranks == 1:
-                value, found = dense.losses(products, (target, weights, bias, scales, caps))
+                value, stacked = dense.losses(products, (target, weights, bias, scales, caps))
             else:
                 gather = PartialsGather(x, len(x), call.shard, call.columns, layout)
                 dense.partial(products, gather.local, (call.local_targets(), None, bias, scales, caps))
                 gather.start()
                 partial, vocab_size = gather.finish(backend.merge_ranks)
                 value, *each = backend.token_losses(partial, vocab_size, target, weights, options)
-                found = torch.cat([partial, *[c[None] for c in each if c is not None]])
+                stacked = torch.cat([partial, *[c[None] for c in each if c is not None]])
             if options.reduction == "mean":
                 value, divisor = dense.mean(value, target, weights)
             elif options.reduction == "sum":
                 value = value.sum()
-        ctx.save_for_backward(hidden, weight, bias, target, scales, caps, found, divisor, gathered, products)
+        ctx.save_for_backward(hidden, weight, bias, target, scales, caps, stacked, divisor, gathered, products)
         ctx.call, ctx.consumed = call, False
         return value
 
     @staticmethod
     @first_order_only
     def backward(ctx, saved, upstream: Tensor):
-        # Hooks for saved tensors may have changed strides, but those of an operand's rows.
+        # Saved-tensor hooks may have changed strides. The operands hidden and weight may have any row stride.
         hidden, weight, *others = saved
-        bias, target, scales, caps, found, divisor, gathered, products = [
+        bias, target, scales, caps, stacked, divisor, gathered, products = [
             t if t is None or t.is_contiguous() else t.contiguous() for t in others
         ]
         call, (needs_hidden, needs_weight, *_) = ctx.call, ctx.needs_input_grad
@@ -213,15 +208,15 @@ class DenseLoss(torch.autograd.Function):
                 incoming = gather_hidden(x, call.plan.blocks[0], layout)
                 x = incoming.tensor
             if consumed:
-                # An earlier backward has overwritten the logits, past autograd's count of versions.
+                # An earlier backward has overwritten the logits. Autograd's version counter ignores writes to .data.
                 dense.products(x if incoming is None else incoming.wait(), shard, products.data)
             if call.shard.start:
                 target = target - call.shard.start
-            gradient = dense.gradient(products, found, in_memory(upstream), divisor, (target, bias, scales, caps))
+            gradient = dense.gradient(products, stacked, in_memory(upstream), divisor, (target, bias, scales, caps))
             if needs_hidden and layout.ranks > 1 and call.reduced_over.ranks > 1:
                 block, reduction = call.plan.blocks[0], call.hidden_reduction(flattened(hidden))
-                part = reduction.open_block(block)
-                reduction.start(block, product(gradient, shard, part.dtype, part))
+                local = reduction.open_block(block)
+                reduction.start(block, product(gradient, shard, local.dtype, local))
             elif needs_hidden:
                 dx = product(gradient, shard, hidden.dtype)
             if incoming is not None:

@@ -1,7 +1,5 @@
-"""Calls on the counted tokens alone, whose number the caller passes.
-
-The host could read their number from the device only by waiting for it. A wrong number makes the result NaN.
-"""
+"""Calls on the counted tokens alone. The caller passes their number, since the host would have to synchronise with the
+device to read it. A wrong number makes the result NaN."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class Compaction:
         self._wrong = flat.sum() != count
 
     def of(self, tokens: Tensor, dims: int = 0) -> Tensor:
-        """The counted tokens' ``[count, ...]`` of a tensor with ``dims`` dimensions beside those of the tokens."""
+        """The counted tokens' rows ``[count, ...]``. ``tokens`` has ``dims`` dimensions more than the mask."""
         trailing = tokens.shape[tokens.dim() - dims :]
         return tokens.reshape(self.shape.numel(), *trailing).index_select(0, self._kept)
 
@@ -41,26 +39,24 @@ class Compaction:
         whole = values.new_full((self.shape.numel(), *values.shape[1:]), others).index_copy(0, self._kept, values)
         return self.checked(whole).view((*self.shape, *values.shape[1:]))
 
-    def spread_all(self, found: TokenStatistics) -> TokenStatistics:
-        """Statistics of all tokens, from the counted ones': 0 for the others, and the id -1."""
-        values: dict[str, Any] = {name: getattr(found, name) for name in NAMES}
+    def spread_all(self, counted: TokenStatistics) -> TokenStatistics:
+        """Statistics of all tokens, from the statistics of the ``counted`` ones. The others get 0, and ids -1."""
+        values: dict[str, Any] = {name: getattr(counted, name) for name in NAMES}
         for name, value in values.items():
             if value is not None and name != "vocab_size":
                 values[name] = self.spread(value, 0.0 if value.is_floating_point() else -1)
         return TokenStatistics(**values)
 
     def checked(self, value: Tensor) -> Tensor:
-        """-1 or NaN if the count was wrong, and then NaN gradients."""
+        """``value``. If the count was wrong: -1 for ids, else NaN with NaN gradients."""
         if not value.is_floating_point():
             return value.masked_fill(self._wrong, -1)
         return value * value.new_ones(()).masked_fill(self._wrong, torch.nan)
 
 
 class _AllTokens(torch.autograd.Function):
-    """All ranks' hidden states ``[S, ..., D]``. Every rank then forms the same gradient of them.
-
-    Forward: one all-gather of N/P * D elements per rank. Backward: this rank's part, and no collective.
-    """
+    """All ranks' hidden states ``[S, ..., D]``. Their gradient must be the same on every rank. Forward: one all-gather
+    of N/P * D elements per rank. Backward: this rank's part, and no collective."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, layout: Layout) -> Tensor:
@@ -84,7 +80,7 @@ def compacted(
 
     Raises:
         ValueError: a count that is no number from 0 to N; a mask of another shape than the tokens', or not bool; and
-        all refusals of a call without a count.
+        as for a call without a count.
     """
     count, masks = as_number(count), []
 
@@ -92,24 +88,24 @@ def compacted(
         masks.append(_mask_of(options, tensors, shape, mask, count))
 
     tensors = autocasted(tensors)
-    # It sends a refusal to the other ranks, so hidden states may be gathered only after it.
+    # check may send a refusal to the other ranks, so hidden states are gathered only after it.
     options, layout, _ = check(options, tensors, group, check_mask)
     if debug.enabled() and not valueless(tensors.linear_weight):
         check_together(options, tensors, layout, {"counted_tokens": count})
-    found, hidden = Compaction(masks[0], count), in_memory(tensors.input)
+    compaction, hidden = Compaction(masks[0], count), in_memory(tensors.input)
     if layout.sequence_parallel:
         hidden = _AllTokens.apply(hidden, layout)
     per_token = {
-        name: found.of(value, dims=1 if name == "selected" else 0)
+        name: compaction.of(value, dims=1 if name == "selected" else 0)
         for name, value in tensors.named().items()
         if name not in ("input", "linear_weight", "linear_bias")
     }
-    tensors = tensors._replace(input=found.of(hidden, dims=1), **per_token)
-    return options._replace(sequence_parallel=False), tensors, found
+    tensors = tensors._replace(input=compaction.of(hidden, dims=1), **per_token)
+    return options._replace(sequence_parallel=False), tensors, compaction
 
 
 def _mask_of(options: Options, tensors: Tensors, tokens: torch.Size, mask: Tensor | None, count: Any) -> Tensor:
-    """The mask of the counted tokens, of the shape of all ``tokens``. Raises ``ValueError`` as :func:`compacted`."""
+    """The mask of the counted tokens, of the shape ``tokens``. Raises ``ValueError`` as :func:`compacted`."""
     if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= tokens.numel():
         raise ValueError(
             f"counted_tokens must be a number of tokens from 0 to {tokens.numel()}, got {shortened(count)}"

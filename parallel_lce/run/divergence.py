@@ -1,6 +1,6 @@
-"""The divergence of two output layers' softmax, a teacher's from a student's, in blocks of tokens.
+"""The divergence of a teacher's softmax from a student's, in blocks of tokens.
 
-Per token, with p the student's softmax, q the teacher's, both of logits times a scale (1 / temperature), and the
+Per token, with p the student's softmax, q the teacher's (each of logits times a scale, 1 / temperature), and the
 reference r = beta q + (1 - beta) p, or q for beta = 1:
 
     beta = 0        D = KL(q || p)                              dD/dz_j = p_j - q_j
@@ -10,9 +10,9 @@ reference r = beta q + (1 - beta) p, or q for beta = 1:
 z are the student's scaled logits. (Generalised Jensen-Shannon divergence: Agarwal et al. 2024, arXiv:2306.13649,
 section 3. Its derivative by p_j is (1 - beta) log(p_j / r_j), up to a constant that the softmax removes.)
 
-A block has fp32 logits of the student and of the teacher, and their gradient. For a sum or mean the gradients are
-formed in forward, in four matrix products: three of the student's and one of the teacher's. For a loss of each token
-the backward projects both again.
+Memory of a block: fp32 logits of student and teacher, and the gradient of the student's. For a sum or mean the
+gradients are formed in forward, in four matrix products: three for the student and one for the teacher. For a loss of
+each token the backward projects both again.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from parallel_lce.core.plan import Block, balanced, shared_shard_rows
 from parallel_lce.run.autograd import first_order_only
 from parallel_lce.run.schedule import Gathers, GradientSums
 
-# Numbers per token: the student's normalizer (two), the teacher's (two), and the student's sum.
+# Numbers per token: the student's normalizer (two), the teacher's (two), and the student's sum of p log(p / r).
 _NUMBERS = 5
-# Smallest block, for every budget: adding to an fp32 dW costs the same for few tokens as for many.
+# Smallest block, whatever the budget: adding to an fp32 dW costs the same for few tokens as for many.
 _FEWEST_TOKENS = 128
 # Largest log-ratio for which fp16 gradients of the output stay finite.
 _LARGEST_LOG_RATIO = 64.0
@@ -55,31 +55,29 @@ class Divergence:
 
     @classmethod
     def of(cls, student: Call, teacher: Call, beta: float, dtype: torch.dtype) -> Divergence:
-        """Blocks as large as their logits and gradient fit in the budget, or in 64 MiB if that is more, but of at least
-        128 tokens. ``dtype``: of the student.
-        """
+        """The largest blocks whose logits and gradient fit in the budget, or in 64 MiB if that is more; at least 128
+        tokens. ``dtype``: of the student."""
         options, layout = student.options, student.layout
-        # This number is the same on all ranks.
         shard_rows = shared_shard_rows(student.shard.rows, layout.ranks, options.vocab_start, options.vocab_size)
-        parts = layout.sp_size
-        rows = student.shape.numel() // parts
+        sp_size = layout.sp_size
+        rows = student.shape.numel() // sp_size
         token_bytes = shard_rows * (2 * accumulation_dtype(dtype).itemsize + dtype.itemsize)
-        fitting = max(options.logits_budget or 0, plan.SMALLEST_BLOCK) // max(1, parts * token_bytes)
-        size = balanced(rows, max(fitting, -(-_FEWEST_TOKENS // parts)))
+        fitting = max(options.logits_budget or 0, plan.SMALLEST_BLOCK) // max(1, sp_size * token_bytes)
+        size = balanced(rows, max(fitting, -(-_FEWEST_TOKENS // sp_size)))
         blocks = tuple([Block(a, min(a + size, rows), 0) for a in range(0, rows, size)])
         return cls(student, teacher, beta, blocks)
 
 
 class _Pass:
-    """One pass over the blocks. It computes losses ``[N]`` and ``numbers [5, N]``. With the ``numbers`` of an earlier
-    pass it computes the gradients alone, without a sum over the vocabulary."""
+    """One pass over the blocks. Computes losses ``[N]`` and ``numbers [5, N]``. With the ``numbers`` of an earlier pass
+    it computes the gradients alone, without sums over the vocabulary."""
 
     def __init__(self, task: Divergence, inputs: Sequence[Any], numbers: Tensor | None) -> None:
         self.task, self.layout = task, task.student.layout
-        # Hooks for saved tensors may have returned other strides.
+        # Saved-tensor hooks may have changed strides.
         self.hidden, self.teacher_hidden = (flattened(each).contiguous() for each in (inputs[0], inputs[3]))
         self.projection, self.teacher = task.student.projection(*inputs[1:3]), task.teacher.projection(*inputs[4:])
-        # CPUs multiply low precision slowly, and not more exactly.
+        # On CPUs low-precision products are slower, and no more exact.
         self.gradient_dtype = self.hidden.dtype if self.hidden.is_cuda else self.projection.dtype
         tokens, dtype = token_count(self.hidden, self.layout), self.projection.dtype
         self.known = numbers
@@ -87,8 +85,7 @@ class _Pass:
         self.numbers = self.hidden.new_empty(_NUMBERS, tokens, dtype=dtype) if numbers is None else numbers
 
     def run(self, factor: Tensor | None, gradients: _StudentGradients | None) -> None:
-        """Run all blocks. ``gradients``, if given, collects the gradients of the sum of ``factor [N]`` times
-        divergence."""
+        """Run all blocks. ``gradients`` collects the gradients of the sum of ``factor [N]`` times divergence."""
         blocks, layout = self.task.blocks, self.layout
         gathers = Gathers(self.hidden, blocks, layout), Gathers(self.teacher_hidden, blocks, layout)
         for block in blocks:
@@ -99,8 +96,8 @@ class _Pass:
             del gradient  # before the next block's logits
 
     def _block(self, block: Block, x: Tensor, y: Tensor, factor: Tensor | None) -> Tensor | None:
-        """Compute the block's losses and numbers, unless the numbers are given; and with ``factor [N]`` the gradient of
-        the student's output ``[R, V/P]``. The logits are freed when this returns."""
+        """Compute the block's losses and numbers, unless numbers are given. Returns, with ``factor [N]``, the gradient
+        of the student's output ``[R, V/P]``. The logits are freed when this returns."""
         beta, layout, pair, gradient = self.task.beta, self.layout, self._pair(block, x, y), None
         if factor is not None:
             out = aligned(x, len(x), self.projection.real_rows, self.gradient_dtype)
@@ -128,27 +125,27 @@ class _Pass:
         return Pair(*logits, numbers[:2], numbers[2:], task.beta)
 
     def _sum(self, pair: Pair, block: Block, gradient: LogitsGradient | None) -> None:
-        """The block's losses and the student's sums."""
+        """Write the block's losses and the student's sums."""
         layout, beta = self.layout, self.task.beta
-        parts = pair.student.new_empty(layout.ranks, 2, len(pair.student))
-        own = parts[layout.rank]
+        sums = pair.student.new_empty(layout.ranks, 2, len(pair.student))
+        own = sums[layout.rank]
         self.task.student.backend.divergence(pair, own, gradient)
         if layout.ranks > 1:
-            gather_whole(parts.view(layout.ranks, -1), own.view(-1), layout)
-        of_teacher, of_student = parts.sum(0)
+            gather_whole(sums.view(layout.ranks, -1), own.view(-1), layout)
+        of_teacher, of_student = sums.sum(0)
         losses = beta * of_teacher + (1 - beta) * of_student if pair.mixed else of_teacher + of_student
         layout.put(self.losses, block, losses)
         layout.put(self.numbers[4], block, of_student)
 
 
 def _normalizers(partials: Sequence[Tensor], shard: Shard, layout: Layout) -> Tensor:
-    """``[4, R]``: the maximum of the logits and the logarithm of the sum of exponentials over all ranks, of the student
-    and of the teacher, from this rank's ``partials [>= 2, R]`` of both. NaN where the shards leave a gap or overlap."""
+    """``[4, R]``: the student's, then the teacher's maximum of the logits and logarithm of the sum of exponentials over
+    all ranks, from this rank's ``partials [>= 2, R]`` of both. NaN where the shards leave a gap or overlap."""
     rows = partials[0].shape[1]
     packed = partials[0].new_empty(layout.ranks, 4 * rows + 2)
     own = packed[layout.rank]
-    for part, each in zip(own[: 4 * rows].view(2, 2, rows), partials):
-        part.copy_(each[:2])
+    for packed_rows, partial in zip(own[: 4 * rows].view(2, 2, rows), partials):
+        packed_rows.copy_(partial[:2])
     _, broken = gather_with_bounds(packed, shard, layout)
     maxima, sums = packed[:, : 4 * rows].view(layout.ranks, 2, 2, rows).unbind(2)
     largest = maxima.amax(0)
@@ -188,8 +185,8 @@ class _StudentGradients(GradientSums):
 
 
 def _output_factor(task: Divergence, factor: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Factors ``[N]`` of the gradients of the student's output, from factors of the divergences; and for fp16 the
-    number by which the finished gradients are multiplied."""
+    """Factors ``[N]`` of the gradients of the student's output, from factors of the divergences. For fp16 also the
+    number by which finished gradients are multiplied."""
     factor = factor * (task.student.scale * (1 - task.beta if 0 < task.beta < 1 else 1.0))
     if dtype != torch.float16 or not len(factor):
         return factor, None

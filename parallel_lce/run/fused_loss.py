@@ -1,5 +1,4 @@
-"""The entries of every fused loss, and of statistics without one: the public functions, Megatron's output layer and
-the benchmark use them."""
+"""The fused loss and the fused statistics, for the public functions, Megatron's output layer and the benchmark."""
 
 from __future__ import annotations
 
@@ -19,13 +18,12 @@ from parallel_lce.run.statistics import TokenStatistics
 def fused_loss(
     options: Options, tensors: Tensors, group: dist.ProcessGroup | None, *, main_grad: MainGrad | None = None
 ) -> Tensor:
-    """The loss, of the tokens' shape or 0-dimensional. The arguments are those of
-    :func:`parallel_lce.call.prepare.prepare`."""
+    """The loss, of the tokens' shape or 0-dimensional. Arguments as in :func:`parallel_lce.call.prepare.prepare`."""
     weights, reduction = tensors.token_weight, options.reduction
     if not (isinstance(weights, Tensor) and weights.requires_grad and torch.is_grad_enabled()):
-        found, shape = _called(options, tensors, group, main_grad)
-        # A view would be one more node of the graph, and take the host time.
-        return found if reduction != "none" or len(shape) == 1 else found.view(shape)
+        loss, shape = _called(options, tensors, group, main_grad)
+        # A view would add a node to autograd's graph, which costs host time.
+        return loss if reduction != "none" or len(shape) == 1 else loss.view(shape)
     losses, shape = _called(options._replace(token_weight_gradient=True), tensors, group, main_grad)
     # In a narrow dtype ignore_index might wrap.
     target, weights = tensors.target.reshape(-1).long(), weights.reshape(-1).to(losses.dtype)
@@ -38,14 +36,14 @@ def fused_loss(
 def fused_statistics(
     options: Options, tensors: Tensors, group: dist.ProcessGroup | None, *, main_grad: MainGrad | None = None
 ) -> TokenStatistics:
-    """The statistics that the options ask for, of the tokens' shape. The arguments are those of :func:`fused_loss`."""
-    found, shape = _called(options, tensors, group, main_grad)
-    return TokenStatistics(*found).view(shape)
+    """The statistics that the options ask for, of the tokens' shape. Arguments as in :func:`fused_loss`."""
+    statistics, shape = _called(options, tensors, group, main_grad)
+    return TokenStatistics(*statistics).view(shape)
 
 
 def _called(options: Options, tensors: Tensors, group: dist.ProcessGroup | None, main_grad: MainGrad | None):
     """The call's results, for flattened tokens, and the tokens' shape. In a compiled graph, and for tensors without
-    values, an operator runs the function of the call."""
+    values, an operator runs the call."""
     weight = tensors.linear_weight
     if torch.compiler.is_compiling() or (isinstance(weight, Tensor) and valueless(weight)):
         tensors = autocasted(tensors)

@@ -1,4 +1,4 @@
-"""Per-token losses: two helpers on statistics, and the losses of ``linear_cross_entropy``."""
+"""Per-token losses: two helpers on statistics, and the loss of ``linear_cross_entropy``."""
 
 from __future__ import annotations
 
@@ -12,22 +12,16 @@ from parallel_lce.run.statistics import Residuals, TokenStatistics
 
 
 def log_prob(statistics: TokenStatistics) -> Tensor:
-    """log p of each token's target, in the target's shape; ``-lse`` for a target outside the vocabulary.
-
-    Raises:
-        ValueError: the statistics were computed without a target.
-    """
+    """log p of each token's target, in the target's shape; ``-lse`` for a target outside the vocabulary. Raises
+    ``ValueError`` if the statistics were computed without a target."""
     if statistics.target_log_prob is None:
         raise ValueError("log_prob needs statistics computed with a target, got target=None")
     return statistics.target_log_prob
 
 
 def entropy(statistics: TokenStatistics) -> Tensor:
-    """Entropy of each token's softmax in nats, in the target's shape.
-
-    Raises:
-        ValueError: the statistics were computed without ``expected_logit=True``.
-    """
+    """Entropy of each token's softmax in nats, in the target's shape. Raises ``ValueError`` if the statistics were
+    computed without ``expected_logit=True``."""
     if statistics.entropy is None:
         raise ValueError("entropy needs statistics computed with expected_logit=True, got False")
     return statistics.entropy
@@ -36,14 +30,14 @@ def entropy(statistics: TokenStatistics) -> Tensor:
 def token_losses(
     call: Call, merged: Merged, target: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Losses ``[R]`` of tokens from their merged partial; alpha, beta and gamma of the gradient of their sum."""
+    """Losses ``[R]`` of tokens, and alpha, beta and gamma of the gradient of the sum of these losses."""
     return call.backend.token_losses(merged.partial, merged.vocab_size, target, weight, call.options)
 
 
 def outputs(call: Call, merged: Merged) -> tuple[list[Tensor], Residuals]:
     """The call's loss, of each token ``[N]`` or 0-dimensional, and the residuals of its backward."""
     target, weight, reduction = call.target, call.token_weight, call.options.reduction
-    assert target is not None  # check_tensors has refused it
+    assert target is not None  # check_tensors refuses a loss without targets
     losses, alpha, beta, gamma = token_losses(call, merged, target, weight)
     if reduction == "none":
         return [losses], Residuals(alpha, beta, gamma)

@@ -1,7 +1,7 @@
 """The call as an operator, for graphs of torch.compile and for tensors without values.
 
-The operator runs the autograd.Function of the call, as eager mode does. What the Function keeps for its backward is
-attached to a handle: graphs carry the handle, and never see that a backward overwrites its memory.
+The operator runs the autograd.Function of the call, as eager mode does. The Function's saved tensors are attached to a
+handle, a tensor of one byte. Graphs carry the handle, and never see that a backward overwrites saved tensors.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.run.autograd import FIRST_ORDER, AccumulatedLoss, DenseLoss, Fused
 from parallel_lce.run.statistics import DIFFERENTIABLE, NAMES, present
 
-# Attribute of a handle's storage that holds the forward.
+# Attribute of a handle's storage that holds the :class:`_Forward`.
 _FORWARD = "_parallel_lce_forward"
 # An operator's numbers have 64 bits.
 _LARGEST_BUDGET = 1 << 60
 
 
 def function_of(call: Call) -> type[torch.autograd.Function]:
-    """The Function of a planned call: from hidden states, weight, bias and the call to its results."""
+    """The Function of a planned call. Its inputs are hidden states, weight, bias and the call."""
     if call.plan.accumulate:
         return AccumulatedLoss
     return Fused if call.dense is None else DenseLoss
@@ -44,7 +44,7 @@ _KINDS = {
     "int | None": "SymInt?",
     "torch.dtype | None": "ScalarType?",
 }
-# Types of the fields as text, by name.
+# Types of the options as text, by name.
 _TYPES = {name: kind.__forward_arg__ for name, kind in Options.__annotations__.items()}
 _NUMBERS = [name for name, kind in _TYPES.items() if kind.startswith("float")]
 _OTHERS = [name for name in _TYPES if name not in _NUMBERS]
@@ -59,7 +59,7 @@ class Arguments(NamedTuple):
     """A call as the arguments of an operator."""
 
     tensors: Tensors
-    # Options that are floating-point numbers, fp64 on the CPU. A Python number would be compiled in as a constant.
+    # The floating-point options, fp64 on the CPU. torch.compile would make constants of Python numbers.
     numbers: Tensor
     # Which of them are not 0 or None.
     given: list[bool]
@@ -86,8 +86,8 @@ class Arguments(NamedTuple):
         return [*self.tensors, self.numbers, self.given, *self.others, self.needs, self.group]
 
     def options(self, values: Sequence[float] = (0.5,) * len(_NUMBERS)) -> Options:
-        """The options. ``values``: of the numbers, which have none while a graph is traced; the results' shapes do not
-        depend on them."""
+        """The options. ``values``: of the floating-point options. While a graph is traced they are unknown; results'
+        shapes do not depend on them, so any number will do."""
         numbers = {
             name: value if there else (None if "None" in _TYPES[name] else 0.0)
             for name, value, there in zip(_NUMBERS, values, self.given)
@@ -101,7 +101,7 @@ class Arguments(NamedTuple):
 
 
 def _split(arguments: Sequence[Any]) -> tuple[Arguments, list]:
-    """Split an operator's arguments: the call, whose arguments come first, and the others."""
+    """Split an operator's arguments into the call's, which come first, and the others."""
     given, count, number = list(arguments), len(Tensors._fields), len(_OTHERS)
     tensors, given = Tensors(*given[:count]), given[count:]
     numbers, there, *given = given
@@ -117,7 +117,7 @@ _OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
 
 
 class _Forward:
-    """A forward that ran in an operator. It takes the place of autograd's ctx."""
+    """A forward that ran in an operator. The Function gets it instead of autograd's ctx."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
 
@@ -137,10 +137,10 @@ class _Forward:
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """The operator's autograd makes no zeros."""
+        """Ignored: the operator makes no zeros for missing gradients."""
 
     def mark_non_differentiable(self, *results: Tensor) -> None:
-        """The operator's autograd knows them."""
+        """Ignored: :func:`_save` marks them."""
 
 
 @torch.library.custom_op(
@@ -196,8 +196,8 @@ def _differentiate(ctx, upstream, _):
     # In the order of the operator's tensors: input, linear_weight, target, linear_bias.
     hidden, weight, _, bias, *_ = ctx.needs_input_grad
     wanted = [hidden, weight, bias]
-    found = iter(torch.ops.parallel_lce.backward(*given.flat, handle, upstream, wanted))
-    dx, dweight, dbias = (next(found) if each else None for each in wanted)
+    gradients = iter(torch.ops.parallel_lce.backward(*given.flat, handle, upstream, wanted))
+    dx, dweight, dbias = (next(gradients) if each else None for each in wanted)
     return dx, dweight, None, dbias, *nothing
 
 
@@ -211,8 +211,8 @@ _forward.register_autograd(_differentiate, setup_context=_save)
     tags=_OUTSIDE_GRAPHS,
 )
 def _backward(*arguments):
-    """The ``wanted`` ones of dX, dW and dbias. The forward runs again if its handle is a copy, if an earlier backward
-    has used it, or if it prepared other gradients."""
+    """Those of dX, dW and dbias that are ``wanted``. The forward runs again if the handle is a copy, if an earlier
+    backward has used it, or if the forward did not prepare all wanted gradients."""
     given, (handle, upstream, wanted) = _split(arguments)
     forward = vars(handle.untyped_storage()).pop(_FORWARD, None)
     if forward is None or any(each and not there for each, there in zip(wanted, forward.needs)):
@@ -236,11 +236,11 @@ _backward.register_autograd(_refuse_second_order, setup_context=lambda ctx, inpu
 
 
 def call(options: Options, tensors: Tensors, layout: Layout, main_grad: MainGrad | None) -> Any:
-    """The results of the call's Function, in a graph."""
+    """The results of the call, from the operator."""
     if main_grad is not None:
         raise RuntimeError("a gradient that is added to main_grad cannot be compiled")
     results, _ = torch.ops.parallel_lce.forward(*Arguments.of(options, tensors, layout).flat)
     if options.reduction is not None:
         return results[0]
-    found = dict(zip(present(options, tensors), results))
-    return tuple([found.get(name) for name in NAMES])
+    by_name = dict(zip(present(options, tensors), results))
+    return tuple([by_name.get(name) for name in NAMES])

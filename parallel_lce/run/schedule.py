@@ -1,13 +1,10 @@
-"""The schedule of a call: the steps of forward and backward for each block of tokens, in their order.
-
-A call runs block by block (:mod:`parallel_lce.core.plan`). This module joins the collectives
-(:mod:`parallel_lce.core.collectives`) and the work on a block (:mod:`parallel_lce.backends`):
+"""The schedule of a call: collectives and the backend's work, block by block.
 
     forward      gather hidden states -> project -> gather partials -> merge
     backward     gather hidden states -> dX -> reduce dX, beside dW
     accumulate   forward and backward of each block in one pass: Algorithms 3 and 4 of "From Projection to Prediction",
-                 over ranks and row blocks. 6 N V D flops; the exponentials of one block exist at a time, of two on
-                 several ranks.
+                 over ranks and row blocks. 6 N V D flops. The exponentials of one block exist at a time; on several
+                 ranks, of two blocks.
 
 Gathers of hidden states are started one block ahead.
 """
@@ -44,9 +41,8 @@ from parallel_lce.run import losses
 
 
 class Gathers:
-    """Hidden states of the blocks, in order: :meth:`start` starts the next gather, :meth:`next` gives the oldest.
-
-    Without sequence parallelism nothing is gathered, and :meth:`next` gives rows of ``hidden``."""
+    """Hidden states of the blocks, in order: :meth:`start` starts the next gather, :meth:`next` returns the oldest.
+    Without sequence parallelism nothing is gathered, and :meth:`next` returns rows of ``hidden``."""
 
     def __init__(self, hidden: Tensor, blocks: Sequence[Block], layout: Layout) -> None:
         self._hidden, self._blocks, self._layout = hidden, iter(blocks), layout
@@ -68,7 +64,7 @@ class Gathers:
         return IncomingHidden(hidden if whole else hidden[block.start : block.stop])
 
     def ready(self) -> IncomingHidden:
-        """:meth:`next`, complete. Starts the gather of the block after it."""
+        """The oldest block's hidden states, complete. Starts the gather of the next block."""
         incoming = self.next()
         incoming.wait()
         if self.sequence_parallel:
@@ -79,8 +75,8 @@ class Gathers:
 def forward(
     call: Call, hidden: Tensor, weight: Tensor, bias: Tensor | None, save: bool
 ) -> tuple[Merged, Tensor | None, Saved | tuple[()]]:
-    """The merged results of ``hidden [..., D]``. With ``save`` also, for backward, the gathered hidden states, if the
-    plan has memory for them, and the tensors that the backend saves of the first block.
+    """The merged results of ``hidden [..., D]``. With ``save`` also, for backward: the gathered hidden states, if the
+    plan saves them, and the backend's saved tensors of the first block.
 
     Collectives: under sequence parallelism one all-gather of hidden states per block, each started a block ahead; then
     one all-gather of the partials.
@@ -135,10 +131,8 @@ def forward(
 
 
 class GradientSums:
-    """Sums of dX, dW and dbias over ``blocks`` blocks of a call. None for one that is not needed.
-
-    ``dtype``: of dW and dbias, by default the parameters'.
-    """
+    """Sums of dX, dW and dbias over ``blocks`` blocks of a call; None if not needed. ``dtype``: of dW and dbias, by
+    default the parameters'."""
 
     def __init__(
         self,
@@ -159,13 +153,13 @@ class GradientSums:
             self.dbias = GradBuffer(projection.bias, real, blocks, dtype=dtype)
 
     def deliver(self, shape: torch.Size) -> Gradients:
-        """The gradients, dX in this ``shape [..., D]``."""
+        """The finished gradients, dX in this ``shape [..., D]``."""
         dx = self.reduction and self.reduction.wait().view(shape)
         return dx, self.dweight and self.dweight.deliver(), self.dbias and self.dbias.deliver()
 
 
 class _BlockGradients(GradientSums):
-    """dX, dW and dbias of one call, formed by the backend. ``scratch_bytes``: size of the blocks' working memory."""
+    """The sums, formed by the backend. ``scratch_bytes``: size of the blocks' working memory."""
 
     def __init__(
         self,
@@ -188,10 +182,8 @@ class _BlockGradients(GradientSums):
     def add_block(
         self, block: Block, x: IncomingHidden, partial: Tensor, coefficients: Coefficients, saved: Saved | tuple[()]
     ) -> None:
-        """Add the gradients of a block: its merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``.
-
-        The reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW.
-        """
+        """Add the gradients of a block with merged ``partial [C, R]`` and ``coefficients [R]``. Consumes ``saved``. The
+        reduction of dX over the ranks is started as soon as dX is complete, and overlaps the rest of dW."""
         call, reduction, selected = self._call, self.reduction, None
         if self._selected is not None and call.selected is not None:
             of_block = call.selected.of_block(call.layout, block, call.shard.start)
@@ -238,7 +230,7 @@ def backward(
 
     ``coefficients`` and ``of_selected``: results of :func:`parallel_lce.run.statistics.coefficients`. A backward
     overwrites ``saved``. ``consumed``: an earlier backward has overwritten it; all logits are then recomputed, in that
-    memory. The tensors may have other strides than in forward, since hooks for saved tensors may return any.
+    memory. Saved-tensor hooks may have changed the strides of all tensors.
 
     Collectives: per block, under sequence parallelism, one all-gather of hidden states, started a block ahead, unless
     they were saved; then the reduction of dX (:class:`parallel_lce.core.collectives.HiddenReduction`).
@@ -249,7 +241,7 @@ def backward(
         # Autograd, which saved these tensors, must not see that they are overwritten.
         of_block = [t if t is None else t.data.contiguous() for t in saved]
         kept: Saved | tuple[()] = call.backend.Saved(*of_block) if of_block else ()
-        # Windows alone may have been kept, without exponentials.
+        # A filtered backward may have saved window partials without exponentials.
         exponentials = kept.exponentials if kept else None
         scratch_bytes = plan.SMALLEST_BLOCK if exponentials is None else call.plan.scratch_bytes
         selected = None
@@ -264,7 +256,7 @@ def backward(
             coefficients = coefficients.folded()
             # All per-token vectors stacked: one copy then extracts a block.
             tokens = torch.cat([partial, torch.stack(coefficients.present)])
-        # Hidden states that need no gather: gathered in forward, or of the only block without sequence parallelism.
+        # Hidden states that need no gather: saved by forward, or of the only block without sequence parallelism.
         whole = hidden if layout.sp_size == 1 and len(blocks) == 1 else gathered
         gathers = None if whole is not None else Gathers(hidden, blocks, layout)
         for block in blocks:
@@ -289,13 +281,12 @@ def backward(
 def _selected_apart(
     call: Call, selected: Selected, coefficients: Coefficients, upstream: Tensor, logits: Tensor
 ) -> tuple[Coefficients, tuple[Tensor, Tensor]]:
-    """The coefficients, and ``[E]`` each the selected entries' terms of the gradient of the projection's output, and
+    """The coefficients; and, ``[E]`` each, the selected entries' terms of the gradient of the projection's output, and
     their logits. The term of a selected target is moved to ``beta``, because gradients of targets are never rounded."""
     if call.target is not None and coefficients.beta is not None:
         of_target = selected.ids == selected.spread(call.target)
         beta = coefficients.beta - selected.sums(upstream.where(of_target, 0.0))
         coefficients, upstream = coefficients._replace(beta=beta), upstream.masked_fill(of_target, 0.0)
-    # Hooks for saved tensors may have changed the strides of the logits.
     return coefficients, (call.before_softcap(upstream, logits), logits.contiguous())
 
 
@@ -314,9 +305,8 @@ def accumulate(
     """The reduced loss of ``hidden [..., D]``, 0-dimensional, and its gradients in one pass over the blocks: dX in the
     hidden states' dtype, dW and dbias in fp32 (fp64 for fp64).
 
-    The gradient of a ``mean`` or ``sum`` by each token's loss is known in forward, up to the scalar upstream
-    gradient. So a block's gradients are formed from its exponentials as soon as its partials are merged, and backward
-    only scales them by the upstream gradient.
+    The derivative of a ``mean`` or ``sum`` by each token's loss is known in forward. So a block's gradients are formed
+    from its exponentials as soon as its partials are merged, and backward only scales them by the upstream gradient.
 
     Collectives per block: under sequence parallelism the all-gather of its hidden states, started a block ahead; the
     all-gather of its partials, waited for after the next block's projection; the reduction of its dX.
@@ -335,12 +325,12 @@ def accumulate(
             block = waiting.block
             merged = Merged(*waiting.partials.finish(backend.merge_ranks))
             target = layout.take(call.target, block)
-            assert target is not None  # of a loss
-            found, *each = losses.token_losses(call, merged, target, layout.take(call.token_weight, block))
-            layout.put(per_token, block, found)
+            assert target is not None  # a loss has targets
+            of_block, *each = losses.token_losses(call, merged, target, layout.take(call.token_weight, block))
+            layout.put(per_token, block, of_block)
             sums.add_block(block, waiting.x, merged.partial, Coefficients(*each, factor=factor), waiting.saved)
 
-        # Over ranks a block waits for its merged partials while the next one is projected.
+        # On several ranks the next block is projected while a block's partials are gathered.
         ahead = 1 if layout.ranks > 1 else 0
         rows = layout.sp_size * max((b.stop - b.start for b in blocks), default=0)
         entries = max((b.saved for b in blocks), default=0)

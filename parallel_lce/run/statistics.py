@@ -1,8 +1,8 @@
 """Per-token statistics of the logits: from merged partials, and back to the gradient of the logits.
 
-Any loss is plain PyTorch on the ``[N]`` statistics. The upstream gradients that autograd hands back for them are
-folded into five per-token coefficients of the gradient of the logits (:func:`folded`). With the maximum M, p =
-softmax(z) and the columns of :mod:`parallel_lce.core.partials`:
+Any loss is plain PyTorch on the ``[N]`` statistics. Upstream gradients of the statistics are folded into five per-token
+coefficients of the gradient of the logits (:func:`folded`). With the maximum M, p = softmax(z) and the columns of
+:mod:`parallel_lce.core.partials`:
 
     lse               = M + log s                        d/dz_j = p_j
     target_logit      = t                                d/dz_j = [j = y]
@@ -34,12 +34,12 @@ from parallel_lce.core.partials import MAX, SUM_EXP, TARGET, Columns, Merged, in
 class TokenStatistics:
     """Statistics of each token's logits.
 
-    Fields have the target's shape, or without a target the hidden states' leading shape, unless their comment says
-    another one. They are fp32, or fp64 for fp64 input. Fields that were not asked for are None. Fields from
-    ``max_logit`` on have no gradient.
+    Fields have the target's shape, or without a target the hidden states' leading shape, unless a comment gives
+    another. They are fp32, or fp64 for fp64 input. Fields that were not asked for are None. Fields from ``max_logit``
+    on have no gradient.
     """
 
-    # metadata["column"]: the partial's column that the field needs, or "target". Without it the field is None.
+    # metadata["column"]: a column of the partial, or "target", "selected" or "top", without which the field is None.
 
     # Log-sum-exp of the V real entries.
     lse: Tensor
@@ -71,7 +71,7 @@ class TokenStatistics:
     vocab_size: Tensor
 
     def view(self, shape: tuple[int, ...]) -> TokenStatistics:
-        """The same with every per-token field reshaped."""
+        """The same with every per-token field in this shape."""
         values: dict[str, Any] = {name: getattr(self, name) for name in NAMES}
         for name, value in values.items():
             if value is not None and value.dim() == 2:
@@ -125,32 +125,32 @@ def outputs(call: Call, merged: Merged) -> tuple[list[Tensor | None], Residuals]
 def coefficients(
     call: Call, partial: Tensor, residuals: Residuals, upstream: tuple[Tensor | None, ...]
 ) -> tuple[Coefficients, tuple[Tensor, Tensor] | None]:
-    """Coefficients of the gradient of the logits. If there is an upstream gradient of ``selected_log_prob``, also a
-    pair ``[E]`` each: the further gradient of the selected entries' logits, and these logits. ``upstream``: the
-    gradients of the differentiable statistics, in their order."""
+    """Coefficients of the gradient of the logits. With an upstream gradient of ``selected_log_prob`` also, ``[E]``
+    each, the selected entries' further term of the gradient, and their logits. ``upstream``: the gradients of the
+    differentiable statistics, in the order of ``DIFFERENTIABLE``."""
     given = dict(zip(DIFFERENTIABLE, upstream))
     vocab_size, logits = residuals.vocab_size, residuals.selected_logits
     assert vocab_size is not None
-    found = folded(given, partial, vocab_size, call.columns)
+    of_all = folded(given, partial, vocab_size, call.columns)
     of_selected = given["selected_log_prob"]
     if of_selected is None or call.selected is None:
-        return found, None
+        return of_all, None
     of_selected = of_selected.reshape(-1).contiguous()
     assert logits is not None
-    return found._replace(alpha=found.alpha - call.selected.sums(of_selected)), (of_selected, logits)
+    return of_all._replace(alpha=of_all.alpha - call.selected.sums(of_selected)), (of_selected, logits)
 
 
 def selected_log_prob(selected: Selected, logits: Tensor, partial: Tensor) -> Tensor:
     """``[N, K]`` or ``[E]``; NaN if the given offsets are invalid."""
-    # A new tensor, no view: autograd forbids in-place changes of a view among several outputs.
+    # A new tensor, no view: autograd forbids in-place changes of a view if a Function has several outputs.
     shape = selected.given_ids.shape
     shifted = logits.view(shape) - selected.spread(partial[MAX]).view(shape)
-    found = shifted - selected.spread(partial[SUM_EXP].log()).view(shape)
-    return found if selected.broken is None else found.masked_fill(selected.broken, torch.nan)
+    log_probs = shifted - selected.spread(partial[SUM_EXP].log()).view(shape)
+    return log_probs if selected.broken is None else log_probs.masked_fill(selected.broken, torch.nan)
 
 
 def finish_statistics(partial: Tensor, vocab_size: Tensor, columns: Columns, with_target: bool) -> dict[str, Any]:
-    """Statistics from a merged partial ``[C, N]``, by name; None for a statistic without its column."""
+    """Statistics from a merged partial ``[C, N]``, by name; None if the partial lacks the column."""
     top, sum_exp, target = partial[MAX], partial[SUM_EXP], partial[TARGET]
     log_sum = sum_exp.log()
     # If all logits are -inf, M is -inf and the sums are relative to 0: lse is -inf, not NaN.
@@ -177,8 +177,8 @@ def folded(upstream: dict[str, Tensor | None], partial: Tensor, vocab_size: Tens
     """Fold the upstream gradients ``[N]`` of the statistics into coefficients of the gradient of the logits."""
 
     def total(*terms: tuple[int, str]) -> Tensor | None:
-        found = [sign * value for sign, name in terms if (value := upstream.get(name)) is not None]
-        return sum(found[1:], start=found[0]) if found else None
+        signed = [sign * value for sign, name in terms if (value := upstream.get(name)) is not None]
+        return sum(signed[1:], start=signed[0]) if signed else None
 
     alpha = total((1, "lse"), (-1, "target_log_prob"), (-1, "mean_log_prob"), (1, "expected_logit"))
     beta = total((-1, "target_logit"), (-1, "target_log_prob"))

@@ -19,7 +19,8 @@ from parallel_lce.kernels.arithmetic import exact_logit, exponential, exponentia
 from parallel_lce.kernels.losses import LossTerms, loss_of
 from parallel_lce.kernels.relaunch import Relaunched
 
-BLOCK, WARPS = 2048, 8
+# Of the kernels on a user's logits.
+_ENTRIES, _WARPS = 2048, 8
 
 
 @triton.jit
@@ -204,7 +205,7 @@ def logits_partial(logits: torch.Tensor, target: torch.Tensor, shifted: bool, pa
         numbers = rows, entries, logits.stride(0), 1.0, 0.0, LossTerms()
         tensors = logits, partial, None, target, None, None, None, None
         options = dict(SHIFTED=shifted, SCALED=False, CAPPED=False, OUTSIDE_NAN=False)
-        lce_forward_dense.launch((rows,), *tensors, *numbers, **options, BLOCK=BLOCK, num_warps=WARPS)
+        lce_forward_dense.launch((rows,), *tensors, *numbers, **options, BLOCK=_ENTRIES, num_warps=_WARPS)
 
 
 def logits_gradient(logits: torch.Tensor, target: torch.Tensor, partial: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -216,8 +217,8 @@ def logits_gradient(logits: torch.Tensor, target: torch.Tensor, partial: torch.T
     if rows and entries:
         tensors = logits, gradient, partial, None, None, target, None, None, None
         numbers = rows, entries, logits.stride(0), gradient.stride(0), 0, 1.0, 0.0
-        options = dict(SHIFTED=True, SCALED=False, CAPPED=False, IN_PLACE=False, SPAN=BLOCK, BLOCK=BLOCK)
-        lce_backward_dense.launch((rows, -(-entries // BLOCK)), *tensors, *numbers, **options, num_warps=WARPS)
+        options = dict(SHIFTED=True, SCALED=False, CAPPED=False, IN_PLACE=False, SPAN=_ENTRIES, BLOCK=_ENTRIES)
+        lce_backward_dense.launch((rows, -(-entries // _ENTRIES)), *tensors, *numbers, **options, num_warps=_WARPS)
 
 
 _BLOCK = tl.constexpr(4096)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from parallel_lce.backends.gemm import product
 from parallel_lce.core.options import Options
-from parallel_lce.kernels.dense_logits import BLOCK, WARPS, lce_backward_dense, lce_forward_dense
+from parallel_lce.kernels.dense_logits import lce_backward_dense, lce_forward_dense
 from parallel_lce.kernels.losses import LossTerms, lce_forward_mean
 from parallel_lce.kernels.relaunch import Bound
+from parallel_lce.kernels.tuning import MEASURED
 
 
 class Dense:
@@ -27,12 +28,13 @@ class Dense:
         shifted = options.columns.shifted
         self._tokens, self._number = tokens, 2 + shifted
         self._affine = float(scale), 0.0 if cap is None else float(cap)
+        block, warps = MEASURED.dense_block
         self._traits = dict(
             SHIFTED=shifted,
             SCALED=scaled or scale != 1.0,
             CAPPED=capped or cap is not None,
-            BLOCK=BLOCK,
-            num_warps=WARPS,
+            BLOCK=block,
+            num_warps=warps,
         )
         numbers = tokens, entries, entries, *self._affine, LossTerms.of(options)
         self._forward = Bound(lce_forward_dense, (tokens,), numbers, OUTSIDE_NAN=options.outside_is_nan, **self._traits)
@@ -85,7 +87,7 @@ class Dense:
         bound = self._backward.get(stride)
         if bound is None:
             numbers = self._tokens, self.entries, self.entries, 2 * self.entries, stride, *self._affine
-            traits = dict(IN_PLACE=True, SPAN=BLOCK, **self._traits)
+            traits = dict(IN_PLACE=True, SPAN=self._traits["BLOCK"], **self._traits)
             bound = self._backward[stride] = Bound(lce_backward_dense, (self._tokens, 1), numbers, **traits)
         bound(products, gradient, stacked, factor, divisor, *per_token)
         return gradient

@@ -23,13 +23,12 @@ import program  # of launch/
 from benchmarks import __main__ as command
 from benchmarks import distillation, measure, options, ours, peers, problem, timing, tune
 from benchmarks.accuracy import Judge, answers
-from benchmarks.libraries import whole_sequence
 from benchmarks.passes import calls_of
 from benchmarks.peers import ANY, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, named
 from benchmarks.problem import IGNORE_INDEX, Problem, Shape, make_problem
 from benchmarks.report import NONE, speaker
-from benchmarks.tables import cell_table, overview
-from benchmarks.team import NotMeasured, Team
+from benchmarks.tables import cell_table
+from benchmarks.team import Team
 from tools import chosen_backend, everywhere, ran
 from world import Member
 
@@ -46,10 +45,9 @@ def short(monkeypatch):
     monkeypatch.setitem(timing.ALONE, "cpu", (0.0, 1e-6))
 
 
-def problem_of(member: Member, sequence_parallel: bool = False, dtype=torch.float32, seed: int = 0) -> Problem:
-    group = member.group
-    team = Team(member.device) if group is None else Team.of(member.ranks, member.device)
-    return replace(make_problem(TINY, dtype, team, seed), sequence_parallel=sequence_parallel)
+def problem_of(member: Member, sequence_parallel: bool, seed: int = 0) -> Problem:
+    team = Team(member.device) if member.group is None else Team.of(member.ranks, member.device)
+    return replace(make_problem(TINY, torch.float32, team, seed), sequence_parallel=sequence_parallel)
 
 
 def judge_of(given: Problem) -> Judge:
@@ -79,17 +77,14 @@ def test_a_command_line_chooses_peers_shapes_and_sizes():
         # in the order of the table; what is not installed here is left out
         assert [peer for peer in found if peer in expected] == [peer for peer in expected if peer in found]
         assert {*suite.ours, "gemm-only"} <= {*found}
-    assert chosen("--suite", "lean") == ["ours-per-token@0", "gemm-only"]
     found = parsed("--suite", "bars", "--shape", "3,5,7", "--rounds", "2")  # they override the suite
     assert found.shapes == [Shape(3, 5, 7)] and found.rounds == 2
     names = chosen("--suite", "bars", "--peers", "torch", "ours", "ours-per-token@0")
     assert names == ["ours", "ours-per-token@0", "gemm-only", "torch"]
     assert [peers.parse_budget(t) for t in ("512MiB", "3 kib", "7", "all")] == [512 * MIB, 3072, 7, peers.ALL]
-    assert parsed(ranks=8).tp == [1, 2, 4, 8] and parsed(ranks=1).tp == [1]  # the powers of two, and all ranks
-    assert parsed("--shape", "96,4800,64", ranks=6).tp == [1, 2, 4, 6] and parsed("--tp", "8", "2", ranks=8).tp == [
-        2,
-        8,
-    ]
+    for ranks, expected in ((8, [1, 2, 4, 8]), (1, [1]), (6, [1, 2, 4, 6])):  # the powers of two, and all ranks
+        assert parsed("--shape", "96,4800,64", ranks=ranks).tp == expected
+    assert parsed("--tp", "8", "2", ranks=8).tp == [2, 8]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +92,6 @@ def test_a_command_line_chooses_peers_shapes_and_sizes():
     [
         ("--tp 2", "--standalone --nproc-per-node 2 -m benchmarks --tp 2"),
         ("--nnodes=2 --nproc-per-node=8 -- --rounds 1", "--nnodes=2 --nproc-per-node=8 -m benchmarks --rounds 1"),
-        ("--", "-m benchmarks"),
     ],
 )
 def test_torchruns_arguments_come_before_ours(arguments, expected, monkeypatch):
@@ -113,28 +107,25 @@ def test_torchruns_arguments_come_before_ours(arguments, expected, monkeypatch):
 
 
 def _truth(member: Member, sequence_parallel: bool) -> tuple:
-    """The truth, the yardstick in blocks, both baselines, the whole sequence, and what ranks agree on."""
-    for dtype, rows, rtol in ((torch.float64, 7, 1e-12), (torch.float32, 8, 1e-5), (torch.bfloat16, 8, 1e-2)):
-        low = dtype == torch.bfloat16
-        # dX of several ranks is a sum of rounded ones, and GPUs add up in another order.
-        if (low and member.ranks > 1) or (dtype != torch.float64 and member.device.type == "cuda"):
-            continue
-        given = problem_of(member, sequence_parallel, dtype if low else torch.float32, seed=1)
-        team = given.team
-        shards = [torch.empty_like(given.weight) for _ in range(member.ranks)]
-        dist.all_gather(shards, given.weight, group=team.group) if team.group else shards[0].copy_(given.weight)
-        assert team.ranks == 1 or not torch.equal(*shards)
-        assert 0 < (given.target == IGNORE_INDEX).sum() < TINY.n
-        given.target[8:16] = IGNORE_INDEX  # a block of 8 of which no token counts
+    """The truth and the yardstick in blocks, and both baselines."""
+    given = problem_of(member, sequence_parallel, seed=1)
+    team = given.team
+    shards = [torch.empty_like(given.weight) for _ in range(member.ranks)]
+    dist.all_gather(shards, given.weight, group=team.group) if team.group else shards[0].copy_(given.weight)
+    assert team.ranks == 1 or not torch.equal(*shards)
+    assert 0 < (given.target == IGNORE_INDEX).sum() < TINY.n
+    given.target[8:16] = IGNORE_INDEX  # a block of 8 of which no token counts
+    # GPUs add up fp32 in another order.
+    for dtype, rows, rtol in [(torch.float64, 7, 1e-12), (torch.float32, 8, 1e-5)][: 1 + (member.device.type == "cpu")]:
         x, weight = (t.to(dtype, copy=True).requires_grad_() for t in (given.hidden, torch.cat(shards)))
-        z, sums = F.linear(x, weight), torch.promote_types(dtype, torch.float32)
-        loss = F.cross_entropy(z.to(sums), given.target, ignore_index=IGNORE_INDEX)
+        z = F.linear(x, weight)
+        loss = F.cross_entropy(z, given.target, ignore_index=IGNORE_INDEX)
         loss.backward()
         problem.BLOCK_BYTES = 8 * len(given.weight) * rows
-        found, rank = answers(given, dtype), team.rank
+        found = answers(given, dtype)
         problem.BLOCK_BYTES = 512 << 20
         assert found.largest_logit == pytest.approx(z.abs().max().item(), rel=rtol)
-        for value, expected in zip(found, (loss.detach(), x.grad, weight.grad.chunk(team.ranks)[rank])):
+        for value, expected in zip(found, (loss.detach(), x.grad, weight.grad.chunk(team.ranks)[team.rank])):
             torch.testing.assert_close(value, expected, rtol=rtol, atol=1e-8 if rtol > 1e-8 else 1e-15)
     if team.ranks == 1:
         return given.hidden.cpu(), given.target.cpu()
@@ -145,36 +136,14 @@ def _truth(member: Member, sequence_parallel: bool) -> tuple:
     for name, truths in ((GEMM_ONLY, bare), (OVERLAPPED, (given.own(summed), bare[1]))):
         for value, truth in zip(calls_of(named(name, RANKS), given)[FORWARD_BACKWARD](), truths):
             torch.testing.assert_close(value.double(), truth, rtol=1e-4, atol=1e-4)
-    own = given.x.clone().requires_grad_()
-    found = whole_sequence(team.group, sequence_parallel)(own)
-    assert torch.equal(found, given.hidden)
-    ((rank + 1) * found.square().sum()).backward()
-    torch.testing.assert_close(own.grad, (1 + 2) * 2 * given.x)
-    worst = team.worst({"a": 1.0 + rank, "b": float("nan") if rank == 0 else 5.0})
-    assert worst["a"] == 2.0 and worst["b"] != worst["b"]  # NaN is worse than any number
-    with pytest.raises(NotMeasured, match="^failed: ZeroDivisionError: division by zero$"):
-        team.agree(lambda: 1 / 0)
     return given.hidden.cpu(), given.target.cpu()
 
 
 @LAYOUTS
-def test_the_truth_the_baselines_and_the_team(ranks, sequence_parallel, worlds, device):
+def test_the_truth_and_the_baselines(ranks, sequence_parallel, worlds, device):
     first, *others = everywhere(worlds, device, ranks, _truth, sequence_parallel)
     for other in others:
         assert all(map(torch.equal, first, other))
-
-
-class Changed(torch.autograd.Function):
-    """A weight whose gradient is changed."""
-
-    @staticmethod
-    def forward(ctx, weight, change):
-        ctx.change = change
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.change(gradient), None
 
 
 def _one_row(factor: float):
@@ -192,10 +161,9 @@ FAULTS = {  # name: (factor of the loss, change of dW, how the reason begins)
     "none": (1.0, lambda g: g, ""),
     "wrong dW": (1.0, lambda g: 1.01 * g, "refused: dW error 1.0e-02, allowed"),
     "wrong loss": (1.001, lambda g: g / 1.001, "refused: loss error 1.0e-03, allowed"),
-    "NaN": (math.nan, lambda g: g, "refused: loss error nan"),
     "one wrong row": (1.0, _one_row(1.5), "refused: dW error "),
     "a row of NaN": (1.0, _one_row(math.nan), "refused: dW error nan"),
-    "no dW": (1.0, lambda g: None, "refused: dW is None"),
+    "no dW": (1.0, None, "refused: dW is None"),
     "not built": (1.0, None, "failed: ImportError: no such library"),
     "raises": (1.0, None, "failed: RuntimeError: out of something"),
     "raises later": (1.0, lambda g: g, "failed: RuntimeError: out of something"),
@@ -217,7 +185,10 @@ def _planted(fault: str, group, sequence_parallel: bool):
         if fault == "raises" or (fault == "raises later" and len(calls) == 11):
             right(x, weight, target) if not torch.is_grad_enabled() else right(x, weight, target).backward()
             raise RuntimeError("out of something\nat all")
-        return factor * right(x, Changed.apply(weight, change), target)
+        weight = weight.detach() if fault == "no dW" else weight.view_as(weight)
+        if weight.requires_grad:
+            weight.register_hook(change)
+        return factor * right(x, weight, target)
 
     return wrong
 
@@ -247,20 +218,11 @@ def test_what_is_wrong_is_shown_and_never_timed(ranks, sequence_parallel, worlds
         assert all((kind in entry) == (not words) for kind in PASSES)
         if words:
             assert rows[f"{entry['name']}, {refused.split(':')[0]}"][2 : 2 + columns] == [NONE] * columns
-    right, wrong, row, bare = (cell["peers"][number] for number in (0, 1, 4, -1))
+    right, wrong, row, bare = (cell["peers"][number] for number in (0, 1, 3, -1))
     assert all(len(right[kind]["seconds"]) == 2 and right[kind]["peak_bytes"] > 0 for kind in PASSES)
     assert wrong["errors"]["dW"] > 100 * right["errors"]["dW"] > 0  # a refused peer's errors are shown
     assert "dW row error" in row["refused"] and row["errors"]["dW row"] > row["errors"]["dW"]
     assert rows[bare["name"]][3] == "1.000" and called == ["none", GEMM_ONLY]
-
-
-def test_a_wrong_form_is_refused():
-    judge = judge_of(problem_of(Member(0, 1, torch.device("cpu"), None)))
-    outputs = judge.truth.loss, judge.truth.grad_x.float(), judge.truth.grad_weight.float()
-    assert set(judge.check(outputs[0], outputs)) == {"loss", "dX", "dX row", "dW", "dW row"}
-    for wrong in (outputs[2].double(), outputs[2][:-1]):
-        with pytest.raises(NotMeasured, match=r"refused: dW is \[\d+, 16\], torch.float\d\d, expected \[96, 16\]"):
-            judge.check(outputs[0], (*outputs[:2], wrong))
 
 
 def _megatron(member: Member, sequence_parallel: bool) -> dict:
@@ -320,8 +282,7 @@ def run(tmp_path, *arguments):
 
 def test_a_run_writes_tables_json_and_a_picture(short, tmp_path, capsys):
     picture = tmp_path / "bench.png"
-    shapes = ["--shape", "40,90,16", "--shape", "33,70,8"]
-    status, found = run(tmp_path, "--suite", "bars", *shapes, "--plot", str(picture))
+    status, found = run(tmp_path, *"--suite bars --shape 40,90,16 --shape 33,70,8 --plot".split(), str(picture))
     assert status == 0 and picture.read_bytes().startswith(b"\x89PNG")
     assert found["machine"]["torch"] == torch.__version__ and found["settings"]["suite"] == "bars"
     assert [(cell["n"], cell["v"], cell["d"]) for cell in found["cells"]] == [(40, 90, 16), (33, 70, 8)]
@@ -331,7 +292,6 @@ def test_a_run_writes_tables_json_and_a_picture(short, tmp_path, capsys):
         assert_plausible(cell, options.SUITES["bars"].ours)
         _, returned, added, *_ = (entry[FORWARD_BACKWARD]["peak_bytes"] for entry in cell["peers"])
         assert added < returned  # main_grad is no memory of the call
-        assert cell["peers"][5]["name"] == "torch"
 
 
 def test_a_run_of_two_processes(tmp_path):
@@ -351,9 +311,10 @@ def test_a_run_of_two_processes(tmp_path):
     for cell in found["cells"]:
         assert_plausible(cell, options.DEFAULTS[RANKS, "cpu"].ours)
     assert (tmp_path / "new" / "r.png").read_bytes().startswith(b"\x89PNG")
-    names = [f"{layout}-{peers.SAVED}" for layout in ("tp1-n64", "tp2-n64", "tp2-n64-sp")]
-    names += [f"{layout}-{OVERLAPPED}" for layout in ("tp2-n64", "tp2-n64-sp")]
-    assert {path.name for path in (tmp_path / "traces").iterdir()} == {f"{name}.json.gz" for name in names}
+    names = [f"{layout}-{name}" for layout in ("tp2-n64", "tp2-n64-sp") for name in (peers.SAVED, OVERLAPPED)]
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {
+        f"{name}.json.gz" for name in (f"tp1-n64-{peers.SAVED}", *names)
+    }
     with gzip.open(tmp_path / "traces" / f"{names[-1]}.json.gz", "rt") as file:
         events = [event.get("name", "") for event in json.load(file)["traceEvents"]]
     assert sum(name == "aten::mm" for name in events) == 3  # one call
@@ -389,22 +350,6 @@ def test_ours_refused_is_a_failure(short, monkeypatch, tmp_path, capsys):
     status, found = run(tmp_path, "--shape", "40,90,16", "--peers", "ours@0")
     assert status == 1 and "dW row error" in found["cells"][0]["peers"][0]["refused"]
     assert "ours@0: refused: dW" in capsys.readouterr().out
-
-
-def test_the_overview_names_the_fastest_with_a_gradient_per_token(capsys):
-    entries = []
-    for name, upstream, family, seconds in (
-        ("ours", ANY, "ours", 8.0),
-        ("gemm-only", ANY, "gemm-only", 6.0),
-        ("torch", ANY, "other", 12.0),
-        ("liger", "scalar", "other", 2.0),
-    ):
-        its = {"seconds": [seconds] * 3, "seconds_median": seconds, "beyond_gradients_bytes": 3 * MIB}
-        entries.append({"name": name, "upstream": upstream, "family": family} | dict.fromkeys(PASSES, its))
-    columns, row = rows_of(overview([{"problem": "some", "tp": 1, "peers": entries}]), capsys)
-    assert columns[1:4] == ["of overlapped", "of GEMM-only", "forward of GEMM-only"]
-    assert columns[4:] == ["torch ×", "liger ×", "the fastest ×", "MiB"]
-    assert row == ["some", *["0.750 (0.750–0.750)"] * 3, "1.50", "0.25", "1.50 (torch)", "3.0"]
 
 
 def test_distillation_is_measured(short, capsys):

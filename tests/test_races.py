@@ -41,21 +41,15 @@ CALLS = [
     Call("saved", 2, bias=True, deterministic=False),
     Call("saved", 2, True),
     Call("hidden states gathered again", 3, True, "fp32", deterministic=False),
-    Call("recomputed, sums in fp32", 2, bias=True),
-    Call("recomputed", 3, True),
     Call("some rows saved", 2, True, bias=True, deterministic=False),
-    Call("accumulated", 2, bias=True),
     Call("accumulated", 3, True, "fp32", deterministic=False),
     Call("saved", 2, True, shards=(60, 15), vocab_size=70),
     Call("recomputed", 3, shards=(10, 0, 85), vocab_size=90, deterministic=False),
     Call("accumulated, sums in fp32", 2, True),
     Call("hidden states gathered again", 2, True, backend="triton"),
     Call("accumulated", backend="triton", bias=True, deterministic=False),
-    Call("statistics", 2, dtype="fp32", bias=True),
     Call("statistics", 3, True, backend="triton", shards=(0, 60, 60), deterministic=False),
-    Call("saved", 2, streams=2),
     Call("saved", 2, True, streams=2),
-    Call("hidden states gathered again", 2, True, streams=2),
     Call("recomputed", 2, True, streams=2),
     Call("accumulated", 2, streams=2),
 ]
@@ -71,17 +65,17 @@ def step_of(member: Member, call: Call) -> Step:
     return Step(member, call, (N, sum(shards), D), (16, 16) if scale == 1 else None)
 
 
-class Delays:
-    """Where a rank may be held up, it is at times: its host, or its GPU on the current stream."""
+def delays(seed: int, device: torch.device):
+    """A function that holds a rank up at times: its host, or its GPU on the current stream."""
+    drawn = random.Random(seed)
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._random, self._cuda = random.Random(seed), device.type == "cuda"
+    def delay(*_) -> None:
+        if drawn.random() < OFTEN:
+            time.sleep(drawn.random() * SLEEP)
+        if device.type == "cuda" and drawn.random() < OFTEN:
+            torch.cuda._sleep(int(drawn.random() * CYCLES))
 
-    def __call__(self, *_) -> None:
-        if self._random.random() < OFTEN:
-            time.sleep(self._random.random() * SLEEP)
-        if self._cuda and self._random.random() < OFTEN:
-            torch.cuda._sleep(int(self._random.random() * CYCLES))
+    return delay
 
 
 @contextmanager
@@ -157,7 +151,7 @@ def _disturbed(member: Member, call: Call, repetitions: int, seed: int):
             sets = [step.data(number) for number in range(DATA)]
             expected = [undisturbed(step, tensors) for tensors in sets]
             assert all(e.isfinite().all() and e.count_nonzero() for r in expected for e in r if e.numel())
-            delay = Delays(seed * 64 + member.rank, member.device)
+            delay = delays(seed * 64 + member.rank, member.device)
             with around(steps_of(step.weight), delay, delay):
                 differs = _torn(step, sets, expected, repetitions, delay)
     finally:
@@ -166,7 +160,7 @@ def _disturbed(member: Member, call: Call, repetitions: int, seed: int):
     return [[d.item() for d in each] for each in differs], [tensor.cpu() for tensor in same]
 
 
-def _torn(step: Step, sets, expected, repetitions: int, delay: Delays) -> list[list[torch.Tensor]]:
+def _torn(step: Step, sets, expected, repetitions: int, delay) -> list[list[torch.Tensor]]:
     first, second = (torch.cuda.Stream() for _ in range(2)) if step.call.streams == 2 else (None, None)
     differs = []
     for repetition in range(repetitions):
@@ -182,7 +176,8 @@ def _torn(step: Step, sets, expected, repetitions: int, delay: Delays) -> list[l
             results = [tensor.clone() for tensor in found]
             del loss, found
             spoil(step)
-            differs.append([(bits(a) != bits(b)).any() for a, b in zip(results, expected[number])])
+            # Neither has a NaN: what differs in a bit differs in value, or in the sign of a 0, which does not matter.
+            differs.append([(a != b).any() for a, b in zip(results, expected[number])])
             delay()
         if first is not None:
             with after_it(forward, backward):
@@ -191,10 +186,6 @@ def _torn(step: Step, sets, expected, repetitions: int, delay: Delays) -> list[l
     if step.x.is_cuda:
         torch.cuda.synchronize()
     return differs
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 @contextmanager
@@ -209,59 +200,42 @@ def after_it(stream, other):
 @pytest.mark.parametrize("call", CALLS, ids=str)
 @pytest.mark.thinned
 def test_delays_change_no_bit(call, worlds, device, request):
-    """On two streams of the caller's one has the forward, the other the backward, and they change places from step to
-    step."""
     repetitions = REPETITIONS[device]
     if call.streams == 2 and device == "cpu":
         pytest.skip("a CPU has no streams")
     if call.backend == "triton":
         request.getfixturevalue("kernels")
         repetitions //= 4 if device == "cpu" else 1
-    seed = CALLS.index(call)
-    answers = everywhere(worlds, device, call.ranks, _disturbed, call, repetitions, seed)
+    answers = everywhere(worlds, device, call.ranks, _disturbed, call, repetitions, CALLS.index(call))
     for rank, (differs, same) in enumerate(answers):
-        red = [i for i, each in enumerate(differs) if any(each)]
-        assert not red, (
-            f"rank {rank}: other bits in {len(red)} of {repetitions} repetitions, the first {red[:5]}; there of "
-            f"loss and gradients: {differs[red[0]]}"
-        )
+        red = [(i, each) for i, each in enumerate(differs) if any(each)]
+        assert not red, f"rank {rank}: other bits of loss and gradients in {len(red)} repetitions: {red[:3]}"
         assert all(map(torch.equal, same, answers[0][1])), f"the loss or dX of rank {rank} is another"
 
 
-# --- what is left behind ---------------------------------------------------------------------------
-
-
-def _in_flight(member: Member, call: Call):
-    """Of forward and of backward: how many collectives they start, and the kinds of those that were not
-    waited for when they had returned."""
+def _waited_for(member: Member, call: Call) -> tuple[list[bool], list[bool]]:
+    """Whether each collective was waited for when forward had returned, and when backward had: of forward, of both."""
     step, works = step_of(member, call), []
 
     def watched(name, work):
-        works.append((name, mock.Mock(wraps=work)))
-        return works[-1][1]
-
-    def left() -> tuple[int, list[str]]:
-        found = len(works), [name for name, work in works if not work.wait.called]
-        works.clear()
-        return found
+        works.append(mock.Mock(wraps=work))
+        return works[-1]
 
     with chosen_backend(call.backend), step.small_blocks(), around(COLLECTIVES, lambda: None, watched):
         loss = step.forward()
-        forward = left()
+        forward = [work.wait.called for work in works]
         step.backward(loss)
-        return forward, left()
+        return forward, [work.wait.called for work in works]
 
 
 @pytest.mark.parametrize("frozen", ["", "x", "weight"])
-@pytest.mark.parametrize(
-    "strategy", ["saved", "hidden states gathered again", "some rows saved", "recomputed", "accumulated"]
-)
+@pytest.mark.parametrize("strategy", ["saved", "some rows saved", "recomputed", "accumulated"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.thinned
 def test_nothing_is_in_flight_after_a_call(sequence_parallel, strategy, frozen, backend, worlds, device):
     """A collective that nobody waits for may write to memory that is somebody else's by then, and no CUDA
     graph can be captured with it."""
     call = Call(strategy, 2, sequence_parallel, backend=backend, frozen=frozen)
-    for (started, left), (again, left_again) in everywhere(worlds, device, 2, _in_flight, call):
-        assert started > 0 and (again > 0 or strategy == "accumulated" or frozen == "x")
-        assert (left, left_again) == ([], [])
+    for forward, both in everywhere(worlds, device, 2, _waited_for, call):
+        assert forward and all(forward) and all(both)
+        assert len(both) > len(forward) or strategy == "accumulated" or frozen == "x"

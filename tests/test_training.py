@@ -1,16 +1,13 @@
-"""The training program under launch/: its batches, its layouts, its snapshots, its verdict."""
+"""The training program under launch/: its text and tokenizer, its layouts, its snapshots, its verdict."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
-import socket
+import random
 import subprocess
 import sys
-import warnings
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -24,19 +21,19 @@ pytest.importorskip("tokenizers", reason="needs the training program's packages"
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
+from tokenizers import pre_tokenizers
 
 import program  # of launch/
-import training
-from parallel_lce.megatron import LogitsWarning
 from tools import ran
+from training import text as module
 from training.attention import CausalAttention
-from training.batches import Batches, split
+from training.batches import split
 from training.comparison import compare
-from training.config import DEFAULT_CONFIG, ROOT, Config, TrainConfig, load_config
+from training.config import DEFAULT_CONFIG, ROOT, Config, TextConfig, TrainConfig, load_config
 from training.refusal import Refusal
 from training.results import is_trained, read_metrics, remove_results, snapshots_in
 from training.step import learning_rate
-from training.text import Text, by_frequency, load_text
+from training.text import Text, load_text, read_documents, train_tokenizer
 from training.worker import share_done
 
 
@@ -44,35 +41,12 @@ def numbers(tokens: int) -> Text:
     return Text(np.arange(tokens, dtype=np.int32), 0, "numbers", tokens)
 
 
-# --- parts of a training ---------------------------------------------------------------------------
-
-
-def test_samples_of_a_step_do_not_depend_on_the_layout():
-    def samples(ranks: int, **changed) -> torch.Tensor:
-        settings = {"sequence": 5, "micro_batch": 2, "micro_batches": 3, "reverse_samples": False, "seed": 7} | changed
-        batches = Batches(numbers(1000), TrainConfig.model_construct(**settings), torch.device("cpu"))
-        return torch.cat([batch.tokens for rank in range(ranks) for batch in batches.of_rank(4, rank, ranks)])
-
-    one = samples(1, micro_batches=6)
-    assert one.shape == (12, 5) and len(one.unique(dim=0)) > 1
-    assert torch.equal(one, samples(2)) and torch.equal(one.flip(0), samples(2, reverse_samples=True))
-
-
-@pytest.mark.parametrize(("tokens", "sequence", "samples"), [(100, 9, 4), (50, 9, 4), (20, 4, 1)])
-def test_held_out_samples_are_not_trained_on(tokens, sequence, samples):
-    held_out, rest = split(numbers(tokens), sequence, samples)
-    assert held_out.shape == (samples, sequence + 1) and held_out.dtype == torch.int64
-    assert torch.equal(held_out, held_out[:, :1] + torch.arange(sequence + 1))  # each is one piece of the text
+@pytest.mark.parametrize("tokens", [100, 50])
+def test_held_out_samples_are_not_trained_on(tokens):
+    held_out, rest = split(numbers(tokens), 9, 4)
+    assert held_out.shape == (4, 10) and held_out.dtype == torch.int64
+    assert torch.equal(held_out, held_out[:, :1] + torch.arange(10))  # each is one piece of the text
     assert sorted([*held_out.flatten().tolist(), *rest.tokens.tolist()]) == list(range(tokens))
-    assert held_out[0, 0] == 0 and (samples == 1 or held_out[-1, -1] == tokens - 1)
-
-
-def test_a_text_by_frequency():
-    tokens = np.array([8] * 50 + [3] * 30 + [4] * 5 + [2, 5], dtype=np.int32)
-    found = by_frequency(Text(tokens, 4, "somewhere", 10), rows=12, ranks=2)
-    # The most frequent two are the first rows of the two shards, the third is the second of the first.
-    assert found.tokens.dtype == np.int32 and found.end_of_document == 1
-    assert found.tokens.tolist()[:85] == [0] * 50 + [6] * 30 + [1] * 5
 
 
 def test_the_nearer_limit_ends_the_training_and_the_learning_rate_rises_then_falls():
@@ -99,13 +73,106 @@ def test_attention_is_causal_softmax(kv_heads):
     torch.testing.assert_close(attention(query, key, value, None), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_the_program_silences_megatrons_remarks_alone():
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        importlib.reload(training)  # its filters are those of the program
-        for category in (UserWarning, LogitsWarning):
-            warnings.warn_explicit(category.__name__, category, "file", 1, module="megatron.core.models")
-    assert [each.category for each in said] == [LogitsWarning]
+# --- the text -----------------------------------------------------------------------------------------
+
+LATIN_1 = "ein schöner Tag, ".encode("latin-1") * 100
+
+
+def _text(path, max_bytes=10_000, vocab_size=300, cache="unused") -> TextConfig:
+    return TextConfig(path=str(path), max_bytes=max_bytes, vocab_size=vocab_size, cache=str(cache))
+
+
+def test_what_is_read_of_a_folder_and_what_is_refused_as_a_file(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("plain")
+    for name in ("plain", ".hidden"):
+        (tmp_path / name).write_text("plain text")
+    refused = {"blank": (b" \n", "no text in .*blank"), "fifo": (None, "fifo is neither a file nor a folder")}
+    refused |= {"latin": (LATIN_1, r"latin is not UTF-8: byte 0xf6 at position 7$")}
+    for name, (content, words) in refused.items():
+        if content:
+            (tmp_path / name).write_bytes(content)
+        # Less than the file, as much, and more.
+        for max_bytes in (100, len(LATIN_1), 10_000):
+            with pytest.raises(Refusal, match=words):
+                load_text(_text(tmp_path / name, max_bytes))
+            assert read_documents(_text(tmp_path, max_bytes))[1] == ["plain text"] * 2
+
+
+def test_no_more_is_read_than_asked_for(tmp_path):
+    path, whole = tmp_path / "text", "aé€😀b"
+    path.write_text(whole, encoding="utf-8")
+    for max_bytes in range(1, len(whole.encode()) + 2):  # only a character that the limit splits is dropped
+        fitting = max((whole[:n] for n in range(6) if len(whole[:n].encode()) <= max_bytes), key=len)
+        assert read_documents(_text(path, max_bytes))[1] == [fitting]
+    path.write_text("0123456789" * 10)
+    assert read_documents(_text(path, 2**63 - 1))[1] == ["0123456789" * 10]
+    os.truncate(path, 1 << 40)  # a hole: a terabyte that takes no room on the disk, and too much memory
+    (tmp_path / "a").write_text("first")
+    (tmp_path / "zzz").write_text("more")
+    assert read_documents(_text(tmp_path, 25))[1] == ["first", "01234567890123456789"]
+
+
+def test_torch_sources_come_after_the_standard_library(tmp_path, monkeypatch):
+    for name in ("stdlib/a.py", "stdlib/tests/a.py", "torch/b.py", "torch/a.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    monkeypatch.setattr(module.sysconfig, "get_path", lambda _: str(tmp_path / "stdlib"))
+    monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    for chosen, expected in ((True, ["stdlib/a.py", "torch/a.py", "torch/b.py"]), (False, ["stdlib/a.py"])):
+        config = TextConfig(torch_sources=chosen, vocab_size=300, max_bytes=1000)
+        assert read_documents(config)[1] == expected
+
+
+LONG = ["a" * 5000, "7" * 5000, " " * 5000 + "x", "-" * 5000, "\n" * 5000, "漢😀" * 2500, "\t " * 2500]
+LONG.append("".join(random.Random(0).choices("ABCabcxyz0123456789+/", k=5000)))
+
+
+def test_pieces_are_short_and_give_the_text_back():
+    """A BPE takes minutes for one word of 200 kB."""
+    whole = "\r\n\ufeff " + " 's it''s\u2028 \x1f é e\u0301 \u00a0 ".join(LONG) + "\t"
+    tokenizer = train_tokenizer([whole], 400)
+    spans = [span for _, span in tokenizer.pre_tokenizer.pre_tokenize_str(whole)]
+    assert "".join(whole[start:end] for start, end in spans) == whole
+    assert max(end - start for start, end in spans) <= module.LONGEST + 1  # and the blank in front of a word
+    assert tokenizer.decode(tokenizer.encode(whole).ids, skip_special_tokens=False) == whole
+
+
+def test_common_text_is_cut_as_byte_level_does():
+    text = "It's we've  cut,   as\tthey'll say: 3 x 1234 = 3702;\n\n    def f(x):\n        return x_1 != 'né' \n"
+    plain = [span for _, span in pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str(text)]
+    assert [span for _, span in train_tokenizer([text], 300).pre_tokenizer.pre_tokenize_str(text)] == plain
+
+
+def test_a_vocabulary_may_be_larger_than_any_memory():
+    assert 257 < train_tokenizer(["a few words " * 50], 2**31 - 1).get_vocab_size() < 300
+
+
+def test_the_cache_is_of_one_text_and_tokenizer_and_is_made_anew_where_it_is_damaged(tmp_path, monkeypatch):
+    (tmp_path / "text").mkdir()
+    for name in "ab":
+        (tmp_path / "text" / name).write_text("a few words " * 50)
+    cache, said, texts = tmp_path / "cache", [], []
+
+    def files(**settings) -> int:
+        text = load_text(_text(tmp_path / "text", cache=cache, **settings), said.append)
+        assert text.tokens.dtype.name == "int32" and text.tokens.max() < text.entries <= 301
+        texts.append(text.tokens.tolist())
+        return len([*cache.iterdir()])
+
+    assert files() == files() == 1 and len(said) == 1  # the second time from the cache
+    assert texts[0] == texts[1] == 2 * texts[0][: len(texts[0]) // 2]
+    assert texts[0].count(0) == 2 and texts[0][-1] == 0  # documents end with their token
+    (file,) = Path(cache).iterdir()
+    whole = file.read_bytes()
+    middle = len(whole) // 2
+    for damaged in (whole[:-5], whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :], b""):
+        file.write_bytes(damaged)
+        assert files() == files() == 1 and texts[-1] == texts[-2] == texts[0]
+    assert len(said) == 4
+    assert files(vocab_size=301) == 2 and files(max_bytes=500) == 3
+    monkeypatch.setattr(module, "PIECE", module.PIECE.replace(str(module.LONGEST), "3"))
+    assert files() == 4 and len(said) == 7
 
 
 # --- trainings ----------------------------------------------------------------------------------------
@@ -126,33 +193,25 @@ def work(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def start(work):
-    """``start(command, *arguments)``: runs a program of launch/, on each of several hosts where torchrun's arguments
-    are lists. The words of the first."""
+    """``start(command, *arguments)``: runs a program of launch/ on CPUs; what it prints."""
 
-    def run(command: str, *arguments: str, nodes: tuple[list[str], ...] = ([],)) -> str:
-        own = [f"--text={work / 'text.txt'}", f"text.cache={work / 'cache'}", *SMALL, *arguments]
-        program = [sys.executable, *f"{ROOT / 'launch'}/{command}".split()]
-        with ThreadPoolExecutor() as pool:
-            runs = [pool.submit(ran, *program, *node, *own, cwd=work, env={"PYTHONPATH": str(ROOT)}) for node in nodes]
-        for each in runs:
-            assert each.result().returncode == 0, each.result().stdout + each.result().stderr
-        return runs[0].result().stdout
+    def run(command: str, *arguments: str) -> str:
+        program = [sys.executable, *f"{ROOT / 'launch'}/{command}".split(), f"--text={work / 'text.txt'}"]
+        own = [f"text.cache={work / 'cache'}", *SMALL, *arguments]
+        done = ran(*program, *own, cwd=work, env={"PYTHONPATH": str(ROOT)})
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
 
     return run
 
 
 @pytest.fixture
 def train(start, tmp_path):
-    """``train(*overrides, nodes=1)``: the metrics of a training on CPUs."""
+    """``train(*overrides)``: the metrics of a training."""
 
-    def run(*overrides: str, nodes: int = 1) -> dict:
-        with socket.socket() as listener:
-            listener.bind(("localhost", 0))
-            port = listener.getsockname()[1]
-        torchrun = [f"--nnodes={nodes}", "--master-addr=localhost", f"--master-port={port}", "--nproc-per-node=1"]
-        starts = [[*torchrun, f"--node-rank={node}", "--"] for node in range(nodes)] if nodes > 1 else [[]]
+    def run(*overrides: str) -> dict:
         settings = ["train.steps=4", "model.tie_embeddings=true", f"output={tmp_path / 'out'}", *overrides]
-        start("program.py train", *settings, nodes=tuple(starts))
+        start("program.py train", *settings)
         return json.loads((tmp_path / "out" / "metrics.json").read_text())
 
     return run
@@ -162,7 +221,7 @@ def test_losses_are_those_of_one_process_with_the_stock_loss(train):
     alone = train("train.micro_batches=4", "loss.impl=stock")["losses"]
     assert alone[-1] < alone[0] - 0.1  # it learns
     layout = ["parallel.data=2", "train.micro_batches=2", "parallel.distributed_optimizer=true"]
-    assert train(*layout, nodes=2)["losses"] == pytest.approx(alone, abs=1e-5)
+    assert train(*layout)["losses"] == pytest.approx(alone, abs=1e-5)
 
 
 @pytest.mark.slow
@@ -231,8 +290,8 @@ CPU = ROOT / "configs" / "snapshots-cpu.yaml"
 @pytest.fixture(scope="module")
 def trained(start, work):
     """``trained(*overrides)``: the configuration of a training that launch/snapshots.py has done, and its arguments."""
-    own = ["train.steps=30", "train.sequence=24", "train.micro_batch=8", "snapshots.steps=[4,8,40]"]
-    own += ["snapshots.tokens=120", f"output={work / 'snapshots'}"]
+    own = "train.steps=30 train.sequence=24 train.micro_batch=8 snapshots.steps=[4,8,40] snapshots.tokens=120".split()
+    own.append(f"output={work / 'snapshots'}")
     said = start("snapshots.py", *own)
     assert "300 of the 300 entries of the vocabulary stand for text" in said
     own = [*SMALL, f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *own]
@@ -283,10 +342,6 @@ def test_a_report_is_given_the_snapshots(name, trained, tmp_path, monkeypatch):
     _, arguments = trained("snapshots.tokens=96000", f"output={tmp_path}")
     with pytest.raises(Refusal, match=r"text.txt has \d+ tokens, fewer than the 100025 of the samples"):
         program.run(name, [*arguments, "--"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # configs/snapshots.yaml is for GPUs
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(Refusal, match="parallel.device=cuda needs a GPU"):
-        program.run("snapshots", [f"output={tmp_path}"])
 
 
 # --- the comparison -----------------------------------------------------------------------------------
@@ -350,8 +405,6 @@ def test_the_report(last, status, tmp_path, capsys):
         ({"losses": []}, "holds no results of a run: losses=[]: li"),
         ({"parallel.tensor": 1}, "the runs differ in parallel.tensor: 2 (stock) and 1 (parallel_lce)"),
         ({"memory.micro_batch": None}, "the runs differ in memory.micro_batch: 32 (stock) and None (parallel_lce)"),
-        (b"\xff", "holds no results of a run: Invalid JSON: "),
-        (None, "no results of a run at "),
     ],
     ids=str,
 )
@@ -362,32 +415,24 @@ def test_runs_that_do_not_fit_are_refused(changed, words, tmp_path):
     run["config"]["train"]["reverse_samples"], run["config"]["parallel"]["timeout_seconds"] = True, 7
     path.write_text(json.dumps(run))
     assert compare(config).agree  # in these the runs may differ
-    path.unlink()
-    for key, value in changed.items() if isinstance(changed, dict) else ():
+    for key, value in changed.items():
         section, _, name = key.rpartition(".")
         (run["config"][section] if section else run)[name] = value
-        path.write_text(json.dumps(run))
-    if isinstance(changed, bytes):
-        path.write_bytes(changed)
+    path.write_text(json.dumps(run))
     with pytest.raises(Refusal) as refused:
         compare(config)
     assert words in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_results_of_an_earlier_run_are_removed(tmp_path):
+def test_results_of_an_earlier_run_are_removed_and_no_others(tmp_path):
     kept = ["config.yaml", "step-last.safetensors"]
     for name in [*kept, "metrics.json", "step-5.safetensors", "step-11.safetensors"]:
         (tmp_path / name).touch()
     remove_results(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == kept
-    (tmp_path / "config.yaml").unlink()
-    (tmp_path / "step-5.safetensors").touch()
+    (tmp_path / "config.yaml").rename(tmp_path / "step-5.safetensors")
     with pytest.raises(Refusal, match=r"step-5.safetensors is of no training that this program knows of"):
         remove_results(tmp_path)
-    assert (tmp_path / "step-5.safetensors").exists()
-
-
-# --- the demo -----------------------------------------------------------------------------------------
 
 
 def test_a_demo_that_fails_or_runs_elsewhere(work, tmp_path, monkeypatch, capsys):

@@ -8,7 +8,6 @@ import gzip
 import json
 import math
 import os
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -341,13 +340,6 @@ def written(path: Path, n=6, v=10, d=8, dtype=torch.bfloat16, **changed) -> str:
     return str(path)
 
 
-def test_a_file_is_read(tmp_path):
-    target = torch.arange(6, dtype=torch.int32)
-    found = snapshots.read(written(tmp_path / "a", dtype=torch.float16, target=target), ALONE)
-    assert torch.equal(found.hidden, normal(6, 8).half()) and found.weight.dtype == torch.float16
-    assert torch.equal(found.target, target.long()) and found.shape == Shape(6, 10, 8)
-
-
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
@@ -532,17 +524,6 @@ def test_ranks_have_the_errors_of_the_whole(worlds, short, given, device, monkey
     monkeypatch.setattr(Team, "agree", lambda self, work: work())
     with pytest.raises(NotMeasured, match="a vocabulary of 700 entries cannot be shared by 3 ranks"):
         gradient_filter.measure(given.name, 1, Team(torch.device("cpu"), 0, 3))
-
-
-@pytest.mark.slow
-def test_the_report_over_ranks(tmp_path):
-    """torchrun's own start: one rank speaks, and what one cannot read all refuse."""
-    bad, good = written(tmp_path / "bad", weight=None), written(tmp_path / "good", 40, 60, 16)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m"]
-    command += ["benchmarks.gradient_filter", bad, good, "--device", "cpu", "--rounds", "1"]
-    run = ran(*command, cwd=tmp_path, env={"PYTHONPATH": str(ROOT), "PARALLEL_LCE_BACKEND": "torch"})
-    assert run.stderr.count(f"error: {bad} has no tensor weight") == 1, run.stderr
-    assert run.stdout.count(f"{good}: TP 2, N=40, V=60, D=16, bfloat16") == 1
 
 
 def test_the_report_writes_tables_json_and_a_picture(short, tmp_path, capsys, monkeypatch):

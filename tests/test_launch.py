@@ -132,7 +132,7 @@ def test_of_first_starts_at_once_one_installs_and_the_next_after_a_change_a_fail
 
 # --- mistakes --------------------------------------------------------------------------------------
 
-FILES = {"list": b"- 1\n- 2\n", "latin": b"train: \xe9\n", "twice": b"output: x\noutput: y\n"}
+FILES = {"list": b"- 1\n- 2\n", "twice": b"output: x\noutput: y\n"}
 FITS = "parallel.tensor=1 output=FOLDER/o text.cache=FOLDER/c"
 
 # The program, its arguments, and words that refuse them. FOLDER is a folder of the test.
@@ -151,8 +151,6 @@ MISTAKES = [
     ("train", "loss.logits_budget_mib=.nan", "loss.logits_budget_mib=nan: input should be"),
     ("train", "train.learning_rate=1e300", "input should be less than or equal to 10000000000000000"),
     ("train", "train.steps=true", "train.steps=True: input should be a valid integer"),
-    ("train", f"model.hidden={10**31}", "input should be less than or equal to 2147483647"),
-    ("train", "text.path=", "text.path='': string should have at least 1 character"),
     ("train", "train.stepz=3", "train.stepz=3: extra inputs are not permitted"),
     ("train", "train.steps", "expected key=value, got 'train.steps'"),
     ("train", f"train.steps={'9' * 5000}", "or an override cannot be read: Exceeds the limit"),
@@ -160,7 +158,6 @@ MISTAKES = [
     # Files and folders.
     ("demo", "--config FOLDER/none", "No such file or directory"),
     ("demo", "--config FOLDER/list", "expected sections of keys and values"),
-    ("demo", "--config FOLDER/latin", "cannot be read: 'utf-8' codec"),
     ("demo", "--config FOLDER/twice", "output is given twice"),
     ("demo", "--config FOLDER/fifo", "FOLDER/fifo is neither a regular file nor a link to one"),
     *(
@@ -174,18 +171,13 @@ MISTAKES = [
     ),
     # torchrun and the layout.
     ("train", f"--nproc-per-node=2 -- {FITS}", "data=1 needs 1 processes, torchrun started 2"),
-    ("train", f"--nproc-per-node=many -- {FITS}", "torchrun: Unsupported nproc_per_node value: many"),
     ("train", f"other.py -- {FITS}", "torchrun: 'other.py' in front of -- is none of torchrun's own arguments"),
     ("train", f"-m -- {FITS}", "torchrun: --module, --no-python and --run-path"),
     # The other programs.
     ("compare", "output=no/such/folder", "error: no results of a run at "),
-    ("snapshots", "--config", "error: argument --config: expected one argument"),
     ("parity", "train.steps=0 --", "error: train.steps=0: input should be"),
-    ("parity", "-- --random 1,2", "below 2^31, got '1,2'"),
     ("gradient_filter", "output=FOLDER/o -- --plot FOLDER/list/p.png", "the folder of --plot=FOLDER/list cannot be"),
     ("gradient_filter", "-- none.safetensors", "no such file: none.safetensors"),
-    ("bench", "--no-such-flag -- --tp 1", "torchrun: "),
-    ("bench", "--suite nothing", "invalid choice"),
     ("bench", f"--shape 1,2,{2**31}", "three positive numbers N,V,D below 2^31, got '1,2,2147483648'"),
     ("bench", "--rounds 0", "--rounds must be at least 1, got 0"),
     ("bench", "--peers ours@5tons", "KiB, MiB or GiB, or all, got '5tons'"),

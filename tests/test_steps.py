@@ -26,7 +26,7 @@ from measures import ROUNDED, assert_close
 from parallel_lce.backends import backend_of
 from parallel_lce.call import prepare
 from parallel_lce.core import collectives
-from tools import alone, chosen_backend, everywhere, recorded, results_of, shrunk, small, statistics
+from tools import alone, chosen_backend, everywhere, results_of, shrunk, small, statistics
 from world import Member
 
 
@@ -77,7 +77,6 @@ class Call:
     shards: tuple[int, ...] | None = None
     vocab_size: int | None = None
     bias: bool = False
-    frozen: str = ""
     streams: int = 1
     deterministic: bool = True
 
@@ -108,8 +107,7 @@ class Step:
         self.tensors = self.data(0)
         self.x, self.weight, self.target, self.upstream, *self.bias = self.tensors
         named = zip(("x", "weight", "bias"), (self.x, self.weight, *self.bias))
-        frozen = strategy.frozen or call.frozen
-        self.leaves = [leaf.requires_grad_() for name, leaf in named if name not in frozen]
+        self.leaves = [leaf.requires_grad_() for name, leaf in named if name != strategy.frozen]
 
     def data(self, seed: int) -> list[torch.Tensor]:
         """x, weight, target, upstream gradient and, if there is one, bias."""
@@ -300,8 +298,7 @@ def _torn(step: Step, sets, expected, repetitions: int, delay) -> list[list[torc
             results = [tensor.clone() for tensor in found]
             del loss, found
             spoil(step)
-            # Neither has a NaN: what differs in a bit differs in value, or in the sign of a 0, which does not matter.
-            differs.append([(a != b).any() for a, b in zip(results, expected[number])])
+            differs.append([(bits(a) != bits(b)).any() for a, b in zip(results, expected[number])])
             delay()
         if first is not None:
             with after_it(forward, backward):
@@ -310,6 +307,10 @@ def _torn(step: Step, sets, expected, repetitions: int, delay) -> list[list[torc
     if step.x.is_cuda:
         torch.cuda.synchronize()
     return differs
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 @contextmanager
@@ -362,18 +363,14 @@ OVER_RANKS = [
 
 def warm_up(step: Step) -> None:
     """On a stream aside; and the step must be what it is called."""
-    handed, strategy, stream = [], step.strategy, torch.cuda.Stream()
+    handed, stream = [], torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     watch = watched_backwards(backend_of(step.weight), lambda task: handed.append(len(task.saved) > 0))
-    with torch.cuda.stream(stream):
-        with watch, recorded(step.member.group) as events:
+    with torch.cuda.stream(stream), watch:
+        for _ in range(3):
             step()
-        assert set(handed) == strategy.saved, handed
-        if step.member.ranks > 1:
-            assert (len(handed) > 1) == (strategy.blocks > 1), handed
-            assert sum(e[0] in ("all_reduce", "reduce_scatter") for e in events) == len(handed)
-        for _ in range(2):
-            step()
+    assert set(handed) == step.strategy.saved, handed
+    assert step.member.ranks == 1 or (len(handed) > 3) == (step.strategy.blocks > 1), handed
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
 
@@ -439,7 +436,7 @@ def test_a_step_never_waits_and_is_captured_and_replayed_on_other_data(call, wor
 
 @ON_GPUS
 @pytest.mark.parametrize("name", ["filtered", "filtered, recomputed"])
-def test_filtered_steps_neither_wait(name, device):
+def test_filtered_steps_never_wait_and_are_captured(name, device):
     from parallel_lce.backends import triton_filter
 
     with chosen_backend("triton"), results_of(triton_filter, "list_active_windows") as listed:

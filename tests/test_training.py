@@ -36,13 +36,9 @@ from training.text import Text, load_text, read_documents, train_tokenizer
 from training.worker import share_done
 
 
-def numbers(tokens: int) -> Text:
-    return Text(np.arange(tokens, dtype=np.int32), 0, "numbers", tokens)
-
-
 @pytest.mark.parametrize("tokens", [100, 50])
 def test_held_out_samples_are_not_trained_on(tokens):
-    held_out, rest = split(numbers(tokens), 9, 4)
+    held_out, rest = split(Text(np.arange(tokens, dtype=np.int32), 0, "numbers", tokens), 9, 4)
     assert held_out.shape == (4, 10) and held_out.dtype == torch.int64
     assert torch.equal(held_out, held_out[:, :1] + torch.arange(10))  # each is one piece of the text
     assert sorted([*held_out.flatten().tolist(), *rest.tokens.tolist()]) == list(range(tokens))
@@ -279,19 +275,13 @@ def test_megatrons_arguments_describe_the_configuration_beside_them(path):
 CPU = ROOT / "configs" / "snapshots-cpu.yaml"
 
 
-@pytest.fixture(scope="module")
-def trained(start, work):
-    """``trained(*overrides)``: the configuration of a training that launch/snapshots.py has done, and its arguments."""
+def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(start, work):
     own = "train.steps=30 train.sequence=24 train.micro_batch=8 snapshots.steps=[4,8,40] snapshots.tokens=120".split()
     own.append(f"output={work / 'snapshots'}")
     said = start("snapshots.py", *own)
     assert "300 of the 300 entries of the vocabulary stand for text" in said
     own = [*SMALL, f"text.path={work / 'text.txt'}", f"text.cache={work / 'cache'}", *own]
-    return lambda *overrides: (load_config(CPU, [*own, *overrides]), [*own, *overrides])
-
-
-def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(trained):
-    config, _ = trained()
+    config = load_config(CPU, own)
     metrics, files = read_metrics(Path(config.output)), snapshots_in(config.output)
     assert [path.stem for path in files] == ["step-4", "step-8", "step-30"] and len(metrics.losses) == 30
     held_out, _ = split(load_text(config.text), 24, 5)
@@ -305,21 +295,17 @@ def test_snapshots_are_what_the_output_layer_sees_and_are_known_again(trained):
         losses.append(F.cross_entropy(hidden.double() @ weight.double().T, target).item())
     assert math.log(384) > losses[0] > losses[1] > losses[2]  # it learns
     assert metrics.held_out_loss == pytest.approx(losses[2], rel=2e-3)  # there without rounding to bf16
-    assert is_trained(config) and is_trained(trained("text.cache=elsewhere")[0])
+    assert is_trained(config) and is_trained(load_config(CPU, [*own, "text.cache=elsewhere"]))
     with pytest.raises(Refusal, match="has snapshots of another configuration: give another output="):
-        is_trained(trained("train.seed=7")[0])
+        is_trained(load_config(CPU, [*own, "train.seed=7"]))
     with pytest.raises(Refusal, match="snapshots=None: the report needs some"):
-        is_trained(trained("snapshots=null")[0])
-    Path(config.output, "step-8.safetensors").unlink()
+        is_trained(load_config(CPU, [*own, "snapshots=null"]))
+    files[1].unlink()
     assert not is_trained(config)
     Path(config.output, "metrics.json").unlink()  # as of a training that was interrupted
-    assert not is_trained(trained("snapshots.steps=[]")[0])
-
-
-def test_too_short_a_text_is_refused(trained, tmp_path):
-    _, arguments = trained("snapshots.tokens=96000", f"output={tmp_path}")
+    assert not is_trained(load_config(CPU, [*own, "snapshots.steps=[]"]))
     with pytest.raises(Refusal, match=r"text.txt has \d+ tokens, fewer than the 100025 of the samples"):
-        program.run("snapshots", arguments)
+        program.run("snapshots", [*own, "snapshots.tokens=96000"])
 
 
 # --- the comparison -----------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import parallel_lce
 from cases import DTYPES, Case, make, part
 from on_ranks import on_ranks
 from parallel_lce.core import collectives
-from tools import recorded, shrunk, started
+from tools import chosen_backend, everywhere, recorded, shrunk, started
 from world import Member
 
 N, D, ROWS = 48, 4, 40  # tokens of the whole sequence, hidden size, vocabulary rows per rank
@@ -165,6 +165,12 @@ def assert_dx_is_on_its_way_while_dw_is_computed(call: Call, events: list) -> No
     assert len(starts) == call.blocks and order[-1] == "dW"
     for start, following in zip(starts, [*starts[1:], len(order)]):
         assert "dW" in order[start + 1 : following]
+
+
+@pytest.mark.parametrize("frozen", ["", "weight"])
+def test_triton_waits_for_hidden_states_that_it_reads_late_or_not_at_all(frozen, kernels, worlds, device):
+    with chosen_backend("triton"):
+        everywhere(worlds, device, 2, _events, Call("save alone", 2, 1, True, "bf16", frozen=frozen))
 
 
 @on_ranks(2)

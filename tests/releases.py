@@ -25,11 +25,8 @@ def installed(package: str) -> str | None:
 @functools.cache
 def folder_of(package: str, version: str, python: tuple[int, int] = (3, 11)) -> Path:
     """What pip installs of that release alone, once. An older Python than ``python`` gets the wheel for that one, whose
-    compiled modules it cannot import.
-
-    Where pip has no index, as on a machine without a network, the test is skipped in pip's words;
-    in an environment that launch/env.sh has just installed it fails.
-    """
+    compiled modules it cannot import. Without an index the test is skipped, but fails where launch/env.sh has just
+    installed its environment."""
     folder = ROOT / "outputs" / package / f"{version}-{sys.implementation.cache_tag}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)

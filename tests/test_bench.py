@@ -1,5 +1,6 @@
-"""The benchmark on one device and over ranks: what a command line measures, that nothing wrong is timed, on whichever
-rank it is wrong, and what is written."""
+"""The benchmarks on one device and over ranks: what a command line measures, that nothing wrong is timed, on whichever
+rank it is wrong, and what is written. And the reports on snapshots of a training: parity of log-probabilities with an
+fp32 head, and gradient_filter."""
 
 from __future__ import annotations
 
@@ -7,7 +8,6 @@ import gzip
 import json
 import math
 import os
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,21 +15,40 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 pytest.importorskip("rich", reason="needs the benchmark's packages")
+pytest.importorskip("safetensors", reason="needs the benchmark's packages")
+pytest.importorskip("matplotlib", reason="needs the benchmark's packages")
+
+from matplotlib import pyplot
+from safetensors.torch import save_file
 
 import program  # of launch/
 from benchmarks import __main__ as command
-from benchmarks import distillation, measure, options, ours, peers, problem, timing, tune
+from benchmarks import (
+    distillation,
+    gradient_filter,
+    measure,
+    options,
+    ours,
+    parity,
+    peers,
+    problem,
+    snapshots,
+    timing,
+    tune,
+)
 from benchmarks.accuracy import Judge, answers
-from benchmarks.libraries import whole_sequence
+from benchmarks.gradient_filter import BUDGETS, BY_PROBABILITY, EXACT, FILTERS, NATURAL, ROUNDINGS
+from benchmarks.parity import FP32_HEAD, OURS, OUTPUTS, random_problem
 from benchmarks.passes import calls_of
 from benchmarks.peers import ANY, FORWARD, FORWARD_BACKWARD, GEMM_ONLY, ONE, OVERLAPPED, PASSES, RANKS, Peer, named
-from benchmarks.problem import IGNORE_INDEX, Problem, Shape, make_problem
+from benchmarks.problem import Problem, Shape, make_problem
 from benchmarks.report import NONE, speaker
-from benchmarks.tables import cell_table, overview
+from benchmarks.tables import cell_table
 from benchmarks.team import NotMeasured, Team
+from cases import normal
+from parallel_lce import linear_cross_entropy
 from tools import chosen_backend, everywhere, ran
 from world import Member
 
@@ -46,14 +65,9 @@ def short(monkeypatch):
     monkeypatch.setitem(timing.ALONE, "cpu", (0.0, 1e-6))
 
 
-def problem_of(member: Member, sequence_parallel: bool = False, dtype=torch.float32, seed: int = 0) -> Problem:
-    group = member.group
-    team = Team(member.device) if group is None else Team.of(member.ranks, member.device)
-    return replace(make_problem(TINY, dtype, team, seed), sequence_parallel=sequence_parallel)
-
-
-def judge_of(given: Problem) -> Judge:
-    return Judge(given, *(answers(given, dtype) for dtype in (torch.float64, given.hidden.dtype)))
+def problem_of(member: Member, sequence_parallel: bool) -> Problem:
+    team = Team(member.device) if member.group is None else Team.of(member.ranks, member.device)
+    return replace(make_problem(TINY, torch.float32, team), sequence_parallel=sequence_parallel)
 
 
 def rows_of(table, capsys) -> list[list[str]]:
@@ -70,111 +84,43 @@ def test_a_command_line_chooses_peers_shapes_and_sizes():
     def parsed(*arguments, ranks=None):
         return options.parse_arguments(["--device", "cpu", *arguments], ranks, ranks or 1)
 
-    def chosen(*arguments) -> list[str]:
-        return [peer.name for peer in parsed(*arguments).chosen]
-
     for name, suite in options.SUITES.items():
-        expected = [*suite.ours, "gemm-only", *(suite.others if suite.others is not None else ["torch"])]
-        found = chosen("--suite", name)
-        # in the order of the table; what is not installed here is left out
-        assert [peer for peer in found if peer in expected] == [peer for peer in expected if peer in found]
-        assert {*suite.ours, "gemm-only"} <= {*found}
-    assert chosen("--suite", "lean") == ["ours-per-token@0", "gemm-only"]
-    found = parsed("--suite", "bars", "--shape", "3,5,7", "--rounds", "2")  # they override the suite
-    assert found.shapes == [Shape(3, 5, 7)] and found.rounds == 2
-    names = chosen("--suite", "bars", "--peers", "torch", "ours", "ours-per-token@0")
-    assert names == ["ours", "ours-per-token@0", "gemm-only", "torch"]
+        assert {*suite.ours, "gemm-only"} <= {peer.name for peer in parsed("--suite", name).chosen}
+    found = parsed(*"--suite bars --shape 3,5,7 --peers torch ours ours-per-token@0".split())  # they override the suite
+    assert found.shapes == [Shape(3, 5, 7)]
+    assert [peer.name for peer in found.chosen] == ["ours", "ours-per-token@0", "gemm-only", "torch"]
     assert [peers.parse_budget(t) for t in ("512MiB", "3 kib", "7", "all")] == [512 * MIB, 3072, 7, peers.ALL]
-    assert parsed(ranks=8).tp == [1, 2, 4, 8] and parsed(ranks=1).tp == [1]  # the powers of two, and all ranks
-    assert parsed("--shape", "96,4800,64", ranks=6).tp == [1, 2, 4, 6] and parsed("--tp", "8", "2", ranks=8).tp == [
-        2,
-        8,
-    ]
+    for ranks, expected in ((8, [1, 2, 4, 8]), (1, [1]), (6, [1, 2, 4, 6])):  # the powers of two, and all ranks
+        assert parsed("--shape", "96,4800,64", ranks=ranks).tp == expected
+    assert parsed("--tp", "8", "2", ranks=8).tp == [2, 8]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        ("--tp 2", "--standalone --nproc-per-node 2 -m benchmarks --tp 2"),
-        ("--nnodes=2 --nproc-per-node=8 -- --rounds 1", "--nnodes=2 --nproc-per-node=8 -m benchmarks --rounds 1"),
-        ("--", "-m benchmarks"),
-    ],
-)
-def test_torchruns_arguments_come_before_ours(arguments, expected, monkeypatch):
-    commands = []
-    monkeypatch.setattr(os, "execve", lambda program, command, environment: commands.append(command))
+def test_torchruns_arguments_come_before_ours(monkeypatch):
+    commands, more = [], "--nnodes=2 --nproc-per-node=8"
+    monkeypatch.setattr(os, "execve", lambda program, command, environment: commands.append(" ".join(command[4:])))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    program.run("bench", arguments.split())
-    assert commands == [[sys.executable, "-P", "-m", "torch.distributed.run", *expected.split()]]
+    program.run("bench", ["--tp", "2"])
+    program.run("bench", [*more.split(), "--", "--rounds", "1"])
+    assert commands == ["--standalone --nproc-per-node 2 -m benchmarks --tp 2", f"{more} -m benchmarks --rounds 1"]
 
 
 # --- nothing wrong is timed ------------------------------------------------------------------------
 
 
-def _truth(member: Member, sequence_parallel: bool) -> tuple:
-    """The truth, the yardstick in blocks, both baselines, the whole sequence, and what ranks agree on."""
-    for dtype, rows, rtol in ((torch.float64, 7, 1e-12), (torch.float32, 8, 1e-5), (torch.bfloat16, 8, 1e-2)):
-        low = dtype == torch.bfloat16
-        # dX of several ranks is a sum of rounded ones, and GPUs add up in another order.
-        if (low and member.ranks > 1) or (dtype != torch.float64 and member.device.type == "cuda"):
-            continue
-        given = problem_of(member, sequence_parallel, dtype if low else torch.float32, seed=1)
-        team = given.team
-        shards = [torch.empty_like(given.weight) for _ in range(member.ranks)]
-        dist.all_gather(shards, given.weight, group=team.group) if team.group else shards[0].copy_(given.weight)
-        assert team.ranks == 1 or not torch.equal(*shards)
-        assert 0 < (given.target == IGNORE_INDEX).sum() < TINY.n
-        given.target[8:16] = IGNORE_INDEX  # a block of 8 of which no token counts
-        x, weight = (t.to(dtype, copy=True).requires_grad_() for t in (given.hidden, torch.cat(shards)))
-        z, sums = F.linear(x, weight), torch.promote_types(dtype, torch.float32)
-        loss = F.cross_entropy(z.to(sums), given.target, ignore_index=IGNORE_INDEX)
-        loss.backward()
-        problem.BLOCK_BYTES = 8 * len(given.weight) * rows
-        found, rank = answers(given, dtype), team.rank
-        problem.BLOCK_BYTES = 512 << 20
-        assert found.largest_logit == pytest.approx(z.abs().max().item(), rel=rtol)
-        for value, expected in zip(found, (loss.detach(), x.grad, weight.grad.chunk(team.ranks)[rank])):
-            torch.testing.assert_close(value, expected, rtol=rtol, atol=1e-8 if rtol > 1e-8 else 1e-15)
-    if team.ranks == 1:
-        return given.hidden.cpu(), given.target.cpu()
-
+def _baselines(member: Member, sequence_parallel: bool) -> None:
+    given = problem_of(member, sequence_parallel)
     z = given.hidden.double() @ given.weight.double().T
     bare = z @ given.weight.double(), z.T @ given.hidden.double()
-    summed = team.reduce(bare[0].clone())
-    for name, truths in ((GEMM_ONLY, bare), (OVERLAPPED, (given.own(summed), bare[1]))):
+    summed = given.own(given.team.reduce(bare[0].clone()))
+    for name, truths in ((GEMM_ONLY, bare), (OVERLAPPED, (summed, bare[1]))):
         for value, truth in zip(calls_of(named(name, RANKS), given)[FORWARD_BACKWARD](), truths):
             torch.testing.assert_close(value.double(), truth, rtol=1e-4, atol=1e-4)
-    own = given.x.clone().requires_grad_()
-    found = whole_sequence(team.group, sequence_parallel)(own)
-    assert torch.equal(found, given.hidden)
-    ((rank + 1) * found.square().sum()).backward()
-    torch.testing.assert_close(own.grad, (1 + 2) * 2 * given.x)
-    worst = team.worst({"a": 1.0 + rank, "b": float("nan") if rank == 0 else 5.0})
-    assert worst["a"] == 2.0 and worst["b"] != worst["b"]  # NaN is worse than any number
-    with pytest.raises(NotMeasured, match="^failed: ZeroDivisionError: division by zero$"):
-        team.agree(lambda: 1 / 0)
-    return given.hidden.cpu(), given.target.cpu()
 
 
-@LAYOUTS
-def test_the_truth_the_baselines_and_the_team(ranks, sequence_parallel, worlds, device):
-    first, *others = everywhere(worlds, device, ranks, _truth, sequence_parallel)
-    for other in others:
-        assert all(map(torch.equal, first, other))
-
-
-class Changed(torch.autograd.Function):
-    """A weight whose gradient is changed."""
-
-    @staticmethod
-    def forward(ctx, weight, change):
-        ctx.change = change
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return ctx.change(gradient), None
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_the_baselines_form_both_gradients(sequence_parallel, worlds, device):
+    everywhere(worlds, device, 2, _baselines, sequence_parallel)
 
 
 def _one_row(factor: float):
@@ -192,10 +138,9 @@ FAULTS = {  # name: (factor of the loss, change of dW, how the reason begins)
     "none": (1.0, lambda g: g, ""),
     "wrong dW": (1.0, lambda g: 1.01 * g, "refused: dW error 1.0e-02, allowed"),
     "wrong loss": (1.001, lambda g: g / 1.001, "refused: loss error 1.0e-03, allowed"),
-    "NaN": (math.nan, lambda g: g, "refused: loss error nan"),
     "one wrong row": (1.0, _one_row(1.5), "refused: dW error "),
     "a row of NaN": (1.0, _one_row(math.nan), "refused: dW error nan"),
-    "no dW": (1.0, lambda g: None, "refused: dW is None"),
+    "no dW": (1.0, None, "refused: dW is None"),
     "not built": (1.0, None, "failed: ImportError: no such library"),
     "raises": (1.0, None, "failed: RuntimeError: out of something"),
     "raises later": (1.0, lambda g: g, "failed: RuntimeError: out of something"),
@@ -217,7 +162,10 @@ def _planted(fault: str, group, sequence_parallel: bool):
         if fault == "raises" or (fault == "raises later" and len(calls) == 11):
             right(x, weight, target) if not torch.is_grad_enabled() else right(x, weight, target).backward()
             raise RuntimeError("out of something\nat all")
-        return factor * right(x, Changed.apply(weight, change), target)
+        weight = weight.detach() if fault == "no dW" else weight.view_as(weight)
+        if weight.requires_grad:
+            weight.register_hook(change)
+        return factor * right(x, weight, target)
 
     return wrong
 
@@ -230,7 +178,8 @@ def _measured(member: Member, sequence_parallel: bool) -> tuple[dict, list[str]]
     called, lengths = [], timing.ALONE if member.ranks == 1 else timing.OVER_RANKS
     lengths[member.device.type] = 0.0, 1e-9  # one call
     after = lambda peer, call: called.append(peer.name)  # noqa: E731
-    return measure.measure(planted, judge_of(given), 2, after=after), called
+    judge = Judge(given, *(answers(given, dtype) for dtype in (torch.float64, torch.float32)))
+    return measure.measure(planted, judge, 2, after=after), called
 
 
 @LAYOUTS
@@ -247,43 +196,11 @@ def test_what_is_wrong_is_shown_and_never_timed(ranks, sequence_parallel, worlds
         assert all((kind in entry) == (not words) for kind in PASSES)
         if words:
             assert rows[f"{entry['name']}, {refused.split(':')[0]}"][2 : 2 + columns] == [NONE] * columns
-    right, wrong, row, bare = (cell["peers"][number] for number in (0, 1, 4, -1))
+    right, wrong, row, bare = (cell["peers"][number] for number in (0, 1, 3, -1))
     assert all(len(right[kind]["seconds"]) == 2 and right[kind]["peak_bytes"] > 0 for kind in PASSES)
     assert wrong["errors"]["dW"] > 100 * right["errors"]["dW"] > 0  # a refused peer's errors are shown
     assert "dW row error" in row["refused"] and row["errors"]["dW row"] > row["errors"]["dW"]
     assert rows[bare["name"]][3] == "1.000" and called == ["none", GEMM_ONLY]
-
-
-def test_a_wrong_form_is_refused():
-    judge = judge_of(problem_of(Member(0, 1, torch.device("cpu"), None)))
-    outputs = judge.truth.loss, judge.truth.grad_x.float(), judge.truth.grad_weight.float()
-    assert set(judge.check(outputs[0], outputs)) == {"loss", "dX", "dX row", "dW", "dW row"}
-    for wrong in (outputs[2].double(), outputs[2][:-1]):
-        with pytest.raises(NotMeasured, match=r"refused: dW is \[\d+, 16\], torch.float\d\d, expected \[96, 16\]"):
-            judge.check(outputs[0], (*outputs[:2], wrong))
-
-
-def _megatron(member: Member, sequence_parallel: bool) -> dict:
-    """Its native loss, accepted by the judge; where there is no GPU its gather buffer has to be told so."""
-    from megatron.core import parallel_state
-
-    given, current_device, megatron = problem_of(member, sequence_parallel), torch.cuda.current_device, "megatron"
-    try:
-        if member.device.type == "cpu":
-            torch.cuda.current_device = lambda: member.device
-        peer = named(megatron, RANKS)
-        calls = calls_of(peer, given, peer.build(given.team.group, sequence_parallel))
-        return judge_of(given).check(*(calls[kind]() for kind in (FORWARD, FORWARD_BACKWARD)))
-    finally:
-        torch.cuda.current_device = current_device
-        parallel_state.destroy_model_parallel()
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_stock_megatron_is_called_as_it_is_meant(worlds, device, sequence_parallel):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
-    for errors in worlds(2).run(_megatron, sequence_parallel):
-        assert set(errors) == {"loss", "dX", "dX row", "dW", "dW row"} and errors["dX"] < 1e-5
 
 
 # --- what is written -------------------------------------------------------------------------------
@@ -320,8 +237,7 @@ def run(tmp_path, *arguments):
 
 def test_a_run_writes_tables_json_and_a_picture(short, tmp_path, capsys):
     picture = tmp_path / "bench.png"
-    shapes = ["--shape", "40,90,16", "--shape", "33,70,8"]
-    status, found = run(tmp_path, "--suite", "bars", *shapes, "--plot", str(picture))
+    status, found = run(tmp_path, *"--suite bars --shape 40,90,16 --shape 33,70,8 --plot".split(), str(picture))
     assert status == 0 and picture.read_bytes().startswith(b"\x89PNG")
     assert found["machine"]["torch"] == torch.__version__ and found["settings"]["suite"] == "bars"
     assert [(cell["n"], cell["v"], cell["d"]) for cell in found["cells"]] == [(40, 90, 16), (33, 70, 8)]
@@ -331,7 +247,6 @@ def test_a_run_writes_tables_json_and_a_picture(short, tmp_path, capsys):
         assert_plausible(cell, options.SUITES["bars"].ours)
         _, returned, added, *_ = (entry[FORWARD_BACKWARD]["peak_bytes"] for entry in cell["peers"])
         assert added < returned  # main_grad is no memory of the call
-        assert cell["peers"][5]["name"] == "torch"
 
 
 def test_a_run_of_two_processes(tmp_path):
@@ -351,9 +266,10 @@ def test_a_run_of_two_processes(tmp_path):
     for cell in found["cells"]:
         assert_plausible(cell, options.DEFAULTS[RANKS, "cpu"].ours)
     assert (tmp_path / "new" / "r.png").read_bytes().startswith(b"\x89PNG")
-    names = [f"{layout}-{peers.SAVED}" for layout in ("tp1-n64", "tp2-n64", "tp2-n64-sp")]
-    names += [f"{layout}-{OVERLAPPED}" for layout in ("tp2-n64", "tp2-n64-sp")]
-    assert {path.name for path in (tmp_path / "traces").iterdir()} == {f"{name}.json.gz" for name in names}
+    names = [f"{layout}-{name}" for layout in ("tp2-n64", "tp2-n64-sp") for name in (peers.SAVED, OVERLAPPED)]
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {
+        f"{name}.json.gz" for name in (f"tp1-n64-{peers.SAVED}", *names)
+    }
     with gzip.open(tmp_path / "traces" / f"{names[-1]}.json.gz", "rt") as file:
         events = [event.get("name", "") for event in json.load(file)["traceEvents"]]
     assert sum(name == "aten::mm" for name in events) == 3  # one call
@@ -391,22 +307,6 @@ def test_ours_refused_is_a_failure(short, monkeypatch, tmp_path, capsys):
     assert "ours@0: refused: dW" in capsys.readouterr().out
 
 
-def test_the_overview_names_the_fastest_with_a_gradient_per_token(capsys):
-    entries = []
-    for name, upstream, family, seconds in (
-        ("ours", ANY, "ours", 8.0),
-        ("gemm-only", ANY, "gemm-only", 6.0),
-        ("torch", ANY, "other", 12.0),
-        ("liger", "scalar", "other", 2.0),
-    ):
-        its = {"seconds": [seconds] * 3, "seconds_median": seconds, "beyond_gradients_bytes": 3 * MIB}
-        entries.append({"name": name, "upstream": upstream, "family": family} | dict.fromkeys(PASSES, its))
-    columns, row = rows_of(overview([{"problem": "some", "tp": 1, "peers": entries}]), capsys)
-    assert columns[1:4] == ["of overlapped", "of GEMM-only", "forward of GEMM-only"]
-    assert columns[4:] == ["torch ×", "liger ×", "the fastest ×", "MiB"]
-    assert row == ["some", *["0.750 (0.750–0.750)"] * 3, "1.50", "0.25", "1.50 (torch)", "3.0"]
-
-
 def test_distillation_is_measured(short, capsys):
     arguments = ["--device", "cpu", "--shape", "20,50,8", "--teacher", "16", "--beta", "0", "0.5", "--rounds", "1"]
     distillation.main(arguments)
@@ -424,3 +324,232 @@ def test_tiles_are_measured_on_the_interpreter(short):
         found = tune.tune(make_problem(Shape(70, 150, 16), torch.bfloat16, ALONE), 1, tiles, (2,))
     assert [*found] == [(tile, 2, use) for tile in tiles for use in ("forward", "saving forward", "forward + backward")]
     assert all(speed > 0 for speed in found.values())
+
+
+# --- snapshots -------------------------------------------------------------------------------------
+
+BF16 = "bf16 logits"
+N, V, D = 300, 700, 32
+
+
+def written(path: Path, n=6, v=10, d=8, dtype=torch.bfloat16, **changed) -> str:
+    target = torch.randint(v, (n,), generator=torch.Generator().manual_seed(2))
+    weight = normal(v, d, seed=1) * d**-0.5
+    content = {"hidden": normal(n, d).to(dtype), "weight": weight.to(dtype), "target": target} | changed
+    save_file({name: tensor for name, tensor in content.items() if tensor is not None}, path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (dict(weight=None), r"has no tensor weight, but \['hidden', 'target'\]"),
+        (dict(hidden=torch.ones(6, 8)), "both fp16, and integers, got hidden torch.float32, weight torch.bfloat16"),
+        (dict(target=torch.ones(6, dtype=torch.bool)), "and integers, got .* target torch.bool"),
+        (dict(target=torch.ones(5, dtype=torch.int64)), r"got hidden \[6, 8\], weight \[10, 8\], target \[5\]"),
+        (dict(weight=torch.ones(0, 8).bfloat16()), r"none empty, got hidden \[6, 8\], weight \[0, 8\]"),
+        (dict(target=torch.tensor([0, 1, 2, 3, 4, 10])), r"targets must lie in \[0, 10\), got 0 to 10"),
+    ],
+)
+def test_a_file_that_cannot_be_measured_is_refused(changed, words, tmp_path):
+    with pytest.raises(NotMeasured, match=words):
+        snapshots.read(written(tmp_path / "a.safetensors", **changed), ALONE)
+
+
+# --- parity ----------------------------------------------------------------------------------------
+
+
+def assert_parity(case: dict) -> None:
+    its, rounded, head = (case["deviations"][way] for way in (OURS, BF16, FP32_HEAD))
+    slack = 4 * torch.finfo(torch.float32).eps * max(1.0, case["max_sum_of_magnitudes"])
+    assert its["largest"] <= 2 * head["largest"] + slack and 100 * its["largest"] < rounded["largest"]
+    assert its["outside"] == 0 and 0.999 < its["smallest_ratio"] <= its["largest_ratio"] < 1.001
+    assert 100 * its["mean"] < rounded["mean"] and 100 * head["mean"] < rounded["mean"]
+    assert its["entropy_largest"] <= 2 * head["entropy_largest"] + slack
+    assert 10 * its["entropy_largest"] < rounded["entropy_largest"]
+    assert case["groups"] and case["holds"]
+    assert sum(group["tokens"] for group in case["groups"]) == case["n"]
+    for group in case["groups"]:
+        assert list(group["errors"]) == list(OUTPUTS)
+        assert all(list(ways) == [OURS, BF16, FP32_HEAD] for ways in group["errors"].values())
+
+
+@pytest.mark.parametrize("deviation", parity.DEVIATIONS)
+def test_ours_equals_an_fp32_head_on_random_inputs(deviation, device):
+    case = parity.measure(random_problem(Shape(200, 3000, 256), deviation, Team(torch.device(device))))
+    assert_parity(case)
+    assert case["mean_log_prob"] > 0.3 - math.log(3000)  # targets are drawn from the softmax
+    if deviation >= 5:
+        assert case["deviations"][BF16]["outside"] > 0.1
+    if deviation == 20:
+        edges = [(group["low"], group["high"]) for group in case["groups"]]
+        assert edges == [(0.1, 1.0), (1e-2, 0.1), (1e-3, 1e-2), (1e-4, 1e-3), (1e-5, 1e-4), (0.0, 1e-5)]
+
+
+@pytest.mark.parametrize("large", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["tiny", "configuration"])
+def test_the_whole_command_on_a_trained_model(large, tmp_path):
+    """./launch/parity.sh twice: the second time nothing is trained. A file that cannot be read does not end it."""
+    pytest.importorskip("tokenizers", reason="needs the training program's packages")
+    pytest.importorskip("pydantic", reason="needs the training program's packages")
+    tiny = ["model.hidden=64", "train.steps=20", "train.sequence=64", "text.max_bytes=300_000", "text.vocab_size=1024"]
+    tiny += ["snapshots.steps=[5]", "snapshots.tokens=256"]
+    config = ["--config", str(ROOT / "configs" / "snapshots-cpu.yaml"), *([] if large else tiny)]
+    folders = [f"text.cache={tmp_path / 'cache'}", f"output={tmp_path / 'out'}"]
+    (tmp_path / "worse").write_bytes(b"no header")
+    report = ["worse", written(tmp_path / "bad [x]", weight=None), "--device", "cpu", "--random", "64,512,32"]
+    command = ["bash", str(ROOT / "launch" / "parity.sh"), *config, *folders, "--", *report, "--json", "figures.json"]
+    for trains in (True, False):
+        done = ran(*command, cwd=tmp_path)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "bad [x] has no tensor weight" in done.stderr and "error: worse cannot be read" in done.stderr
+        assert ("stand for text" in done.stdout) is trains
+    cases = json.loads((tmp_path / "figures.json").read_text())["cases"]
+    steps = (20, 60) if large else (5, 20)
+    names = [str(tmp_path / "out" / f"step-{step}.safetensors") for step in steps]
+    assert [case["name"] for case in cases] == names + [f"random, std {s}" for s in (1, 5, 20)]
+    for case in cases:
+        assert_parity(case)
+        title = "| {name}: N={n}, V={v}, D={d} ".format_map(case)
+        values, gradients = [line for line in done.stdout.splitlines() if line.startswith(title)]
+        assert f"{case['deviations'][OURS]['largest']:.1e}" in values
+        assert all(f"{ways[OURS]:.1e} / " in gradients for ways in case["groups"][0]["errors"].values())
+    assert cases[0]["max_abs_logit"] < cases[1]["max_abs_logit"]  # it has been trained
+
+
+def _lost_gradients_of_sure_tokens(right, inputs, entry):
+    """Lost beside those of the other tokens."""
+    sure = parity.dense(inputs, entry, torch.float64).values[2] > -1e-3
+    return right._replace(gradients=[dx.masked_fill(sure[:, None], 0.0) for dx in right.gradients])
+
+
+WRONG = {  # words of the report: what is made of its results, and of how many cases it fails
+    "FAILED": (lambda right, *_: right, 0),
+    "FAILED: ours is off by": (
+        lambda right, *given: right._replace(values=parity.dense(*given, torch.bfloat16).values),
+        3,
+    ),
+    "its entropies by nan": (
+        lambda right, *_: right._replace(values=[right.values[0], right.values[1] * math.nan, right.values[2]]),
+        3,
+    ),
+    "; its dX by more than twice those of bf16 logits, where 1 - p is at most ": (_lost_gradients_of_sure_tokens, 1),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_a_wrong_result_fails_the_report(words, monkeypatch, capsys, tmp_path):
+    (wrong, failed), right, path = WRONG[words], parity.ours, tmp_path / "figures.json"
+    monkeypatch.setattr(parity, "ours", lambda inputs, entry: wrong(right(inputs, entry), inputs, entry))
+    status = parity.main(["--device", "cpu", "--random", "256,512,64", "--json", str(path)])
+    said = capsys.readouterr().out
+    assert status == bool(failed) and said.count("FAILED") == said.count(words) == failed
+    assert ("1e-03, 1e-04, 1e-05" in said) == (wrong is _lost_gradients_of_sure_tokens)
+    cases = json.loads(path.read_text(), parse_constant=pytest.fail)["cases"]  # NaN is no JSON
+    assert [case["holds"] for case in cases].count(False) == failed
+
+
+# --- gradient_filter -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def given(tmp_path) -> Problem:
+    return snapshots.read(written(tmp_path / "step-1.safetensors", N, V, D), ALONE)
+
+
+def probabilities(given: Problem) -> torch.Tensor:
+    """[N, V] fp64"""
+    return (given.hidden.double() @ given.weight.double().T).softmax(1)
+
+
+def test_the_vocabulary_is_ordered_by_mean_probability_and_dealt_to_the_ranks(given, monkeypatch):
+    monkeypatch.setattr(problem, "BLOCK_BYTES", 8 * V * 7)  # blocks of 7 tokens
+    mean, order = probabilities(given).mean(0), gradient_filter.by_probability(given)
+    assert torch.equal(order.sort().values, torch.arange(V))
+    assert (mean[order].diff() <= 1e-6 * mean[order][1:]).all()
+    assert torch.equal(gradient_filter.by_probability(given, 2), torch.cat([order[0::2], order[1::2]]))
+    changed = gradient_filter.reordered(given, order)  # the vocabulary alone
+    torch.testing.assert_close(probabilities(changed), probabilities(given)[:, order])
+    assert torch.equal(order[changed.target], given.target)
+
+
+def test_the_measures_of_a_small_snapshot(short, given, monkeypatch):
+    monkeypatch.setattr(problem, "BLOCK_BYTES", 8 * V * 70)  # blocks of 70 tokens
+    filters = []
+
+    def loss(*tensors, gradient_filter, **options):
+        filters.append(gradient_filter)
+        return linear_cross_entropy(*tensors, gradient_filter=gradient_filter, **options)
+
+    monkeypatch.setattr(gradient_filter, "linear_cross_entropy", loss)
+    with chosen_backend("torch"):
+        case = gradient_filter.measure(given.name, 2, ALONE)
+    assert {*filters} == {*FILTERS} and case["step"] == 1 and case["dtype"] == "bfloat16"
+    assert case["loss"] == pytest.approx(-probabilities(given)[range(N), given.target].log().mean().item())
+    # The exact gradients, rounded: of a number at most 2^-9 of it, 2^-9 / sqrt(3) in the mean or less.
+    references, names = case["reference_errors"], ("dX", "dW", "dW rows")
+    assert all(2**-11 < references[EXACT][name] < 2**-9 for name in names)
+    assert all(references[rounded][name] > references[EXACT][name] for rounded in ROUNDINGS for name in names)
+    found = [(each["order"], each["gradient_filter"]) for each in case["results"]]
+    assert found == [(order, value) for order in (NATURAL, BY_PROBABILITY) for value in FILTERS]
+    for none, *filtered in (case["results"][: len(FILTERS)], case["results"][len(FILTERS) :]):
+        for memory in BUDGETS:
+            for name in names:
+                exact = none[memory]["errors"][name]
+                assert exact < 2 * references[EXACT][name]
+                # The torch backend computes exact gradients.
+                assert all(each[memory]["errors"][name] == exact for each in filtered)
+            ratios = sorted(g / s for g, s in zip(none["gemm_only_seconds"], none[memory]["seconds"]))
+            assert none[memory]["of_gemm_only"] == pytest.approx([sum(ratios) / 2, *ratios])
+
+
+def _measured_on(member: Member, path: str) -> dict:
+    timing.OVER_RANKS[member.device.type] = timing.ALONE[member.device.type] = 0.0, 1e-6
+    gradient_filter.FILTERS = (None,)
+    team = Team(member.device, member.rank, member.ranks, member.group, member.group)
+    with chosen_backend("torch"):
+        return gradient_filter.measure(path, 1, team)
+
+
+def test_ranks_have_the_errors_of_the_whole(worlds, short, given, device, monkeypatch):
+    monkeypatch.setattr(gradient_filter, "FILTERS", (None,))
+    (whole,), (first, second) = (everywhere(worlds, device, ranks, _measured_on, given.name) for ranks in (1, 2))
+    assert first["tp"] == 2 and whole["tp"] == 1 and first["reference_errors"] == whole["reference_errors"]
+    assert first == second
+    for mine, of_whole in zip(first["results"], whole["results"]):
+        for memory in BUDGETS:
+            found, expected = mine[memory]["errors"], of_whole[memory]["errors"]
+            for name in ("dW", "dW rows"):
+                assert found[name] == pytest.approx(expected[name], rel=0.02)
+            assert expected["dX"] <= found["dX"] < 2 * expected["dX"]  # a bf16 dX is summed over the ranks in bf16
+    monkeypatch.setattr(Team, "agree", lambda self, work: work())
+    with pytest.raises(NotMeasured, match="a vocabulary of 700 entries cannot be shared by 3 ranks"):
+        gradient_filter.measure(given.name, 1, Team(torch.device("cpu"), 0, 3))
+
+
+def test_the_report_writes_tables_json_and_a_picture(short, tmp_path, capsys, monkeypatch):
+    """Lines go through the snapshots in the order of their steps, whatever the order of the files."""
+    drawn = []
+    monkeypatch.setattr(pyplot, "close", drawn.append)
+    paths = [written(tmp_path / f"{name}.safetensors", 40, 60, 16) for name in ("step-20", "step-9", "other [x]")]
+    bad = written(tmp_path / "bad.safetensors", weight=None)
+    figures, picture = tmp_path / "new" / "figures.json", tmp_path / "pictures" / "p.png"
+    arguments = ["--device", "cpu", "--rounds", "3", "--json", str(figures), "--plot", str(picture)]
+    assert gradient_filter.main([bad, *paths, *arguments]) == 2  # for one that cannot be measured
+    monkeypatch.undo()
+    said = capsys.readouterr()
+    assert f"error: {bad} has no tensor weight" in said.err
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    cases = json.loads(figures.read_text())["cases"]
+    assert [(case["name"], case["step"]) for case in cases] == list(zip(paths, (20, 9, None)))
+    for case in cases:
+        assert f"{case['name']}: N=40, V=60, D=16, bfloat16, loss {case['loss']:.4f}" in said.out
+    row = next(line for line in said.out.splitlines() if line.startswith("| by probability") and "| 2^-11" in line)
+    for way in (cases[0]["results"][8][memory] for memory in BUDGETS):
+        assert f"{way['of_gemm_only'][0]:.3f} (" in row and f"{way['errors']['dX']:.2e}" in row
+    line = drawn[0].axes[0].lines[0]
+    of_natural_and_saved = [case["results"][5]["saved"]["of_gemm_only"][0] for case in (cases[1], cases[0])]
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([9, 20], of_natural_and_saved)
+    pyplot.close(drawn[0])
+    with pytest.raises(SystemExit):
+        gradient_filter.main([])
+    assert "no file is given, and at least one is needed" in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
@@ -10,11 +12,10 @@ import torch
 import torch.distributed as dist
 
 import parallel_lce
-from cases import DTYPES, Case, dense_loss, make, part
-from measures import assert_close
+from cases import DTYPES, Case, make, part
 from on_ranks import on_ranks
 from parallel_lce.core import collectives
-from tools import recorded, shrunk, started
+from tools import chosen_backend, everywhere, recorded, shrunk, started
 from world import Member
 
 N, D, ROWS = 48, 4, 40  # tokens of the whole sequence, hidden size, vocabulary rows per rank
@@ -35,9 +36,6 @@ class Call:
     frozen: str = ""
     reduce_dtype: str = ""
 
-    def __str__(self) -> str:
-        return "-".join(str(v) if n in ("strategy", "dtype") else f"{n}={v}" for n, v in vars(self).items() if v)
-
     @property
     def tokens(self) -> int:
         return 8 if self.strategy == "by vocabulary" else N
@@ -48,6 +46,26 @@ class Call:
         return rows * ROWS * DTYPES[self.dtype].itemsize * (2 if self.strategy == "accumulate" else 1)
 
 
+@contextmanager
+def all_waited_for():
+    """A collective that nobody waits for may write to memory that is somebody else's by then, and no CUDA graph can be
+    captured with it."""
+    works = []
+
+    def watched(start):
+        def start_one(*given, **options):
+            works.append(mock.Mock(wraps=start(*given, **options)))
+            return works[-1]
+
+        return start_one
+
+    with ExitStack() as stack:
+        for owner, name in ((collectives, "all_gather"), (collectives, "reduce_scatter"), (dist, "all_reduce")):
+            stack.enter_context(mock.patch.object(owner, name, watched(getattr(owner, name))))
+        yield
+    assert all(work.wait.called for work in works)
+
+
 def _events(member: Member, call: Call):
     """The collectives that a rank starts in forward and in backward, and windows of dW that it finishes."""
     t = make(Case(call.tokens, ROWS * member.ranks, D, call.dtype, ignored="none"), member.device)
@@ -56,20 +74,17 @@ def _events(member: Member, call: Call):
     x = t.x.detach().repeat(1, 2)[:, :D].requires_grad_("input" not in call.frozen)
     t.weight.requires_grad_("weight" not in call.frozen)
     budgets = {"save": None, "evaluation": None, "save alone": N * ROWS * x.dtype.itemsize}
-    options = dict(
-        reduction="mean" if call.strategy == "accumulate" else "none",
-        label_smoothing=call.smoothing,
-        process_group=member.group,
-        sequence_parallel=call.sequence_parallel,
-        logits_budget=budgets.get(call.strategy, 0),
-        reduce_dtype=getattr(torch, call.reduce_dtype) if call.reduce_dtype else None,
-    )
+    options = dict(process_group=member.group, sequence_parallel=call.sequence_parallel, label_smoothing=call.smoothing)
+    options["logits_budget"] = budgets.get(call.strategy, 0)
+    options["reduction"] = "mean" if call.strategy == "accumulate" else "none"
+    options["reduce_dtype"] = getattr(torch, call.reduce_dtype) if call.reduce_dtype else None
     with shrunk(call.block_bytes, (8, 16)), recorded(member.group) as events, started() as everything:
-        with torch.set_grad_enabled(call.strategy != "evaluation"):
+        with torch.set_grad_enabled(call.strategy != "evaluation"), all_waited_for():
             loss = parallel_lce.linear_cross_entropy(x, t.weight, t.target, **options)
         forward, events[:] = list(events), []
         if loss.requires_grad:
-            loss.sum().backward()
+            with all_waited_for():
+                loss.sum().backward()
         # Each is waited for where its result is used.
         assert everything and all(each.asynchronous and each.contiguous for each in everything)
         return forward, list(events)
@@ -101,28 +116,21 @@ def of_collectives(events: list) -> list:
 
 
 CALLS = [
-    Call("save", 2, 1),
     Call("save", 3, 1, smoothing=0.1),
-    Call("save", 2, 1, dtype="fp64"),
     Call("save", 2, 1, True, dtype="bf16"),
     Call("save", 2, 1, dtype="bf16", reduce_dtype="float32"),
-    Call("save", 2, 1, True, dtype="fp16", reduce_dtype="float16"),
-    Call("save", 2, 1, frozen="input"),
     Call("save", 2, 1, True, frozen="input"),
     Call("save", 2, 1, True, frozen="weight"),
     Call("save", 2, 1, frozen="input weight"),
     Call("save alone", 2, 1, True, dtype="bf16"),
-    Call("save alone", 3, 1, True, frozen="input"),
     Call("evaluation", 2, 1),
     Call("by vocabulary", 2, 1, dtype="bf16"),  # dX [N, D] is the smaller accumulator: one block, one reduction
     Call("recompute", 3, 2, smoothing=0.1),
     Call("recompute", 2, 4, True, dtype="bf16", reduce_dtype="float32"),
     Call("recompute", 4, 3, True, smoothing=0.2, dtype="fp64"),
-    Call("recompute", 2, 4, frozen="input"),
     Call("recompute", 2, 4, True, frozen="weight"),
     Call("accumulate", 3, 4, smoothing=0.1, dtype="bf16", reduce_dtype="float32"),
     Call("accumulate", 2, 4, True),
-    Call("accumulate", 4, 3, True, smoothing=0.2),
     Call("accumulate", 2, 4, True, frozen="input"),
     Call("accumulate", 2, 4, frozen="weight"),
 ]
@@ -143,9 +151,11 @@ def test_collectives_of_a_call(call, worlds, device):
     assert sorted(found_backward) == sorted(backward)
     if call.strategy != "accumulate":
         assert found_forward == forward
-        kinds = [e[0] for e in found_backward]
-        gathers, sums = ([i for i, k in enumerate(kinds) if k == kind] for kind in ("all_gather", "reduce_scatter"))
-        assert all(gathered < reduced for gathered, reduced in zip(gathers, sums))
+    # Gathers of hidden states run a block ahead of the sums of dX.
+    events, hidden = found_backward or found_forward, call.tokens // call.ranks // call.blocks * D
+    gathers = [i for i, event in enumerate(events) if event[:2] == ("all_gather", hidden)]
+    sums = [i for i, event in enumerate(events) if event[0] == "reduce_scatter"]
+    assert all(gathered < reduced for gathered, reduced in zip(gathers[1:], sums))
 
 
 def assert_dx_is_on_its_way_while_dw_is_computed(call: Call, events: list) -> None:
@@ -157,26 +167,10 @@ def assert_dx_is_on_its_way_while_dw_is_computed(call: Call, events: list) -> No
         assert "dW" in order[start + 1 : following]
 
 
-@on_ranks(2)
-def test_the_second_gather_starts_once_the_first_is_waited_for(member):
-    """With one queue to the device, what runs beside the first would stand behind it; later ones are a block ahead."""
-    wait, blocks, order = collectives.IncomingHidden.wait, 4, []
-    hidden = N // member.ranks // blocks * D
-
-    def watched_wait(self):
-        if not self.arrived and self.tensor.shape[-1] == D:
-            order.extend(gathers())
-            order.append("wait")
-        return wait(self)
-
-    def gathers() -> list[str]:
-        """Of those that were started, the ones that are not in ``order`` yet."""
-        count = [(each.kind, each.size) for each in found].count(("all_gather", hidden))
-        return ["gather"] * (count - order.count("gather"))
-
-    with started() as found, mock.patch.object(collectives.IncomingHidden, "wait", watched_wait):
-        _events(member, Call("accumulate", member.ranks, blocks, True))
-    assert order == ["gather", "wait"] * 4
+@pytest.mark.parametrize("frozen", ["", "weight"])
+def test_triton_waits_for_hidden_states_that_it_reads_late_or_not_at_all(frozen, kernels, worlds, device):
+    with chosen_backend("triton"):
+        everywhere(worlds, device, 2, _events, Call("save alone", 2, 1, True, "bf16", frozen=frozen))
 
 
 @on_ranks(2)
@@ -206,42 +200,34 @@ def test_one_rank_needs_none(member):
 @pytest.mark.thinned
 @on_ranks(4)
 def test_only_the_given_group_is_used(member, budget, reduction, sequence_parallel):
-    """Two tensor-parallel pairs side by side, [1, 3] and [0, 2], of different problems."""
-    groups = {(1, 3): dist.new_group([1, 3]), (0, 2): dist.new_group([0, 2])}
+    """Two tensor-parallel pairs side by side."""
+    groups = {pair: dist.new_group(pair) for pair in ((1, 3), (0, 2))}
     pair = (1, 3) if member.rank % 2 else (0, 2)
     me = Member(pair.index(member.rank), 2, member.device, groups[pair])
-    whole = make(Case(N, 2 * ROWS, D, seed=member.rank % 2), member.device)
-    t = part(whole, me, sequence_parallel)
+    t = part(make(Case(N, 2 * ROWS, D), member.device), me, sequence_parallel)
     options = dict(process_group=me.group, sequence_parallel=sequence_parallel, logits_budget=budget)
     with shrunk(N // 2 * ROWS * 4, (8, 16)), recorded(me.group) as events:
-        loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, **options)
-        loss.sum().backward()
+        parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, reduction=reduction, **options).sum().backward()
     assert len(of_collectives(events)) >= 2 and all(e[3] for e in of_collectives(events))
-    truth = dense_loss(whole, reduction=reduction)
-    own = {"dx": truth["dx"].chunk(2)[me.rank] if sequence_parallel else truth["dx"]}
-    own |= {"loss": truth["loss"], "dweight": truth["dweight"].chunk(2)[me.rank]}
-    for name, value in (("loss", loss), ("dx", t.x.grad), ("dweight", t.weight.grad)):
-        assert_close(value, own[name], 2e-6, name=name)
 
 
-def _ranks_whose_local_rows_differ(member: Member, sizes: tuple, vocab_size):
+def _uneven_ranks(member: Member, sizes: tuple, vocab_size):
     """Blocks follow from shared numbers: ranks of very different shards start the same collectives."""
     t = part(make(Case(N, sum(sizes), D), member.device), member, shards=sizes)
     where = dict(process_group=member.group, vocab_start=sum(sizes[: member.rank]), vocab_size=vocab_size)
     found = []
-    for reduction in ("mean", "none"):
-        for budget in (0, 3000, 12000, None):
-            options = dict(reduction=reduction, logits_budget=budget, **where)
-            with shrunk(2000, (8, 16)), recorded(member.group) as events:
-                parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).sum().backward()
-            found.append(of_collectives(events))
+    for reduction, budget in itertools.product(("mean", "none"), (0, 3000, 12000, None)):
+        options = dict(reduction=reduction, logits_budget=budget, **where)
+        with shrunk(2000, (8, 16)), recorded(member.group) as events:
+            parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options).sum().backward()
+        found.append(of_collectives(events))
     return found
 
 
 @pytest.mark.parametrize("given", [True, False])
 def test_uneven_shards_start_the_same_collectives(given, worlds, device):
     sizes = (100, 0, 17)
-    everyone = worlds(3).run(_ranks_whose_local_rows_differ, sizes, sum(sizes) if given else None)
+    everyone = worlds(3).run(_uneven_ranks, sizes, sum(sizes) if given else None)
     assert everyone == [everyone[0]] * 3
     if given:
         assert len({len(events) for events in everyone[0]}) > 1, "the budget must change the blocks"

@@ -7,10 +7,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -62,23 +63,19 @@ def _with_backend(member: Member, name: str, body, *arguments):
 def shrunk(block_bytes: int | None = None, tile: tuple[int, int] | None = None):
     """Smaller blocks, accumulated however few rows they have, and tiles of ``(rows, columns)`` in the
     torch backend, so that a tiny problem has many of both."""
-    modules = [backends.named(name) for name in ("torch", "triton") if name == "torch" or _TRITON]
-    saved = plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, torch_tiles._TILE_ROWS, torch_tiles._TILE_BYTES
-    accumulated = [module.SMALLEST_ACCUMULATED for module in modules]
-    if block_bytes is not None:
-        plan.SMALLEST_BLOCK = plan.GATHERED_BYTES = block_bytes
-        prepare.KNOWN.clear()
-        for module in modules:
-            module.SMALLEST_ACCUMULATED = 1
-    if tile is not None:
-        torch_tiles._TILE_ROWS, torch_tiles._TILE_BYTES = tile[0], 4 * tile[0] * tile[1]
-    try:
+    with ExitStack() as changes:
+        changes.callback(prepare.KNOWN.clear)
+        patch = changes.enter_context(pytest.MonkeyPatch.context())
+        if block_bytes is not None:
+            patch.setattr(plan, "SMALLEST_BLOCK", block_bytes)
+            patch.setattr(plan, "GATHERED_BYTES", block_bytes)
+            for name in ("torch", *["triton"] * _TRITON):
+                patch.setattr(backends.named(name), "SMALLEST_ACCUMULATED", 1)
+            prepare.KNOWN.clear()
+        if tile is not None:
+            patch.setattr(torch_tiles, "_TILE_ROWS", tile[0])
+            patch.setattr(torch_tiles, "_TILE_BYTES", 4 * tile[0] * tile[1])
         yield
-    finally:
-        plan.SMALLEST_BLOCK, plan.GATHERED_BYTES, torch_tiles._TILE_ROWS, torch_tiles._TILE_BYTES = saved
-        prepare.KNOWN.clear()
-        for module, rows in zip(modules, accumulated):
-            module.SMALLEST_ACCUMULATED = rows
 
 
 REDUCED = {
@@ -90,33 +87,23 @@ REDUCED = {
 
 
 @contextmanager
-def _environment(name: str, value: str):
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 def debug_mode():
-    return _environment("PARALLEL_LCE_DEBUG", "1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARALLEL_LCE_DEBUG", "1")
+        yield
 
 
 @contextmanager
 def chosen_backend(name: str):
     """``torch``, ``triton``, the default of an empty name, or ``dense``: triton that saves logits where it can."""
-    if name != "dense":
-        with _environment(backends.VARIABLE, name):
-            yield
-        return
-    with _environment(backends.VARIABLE, "triton"), mock.patch.object(backends.named("triton"), "DENSE_FLOPS", 1e30):
-        prepare.KNOWN.clear()
+    with ExitStack() as changes:
+        patch = changes.enter_context(pytest.MonkeyPatch.context())
+        patch.setenv(backends.VARIABLE, "triton" if name == "dense" else name)
+        if name == "dense":
+            changes.callback(prepare.KNOWN.clear)
+            patch.setattr(backends.named("triton"), "DENSE_FLOPS", 1e30)
+            prepare.KNOWN.clear()
         yield
-    prepare.KNOWN.clear()
 
 
 DIFFERENTIABLE = tuple(name for name in statistics_module.DIFFERENTIABLE if name != "selected_log_prob")
@@ -263,29 +250,24 @@ def words_of_error(use) -> str:
     return "no error"
 
 
-def _noted(module, name: str, note: Callable):
-    """Calls ``note(arguments, result)`` whenever the module calls the function of this name."""
-    original = getattr(module, name)
+@contextmanager
+def _noted(module, name: str, wanted: Callable) -> Iterator[list]:
+    original, found = getattr(module, name), []
 
     def noted(*arguments, **options):
         result = original(*arguments, **options)
-        note(arguments, result)
+        found.append(wanted(arguments, result))
         return result
 
-    return mock.patch.object(module, name, noted)
-
-
-@contextmanager
-def arguments_to(module, name: str) -> Iterator[list]:
-    """The positional arguments of the function of this name whenever the module calls it."""
-    found = []
-    with _noted(module, name, lambda arguments, _: found.append(arguments)):
+    with mock.patch.object(module, name, noted):
         yield found
 
 
-@contextmanager
-def results_of(module, name: str) -> Iterator[list]:
-    """What the function of this name gives whenever the module calls it."""
-    found = []
-    with _noted(module, name, lambda _, result: found.append(result)):
-        yield found
+def arguments_to(module, name: str):
+    """Yields a list of the positional arguments of the function of this name whenever the module calls it."""
+    return _noted(module, name, lambda arguments, _: arguments)
+
+
+def results_of(module, name: str):
+    """Yields a list of what the function of this name gives whenever the module calls it."""
+    return _noted(module, name, lambda _, result: result)

@@ -75,7 +75,7 @@ def measure(team: Team, shape: Shape, teacher_size: int, dtype: torch.dtype, bet
         calls |= {f"{way}, beta {beta:g}": call for way, call in ways.items()}
         if team.group is None:
             wide = [t.detach().double() for t in (x[checked], w, y[checked], u)]
-            truth = _dense(*wide, target[checked], beta, count)[1]
+            truth = _dense(*wide, target=target[checked], beta=beta, count=count)[1]
             del wide
             for way, call in ways.items():
                 off = call()[1][checked].double() - truth

@@ -16,10 +16,12 @@ Exit status: 0; 2 for a file that cannot be measured.
 import re
 import sys
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import log2
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -93,7 +95,8 @@ def _in_order(name: str, order: Tensor, whole: Problem, truth: Answers, rounds: 
     changed = reordered(whole, order)
     own = order.chunk(team.ranks)[team.rank]
     problem = replace(changed, team=team, weight=changed.weight.chunk(team.ranks)[team.rank])
-    calls, results = {GEMM_ONLY: calls_of(named(GEMM_ONLY, RANKS), problem)[FORWARD_BACKWARD]}, []
+    calls: dict[Any, Callable] = {GEMM_ONLY: calls_of(named(GEMM_ONLY, RANKS), problem)[FORWARD_BACKWARD]}
+    results = []
     for value in FILTERS:
         results.append({"order": name, "gradient_filter": value})
         for memory, budget in BUDGETS.items():
@@ -115,7 +118,8 @@ def by_probability(problem: Problem, ranks: int = 1) -> Tensor:
     """The ids `[V]` in descending order of their mean probability over the tokens, dealt to the ranks in turn.
 
     The ids of the first rank come first. The order is nearly the order of unigram frequency."""
-    mean = sum(log_p.exp_().sum(0) for _, log_p, _ in snapshots.log_softmax(problem, torch.float32))
+    zeros = problem.weight.new_zeros(len(problem.weight), dtype=torch.float32)
+    mean = sum((log_p.exp_().sum(0) for _, log_p, _ in snapshots.log_softmax(problem, torch.float32)), zeros)
     order = VocabularyOrder.by_frequency(mean / problem.shape.n, ranks=ranks)
     return order.undo(torch.arange(problem.shape.v, device=problem.weight.device))
 

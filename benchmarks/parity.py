@@ -18,12 +18,12 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from parallel_lce import token_statistics
+from parallel_lce import entropy, log_prob, token_statistics
 
 from . import snapshots
 from .problem import Problem, Shape
@@ -65,7 +65,7 @@ def ours(problem: Problem, entry: Tensor) -> Found:
     x = problem.hidden.detach().requires_grad_()
     statistics = token_statistics(x, problem.weight, problem.target, expected_logit=True)
     selected = token_statistics(x, problem.weight, None, selected=entry[:, None]).selected_log_prob
-    values = statistics.target_log_prob, statistics.entropy, selected
+    values: list[Any] = [log_prob(statistics), entropy(statistics), selected]
     gradients = [torch.autograd.grad(value.sum(), x, retain_graph=True)[0] for value in values]
     return Found([value.detach().view(-1) for value in values], gradients)
 

@@ -24,7 +24,8 @@ def profile_of(call: Callable, team: Team) -> dict:
             call()
             synchronize(team.device)
     averages = profiled.key_averages()
-    on_gpu = [event for event in averages if event.device_type == torch.autograd.DeviceType.CUDA]
+    cuda = torch.autograd.DeviceType.CUDA  # pyright: ignore[reportPrivateImportUsage]
+    on_gpu = [event for event in averages if event.device_type == cuda]
     return {
         "operations": sum(event.count for event in on_gpu) / PROFILED,
         "gpu_seconds": 1e-6 * sum(event.self_device_time_total for event in on_gpu) / PROFILED,

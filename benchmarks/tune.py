@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from parallel_lce import token_statistics
+from parallel_lce import log_prob, token_statistics
 from parallel_lce.kernels import projection
 from parallel_lce.kernels.tuning import Tile
 
@@ -33,7 +33,7 @@ SPECIALIZED = [
     for size, stages in itertools.product([(128, 256), (256, 128)], [3, 4])
 ]
 _SIZES = [(128, 256), (128, 128), (64, 128)]
-PORTABLE = [Tile(*size, *rest) for size, *rest in itertools.product(_SIZES, (32, 64), (4, 8), (3, 4))]
+PORTABLE = [Tile(*size, *rest) for size, rest in itertools.product(_SIZES, itertools.product((32, 64), (4, 8), (3, 4)))]
 BLOCKS = (8, 16, 32)  # row blocks per launch
 SHOWN = 8  # fastest candidates that are printed for each call
 
@@ -54,7 +54,7 @@ def uses_of(problem: Problem) -> dict[str, tuple[str, Callable]]:
         with nullcontext() if gradients else torch.no_grad():
             result = token_statistics(x, weight, problem.target.clamp(min=0), logits_budget=budget)
         if backward:
-            torch.autograd.grad(result.target_log_prob.sum(), (x, weight))
+            torch.autograd.grad(log_prob(result).sum(), (x, weight))
 
     return {
         "forward": (FORWARD, partial(statistics, 0, False)),

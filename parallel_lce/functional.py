@@ -145,7 +145,7 @@ def linear_cross_entropy(
     """
     if unsupported or reduction is None:
         _refuse_unsupported(reduction, unsupported, process_group)
-    logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
+    one_scale, one_temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, token_weight, token_scale, token_temperature)
     options = Options(
         "linear_cross_entropy",
@@ -153,9 +153,9 @@ def linear_cross_entropy(
         ignore_index=-100 if ignore_index is None else ignore_index,
         label_smoothing=label_smoothing,
         z_loss=z_loss,
-        logit_scale=logit_scale,
+        logit_scale=one_scale,
         logit_softcap=logit_softcap,
-        temperature=temperature,
+        temperature=one_temperature,
         gradient_filter=gradient_filter,
         sequence_parallel=sequence_parallel,
         reduce_hidden_grad=reduce_hidden_grad,
@@ -234,13 +234,13 @@ def token_statistics(
     if unknown:
         refuse_unknown(token_statistics, unknown, process_group)
     ids, offsets = ids_and_offsets(selected)
-    logit_scale, temperature, token_scale, token_temperature = apart(logit_scale, temperature)
+    one_scale, one_temperature, token_scale, token_temperature = apart(logit_scale, temperature)
     tensors = Tensors(input, linear_weight, target, linear_bias, None, token_scale, token_temperature, ids, offsets)
     options = Options(
         "token_statistics",
-        logit_scale=logit_scale,
+        logit_scale=one_scale,
         logit_softcap=logit_softcap,
-        temperature=temperature,
+        temperature=one_temperature,
         gradient_filter=gradient_filter,
         sequence_parallel=sequence_parallel,
         reduce_hidden_grad=reduce_hidden_grad,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -258,8 +258,8 @@ class BackwardTask(NamedTuple):
     # [C, R], merged over all ranks
     partial: Tensor
     coefficients: Coefficients
-    # The tensors that the block's forward saved; ``()``: all logits are recomputed. May be overwritten.
-    saved: Saved | tuple[()]
+    # The backend's Saved from the block's forward; ``()``: all logits are recomputed. May be overwritten.
+    saved: Any
     grads: GradBuffers
     # Shared by the blocks of the call.
     scratch: Scratch

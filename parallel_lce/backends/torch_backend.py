@@ -176,8 +176,8 @@ class BlockBackward:
         self._save = self._saved_width = 0
         if saved:
             self._saved = saved
-            self._save = self._saved.exponentials.numel() // rows
-            self._saved_width = -(-self._save // self._saved.maxima.shape[0])
+            self._save = saved.exponentials.numel() // rows
+            self._saved_width = -(-self._save // saved.maxima.shape[0])
         coefficients = coefficients.folded()
         alpha, *others, _ = coefficients
         self._row_tiles = row_tiles(rows)
@@ -245,7 +245,7 @@ class BlockBackward:
                     of_rows, factor = some_rows(total, rows.start, rows.stop), self._fp16_unscale
                     accumulate_nt(of_rows, gradient.t(), weight.t(), overwrite=start == 0, factor=factor)
                 self._last = rows, window, sums, gradient
-        if dx is not None and total is not dx:
+        if dx is not None and total is not None and total is not dx:
             dx.copy_(total)
 
     def weight_grad(self) -> None:
@@ -294,9 +294,9 @@ class BlockBackward:
         scale = 1 / _SAVED_FP16_SCALE if stored.dtype == torch.float16 else 1.0
         maximum = self._saved.maxima[window.start // self._saved_width, rows]
         rebase = (maximum - self._maximum[rows]).exp() * scale
-        slope = None
-        if self._projection.softcap is not None:
-            cap = self._projection.of_rows(rows).softcap
+        cap, slope = self._projection.softcap, None
+        if cap is not None:
+            cap = cap[rows] if isinstance(cap, Tensor) else cap
             slope = softcap_slope(cap, torch.log(stored.to(maximum.dtype) * scale).add_(maximum))
         out = stored if stored.dtype == maximum.dtype else borrowed(self._scratch, rows, window, maximum.dtype)
         if self._delta is None and self._epsilon is None:

@@ -49,7 +49,7 @@ def block_logits(projection: Projection, x: Tensor) -> tuple[Tensor, Tensor]:
     if real == 0:
         return z, partial
     finished(z.t(), projection, None if bias is None else bias[:real, None])
-    for rows in tiles_of_rows(*z.shape, z.element_size()):
+    for rows in tiles_of_rows(*z.shape, itemsize=z.element_size()):
         maximum = torch.amax(z[rows], 1, out=partial[MAX, rows])
         # If all logits of a token are -inf, subtract 0: -inf - -inf is NaN.
         shifted = z[rows] - maximum.masked_fill(maximum == -torch.inf, 0.0).unsqueeze(1)
@@ -197,7 +197,7 @@ def logits_gradient(logits: Tensor, target: Tensor, partial: Tensor, coefficient
 def divergence(pair: Pair, sums: Tensor | None, gradient: LogitsGradient | None) -> None:
     """Write ``sums [2, R]`` over the shard's entries, of q log(q / r) and of p log(p / r), and the gradient; neither is
     written if it is None. A sum that is no term of the divergence is 0."""
-    for rows in tiles_of_rows(*pair.student.shape, pair.student.element_size()):
+    for rows in tiles_of_rows(*pair.student.shape, itemsize=pair.student.element_size()):
         log_p = _log_probs(pair.student, pair.student_normalizer, rows)
         log_q = _log_probs(pair.teacher, pair.teacher_normalizer, rows)
         p, q = log_p.exp(), log_q.exp()

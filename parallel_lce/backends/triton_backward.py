@@ -23,7 +23,7 @@ from parallel_lce.backends.triton_operands import dense, product_of
 from parallel_lce.core.grad_buffers import GradBuffer
 from parallel_lce.core.memory import some_rows
 from parallel_lce.kernels.partials import WindowPartials
-from parallel_lce.kernels.token_gradients import scale_and_add_targets
+from parallel_lce.kernels.token_gradients import Saved, scale_and_add_targets
 from parallel_lce.kernels.tuning import MEASURED
 
 # Rows of a product are a multiple of this.
@@ -38,7 +38,8 @@ class BlockBackward:
     windows are projected again ``scratch`` has ``WINDOWED_BYTES``."""
 
     def __init__(self, task: BackwardTask) -> None:
-        projection, saved = task.projection, task.saved
+        projection = task.projection
+        saved: Saved | tuple[()] = task.saved
         self._task, self._projection, self._grads, self._saved = task, projection, task.grads, saved
         # The last slice, whose dW is formed by weight_grad.
         self._last: tuple[Piece, Slice] | None = None

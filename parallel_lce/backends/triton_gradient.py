@@ -141,7 +141,8 @@ class Piece:
         gradient = vocab_slice.gradient
         if selected is not None:
             target = self._task.target if self.has_targets else None
-            place_selected(gradient, start, *selected, target, self._terms)
+            assert selected.logits is not None  # the other entries have gradients, too
+            place_selected(gradient, start, selected.selection, selected.values, selected.logits, target, self._terms)
         if gradient_filter is not None:
             units = units_of(self._coefficients, self._projection, self._fp16_scale)
             inverse = inverse_of(units, vocab_slice.dx_factor)
@@ -179,7 +180,7 @@ class Piece:
             place_targets(gradient, start, self._placed, self._fp16_scale)
         return Slice(start, stop, gradient, None, None)
 
-    def _find_tokens(self, gradient: Tensor, saved: Saved | tuple[()], start: int) -> TokenGradients:
+    def _find_tokens(self, gradient: Tensor, saved: Saved | None, start: int) -> TokenGradients:
         projection, window = self._projection, 1
         if saved is not None:
             # Width of the forward's windows, a power of two; for a shard of one window the next power of two suffices.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Never
 
@@ -47,7 +47,7 @@ def refuse(refusal: Exception, group: dist.ProcessGroup | None) -> Never:
     raise refusal
 
 
-def refuse_unknown(function: Callable, given: dict[str, object], group: dist.ProcessGroup | None = None) -> Never:
+def refuse_unknown(function: Callable, given: Mapping[str, object], group: dist.ProcessGroup | None = None) -> Never:
     """Raise ``TypeError`` for keyword arguments that ``function`` does not take. The message suggests arguments with
     the same last word, or else the one with the most similar spelling."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -128,9 +128,11 @@ def check_kind(name: str, value: Tensor, process_group: dist.ProcessGroup | None
 
 def _dispatches(kind: type[Tensor]) -> bool:
     """Whether tensors of this class have a ``__torch_dispatch__`` of their own, classes of torch's tracing excepted."""
-    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__ or torch.compiler.is_compiling():
+    if kind.__torch_dispatch__ is Tensor.__torch_dispatch__:  # pyright: ignore[reportAttributeAccessIssue]
         return False
-    return kind is not AsyncCollectiveTensor and not kind.__module__.startswith("torch._subclasses.")
+    if torch.compiler.is_compiling() or kind is AsyncCollectiveTensor:
+        return False
+    return not kind.__module__.startswith("torch._subclasses.")
 
 
 def _check_kinds(a: Tensors, group: dist.ProcessGroup | None) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -61,7 +62,7 @@ def report_refusal(layout: Layout, refusal: Exception) -> None:
 
 
 def agree(
-    layout: Layout, settings: dict[str, object], tensors: dict[str, Tensor | None], shard: tuple[int, int]
+    layout: Layout, settings: Mapping[str, object], tensors: Mapping[str, Tensor | None], shard: tuple[int, int]
 ) -> list[tuple[int, int]]:
     """Raise ``ValueError`` on every rank unless all pass the same ``settings`` and ``tensors``.
 

@@ -260,7 +260,7 @@ def _plan(
         shared_shard_rows(shard.rows, layout.ranks, options.vocab_start, options.vocab_size),
         hidden.shape[-1],
         itemsize,
-        budget=options.logits_budget,
+        budget=options.logits_budget or 0,
         sp_size=layout.sp_size,
         ranks=layout.ranks,
         gradients=gradients,

@@ -19,9 +19,9 @@ from parallel_lce.core.memory import some_rows
 from parallel_lce.core.partials import Columns, accumulation_dtype, bounds_of, covered
 from parallel_lce.core.plan import Block
 
-# torch 2.13 renamed these two.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed these two. With ``async_op=True`` they return a Work to every rank of the group.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True)

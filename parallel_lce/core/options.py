@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -160,7 +160,8 @@ def _is_bool(value: object) -> bool:
 
 
 _FLAG = _Rule(as_bool, _is_bool, "True or False")
-_RULES = Options(
+# A rule in the place of each value.
+_RULES = cast(Any, Options)(
     function=_Rule(_unchanged, lambda name: True, "a name"),
     reduction=_Rule(_unchanged, lambda name: name in (None, "none", "mean", "sum"), "'none', 'mean' or 'sum'"),
     ignore_index=_Rule(

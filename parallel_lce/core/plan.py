@@ -204,7 +204,8 @@ class Problem:
     @property
     def dw_sum(self) -> int:
         """Bytes of an fp32 dW."""
-        return self.shard_rows * self.hidden_size * max(4, self.itemsize) if self.gradients.weight else 0
+        needed = self.gradients is not None and self.gradients.weight
+        return self.shard_rows * self.hidden_size * max(4, self.itemsize) if needed else 0
 
     @property
     def room(self) -> int:
@@ -257,10 +258,10 @@ def _save(p: Problem) -> _Candidate:
     return _Candidate(planned, p.savable and whole <= p.budget, products=3, preferred=True)
 
 
-def _accumulate(p: Problem) -> _Candidate:
+def _accumulate(p: Problem, gradients: GradientTraits) -> _Candidate:
     """Form gradients in forward, in blocks of the budget. Possible if that needs no more memory than saving everything,
     and if blocks are large enough to be worth it."""
-    gradients, whole = p.gradients, p.tokens * p.row_bytes
+    whole = p.tokens * p.row_bytes
     # On several ranks the next block is projected while the partials of a block are gathered.
     alive = 2 if p.ranks > 1 else 1
     block_bytes = max(p.budget, SMALLEST_BLOCK) // alive
@@ -280,42 +281,42 @@ def _accumulate(p: Problem) -> _Candidate:
     return _Candidate(planned, p.accumulable and p.savable and fits and worthwhile, products=3)
 
 
-def _recompute_by_rows(p: Problem) -> _Candidate:
+def _recompute_by_rows(p: Problem, gradients: GradientTraits) -> _Candidate:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
 
     On one rank, if nothing is saved and the shard is narrow, a block has as many tokens as a recomputed slice has
     entries: with fewer tokens, adding to dW takes longer than the product for dW. dX is then summed over slices.
     """
-    first_rows, grads = p.rows_in(p.room), p.gradients
+    first_rows = p.rows_in(p.room)
     whole_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))
     square = math.isqrt(SMALLEST_BLOCK // p.itemsize)
     narrow = p.ranks == 1 and not first_rows and whole_rows < square <= 4 * whole_rows
     block_rows = square if narrow else whole_rows
     several = first_rows > 0 or p.part_rows > block_rows
-    sums = p.dw_sum if several and not grads.weight_fp32 else 0
-    if narrow and grads.hidden and not grads.hidden_fp32:
+    sums = p.dw_sum if several and not gradients.weight_fp32 else 0
+    if narrow and gradients.hidden and not gradients.hidden_fp32:
         sums += min(p.tokens, block_rows) * p.hidden_size * 4
     planned = p.plan(first_rows=first_rows, block_rows=block_rows, saved=p.shard_rows if first_rows > 0 else 0)
     return _Candidate(planned, True, products=4, accumulator=sums)
 
 
-def _recompute_by_vocabulary(p: Problem) -> _Candidate:
+def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidate:
     """Save some vocabulary rows for all tokens. The others are recomputed slice by slice, and add to an fp32 dX.
 
     On one rank this is preferred if the sum of dX takes no more than the budget: an fp32 dW is then read and written
     once, instead of once per block of rows. On several ranks blocks of rows overlap the reduction of dX.
     """
     # Where dX is reduced in an fp32 buffer, that buffer holds the sum.
-    dx_sum = p.tokens * p.hidden_size * 4 if p.gradients.hidden and not p.gradients.hidden_fp32 else 0
+    dx_sum = p.tokens * p.hidden_size * 4 if gradients.hidden and not gradients.hidden_fp32 else 0
     if p.sp_size > 1:
         # One block of all rows also gathers every hidden state and holds the whole dX.
         dx_sum += 2 * p.gathered_bytes
     planned = p.plan(
         first_rows=p.part_rows, block_rows=max(1, p.part_rows), saved=p.room // max(1, p.tokens * p.itemsize)
     )
-    by_rows = _recompute_by_rows(p).plan
+    by_rows = _recompute_by_rows(p, gradients).plan
     several = by_rows.first_rows > 0 or p.part_rows > by_rows.block_rows
-    affordable = p.gradients.weight and p.ranks == 1 and several and p.room > 0 and dx_sum <= p.budget
+    affordable = gradients.weight and p.ranks == 1 and several and p.room > 0 and dx_sum <= p.budget
     return _Candidate(planned, True, products=4, accumulator=dx_sum, preferred=affordable)
 
 
@@ -323,13 +324,13 @@ def plan(problem: Problem) -> Plan:
     """The plan of the possible candidate with the fewest matrix products. Among equals: a preferred candidate (saving
     all; recomputing by vocabulary if its fp32 dX fits the budget), then the smallest fp32 accumulator, then the first
     in the list."""
-    if problem.gradients is None:
+    if (gradients := problem.gradients) is None:
         return problem.plan(first_rows=0, block_rows=0, saved=0)
     # On several ranks blocks of rows come first: dX of one block is reduced while the next is computed.
-    recomputations = _recompute_by_vocabulary(problem), _recompute_by_rows(problem)
+    recomputations = _recompute_by_vocabulary(problem, gradients), _recompute_by_rows(problem, gradients)
     if problem.ranks > 1:
         recomputations = recomputations[::-1]
-    candidates = _dense(problem), _save(problem), _accumulate(problem), *recomputations
+    candidates = _dense(problem), _save(problem), _accumulate(problem, gradients), *recomputations
     return min((c for c in candidates if c.possible), key=lambda c: c.cost).plan
 
 

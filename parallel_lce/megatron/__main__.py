@@ -20,6 +20,7 @@ import runpy
 import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 from parallel_lce.backends import check_choice
 from parallel_lce.megatron.choices import CROSS_ENTROPIES, choose
@@ -105,7 +106,12 @@ class _InstallAfterImport(importlib.abc.MetaPathFinder):
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), install())
+
+            def execute_and_install(module: ModuleType) -> None:
+                execute(module)
+                install()
+
+            spec.loader.exec_module = execute_and_install
         return spec
 
 

@@ -174,6 +174,7 @@ def token_losses(
         options = Options("Megatron's output layer", reduction="none", ignore_index=ignore_index, outside_is_nan=False)
         return _swapped(_called(fused_loss, logits, target, options))
     real = logits.made if isinstance(logits, LazyLogits) else logits
+    assert real is not None  # lazy logits that are not made returned above
     losses = vocab_parallel_cross_entropy(real, target, tp_group=tp_group)
     return _swapped(losses if ignore_index is None else losses.masked_fill(target == ignore_index, 0.0))
 

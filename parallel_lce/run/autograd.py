@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -148,7 +148,7 @@ class AccumulatedLoss(torch.autograd.Function):
         # buffer. A later backward through the same graph forms them again.
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
-            _, gradients = accumulate(call.with_tensors(per_token), *inputs, call.needs)
+            _, gradients = accumulate(call.with_tensors(per_token), *inputs, needs=call.needs)
         with on_device_of(inputs[1]):
             scaled = call.backend.scaled
             upstream = in_memory(upstream)
@@ -191,9 +191,8 @@ class DenseLoss(torch.autograd.Function):
     def backward(ctx, saved, upstream: Tensor):
         # Saved-tensor hooks may have changed strides. The operands hidden and weight may have any row stride.
         hidden, weight, *others = saved
-        bias, target, scales, caps, stacked, divisor, gathered, products = [
-            t if t is None or t.is_contiguous() else t.contiguous() for t in others
-        ]
+        contiguous: list[Any] = [t if t is None or t.is_contiguous() else t.contiguous() for t in others]
+        bias, target, scales, caps, stacked, divisor, gathered, products = contiguous
         call, (needs_hidden, needs_weight, *_) = ctx.call, ctx.needs_input_grad
         layout, dense, real = call.layout, call.dense, call.dense.entries
         consumed, ctx.consumed = ctx.consumed, True

@@ -236,6 +236,7 @@ class _Divergences(torch.autograd.Function):
         if gradients is None:
             each, needs = upstream if factor is None else factor, Needs(*ctx.needs_input_grad[:3])
             gradients = _evaluated(ctx.task, inputs, needs, each, factor is not None, numbers)[2]
+            assert gradients is not None  # a factor is given
         if factor is not None:
             scaled = ctx.task.student.backend.scaled
             with device_without_autocast(inputs[1]):

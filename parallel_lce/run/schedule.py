@@ -258,14 +258,14 @@ def backward(
             tokens = torch.cat([partial, torch.stack(coefficients.present)])
         # Hidden states that need no gather: saved by forward, or of the only block without sequence parallelism.
         whole = hidden if layout.sp_size == 1 and len(blocks) == 1 else gathered
-        gathers = None if whole is not None else Gathers(hidden, blocks, layout)
+        source = Gathers(hidden, blocks, layout) if whole is None else whole
         for block in blocks:
-            x = gathers.next() if gathers is not None else IncomingHidden(whole)
-            if gathers is not None and gathers.sequence_parallel:
+            x = source.next() if isinstance(source, Gathers) else IncomingHidden(source)
+            if isinstance(source, Gathers) and source.sequence_parallel:
                 # At most two gathers are in flight.
                 if block.start:
                     x.wait()
-                gathers.start()
+                source.start()
             merged, folded = partial, coefficients
             if tokens is not None:
                 stacked = layout.take(tokens, block).contiguous()
@@ -324,11 +324,12 @@ def accumulate(
         def complete(waiting: _Waiting) -> None:
             block = waiting.block
             merged = Merged(*waiting.partials.finish(backend.merge_ranks))
-            target = layout.take(call.target, block)
+            target, token_weight = layout.take(call.target, block), layout.take(call.token_weight, block)
             assert target is not None  # a loss has targets
-            of_block, *each = losses.token_losses(call, merged, target, layout.take(call.token_weight, block))
+            of_block, alpha, beta, gamma = losses.token_losses(call, merged, target, token_weight)
             layout.put(per_token, block, of_block)
-            sums.add_block(block, waiting.x, merged.partial, Coefficients(*each, factor=factor), waiting.saved)
+            coefficients = Coefficients(alpha, beta, gamma, factor=factor)
+            sums.add_block(block, waiting.x, merged.partial, coefficients, waiting.saved)
 
         # On several ranks the next block is projected while a block's partials are gathered.
         ahead = 1 if layout.ranks > 1 else 0

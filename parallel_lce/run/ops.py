@@ -111,6 +111,8 @@ def _split(arguments: Sequence[Any]) -> tuple[Arguments, list]:
 
 # --- the operators ---------------------------------------------------------------------------------
 
+# Not one list: autograd would not record tensors of a list that has None.
+_UPSTREAM = ", ".join(f"Tensor? upstream_{name}" for name in DIFFERENTIABLE)
 # torch.compile's CUDA graphs refuse CPU tensors (the numbers) and do not track the memory behind a handle.
 # torch.cuda.graph over forward and backward has neither problem.
 _OUTSIDE_GRAPHS = (torch.Tag.cudagraph_unsafe,)
@@ -130,6 +132,8 @@ class _Forward:
 
     def backward(self, upstream: Sequence[Tensor | None], wanted: list[bool]) -> tuple[Tensor | None, ...]:
         self.needs_input_grad = wanted
+        if self.call.options.reduction is not None:
+            upstream = upstream[:1]
         with torch.no_grad():
             return self.function.backward(self, *upstream)[:3]
 
@@ -190,13 +194,13 @@ def _differentiate(ctx, upstream, _):
     nothing = (None,) * (len(given.flat) - 4)
     if all(u is None for u in upstream):
         return None, None, None, None, *nothing
-    if ctx.names is not None:
-        of_names = dict(zip(ctx.names, upstream))
-        upstream = [of_names.get(name) for name in NAMES]
+    # The loss has the first place.
+    by_name = dict(zip(ctx.names or DIFFERENTIABLE, upstream))
+    upstream = [by_name.get(name) for name in DIFFERENTIABLE]
     # In the order of the operator's tensors: input, linear_weight, target, linear_bias.
     hidden, weight, _, bias, *_ = ctx.needs_input_grad
     wanted = [hidden, weight, bias]
-    gradients = iter(torch.ops.parallel_lce.backward(*given.flat, handle, upstream, wanted))
+    gradients = iter(torch.ops.parallel_lce.backward(*given.flat, handle, *upstream, wanted))
     dx, dweight, dbias = (next(gradients) if each else None for each in wanted)
     return dx, dweight, None, dbias, *nothing
 
@@ -207,13 +211,13 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 @torch.library.custom_op(
     "parallel_lce::backward",
     mutates_args=(),
-    schema=f"({_CALL}, Tensor handle, Tensor?[] upstream, bool[] wanted) -> Tensor[]",
+    schema=f"({_CALL}, Tensor handle, {_UPSTREAM}, bool[] wanted) -> Tensor[]",
     tags=_OUTSIDE_GRAPHS,
 )
 def _backward(*arguments):
     """Those of dX, dW and dbias that are ``wanted``. The forward runs again if the handle is a copy, if an earlier
     backward has used it, or if the forward did not prepare all wanted gradients."""
-    given, (handle, upstream, wanted) = _split(arguments)
+    given, (handle, *upstream, wanted) = _split(arguments)
     forward = vars(handle.untyped_storage()).pop(_FORWARD, None)
     if forward is None or any(each and not there for each, there in zip(wanted, forward.needs)):
         forward = _Forward(given, Needs(*wanted))

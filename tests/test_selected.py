@@ -96,6 +96,16 @@ def test_shards_with_a_gap_give_nan(member):
     assert found.isnan().all()
 
 
+def test_a_token_that_is_sure_of_one_of_its_entries(backend, device):
+    """What it leaves to the others, 1e-9 to 1e-2, is in its log-probability and in its gradient."""
+    gaps = torch.tensor([20.0, 16.0, 12.0, 8.0, 4.0], device=device)
+    w = torch.stack([gaps, torch.zeros_like(gaps)]).requires_grad_()
+    found = parallel_lce.selected_log_probs(torch.eye(5, device=device), w, torch.arange(2, device=device).expand(5, 2))
+    [gradient] = torch.autograd.grad(found[:, 0].sum(), w)
+    torch.testing.assert_close(found[:, 0].double(), -(-gaps.double()).exp().log1p(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient[0].double(), torch.sigmoid(-gaps.double()), rtol=1e-6, atol=0)
+
+
 def test_gradients_of_an_entry_that_most_tokens_select(device):
     """A sum in fp32, one term after another, drifts: the larger the sum, the more of each term is rounded away."""
     x, w = normal(4096, 8).abs(), normal(4, 8, seed=1)

@@ -340,6 +340,7 @@ def test_masses_of_tokens_are_kept(listed, device):
     p = bias.double().softmax(0)[300]
     assert 0.7 * WIDE_EPS < p < WIDE_EPS
     target[:], target[10] = -100, 300
+    target[[0, 130, 260]] = 600  # their window is projected for all blocks but the last, and so for the whole sample
     x, ones = (0 * x.detach()).requires_grad_(), torch.ones_like(weight).requires_grad_()
     found = token_statistics(x, ones, target, linear_bias=bias, logits_budget=0, gradient_filter=WIDE_EPS)
     dx, _ = torch.autograd.grad(found.lse.sum(), (x, ones), retain_graph=True)

@@ -202,7 +202,7 @@ def test_other_target_dtypes_and_no_ignore_index(kind):
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean"])
-def test_what_surrounds_the_call_changes_no_gradient(reduction, backend, device):
+def test_what_surrounds_the_call_changes_nothing(reduction, backend, device):
     """Autocast, where backward runs too; a teacher of inference mode; and one that is NaN where tokens are ignored."""
     leaves, given = student(device, "bf16"), teacher("layer", device, "bf16")
     target = torch.tensor([-100, 0], device=device).repeat(N // 2)
@@ -210,7 +210,7 @@ def test_what_surrounds_the_call_changes_no_gradient(reduction, backend, device)
     def gradients(given=given):
         found = loss("layer", leaves, given, beta=0.5, reduction=reduction, target=target).sum()
         # The second backward of a mean forms them again.
-        return [g for _ in range(2) for g in torch.autograd.grad(found, leaves, retain_graph=True)]
+        return [found, *(g for _ in range(2) for g in torch.autograd.grad(found, leaves, retain_graph=True))]
 
     expected = gradients()
     with torch.autocast(device, torch.bfloat16):

@@ -12,16 +12,14 @@ from torch.nn.functional import one_hot
 
 pytest.importorskip("triton", reason="needs triton")
 
-import parallel_lce
 from cases import DTYPES, Tensors, normal, part
 from measures import assert_close, relative_error
 from parallel_lce import LinearCrossEntropy, linear_cross_entropy, token_statistics
 from parallel_lce.backends import triton_backward, triton_filter
 from parallel_lce.backends.interface import Scratch
 from parallel_lce.kernels.filter import windows
-from parallel_lce.kernels.filter.tiles import TILE, entry_shares
-from parallel_lce.kernels.filter.windows import mean_shares, sample_tokens
-from tools import arguments_to, chosen_backend, everywhere, results_of, shrunk, small
+from parallel_lce.kernels.filter.tiles import TILE
+from tools import chosen_backend, everywhere, results_of, shrunk, small
 from world import Member
 
 EPS = 2**-7
@@ -39,6 +37,7 @@ def problem(dtype="bf16", device="cpu", N=150, V=400, slope=2.5, noise=0.4) -> l
     ignored ones, and shared and unshared ones where nothing is likely."""
     x, weight = normal(N, 16), noise * normal(V, 16, seed=1)
     x[:, 0] = 3.0
+    x[::9, 1:] *= 4.0  # ignored ones, sure of other entries
     weight[:, 0] = torch.linspace(slope, -slope, V)
     x, weight = x.to(DTYPES[dtype]), weight.to(DTYPES[dtype])
     p = (x.double() @ weight.double().T).softmax(1)
@@ -104,16 +103,14 @@ def test_the_gradients_are_those_of_the_definition(options, dtype, rtol, device)
     assert not torch.equal(found[0], exact[0])
 
 
-@pytest.mark.thinned
 @pytest.mark.parametrize("logits_budget", [1 << 30, 0])
 def test_gradients_of_a_likely_target_of_several_tokens_are_exact(logits_budget, device):
     """The gradient that a model has learned nearly by heart is not smeared."""
-    x, weight, eps = 0.02 * normal(128, 16), 0.02 * normal(512, 16, seed=1), 2.0**-6
+    x, weight = 0.02 * normal(128, 16), 0.02 * normal(512, 16, seed=1)
     x[:, 0], weight[7, 0] = 13.0, 1.0
-    t = [x.bfloat16().to(device).requires_grad_(), weight.bfloat16().to(device).requires_grad_()]
+    t = [value.bfloat16().to(device).requires_grad_() for value in (x, weight)]
     t.append(torch.full((128,), 7, device=device))
-    assert (1 - (t[0].double() @ t[1].double().T).softmax(1)[:, 7]).max() < eps
-    exact, found = (gradients(*t, gradient_filter=f, logits_budget=logits_budget) for f in (None, eps))
+    exact, found = (gradients(*t, gradient_filter=f, logits_budget=logits_budget) for f in (None, 2**-6))
     assert_close(found[0], exact[0].double(), 0.05)
     assert_close(found[1][7], exact[1][7].double(), 0.05)
 
@@ -156,21 +153,6 @@ def test_whoever_scales_the_loss_scales_its_gradient(name, device):
         assert_close(c, a.double(), 0.2)
 
 
-def test_tokens_of_weight_zero_activate_no_tile(device):
-    x, weight, target = problem(device=device)
-    token_weight = torch.ones(len(x), device=device)
-    # These alone have large probabilities.
-    with torch.no_grad():
-        x[:100:2] *= 5.0
-        token_weight[:100:2] = 0.0
-    found = gradients(x, weight, target, token_weight=token_weight, gradient_filter=0.9)
-    ignoring = target.clone()
-    ignoring[:100:2] = -100
-    same = gradients(x, weight, ignoring, token_weight=token_weight, gradient_filter=0.9)
-    for a, b in zip(found, same):
-        assert_close(a, b.double(), 1e-2)
-
-
 @pytest.mark.parametrize("cause", ["target", "hidden states"])
 @pytest.mark.parametrize("name", ["", "softcap", "windows"])
 def test_nan_reaches_what_it_would_reach_without_a_filter(name, cause, device, request):
@@ -185,22 +167,6 @@ def test_nan_reaches_what_it_would_reach_without_a_filter(name, cause, device, r
     exact, found = (gradients(x, weight, target, reduction="none", gradient_filter=f, **options) for f in (None, EPS))
     for a, b in zip(found, exact):
         assert torch.equal(a.isnan(), b.isnan())
-
-
-def test_a_token_of_nan_leaves_what_stands_for_the_tiles_of_others(device):
-    """Where all tiles but those of its 128 tokens are approximated."""
-    t = small(device, N=256, V=512, D=16, sharpness=0.2)
-    target = torch.arange(256, device=device)  # a target of several tokens makes a tile active
-    with torch.no_grad():
-        t.weight += 1.0
-
-    def of_others(eps):
-        return gradients(t.x, t.weight, target, gradient_filter=eps, reduction="none")[0][128:]
-
-    truth, near = of_others(None), of_others(EPS)
-    target[5] = 10_000
-    assert 1e-3 < relative_error(near, truth)
-    assert relative_error(of_others(EPS), truth) <= 1.1 * relative_error(near, truth)
 
 
 @pytest.mark.parametrize("value", [0, 1, -0.1, 2.0, float("nan"), True, "", "auto", "0.1", [0.1], torch.tensor(0.1)])
@@ -223,18 +189,10 @@ def test_gradients_that_are_no_probabilities_are_refused(name):
             token_statistics(t.x, t.weight, t.target, gradient_filter=0.01, **{name: asked})
 
 
-def _again(*t):
-    """The second backward of a graph."""
-    loss = linear_cross_entropy(*t, gradient_filter=EPS)
-    torch.autograd.grad(loss, t[:2], retain_graph=True)
-    return loss
-
-
 DOORS = {
     "module": LinearCrossEntropy(gradient_filter=EPS),
     "statistics": lambda *t: -token_statistics(*t, argmax=True, gradient_filter=EPS).target_log_prob.mean(),
     "compiled": torch.compile(lambda *t: linear_cross_entropy(*t, gradient_filter=EPS), backend="aot_eager"),
-    "a second backward": _again,
 }
 
 
@@ -245,7 +203,7 @@ def test_every_door_gives_the_same(name, device):
     expected, exact = (gradients(*t, gradient_filter=eps) for eps in (EPS, None))
     assert "gradient_filter=0.0078125" in repr(DOORS["module"])
     for a, b, c in zip(torch.autograd.grad(DOORS[name](*t), t[:2]), expected, exact):
-        assert_close(a, b.double(), 1e-2 if name == "a second backward" else 1e-5)
+        assert_close(a, b.double(), 1e-5)
         assert not torch.equal(a, c)
 
 
@@ -265,27 +223,15 @@ def test_odd_shapes(shape, device):
         assert_close(a, b.double(), 0.3, floor=1e-3)
 
 
-def test_megatron_takes_it_from_install_or_the_environment(monkeypatch):
+def test_megatron_takes_it_from_the_environment(monkeypatch):
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     from parallel_lce.megatron import choices
 
     monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "0.001")
     assert choices.choose().gradient_filter == 0.001
     monkeypatch.setenv("PARALLEL_LCE_GRADIENT_FILTER", "auto")
-    expected = r"a number between 0 and 1, such as 0.0001220703125, which is 2\*\*-13, got 'auto'"
-    with pytest.raises(ValueError, match=f"PARALLEL_LCE_GRADIENT_FILTER must be {expected}"):
+    with pytest.raises(ValueError, match=r"PARALLEL_LCE_GRADIENT_FILTER must be .* which is 2\*\*-13, got 'auto'"):
         choices.choose()
-    monkeypatch.delenv("PARALLEL_LCE_GRADIENT_FILTER")
-    assert choices.choose().gradient_filter is None
-    try:
-        parallel_lce.megatron.install(gradient_filter=torch.tensor(0.25).numpy()[()])
-        assert choices.choose().gradient_filter == 0.25 and type(choices.choose().gradient_filter) is float
-        with pytest.raises(ValueError, match="gradient_filter=0.25 needs cross_entropy='output_layer'.* earlier"):
-            parallel_lce.megatron.install(cross_entropy="logits")
-        with pytest.raises(ValueError, match=REFUSED + "3"):
-            parallel_lce.megatron.install(gradient_filter=3)
-    finally:
-        parallel_lce.megatron.uninstall()
 
 
 # --- recomputation of active windows ---------------------------------------------------------------
@@ -317,7 +263,7 @@ def recomputed(*t, budget=0, **options):
 WIDE_OPTIONS = {
     "none": {},
     "partly saved": {"budget": N * WINDOW * 2 + 50_000, "z_loss": 1e-3},
-    "bias": {"linear_bias": 0.1 * normal(V, seed=5), "logit_scale": 0.9, "vocab_size": V - 50},
+    "bias": {"linear_bias": normal(V, seed=5), "logit_scale": torch.full((N,), 0.4), "vocab_size": V - 50},
 }
 
 
@@ -328,8 +274,8 @@ def test_the_error_is_near_that_of_the_definition(name, dtype, listed, device, m
     """By which whole G is formed and scanned; here the shares are those of a sample. A filter below every probability
     changes nothing, and whoever scales the loss scales its gradient."""
     t, options = wide_problem(dtype, device), dict(WIDE_OPTIONS[name])
-    if "linear_bias" in options:
-        options["linear_bias"] = options["linear_bias"].to(t[0])
+    if name == "bias":
+        options |= dict(linear_bias=options["linear_bias"].to(t[0]), logit_scale=options["logit_scale"].to(device))
     exact = recomputed(*t, **options)
     all_active = recomputed(*t, gradient_filter=1e-30, **options)
     slices = 1 if name == "partly saved" else 2
@@ -386,6 +332,7 @@ def test_masses_of_tokens_are_kept(listed, device):
     p = bias.double().softmax(0)[300]
     assert 0.7 * WIDE_EPS < p < WIDE_EPS
     target[:], target[10] = -100, 300
+    target[[0, 130, 260]] = 600  # their window is projected for all blocks but the last, and so for the whole sample
     x, ones = (0 * x.detach()).requires_grad_(), torch.ones_like(weight).requires_grad_()
     found = token_statistics(x, ones, target, linear_bias=bias, logits_budget=0, gradient_filter=WIDE_EPS)
     dx, _ = torch.autograd.grad(found.lse.sum(), (x, ones), retain_graph=True)
@@ -416,22 +363,6 @@ def test_targets_and_scales_of_tokens(scaled, gradient_filter, listed, device):
     assert_close(found[0][:200], exact[0][:200].double(), 6e-3)
 
 
-def test_a_bias_beside_scales_of_tokens(listed, device, monkeypatch):
-    """A token's scale multiplies its bias, too."""
-    x, weight, _ = wide_problem(device=device)
-    bias, scale = 2.0 * normal(V, seed=5).to(x.dtype).to(device), torch.full((N,), 0.1, device=device)
-
-    def gradient():
-        options = dict(logit_scale=scale, linear_bias=bias, logits_budget=0, gradient_filter=2**-5)
-        return torch.autograd.grad(token_statistics(x, weight, None, **options).lse.sum(), (x, weight))
-
-    found = gradient()
-    assert sum(n[0] for n in listed) == 0
-    monkeypatch.setattr(triton_backward, "fills_sample", lambda rows: False)
-    for a, b in zip(found, gradient()):
-        assert relative_error(a, b.double()) < 0.02
-
-
 def test_a_window_of_no_probability_is_not_projected(listed, device):
     x, weight, target = wide_problem(device=device)
     bias = torch.full((V,), -200.0, dtype=x.dtype, device=device)
@@ -439,22 +370,6 @@ def test_a_window_of_no_probability_is_not_projected(listed, device):
     target[:] = 3
     recomputed(x, weight, target, gradient_filter=1e-30, linear_bias=bias)
     assert projected(listed).any(1).tolist() == [True, False, True]
-
-
-def test_tokens_of_the_sample_count_where_their_window_is_skipped(listed, device, monkeypatch):
-    """The sample is projected once for each slice."""
-    N = 788
-    monkeypatch.setattr(windows, "FEWEST_SAMPLED", 2)
-    monkeypatch.setattr(triton_backward, "WINDOWED_BYTES", 2 * WINDOW * N * 2)
-    given, found = arguments_to(triton_filter, "entry_shares"), results_of(triton_filter, "window_masses")
-    with shrunk(60_000), given as shared, found as masses:
-        recomputed(*problem(device=device, N=N, V=1000, slope=4.0, noise=0.3), gradient_filter=WIDE_EPS)
-    assert len(shared) == 2
-    sample = sample_tokens(N)
-    blocks = [(sample.first + k * sample.step) * 16 // TILE for k in range(sample.count)]
-    for (sums, *_), (bounds, _) in zip(shared, masses, strict=True):
-        skipped = (bounds[blocks] <= WIDE_EPS).repeat_interleave(WINDOW, 1)[:, : sums.shape[1]]
-        assert torch.equal(sums != 0, skipped) and 0 < skipped.sum() < skipped.numel()
 
 
 @pytest.mark.parametrize("name", ["none", pytest.param("partly saved", marks=pytest.mark.slow)])
@@ -471,9 +386,7 @@ def test_a_second_backward(name, listed, device):
         assert name != "none" or torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    "reason", ["no filter", "softcap", "gradient of the bias", "few tokens", "small products", None]
-)
+@pytest.mark.parametrize("reason", ["no filter", "softcap", "gradient of the bias", "few tokens", None])
 def test_windows_are_kept_only_where_they_are_of_use(reason, listed, device, monkeypatch):
     options = dict(gradient_filter=None if reason == "no filter" else WIDE_EPS)
     options["logit_softcap"] = 20.0 if reason == "softcap" else None
@@ -481,8 +394,6 @@ def test_windows_are_kept_only_where_they_are_of_use(reason, listed, device, mon
         options["linear_bias"] = torch.zeros(V, dtype=torch.bfloat16, device=device, requires_grad=True)
     if reason == "few tokens":
         monkeypatch.setattr(windows, "FEWEST_SAMPLED", 4)
-    if reason == "small products":
-        monkeypatch.setattr(triton_filter, "SMALLEST_FILTERED", 1e9)
     shapes, t = [], wide_problem(device=device)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(t.shape) or t, lambda t: t):
         linear_cross_entropy(*t, reduction="none", logits_budget=0, **options)
@@ -508,32 +419,3 @@ def test_ranks(sequence_parallel, listed, device, worlds):
     assert_close(torch.cat([weight for _, weight in found]), dw.cpu().double(), 1e-2)
     parts = torch.cat([x for x, _ in found]) if sequence_parallel else found[0][0]
     assert_close(parts, dx.cpu().double(), 1e-2)
-
-
-# --- one function at a time ------------------------------------------------------------------------
-
-
-def test_shares_of_sums_and_of_mean_logits(device):
-    """Or others, of the windows that have none. Of windows of which the last is cut, and of one without a number."""
-    sums, logits = normal(3, 600).abs().float(), normal(600, seed=2).float().to(device)
-    sums[:, WINDOW : 2 * WINDOW] = 0.0
-    logits[300] = torch.nan
-    shares = mean_shares(logits, WINDOW)
-    expected = torch.zeros(768)
-    for some in (slice(0, WINDOW), slice(2 * WINDOW, 600)):
-        torch.testing.assert_close(shares[some], logits[some].softmax(0))
-        expected[some] = sums[:, some].sum(0) / sums[:, some].sum()
-    assert shares[WINDOW : 2 * WINDOW].tolist() == [1 / WINDOW] * WINDOW and not shares[600:].any()
-    torch.testing.assert_close(entry_shares(sums.to(device), WINDOW).cpu(), expected)
-    expected[WINDOW : 2 * WINDOW] = 1 / WINDOW
-    torch.testing.assert_close(entry_shares(sums.to(device), WINDOW, shares).cpu(), expected)
-
-
-def test_a_sample_has_groups_of_tokens_at_equal_distances(monkeypatch):
-    monkeypatch.undo()
-    for rows, step, count in [(1536, 3, 32), (2560, 5, 32), (6655, 11, 38), (6656, 13, 32), (8192, 13, 39)]:
-        sample = sample_tokens(rows)
-        assert sample is not None and (sample.first, sample.step, sample.count) == (step // 2, step, count)
-        groups = range(step // 2, rows // 16, step)
-        assert sample.of(torch.arange(rows)).tolist() == [16 * g + i for g in groups for i in range(16)]
-    assert sample_tokens(1535) is None, "too few"

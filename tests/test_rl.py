@@ -120,30 +120,21 @@ def test_from_parallel_hidden_states_to_logprobs(inference_only, ranks, vocab_si
 LABELS = torch.zeros(N, dtype=torch.int64)
 REFUSED_OF_VERL = [
     (dict(temperature=0.0), "temperature must be a number > 0.* got 0.0"),
-    (dict(temperature="1"), "temperature must be a number > 0.* got '1'"),
     (dict(reduction="max"), "reduction must be 'none', 'sum' or 'mean', got 'max'"),
     (dict(temperature=torch.ones(3)), r"temperature must be .* of labels's shape \[30\], got one of shape \[3\]"),
-    (dict(temperature=torch.ones(30, requires_grad=True)), r"pass temperature.detach\(\)"),
     (dict(hidden=torch.tensor(1.0)), r"hidden must be \[..., D\], got \[\]"),
     (dict(labels=LABELS[:3]), r"labels must have shape \[30\]"),
-    (dict(hidden=None), "hidden must be a tensor, got NoneType"),
-    (dict(weight=[[1.0]]), "weight must be a tensor, got list"),
     (dict(labels=3), "labels must be a tensor, got int"),
     (dict(bias=torch.zeros(V + 1)), r"bias must have shape \[64\], one entry per row of weight"),
     (dict(dist_process_group=3), "dist_process_group must be a .*ProcessGroup or None, got int"),
-    (dict(vocab_size=V + 1), "vocab_size=65 exceeds the 64 rows of weight"),
 ]
 REFUSED_OF_NEMO = [
     (dict(vocab_end_index=65), "64 rows, which cannot be for the ids from .*=0 to vocab_end_index=65"),
-    (dict(vocab_end_index=-1), "64 rows, which cannot be for the ids from .*=0 to vocab_end_index=-1"),
     (dict(vocab_start_index=9, vocab_end_index=8), "for the ids from vocab_start_index=9 to vocab_end_index=8"),
     (dict(vocab_start_index=-1), "for the ids from vocab_start_index=-1"),
     (dict(vocab_end_index=None), "to vocab_end_index=None"),
     (dict(tensor_parallel_hidden_states=None), "tensor_parallel_hidden_states must be a tensor, got NoneType"),
-    (dict(output_weight_layer="w"), "output_weight_layer must be a tensor, got str"),
     (dict(output_weight_layer=torch.zeros(V)), r"output_weight_layer \[V/P, D\], got .* and \[64\]"),
-    (dict(target=0), "target must be a tensor, got int"),
-    (dict(target=LABELS), r"target must be \[B, S\] .*got \[30\] and"),
     (dict(bias=torch.zeros(V + 1)), r"bias must have shape \[64\], got \[65\]"),
     (dict(tp_group="tp"), "tp_group must be a .*ProcessGroup or None, got str"),
 ]

@@ -8,37 +8,35 @@ from torch.autograd import forward_ad
 
 import parallel_lce
 from parallel_lce.distillation import divergence
-from tools import shrunk, small
+from tools import shrunk, small, statistics
+
+
+def _of_loss(**options):
+    return lambda x, w, y: parallel_lce.linear_cross_entropy(x, w, y, **options).sum()
+
+
+def _of_divergence(reduction):
+    return lambda x, w, y: divergence(x, w, x.detach() + 1, w.detach(), reduction=reduction).sum()
+
+
+def _of_statistics(x, w, y):
+    found = statistics(x, w, y)
+    return (found.lse + found.entropy + found.mean_logit).sum()
+
 
 WAYS = {
-    "none": dict(reduction="none"),
-    "mean": dict(),
-    "recompute": dict(reduction="none", logits_budget=0),
-    "accumulate": dict(logits_budget=0),
-    "token_weight": dict(token_weight=torch.ones(48)),
-    "statistics": None,
-    "real logits": None,
-    "selected": None,
-    "divergence": dict(reduction="none"),
-    "mean divergence": dict(reduction="mean"),
+    "none": _of_loss(reduction="none"),
+    "mean": _of_loss(),
+    "recompute": _of_loss(reduction="none", logits_budget=0),
+    "accumulate": _of_loss(logits_budget=0),
+    "token_weight": lambda x, w, y: _of_loss(token_weight=x.new_ones(48))(x, w, y),
+    "statistics": _of_statistics,
+    "real logits": lambda x, w, y: parallel_lce.vocab_parallel_cross_entropy(x @ w.t(), y).square().sum(),
+    "selected": lambda x, w, y: parallel_lce.selected_log_probs(x, w, torch.stack([y, 0 * y], 1)).square().sum(),
+    "divergence": _of_divergence("none"),
+    "mean divergence": _of_divergence("mean"),
 }
-
-
-def _loss(way: str, x, weight, target):
-    """A number, linear in nothing: its second derivative is not 0."""
-    if way == "real logits":
-        return parallel_lce.vocab_parallel_cross_entropy(x @ weight.t(), target).square().sum()
-    if way == "statistics":
-        found = parallel_lce.token_statistics(
-            x, weight, target, mean_logit=True, expected_logit=True, sum_p_squared=True
-        )
-        return (found.lse + found.entropy + found.mean_logit).sum()
-    if way == "selected":
-        return parallel_lce.selected_log_probs(x, weight, torch.stack([target, 0 * target], 1)).square().sum()
-    if "divergence" in way:
-        return divergence(x, weight, x.detach() + 1, weight.detach(), **WAYS[way]).sum()
-    options = {k: v.to(x.device) if isinstance(v, torch.Tensor) else v for k, v in WAYS[way].items()}
-    return parallel_lce.linear_cross_entropy(x, weight, target, **options).sum()
+"""A number each, linear in nothing: its second derivative is not 0."""
 
 
 @pytest.fixture(params=WAYS)
@@ -46,7 +44,7 @@ def problem(request, device):
     """``loss(x, weight)`` and two leaves; blocks are so small that strategies differ."""
     t = small(device, N=48, V=200, D=8)
     with shrunk(8192, (16, 64)):
-        yield (lambda x, weight: _loss(request.param, x, weight, t.target)), t.x, t.weight
+        yield (lambda x, weight: WAYS[request.param](x, weight, t.target)), t.x, t.weight
 
 
 def _with_leaves_of_another_graph(loss, x, weight):
@@ -93,18 +91,12 @@ def test_a_recorded_gradient_is_the_gradient_and_may_change_in_place(problem):
     """``create_graph=True`` alone changes nothing. A clipped gradient, or one of a hook, is changed in place."""
     loss, x, weight = problem
     plain = torch.autograd.grad(loss(x, weight), [x, weight])
-    for change in (
-        torch.Tensor.detach_,
-        lambda g: torch.nn.utils.clip_grad_norm_([x], 0.1),
-        lambda g: g.detach().mul_(0.5),
-    ):
-        recorded = torch.autograd.grad(loss(x * 1.0, weight), [x, weight], create_graph=True)
-        for a, b in zip(plain, recorded):
-            assert torch.equal(a, b) and b.requires_grad and not a.requires_grad
-        x.grad, _ = recorded
-        with torch.no_grad():
-            change(x.grad)
-            assert (2 * x.grad.mul_(2) - 1).norm().isfinite()
+    recorded = torch.autograd.grad(loss(x * 1.0, weight), [x, weight], create_graph=True)
+    for a, b in zip(plain, recorded):
+        assert torch.equal(a, b) and b.requires_grad and not a.requires_grad
+    x.grad, _ = recorded
+    torch.nn.utils.clip_grad_norm_([x], 0.1)
+    assert x.grad.norm() < 0.11
     hidden = x * 1.0
     hidden.register_hook(lambda g: g.mul_(2))
     twice, *_ = torch.autograd.grad(loss(hidden, weight), [x], create_graph=True)
@@ -140,7 +132,7 @@ def test_refused_when_compiled(way, asked, compiler, device):
     """By AOTAutograd in its own words. It loses the second derivatives of any function by a view of an input."""
     torch._dynamo.reset()
     t = small(device, N=48, V=200, D=8)
-    loss = torch.compile(lambda x, weight: _loss(way, x, weight, t.target), fullgraph=True, backend=compiler)
+    loss = torch.compile(lambda x, weight: WAYS[way](x, weight, t.target), fullgraph=True, backend=compiler)
     x = t.x.detach().view(6, 8, 8).clone().requires_grad_() if way == "recompute" else t.x
     if way == "recompute":
         t.target = t.target.view(6, 8)

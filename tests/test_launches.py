@@ -40,6 +40,7 @@ SPILLS = {
 # side by side, Triton lets a thread load 16 at once.
 FEW = {(version, gpu, "lce_forward_merge_windows") for version in ("3.8.0", "3.9.0") for gpu in (80, 90)}
 FEW |= {(version, gpu, "lce_backward_token_gradients") for version in ("3.8.0", "3.9.0") for gpu in (90, 100)}
+FEW.add(("3.7.1", 80, "lce_backward_scan"))
 FEW_BYTES = 16
 
 

@@ -1,5 +1,5 @@
 """Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows. The default of the
-budget; and the buffers in which gradients are summed."""
+budget."""
 
 from __future__ import annotations
 
@@ -13,15 +13,11 @@ import torch
 
 import parallel_lce
 from benchmarks.peak_memory import peak_memory
-from blocks import block_backward, block_forward
-from cases import DTYPES, Case, make, normal, part
+from cases import DTYPES, Case, make, part
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
 from parallel_lce.call import prepare
 from parallel_lce.core.budget import default_budget
-from parallel_lce.core.grad_buffers import GradBuffer, MainGrad
-from parallel_lce.core.partials import Columns
 from tools import alone, arguments_to, everywhere, shrunk, small
 from world import Member
 
@@ -199,52 +195,6 @@ def test_forward_s_window_partials_do_not_grow_with_n(backend, device, monkeypat
     peaks = [measured(alone(device), N, V, 4, tile=(8, 64), backward=False)[0] for N in (128, 512)]
     per_token = 256  # bytes: columns, statistics and losses, none of them 32 long
     assert peaks[1] - peaks[0] <= (512 - 128) * per_token
-
-
-def test_a_reduction_waits_for_no_more_than_a_tile(device):
-    """Of what is projected again dW of one tile alone is formed beside the reduction of dX."""
-    rows, V, D, columns = 512, 4096, 8, 1024
-    t = make(Case(rows, V, D, ignored="none"), device)
-    projection, alpha = Projection(t.weight, None, 0, V), normal(rows).abs().float().to(device)
-    coefficients = Coefficients(alpha, alpha, None, None)
-
-    def backward():
-        dweight, dx = GradBuffer(projection.weight, V, 1), torch.empty_like(t.x)
-        grads = GradBuffers(dx, dweight, None)
-        block_backward(torch_backend, projection, t.x, t.target, partial_, coefficients, (), grads, Scratch(0, device))
-        return dx, dweight.deliver()
-
-    with shrunk(tile=(16, columns)):
-        partial_, _ = block_forward(torch_backend, projection, t.x, t.target, Columns(), 0)
-        peak = peak_memory(backward, torch.device(device))[0]
-    assert peak <= V * D * 4 + rows * D * 8 + rows * columns * 4 // 4
-
-
-CUTS = [0, 4, 10], [0, 7, 10], [0, 10]
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("main_dtype", [None, torch.bfloat16, torch.float32])
-def test_every_block_may_cut_the_rows_in_its_own_way(main_dtype, dtype, whole, device):
-    """Each of its visits adds 1 to 10 of 12 rows. A main_grad is added to, whatever the caller promises."""
-    weight = torch.empty(12, 3, dtype=dtype, device=device)
-    for visits in (0, 1, 3):
-        main = None if main_dtype is None else torch.full((12, 3), 5.0, dtype=main_dtype, device=device)
-        main_grad = None if main is None else MainGrad(main, lambda: None)
-        gradient = GradBuffer(weight, 10, visits, main_grad=main_grad)
-        for visit in range(visits):
-            cuts = CUTS[-1 if main_grad else visit]
-            for start, stop in zip(cuts, cuts[1:]):
-                rows, overwrite = gradient.open(start, stop, whole)
-                if dtype == torch.bfloat16:  # one product writes a new gradient itself; sums are in fp32
-                    assert (rows.dtype == dtype) == (whole and visits == 1 and main is None)
-                rows.copy_(torch.ones_like(rows) if overwrite else rows + 1)
-                gradient.close(start, stop, rows)
-        found, before = (gradient.deliver(), 0) if main is None else (main, 5)
-        assert main is None or gradient.deliver() is None
-        assert found.dtype == (main_dtype or dtype)
-        assert (found[:10] == before + visits).all() and (found[10:] == before).all()
 
 
 # --- the default of ``logits_budget`` --------------------------------------------------------------

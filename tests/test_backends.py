@@ -1,4 +1,4 @@
-"""Which backend a weight gets, and the scratch memory that it is handed."""
+"""Which backend a weight gets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from blocks import launches
 from cases import DTYPES
 from parallel_lce import backends, vocab_parallel
 from parallel_lce.backends import backend_of
-from parallel_lce.backends.interface import Scratch
 
 
 @pytest.fixture
@@ -115,8 +114,7 @@ def test_logits_that_exist_follow_the_choice(value, kernels, device, choose):
     logits, target = torch.randn(5, 7, device=device, requires_grad=True), torch.arange(5, device=device)
     with launches() as found:
         parallel_lce.vocab_parallel_cross_entropy(logits, target).sum().backward()
-    names = ["lce_forward_dense", "lce_backward_dense"]
-    assert [each.kernel for each in found] == (names if value == "triton" else [])
+    assert len(found) == (2 if value == "triton" else 0)
 
 
 def test_importing_the_package_imports_no_backend_of_kernels():
@@ -126,17 +124,3 @@ def test_importing_the_package_imports_no_backend_of_kernels():
         "assert 'parallel_lce.backends.triton' not in sys.modules and ('triton' in sys.modules) == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_scratch(device):
-    """Memory is allocated at first use, and once; what is larger, and in one piece, is taken over."""
-    scratch = Scratch(1000, device)
-    assert scratch.limit == 1000 and scratch.capacity(torch.float32) == 250
-    first = scratch.borrow(250, torch.float32)
-    assert first.shape == (250,) and first.dtype == torch.float32 and first.device.type == device
-    assert scratch.borrow(3, torch.bfloat16).data_ptr() == first.data_ptr()
-    large = torch.empty(30, 40, dtype=torch.bfloat16, device=device)
-    for tensor, capacity in ((large[:5], 1000), (large.t(), 1000), (large, 2400), (large[:20].clone(), 2400)):
-        scratch.adopt(tensor)
-        assert scratch.limit == 1000 and scratch.capacity(torch.uint8) == capacity
-    assert scratch.borrow(600, torch.float32).data_ptr() == large.data_ptr()

@@ -15,10 +15,11 @@ pytest.importorskip("triton", reason="needs triton")
 
 import fuzz
 from blocks import launches
-from cases import Case, assemble, check, normal, ours
+from cases import Case, assemble, check, dense_loss, normal, ours
 from fuzz_draw import Configuration
 from fuzz_run import execute
 from measures import assert_no_worse, size
+from on_ranks import on_ranks
 from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
 from parallel_lce.backends import triton
 from parallel_lce.call import prepare
@@ -112,37 +113,28 @@ def test_other_calls_save_exponentials(changes, device):
     assert not saved_logits()
 
 
-def _without_a_bias(member: Member) -> tuple[torch.Tensor, bool]:
+@on_ranks(2)
+def test_ranks_whose_biases_differ_run_the_same_collectives(member):
+    """An empty shard without a bias saves nothing, whatever the other rank saves for its bias's gradient."""
     t = small(member.device, **SHAPE | dict(bias=True))
     rows = 208 if member.rank == 0 else 0
-    options = dict(process_group=member.group, sequence_parallel=True, logit_softcap=0.5)
-    options |= dict(vocab_start=208 * member.rank, vocab_size=208, linear_bias=t.bias if rows else None)
+    options = dict(process_group=member.group, sequence_parallel=True, vocab_start=208 * member.rank, vocab_size=208)
     x = t.x.detach().chunk(2)[member.rank].clone().requires_grad_()
-    loss = linear_cross_entropy(x, t.weight[:rows], t.target, **options)
-    return torch.autograd.grad(loss, [x])[0].float().cpu(), saved_logits()
+    with chosen_backend("dense"):
+        loss = linear_cross_entropy(x, t.weight[:rows], t.target, linear_bias=t.bias if rows else None, **options)
+        [found] = torch.autograd.grad(loss, [x])
+        assert not saved_logits()
+    torch.testing.assert_close(found.double(), dense_loss(t)["dx"].chunk(2)[member.rank], rtol=2e-2, atol=1e-4)
 
 
-def test_ranks_whose_biases_differ_run_the_same_collectives(worlds, device):
-    """An empty shard without a bias saves nothing, whatever the other rank saves for its bias's gradient."""
-    t = small(device, **SHAPE | dict(bias=True))
-    loss = linear_cross_entropy(t.x, t.weight, t.target, linear_bias=t.bias, logit_softcap=0.5)
-    [whole] = torch.autograd.grad(loss, [t.x])
-    found, dense = zip(*everywhere(worlds, device, 2, _without_a_bias))
-    assert dense == (False, False)
-    torch.testing.assert_close(torch.cat(found), whole.float().cpu(), rtol=2e-2, atol=1e-4)
-
-
-def _with_unlike_gpus(member: Member) -> None:
+@on_ranks(2)
+def test_debug_mode_tells_that_only_some_ranks_have_a_small_problem(member):
+    """The most flops of one depend on the GPU."""
     t = small(member.device, **SHAPE)
     words = "disagree about dense logits: rank 0 has True, rank 1 has False"
-    with debug_mode(), mock.patch.object(triton, "DENSE_FLOPS", 0 if member.rank else 1e30):
-        with pytest.raises(ValueError, match=words):
-            linear_cross_entropy(t.x, t.weight[:104], t.target, process_group=member.group, reduction="none")
-
-
-def test_debug_mode_tells_that_only_some_ranks_have_a_small_problem(worlds, device):
-    """The most flops of one depend on the GPU."""
-    everywhere(worlds, device, 2, _with_unlike_gpus)
+    flops = mock.patch.object(triton, "DENSE_FLOPS", 0 if member.rank else 1e30)
+    with chosen_backend("triton"), debug_mode(), flops, pytest.raises(ValueError, match=words):
+        linear_cross_entropy(t.x, t.weight[:104], t.target, process_group=member.group, reduction="none")
 
 
 # --- logits that exist -----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import reference
 from cases import DTYPES, dense_loss, normal, part
 from measures import assert_close, assert_near, assert_no_worse, error, size, smallest_steps
 from parallel_lce import linear_cross_entropy, selected_log_probs
+from parallel_lce.core.partials import accumulation_dtype
 from parallel_lce.vocab_parallel import vocab_parallel_cross_entropy
 from tools import DIFFERENTIABLE, REDUCED, everywhere, field_gradients, fields, shrunk, small, statistics
 from world import Member
@@ -35,8 +36,7 @@ def budget(request):
 def dense_path(t, names, dtype, softcap):
     """Statistics, and gradients of the sum of the named ones, of logits in ``dtype``."""
     leaves = [v.detach().to(dtype).requires_grad_() for v in (t.x, t.weight)]
-    z = torch.nn.functional.linear(*leaves)
-    z = z if dtype == torch.float64 else z.float()
+    z = reference.logits(*leaves).to(accumulation_dtype(dtype))
     found = reference.statistics(softcap * torch.tanh(z / softcap), t.target)
     return found, field_gradients(SimpleNamespace(**found), names, leaves)
 
@@ -90,13 +90,12 @@ CAPS = {1e-30: 3.0, 0.01: 0.03, 0.3: 3.0, 3.0: 3.0, 9.0: 9.0, 20.0: 20.0, 60.0: 
 exponentials span, saved rows are recomputed; up to there log(stored) still tells z."""
 
 
-@pytest.mark.parametrize("all_fields", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("softcap", CAPS)
 @pytest.mark.thinned
-def test_softcaps(budget, softcap, dtype, all_fields, device):
+def test_softcaps(budget, softcap, dtype, device):
     """Statistics and their gradients are as near to float64 as torch's."""
-    names = list(DIFFERENTIABLE) if all_fields and softcap > 1 else ["lse", "target_log_prob", "mean_log_prob"]
+    names = DIFFERENTIABLE if softcap > 1 else ["lse", "target_log_prob", "mean_log_prob"]
     t = small(device, D=8, dtype=dtype, sharpness=CAPS[softcap])
     found = statistics(t.x, t.weight, t.target, logit_softcap=softcap, logits_budget=budget)
     gradients = field_gradients(found, names, [t.x, t.weight])
@@ -312,17 +311,16 @@ def _hold(member: Member, backend: str, pattern: str, mask: float, dtype: str) -
 ALL_PATTERNS = [*PATTERNS, "some tokens", "huge rows", "one of all"]
 
 
-@pytest.mark.parametrize("pattern", ALL_PATTERNS)
+OVER_RANKS = ["a rank", "all", "some tokens", "huge rows"]
+
+
+@pytest.mark.parametrize("place", [*((p, 1) for p in ALL_PATTERNS), *((p, 2) for p in OVER_RANKS)], ids=str)
 @pytest.mark.parametrize("dtype", MASKS)
 @pytest.mark.thinned
-def test_statistics_and_gradients(pattern, dtype, backend, worlds, device):
+def test_statistics_and_gradients(place, dtype, backend, worlds, device):
+    """``place``: a pattern, and the number of ranks."""
     for mask in MASKS[dtype]:
-        everywhere(worlds, device, 1, _hold, backend, pattern, mask, dtype)
-
-
-@pytest.mark.parametrize("pattern", ["a rank", "all", "some tokens", "huge rows"])
-def test_over_ranks(pattern, backend, worlds, device):
-    everywhere(worlds, device, 2, _hold, backend, pattern, -1e30, "fp32")
+        everywhere(worlds, device, place[1], _hold, backend, place[0], mask, dtype)
 
 
 @pytest.mark.parametrize("pattern", ALL_PATTERNS)

@@ -18,7 +18,7 @@ from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.call import prepare
 from parallel_lce.core.budget import default_budget
-from tools import alone, arguments_to, everywhere, shrunk, small
+from tools import alone, arguments_to, everywhere, shrunk
 from world import Member
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -26,38 +26,34 @@ BLOCK = MiB  # SMALLEST_BLOCK of these tests
 
 # A part of the rows saved and the rest recomputed; all recomputed; accumulated.
 STRATEGIES = {
-    "save": dict(reduction="none", budget=3 * MiB // 2),
-    "recompute": dict(reduction="none", budget=0),
-    "accumulate": dict(reduction="sum", budget=0),
+    "save": dict(reduction="none", logits_budget=3 * MiB // 2),
+    "recompute": dict(reduction="none", logits_budget=0),
+    "accumulate": dict(reduction="sum", logits_budget=0),
 }
 
 
 def measured(
     member: Member,
-    N: int,
-    V: int,
-    D: int,
+    size,
     *,
     dtype="fp32",
-    reduction="none",
-    budget=0,
-    sequence_parallel=False,
     shards=None,
     frozen="",
     tile=(64, 2048),
     backward=True,
     block=BLOCK,
+    **options,
 ) -> tuple[int, int]:
-    """(peak, alive) of a forward and backward after what a device's first use takes for good; N and V of the whole
-    group."""
-    t = part(make(Case(N, V, D, dtype, ignored="none"), member.device), member, sequence_parallel, shards)
+    """(peak, alive) of a forward and backward after what a device's first use takes for good. ``size``: N, V and D of
+    the whole group. ``options``: of the loss."""
+    sequence_parallel = options.get("sequence_parallel", False)
+    t = part(make(Case(*size, dtype, ignored="none"), member.device), member, sequence_parallel, shards)
     wanted = [leaf for name, leaf in (("x", t.x), ("weight", t.weight)) if name not in frozen]
     for leaf in (t.x, t.weight):
         leaf.requires_grad_(any(leaf is one for one in wanted))
-    options = dict(process_group=member.group, sequence_parallel=sequence_parallel)
-    options |= dict(reduction=reduction, logits_budget=budget)
+    options = dict(reduction="none", logits_budget=0, process_group=member.group) | options
     if shards is not None:
-        options |= dict(vocab_start=sum(shards[: member.rank]), vocab_size=V)
+        options |= dict(vocab_start=sum(shards[: member.rank]), vocab_size=size[1])
 
     def step():
         loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options)
@@ -83,7 +79,7 @@ def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequen
 
     def peak(n):
         step = partial(measured, dtype=dtype, sequence_parallel=sequence_parallel, **STRATEGIES[strategy])
-        peaks, alive = zip(*everywhere(worlds, device, ranks, step, n, V, D))
+        peaks, alive = zip(*everywhere(worlds, device, ranks, step, (n, V, D)))
         assert ranks > 1 or max(alive) <= (n + V) * D * itemsize + 64 * KiB
         assert max(peaks) < 6 * MiB
         return max(peaks)
@@ -99,31 +95,13 @@ def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequen
     )
 
 
-def test_the_tracker_sees_logits(device):
-    """The same measure of torch's own loss finds all of its [N, V] buffers."""
-    N, V = 256, 4096
-
-    def peak(n, v):
-        t = small(device, n, v, 4)
-
-        def step():
-            loss = torch.nn.functional.cross_entropy(t.x @ t.weight.t(), t.target)
-            return torch.autograd.grad(loss, [t.x, t.weight])
-
-        step()
-        return peak_memory(step, device)[0]
-
-    mixed = (peak(2 * N, 2 * V) - peak(2 * N, V)) - (peak(N, 2 * V) - peak(N, V))
-    assert mixed >= 2 * N * V * 4
-
-
 @pytest.mark.parametrize(
     ("dtype", "budget"), [("fp32", None), ("bf16", None), *(("fp32", n * MiB) for n in (0, 1, 2, 5))], ids=str
 )
 def test_saved_bytes_are_within_the_budget(dtype, budget, device):
     """Without one they are those of the exponentials, and no more."""
     N, V = 512, 4096
-    _, alive = measured(alone(device), N, V, 4, dtype=dtype, budget=budget, backward=False)
+    _, alive = measured(alone(device), (N, V, 4), dtype=dtype, logits_budget=budget, backward=False)
     whole = N * V * DTYPES[dtype].itemsize
     assert alive <= (1.02 * whole if budget is None else max(0, budget - BLOCK)) + 64 * KiB
     assert budget is not None or alive >= whole
@@ -132,8 +110,8 @@ def test_saved_bytes_are_within_the_budget(dtype, budget, device):
 @pytest.mark.parametrize("budget", [MiB, 256 * 2000 * 4])
 def test_the_larger_of_uneven_shards_stays_within_the_budget(budget, worlds, device):
     """Of 1000 and 3000 rows, planned as 2000 each."""
-    options = dict(shards=(1000, 3000), tile=(64, 256), backward=False, block=128 * KiB, budget=budget)
-    for _, alive in everywhere(worlds, device, 2, partial(measured, **options), 256, 4000, 4):
+    options = dict(shards=(1000, 3000), tile=(64, 256), backward=False, block=128 * KiB, logits_budget=budget)
+    for _, alive in everywhere(worlds, device, 2, partial(measured, **options), (256, 4000, 4)):
         # Partials of 12 windows of 256 columns, and the maxima kept of them, come on top.
         assert alive <= budget + 256 * KiB
 
@@ -145,9 +123,9 @@ def test_the_larger_of_uneven_shards_stays_within_the_budget(budget, worlds, dev
 def test_evaluation_keeps_nothing(mode, reduction, budget, device):
     """Parameters that need gradients, but nobody will ask for them; or that need none."""
     N, V, frozen = 512, 4096, "x weight" if mode is nullcontext else ""
-    options = dict(budget=budget, reduction=reduction, frozen=frozen, backward=False)
+    options = dict(logits_budget=budget, reduction=reduction, frozen=frozen, backward=False)
     with mode():
-        peak, alive = measured(alone(device), N, V, 4, **options)
+        peak, alive = measured(alone(device), (N, V, 4), **options)
     assert alive <= 16 * N * 4
     assert peak < N * V * 4 / 4
 
@@ -158,18 +136,18 @@ def test_evaluation_keeps_nothing(mode, reduction, budget, device):
 def test_a_frozen_operand_allocates_no_gradient_of_its_size(frozen, sizes, strategy, device):
     (N, V, D), block = sizes, 256 * KiB if frozen == "weight" else 64 * KiB
     options = dict(tile=(64, min(V, 256)), block=block, **STRATEGIES[strategy])
-    peak, _ = measured(alone(device), *sizes, frozen=frozen, **options)
-    free, _ = measured(alone(device), *sizes, **options)
+    peak, _ = measured(alone(device), sizes, frozen=frozen, **options)
+    free, _ = measured(alone(device), sizes, **options)
     own, other = (V, N) if frozen == "weight" else (N, V)
     assert free >= own * D * 4
     # The other gradient, the budget or block and a few tiles.
-    assert peak < other * D * 4 + max(options["budget"], block) + MiB < own * D * 4
+    assert peak < other * D * 4 + max(options["logits_budget"], block) + MiB < own * D * 4
 
 
 def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     """All rows in one block: windows of dW are summed in fp32 one at a time (Liger #1323, #1391)."""
     N, V, D = 32, 4096, 256
-    peak, alive = measured(alone(device), N, V, D, dtype="bf16", tile=(64, 128), block=64 * KiB)
+    peak, alive = measured(alone(device), (N, V, D), dtype="bf16", tile=(64, 128), block=64 * KiB)
     assert alive >= V * D * 2
     assert peak - alive < V * D * 4 / 4
 
@@ -180,7 +158,7 @@ def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
     sequence's ``[N, D]`` hidden states nor its local dX ever exist on a rank, as the plan assumes."""
     whole = 4096 * 256 * 4
     options = dict(sequence_parallel=True, tile=(128, 64), block=128 * 64 * 4, backward=backward)
-    for peak, alive in everywhere(worlds, device, 2, partial(measured, **options), 4096, 128, 256):
+    for peak, alive in everywhere(worlds, device, 2, partial(measured, **options), (4096, 128, 256)):
         assert alive >= whole // 2 or not backward
         assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"
 
@@ -192,7 +170,7 @@ def test_forward_s_window_partials_do_not_grow_with_n(backend, device, monkeypat
     if backend == "triton":
         V = 8192
         monkeypatch.setattr(backends.named("triton"), "_PARTIAL_BYTES", 64 * KiB)
-    peaks = [measured(alone(device), N, V, 4, tile=(8, 64), backward=False)[0] for N in (128, 512)]
+    peaks = [measured(alone(device), (N, V, 4), tile=(8, 64), backward=False)[0] for N in (128, 512)]
     per_token = 256  # bytes: columns, statistics and losses, none of them 32 long
     assert peaks[1] - peaks[0] <= (512 - 128) * per_token
 

@@ -21,7 +21,7 @@ from fuzz_run import execute
 from measures import assert_no_worse, size
 from on_ranks import on_ranks
 from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
-from parallel_lce.backends import triton
+from parallel_lce.backends import torch_backend, triton
 from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.run.fused_loss import fused_loss
@@ -135,6 +135,15 @@ def test_debug_mode_tells_that_only_some_ranks_have_a_small_problem(member):
     flops = mock.patch.object(triton, "DENSE_FLOPS", 0 if member.rank else 1e30)
     with chosen_backend("triton"), debug_mode(), flops, pytest.raises(ValueError, match=words):
         linear_cross_entropy(t.x, t.weight[:104], t.target, process_group=member.group, reduction="none")
+
+
+def test_a_mean_of_more_tokens_than_are_added_at_a_time(device):
+    losses, weight = normal(2, 5000).abs().float().to(device)
+    target = torch.arange(5000, device=device) % 7
+    losses[target == 3] = 0.0
+    found = triton.mean_loss(losses, target, weight, 3)
+    for value, expected in zip(found, torch_backend.mean_loss(losses.double(), target, weight.double(), 3)):
+        torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=0)
 
 
 # --- logits that exist -----------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
 from parallel_lce.call import prepare
 from parallel_lce.core.budget import default_budget
-from tools import alone, arguments_to, everywhere, shrunk
+from parallel_lce.core.grad_buffers import GradBuffer
+from tools import alone, everywhere, shrunk
 from world import Member
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -152,6 +153,12 @@ def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     assert peak - alive < V * D * 4 / 4
 
 
+def test_low_precision_dw_of_one_product_has_no_other_buffer(device):
+    gradient = GradBuffer(torch.empty(12, 3, dtype=torch.bfloat16, device=device), 10, 1)
+    rows, overwrite = gradient.open(0, 10, whole=True)
+    assert overwrite and rows.data_ptr() == gradient.deliver().data_ptr()
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
     """Hidden states are gathered, and local dX reduced, a few of 32 blocks of 128 rows at a time: neither the whole
@@ -206,32 +213,3 @@ def test_a_call_is_planned_with_it(device, monkeypatch):
         with pytest.raises(ValueError, match="PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got '-1'"):
             call()
     call(logits_budget=46)
-
-
-# Further heads of multi-token prediction, the budget that is installed, and that of each head: None for the default,
-# or the number of heads that share the default.
-HEADS = [(None, None, None), (0, None, None), (1, None, 2), (3, None, 4), (3, 5000, 5000), (3, 0, 0)]
-
-
-def _budgets_of_heads(member: Member) -> list[int | None]:
-    import parallel_lce.megatron
-    from megatron_models import Model, batch
-    from megatron_training import output_layers
-    from parallel_lce.megatron import output_layer
-
-    spec = Model(ranks=member.ranks)
-    _, model, hidden, _ = output_layers(member, spec)
-    labels = batch(0, spec, member.device).labels
-    with arguments_to(output_layer, "fused_loss") as given:
-        for model.output_layer.config.mtp_num_layers, budget, _ in HEADS:
-            parallel_lce.megatron.install(budget)
-            model.compute_language_model_loss(labels, model.output_layer(hidden)[0])
-            parallel_lce.megatron.uninstall()
-    return [options.logits_budget for options, *_ in given]
-
-
-def test_heads_of_multi_token_prediction_share_it(worlds, device):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
-    whole = default_budget(torch.device(device))
-    expected = [whole // share if budget is None and share else share for _, budget, share in HEADS]
-    assert worlds(1).run(_budgets_of_heads) == [expected]

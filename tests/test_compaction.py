@@ -38,11 +38,10 @@ def test_the_others_are_not_projected(reduction, ranks, sequence_parallel, world
     everywhere(worlds, device, ranks, _rows_projected, reduction, sequence_parallel)
 
 
-@pytest.mark.parametrize("wrong", [-1, 1])
-def test_a_wrong_number_gives_nan_and_no_id(wrong, device):
+def test_a_wrong_number_gives_nan_and_no_id(device):
     t = small(device, N=N, ignored="some")
     mask = t.target != -100
-    counted = dict(mask=mask, counted_tokens=int(mask.sum()) + wrong)
+    counted = dict(mask=mask, counted_tokens=int(mask.sum()) + 1)
     found = parallel_lce.token_statistics(t.x, t.weight, None, argmax=True, **counted)
     assert found.lse.isnan().all() and (found.argmax == -1).all()
 

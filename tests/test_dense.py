@@ -70,12 +70,16 @@ def _executed(member: Member, c: Configuration) -> dict[str, torch.Tensor]:
     with launches() as found:
         results = execute(member, c, "dense")
     kernels = {each.kernel for each in found}
-    assert c.kind == "logits" or not c.N or not c.shards[member.rank][1] or "lce_backward_dense" in kernels
+    if c.kind == "loss" and c.N and c.shards[member.rank][1]:
+        assert "lce_backward_dense" in kernels
+        few = member.ranks == 1 and "checkpoint" not in c.walk
+        assert not few or kernels <= {"lce_forward_dense", "lce_forward_mean", "lce_backward_dense"}
     return results
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(1, 16), (2, 6)])
-@pytest.mark.parametrize("kind", ["loss", "logits"])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "count"), [("loss", 1, 16), ("loss", 2, 6), ("logits", 1, 60), ("logits", 2, 20)]
+)
 def test_random_configurations(kind, ranks, count, worlds, device):
     """Of small problems, and of logits that exist, as in test_random.py."""
     settings = fuzz.Settings(seed=5, backend="triton", device=device)
@@ -84,13 +88,6 @@ def test_random_configurations(kind, ranks, count, worlds, device):
     for c in itertools.islice(chosen, count):
         _, finding = fuzz.examine(c, lambda c: everywhere(worlds, device, ranks, _executed, c))
         assert finding is None, f"{c}\n{finding}"
-
-
-def test_a_step_has_few_launches(device):
-    t = small(device, **SHAPE)
-    with launches() as found:
-        linear_cross_entropy(t.x, t.weight, t.target, reduction="none").sum().backward()
-    assert [each.kernel for each in found] == ["lce_forward_dense", "lce_backward_dense"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

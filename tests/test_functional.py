@@ -46,9 +46,8 @@ def test_strategies(strategy, everything, dtype, worlds, backend, device):
     assert_holds(case, BLOCK, factor, worlds, device)
 
 
-# Where the upstream gradient is a power of two, and logits are flat, so is the target's entry of dlogits to the
-# precision of bf16. It is most of a gradient: torch's error is little more than the rounding of the result. Ours is
-# where a token has a target of its own, as most of a few have.
+# The target's entry of dlogits is a number of few bits here, and most of a gradient: torch's error is little more than
+# the rounding of the result. Ours is where a token has a target of its own, as most of a few have.
 FLAT = Case(64, 700, 64, "bf16", reduction="none", ignored="none", upstream=2.0**-6)
 FLATS = FLAT, replace(FLAT, budget=0), replace(FLAT, reduction="mean", budget=0)
 PIECES = Case(600, 700, 24, "bf16", reduction="none", budget=0)
@@ -59,14 +58,8 @@ ONE_ROW = Case(10, 700, 4, ranks=2, sequence_parallel=True, budget=0, ignored="n
 # block whose buffer is already another's.
 UNEVEN = Case(512, 1280, 64, "bf16", ranks=2, shards=(1024, 256), budget=327680, ignored="none", sharpness=2.0)
 FP16 = dict(dtype="fp16", ignored="none")
-SCALES = [
-    Case(64, 300, 8, **FP16, reduction="none", budget=0, upstream=1.0, logit_scale=scale, sharpness=1e-3)
-    for scale in (0.0, 1e-4, 1000.0)
-]
 KERNELS = [
-    *((case, None, 1.1) for case in SCALES),
     *((case, BLOCK, 1.1) for case in FLATS),
-    *(pytest.param(replace(case, N=1024), BLOCK, 1.5, marks=pytest.mark.slow) for case in FLATS),
     # Rows are cut where ranges of entries would be narrow.
     *((replace(PIECES, dtype=dtype), 2 * 512 * 512, 1.0) for dtype in ("bf16", "fp16")),
     (replace(OVER_RANKS, shards=(700, 0), sequence_parallel=True, label_smoothing=0.1), 20_000, 1.1),
@@ -90,7 +83,10 @@ HARD = [
     Case(138, 640, 2048, ranks=2, sequence_parallel=True),
     Case(96, 4999, 32, "bf16", bias=True, label_smoothing=0.1),
     Case(252, 507, 123, "fp16", ranks=2, shards=(127, 380), budget=0),
-    *SCALES,
+    *(
+        Case(64, 300, 8, **FP16, reduction="none", budget=0, upstream=1.0, logit_scale=scale, sharpness=1e-3)
+        for scale in (0.0, 1e-4, 1000.0)
+    ),
     # A loss scale lifts gradients of a mean over many tokens out of the subnormal numbers.
     *(Case(4096, 64, 16, **FP16, upstream=65536.0, budget=budget) for budget in (None, 0)),
 ]

@@ -138,6 +138,25 @@ def test_no_cancellation_at_large_logits(budget, device):
 
 
 @pytest.mark.parametrize("name", REDUCED)
+@pytest.mark.thinned("name", "backend")
+def test_fp16_gradients_of_a_large_mean_do_not_underflow(name, device):
+    """1 / N and a small loss weight push the logits' gradients below fp16's 6e-8; weights of norm 2^10 bring dX back
+    into its range. torch's own path loses most of it."""
+    t = small(device, N=512, V=96, D=4, dtype="fp16")
+    t.x, t.weight = ((v.detach() * by).requires_grad_() for v, by in ((t.x, 2.0**-10), (t.weight, 2.0**10)))
+    upstream = torch.tensor(2.0**-14, device=device)
+    with shrunk(16384, (64, 32)):
+        loss = linear_cross_entropy(t.x, t.weight, t.target, **REDUCED[name]).mean()
+        dx, dw = torch.autograd.grad(loss, [t.x, t.weight], upstream)
+    exact, its = (dense_loss(t, dtype, upstream=upstream) for dtype in (torch.float64, torch.float16))
+    # fp16 holds dX in steps of 2^-24, and operands to 2^-11.
+    floor, lost = smallest_steps(dx) + 2**-11 * size(exact["dx"]), error(its["dx"], exact["dx"])
+    assert lost > 0.2 * size(exact["dx"]), "torch's path underflows here"
+    assert error(dx, exact["dx"]) <= floor < 0.25 * lost
+    assert_no_worse(dw, exact["dweight"], its["dweight"], floor=smallest_steps(dw))
+
+
+@pytest.mark.parametrize("name", REDUCED)
 @pytest.mark.parametrize(("sharpness", "smallest"), [(6.0, 20), (90.0, 300)])
 @pytest.mark.thinned
 def test_sharp_logits_in_bf16(sharpness, smallest, name, device):
@@ -155,9 +174,7 @@ def test_sharp_logits_in_bf16(sharpness, smallest, name, device):
 
 # --- finite masks, and logits as large as fp32 has them ---------------------------------------------
 
-# The truth is in float64, of logits that are rounded to fp32.
-
-# Of a GPU's tiles, or of smaller ones for the interpreter.
+# Of a GPU's tiles, or of smaller ones for the interpreter. The truth is that of logits which are rounded to fp32.
 WINDOW = 256 if torch.cuda.is_available() else 64
 N, V, D = 20, 4 * WINDOW + 44, 16
 LOWEST = torch.finfo(torch.bfloat16).min

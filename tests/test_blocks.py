@@ -241,16 +241,19 @@ def test_a_block(choice, dtype, device, monkeypatch):
         assert_within(dbias.deliver(), exact.sum(0), allowed.sum(0), "dbias")
 
 
-@pytest.mark.parametrize(
-    ("N", "budget", "block", "slices"),
-    [(40, 40 * 512 * 2 + 256, 256, [188]), (600, 0, 2 * 512 * 512, [512, 512, 188, 188])],
-)
-def test_slices_that_are_projected_again(N, budget, block, slices, device, monkeypatch):
-    """They take the memory of two windows that were saved, so that a budget is one buffer; or pieces of rows, where
-    ranges of entries would be narrow."""
-    if budget:
+SLICES = {
+    "in the memory of two windows that were saved": (40, 16, 40 * 512 * 2 + 256, 256, [188]),
+    "in that of an earlier block": (100, 256, 90_000, 256, [700]),
+    "of pieces of rows, where those of all would be narrow": (600, 16, 0, 2 * 512 * 512, [512, 512, 188, 188]),
+}
+
+
+@pytest.mark.parametrize(("N", "D", "budget", "block", "slices"), SLICES.values(), ids=SLICES)
+def test_slices_that_are_projected_again(N, D, budget, block, slices, device, monkeypatch):
+    """A budget is one buffer, not two, and slices are as large as it."""
+    if N == 40:
         monkeypatch.setattr(Scratch, "borrow", lambda *_: pytest.fail("more memory than what was saved"))
-    t = small(device, N=N, V=700, dtype="bf16")
+    t = small(device, N=N, V=700, D=D, dtype="bf16")
     with chosen_backend("triton"), shrunk(block), launches() as found:
         loss = linear_cross_entropy(t.x, t.weight, t.target, reduction="none", logits_budget=budget)
         loss.sum().backward()

@@ -70,6 +70,8 @@ def _executed(member: Member, c: Configuration) -> dict[str, torch.Tensor]:
     with launches() as found:
         results = execute(member, c, "dense")
     kernels = {each.kernel for each in found}
+    if c.kind == "logits" and c.N and c.layout("input") == "plain":
+        assert "lce_forward_dense" in kernels
     if c.kind == "loss" and c.N and c.shards[member.rank][1]:
         assert "lce_backward_dense" in kernels
         few = member.ranks == 1 and "checkpoint" not in c.walk
@@ -108,6 +110,21 @@ def test_other_calls_save_exponentials(changes, device):
     t = small(device, **SHAPE | changes)
     linear_cross_entropy(t.x, t.weight, t.target, linear_bias=t.bias)
     assert not saved_logits()
+
+
+@pytest.mark.parametrize("name", ["triton", "dense"])
+def test_a_target_outside_the_vocabulary_as_in_megatron(name, device):
+    """Its loss is the log-sum-exp less the largest logit."""
+    t = small(device, **SHAPE)
+    t.target[::5] = 208
+    options = dict(reduction="none", ignore_index=-100, outside_is_nan=False)
+    with chosen_backend(name):
+        loss = fused_loss(*given(t.x, t.weight, t.target, **options), None)
+        [dx] = torch.autograd.grad(loss[::5].sum(), [t.x])
+    x = t.x.detach().double().requires_grad_()
+    lse = (x @ t.weight.double().t()).logsumexp(1)[::5]
+    torch.testing.assert_close(loss[::5].double(), lse - (x @ t.weight.double().t()).amax(1)[::5], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.double(), torch.autograd.grad(lse.sum(), [x])[0], rtol=2e-2, atol=2e-2)
 
 
 @on_ranks(2)

@@ -208,7 +208,7 @@ SAVED = EIGHT | dict(tokens=4096, budget=136 * MiB)  # with the gathered hidden 
         (ACCUMULATED, 18000, 40 * MiB // (1024 * 4)),
         (SAVED, 16384, 16384),
         (SAVED, 16896, 8192),  # beside 64 MiB in which the others are recomputed
-        (EIGHT | dict(tokens=1024, budget=32 * MiB), 17000, 0),
+        (EIGHT | dict(tokens=4096, shard_rows=4, hidden_size=1 << 16, budget=1 << 15), 5, 0),
     ],
     ids=str,
 )

@@ -158,9 +158,6 @@ def test_a_mean_of_more_tokens_than_are_added_at_a_time(device):
         torch.testing.assert_close(value.double(), expected, rtol=1e-5, atol=0)
 
 
-# --- logits that exist -----------------------------------------------------------------------------
-
-
 def test_what_the_largest_logit_leaves_is_not_rounded_away(device):
     """1e-6 beside 1, of 12288 entries."""
     logits = torch.full((2, 12289), -23.0, device=device)

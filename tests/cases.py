@@ -267,10 +267,3 @@ def check(case: Case, found: dict[str, Tensor], factor: float, device: str = "cp
             floor = max(floor, torch.finfo(dtype).eps * size(truth[name]))
         floor += smallest_steps(value)
         assert_no_worse(value, truth[name], yardstick[name], factor, floor, f"{case}: {name}")
-
-
-def run(case: Case, worlds, device: str) -> dict[str, Tensor]:
-    """The package's whole result, on one process or over a real group."""
-    if case.ranks == 1:
-        return assemble(case, [ours(Member(0, 1, torch.device(device), None), case)])
-    return assemble(case, worlds(case.ranks).run(ours, case))

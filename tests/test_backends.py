@@ -1,4 +1,4 @@
-"""Which backend a weight gets, and the scratch memory that it is handed."""
+"""Which backend a weight gets."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import parallel_lce
-from blocks import launches
 from cases import DTYPES
 from parallel_lce import backends, vocab_parallel
 from parallel_lce.backends import backend_of
-from parallel_lce.backends.interface import Scratch
 
 
 @pytest.fixture
@@ -36,8 +34,7 @@ CHOICES = [
     ("cpu", "triton", torch.float64, None, True, "torch", "torch"),
     ("cpu", "triton", torch.float32, None, True, "triton", "triton"),
     ("cuda", "torch", torch.bfloat16, (9, 0), True, "torch", "torch"),
-    ("cuda", "", torch.bfloat16, (9, 0), True, "triton", "triton"),
-    ("cuda", "", torch.float16, (8, 0), True, "triton", "triton"),
+    ("cuda", "", torch.bfloat16, (8, 0), True, "triton", "triton"),
     ("cuda", "", torch.float16, (7, 5), True, "torch", "torch"),
     ("cuda", "", torch.bfloat16, (9, 0), False, "torch", "torch"),
     ("cuda", "", torch.float32, (9, 0), True, "torch", "triton"),
@@ -108,17 +105,6 @@ def test_logits_that_fit_take_few_operations(budget, reduction, most, choose):
     assert len(mode.found) <= most, mode.found
 
 
-@pytest.mark.parametrize("value", ["torch", "triton"])
-def test_logits_that_exist_follow_the_choice(value, kernels, device, choose):
-    """Kernels reduce them if triton is asked for, and only then."""
-    choose(value, interpret="1")
-    logits, target = torch.randn(5, 7, device=device, requires_grad=True), torch.arange(5, device=device)
-    with launches() as found:
-        parallel_lce.vocab_parallel_cross_entropy(logits, target).sum().backward()
-    names = ["lce_forward_dense", "lce_backward_dense"]
-    assert [each.kernel for each in found] == (names if value == "triton" else [])
-
-
 def test_importing_the_package_imports_no_backend_of_kernels():
     """Nor Triton, if torch itself does not."""
     code = (
@@ -126,17 +112,3 @@ def test_importing_the_package_imports_no_backend_of_kernels():
         "assert 'parallel_lce.backends.triton' not in sys.modules and ('triton' in sys.modules) == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_scratch(device):
-    """Memory is allocated at first use, and once; what is larger, and in one piece, is taken over."""
-    scratch = Scratch(1000, device)
-    assert scratch.size == 1000 and scratch.capacity(torch.float32) == 250
-    first = scratch.borrow(250, torch.float32)
-    assert first.shape == (250,) and first.dtype == torch.float32 and first.device.type == device
-    assert scratch.borrow(3, torch.bfloat16).data_ptr() == first.data_ptr()
-    large = torch.empty(30, 40, dtype=torch.bfloat16, device=device)
-    for tensor, capacity in ((large[:5], 1000), (large.t(), 1000), (large, 2400), (large[:20].clone(), 2400)):
-        scratch.adopt(tensor)
-        assert scratch.size == 1000 and scratch.capacity(torch.uint8) == capacity
-    assert scratch.borrow(600, torch.float32).data_ptr() == large.data_ptr()

@@ -1,5 +1,5 @@
 """Peak memory, measured by an allocation tracker: nothing of size N * V but what the budget allows. The default of the
-budget; and the buffers in which gradients are summed."""
+budget."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ import torch
 
 import parallel_lce
 from benchmarks.peak_memory import peak_memory
-from blocks import block_backward, block_forward
-from cases import DTYPES, Case, make, normal, part
+from cases import DTYPES, Case, make, part
 from parallel_lce import backends
 from parallel_lce.backends import backend_of, torch_backend
-from parallel_lce.backends.interface import Coefficients, GradBuffers, Projection, Scratch
 from parallel_lce.call import prepare
 from parallel_lce.core.budget import default_budget
-from parallel_lce.core.grad_buffers import GradBuffer, MainGrad
-from parallel_lce.core.partials import Columns
-from tools import alone, arguments_to, everywhere, shrunk, small
+from parallel_lce.core.grad_buffers import GradBuffer
+from tools import alone, everywhere, shrunk
 from world import Member
 
 KiB, MiB, GiB = 1 << 10, 1 << 20, 1 << 30
@@ -30,38 +27,34 @@ BLOCK = MiB  # SMALLEST_BLOCK of these tests
 
 # A part of the rows saved and the rest recomputed; all recomputed; accumulated.
 STRATEGIES = {
-    "save": dict(reduction="none", budget=3 * MiB // 2),
-    "recompute": dict(reduction="none", budget=0),
-    "accumulate": dict(reduction="sum", budget=0),
+    "save": dict(reduction="none", logits_budget=3 * MiB // 2),
+    "recompute": dict(reduction="none", logits_budget=0),
+    "accumulate": dict(reduction="sum", logits_budget=0),
 }
 
 
 def measured(
     member: Member,
-    N: int,
-    V: int,
-    D: int,
+    size,
     *,
     dtype="fp32",
-    reduction="none",
-    budget=0,
-    sequence_parallel=False,
     shards=None,
     frozen="",
     tile=(64, 2048),
     backward=True,
     block=BLOCK,
+    **options,
 ) -> tuple[int, int]:
-    """(peak, alive) of a forward and backward after what a device's first use takes for good; N and V of the whole
-    group."""
-    t = part(make(Case(N, V, D, dtype, ignored="none"), member.device), member, sequence_parallel, shards)
+    """(peak, alive) of a forward and backward after what a device's first use takes for good. ``size``: N, V and D of
+    the whole group. ``options``: of the loss."""
+    sequence_parallel = options.get("sequence_parallel", False)
+    t = part(make(Case(*size, dtype, ignored="none"), member.device), member, sequence_parallel, shards)
     wanted = [leaf for name, leaf in (("x", t.x), ("weight", t.weight)) if name not in frozen]
     for leaf in (t.x, t.weight):
         leaf.requires_grad_(any(leaf is one for one in wanted))
-    options = dict(process_group=member.group, sequence_parallel=sequence_parallel)
-    options |= dict(reduction=reduction, logits_budget=budget)
+    options = dict(reduction="none", logits_budget=0, process_group=member.group) | options
     if shards is not None:
-        options |= dict(vocab_start=sum(shards[: member.rank]), vocab_size=V)
+        options |= dict(vocab_start=sum(shards[: member.rank]), vocab_size=size[1])
 
     def step():
         loss = parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, **options)
@@ -87,7 +80,7 @@ def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequen
 
     def peak(n):
         step = partial(measured, dtype=dtype, sequence_parallel=sequence_parallel, **STRATEGIES[strategy])
-        peaks, alive = zip(*everywhere(worlds, device, ranks, step, n, V, D))
+        peaks, alive = zip(*everywhere(worlds, device, ranks, step, (n, V, D)))
         assert ranks > 1 or max(alive) <= (n + V) * D * itemsize + 64 * KiB
         assert max(peaks) < 6 * MiB
         return max(peaks)
@@ -103,31 +96,13 @@ def test_growth_of_n_grows_no_buffer_with_v_in_it(strategy, dtype, ranks, sequen
     )
 
 
-def test_the_tracker_sees_logits(device):
-    """The same measure of torch's own loss finds all of its [N, V] buffers."""
-    N, V = 256, 4096
-
-    def peak(n, v):
-        t = small(device, n, v, 4)
-
-        def step():
-            loss = torch.nn.functional.cross_entropy(t.x @ t.weight.t(), t.target)
-            return torch.autograd.grad(loss, [t.x, t.weight])
-
-        step()
-        return peak_memory(step, device)[0]
-
-    mixed = (peak(2 * N, 2 * V) - peak(2 * N, V)) - (peak(N, 2 * V) - peak(N, V))
-    assert mixed >= 2 * N * V * 4
-
-
 @pytest.mark.parametrize(
     ("dtype", "budget"), [("fp32", None), ("bf16", None), *(("fp32", n * MiB) for n in (0, 1, 2, 5))], ids=str
 )
 def test_saved_bytes_are_within_the_budget(dtype, budget, device):
     """Without one they are those of the exponentials, and no more."""
     N, V = 512, 4096
-    _, alive = measured(alone(device), N, V, 4, dtype=dtype, budget=budget, backward=False)
+    _, alive = measured(alone(device), (N, V, 4), dtype=dtype, logits_budget=budget, backward=False)
     whole = N * V * DTYPES[dtype].itemsize
     assert alive <= (1.02 * whole if budget is None else max(0, budget - BLOCK)) + 64 * KiB
     assert budget is not None or alive >= whole
@@ -136,8 +111,8 @@ def test_saved_bytes_are_within_the_budget(dtype, budget, device):
 @pytest.mark.parametrize("budget", [MiB, 256 * 2000 * 4])
 def test_the_larger_of_uneven_shards_stays_within_the_budget(budget, worlds, device):
     """Of 1000 and 3000 rows, planned as 2000 each."""
-    options = dict(shards=(1000, 3000), tile=(64, 256), backward=False, block=128 * KiB, budget=budget)
-    for _, alive in everywhere(worlds, device, 2, partial(measured, **options), 256, 4000, 4):
+    options = dict(shards=(1000, 3000), tile=(64, 256), backward=False, block=128 * KiB, logits_budget=budget)
+    for _, alive in everywhere(worlds, device, 2, partial(measured, **options), (256, 4000, 4)):
         # Partials of 12 windows of 256 columns, and the maxima kept of them, come on top.
         assert alive <= budget + 256 * KiB
 
@@ -149,9 +124,9 @@ def test_the_larger_of_uneven_shards_stays_within_the_budget(budget, worlds, dev
 def test_evaluation_keeps_nothing(mode, reduction, budget, device):
     """Parameters that need gradients, but nobody will ask for them; or that need none."""
     N, V, frozen = 512, 4096, "x weight" if mode is nullcontext else ""
-    options = dict(budget=budget, reduction=reduction, frozen=frozen, backward=False)
+    options = dict(logits_budget=budget, reduction=reduction, frozen=frozen, backward=False)
     with mode():
-        peak, alive = measured(alone(device), N, V, 4, **options)
+        peak, alive = measured(alone(device), (N, V, 4), **options)
     assert alive <= 16 * N * 4
     assert peak < N * V * 4 / 4
 
@@ -162,20 +137,26 @@ def test_evaluation_keeps_nothing(mode, reduction, budget, device):
 def test_a_frozen_operand_allocates_no_gradient_of_its_size(frozen, sizes, strategy, device):
     (N, V, D), block = sizes, 256 * KiB if frozen == "weight" else 64 * KiB
     options = dict(tile=(64, min(V, 256)), block=block, **STRATEGIES[strategy])
-    peak, _ = measured(alone(device), *sizes, frozen=frozen, **options)
-    free, _ = measured(alone(device), *sizes, **options)
+    peak, _ = measured(alone(device), sizes, frozen=frozen, **options)
+    free, _ = measured(alone(device), sizes, **options)
     own, other = (V, N) if frozen == "weight" else (N, V)
     assert free >= own * D * 4
     # The other gradient, the budget or block and a few tiles.
-    assert peak < other * D * 4 + max(options["budget"], block) + MiB < own * D * 4
+    assert peak < other * D * 4 + max(options["logits_budget"], block) + MiB < own * D * 4
 
 
 def test_low_precision_dw_in_one_block_has_no_fp32_sum(device):
     """All rows in one block: windows of dW are summed in fp32 one at a time (Liger #1323, #1391)."""
     N, V, D = 32, 4096, 256
-    peak, alive = measured(alone(device), N, V, D, dtype="bf16", tile=(64, 128), block=64 * KiB)
+    peak, alive = measured(alone(device), (N, V, D), dtype="bf16", tile=(64, 128), block=64 * KiB)
     assert alive >= V * D * 2
     assert peak - alive < V * D * 4 / 4
+
+
+def test_low_precision_dw_of_one_product_has_no_other_buffer(device):
+    gradient = GradBuffer(torch.empty(12, 3, dtype=torch.bfloat16, device=device), 10, 1)
+    rows, overwrite = gradient.open(0, 10, whole=True)
+    assert overwrite and rows.data_ptr() == gradient.deliver().data_ptr()
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -184,7 +165,7 @@ def test_sequence_parallel_chunks_are_let_go(backward, worlds, device):
     sequence's ``[N, D]`` hidden states nor its local dX ever exist on a rank, as the plan assumes."""
     whole = 4096 * 256 * 4
     options = dict(sequence_parallel=True, tile=(128, 64), block=128 * 64 * 4, backward=backward)
-    for peak, alive in everywhere(worlds, device, 2, partial(measured, **options), 4096, 128, 256):
+    for peak, alive in everywhere(worlds, device, 2, partial(measured, **options), (4096, 128, 256)):
         assert alive >= whole // 2 or not backward
         assert peak - alive < 0.5 * whole, f"{(peak - alive) / whole:.2f} of [N, D]"
 
@@ -196,55 +177,9 @@ def test_forward_s_window_partials_do_not_grow_with_n(backend, device, monkeypat
     if backend == "triton":
         V = 8192
         monkeypatch.setattr(backends.named("triton"), "_PARTIAL_BYTES", 64 * KiB)
-    peaks = [measured(alone(device), N, V, 4, tile=(8, 64), backward=False)[0] for N in (128, 512)]
+    peaks = [measured(alone(device), (N, V, 4), tile=(8, 64), backward=False)[0] for N in (128, 512)]
     per_token = 256  # bytes: columns, statistics and losses, none of them 32 long
     assert peaks[1] - peaks[0] <= (512 - 128) * per_token
-
-
-def test_a_reduction_waits_for_no_more_than_a_tile(device):
-    """Of what is projected again dW of one tile alone is formed beside the reduction of dX."""
-    rows, V, D, columns = 512, 4096, 8, 1024
-    t = make(Case(rows, V, D, ignored="none"), device)
-    projection, alpha = Projection(t.weight, None, 0, V), normal(rows).abs().float().to(device)
-    coefficients = Coefficients(alpha, alpha, None, None)
-
-    def backward():
-        dweight, dx = GradBuffer(projection.weight, V, 1), torch.empty_like(t.x)
-        grads = GradBuffers(dx, dweight, None)
-        block_backward(torch_backend, projection, t.x, t.target, partial_, coefficients, (), grads, Scratch(0, device))
-        return dx, dweight.deliver()
-
-    with shrunk(tile=(16, columns)):
-        partial_, _ = block_forward(torch_backend, projection, t.x, t.target, Columns(), 0)
-        peak = peak_memory(backward, torch.device(device))[0]
-    assert peak <= V * D * 4 + rows * D * 8 + rows * columns * 4 // 4
-
-
-CUTS = [0, 4, 10], [0, 7, 10], [0, 10]
-
-
-@pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("main_dtype", [None, torch.bfloat16, torch.float32])
-def test_every_block_may_cut_the_rows_in_its_own_way(main_dtype, dtype, whole, device):
-    """Each of its visits adds 1 to 10 of 12 rows. A main_grad is added to, whatever the caller promises."""
-    weight = torch.empty(12, 3, dtype=dtype, device=device)
-    for visits in (0, 1, 3):
-        main = None if main_dtype is None else torch.full((12, 3), 5.0, dtype=main_dtype, device=device)
-        main_grad = None if main is None else MainGrad(main, lambda: None)
-        gradient = GradBuffer(weight, 10, visits, main_grad=main_grad)
-        for visit in range(visits):
-            cuts = CUTS[-1 if main_grad else visit]
-            for start, stop in zip(cuts, cuts[1:]):
-                rows, overwrite = gradient.open(start, stop, whole)
-                if dtype == torch.bfloat16:  # one product writes a new gradient itself; sums are in fp32
-                    assert (rows.dtype == dtype) == (whole and visits == 1 and main is None)
-                rows.copy_(torch.ones_like(rows) if overwrite else rows + 1)
-                gradient.close(start, stop, rows)
-        found, before = (gradient.deliver(), 0) if main is None else (main, 5)
-        assert main is None or gradient.deliver() is None
-        assert found.dtype == (main_dtype or dtype)
-        assert (found[:10] == before + visits).all() and (found[10:] == before).all()
 
 
 # --- the default of ``logits_budget`` --------------------------------------------------------------
@@ -278,32 +213,3 @@ def test_a_call_is_planned_with_it(device, monkeypatch):
         with pytest.raises(ValueError, match="PARALLEL_LCE_LOGITS_BUDGET must be a number of bytes, got '-1'"):
             call()
     call(logits_budget=46)
-
-
-# Further heads of multi-token prediction, the budget that is installed, and that of each head: None for the default,
-# or the number of heads that share the default.
-HEADS = [(None, None, None), (0, None, None), (1, None, 2), (3, None, 4), (3, 5000, 5000), (3, 0, 0)]
-
-
-def _budgets_of_heads(member: Member) -> list[int | None]:
-    import parallel_lce.megatron
-    from megatron_models import Model, batch
-    from megatron_training import output_layers
-    from parallel_lce.megatron import output_layer
-
-    spec = Model(ranks=member.ranks)
-    _, model, hidden, _ = output_layers(member, spec)
-    labels = batch(0, spec, member.device).labels
-    with arguments_to(output_layer, "fused_loss") as given:
-        for model.output_layer.config.mtp_num_layers, budget, _ in HEADS:
-            parallel_lce.megatron.install(budget)
-            model.compute_language_model_loss(labels, model.output_layer(hidden)[0])
-            parallel_lce.megatron.uninstall()
-    return [options.logits_budget for options, *_ in given]
-
-
-def test_heads_of_multi_token_prediction_share_it(worlds, device):
-    pytest.importorskip("megatron.core", reason="needs megatron-core")
-    whole = default_budget(torch.device(device))
-    expected = [whole // share if budget is None and share else share for _, budget, share in HEADS]
-    assert worlds(1).run(_budgets_of_heads) == [expected]

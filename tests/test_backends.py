@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import parallel_lce
 from cases import DTYPES
 from parallel_lce import backends, vocab_parallel
-from parallel_lce.backends import backend_of
+from parallel_lce.backends import backend_of, torch_backend
 
 
 @pytest.fixture
@@ -73,6 +76,18 @@ def test_a_choice_is_refused_in_words(value, installed, words, choose):
         parallel_lce.linear_cross_entropy(x, weight, target)
     with pytest.raises(ValueError, match=words):
         parallel_lce.vocab_parallel_cross_entropy(x, target)
+
+
+def test_backends_have_the_same_names():
+    """All that the package asks of a backend, with the same parameters."""
+    triton = pytest.importorskip("parallel_lce.backends.triton", reason="needs triton")
+    sources = Path(parallel_lce.__file__).parent.rglob("*.py")
+    asked = {name for file in sources for name in re.findall(r"(?<!`)\bbackend\.([A-Za-z_]\w*)", file.read_text())}
+    assert {"NAME", "block_forward", "divergence", "merge_ranks"} <= asked
+    for name in asked:
+        of_torch, of_triton = getattr(torch_backend, name), getattr(triton, name)
+        if inspect.isfunction(of_torch):
+            assert list(inspect.signature(of_torch).parameters) == list(inspect.signature(of_triton).parameters), name
 
 
 class _LargeOperations(TorchDispatchMode):

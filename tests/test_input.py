@@ -17,7 +17,8 @@ from torch.distributed import _functional_collectives as collectives
 import parallel_lce
 from cases import Case, make, normal
 from on_ranks import on_ranks
-from tools import REDUCED, D, N, V, call, debug_mode, good, shrunk
+from tools import REDUCED, D, N, V, call, debug_mode, everywhere, good, shrunk
+from world import Member
 
 # --- ids and shards --------------------------------------------------------------------------------
 
@@ -59,10 +60,8 @@ def test_targets_of_any_integer_dtype(bits, device):
 # --- memory that is not what it looks like ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@on_ranks(2)
-def test_results_of_functional_collectives(member, grad):
-    """The whole weight by a functional all-gather, which nobody has waited for."""
+def _gathered_weight(member: Member, grad: bool) -> None:
+    """By a functional all-gather, which nobody has waited for."""
     arguments = good(member.device)
     whole = arguments["linear_weight"].requires_grad_(grad)
     part = whole.detach().chunk(member.ranks)[member.rank].clone().requires_grad_(grad)
@@ -77,6 +76,11 @@ def test_results_of_functional_collectives(member, grad):
         loss.backward()
         want.backward()
         torch.testing.assert_close(part.grad, member.ranks * whole.grad.chunk(member.ranks)[member.rank])
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_results_of_functional_collectives(grad, backend, worlds, device):
+    everywhere(worlds, device, 2, _gathered_weight, grad)
 
 
 def test_negative_views(backend, device):

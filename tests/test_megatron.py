@@ -63,42 +63,21 @@ def test_deterministic_mode_repeats_every_bit(member):
         assert torch.equal(value, second.parameters[name]), name
 
 
-def _reshard(layer: torch.nn.Module) -> None:
-    """Has a weight exist within its layer's forward alone, as fully sharded data parallelism does."""
-    weight, whole = layer.weight, layer.weight.data.clone()
-
-    def fill(*given) -> None:
-        weight.untyped_storage().resize_(whole.untyped_storage().nbytes())
-        weight.data.copy_(whole)  # unseen by version counters
-
-    def empty(*given) -> None:
-        weight.untyped_storage().resize_(0)
-
-    weight.__fsdp_param__ = True
-    layer.register_forward_pre_hook(fill)
-    layer.register_forward_hook(empty)
-    layer.register_full_backward_pre_hook(fill)
-    empty()
-
-
-@pytest.mark.parametrize("by", ["a hook", "the model", "the output layer"])
+@pytest.mark.parametrize("of_model", [True, False])
 @on_ranks(2)
-def test_fully_sharded_weights(member, by):
-    """The loss of a weight that may be gone when it is due."""
-    spec = Model(ranks=member.ranks, data=1 if by == "a hook" else member.ranks)
+def test_fully_sharded_weights(member, of_model):
+    """On its own, the output layer's weight may be gone when the loss is due; the model's is whole."""
+    spec = Model(ranks=member.ranks, data=member.ranks)
 
     def gradients(model, data, ours):
-        if by == "a hook" and ours:
-            _reshard(model.output_layer)
-        if by != "a hook":
-            mesh = DeviceMesh.from_group(member.group, member.device.type)
-            for module in (model.output_layer, model) if by == "the output layer" else (model,):
-                fully_shard(module, mesh=mesh)
-        if by == "the model":  # the weight is whole when the loss is due
+        mesh = DeviceMesh.from_group(member.group, member.device.type)
+        if of_model:
             warnings.filterwarnings("error", message="parallel_lce")
+        else:
+            fully_shard(model.output_layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         losses_of(model, spec, data).mean().backward()
-        found = [p.grad for p in model.parameters()]
-        return found if by == "a hook" else [g.full_tensor() for g in found]
+        return [p.grad.full_tensor() for p in model.parameters()]
 
     side_by_side(member, spec, gradients)
 
@@ -112,11 +91,12 @@ def test_detached_weights(member, sharded):
         layer = model.output_layer
         layer.weight.main_grad = torch.zeros_like(layer.weight)
         layer.weight.grad_added_to_main_grad = False
-        if ours and sharded:
-            _reshard(layer)
+        if sharded:  # the layer's weight is, whatever is passed
+            layer.weight.__fsdp_param__ = True
         hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(2))
         hidden = hidden.to(member.device).requires_grad_()
         logits, _ = layer(hidden, weight=layer.weight.detach())
+        assert isinstance(logits, torch.Tensor) == (sharded or not ours)
         model.compute_language_model_loss(data.labels, logits).mean().backward()
         assert not layer.weight.main_grad.any() and layer.weight.grad is None
         return [hidden.grad]

@@ -79,7 +79,6 @@ class Model:
     per_token: bool = False  # calculate_per_token_loss
     deterministic: bool = False
     frozen: bool = False
-    mup: bool = False  # from 0.17 on
     dtype: torch.dtype = torch.float32
     budget: int | None = None
     steps: int = 2
@@ -158,8 +157,6 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
     """This rank's parts of the model, one unless the schedule is interleaved."""
     start(member, spec)
     options = {**WITHOUT_EXTENSIONS, "gradient_accumulation_fusion": spec.fusion, **loss_options, **spec.parallel}
-    if spec.mup:
-        options |= dict(use_mup=True, mup_output_mult=0.4)
     if spec.fusion:
         layers._grad_accum_fusion_available = True
         layers.fused_weight_gradient_mlp_cuda = _Apex

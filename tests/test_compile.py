@@ -215,25 +215,6 @@ def test_a_graph_may_be_walked_again(name, device):
     assert_same(walks[1], walks[0], device, 1e-6)
 
 
-def test_equal_calls_in_one_graph(device):
-    """The compiler may merge them: two backwards then share what one forward kept."""
-
-    def loss(x, weight, target):
-        once, twice = (parallel_lce.linear_cross_entropy(x, weight, target, reduction="none") for _ in range(2))
-        return once.sum() + twice.square().mean()
-
-    t = operands(24, device)
-    assert_same(*(results(f, t) for f in (compiled(loss)[0], loss)), device, 1e-6)
-
-
-def test_offloaded_tensors(device):
-    """A copy of the ticket has nothing attached, and everything is recomputed."""
-    t = operands(24, device)
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
-        found = results(compiled(loss_of("saved"))[0], t)
-    assert_same(found, results(loss_of("saved", logits_budget=0), t), device, 1e-6)
-
-
 @pytest.mark.parametrize("name", ["saved", "accumulated"])
 def test_what_is_saved_is_not_copied(name, device):
     """Neither in the forward graph nor in the backward one; and afterwards nothing is left of it."""

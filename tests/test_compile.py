@@ -193,9 +193,7 @@ def test_statistics(names, budget, device):
             assert_as_eager(fast_total, total, t, device, *given)
             found, expected = (fields(f(*given)) for f in (fast, call))
         assert_same(found.values(), expected.values(), device)
-        for name, field in found.items():
-            assert field.shape == (() if name == "vocab_size" else (1, N))
-            assert field.requires_grad == (name in DIFFERENTIABLE)
+        assert all(value.requires_grad == (name in DIFFERENTIABLE) for name, value in found.items())
     assert counter.frame_count == 2
     without = compiled(lambda: parallel_lce.token_statistics(t.x, t.weight, None))[0]()
     assert {*fields(without)} == {"lse", "max_logit", "vocab_size"}
@@ -212,7 +210,7 @@ def test_a_graph_may_be_walked_again(name, device):
         walks += [torch.autograd.grad(value, [t.x, t.weight], retain_graph=True) for _ in range(2)]
     assert_same(walks[0], copies, "cpu")
     assert_same(walks[2], walks[1], device)
-    assert_same(walks[1], walks[0], device, 1e-6)
+    assert_same(walks[1], copies, device, 1e-6)
 
 
 @pytest.mark.parametrize("name", ["saved", "accumulated"])
@@ -289,7 +287,6 @@ def test_refusals(device):
     torch._dynamo.reset()
     t.target[3] = V
     fast, _ = compiled(parallel_lce.linear_cross_entropy)
-    assert fast(t.x, t.weight, t.target).isnan()
     with debug_mode(), pytest.raises(ValueError, match=f"target {V} at position 3"):
         fast(t.x, t.weight, t.target)
 
@@ -301,26 +298,29 @@ def test_main_grad_is_refused_in_words(device):
         ops.call(*given(t.x, t.weight, t.target, reduction="none"), Layout(), main_grad)
 
 
+def test_contracts_of_the_operators(device):
+    """Schema, fake tensors and dynamic shapes by torch's own checks."""
+    t = make(Case(24, V, D, bias=True), device)
+    asked, tensors = given(t.x, t.weight, t.target, t.bias, reduction="none", ignore_index=-100)
+    arguments = ops.Arguments.of(asked, tensors, Layout())._replace(needs=[True] * 3).flat
+    torch.library.opcheck(torch.ops.parallel_lce.forward.default, arguments)
+    (losses,), handle = torch.ops.parallel_lce.forward(*arguments)
+    arguments += [handle, [torch.rand_like(losses)], [False, True, True]]
+    torch.library.opcheck(torch.ops.parallel_lce.backward.default, arguments)
+
+
 @pytest.mark.parametrize("budget", [0, None])
 def test_a_gradient_that_an_exported_graph_did_not_have(budget, device):
     """The forward has formed, or saved, what was needed when the graph was made: backward runs it again."""
 
-    class Head(torch.nn.Module):
-        def __init__(self, weight) -> None:
-            super().__init__()
-            self.weight = torch.nn.Parameter(weight.detach().clone())
-
+    class Head(torch.nn.Linear):
         def forward(self, x, target):
             return parallel_lce.linear_cross_entropy(x, self.weight, target, logits_budget=budget)
 
-    t = operands(24, device)
+    t, head = operands(24, device), Head(D, V, bias=False, device=device)
     with shrunk(4000, (16, 32)):
-        exported = torch.export.export(Head(t.weight), (t.x.detach(), t.target)).module()
-        loss = exported(t.x, t.target)
-        found = torch.autograd.grad(loss, [t.x, exported.weight])
-        expected = torch.autograd.grad(
-            parallel_lce.linear_cross_entropy(t.x, t.weight, t.target, logits_budget=budget), [t.x, t.weight]
-        )
+        exported = torch.export.export(head, (t.x.detach(), t.target)).module()
+        found, expected = (torch.autograd.grad(f(t.x, t.target), [t.x, f.weight]) for f in (exported, head))
     torch.testing.assert_close(found, expected)
 
 

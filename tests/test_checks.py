@@ -297,9 +297,9 @@ def test_logits_that_are_dtensors(member):
     for width, placement in ((V - 1, Shard(1)), (V, ROWS), (V, NONE)):
         with pytest.raises(ValueError, match="^vocab_parallel_logits is a DTensor: pass each rank's equal shard"):
             loss(distribute_tensor(logits[:, :width], mesh, [placement]), target, tp_group=member.group)
-    names = {"vocab_parallel_logits": distribute_tensor(logits, mesh, [Shard(1)])}
+    whole = distribute_tensor(logits, mesh, [Shard(1)])
     with pytest.raises(ValueError) as refusal:
-        loss(*names.values(), target, tp_group=member.group)
+        loss(whole, target, tp_group=member.group)
     passed = re.search(r"pass (\S+\.to_local\(\)) and tp_group=(\S+\))", str(refusal.value))
-    local, group = (eval(text, names) for text in passed.groups())
+    local, group = (eval(text, {"vocab_parallel_logits": whole}) for text in passed.groups())
     torch.testing.assert_close(loss(local, target, tp_group=group), F.cross_entropy(logits, target, reduction="none"))

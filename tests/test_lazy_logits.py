@@ -36,6 +36,7 @@ USES = """
 z[..., 20:].fill_(-1e4)
 z.data.div_(2)
 z.data = 2 * z.data
+z.data = z.data[1:]; z.argmax(-1)
 z.unsqueeze_(0); z.mul_(ramp); z.squeeze_(0)
 with torch.inference_mode(): z.add_(ramp)
 with torch.no_grad(): copy.copy(z).mul_(2)

@@ -329,7 +329,6 @@ def test_options_may_stand_anywhere(script):
     [
         (["no_such.py"], 2, "no such script: no_such.py"),
         (["--lr", "1"], 2, "expected a script or -m MODULE, got '--lr 1'"),
-        (["-m"], 2, "expected a script or -m MODULE"),
         (["--parallel-lce-budget", "1", "a.py"], 2, "unrecognized arguments: --parallel-lce-budget"),
         (["a.py", "--parallel-lce-debug"], 2, "expected one argument"),
         ([], 0, "sets PARALLEL_LCE_LOGITS_BUDGET"),  # help

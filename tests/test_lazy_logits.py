@@ -42,6 +42,7 @@ with torch.inference_mode(): z.add_(ramp)
 with torch.no_grad(): copy.copy(z).mul_(2)
 F.threshold(input=z, threshold=0.0, value=-5.0, inplace=True)
 torch._foreach_addcmul_([z], (ramp,), [z])
+with torch.no_grad(): torch.add(input=z, other=ramp, out=z)
 with torch.no_grad(): torch.max(z.expand(2, *z.shape), 0, out=(z, places))
 y = z; y += ramp; y.neg_(); out = y; y is z
 z[..., 20:] = -5.0

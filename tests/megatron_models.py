@@ -79,7 +79,6 @@ class Model:
     per_token: bool = False  # calculate_per_token_loss
     deterministic: bool = False
     frozen: bool = False
-    mup: bool = False  # from 0.17 on
     dtype: torch.dtype = torch.float32
     budget: int | None = None
     steps: int = 2
@@ -112,7 +111,6 @@ def specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
     return [
         Model(ranks=tp),
         Model(**one, tied=True, mtp=1, budget=0),
-        Model(**one, mtp=2),
         Model(**one, ddp="fp32", tied=True, per_token=True),
         Model(**one, ddp="fp32", mtp=1, overlap=True, fusion=True, budget=0),
         Model(ranks=tp, ddp="fp32", frozen=True),
@@ -121,7 +119,6 @@ def specs(tp: int, tp_of_pairs: int | None = None) -> list[Model]:
         Model(**two, data=2, ddp="fp32", overlap=True, optimizer="distributed"),
         Model(**two, pipeline=2, ddp="fp32", overlap=True, microbatches=3),
         Model(**two, pipeline=2, ddp="fp32", chunks=2, overlap=True),
-        Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1),
         Model(**two, pipeline=2, ddp="fp32", tied=True, mtp=1, fusion=True),
         Model(**two, context=2, ddp="fp32", mtp=1, per_token=True),
         Model(**one, family="mamba", ddp="fp32", tied=True),
@@ -158,8 +155,6 @@ def build_chunks(member: Member, spec: Model, loss_options: dict) -> list[torch.
     """This rank's parts of the model, one unless the schedule is interleaved."""
     start(member, spec)
     options = {**WITHOUT_EXTENSIONS, "gradient_accumulation_fusion": spec.fusion, **loss_options, **spec.parallel}
-    if spec.mup:
-        options |= dict(use_mup=True, mup_output_mult=0.4)
     if spec.fusion:
         layers._grad_accum_fusion_available = True
         layers.fused_weight_gradient_mlp_cuda = _Apex
@@ -207,8 +202,6 @@ class _Apex:
     @staticmethod
     def wgrad_gemm_accum_fp32(hidden, upstream, main_grad) -> None:
         main_grad.add_(upstream.t() @ hidden)
-
-    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def _layer(spec: Model):

@@ -1,10 +1,12 @@
-"""Bad input is refused before any kernel or collective, with both sizes named. DTensors are refused with what to pass
-instead, which gives the right loss."""
+"""Bad input is refused before any kernel or collective, with both sizes named, also after a good call of nearly the
+same signature. DTensors are refused with what to pass instead, which gives the right loss. In debug mode every rank
+refuses what differs between them."""
 
 from __future__ import annotations
 
-import fractions
 import re
+from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,42 +14,26 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils._pytree import tree_map
 
 import parallel_lce
-from blocks import counted_forwards
-from cases import Case, make
 from on_ranks import on_ranks
-from parallel_lce.backends import backend_of
+from parallel_lce.call import prepare
 from parallel_lce.core.grad_buffers import MainGrad
 from parallel_lce.distillation import divergence, top_k_divergence
 from parallel_lce.run.fused_loss import fused_loss
-from tools import D, N, V, call, given, good, recorded
+from tools import D, N, V, call, chosen_backend, debug_mode, given, good
+from world import Member
 
 
 class _Wrapper(torch.Tensor):
-    """As a quantized tensor it has no memory of its own: each operation asks it."""
+    """As of a quantized tensor, its operations are its own."""
 
-    @staticmethod
-    def __new__(cls, held):
-        return torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=held.device)
-
-    def __init__(self, held):
-        self.held = held
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
-        held = lambda t: t.held if isinstance(t, cls) else t  # noqa: E731
-        result = function(*tree_map(held, args), **tree_map(held, kwargs or {}))
-        return tree_map(lambda t: cls(t) if isinstance(t, torch.Tensor) else t, result)
+    __torch_dispatch__ = classmethod(lambda *given: None)
 
 
 NAN, INF, HUGE = float("nan"), float("inf"), 10**400
-MESH, FAKE = type("DeviceMesh", (), {"get_group": None})(), type("DTensor", (torch.Tensor,), {"to_local": None})
+MESH = type("DeviceMesh", (), {"get_group": None})()
 ZEROS, LEAF, IDS = torch.zeros(N), torch.ones(N, requires_grad=True), torch.zeros(N).long()
 OTHER_DTYPE, WRAPPED = "is torch.%s and input is torch.float32", "is a _Wrapper.*__torch_dispatch__.*plain tensor"
 SCALED, CAPPED = dict(logit_scale=1e30, temperature=1e-30), dict(logit_softcap=1e-30, temperature=1e30)
@@ -59,7 +45,6 @@ OPTIONS = [
     ("label_smoothing", r"must be a Python number in \[0, 1\], got", 1.5, -0.1, NAN),
     ("z_loss", "must be a finite Python number, got", INF, np.float32("nan"), np.bool_(True), "0.1", [0.1]),
     ("z_loss", r"must be a finite Python number, got -1000.*\(402 characters\)", -HUGE),
-    ("z_loss", "must be a finite Python number, got Fraction", fractions.Fraction(HUGE)),
     ("logit_scale", "must be a finite Python number, got", 1e39, NAN, "x", HUGE),
     ("logit_scale", "=.* and logit_softcap=.* divided by temperature=.* are beyond fp32", SCALED, CAPPED),
     ("logit_softcap", "must be None or a positive Python number, got", 1e-60, 1e300, 0.0, -3.0, INF),
@@ -79,46 +64,34 @@ TENSORS = [
     ("input", r"must be \[..., D\], got \[\]", torch.tensor(1.0)),
     ("input", "must be bfloat16, float16, float32 or float64, got torch.int64", torch.ones(N, D).long()),
     ("input", r"has 5 features and linear_weight \[10, 4\] has 4", torch.zeros(N, 5)),
-    ("linear_weight", "must be a tensor, got NoneType", None),
     ("linear_weight", r"must be \[V, D\] with two dimensions, got \[10, 1, 4\]", torch.zeros(V, 1, D)),
     ("linear_weight", OTHER_DTYPE % "bfloat16", torch.zeros(V, D).bfloat16()),
-    ("linear_weight", r"is a DTensor; pass linear_weight.to_local\(\)", torch.zeros(V, D).as_subclass(FAKE)),
     ("linear_weight", r"\[0, 4\] has no rows: the vocabulary is empty", torch.zeros(0, D)),
     ("target", "must be a tensor.*, got (list|NoneType)", [1, 2], None),
     ("target", r"must have shape \[6\] for input \[6, 4\], got \[(7|6, 1)\]", torch.zeros(7).long(), IDS[:, None]),
     ("target", r"must hold .* integer dtype, got .*probabilities are not", ZEROS, torch.zeros(N, V), ZEROS > 0),
     ("linear_bias", r"must have shape \[10\].* linear_weight \[10, 4\], got", torch.zeros(9), torch.zeros(V, 1)),
-    ("linear_bias", OTHER_DTYPE % "float64", torch.zeros(V).double()),
     ("linear_bias", "must be a tensor or None, got float", 0.0),
     ("token_weight", r"must have target's shape \[6\], got \[5\]", ZEROS[1:]),
-    ("token_weight", "must be a tensor or None, got list", [1.0] * N),
     ("token_weight", "must be real, got torch.complex64", torch.zeros(N, dtype=torch.complex64)),
     ("logit_scale", "must be floating-point, got torch.int64", IDS),
     ("logit_scale", r"requires a gradient, and none flows to it: pass logit_scale.detach\(\)", LEAF),
     ("logit_scale", r"must be .* target's shape \[6\], got one of shape \[5?\]", ZEROS[1:], ZEROS[0]),
-    ("temperature", r"must be .* target's shape \[6\], got one of shape \[7\]", torch.ones(N + 1)),
-    ("temperature", "must be floating-point", IDS),
-    ("temperature", r"pass temperature.detach\(\)", LEAF),
     ("vocab_start", r"=3 without a process group .* \[0, 3\)", 3),
     ("vocab_size", "=11 exceeds the 10 rows of .* 1 rank", 11, dict(vocab_size=11, vocab_start=0)),
     ("weight", "=.* is not supported: use token_weight", torch.ones(V)),
-    ("options", "=.* is not supported: .*logits_budget", object()),
-    ("reduce_dtype", "must be .*the input's torch.float32, got torch", torch.bfloat16, torch.float16, torch.float64),
-    ("sequence_parallel", "must be .*, got tensor", torch.tensor(False)),
-    ("z_loss", "must be .*, got tensor", torch.tensor(1.0)),
 ]
 for name, value in (good() | dict(linear_bias=torch.zeros(V), token_weight=ZEROS)).items():
     TENSORS.append((name, "must be a dense tensor, got one of layout torch.sparse_coo", value.to_sparse()))
-    TENSORS.append((name, WRAPPED, _Wrapper(value)))
+    TENSORS.append((name, WRAPPED, value.as_subclass(_Wrapper)))
     if name != "input":
         TENSORS.append((name, "is on meta and input is on cpu", value.to("meta")))
 OF_LOGITS = [
     ("target", r"must have shape \[6\] for vocab_parallel_logits \[6, 10\], got \[6, 1\]", IDS[:, None]),
-    ("target", "must hold class indices, got torch.float32", ZEROS),
     ("label_smoothing", r"must be in \[0, 1\), got 1.0", 1.0),
     ("label_smoothing", "=0.1 needs at least 2 entries per rank, got 1", 0.1),
     ("vocab_parallel_logits", "must be floating point, got torch.int64", torch.zeros(N, V).long()),
-    ("vocab_parallel_logits", WRAPPED, _Wrapper(torch.zeros(N, V))),
+    ("vocab_parallel_logits", WRAPPED, torch.zeros(N, V).as_subclass(_Wrapper)),
 ]
 _LOSS_ONLY = {"reduction", "ignore_index", "label_smoothing", "z_loss", "token_weight", "weight", "options"}
 
@@ -134,6 +107,7 @@ def test_refused(said, changes):
     for changed in changes:
         without_loss = not _LOSS_ONLY & {*changed} and changed.get("target", 0) is not None
         for function in [parallel_lce.linear_cross_entropy, *[parallel_lce.token_statistics] * without_loss]:
+            call(good(), function)
             with pytest.raises(ValueError, match=said):
                 call(good() | changed, function)
 
@@ -154,28 +128,11 @@ def test_refused_of_logits(said, changes):
             parallel_lce.vocab_parallel_cross_entropy(**arguments)
 
 
-def test_an_upstream_gradient_that_is_none_in_memory(backend, device):
-    """Its own operations compute with it, or words refuse it."""
-    tensors = good(device)
-    leaves = [tensors[name].requires_grad_() for name in ("input", "linear_weight")]
-    losses, want = (call(tensors | dict(reduction="none")) for _ in range(2))
-    upstream = torch.rand(N, device=device)
-    try:
-        found = torch.autograd.grad(losses, leaves, _Wrapper(upstream))
-    except ValueError as refusal:
-        assert backend == "triton" and "no kernel can read a _Wrapper" in str(refusal)
-    else:
-        for a, b in zip(found, torch.autograd.grad(want, leaves, upstream)):
-            assert torch.equal(getattr(a, "held", a), b)
-
-
 @pytest.mark.parametrize(
     ("function", "given", "meant"),
     [
         (parallel_lce.linear_cross_entropy, "bias", ": did you mean linear_bias?"),
-        (parallel_lce.linear_cross_entropy, "label_smothing", ": did you mean label_smoothing?"),
         (parallel_lce.token_statistics, "softcap", ": did you mean logit_softcap?"),
-        (parallel_lce.token_statistics, "weight", ": did you mean linear_weight?"),
         (parallel_lce.token_statistics, "reduction", ""),
         (parallel_lce.selected_log_probs, "group", ": did you mean process_group?"),
         (parallel_lce.LinearCrossEntropy, "tp_group", ": did you mean process_group?"),
@@ -204,14 +161,11 @@ def _said(arguments: dict) -> str:
 def test_refused_over_ranks(member):
     """Arguments that are wrong on every rank: nobody reaches a collective. Of one rank alone, others may wait."""
     whole = torch.zeros(12, dtype=torch.int64, device=member.device)
-    scalar = torch.zeros(D, device=member.device), whole[0]
     arguments = good(member.device) | dict(process_group=member.group, sequence_parallel=True)
     for message, changes in {
         r"target must have shape \[12\] for input \[6, 4\] of each of 2 sequence-parallel ranks, got \[6\]": {},
-        r"token_weight must have target's shape \[12\], got \[6\]": dict(target=whole, token_weight=whole[:N]),
-        "sequence_parallel must be True or False, got 'no'": dict(sequence_parallel="no"),
         "vocab_size=21 exceeds the 20 rows .* 2 rank": dict(target=whole, vocab_size=21),
-        r"sequence_parallel.*\[4\]|input.*\[4\]": dict(zip(("input", "target"), scalar)),
+        r"sequence parallelism, got \[4\]": dict(input=arguments["input"][0], target=whole[0]),
     }.items():
         said = _said(arguments | changes)
         assert re.search(f"^.*{message}.*PARALLEL_LCE_DEBUG=1", said, re.DOTALL), said
@@ -220,20 +174,53 @@ def test_refused_over_ranks(member):
         assert "process_group" in _said(arguments | dict(process_group=outside))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@on_ranks()
-def test_a_main_grad_of_another_shape_is_refused(member):
-    """Than the weight's: before any kernel and any collective."""
-    tensors = good(member.device)
+def test_a_main_grad_of_another_shape_is_refused(device):
+    tensors = good(device)
     tensors["linear_weight"].requires_grad_()
-    options, inputs = given(**tensors, reduction="none")
-    for shape in ([V, D + 1], [V + 1, D], [D, V], [V * D]):
-        main_grad = MainGrad(torch.zeros(shape, device=member.device), lambda: None)
-        with recorded(member.group) as events, counted_forwards(backend_of(tensors["linear_weight"])) as blocks:
-            with pytest.raises(ValueError) as refusal:
-                fused_loss(options, inputs, member.group, main_grad=main_grad)
-        said = f"main_grad must have linear_weight's shape {[V, D]}, got {shape}"
-        assert str(refusal.value).startswith(said) and events == blocks == []
+    main_grad = MainGrad(torch.zeros(V, D + 1, device=device), lambda: None)
+    with pytest.raises(ValueError, match=r"main_grad must have linear_weight's shape \[10, 4\], got \[10, 5\]"):
+        fused_loss(*given(**tensors, reduction="none"), None, main_grad=main_grad)
+
+
+# --- signatures ---------------------------------------------------------------------------------------
+
+
+def test_checks_run_once_for_each_signature(monkeypatch):
+    prepare.KNOWN.clear()
+    with mock.patch.object(prepare, "check_tensors", wraps=prepare.check_tensors) as check:
+        assert torch.equal(call(good()), call(good())) and check.call_count == 1
+        call(good() | dict(input=torch.randn(N, D, requires_grad=True)))
+        with torch.autocast("cpu"):
+            call(good())
+        for traits in ((2, 0, "gloo"), (2, 1, "gloo"), (4, 1, "gloo"), (4, 1, "nccl")):
+            with mock.patch.object(prepare, "_group_traits", return_value=traits):
+                call(good())
+        assert check.call_count == 7
+    monkeypatch.setattr(prepare, "_MOST_KNOWN", 3)
+    for budget in range(10):
+        call(good() | dict(logits_budget=budget))
+        assert len(prepare.KNOWN) <= 3
+
+
+@pytest.mark.parametrize("other", [True, 1.0])
+def test_equal_numbers_of_another_type(other):
+    """As keys, 1 and True are equal, and so are 1 and 1.0."""
+    names = ["ignore_index", "logits_budget"]
+    for name in names + ["z_loss", "logit_scale", "temperature", "logit_softcap"] * (other is True):
+        call(good() | {name: 1})
+        with pytest.raises(ValueError, match=f"{name} must be .*, got {other}"):
+            call(good() | {name: other})
+
+
+def test_a_tangent_and_another_backend_are_refused_after_a_good_call(monkeypatch):
+    call(good())
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(good()["input"], torch.ones(N, D))
+        with pytest.raises(NotImplementedError, match="input has a tangent"):
+            call(good() | dict(input=dual))
+    monkeypatch.setenv("PARALLEL_LCE_BACKEND", "other")
+    with pytest.raises(ValueError, match="PARALLEL_LCE_BACKEND='other'"):
+        call(good())
 
 
 # --- DTensors -----------------------------------------------------------------------------------------
@@ -251,9 +238,7 @@ WEIGHTS = [
     ((2, 1), ("a", "b"), [NONE, ROWS], rf"not the ranks \[0, 1\] of process_group.*{WHOLE}", "to_local"),
     ((1, 2), ("dp", "tp"), [NONE, ROWS], rf"'tp' of ranks \[0, 1\]: {LOCAL % 1}", WHOLE),
     ((1, 2), ("dp", "tp"), [ROWS, ROWS], rf"no single process group shards it.*{WHOLE}", "to_local"),
-    ((2,), ("output",), [ROWS], OTHER, None),  # no word of tp
-    ((2,), ("endpoints",), [ROWS], OTHER, None),  # no word of dp
-    ((2,), ("Tensor_Parallel",), [ROWS], LOCAL % 0, WHOLE),
+    ((2,), ("output endpoints",), [ROWS], OTHER, None),  # no words of tp and dp
     ((2,), ("tp",), [Shard(1)], r"only dimension 0.*full_tensor\(\)", "to_local"),
     ((2,), None, [NONE], r"linear_weight is a DTensor; pass linear_weight.to_local\(\)$", None),
 ]
@@ -275,48 +260,16 @@ def test_refusals_tell_dtensors_apart(member):
         assert re.search(message, said) and not (never and re.search(never, said)), said
     said = said_of("linear_weight", (2,), None, [ROWS], None)
     assert re.search(rf"ranks \[0, 1\]: if these ranks have {EITHER}", said), said
-    for name, kinds in dict(input=(ROWS, Shard(1), Partial()), target=(ROWS, Partial())).items():
-        for placement in kinds:
-            said = said_of(name, (2,), None, [placement])
-            assert said.startswith(f"{name} is a DTensor, {placement} over ranks [0, 1]: ")
-            assert said.endswith(f"pass {name}.full_tensor()")
-            # Parts of tokens may be passed as they are; features or summands may not.
-            assert (f"pass {name}.to_local() if these ranks have different tokens" in said) == (placement == ROWS)
-            assert ("to_local" in said) == (placement == ROWS)
-            assert ("sequence_parallel" in said) == (placement == ROWS and name == "input")
+    for name, placement in (("input", ROWS), ("input", Shard(1)), ("input", Partial()), ("target", ROWS)):
+        said = said_of(name, (2,), None, [placement])
+        assert said.startswith(f"{name} is a DTensor, {placement} over ranks [0, 1]: ")
+        assert said.endswith(f"pass {name}.full_tensor()")
+        # Parts of tokens may be passed as they are; features or summands may not.
+        assert (f"pass {name}.to_local() if these ranks have different tokens" in said) == (placement == ROWS)
+        assert ("sequence_parallel" in said) == (placement == ROWS and name == "input")
 
 
-class _Head(torch.nn.Module):
-    def __init__(self, weight: torch.Tensor) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight.clone())
-
-    def forward(self, hidden, target):
-        return parallel_lce.linear_cross_entropy(hidden, self.weight, target)
-
-
-@on_ranks(2)
-def test_a_fully_sharded_weight(member):
-    """What the refusal says to do, inside the wrapped forward or with the module unsharded, gives the loss of each
-    rank's own tokens, and the gradients' mean over the ranks."""
-    weight = make(Case(N, V, D), member.device).weight.requires_grad_()
-    batches = [make(Case(N, V, D, ignored="none", seed=1 + rank), member.device) for rank in range(member.ranks)]
-    wants = [F.cross_entropy(t.x @ weight.t(), t.target) for t in batches]
-    (gradient,) = torch.autograd.grad(sum(wants) / member.ranks, weight)
-    own, head = batches[member.rank], _Head(weight.detach())
-    fully_shard(head, mesh=init_device_mesh(member.device.type, (member.ranks,)))
-    refusal = _said(dict(input=own.x, linear_weight=head.weight, target=own.target))
-    assert re.search(f"linear_weight is a DTensor.*{WHOLE}", refusal)
-    inside = head(own.x, own.target)
-    inside.backward()
-    torch.testing.assert_close(head.weight.grad.full_tensor(), gradient)
-    head.unshard()
-    outside = parallel_lce.linear_cross_entropy(own.x, head.weight, own.target)
-    for found in (inside, outside):
-        torch.testing.assert_close(found, wants[member.rank])
-
-
-@pytest.mark.parametrize(("ranks", "entries"), [(2, V - V % 2), (2, V - V % 2 - 1), (4, 5), (4, 9)])
+@pytest.mark.parametrize(("ranks", "entries"), [(2, V), (2, V - 1), (4, 5)])
 @on_ranks()
 def test_a_tensor_parallel_weight(member, entries):
     """What the refusal says to pass, word by word."""
@@ -341,17 +294,146 @@ def test_a_tensor_parallel_weight(member, entries):
 @on_ranks(2)
 def test_logits_that_are_dtensors(member):
     """The right advice is followed; of the others, what is said."""
-    arguments = good(member.device)
+    arguments, loss = good(member.device), parallel_lce.vocab_parallel_cross_entropy
     logits, target = arguments["input"] @ arguments["linear_weight"].t(), arguments["target"]
-    mesh = init_device_mesh(member.device.type, (member.ranks,), mesh_dim_names=("tp",))
-    loss = parallel_lce.vocab_parallel_cross_entropy
-    equal = "^vocab_parallel_logits is a DTensor: pass each rank's equal shard of the last dimension"
+    mesh = init_device_mesh(member.device.type, (member.ranks,))
     for width, placement in ((V - 1, Shard(1)), (V, ROWS), (V, NONE)):
-        with pytest.raises(ValueError, match=equal):
+        with pytest.raises(ValueError, match="^vocab_parallel_logits is a DTensor: pass each rank's equal shard"):
             loss(distribute_tensor(logits[:, :width], mesh, [placement]), target, tp_group=member.group)
-    names = {"vocab_parallel_logits": distribute_tensor(logits, mesh, [Shard(1)])}
+    whole = distribute_tensor(logits, mesh, [Shard(1)])
     with pytest.raises(ValueError) as refusal:
-        loss(*names.values(), target, tp_group=member.group)
+        loss(whole, target, tp_group=member.group)
     passed = re.search(r"pass (\S+\.to_local\(\)) and tp_group=(\S+\))", str(refusal.value))
-    local, group = (eval(text, names) for text in passed.groups())
+    local, group = (eval(text, {"vocab_parallel_logits": whole}) for text in passed.groups())
     torch.testing.assert_close(loss(local, target, tp_group=group), F.cross_entropy(logits, target, reduction="none"))
+
+
+# --- debug mode: whatever differs between the ranks, every rank raises and says what and how ------------
+
+LOSS, STATISTICS = parallel_lce.linear_cross_entropy, parallel_lce.token_statistics
+
+
+def LOGITS(input, linear_weight, target, process_group, **changes):
+    arguments = dict(vocab_parallel_logits=input @ linear_weight.t(), target=target, tp_group=process_group)
+    return parallel_lce.vocab_parallel_cross_entropy(**arguments | changes)
+
+
+DOORS = {"statistics": STATISTICS, "logits": LOGITS}
+"""By the first word of a case's name; of the others the door is the loss."""
+
+
+def _with(values, position: int, value):
+    changed = values.clone()
+    changed[position] = value
+    return changed
+
+
+# What the last of three ranks changes of ``t.x``, ``t.w`` and ``t.y``; what differs; that of the others, and its own.
+DISAGREEMENTS = {
+    "N": (lambda t: dict(input=t.x.new_zeros(7, D), target=t.y.new_zeros(7)), "tokens", r"\(6,\)", r"\(7,\)"),
+    "D": (lambda t: dict(input=t.x.new_zeros(N, 5), linear_weight=t.w.new_zeros(V, 5)), "hidden size", "4", "5"),
+    "dtype": (lambda t: dict(input=t.x.half(), linear_weight=t.w.half()), "dtype", "torch.float32", "torch.float16"),
+    "SP": (lambda t: dict(sequence_parallel=True, target=t.y.repeat(3)), "sequence_parallel", "False", "True"),
+    "dW": (lambda t: dict(linear_weight=t.w.requires_grad_()), "gradients", "None", r".*hidden=False, weight=True.*"),
+    "bias": (lambda t: dict(linear_bias=t.w.new_zeros(V)), "linear_bias given", "False", "True"),
+    "temperatures": (lambda t: dict(temperature=t.x.new_ones(N)), "temperature", "1.0", "'of each token'"),
+    "target": (lambda t: dict(target=_with(t.y, 4, (t.y[4] + 1) % V)), "target at position 4", r"\d", r"\d"),
+    "weights": (lambda t: dict(token_weight=t.x.new_ones(N)), "token_weight", "None", "values of digest .*"),
+    "a weight": (lambda t: dict(token_weight=_with(t.y.float(), 3, 0.5)), "token_weight at position 3", r"\d.0", "0.5"),
+    "z_loss": (lambda t: dict(z_loss=1e-3), "z_loss", "0.0", "0.001"),
+    "reduction": (lambda t: dict(reduction="sum"), "reduction", "'mean'", "'sum'"),
+    "backend": (lambda t: dict(backend="triton"), "backend", "'torch'", "'triton'"),
+    "statistics: columns": (lambda t: dict(expected_logit=True, argmax=True), "argmax", "False", "True"),
+    "statistics: a loss": (lambda t: dict(function=LOSS), "function", "'token_statistics'", "'linear_cross_entropy'"),
+    "logits: target": (lambda t: dict(target=_with(t.y, 2, (t.y[2] + 1) % V)), "target at position 2", r"\d", r"\d"),
+    "logits: V": (lambda t: dict(vocab_parallel_logits=t.x.new_zeros(N, 11)), "entries per rank", "10", "11"),
+    "logits: smoothing": (lambda t: dict(label_smoothing=0.1), "label_smoothing", "0.0", "0.1"),
+}
+# The last rank's error, which the others name.
+REFUSALS = {
+    "a backend": (lambda t: dict(backend="cutlass"), "PARALLEL_LCE_BACKEND='cutlass' is none of"),
+    "keyword": (lambda t: dict(smothing=1), r"linear_cross_entropy\(\) got an unexpected keyword argument 'smothing'"),
+    "PyTorch's": (lambda t: dict(options=1), "options=1 of torch.nn.functional.linear_cross_entropy is not supported"),
+    "no input": (lambda t: dict(input=None), "input must be a tensor, got NoneType"),
+    "no rows": (lambda t: dict(linear_weight=t.w[:0]), r"linear_weight \[0, 4\] has no rows"),
+    "statistics: keyword": (lambda t: dict(reduction="sum"), r"token_statistics\(\) got an unexpected keyword"),
+    "logits: sparse": (lambda t: dict(vocab_parallel_logits=t.x.to_sparse()), "must be a dense .* torch.sparse_coo"),
+}
+# What every rank changes, and what all say.
+MESSAGES = {
+    "hidden states": (
+        lambda t: dict(input=torch.cat([t.x[:3], -t.x[3:]]) if t.rank == 2 else t.x),
+        r"disagree about input: token 3 has norm (\S+) on rank 0 and \1 on rank 2, along a random",
+    ),
+    "target everywhere": (lambda t: dict(target=_with(t.y, 4, 3 * V)), r"target 30 at position 4 is outside \[0, 30\)"),
+    "no vocabulary": (lambda t: dict(linear_weight=t.w[:0], vocab_start=0), "none of the 3 shards has a row"),
+    "gap": (lambda t: dict(vocab_start=(0, 10, 21)[t.rank]), "leave a gap: one ends at 20, the next starts at 21"),
+    "overlap": (lambda t: dict(vocab_start=(0, 10, 19)[t.rank]), "an overlap: one ends at 20, the next starts at 19"),
+}
+CASES = DISAGREEMENTS | REFUSALS | MESSAGES
+
+
+def _told_by(member: Member, name: str) -> str:
+    """The error's name and message on this rank."""
+    arguments = dict(process_group=member.group, backend="torch") | good(member.device)
+    arguments["function"] = DOORS.get(name.partition(":")[0], LOSS)
+    x, w, y = (arguments[name] for name in ("input", "linear_weight", "target"))
+    tensors = SimpleNamespace(x=x, w=w, y=y, rank=member.rank)
+    if member.rank == 2 or name in MESSAGES:
+        arguments |= CASES[name][0](tensors)
+    elif name == "a weight":
+        arguments["token_weight"] = y.float()
+    function, backend = arguments.pop("function"), arguments.pop("backend")
+    with debug_mode(), chosen_backend(backend):
+        try:
+            call(arguments, function)
+            return "not refused"
+        except (TypeError, ValueError) as refusal:
+            return f"{type(refusal).__name__}: {refusal}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_raises(name, worlds, device, request):
+    if name.split(": ")[-1] == "backend":
+        request.getfixturevalue("kernels")
+    first, second, odd = worlds(3).run(_told_by, name, timeout=30)
+    if name in DISAGREEMENTS:
+        what, two, last = DISAGREEMENTS[name][1:]
+        said = f"rank 0 has {two}, rank 1 has {two}, rank 2 has {last}"
+        expected = f"^ValueError: the ranks of process_group disagree about .*{what}: {said}"
+        assert name != "z_loss" or odd.count("rank 0 has") == 1, odd  # only what differs is named
+    else:
+        expected = CASES[name][1]
+    if name in REFUSALS:
+        kind = "TypeError" if "keyword" in name else "ValueError"
+        assert re.search(rf"^{kind}: .*{expected}", odd), odd
+        because = r"^ValueError: rank\(s\) \[2\] of process_group refused their arguments, rank 2 because: "
+        expected = f"{because}.*{expected}"
+    for said in (first, second) if name in REFUSALS else (first, second, odd):
+        assert re.search(expected, said), said
+
+
+@on_ranks(3)
+def test_equal_values_pass(member):
+    """All NaN are equal, and so are 0 and -0. Ranks that sum in another order have other bits."""
+    call_, sign = good(member.device) | dict(process_group=member.group), -1.0 if member.rank else 1.0
+    call_["token_weight"] = torch.full((N,), sign * 0.0, device=member.device)
+    call_["token_weight"][2] = sign * torch.nan
+    call_["input"] = call_["input"] * (1 + 1e-6 * member.rank)
+    call_["target"][2] = -100
+    plain = call(call_)
+    same = dict(z_loss=0, logit_scale=1) if member.rank else dict(z_loss=0.0, logit_scale=1.0)
+    with debug_mode(), torch.device("meta"):  # whatever a program makes by default
+        assert call(call_ | same).item() == plain.item() == 0
+
+
+def test_one_rank(device, monkeypatch):
+    bad = good(device)
+    bad["target"][2] = -7
+    with debug_mode():
+        with pytest.raises(ValueError, match=r"target -7 at position 2 is outside \[0, 10\)"):
+            call(bad)
+        assert call(bad | dict(ignore_index=-7)).isfinite()
+    monkeypatch.setenv("PARALLEL_LCE_DEBUG", "false")
+    with pytest.raises(ValueError, match="PARALLEL_LCE_DEBUG must be 0 or 1, got 'false'"):
+        call(good(device))

@@ -6,10 +6,7 @@ import ast
 import copy
 import pickle
 import re
-import tempfile
 import warnings
-from contextlib import nullcontext
-from dataclasses import replace
 from unittest import mock
 
 import numpy
@@ -22,10 +19,10 @@ pytest.importorskip("megatron.core", reason="needs megatron-core")
 from megatron.core import tensor_parallel
 
 from measures import error, largest_error, relative_error, size
-from megatron_models import VOCAB, Batch, Model, batch, build, losses_of
+from megatron_models import VOCAB, Model, batch, build, losses_of
 from megatron_training import output_layers, side_by_side, switched, train
 from on_ranks import on_ranks
-from parallel_lce.megatron import output_layer
+from parallel_lce.megatron import output_layer, uninstall
 from parallel_lce.megatron.lazy_logits import LazyLogits
 from tools import words_of_error
 from world import Member
@@ -37,33 +34,20 @@ from world import Member
 # ``places`` are integers of the logits' shape.
 USES = """
 z[..., 20:].fill_(-1e4)
-z.view(-1, z.shape[-1])[:, 20:].fill_(-1e4)
 z.data.div_(2)
 z.data = 2 * z.data
+z.data = z.data[1:]; z.argmax(-1)
 z.unsqueeze_(0); z.mul_(ramp); z.squeeze_(0)
-z.requires_grad_().mul_(ramp)
 with torch.inference_mode(): z.add_(ramp)
-with torch.no_grad(): [row.mul_(2) for row in z]
 with torch.no_grad(): copy.copy(z).mul_(2)
-torch.from_dlpack(z.detach()).mul_(2)
-F.relu(z, inplace=True)
 F.threshold(input=z, threshold=0.0, value=-5.0, inplace=True)
 torch._foreach_addcmul_([z], (ramp,), [z])
 with torch.no_grad(): torch.add(input=z, other=ramp, out=z)
 with torch.no_grad(): torch.max(z.expand(2, *z.shape), 0, out=(z, places))
-numpy.asarray(z.detach())[...] *= 2
-z += ramp
 y = z; y += ramp; y.neg_(); out = y; y is z
-with torch.no_grad(): z //= 0.3
-z @= torch.eye(z.shape[-1], device=z.device, dtype=z.dtype).roll(1, 0)
 z[..., 20:] = -5.0
 y = 2 * z; z.mul_(ramp); out = y
-y = 2 * z; y.mul_(ramp)
-y = 2 * z; y.mul_(ramp); out = y
-y = z * 0.5; y *= ramp; z.neg_(); out = y
 z.mul_(ramp); out = 2 * z
-y = z.clone(); z.mul_(ramp); out = y
-out = z.transpose(0, 1).mul_(ramp).transpose(0, 1)
 hook = z.register_hook(lambda gradient: 2 * gradient)
 extra = z.max(-1).values.square().mean()
 extra = (2 * z).float().logsumexp(-1).square().mean()
@@ -72,38 +56,18 @@ with torch.no_grad(): z.float().mean(); z.max(-1); z.mul(2)
 with torch.no_grad(): out = 2 * z
 z.stride(); z.is_contiguous(); z.is_leaf; z.layout; z.grad_fn is None; z.grad
 bool(z)
-z == None
--z, +z, abs(z)
 z + 1, 1 + z, z - 1, 1 - z, z / 2, 2 / z, z // 0.3, 2 // z, z % 0.3, 2 % z, z ** 2, 2 ** z
-z @ z.mT, z.detach().numpy() @ z.mT.detach()
-1 | z, ~z
-divmod(2, z)
-float(z), int(z)
 z[1], z[..., 2], z[z > 0], z[None], z[:, [0, 1]]
-del z[0]
-z.no_such_thing
-numpy.asarray(z)
 (numpy.float64(2) * z)[...], z * numpy.float32(2) + 0
-numpy.asarray(z.detach()), numpy.exp(z.detach()), numpy.float64(2) * z.detach()
 copy.deepcopy(z)
-copy.deepcopy([z.detach()])[0]
 pickle.loads(pickle.dumps(z)), pickle.loads(pickle.dumps(z)).requires_grad
-f"{z.sum():.3f}", format(z[0, 0, 0], ".2f")
 torch.stack([z, z]), torch.cat(tensors=(z, z), dim=0), torch.einsum("abc,abc->a", z, z)
-checkpoint(torch.sum, z[...], use_reentrant=True)
 y = z[...]; torch.autograd.grad((2 * z).square().sum(), z), torch.autograd.grad(y.square().sum(), z)
 z.retain_grad(); z.square().sum().backward(); z.grad
 torch.empty(z.shape).copy_(z), torch.zeros(z.shape).add_(z), torch.zeros(z.shape).__iadd__(z)
 torch.zeros_like(z), z.new_ones(2), torch.ops.aten.add(z, 1), torch.where(z > 0, z, 0.0)
 x = torch.zeros(z.shape); x[...] = z; x
-torch.nn.utils.clip_grad_norm_([z], 1.0)
-torch.max(z, z + 1), torch.max(z), torch.max(z, 0), z.max(-1, keepdim=True), torch.max(input=z, dim=-1)
-z.max(axis=-1), torch.max(z, axis=0), torch.argmax(z)
-z.unsqueeze_(0); v = z.max(-1), z.argmax(-1), torch.max(z, -1), torch.argmax(z, dim=-1); z.squeeze_(0); v
-z.detach_()
-z.data = z.data[1:]; z.argmax(-1)
-z.detach_().resize_(3, 2, 5)
-with torch.no_grad(): z[..., 7] = 9.0
+z.max(-1, keepdim=True), torch.max(z, z + 1), torch.max(z), torch.max(z, 0), torch.max(input=z, dim=-1)
 """.strip().splitlines()
 
 # These make no logits: sizes, which are compared after each use; products; and in fp32, where logits have no equals,
@@ -141,10 +105,8 @@ def _after(model, use: str, hidden: torch.Tensor, weight, labels: torch.Tensor) 
     and output weight, or None if the loss or its backward fails."""
     model.zero_grad()
     leaf = hidden.clone().requires_grad_()
-    z, runs = model.output_layer(leaf, weight=weight)[0], []
-    if lazy := isinstance(z, LazyLogits):
-        stock_forward = z.stock_forward
-        z.stock_forward = lambda *a, **k: (runs.append(a), stock_forward(*a, **k))[1]
+    z = model.output_layer(leaf, weight=weight)[0]
+    lazy = isinstance(z, LazyLogits)
     ramp = torch.linspace(0.5, 2.0, z.shape[-1], device=z.device, dtype=z.dtype)
     places = torch.empty(z.shape, dtype=torch.long, device=z.device)
     modules = dict(torch=torch, F=torch.nn.functional, copy=copy, numpy=numpy, pickle=pickle, checkpoint=checkpoint)
@@ -157,9 +119,8 @@ def _after(model, use: str, hidden: torch.Tensor, weight, labels: torch.Tensor) 
         (losses.square().mean() + names.get("extra", 0.0)).backward()
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError):
         return value, None
-    # Products are lazy logits of their own.
-    known = use in WITHOUT_LOGITS + LARGEST
-    assert len(runs) <= (not known) or (not known and re.search(r"\* z|z \* |y = ", use)), (use, "projected again")
+    if lazy and use in WITHOUT_LOGITS + LARGEST:
+        assert z.made is logits.made is None, use
     used = model.output_layer.weight if weight is None else weight
     return value, [losses.detach(), leaf.grad, used.grad.clone()]
 
@@ -171,22 +132,13 @@ def _same(a: object, b: object, rtol: float = 0.0) -> bool:
     if isinstance(a, torch.Tensor):
         equal = isinstance(b, torch.Tensor) and a.dtype == b.dtype and a.shape == b.shape
         return equal and (torch.equal(a, b) or (a.is_floating_point() and error(b, a) <= rtol * size(a)))
-    if isinstance(a, numpy.ndarray):
-        return numpy.array_equal(a, b)
     return a is b or a == b
 
 
 @pytest.mark.parametrize(
     ("ranks", "sequence_parallel", "tied", "dtype"),
-    [
-        (1, False, False, torch.float32),
-        (1, False, True, torch.bfloat16),
-        (2, False, True, torch.float32),
-        (2, True, False, torch.bfloat16),
-        (2, True, True, torch.float32),
-    ],
+    [(1, False, False, torch.bfloat16), (2, False, True, torch.float32), (2, True, False, torch.float32)],
 )
-@pytest.mark.thinned
 @on_ranks()
 def test_every_use_is_as_in_stock(member, tied, sequence_parallel, dtype):
     spec = Model(ranks=member.ranks, tied=tied, sequence_parallel=sequence_parallel)
@@ -215,7 +167,7 @@ def test_every_use_is_as_in_stock(member, tied, sequence_parallel, dtype):
                         wrong.append((use, name, relative_error(b, a)))
     assert not wrong, wrong
     changes = [use for use, found in kept.items() if max(map(relative_error, found, kept["pass"])) > 0.1]
-    assert len(changes) >= 25, changes  # the others read
+    assert len(changes) >= 16, changes  # the others read
 
 
 # --- the layer's call ----------------------------------------------------------------------------------
@@ -223,62 +175,46 @@ def test_every_use_is_as_in_stock(member, tied, sequence_parallel, dtype):
 
 @on_ranks(2)
 def test_modes_are_those_of_the_layers_call(member):
-    """No gradient from the start, or from the multiplication on; and autocast."""
-    _, _, hidden, _ = output_layers(member, Model(ranks=member.ranks))
-    autocast = lambda: torch.autocast(member.device.type, torch.bfloat16)  # noqa: E731
-    modes = ((torch.no_grad, nullcontext), (nullcontext, torch.no_grad), (torch.inference_mode, nullcontext))
+    """No gradient from the start; and autocast."""
+    spec = Model(ranks=member.ranks)
+    _, _, hidden, _ = output_layers(member, spec)
 
     def modes_of(model, data, ours):
         loss_of = model.compute_language_model_loss
-        for before, after in modes:
-            with before():
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
                 z = model.output_layer(hidden)[0]
-            with after():
-                z = z * 0.5
+            z = z * 0.5
             losses = loss_of(data.labels, z)
             assert not (z.requires_grad or losses.requires_grad or z.float().requires_grad)
-        with autocast():
-            z, again, third = (model.output_layer(hidden)[0] for _ in range(3))
+        with torch.autocast(member.device.type, torch.bfloat16):
+            z, again, made = (model.output_layer(hidden)[0] for _ in range(3))
             losses = loss_of(data.labels, again)
         assert torch.equal(loss_of(data.labels, z), losses)
-        assert third.dtype == third.clone().dtype == torch.bfloat16
-        return [third.float()]
+        assert z.dtype == made.clone().dtype == torch.bfloat16
+        return [made.float()]
 
-    truth, mine = side_by_side(member, Model(ranks=member.ranks), modes_of)
-    assert torch.equal(truth[0], mine[0])
+    side_by_side(member, spec, modes_of)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2)
-def test_changed_hidden_states_and_weights_are_refused(member, sequence_parallel):
-    """What logits are made of may not change between the layer and its loss, nor before backward, as in stock."""
-    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, data = output_layers(member, spec)
-    labels = data.labels
-    for model in (stock, ours):
-        model.output_layer.training = False  # no warnings
-        model.output_layer.bias = torch.nn.Parameter(torch.zeros_like(model.output_layer.weight[:, 0]))
-
-    def said(model, name: str, before, behind) -> str:
-        """Of a use ``before`` the operand changes, and of one ``behind`` that."""
-        input_ = hidden.clone().requires_grad_() * 1.0
-        found = before(model.output_layer(input_)[0])
-        part = input_ if name == "hidden states" else getattr(model.output_layer, name)
-        with torch.no_grad():
-            part.view(-1)[:1].add_(1.0)
-        return words_of_error(lambda: behind(found))
-
-    loss_of = lambda z: ours.compute_language_model_loss(labels, z).sum()  # noqa: E731
-    for name in ("hidden states", "weight"):  # a sum's gradient does not need the bias
-        for model, before in ((stock, torch.sum), (ours, loss_of)):
-            assert "modified by an inplace operation" in said(model, name, before, torch.Tensor.backward), name
+def test_changed_hidden_states_and_weights_are_refused(member):
+    """What logits are made of may not change between the layer and their first use."""
+    _, ours, hidden, data = output_layers(member, Model(ranks=member.ranks))
+    layer, loss_of = ours.output_layer, lambda z: ours.compute_language_model_loss(data.labels, z)
+    layer.training = False  # no warnings
+    layer.bias = torch.nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
     for name in ("hidden states", "weight", "bias"):
-        for behind in (loss_of, lambda z: z.float(), lambda z: z.argmax(-1), lambda z: loss_of(2 * z)):
-            assert f"output layer's {name} changed in place" in said(ours, name, lambda z: z, behind), name
+        for use in (loss_of, lambda z: z.float(), lambda z: z.argmax(-1), lambda z: loss_of(2 * z)):
+            z = layer(hidden)[0]
+            part = hidden if name == "hidden states" else getattr(layer, name)
+            with torch.no_grad():
+                part.view(-1)[:1].add_(1.0)
+            assert f"output layer's {name} changed in place" in words_of_error(lambda: use(z)), name
     with torch.inference_mode():  # whose tensors do not count their changes
         input_ = hidden.clone()
-        assert torch.isfinite(loss_of(ours.output_layer(input_)[0]))
-        z = ours.output_layer(input_)[0]
+        assert loss_of(layer(input_)[0]).isfinite().all()
+        z = layer(input_)[0]
         before = z.clone()
         input_.zero_()
         assert torch.equal(z, before)
@@ -320,42 +256,32 @@ def test_logits_are_those_of_the_call(member):
 # --- autograd's Functions and checkpoints ---------------------------------------------------------------
 
 
-def _function(forward, **others):
-    """A torch.autograd.Function, as it is applied."""
-    methods = {name: staticmethod(method) for name, method in dict(forward=forward, **others).items()}
-    return type("Function", (torch.autograd.Function,), methods).apply
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return z * z
 
 
-_square = _function(lambda ctx, z: z * z)
-# Its forward has no context.
-_set_up = _function(lambda z: z * z, setup_context=lambda ctx, inputs, output: None)
-# Its forward uses what it is not given.
-_calling = _function(lambda ctx, function: function())
+class _Calling(torch.autograd.Function):
+    """Its forward uses what it is not given."""
 
-
-def _with_gradients(z):
-    """As a loss in tiles does, it differentiates by itself."""
-    with torch.enable_grad():
-        return z.square().sum().detach()
+    @staticmethod
+    def forward(ctx, function):
+        return function()
 
 
 @on_ranks(2)
 def test_autograd_functions_get_no_lazy_logits(member):
     """A torch.autograd.Function that gets no tensor returns none with a gradient: refused, or a tensor's."""
-    spec = Model(ranks=member.ranks)
-    _, ours, hidden, data = output_layers(member, spec)
+    _, ours, hidden, data = output_layers(member, Model(ranks=member.ranks))
     ours.output_layer.training = False  # no warnings
-    labels = data.labels
-    target, leaf = labels.transpose(0, 1).contiguous(), hidden.clone().requires_grad_()
+    target, leaf = data.labels.transpose(0, 1).contiguous(), hidden.clone().requires_grad_()
     uses = [
-        _square,
-        _set_up,
-        lambda z: _calling(lambda: (2 * z)[...]),
-        lambda z: _calling(lambda: _with_gradients(z)),
+        _Square.apply,
+        lambda z: _Calling.apply(lambda: (2 * z)[...]),
         lambda z: tensor_parallel.vocab_parallel_cross_entropy(z, target),
-        lambda z: checkpoint(torch.square, z, use_reentrant=True),
-        lambda z: checkpoint(ours.compute_language_model_loss, labels, z, use_reentrant=True),
-        lambda z: (z.add_(0), _square(z))[1],  # with real logits, too
+        lambda z: checkpoint(ours.compute_language_model_loss, data.labels, z, use_reentrant=True),
+        lambda z: (z.add_(0), _Square.apply(z))[1],  # with real logits, too
     ]
     for number, use in enumerate(uses):
         z = ours.output_layer(leaf)[0]
@@ -377,7 +303,7 @@ def test_autograd_functions_get_no_lazy_logits(member):
             found += [losses, torch.autograd.grad(losses.mean(), leaf)[0]]
         return found
 
-    side_by_side(member, spec, of_tensors)
+    side_by_side(member, Model(ranks=member.ranks), of_tensors)
 
 
 CHECKPOINTS = {
@@ -389,11 +315,10 @@ CHECKPOINTS = {
 
 @pytest.mark.parametrize("with_loss", [False, True])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2)
-def test_the_output_layer_within_a_checkpoint(member, sequence_parallel, kind, with_loss):
+def test_the_output_layer_within_a_checkpoint(member, kind, with_loss):
     """Alone or with its loss, and a loss of something else."""
-    spec, checkpointed = Model(ranks=member.ranks, sequence_parallel=sequence_parallel), CHECKPOINTS[kind]
+    spec, checkpointed = Model(ranks=member.ranks, sequence_parallel=True), CHECKPOINTS[kind]
     _, _, hidden, _ = output_layers(member, spec)
 
     def gradients(model, data, ours):
@@ -420,17 +345,14 @@ def test_the_output_layer_within_a_checkpoint(member, sequence_parallel, kind, w
 # --- who makes logits, and who is told ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, False), (2, True), (4, True)])
-@pytest.mark.thinned
+@pytest.mark.parametrize("ranks", [1, 2])
 @on_ranks()
-def test_logits_without_a_loss(member, tied, sequence_parallel):
+def test_logits_without_a_loss(member):
     """Without labels, in evaluation, and of the layer alone, they are the stock ones, and nobody is told."""
-    spec = Model(ranks=member.ranks, tied=tied, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, data = output_layers(member, spec)
+    spec = Model(ranks=member.ranks, sequence_parallel=member.ranks > 1)
+    stock, ours, _, data = output_layers(member, spec)
     given = data.tokens, data.positions, data.mask
-    weight = ours.shared_embedding_or_output_weight() if tied else None
-    real, lazy = (model.eval().output_layer(hidden, weight=weight)[0] for model in (stock, ours))
+    stock.eval(), ours.eval()
     with torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("error", message="parallel_lce")
         assert torch.equal(stock(*given), ours(*given))
@@ -439,20 +361,18 @@ def test_logits_without_a_loss(member, tied, sequence_parallel):
         assert gathered[0].shape[-1] == VOCAB and torch.equal(*gathered)
         if member.ranks == 1:  # of its vocabulary there is nothing to gather
             ours.train()(*given, labels=data.labels, runtime_gather_output=True)
-    assert repr(lazy) == f"LazyLogits({list(real.shape)}, {real.dtype}, {real.device})"
-    assert torch.equal(lazy[2], real[2]) and all(map(torch.equal, lazy, real))
     # Stock models built while the switch is installed stay stock.
     assert type(build(member, spec, {}).output_layer) is type(stock.output_layer)
     assert type(ours.output_layer).__name__ == type(stock.output_layer).__name__
 
 
-def _said(model, data: Batch, **options) -> list[str]:
+def _said(run) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # As Megatron-LM's programs do on all ranks but the first, which may have no output layer.
         warnings.filterwarnings("ignore", category=UserWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
-        model(data.tokens, data.positions, data.mask, labels=data.labels, **options)
+        run()
     ours = [w for w in caught if "parallel_lce" in str(w.message)]
     assert all(w.filename == __file__ for w in ours if re.search("'(float|softmax)' of the output", str(w.message)))
     return [str(w.message) for w in ours]
@@ -466,12 +386,6 @@ def _with_a_bias(layer) -> None:
     layer.skip_bias_add, layer.bias = True, torch.nn.Parameter(torch.zeros_like(layer.weight[:, 0]))
 
 
-def _with_a_log(layer) -> None:
-    """Megatron writes the logits of each forward to a file there."""
-    layer.folder = tempfile.TemporaryDirectory()
-    layer.config.config_logger_dir = layer.folder.name
-
-
 # What makes real logits in training, by what is said of it.
 REASONS = {
     "built before install()": lambda layer: None,
@@ -482,71 +396,59 @@ REASONS = {
     "attribute 'float'": lambda layer: _hooked(layer, lambda z: (z.float(), z.sum())),
     "torch function 'softmax'": lambda layer: _hooked(layer, lambda z: torch.softmax(z, -1)),
     "backward hooks": lambda layer: layer.register_full_backward_hook(lambda *given: None),
-    "pickling": _with_a_log,
 }
 
 
-@pytest.mark.parametrize(("family", "reason"), [*(("gpt", name) for name in REASONS), ("mamba", "attribute 'float'")])
+@pytest.mark.parametrize("reason", REASONS)
 @on_ranks(2)
-def test_says_once_that_logits_are_made(member, family, reason):
+def test_says_once_that_logits_are_made(member, reason):
     """Whatever makes real logits in training is named once, and the loss is stock's. A call without labels asks for
     logits."""
-    spec = Model(ranks=member.ranks, family=family)
-    options = {"cross_entropy_loss_fusion": True, "cross_entropy_fusion_impl": "parallel_lce"}
-    if not reason.startswith("built before"):
-        switched(spec)
+    spec = Model(ranks=member.ranks)
+    options = switched(spec)
+    if reason.startswith("built before"):
+        uninstall()
     ours, stock = build(member, spec, options), build(member, spec, {})
     switched(spec)
     data = batch(0, spec, member.device)
-    unlabelled = replace(data, labels=None)
     REASONS[reason](ours.output_layer)
-    options = {"runtime_gather_output": True} if reason == "parallel_output=True" else {}
-    assert _said(ours, unlabelled) == _said(ours, unlabelled, runtime_gather_output=True) == []
-    first, second = _said(ours, data, **options), _said(ours, data, **options)
+    gather = {"runtime_gather_output": True} if reason == "parallel_output=True" else {}
+
+    def said(labels: torch.Tensor | None, **options) -> list[str]:
+        return _said(lambda: ours(data.tokens, data.positions, data.mask, labels=labels, **options))
+
+    assert said(None) == said(None, runtime_gather_output=True) == []
+    first, second = said(data.labels, **gather), said(data.labels, **gather)
     # One rank speaks for those that shard the vocabulary.
     assert len(first) == (member.rank == 0) and all(reason in text for text in first), first
     assert second == []
     ours.eval()
-    assert _said(ours, data) == []
+    assert said(data.labels) == []
     assert largest_error(losses_of(ours.train(), spec, data), losses_of(stock, spec, data)) <= 1e-5
 
 
 def _speak(member: Member, spec: Model) -> int:
     with mock.patch.object(output_layer, "_reason", lambda *arguments: "of a test"):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            warnings.filterwarnings("ignore", category=UserWarning)
-            train(member, spec, switched(spec))
-    return sum("of a test" in str(w.message) for w in caught)
+        return len(_said(lambda: train(member, spec, switched(spec))))
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
-    [
-        (Model(ranks=2), [1, 0]),
-        (Model(ranks=2, data=2, ddp="fp32"), [1, 0]),
-        (Model(ranks=2, context=2, ddp="fp32"), [1, 0]),
-        (Model(ranks=2, pipeline=2), [0, 1]),
-    ],
-    ids=str,
+    ("spec", "told"), [(Model(ranks=2, context=2, ddp="fp32"), [1, 0]), (Model(ranks=2, pipeline=2), [0, 1])], ids=str
 )
 def test_one_rank_speaks_for_all(spec, told, worlds):
     """The first of those that have the output layer, in all steps and microbatches once."""
     assert worlds(2).run(_speak, spec) == told
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
 @on_ranks(2)
-def test_protocol_of_the_development_branch(member, sequence_parallel):
+def test_protocol_of_the_development_branch(member):
     """``output_layer(output_cross_entropy_loss=True, labels=[b, s])``."""
-    spec = Model(ranks=member.ranks, sequence_parallel=sequence_parallel)
-    stock, ours, hidden, data = output_layers(member, spec)
+    stock, ours, hidden, data = output_layers(member, Model(ranks=member.ranks))
     labels, layer = data.labels, ours.output_layer
     counts = labels != -100
     want = stock.compute_language_model_loss(labels, stock.output_layer(hidden)[0]).masked_fill(~counts, 0.0)
-    ask = dict(input_=hidden, weight=None, runtime_gather_output=None, output_cross_entropy_loss=True, labels=labels)
-    found = layer(**ask)
-    assert found.shape == labels.shape and largest_error(found, want) <= 1e-5
+    ask = dict(input_=hidden, output_cross_entropy_loss=True, labels=labels)
+    assert largest_error(layer(**ask), want) <= 1e-5
     assert (layer(reduction="sum", **ask) - want.sum()).abs() <= 1e-5 * want.sum()
     assert (layer(reduction="mean", **ask) - want.sum() / counts.sum()).abs() <= 1e-5
     # With real logits, of a layer that gathers them and leaves its bias to others.

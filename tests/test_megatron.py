@@ -1,9 +1,14 @@
-"""Training stock Megatron-core models with the switch equals training them without: also where the output weight is
-fully sharded, detached, or used elsewhere, and where its main_grad is replaced."""
+"""The switch: training stock Megatron-core models with it equals training them without, also where the output weight
+is fully sharded, detached, or used elsewhere, and where its main_grad is replaced. install() and uninstall(), refusals,
+and ``python -m parallel_lce.megatron SCRIPT``, by which unedited scripts get the loss by their own arguments."""
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -13,11 +18,17 @@ from torch.distributed.fsdp import fully_shard
 pytest.importorskip("megatron.core", reason="needs megatron-core")
 
 import megatron.core
+from megatron.core import tensor_parallel
+from megatron.core.models.common.language_module.language_module import LanguageModule
+from megatron.core.tensor_parallel import cross_entropy
 
-from megatron_models import BATCH, HIDDEN, OTHER_RELEASES, SEQUENCE, Model, losses_of, path_of, specs
-from megatron_training import compare, in_ddp, side_by_side, train_quietly
+import parallel_lce.megatron
+from megatron_models import BATCH, HIDDEN, OTHER_RELEASES, SEQUENCE, Model, batch, build, losses_of, path_of, specs
+from megatron_training import compare, in_ddp, side_by_side, switched, train_quietly
 from on_ranks import on_ranks
-from tools import words_of_error
+from parallel_lce.megatron import __main__ as launcher
+from parallel_lce.megatron import choices, install, output_layer, token_log_probs, uninstall
+from tools import arguments_to, ran, words_of_error
 from world import Member
 
 SPECS = [*specs(1), *specs(2), *(pytest.param(spec, marks=pytest.mark.slow) for spec in specs(4))]
@@ -63,42 +74,21 @@ def test_deterministic_mode_repeats_every_bit(member):
         assert torch.equal(value, second.parameters[name]), name
 
 
-def _reshard(layer: torch.nn.Module) -> None:
-    """Has a weight exist within its layer's forward alone, as fully sharded data parallelism does."""
-    weight, whole = layer.weight, layer.weight.data.clone()
-
-    def fill(*given) -> None:
-        weight.untyped_storage().resize_(whole.untyped_storage().nbytes())
-        weight.data.copy_(whole)  # unseen by version counters
-
-    def empty(*given) -> None:
-        weight.untyped_storage().resize_(0)
-
-    weight.__fsdp_param__ = True
-    layer.register_forward_pre_hook(fill)
-    layer.register_forward_hook(empty)
-    layer.register_full_backward_pre_hook(fill)
-    empty()
-
-
-@pytest.mark.parametrize("by", ["a hook", "the model", "the output layer"])
+@pytest.mark.parametrize("of_model", [True, False])
 @on_ranks(2)
-def test_fully_sharded_weights(member, by):
-    """The loss of a weight that may be gone when it is due."""
-    spec = Model(ranks=member.ranks, data=1 if by == "a hook" else member.ranks)
+def test_fully_sharded_weights(member, of_model):
+    """On its own, the output layer's weight may be gone when the loss is due; the model's is whole."""
+    spec = Model(ranks=member.ranks, data=member.ranks)
 
     def gradients(model, data, ours):
-        if by == "a hook" and ours:
-            _reshard(model.output_layer)
-        if by != "a hook":
-            mesh = DeviceMesh.from_group(member.group, member.device.type)
-            for module in (model.output_layer, model) if by == "the output layer" else (model,):
-                fully_shard(module, mesh=mesh)
-        if by == "the model":  # the weight is whole when the loss is due
+        mesh = DeviceMesh.from_group(member.group, member.device.type)
+        if of_model:
             warnings.filterwarnings("error", message="parallel_lce")
+        else:
+            fully_shard(model.output_layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         losses_of(model, spec, data).mean().backward()
-        found = [p.grad for p in model.parameters()]
-        return found if by == "a hook" else [g.full_tensor() for g in found]
+        return [p.grad.full_tensor() for p in model.parameters()]
 
     side_by_side(member, spec, gradients)
 
@@ -112,11 +102,12 @@ def test_detached_weights(member, sharded):
         layer = model.output_layer
         layer.weight.main_grad = torch.zeros_like(layer.weight)
         layer.weight.grad_added_to_main_grad = False
-        if ours and sharded:
-            _reshard(layer)
+        if sharded:  # the layer's weight is, whatever is passed
+            layer.weight.__fsdp_param__ = True
         hidden = torch.randn(SEQUENCE, BATCH, HIDDEN, generator=torch.Generator().manual_seed(2))
         hidden = hidden.to(member.device).requires_grad_()
         logits, _ = layer(hidden, weight=layer.weight.detach())
+        assert isinstance(logits, torch.Tensor) == (sharded or not ours)
         model.compute_language_model_loss(data.labels, logits).mean().backward()
         assert not layer.weight.main_grad.any() and layer.weight.grad is None
         return [hidden.grad]
@@ -168,3 +159,183 @@ def test_a_main_grad_that_was_replaced_since_forward(member, fusion, tied):
         return found
 
     side_by_side(member, spec, gradients)
+
+
+# --- install() and uninstall() ---------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def _uninstalled():
+    with mock.patch.dict(os.environ):  # which the launcher's options set
+        yield
+    uninstall()
+
+
+def _methods() -> tuple:
+    return (
+        LanguageModule.compute_language_model_loss,
+        LanguageModule.setup_embeddings_and_output_layer,
+        tensor_parallel.vocab_parallel_cross_entropy,
+        cross_entropy.vocab_parallel_cross_entropy,
+    )
+
+
+def test_install_is_idempotent_and_undone():
+    before = _methods()
+    install()
+    once = _methods()
+    assert once[0] is not before[0] and once[2:] == before[2:]
+    install(5, cross_entropy="logits", reduce_dtype=torch.float32)
+    assert _methods()[2] is _methods()[3] is parallel_lce.vocab_parallel_cross_entropy
+    install()  # keeps what was chosen
+    assert _methods()[2] is parallel_lce.vocab_parallel_cross_entropy
+    assert choices.installed == ("logits", 5, None, torch.float32)
+    install(cross_entropy="output_layer")
+    assert _methods() == once
+    uninstall()
+    uninstall()
+    assert _methods() == before
+
+
+def test_others_may_wrap_it_too(monkeypatch):
+    """What somebody put around the switch is not taken away with it."""
+    original = LanguageModule.compute_language_model_loss
+    monkeypatch.setattr(LanguageModule, "compute_language_model_loss", original)  # what it is in the end
+    install()
+    around = LanguageModule.compute_language_model_loss = lambda self, labels, logits: None
+    install(cross_entropy="logits")
+    assert LanguageModule.compute_language_model_loss is around
+    with pytest.warns(RuntimeWarning, match="compute_language_model_loss has been replaced"):
+        uninstall()
+    assert LanguageModule.compute_language_model_loss is around
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "message"),
+    [
+        (dict(logits_budget=-1), {}, "logits_budget"),
+        (dict(reduce_dtype=torch.float16), {}, "None or torch.float32"),
+        ({}, {"PARALLEL_LCE_LOGITS_BUDGET": "1GiB"}, "1GiB"),
+        ({}, {"PARALLEL_LCE_CROSS_ENTROPY": "fused"}, "fused"),
+    ],
+)
+def test_install_refuses(options, environment, message):
+    os.environ.update(environment)
+    with pytest.raises(ValueError, match=message):
+        install(**options)
+
+
+@on_ranks(2)
+def test_settings_of_each_call(member):
+    """As installed last, and of the environment. The filter is not for entropies."""
+    spec = Model(ranks=member.ranks)
+    model, data = build(member, spec, switched(spec)), batch(0, spec, member.device)
+
+    def settings(entry: str, call) -> list[tuple]:
+        with arguments_to(output_layer, entry) as found:
+            call()
+        return [(o.logits_budget, o.reduce_dtype, o.gradient_filter) for o, *_ in found]
+
+    def of_statistics(entropy: bool) -> list[tuple]:
+        given = data.tokens, data.positions, data.mask, data.labels
+        return settings("fused_statistics", lambda: token_log_probs(model, *given, entropy=entropy))
+
+    install(12345, reduce_dtype=torch.float32, gradient_filter=0.25)
+    exact, filtered = (12345, torch.float32, None), (12345, torch.float32, 0.25)
+    assert settings("fused_loss", lambda: losses_of(model, spec, data)) == [filtered]
+    assert of_statistics(False) == [filtered] and of_statistics(True) == [exact]
+    uninstall()
+    with mock.patch.dict(os.environ, PARALLEL_LCE_LOGITS_BUDGET="345"):
+        assert of_statistics(True) == [(345, None, None)]
+
+
+@on_ranks(1)
+def test_unsupported_settings(member):
+    spec = Model(ranks=member.ranks)
+    model = build(member, spec, switched(spec))
+    model.config.defer_embedding_wgrad_compute = True
+    with pytest.raises(ValueError, match="defer_embedding_wgrad_compute=True.*set it to False"):
+        model.setup_embeddings_and_output_layer()
+    model.config.defer_embedding_wgrad_compute = False
+
+    class Quantized(tensor_parallel.ColumnParallelLinear):
+        def forward(self, input_, weight=None, runtime_gather_output=None):
+            return super().forward(input_, weight, runtime_gather_output)
+
+    model.output_layer.__class__ = Quantized
+    with pytest.raises(ValueError, match="does not know the forward of the output layer Quantized"):
+        model.setup_embeddings_and_output_layer()
+    with pytest.warns(RuntimeWarning, match="no effect with cross_entropy_loss_fusion=False"):
+        build(member, spec, {"cross_entropy_fusion_impl": "parallel_lce"})
+    tied = Model(ranks=member.ranks, tied=True)
+    tied = build(member, tied, switched(tied))
+    for weight, message in ((None, "no weight of its own and none"), (torch.zeros(95, HIDDEN), r"\[95, 32\]")):
+        with pytest.raises(ValueError, match=rf"needs a weight \[96, 32\], got {message}"):
+            tied.output_layer(torch.randn(16, 2, HIDDEN, device=member.device), weight=weight)
+    for name in ("paralel_lce", "parallel-lce", "Parallel_LCE", "parallel_lce "):
+        with pytest.raises(ValueError, match=f"cross_entropy_fusion_impl='{name}': did you mean 'parallel_lce'"):
+            build(member, spec, {"cross_entropy_fusion_impl": name})
+    for name in ("native", "te", "linear", "vocab_parallel", None):
+        build(member, spec, {"cross_entropy_fusion_impl": name})
+
+
+# --- the launcher -------------------------------------------------------------------------------------
+
+# A script that knows nothing of this package, with Megatron's argument for the loss. Before it imports Megatron, it may
+# choose which one that is, and set its environment.
+SCRIPT = """
+import argparse, beside, os, sys
+assert "megatron.core" not in sys.modules
+from megatron.core.models.gpt.gpt_model import GPTModel
+print(hasattr(GPTModel.compute_language_model_loss, "__wrapped__"))
+parser = argparse.ArgumentParser()
+group = parser.add_argument_group("training")
+group.add_argument("--cross-entropy-fusion-impl", default="native", choices=["native", "te"])
+print(group.add_argument("--attention", choices=["flash"]).choices)
+print(parser.parse_args().cross_entropy_fusion_impl)
+group = argparse.ArgumentParser().add_argument_group("training")
+print(group.add_argument("--cross_entropy_fusion_impl", choices=None).choices)
+print(sys.argv, os.environ.get("PARALLEL_LCE_LOGITS_BUDGET"), sep="\\n")
+"""
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    (tmp_path / "beside.py").touch()  # imported as scripts import what lies beside them
+    (tmp_path / "train.py").write_text(SCRIPT)
+    return tmp_path / "train.py"
+
+
+def test_an_unedited_script(script):
+    options = ["--parallel-lce-logits-budget", "7", script, "--cross-entropy-fusion-impl", "parallel_lce"]
+    root = str(Path(__file__).resolve().parent.parent)
+    done = ran(sys.executable, "-m", "parallel_lce.megatron", *options, env={"PYTHONPATH": root})
+    assert done.returncode == 0, done.stderr[-3000:]
+    rest = str([str(script), *options[3:]]), "7"
+    assert done.stdout.splitlines()[-6:] == ["True", "['flash']", "parallel_lce", "None", *rest]
+
+
+def test_options_may_stand_anywhere(script):
+    ours = ["--parallel-lce-debug=1", "--parallel-lce-logits-budget 7", "--parallel-lce-cross-entropy logits"]
+    text = f"{ours[0]} {script} --lr -1 {ours[1]} -- -x {ours[2]} --help"
+    assert launcher._parse(text.split()) == (False, str(script), ["--lr", "-1", "--", "-x", "--help"])
+    found = [os.environ[f"PARALLEL_LCE_{name}"] for name in ("DEBUG", "LOGITS_BUDGET", "CROSS_ENTROPY")]
+    assert found == ["1", "7", "logits"]
+    assert launcher._parse(["-m", "a.b", "-m", "c"]) == (True, "a.b", ["-m", "c"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["no_such.py"], 2, "no such script: no_such.py"),
+        (["--lr", "1"], 2, "expected a script or -m MODULE, got '--lr 1'"),
+        (["--parallel-lce-budget", "1", "a.py"], 2, "unrecognized arguments: --parallel-lce-budget"),
+        (["a.py", "--parallel-lce-debug"], 2, "expected one argument"),
+        ([], 0, "sets PARALLEL_LCE_LOGITS_BUDGET"),  # help
+    ],
+)
+def test_refuses_in_words(arguments, code, message, capsys):
+    with pytest.raises(SystemExit) as refusal:
+        launcher._parse(arguments)
+    said = capsys.readouterr()
+    assert refusal.value.code == code and message in (said.err if code else said.out)

@@ -1,0 +1,121 @@
+"""vocab_parallel_cross_entropy against stock Megatron-core's, and functions of hidden states behind its mapping.
+test_fuzz.py and test_hazards.py have them against float64."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+import parallel_lce
+from cases import normal
+from measures import assert_close, assert_near, largest_error
+from on_ranks import on_ranks
+from parallel_lce import linear_cross_entropy, vocab_parallel_cross_entropy
+from parallel_lce.distillation import divergence, top_k_divergence
+from tools import shrunk
+from world import Member
+
+pytest.importorskip("megatron.core", reason="needs megatron-core")
+
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import vocab_parallel_cross_entropy as stock
+
+from megatron_models import Model, start
+
+ENTRIES, ROWS = 37, (5, 3)
+
+
+def _inputs(member: Member, dtype: torch.dtype):
+    """This rank's shard of the logits, targets and upstream gradients."""
+    ranks = member.ranks
+    logits = normal(*ROWS, ranks * ENTRIES, seed=ranks) * 3
+    target = torch.randint(ranks * ENTRIES, ROWS, generator=torch.Generator().manual_seed(ranks))
+    target[0, 0], target[1, 1], target[2, 2] = -100, ranks * ENTRIES, ranks * ENTRIES - 1
+    upstream = normal(*ROWS, seed=ranks + 10).float()
+    shard = logits.to(dtype).chunk(ranks, -1)[member.rank]
+    return [tensor.to(member.device) for tensor in (shard, target, upstream)]
+
+
+def _gradient(function, logits, target, upstream, *options) -> list[torch.Tensor]:
+    leaf = logits.clone().requires_grad_()
+    # Stock works in place on fp32 logits, so it is given a copy that autograd can spare.
+    loss = function(leaf * 1, target, *options)
+    return [loss.detach(), *torch.autograd.grad(loss, leaf, upstream)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.thinned
+@on_ranks()
+def test_logits_that_exist(member, dtype, smoothing):
+    start(member, Model(ranks=member.ranks))
+    inputs = _inputs(member, dtype)
+    want, ours = (_gradient(f, *inputs, smoothing) for f in (stock, vocab_parallel_cross_entropy))
+    assert [value.dtype for value in ours] == [value.dtype for value in want] == [torch.float32, dtype]
+    assert largest_error(ours[0], want[0]) <= 4e-6
+    assert_close(ours[1], want[1], 2e-6 if dtype == torch.float32 else torch.finfo(dtype).eps)
+
+
+@on_ranks(2)
+def test_the_given_group_is_used(member):
+    """With a group given, Megatron's own is not asked for; with none, it is the one."""
+    start(member, Model(ranks=member.ranks))
+    logits, target, _ = _inputs(member, torch.float32)
+    own = vocab_parallel_cross_entropy(logits, target)
+    with mock.patch.object(parallel_state, "get_tensor_model_parallel_group", side_effect=AssertionError("asked for")):
+        assert torch.equal(vocab_parallel_cross_entropy(logits, target, 0.0, member.group), own)
+        with pytest.raises(AssertionError, match="asked for"):
+            vocab_parallel_cross_entropy(logits, target)
+    without = {name: module for name, module in sys.modules.items() if not name.startswith("megatron")}
+    with mock.patch.dict(sys.modules, without, clear=True):
+        with pytest.raises(ValueError, match="no tensor-parallel group: pass tp_group"):
+            vocab_parallel_cross_entropy(logits, target)
+
+
+def test_ranges_of_rows(monkeypatch):
+    """The torch backend computes in ranges of rows, with the same bits however few they have."""
+    inputs = normal(33, 125).float(), torch.arange(33), normal(33).float()
+    whole = _gradient(vocab_parallel_cross_entropy, *inputs, 0.1)
+    monkeypatch.setattr("parallel_lce.backends.torch_logits._CPU_BLOCK", 4 * 4 * 125)
+    assert all(map(torch.equal, _gradient(vocab_parallel_cross_entropy, *inputs, 0.1), whole))
+
+
+# --- hidden states behind a mapping of Megatron's, which sums their gradient over the ranks ---------------
+
+
+def _top_k(x, w, y, **options):
+    ids = (y[..., None] + torch.tensor([0, 23, 41], device=y.device)) % 64  # on both ranks' shards
+    stored = torch.tensor([-1.0, -2.0, -3.0]).to(x).expand(ids.shape)
+    return top_k_divergence(x, w, ids, stored, **options)
+
+
+FUNCTIONS = {
+    "loss": linear_cross_entropy,
+    "gradients in forward": partial(linear_cross_entropy, logits_budget=0),
+    "module": lambda x, w, y, **options: parallel_lce.LinearCrossEntropy(**options)(x, w, y),
+    "statistics": lambda x, w, y, **options: parallel_lce.token_statistics(x, w, y, **options).lse.sum(),
+    "selected": lambda x, w, y, **options: parallel_lce.selected_log_probs(x, w, y[..., None], **options).sum(),
+    "divergence": lambda x, w, y, **options: divergence(x, w, x.detach(), w.detach().flip(1), **options),
+    "top_k": _top_k,
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@on_ranks(2)
+def test_behind_a_mapping(member, name):
+    """The functions leave dX as this rank's part. test_rl.py has those that need not be asked."""
+    x, w = normal(8, 3, 16).to(member.device), normal(64, 16, seed=1).to(member.device) / 4
+    y, shard, found = torch.arange(24, device=member.device).view(8, 3) * 7 % 64, w.chunk(2)[member.rank], []
+    for mapped in (False, True):
+        leaf = x.clone().requires_grad_()
+        hidden = mappings.copy_to_tensor_model_parallel_region(leaf, group=member.group) if mapped else leaf
+        options = dict(process_group=member.group, reduce_hidden_grad=not mapped)
+        with shrunk(4000):
+            found += torch.autograd.grad(FUNCTIONS[name](hidden, shard, y, **options), leaf)
+    assert_near(found[1], found[0], 1e-12)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import parallel_lce
@@ -267,6 +268,28 @@ def test_refusals_tell_dtensors_apart(member):
         # Parts of tokens may be passed as they are; features or summands may not.
         assert (f"pass {name}.to_local() if these ranks have different tokens" in said) == (placement == ROWS)
         assert ("sequence_parallel" in said) == (placement == ROWS and name == "input")
+
+
+@on_ranks(2)
+def test_a_fully_sharded_weight(member):
+    """What the refusal says to do gives the loss of each rank's own tokens, and the mean of the ranks' gradients."""
+
+    class Head(torch.nn.Linear):
+        def forward(self, x, target):
+            return parallel_lce.linear_cross_entropy(x, self.weight, target)
+
+    t = good(member.device)
+    batches = [(t["input"] * factor, t["target"]) for factor in (1, -2)]
+    weight = t["linear_weight"].clone().requires_grad_()
+    wants = [F.cross_entropy(x @ weight.t(), target) for x, target in batches]
+    (gradient,) = torch.autograd.grad(sum(wants) / 2, weight)
+    head = Head(D, V, bias=False, device=member.device)
+    head.load_state_dict(dict(weight=t["linear_weight"]))
+    fully_shard(head, mesh=init_device_mesh(member.device.type, (2,)))
+    assert re.search(WHOLE, _said(t | dict(linear_weight=head.weight)))
+    loss = head(*batches[member.rank])
+    loss.backward()
+    torch.testing.assert_close((loss, head.weight.grad.full_tensor()), (wants[member.rank], gradient))
 
 
 @pytest.mark.parametrize(("ranks", "entries"), [(2, V), (2, V - 1), (4, 5)])

@@ -1,5 +1,5 @@
 """linear_cross_entropy beside float64: its errors are at most those of torch's path, in either backend and by each
-strategy. test_fuzz.py and test_random.py draw options, layouts and shapes."""
+strategy. test_fuzz.py draws options, layouts and shapes."""
 
 from __future__ import annotations
 

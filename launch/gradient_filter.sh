@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What does gradient_filter gain and cost as a model is trained? Trains a small GPT, unless that is done, and measures
-# speed and errors on what the model's output layer sees, with the vocabulary in two orders.
+# Speed and errors of gradient_filter at several steps of a training. Trains a small GPT, unless its snapshots exist, and
+# measures on the inputs and the weight of its output layer, with the vocabulary in two orders.
 #   ./launch/gradient_filter.sh [--rounds N] [--json PATH] [--plot PATH] [--device DEVICE] [FILE ...]
 # The arguments of the training, those of snapshots.py, go in front of a --:
 #   ./launch/gradient_filter.sh train.minutes=10 output=outputs/longer -- --plot outputs/filter.png

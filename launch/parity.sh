@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# How exact are log-probabilities? Trains a small GPT, unless that is done, and compares parallel_lce, bf16 logits and an
-# fp32 head with float64: on what the model's output layer sees, and on random inputs.
+# Errors of log-probabilities. Trains a small GPT, unless its snapshots exist, and compares parallel_lce, bf16 logits and
+# an fp32 head with float64: on the inputs and the weight of its output layer, and on random inputs.
 #   ./launch/parity.sh [--random N,V,D ...] [--json PATH] [--device DEVICE] [FILE ...]
 # The arguments of the training, those of snapshots.py, go in front of a --:
 #   ./launch/parity.sh train.minutes=10 output=outputs/longer -- --json outputs/parity.json

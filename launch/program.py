@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from training.start import Training
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = {  # that a command needs, by the extra of pyproject.toml that lists them; all others need those of the demo
+# The packages that a command needs, by the name of their extra in pyproject.toml. Commands without an entry need the
+# packages of the demo.
+PACKAGES = {
     "test": ("torch", "pytest", "xdist"),
     "bench": ("torch", "rich"),
     "demo": ("yaml", "pydantic", "rich", "tokenizers", "numpy", "torch", "megatron.core", "matplotlib", "safetensors"),
@@ -29,8 +31,8 @@ DESCRIPTIONS = {
     f"two. Exits with 1 if a run fails or the loss curves part. {ARGUMENTS}",
     "compare": "Compares runs that the demo left in the output folder, perhaps on another machine. Takes the demo's "
     "arguments. Exits with 1 if the loss curves part.",
-    "snapshots": "Trains a small GPT on one GPU or CPU, and writes what its output layer sees at chosen steps. Without "
-    "--config: configs/snapshots.yaml where there is a GPU, else configs/snapshots-cpu.yaml.",
+    "snapshots": "Trains a small GPT on one GPU or CPU, and writes inputs and weight of its output layer at chosen "
+    "steps. Without --config: configs/snapshots.yaml where there is a GPU, else configs/snapshots-cpu.yaml.",
     "parity": REPORT.format("how exact log-probabilities are"),
     "gradient_filter": REPORT.format("what gradient_filter does"),
 }

@@ -2,10 +2,10 @@
 
 Without a yardstick (fp32), the losses of the two may differ by at most `compare.tolerance` at any step.
 
-In bf16 rounding alone makes curves part, so the allowed difference is measured: the yardstick is stock trained once
-more on the same samples in reverse order, which sums the same terms in another order. The mean over the steps, and the
-maximum over the steps, of parallel_lce's difference from stock must each be at most `compare.factor` times the
-yardstick's. One fp32 rounding of the loss is always allowed, since over a few steps the yardstick may be exactly 0.
+In bf16 rounding alone makes curves part, so the allowed difference is measured. The yardstick is stock trained once
+more with the samples of each step in reverse order: it sums the same terms in another order. The mean and the maximum
+over the steps of parallel_lce's difference from stock must each be at most `compare.factor` times the yardstick's. One
+fp32 rounding of the loss is always allowed, since over a few steps the yardstick may be exactly 0.
 """
 
 import math
@@ -25,7 +25,8 @@ RUNS = {
     "stock-reversed": ["loss.impl=stock", "train.reverse_samples=true"],
 }
 COLOURS = {"stock": "#9aa5b1", "parallel_lce": "#c2410c", "stock-reversed": "#2563a8"}
-# What the runs must share, since the report shows that of one run, and settings in which they may differ nevertheless.
+# Sections of the configuration that must be equal in all runs, since the report shows only one run's. FREE: settings of
+# these sections that may differ.
 SHARED = {"model", "train", "parallel", "memory"}
 FREE = {"train": {"reverse_samples"}, "parallel": {"device", "timeout_seconds"}}
 MOST_ROWS = 40  # of the table of steps

@@ -180,7 +180,7 @@ class Config(Section):
 
 
 def check_for_cpu(config: Config) -> None:
-    """Raises a Refusal for what Megatron-core's optimizer cannot do on a CPU."""
+    """Raises a Refusal for settings that need GPUs in Megatron-core's optimizer."""
     if config.train.precision != "fp32":
         raise Refusal(f"train.precision={config.train.precision} needs GPUs; on a CPU it must be fp32")
     if config.train.clip_grad > 0:

@@ -1,4 +1,4 @@
-"""What the output layer and the loss see and need: the last hidden states, snapshots of them, and the peak memory."""
+"""The output layer's inputs and snapshots of them; the peak memory of output layer and loss."""
 
 import os
 from pathlib import Path
@@ -22,7 +22,7 @@ def last_hidden(gpt: GPTModel, batch: Batch) -> torch.Tensor:
 
 
 def write_snapshot(gpt: GPTModel, batches: list[Batch], tokens: int, path: Path) -> None:
-    """Writes what the output layer sees of the first N = `tokens` tokens of the batches.
+    """Writes a snapshot: the output layer's inputs of the first N = `tokens` tokens of the batches, and its weight.
 
     Three tensors: the hidden states `hidden [N, D]` and the output weight `weight [V, D]`, both rounded to bf16, and
     the next tokens `target [N]` int64.

@@ -64,7 +64,7 @@ def is_trained(config: Config) -> bool:
 
 
 def remove_results(folder: str | Path) -> None:
-    """Makes the folder, and removes the results of an earlier run, of which the new run may not overwrite all.
+    """Makes the folder, and removes the results of an earlier run, since the new run may overwrite only some of them.
     config.yaml stays: the new run may be started with it."""
     check_folder("output", folder)
     snapshots = snapshots_in(folder)

@@ -19,14 +19,15 @@ PROGRAM = str(Path(__file__).resolve().parents[1] / "program.py")
 
 
 def processes_of(torchrun: list[str]) -> tuple[int, int]:
-    """The number of nodes, for an elastic range the largest, and of processes on each, that torchrun starts with these
-    arguments. Raises a Refusal for those that torchrun refuses, or that name a program: the caller adds its own."""
+    """The number of nodes that torchrun starts with these arguments (of an elastic range the largest), and the number
+    of processes on each node. Raises a Refusal if torchrun refuses the arguments, or if they name a program: the caller
+    adds the program."""
     from torch.distributed import run
 
     said = io.StringIO()
     logging.disable(logging.WARNING)
     try:
-        with contextlib.redirect_stderr(said), mock.patch.dict(os.environ):  # which torchrun's parser changes
+        with contextlib.redirect_stderr(said), mock.patch.dict(os.environ):  # torchrun's parser changes it
             arguments = run.get_args_parser().parse_args([*torchrun, PROGRAM])
             if (arguments.training_script, arguments.training_script_args) != (PROGRAM, []):
                 raise ValueError(f"{arguments.training_script!r} in front of -- is none of torchrun's own arguments")
@@ -44,7 +45,8 @@ def processes_of(torchrun: list[str]) -> tuple[int, int]:
 
 
 class Training:
-    """A training with `arguments` on the command line, those of torchrun apart: if it has none, on this host alone."""
+    """A training. `torchrun`: torchrun's own arguments; if there are none, all processes run on this host. `arguments`:
+    the other arguments of the command line."""
 
     def __init__(self, config: "Config", torchrun: list[str], arguments: list[str]):
         self.config, self.arguments = config, arguments

@@ -117,7 +117,7 @@ def _read(files: Iterable[tuple[Path, Path]], left: int) -> Iterator[str]:
 
 
 def _key(documents: list[str], config: TextConfig) -> str:
-    """Identifies the documents and all that decides their tokens."""
+    """A digest of the documents and of all settings that decide their tokens."""
     digest = hashlib.sha256(f"{config.vocab_size} {PIECE} {tokenizers.__version__}".encode())
     for document in documents:
         data = document.encode()

@@ -130,7 +130,7 @@ def _train(config: Config, stepper: Stepper, batches: Batches, held_out: torch.T
 
 
 def share_done(train: TrainConfig, steps: int, seconds: float) -> float:
-    """How much of a training is done, by the limit that is nearer; 1 and more: all of it."""
+    """The share of a training that is done, by the nearer limit. From 1 on the training ends."""
     by_steps = steps / train.steps if train.steps else 0.0
     by_time = seconds / (60 * train.minutes) if train.minutes else 0.0
     return max(by_steps, by_time)

@@ -43,7 +43,7 @@ from parallel_lce.functional import token_statistics
 from parallel_lce.run.divergence import Divergence, divergences
 from parallel_lce.selected_log_probs import selected_log_probs
 
-_NEAREST = 1e-6  # smallest distance of a mixed beta from 0 and 1, near which the mixture's logarithm is inexact
+_NEAREST = 1e-6  # a beta between 0 and 1 is at least this far from both: nearer, the mixture's logarithm is inexact
 
 
 def divergence(

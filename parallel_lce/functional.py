@@ -107,8 +107,7 @@ def linear_cross_entropy(
         The loss, fp32 (fp64 for fp64), identical on every rank bit for bit.
 
     Collectives run on ``process_group`` alone, on every rank in this order. P ranks; N tokens of the whole sequence, in
-    B blocks (1 unless the budget splits the tokens); C = 3, or 4 with ``label_smoothing``. SP: with
-    ``sequence_parallel``.
+    B blocks (1 unless the budget splits the tokens); C = 3, or 4 with ``label_smoothing``; SP: ``sequence_parallel``.
 
     ===========  ========================  ==============================  ===========================================
     when         operation                 elements per rank, in all       overlaps

@@ -236,7 +236,7 @@ class Problem:
 def _dense(p: Problem) -> _Candidate:
     """Save the fp32 logits of a small problem. Their gradient is formed in their memory.
 
-    The GPU finishes a fused projection of so few flops before the host has launched it. Dense logits need fewer
+    For so few flops the host needs longer to launch a fused projection than the GPU to run it. Dense logits need fewer
     launches, though the GPU must write and read them. A rank whose shard cannot have dense logits runs the same
     collectives. It saves exponentials if its backward can work from them, else nothing.
     """
@@ -285,7 +285,7 @@ def _recompute_by_rows(p: Problem, gradients: GradientTraits) -> _Candidate:
     """Save everything for the tokens of a first block. The other blocks reuse its memory, and add to an fp32 dW.
 
     On one rank, if nothing is saved and the shard is narrow, a block has as many tokens as a recomputed slice has
-    entries: with fewer tokens, adding to dW takes longer than the product for dW. dX is then summed over slices.
+    entries. With fewer tokens per block, adding to dW would take most of the time. dX is then summed over slices.
     """
     first_rows = p.rows_in(p.room)
     whole_rows = max(1, first_rows, p.rows_in(SMALLEST_BLOCK))

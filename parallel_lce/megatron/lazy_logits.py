@@ -84,8 +84,8 @@ _LOST = (
 def _in_function() -> bool:
     """Whether the forward of a ``torch.autograd.Function``, such as a reentrant checkpoint, is running.
 
-    There, and otherwise only in inference mode, PyTorch turns off forward-mode gradients. A Function's backward handles
-    tensors only: lazy logits among its arguments or results lose their gradient.
+    PyTorch turns off forward-mode gradients only there and in inference mode. A Function's backward handles tensors
+    only: lazy logits among its arguments or results lose their gradient.
     """
     return not (torch._C._is_fwd_grad_enabled() or torch.is_inference_mode_enabled())
 

@@ -19,7 +19,7 @@ from parallel_lce.kernels.arithmetic import exact_logit, exponential, exponentia
 from parallel_lce.kernels.losses import LossTerms, loss_of
 from parallel_lce.kernels.relaunch import Relaunched
 
-# Of the kernels on a user's logits.
+# Columns per step, and warps, for a user's logits.
 _ENTRIES, _WARPS = 2048, 8
 
 

@@ -120,7 +120,7 @@ def divergence(
         refuse_unknown(divergence, unknown, process_group)
     beta, temperature = as_float(beta), as_float(temperature)
     ignore_index = -100 if ignore_index is None else ignore_index
-    # All ranks must agree on the name. The call itself has no reduction and ignores no token.
+    # Debug mode compares the name between ranks, and so these settings. The call itself reduces and ignores nothing.
     name = f"distillation.divergence with {beta=}, {reduction=} and {ignore_index=}"
     options = Options.of(name, locals() | dict(reduction=None, ignore_index=None))
     numbers = partial(_check_numbers, beta, reduction, ignore_index)

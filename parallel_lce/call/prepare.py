@@ -35,7 +35,7 @@ KNOWN: dict[tuple, Call] = {}
 
 _MOST_KNOWN = 1024
 _ALONE = Layout()
-# Debug mode's names for the tensors that share their name with an option.
+# Names in debug mode's messages, where they are not the names of the fields.
 _DEBUG_NAMES = {
     "logit_scale": "logit_scale of each token",
     "temperature": "temperature of each token",

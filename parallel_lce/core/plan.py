@@ -142,7 +142,7 @@ class _Candidate:
     products: int
     # Bytes of the fp32 accumulator of dW or dX that this candidate needs and others do not.
     accumulator: int = 0
-    # Preferred among candidates of as many products.
+    # Preferred among candidates of equally many products.
     preferred: bool = False
 
     @property
@@ -306,7 +306,7 @@ def _recompute_by_vocabulary(p: Problem, gradients: GradientTraits) -> _Candidat
     On one rank this is preferred if the sum of dX takes no more than the budget: an fp32 dW is then read and written
     once, instead of once per block of rows. On several ranks blocks of rows overlap the reduction of dX.
     """
-    # Where dX is reduced in an fp32 buffer, that buffer holds the sum.
+    # An fp32 sum of dX. If dX is reduced in fp32, the reduction's buffer is that sum.
     dx_sum = p.tokens * p.hidden_size * 4 if gradients.hidden and not gradients.hidden_fp32 else 0
     if p.sp_size > 1:
         # One block of all rows also gathers every hidden state and holds the whole dX.

@@ -218,7 +218,7 @@ class LazyLogits:
             return self.made
         sequence, *others = self.hidden.shape[:-1]
         parts = self.layer.tp_group.size() if self.sequence_parallel else 1
-        dtype = getattr(self.layer, "output_dtype", None)  # from 0.20 on
+        dtype = getattr(self.layer, "output_dtype", None)  # from Megatron-core 0.20 on
         one = self.hidden.new_empty((), dtype=dtype or self.autocast_dtype or self.hidden.dtype)
         return one.expand(parts * sequence, *others, self.layer.output_size_per_partition)
 
